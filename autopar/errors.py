@@ -1,0 +1,72 @@
+"""Every error that a user can meet, as one tree.
+
+::
+
+    AutoparError                 exit status 1; a sentence, and usually a hint
+    ├── UsageError               exit status 2; the request itself is wrong
+    │   ├── DeviceError          the description of the devices
+    │   ├── ModelError           the model's name, file or factory
+    │   ├── BatchError           the batch, or how it fits the graph
+    │   └── RuleError            a sharding rule that does not parse or does not hold
+    ├── CaptureError             the model cannot be exported
+    ├── InfeasibleError          no plan fits the devices
+    ├── ProgramError             an emitted folder that cannot be loaded or is ill-typed
+    └── LaunchError              a process that died, a port that is taken
+
+A message says what is wrong with names and values, and why; ``hint`` says what to do. Broken invariants of autopar
+itself are assertions, not members of this tree.
+"""
+
+from __future__ import annotations
+
+
+class AutoparError(Exception):
+    """Base of the tree: ``message`` is one or two sentences, ``hint`` (optional) is what to do about it."""
+
+    exit_status = 1
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\nhint: {self.hint}"
+
+
+class UsageError(AutoparError):
+    """The request itself is wrong; the command line ends with status 2."""
+
+    exit_status = 2
+
+
+class DeviceError(UsageError):
+    """The description of the devices is wrong: a count, a GPU name, a cluster file."""
+
+
+class ModelError(UsageError):
+    """The model cannot be found or built: a name, a file, a factory."""
+
+
+class BatchError(UsageError):
+    """The batch does not fit the graph that was captured."""
+
+
+class RuleError(UsageError):
+    """A sharding rule does not parse, or its execution on shards disagrees with the whole op."""
+
+
+class CaptureError(AutoparError):
+    """``torch.export`` refused the model; the message names the source line."""
+
+
+class InfeasibleError(AutoparError):
+    """No plan fits; the message names the stage, the layer and the bytes, the hint the nearest change that fits."""
+
+
+class ProgramError(AutoparError):
+    """An emitted program cannot be loaded, or does not type-check."""
+
+
+class LaunchError(AutoparError):
+    """Processes could not be started, or one of them died."""

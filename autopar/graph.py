@@ -1,0 +1,133 @@
+"""The records that capture hands on: a model as layers, layer classes, parameters and inputs.
+
+A **layer** is a contiguous run of graph nodes between two narrow cuts. Layers with the same structure and shapes share one
+**layer class**, which holds the graph once. Shapes are those of the global batch: what an axis or a microbatch takes
+of them is decided later, by types.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that crosses a border: its name, global shape, dtype and whether a gradient flows through it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    @property
+    def numel(self) -> int:
+        n = 1
+        for size in self.shape:
+            n *= size
+        return n
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter, or one part of a fused one.
+
+    ``original`` is the name in the user's model and ``original_shape`` its shape there. A fused projection that the model
+    splits afterwards is kept as parts: ``dim``, ``start`` and ``shape[dim]`` say which slice of the original this is
+    (``dim`` is ``None`` for a whole parameter). ``tied`` lists the user's other names of the same parameter.
+    """
+
+    name: str
+    original: str
+    original_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    dim: int | None = None
+    start: int = 0
+    tied: tuple[str, ...] = ()
+    trainable: bool = True
+
+    @property
+    def value(self) -> Value:
+        return Value(self.name, self.shape, self.dtype, self.trainable)
+
+
+@dataclass(frozen=True)
+class LayerClass:
+    """The graph that layers of one structure share.
+
+    ``graph``'s placeholders come in this order: ``activations`` (from earlier layers), ``inputs`` (tensors of the batch),
+    ``constants`` (folded tables), ``scalars`` (the prelude's 0-d results), ``parameters``. Its output is a tuple: the
+    ``outputs``, in order; the last layer's only output is the 0-d loss. ``parameters`` carry class-local dotted names
+    (``self_attn.q_proj.weight``); placeholder names are identifiers. Every node has ``meta["val"]``, a meta tensor at global shapes.
+    """
+
+    name: str
+    graph: fx.GraphModule
+    activations: tuple[Value, ...]
+    inputs: tuple[Value, ...]
+    constants: tuple[Value, ...]
+    scalars: tuple[Value, ...]
+    parameters: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One use of a layer class: the names (in ``Graph``) that its borders are bound to, in the class's order."""
+
+    name: str
+    cls: str
+    activations: tuple[str, ...]
+    inputs: tuple[str, ...]
+    constants: tuple[str, ...]
+    scalars: tuple[str, ...]
+    parameters: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A captured model.
+
+    ``inputs`` are the batch's tensors by name (dim 0 is the batch); ``structure`` tells how a user's batch maps to those names
+    (see ``capture.flatten_batch``). ``prelude`` maps the whole batch's inputs to ``scalars``: 0-d values that depend on inputs only,
+    such as the number of valid tokens. ``constants`` are folded tensors, on the CPU. ``values`` describes every activation by name.
+    ``replicated`` names ops that no rule covers. ``unmicrobatchable`` says why the batch may not be split in time (empty: it may).
+    """
+
+    name: str
+    inputs: tuple[Value, ...]
+    structure: object
+    parameters: dict[str, Parameter]
+    constants: dict[str, torch.Tensor]
+    scalars: tuple[Value, ...]
+    prelude: fx.GraphModule | None
+    layers: tuple[Layer, ...]
+    classes: dict[str, LayerClass]
+    values: dict[str, Value]
+    loss: str
+    dtype: torch.dtype
+    tokens: int
+    notes: tuple[str, ...] = ()
+    unmicrobatchable: str = ""
+    replicated: tuple[str, ...] = field(default=())
+
+    @property
+    def batch_size(self) -> int:
+        return self.inputs[0].shape[0]
+
+    @property
+    def shared_parameters(self) -> dict[str, tuple[int, ...]]:
+        """Parameters that several layers use: name to the layers' indices."""
+        uses: dict[str, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            for name in layer.parameters:
+                uses.setdefault(name, []).append(index)
+        return {name: tuple(layers) for name, layers in uses.items() if len(layers) > 1}

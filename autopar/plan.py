@@ -1,0 +1,242 @@
+"""The plan: plain frozen data, JSON in and out. What the search decides, and what the passes, the emitter and people read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class Role(Enum):
+    """What one axis does for one layer; the value is the text form."""
+
+    DATA = "data"
+    TENSOR = "tensor"
+    TENSOR_SEQUENCE = "tensor+sequence"
+    IDLE = "idle"  # every rank of the axis does the same work
+
+    @property
+    def shards_parameters(self) -> bool:
+        return self in (Role.TENSOR, Role.TENSOR_SEQUENCE)
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis of a stage's mesh. ``stride`` is the distance in devices between neighbours on it (1 is the innermost)."""
+
+    name: str
+    size: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """For one layer: the role of each axis of the mesh (same order), ZeRO stage over its data axes, recomputation."""
+
+    roles: tuple[Role, ...]
+    zero: int = 0
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.zero in (0, 1, 2, 3), self.zero
+
+    def degree(self, mesh: tuple[Axis, ...], *roles: Role) -> int:
+        """The product of the sizes of the axes that play one of ``roles``."""
+        n = 1
+        for axis, role in zip(mesh, self.roles, strict=True):
+            if role in roles:
+                n *= axis.size
+        return n
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """A layer of the model, by its index in ``Graph.layers``, with its strategy."""
+
+    name: str
+    cls: str
+    strategy: Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on one device of a stage, by part, at the step's peak."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    transients: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.transients
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """A pipeline stage: layers ``start`` to ``stop`` (exclusive), its devices, predicted memory against the limit and time
+    of one microbatch (forward plus backward, seconds)."""
+
+    start: int
+    stop: int
+    devices: tuple[int, int]  # first device, number of devices
+    memory: Memory
+    memory_limit_bytes: int
+    microbatch_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Seconds of one training step on the slowest device, split; throughput and utilisation."""
+
+    step_time_s: float
+    compute_s: float
+    communication_s: float  # exposed: not hidden under compute
+    bubble_s: float
+    optimizer_s: float
+    mfu: float
+    tokens_per_s_per_device: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Mesh, stages, schedule, microbatches and a strategy for every layer, with what was predicted and proved.
+
+    The mesh is that of one stage; device ``rank = stage * prod(mesh) + position in the mesh`` (outermost axis first).
+    ``bound_s`` is a proved lower bound of the step time over the candidates that were searched; ``gap`` is ``1 - bound_s/step_time_s``.
+    """
+
+    model: str
+    devices: str
+    mesh: tuple[Axis, ...]
+    stages: tuple[StagePlan, ...]
+    schedule: str  # "none" (one stage), "gpipe" or "1f1b"
+    microbatches: int
+    global_batch: int
+    precision: str
+    layers: tuple[LayerPlan, ...]
+    prediction: Prediction
+    bound_s: float
+    gap: float
+    solver: str = ""
+    notes: tuple[str, ...] = ()
+    wall_time_s: float = 0.0
+    peak_memory_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.stages[0].start == 0 and self.stages[-1].stop == len(self.layers)
+        assert all(a.stop == b.start for a, b in zip(self.stages, self.stages[1:], strict=False))
+        assert all(len(layer.strategy.roles) == len(self.mesh) for layer in self.layers)
+
+    @property
+    def pipeline(self) -> int:
+        return len(self.stages)
+
+    @property
+    def devices_per_stage(self) -> int:
+        n = 1
+        for axis in self.mesh:
+            n *= axis.size
+        return n
+
+    @property
+    def device_count(self) -> int:
+        return self.pipeline * self.devices_per_stage
+
+    def stage_of(self, layer: int) -> int:
+        return next(i for i, stage in enumerate(self.stages) if stage.start <= layer < stage.stop)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object with the fields that programs rely on (``docs/plan-json.md``); ``from_json`` reads it back."""
+        layers = []
+        for layer in self.layers:
+            s = layer.strategy
+            tensor = s.degree(self.mesh, Role.TENSOR, Role.TENSOR_SEQUENCE)
+            layers.append(
+                {
+                    "name": layer.name,
+                    "class": layer.cls,
+                    "data": s.degree(self.mesh, Role.DATA),
+                    "tensor": tensor,
+                    "sequence": s.degree(self.mesh, Role.TENSOR_SEQUENCE),
+                    "zero": s.zero,
+                    "recompute": s.recompute,
+                    "roles": [role.value for role in s.roles],
+                }
+            )
+        stages = [
+            {
+                "layers": [stage.start, stage.stop],
+                "devices": list(stage.devices),
+                "memory_bytes": stage.memory.total,
+                "memory_limit_bytes": stage.memory_limit_bytes,
+                "memory_by_part_bytes": dataclasses.asdict(stage.memory),
+                "microbatch_s": stage.microbatch_s,
+            }
+            for stage in self.stages
+        ]
+        return {
+            "feasible": True,
+            "model": self.model,
+            "devices": self.devices,
+            **dataclasses.asdict(self.prediction),
+            "bound_s": self.bound_s,
+            "gap": self.gap,
+            "pipeline": self.pipeline,
+            "microbatches": self.microbatches,
+            "schedule": self.schedule,
+            "global_batch": self.global_batch,
+            "precision": self.precision,
+            "mesh": [dataclasses.asdict(axis) for axis in self.mesh],
+            "stages": stages,
+            "layers": layers,
+            "solver": self.solver,
+            "notes": list(self.notes),
+            "wall_time_s": self.wall_time_s,
+            "peak_memory_bytes": self.peak_memory_bytes,
+        }
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Plan:
+        """The inverse of ``to_json``."""
+        return Plan(
+            model=data["model"],
+            devices=data["devices"],
+            mesh=tuple(Axis(**axis) for axis in data["mesh"]),
+            stages=tuple(
+                StagePlan(
+                    s["layers"][0],
+                    s["layers"][1],
+                    (s["devices"][0], s["devices"][1]),
+                    Memory(**s["memory_by_part_bytes"]),
+                    s["memory_limit_bytes"],
+                    s["microbatch_s"],
+                )
+                for s in data["stages"]
+            ),
+            schedule=data["schedule"],
+            microbatches=data["microbatches"],
+            global_batch=data["global_batch"],
+            precision=data["precision"],
+            layers=tuple(
+                LayerPlan(
+                    layer["name"],
+                    layer["class"],
+                    Strategy(tuple(Role(role) for role in layer["roles"]), layer["zero"], layer["recompute"]),
+                )
+                for layer in data["layers"]
+            ),
+            prediction=Prediction(**{f.name: data[f.name] for f in dataclasses.fields(Prediction)}),
+            bound_s=data["bound_s"],
+            gap=data["gap"],
+            solver=data["solver"],
+            notes=tuple(data["notes"]),
+            wall_time_s=data["wall_time_s"],
+            peak_memory_bytes=data["peak_memory_bytes"],
+        )
+
+    def dumps(self) -> str:
+        return json.dumps(self.to_json(), indent=1)

@@ -1,0 +1,68 @@
+"""Sharding records: what the op-level optimum hands to the price and to the passes.
+
+An ``AxisTypes`` says, for one layer class and one axis in one role, the type of every value and the type that every
+operand is needed in. It does not depend on the axis's size or name, so that one solution serves every mesh. A layer's
+``Sharding`` binds one ``AxisTypes`` to each axis of the mesh; local shapes are the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autopar.plan import Axis, Role
+from autopar.types import SpmdType
+
+
+@dataclass(frozen=True)
+class AxisTypes:
+    """One axis's solution for one layer class.
+
+    ``produced[node]`` is the type of the node's value as its op leaves it (a placeholder's: as it enters the layer).
+    ``needed[node][i]`` is the type in which the node's i-th tensor operand (``rules.operands(node)`` order) is read; where it differs
+    from what was produced, a conversion stands between. ``outputs[i]`` is the type of the layer's i-th output after its last
+    conversion. ``letter[node]`` is the letter of its rule that the axis shards (absent: none), ``kernel[node]`` the kernel that
+    replaces its op. Values without gradient never have type ``I``: ``R`` says the same of them. ``cost_s`` is the optimum's objective.
+    """
+
+    role: Role
+    produced: dict[str, SpmdType]
+    needed: dict[str, tuple[SpmdType, ...]]
+    outputs: tuple[SpmdType, ...]
+    letter: dict[str, str]
+    kernel: dict[str, str]
+    cost_s: float
+
+
+def local_shape(shape: tuple[int, ...], axes: Iterable[Axis], types: Iterable[SpmdType]) -> tuple[int, ...]:
+    """What one rank holds of a tensor of global ``shape`` that has ``types[i]`` on ``axes[i]``."""
+    local = list(shape)
+    for axis, t in zip(axes, types, strict=True):
+        if t.dim is not None:
+            assert local[t.dim] % axis.size == 0, (shape, axis, str(t))
+            local[t.dim] //= axis.size
+    return tuple(local)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A layer class under a strategy: one ``AxisTypes`` per axis, the microbatch axis included as a data axis of its own."""
+
+    axes: tuple[Axis, ...]
+    types: tuple[AxisTypes, ...]
+
+    def produced(self, node: str) -> tuple[SpmdType, ...]:
+        """The node's type on each axis, as its op leaves it."""
+        return tuple(types.produced[node] for types in self.types)
+
+    def needed(self, node: str, operand: int) -> tuple[SpmdType, ...]:
+        """The type on each axis in which the node reads its ``operand``-th tensor operand."""
+        return tuple(types.needed[node][operand] for types in self.types)
+
+    def output(self, index: int) -> tuple[SpmdType, ...]:
+        """The type on each axis of the layer's ``index``-th output."""
+        return tuple(types.outputs[index] for types in self.types)
+
+    def local_shape(self, node: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape on one rank of the value that ``node`` produces."""
+        return local_shape(shape, self.axes, self.produced(node))

@@ -1,0 +1,97 @@
+"""SPMD types: what a tensor is on one axis of the mesh, and the conversions between types.
+
+======== ======== =================================================================
+forward  gradient meaning
+======== ======== =================================================================
+``I``    ``I``    same value everywhere, same gradient everywhere
+``R``    ``P``    same value everywhere, each rank's gradient is a term of the sum
+``S(d)`` ``S(d)`` a slice of dim ``d``
+``P``    ``R``    a term of the sum; the gradient is the same everywhere
+======== ======== =================================================================
+
+The same types, and the collectives that convert them, are what the emitted program says with ``spmd_types``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SpmdType:
+    """One of ``I``, ``R``, ``P`` or ``S(dim)``; ``dim`` is a non-negative dim of the tensor, for ``S`` alone."""
+
+    kind: str
+    dim: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.kind in ("I", "R", "S", "P"), self.kind
+        assert (self.dim is not None) == (self.kind == "S") and (self.dim is None or self.dim >= 0), self
+
+    def __str__(self) -> str:
+        return f"S({self.dim})" if self.kind == "S" else self.kind
+
+    @property
+    def dual(self) -> SpmdType:
+        """The type of the gradient."""
+        return {"I": I, "R": P, "P": R}.get(self.kind, self)
+
+    @property
+    def sharded(self) -> bool:
+        return self.kind == "S"
+
+    @staticmethod
+    def parse(text: str) -> SpmdType:
+        """The inverse of ``str``: ``"I"``, ``"R"``, ``"P"``, ``"S(0)"``."""
+        if text.startswith("S(") and text.endswith(")"):
+            return S(int(text[2:-1]))
+        return SpmdType(text)
+
+
+I = SpmdType("I")  # noqa: E741  the type system's own name
+R = SpmdType("R")
+P = SpmdType("P")
+
+
+def S(dim: int) -> SpmdType:  # noqa: N802  the type system's own name
+    """Sharded on dim ``dim``."""
+    return SpmdType("S", dim)
+
+
+class Collective(Enum):
+    """What a conversion does on the wire; ``NONE`` and ``LOCAL`` (slice, zero, pad) move no bytes between ranks."""
+
+    NONE = "none"
+    LOCAL = "local"
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+
+
+_CONVERSIONS: dict[str, tuple[Collective, Collective]] = {
+    # source kind + target kind: (forward, backward)
+    "IR": (Collective.NONE, Collective.ALL_REDUCE),
+    "RI": (Collective.NONE, Collective.LOCAL),
+    "PI": (Collective.ALL_REDUCE, Collective.NONE),
+    "PR": (Collective.ALL_REDUCE, Collective.ALL_REDUCE),
+    "PS": (Collective.REDUCE_SCATTER, Collective.ALL_GATHER),
+    "SR": (Collective.ALL_GATHER, Collective.REDUCE_SCATTER),
+    "SI": (Collective.ALL_GATHER, Collective.LOCAL),
+    "IS": (Collective.LOCAL, Collective.ALL_GATHER),
+    "RS": (Collective.LOCAL, Collective.LOCAL),
+    "SS": (Collective.ALL_TO_ALL, Collective.ALL_TO_ALL),
+    "RP": (Collective.LOCAL, Collective.LOCAL),
+    "IP": (Collective.LOCAL, Collective.NONE),
+}
+
+
+def conversion(source: SpmdType, target: SpmdType) -> tuple[Collective, Collective] | None:
+    """The collectives (forward, backward) that turn ``source`` into ``target``; ``None`` where there is no conversion.
+
+    Equal types need nothing and give ``(NONE, NONE)``.
+    """
+    if source == target:
+        return Collective.NONE, Collective.NONE
+    return _CONVERSIONS.get(source.kind + target.kind)
