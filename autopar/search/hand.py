@@ -1,0 +1,112 @@
+"""Plans written by hand: a mesh, roles and cuts, without prices.
+
+Tests, examples and people who know what they want start here. ``hand_plan`` fills a ``Plan`` whose prediction is all
+zeros; ``autopar.search.evaluate`` prices the same choice.
+"""
+
+from __future__ import annotations
+
+from autopar.errors import BatchError, UsageError
+from autopar.graph import Graph
+from autopar.plan import Axis, LayerPlan, Memory, Plan, Prediction, Role, StagePlan, Strategy
+
+
+def make_mesh(*axes: tuple[str, int]) -> tuple[Axis, ...]:
+    """A dense mesh from (name, size) pairs, outermost first; axes of size 1 are left out, unless nothing else is left."""
+    sizes = [(name, size) for name, size in axes if size > 1] or [("data", 1)]
+    mesh: list[Axis] = []
+    stride = 1
+    for name, size in reversed(sizes):
+        mesh.append(Axis(name, size, stride))
+        stride *= size
+    return tuple(reversed(mesh))
+
+
+def even_cuts(layers: int, stages: int) -> tuple[int, ...]:
+    """The first layers of stages 1.. when ``layers`` are dealt out evenly, earlier stages taking the remainder."""
+    base, rest = divmod(layers, stages)
+    cuts, at = [], 0
+    for stage in range(stages - 1):
+        at += base + (1 if stage < rest else 0)
+        cuts.append(at)
+    return tuple(cuts)
+
+
+def hand_plan(
+    graph: Graph,
+    *,
+    mesh: tuple[Axis, ...] | None = None,
+    pipeline: int = 1,
+    data: int = 1,
+    tensor: int = 1,
+    sequence: bool = False,
+    zero: int = 0,
+    recompute: bool = False,
+    microbatches: int = 1,
+    schedule: str | None = None,
+    cuts: tuple[int, ...] | None = None,
+    strategies: dict[int, Strategy] | None = None,
+    precision: str = "float64",
+) -> Plan:
+    """A plan in which every layer has the same strategy, except those that ``strategies`` gives by index.
+
+    Without ``mesh`` a stage's mesh is ("data", "tensor"), outermost first, and axes of size 1 are left out (a single axis
+    ("data", size 1) stands when all are). With ``mesh``, ``data`` and ``tensor`` are not used: an axis whose name starts with
+    ``tensor`` takes the tensor role, every other one data. ``cuts`` are the first layers of the stages after the first
+    (default: even numbers of layers). ``zero`` takes effect where a layer has a data axis of more than one device.
+
+    Raises:
+        UsageError: cuts that do not cut the layers into ``pipeline`` runs, or strategies for layers that are not there.
+        BatchError: a global batch that the microbatches and the data axes do not divide.
+    """
+    count = len(graph.layers)
+    mesh = make_mesh(("data", data), ("tensor", tensor)) if mesh is None else mesh
+    tensor_role = Role.TENSOR_SEQUENCE if sequence else Role.TENSOR
+    roles = tuple(tensor_role if axis.name.startswith("tensor") else Role.DATA for axis in mesh)
+    common = Strategy(roles, recompute=recompute)
+    if common.degree(mesh, Role.DATA) > 1:
+        common = Strategy(roles, zero, recompute)
+    chosen = {index: common for index in range(count)} | (strategies or {})
+    if len(chosen) != count:
+        raise UsageError(
+            f"strategies are given for layers {sorted(set(chosen) - set(range(count)))}, the model has {count} layers"
+        )
+    if not 1 <= pipeline <= count:
+        raise UsageError(f"{count} layers cannot be cut into {pipeline} pipeline stages")
+    cuts = even_cuts(count, pipeline) if cuts is None else cuts
+    bounds = (0, *cuts, count)
+    if len(bounds) != pipeline + 1 or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
+        raise UsageError(f"cuts {cuts} do not make {pipeline} stages of {count} layers")
+    for index, strategy in chosen.items():
+        if len(strategy.roles) != len(mesh):
+            raise UsageError(
+                f"the strategy of layer {index} has {len(strategy.roles)} roles for a mesh of {len(mesh)} axes"
+            )
+        shares = microbatches * strategy.degree(mesh, Role.DATA)
+        if graph.batch_size % shares:
+            raise BatchError(
+                f"a global batch of {graph.batch_size} does not divide into {microbatches} microbatches "
+                f"on {strategy.degree(mesh, Role.DATA)} data-parallel devices (layer {index}, {graph.layers[index].name})",
+                f"use a global batch that is a multiple of {shares}",
+            )
+    size = 1
+    for axis in mesh:
+        size *= axis.size
+    return Plan(
+        model=graph.name,
+        devices=str(size * pipeline),
+        mesh=mesh,
+        stages=tuple(
+            StagePlan(bounds[i], bounds[i + 1], (i * size, size), Memory(0, 0, 0, 0, 0), 0, 0.0)
+            for i in range(pipeline)
+        ),
+        schedule=("none" if pipeline == 1 else "1f1b") if schedule is None else schedule,
+        microbatches=microbatches,
+        global_batch=graph.batch_size,
+        precision=precision,
+        layers=tuple(LayerPlan(layer.name, layer.cls, chosen[i]) for i, layer in enumerate(graph.layers)),
+        prediction=Prediction(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0),
+        bound_s=0.0,
+        gap=1.0,
+        solver="by hand",
+    )
