@@ -1,0 +1,41 @@
+# Everything runs in .venv inside the checkout, which is made when it is missing and renewed when pyproject.toml changes.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check format matrix clean
+
+help: ## what can be made
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (a few minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[hf,dev]'
+	@touch $(STAMP)
+
+install: $(STAMP) ## .venv with autopar in it; .venv/bin/autopar is the command line
+
+demo: $(STAMP) ## train a small Llama on 4 processes and on 1, and compare (a few minutes)
+	$(BIN)/python examples/train_llama_stdlib.py
+
+test: $(STAMP) ## the test suite
+	$(BIN)/python -m pytest
+
+check: $(STAMP) ## formatter, linter and type checker, without changing anything
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## rewrite the sources as the formatter and the linter want them
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+matrix: $(STAMP) ## every plan kind against one device in float64 (long)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/matrix.py
+
+clean: ## remove .venv and everything that was generated
+	rm -rf $(VENV) demo .pytest_cache .mypy_cache .ruff_cache build dist

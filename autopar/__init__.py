@@ -1,0 +1,98 @@
+"""autopar turns a single-device PyTorch model and a description of a cluster into a distributed training program.
+
+The names below are the public ones. They are loaded when they are first used, so that ``import autopar`` (and with it
+``autopar --help``) does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "capture": "autopar.capture",
+    "compile": "autopar.compile",
+    "opaque": "autopar.capture",
+    "register_rule": "autopar.rules",
+    "Plan": "autopar.plan",
+    "Program": "autopar.run",
+    "AutoparError": "autopar.errors",
+    "UsageError": "autopar.errors",
+    "DeviceError": "autopar.errors",
+    "ModelError": "autopar.errors",
+    "BatchError": "autopar.errors",
+    "RuleError": "autopar.errors",
+    "CaptureError": "autopar.errors",
+    "InfeasibleError": "autopar.errors",
+    "ProgramError": "autopar.errors",
+    "LaunchError": "autopar.errors",
+}
+
+__all__ = [
+    "AutoparError",
+    "BatchError",
+    "CaptureError",
+    "DeviceError",
+    "InfeasibleError",
+    "LaunchError",
+    "ModelError",
+    "Plan",
+    "Program",
+    "ProgramError",
+    "RuleError",
+    "UsageError",
+    "__version__",
+    "capture",
+    "compile",
+    "opaque",
+    "register_rule",
+]
+
+if TYPE_CHECKING:
+    from autopar.capture import capture, opaque
+    from autopar.compile import compile
+    from autopar.errors import (
+        AutoparError,
+        BatchError,
+        CaptureError,
+        DeviceError,
+        InfeasibleError,
+        LaunchError,
+        ModelError,
+        ProgramError,
+        RuleError,
+        UsageError,
+    )
+    from autopar.plan import Plan
+    from autopar.rules import register_rule
+    from autopar.run import Program
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'autopar' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+class _Package(ModuleType):
+    """The import system binds a submodule to its package's attribute; a public function of the same name goes first.
+
+    Without this ``autopar.compile`` would be a function or a module, whichever was touched last.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
