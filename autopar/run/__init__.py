@@ -1,0 +1,1 @@
+"""Running an emitted program: local worker processes, and the ``Program`` that a user holds."""

@@ -1,0 +1,180 @@
+"""Local worker processes: started once, kept warm, called together, ended together.
+
+The parent hosts the rendezvous store, so that a port that is taken is noticed before anything starts and a free one needs
+no guessing. Arguments and results travel as ``torch.save`` files in a private folder, calls and answers as JSON lines.
+As soon as one rank fails, all are ended and the error names the rank and its cause: no rank is left waiting for a dead one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import selectors
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import LaunchError
+
+_GRACE_S = (
+    0.5  # after the first failure: how long the others may still report, so that the cause is told from consequences
+)
+
+
+class Processes:
+    """``count`` processes of this Python on this machine, with ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and
+    ``MASTER_PORT`` set as ``torchrun`` sets them, and one thread for each.
+
+    Raises ``LaunchError`` when ``port`` (0: any free one) is taken.
+    """
+
+    def __init__(self, count: int, *, port: int = 0, env: dict[str, str] | None = None) -> None:
+        assert count > 0
+        self.count = count
+        self.store = _listen(port, count)
+        self.folder = Path(tempfile.mkdtemp(prefix="autopar-"))
+        self._calls = 0
+        self._workers: list[subprocess.Popen[str]] = []
+        common = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.store.port),
+            **(env or {}),
+        }
+        for rank in range(count):
+            with self._log(rank).open("w") as log:
+                self._workers.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "autopar.run.worker"],
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=log,
+                        text=True,
+                        env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    )
+                )
+        self._finalizer = weakref.finalize(self, _end, self._workers, self.folder)
+        atexit.register(self._finalizer)
+
+    @property
+    def alive(self) -> bool:
+        return self._finalizer.alive and all(worker.poll() is None for worker in self._workers)
+
+    def call(self, target: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
+        """Call ``"module:function"`` on every rank with the same arguments and give back the results by rank.
+
+        Arguments and results are what ``torch.load(weights_only=True)`` reads. Raises ``LaunchError`` when a rank raises,
+        dies, or does not answer within ``timeout_s`` seconds; then all ranks are ended.
+        """
+        self._calls += 1
+        path = self.folder / f"call{self._calls}.pt"
+        results = [self.folder / f"call{self._calls}.rank{rank}.pt" for rank in range(self.count)]
+        torch.save((args, kwargs), path)
+        for rank, worker in enumerate(self._workers):
+            call = {"call": self._calls, "target": target, "args": str(path), "result": str(results[rank])}
+            try:
+                assert worker.stdin is not None
+                worker.stdin.write(json.dumps(call) + "\n")
+                worker.stdin.flush()
+            except (OSError, ValueError):
+                pass  # it died: its standard output has ended too, and that is where it is noticed
+        self._wait(target, None if timeout_s is None else time.monotonic() + timeout_s)
+        loaded = [torch.load(result, weights_only=True) for result in results]
+        for file in (path, *results):
+            file.unlink()
+        return loaded
+
+    def close(self) -> None:
+        """End the processes and remove their folder. Idempotent; happens at exit too."""
+        self._finalizer()
+
+    def _log(self, rank: int) -> Path:
+        return self.folder / f"rank{rank}.log"
+
+    def _wait(self, target: str, deadline: float | None) -> None:
+        failures: dict[int, dict[str, Any]] = {}
+        with selectors.DefaultSelector() as selector:
+            for rank, worker in enumerate(self._workers):
+                assert worker.stdout is not None
+                selector.register(worker.stdout, selectors.EVENT_READ, rank)
+            while selector.get_map():
+                left = None if deadline is None else deadline - time.monotonic()
+                ready = selector.select(left if left is None or left > 0 else 0)
+                if not ready:
+                    break
+                for key, _ in ready:
+                    selector.unregister(key.fileobj)
+                    line = self._workers[key.data].stdout.readline()  # type: ignore[union-attr]
+                    answer = json.loads(line) if line else self._death(key.data)
+                    if not answer["ok"]:
+                        failures[key.data] = answer
+                        deadline = min(deadline or float("inf"), time.monotonic() + _GRACE_S)
+            silent = sorted(key.data for key in selector.get_map().values())
+        if failures or silent:
+            raise self._failure(target, failures, silent)
+
+    def _death(self, rank: int) -> dict[str, Any]:
+        code = self._workers[rank].wait()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+        last = _last_line(self._log(rank))
+        return {"ok": False, "error": how + (f" after printing: {last}" if last else ""), "consequence": False}
+
+    def _failure(self, target: str, failures: dict[int, dict[str, Any]], silent: list[int]) -> LaunchError:
+        logs = {rank: self._log(rank).read_text(errors="replace")[-4000:] for rank in failures or silent}
+        self.close()
+        if not failures:
+            ranks = ", ".join(map(str, silent))
+            return LaunchError(
+                f"no answer from rank {ranks} to {target}; all ranks were ended",
+                "a rank that waits in a collective which another never enters looks like this",
+            )
+        rank = min(
+            failures, key=lambda rank: failures[rank]["consequence"]
+        )  # the first that is a cause, in order of arrival
+        error = LaunchError(
+            f"rank {rank}: {failures[rank]['error']}", "all ranks were ended; run again after the cause is gone"
+        )
+        error.add_note(logs[rank])
+        return error
+
+
+def _listen(port: int, count: int) -> dist.TCPStore:
+    try:
+        return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    except dist.DistNetworkError as error:
+        raise LaunchError(
+            f"port {port} on 127.0.0.1 is already taken, so {count} processes have nowhere to meet",
+            "choose another port, or 0 for any that is free",
+        ) from error
+
+
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def _end(workers: list[subprocess.Popen[str]], folder: Path) -> None:
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.wait()
+        for stream in (worker.stdin, worker.stdout):
+            if stream is not None:
+                try:
+                    stream.close()
+                except OSError:  # unsent bytes to a dead process
+                    pass
+    shutil.rmtree(folder, ignore_errors=True)

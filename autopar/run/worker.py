@@ -1,0 +1,77 @@
+"""One worker process: reads calls from its standard input, one JSON object a line, and answers on its standard output.
+
+A call is ``{"call": number, "target": "module:function", "args": path}``; the arguments are a ``torch.save`` file read with
+``weights_only=True`` (tensors, numbers, text, lists, dicts), and so is the result: nothing is unpickled into code. What the
+function prints goes to the worker's log (standard error), never into the answers. When the parent goes away the
+standard input ends, and the worker ends with it, even from inside a collective.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any, TextIO
+
+import torch
+
+# How torch.distributed reports that *another* rank went away: a consequence, reported only when there is no cause.
+_CONSEQUENCES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "NCCL error",
+)
+
+
+def resolve(target: str) -> Callable[..., Any]:
+    """The function that ``"package.module:function"`` names."""
+    module, _, name = target.partition(":")
+    found = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    assert callable(found), target
+    return found
+
+
+def _read_calls(stream: TextIO, calls: queue.Queue[dict[str, Any]]) -> None:
+    for line in stream:
+        calls.put(json.loads(line))
+    os._exit(0)  # the parent closed the pipe or died; the main thread may be inside a collective that never returns
+
+
+def _answer(call: dict[str, Any]) -> dict[str, Any]:
+    try:
+        args, kwargs = torch.load(call["args"], weights_only=True)
+        result = resolve(call["target"])(*args, **kwargs)
+        torch.save(result, call["result"])
+    except BaseException as error:  # noqa: BLE001  whatever it was, the parent must hear of it
+        traceback.print_exc()
+        text = str(error).strip()
+        return {
+            "ok": False,
+            "error": f"{type(error).__name__}: {text}" if text else type(error).__name__,
+            "consequence": any(sign in text for sign in _CONSEQUENCES),
+        }
+    return {"ok": True}
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # prints of the called functions join the log
+    calls: queue.Queue[dict[str, Any]] = queue.Queue()
+    threading.Thread(target=_read_calls, args=(sys.stdin, calls), daemon=True).start()
+    while True:
+        answers.write(json.dumps(_answer(calls.get())) + "\n")
+        answers.flush()
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

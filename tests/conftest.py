@@ -1,0 +1,26 @@
+"""Fixtures for every test: pools of warm gloo processes, one of each size for the whole run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from workers import WorkerPool
+
+
+def _pool(count: int) -> Iterator[WorkerPool]:
+    pool = WorkerPool(count)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def workers2() -> Iterator[WorkerPool]:
+    """Two processes."""
+    yield from _pool(2)
+
+
+@pytest.fixture(scope="session")
+def workers4() -> Iterator[WorkerPool]:
+    """Four processes."""
+    yield from _pool(4)

@@ -1,0 +1,92 @@
+"""Worker processes: results by rank, causes by name, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from workers import WorkerPool
+
+from autopar.errors import LaunchError
+from autopar.run.processes import Processes
+
+
+def add_ranks(x: torch.Tensor, scale: float = 1.0) -> dict[str, object]:
+    print("this goes to the log")
+    x = x * scale * (dist.get_rank() + 1)
+    dist.all_reduce(x)
+    return {"sum": x, "rank": dist.get_rank(), "pid": os.getpid()}
+
+
+def raise_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ValueError("the batch is empty")
+    dist.all_reduce(torch.ones(1))
+
+
+def die_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+
+
+def hang_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(60)
+
+
+def _gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_results_come_by_rank_from_warm_processes(workers2: WorkerPool) -> None:
+    first = workers2.run("test_run_processes:add_ranks", torch.ones(3), scale=2.0)
+    second = workers2.run("test_run_processes:add_ranks", torch.ones(3))
+    assert [r["rank"] for r in first] == [0, 1]
+    assert all(torch.equal(r["sum"], torch.full((3,), 6.0)) for r in first)
+    assert all(torch.equal(r["sum"], torch.full((3,), 3.0)) for r in second)
+    assert [r["pid"] for r in first] == [r["pid"] for r in second]
+
+
+@pytest.mark.parametrize(
+    ("target", "cause"),
+    [("raise_on", "rank 1: ValueError: the batch is empty"), ("die_on", "rank 1: was killed by signal 9")],
+)
+def test_a_failing_rank_is_the_cause_and_ends_all(target: str, cause: str) -> None:
+    pool = WorkerPool(2)
+    pids = [r["pid"] for r in pool.run("test_run_processes:add_ranks", torch.ones(1))]
+    start = time.monotonic()
+    with pytest.raises(LaunchError) as error:
+        pool.run(f"test_run_processes:{target}", 1)
+    assert error.value.message.startswith(cause)
+    assert time.monotonic() - start < 5
+    assert all(_gone(pid) for pid in pids)
+    if target == "die_on":  # and the pool is there again
+        assert len(pool.run("test_run_processes:add_ranks", torch.ones(1))) == 2
+    pool.close()
+
+
+def test_a_rank_that_hangs_is_ended() -> None:
+    pool = WorkerPool(2)
+    pids = [r["pid"] for r in pool.run("test_run_processes:add_ranks", torch.ones(1))]
+    with pytest.raises(LaunchError, match="no answer from rank 1"):
+        pool.run("test_run_processes:hang_on", 1, timeout_s=0.5)
+    assert all(_gone(pid) for pid in pids)
+
+
+def test_a_taken_port_is_said_before_anything_starts() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(LaunchError, match="already taken") as error:
+            Processes(2, port=taken.getsockname()[1])
+    assert error.value.hint
