@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 # Backward FLOPs of one op over its forward FLOPs, when every floating operand needs a gradient. Matrix products: one
-# product of the same size per operand. Flash attention: five products (one recomputes the scores) where forward has two.
+# product of the same size per operand. Flash attention: five products (one recomputes the scores) for forward's two.
 MATMUL_BACKWARD = 2.0
 ATTENTION_BACKWARD = 2.5
 
@@ -27,14 +27,14 @@ _VIEWS = frozenset(
     """alias as_strided chunk detach diagonal expand expand_as flatten getitem lift_fresh movedim narrow permute
     ravel reshape reshape_as select slice split split_with_sizes squeeze swapaxes swapdims t transpose unbind unflatten
     unsafe_chunk unsafe_split unsqueeze view view_as tensor_split sym_size numpy_T mT
-    """.split()
+    """.split()  # noqa: SIM905  a list of words
 )
 # Kernels and ops that are attention, by a part of their name.
 _ATTENTION = "attention"
 
 
 def op_name(node: fx.Node) -> str:
-    """``aten.linear.default`` is ``linear``; a Python function goes by its own name; a placeholder by ``placeholder``."""
+    """``aten.linear.default`` is ``linear``; a Python function goes by its own name, a placeholder by its kind."""
     if node.op != "call_function":
         return node.op
     if hasattr(node.target, "overloadpacket"):  # an op overload prints as namespace.name.overload
@@ -94,7 +94,7 @@ def model_flops(node: fx.Node) -> float:
 
 
 def backward_factor(node: fx.Node, needing_gradient: int, floating: int) -> float:
-    """Backward FLOPs over forward FLOPs, when ``needing_gradient`` of the ``floating`` factors of a product want one."""
+    """Backward FLOPs over forward FLOPs, when ``needing_gradient`` of ``floating`` factors want a gradient."""
     if is_attention(node):
         return ATTENTION_BACKWARD if needing_gradient else 0.0
     return MATMUL_BACKWARD * min(1.0, needing_gradient / max(1, min(2, floating)))

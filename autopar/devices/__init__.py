@@ -1,0 +1,8 @@
+"""The devices: how many, of which kind, how they are linked, and where each figure comes from."""
+
+from autopar.devices.cluster import Cluster, Gpu, Link
+from autopar.devices.constants import Constant
+from autopar.devices.hardware import gpu_names
+from autopar.devices.parse import parse
+
+__all__ = ["Cluster", "Constant", "Gpu", "Link", "gpu_names", "parse"]

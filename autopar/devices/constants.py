@@ -1,0 +1,87 @@
+"""Figures that no specification gives, each with its unit and its source.
+
+Vendor specifications and measured bandwidths are in ``hardware.json``. What is here turns them into prices: the
+fraction of a peak that real code reaches, latencies, and modest figures for a machine without a GPU. A source starts
+with its kind: *measured*, *library* (read from its source code), *published*, *vendor* (a data sheet) or *assumed*.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A number with its unit and where it came from."""
+
+    value: float
+    unit: str
+    source: str
+
+
+_NCCL = "library: NCCL src/graph/tuning.cc, hwLat and baseLat, protocol Simple"
+_CALCULON = "published: calculon-ai/calculon systems/h100_80g_nvl8.json and a100_80g.json"
+_GLOO = "measured: gloo, 2 cores; float32 all_reduce of 1 MiB and 64 MiB takes 9.6 and 198 ms on 4 processes"
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+USABLE_MEMORY = Constant(
+    0.92,
+    "fraction of device memory",
+    "assumed: CUDA context and communicator buffers (about 2 GB) and the allocator's fragmentation; published runs "
+    "that all but fill the memory are 2-4 times slower, so a plan keeps clear of the limit",
+)
+USABLE_MEMORY_CPU = Constant(
+    0.7,
+    "fraction of the machine's memory",
+    "assumed: the operating system, and about 0.4 GB of interpreter and libraries per process",
+)
+GIB_PER_VENDOR_GB = Constant(
+    2**30,
+    "bytes",
+    "published: the GB in a GPU's name are GiB: nvidia-smi shows 81,920 MiB for A100-80GB; 178.35 GiB are "
+    "seen of B200-180GB",
+)
+
+# -- compute ----------------------------------------------------------------------------------------------------------
+MATMUL_EFFICIENCY = Constant(
+    0.8,
+    "fraction of peak FLOP/s",
+    "published: best achievable matmul over peak, 0.87 (A100-80GB-SXM) and 0.80 (H100-80GB-SXM) in hardware.json; used "
+    "for GPUs without such a measurement",
+)
+MEMORY_EFFICIENCY = Constant(
+    0.83, "fraction of peak bytes/s", "measured by NVIDIA: HBM copy of 4.01 of 4.8 TB/s on H200, see hardware.json"
+)
+OP_FLOOR_S = Constant(5e-6, "s", "assumed: the shortest time between two kernels launched one by one from Python")
+TF32_OVER_BF16 = Constant(
+    0.5,
+    "ratio of peak FLOP/s",
+    "vendor: TF32 runs at half the bfloat16 rate on A100, H100 and B200; holds with float32 matmul precision 'high'",
+)
+FP32_OVER_FP16_VOLTA = Constant(
+    0.125,
+    "ratio of peak FLOP/s",
+    "vendor: V100 has 15.7 TFLOP/s in float32 for 125 in float16, and no TF32 or bfloat16",
+)
+FP64_OVER_BF16 = Constant(
+    1 / 16, "ratio of peak FLOP/s", "vendor: 19.5 of 312 TFLOP/s on A100, 67 of 989 on H100 (B200: 40 of 2,250)"
+)
+
+# -- links ------------------------------------------------------------------------------------------------------------
+INTRA_NODE_EFFICIENCY = Constant(0.65, "fraction of peak bytes/s", _CALCULON)
+INTER_NODE_EFFICIENCY = Constant(0.9, "fraction of peak bytes/s", _CALCULON)
+COLLECTIVE_BASE_S = Constant(8.4e-6, "s", _NCCL)
+NVLINK_HOP_S = Constant(3.4e-6, "s", _NCCL + ", ring")
+PCIE_HOP_S = Constant(5.7e-6, "s", _NCCL + ", ring")
+NETWORK_HOP_S = Constant(14e-6, "s", _NCCL + ", ring")
+DEFAULT_INTER_NODE_BYTES_PER_S = Constant(
+    12.5e9, "bytes/s per GPU", "assumed: one 100 Gb/s port per GPU, where hardware.json has no figure for the node"
+)
+
+# -- processes on this machine's CPU ----------------------------------------------------------------------------------
+CPU_FLOPS = Constant(3e10, "FLOP/s per process, float32", "assumed: one core with 256-bit vectors, half busy")
+CPU_BYTES_PER_S = Constant(5e9, "bytes/s per process", "assumed: a desktop's memory bandwidth over four processes")
+CPU_LOW_PRECISION = Constant(0.25, "ratio to float32", "assumed: 16-bit arithmetic is emulated on most CPUs")
+CPU_OP_FLOOR_S = Constant(1e-5, "s", "assumed: dispatch of one op with autograd")
+GLOO_HOP_S = Constant(1.1e-3, "s", _GLOO + "; over the 6 steps of a ring of 4")
+GLOO_BYTES_PER_S = Constant(5.3e8, "bytes/s per process", _GLOO + "; 1.5 x 63 MiB in the difference")

@@ -1,0 +1,176 @@
+"""What ``hardware.json`` says, as records: GPUs by name, their links, and what this machine has."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from autopar.devices import constants as c
+from autopar.devices.cluster import Gpu, Link
+from autopar.errors import DeviceError
+
+_GIGA, _TERA = 1e9, 1e12
+GPUS_PER_NODE = 8  # of every SXM board in the file; GB200 says otherwise itself
+
+
+@cache
+def table() -> dict[str, Mapping[str, Any]]:
+    """GPU name to its entry, for the entries that have the figures which a price needs."""
+    data = json.loads(resources.files("autopar.devices").joinpath("hardware.json").read_text("utf-8"))
+    return {name: entry for name, entry in data["gpus"].items() if _peak(entry) and entry["hbm_gb_per_s"]}
+
+
+def gpu_names() -> tuple[str, ...]:
+    """The GPU names that ``parse`` knows, without aliases."""
+    return tuple(table())
+
+
+@cache
+def _aliases() -> dict[str, str]:
+    """Lenient spellings, folded. A shorter name means the first entry in the file that it fits: SXM before PCIe."""
+    aliases: dict[str, str] = {}
+    for name in table():
+        parts = name.split("-")
+        aliases.setdefault(_fold(name), name)
+        for end in range(1, len(parts)):
+            aliases.setdefault(_fold("-".join(parts[:end])), name)
+        if "PCIE" in parts:  # A100-PCIE-80GB, as A100-80GB-PCIE too
+            aliases.setdefault(_fold(f"{parts[0]}-{parts[2]}-{parts[1]}"), name)
+    aliases[_fold("A100")] = "A100-80GB-SXM"  # the file's first A100 is the one of 40 GB, which few mean
+    return aliases
+
+
+def _fold(name: str) -> str:
+    return re.sub(r"[\s_-]", "", name).upper().removeprefix("NVIDIA").removeprefix("GEFORCE")
+
+
+def find(name: str) -> str:
+    """The name in the file that ``name`` stands for.
+
+    Raises:
+        DeviceError: no such GPU; the hint names the nearest.
+    """
+    known = _aliases().get(_fold(name))
+    if known is not None:
+        return known
+    folded = difflib.get_close_matches(_fold(name), _aliases(), n=4, cutoff=0.4)
+    near = list(dict.fromkeys(_aliases()[alias] for alias in folded)) or list(table())
+    raise DeviceError(
+        f"the GPU {name!r} is not known",
+        f"the nearest names are {', '.join(near)}; any other GPU can be described in a TOML file with memory_gb, "
+        "memory_gb_per_s and peak_bf16_tflops",
+    )
+
+
+def _peak(entry: Mapping[str, Any]) -> float:
+    return float(entry.get("peak_bf16_dense_tflops") or entry.get("peak_fp16_dense_tflops") or 0.0) * _TERA
+
+
+def peaks(bf16_flops: float | None, fp16_flops: float | None = None) -> dict[str, float]:
+    """Dense FLOP/s by dtype from the one figure that specifications always give."""
+    if bf16_flops:
+        return {
+            "bfloat16": bf16_flops,
+            "float16": bf16_flops,
+            "float32": bf16_flops * c.TF32_OVER_BF16.value,
+            "float64": bf16_flops * c.FP64_OVER_BF16.value,
+        }
+    assert fp16_flops
+    single = fp16_flops * c.FP32_OVER_FP16_VOLTA.value
+    # without bfloat16 in hardware it runs through the float32 units
+    return {"bfloat16": single, "float16": fp16_flops, "float32": single, "float64": single / 2}
+
+
+def gpu(name: str, memory_bytes: int | None = None) -> Gpu:
+    """The record of a GPU that the file has; ``memory_bytes`` as seen on the device, where there is one."""
+    entry = table()[name]
+    peak = _peak(entry)
+    achieved = entry.get("achievable_matmul_bf16_tflops")
+    gib = entry.get("usable_gib_seen") or entry["hbm_gb"]
+    bf16 = bool(entry.get("peak_bf16_dense_tflops"))
+    return Gpu(
+        name=name,
+        memory_bytes=memory_bytes or int(gib * c.GIB_PER_VENDOR_GB.value),
+        peak_flops=peaks(peak if bf16 else None, peak),
+        matmul_efficiency=achieved * _TERA / peak if achieved else c.MATMUL_EFFICIENCY.value,
+        memory_bytes_per_s=entry["hbm_gb_per_s"] * _GIGA,
+        memory_efficiency=c.MEMORY_EFFICIENCY.value,
+        op_floor_s=c.OP_FLOOR_S.value,
+        sources=tuple(sorted(entry["sources"].items())),
+    )
+
+
+def links(name: str, gpus_per_node: int) -> tuple[Link, Link]:
+    """Within a node, and one device's share of its node's network."""
+    entry = table()[name]
+    sources = entry["sources"]
+    nvlink, pcie = entry["nvlink_gb_per_s_per_gpu_unidirectional"], entry.get("pcie_gb_per_s")
+    if nvlink:
+        intra = intra_link(nvlink * _GIGA, sources.get("nvlink", "hardware.json"))
+    else:
+        intra = Link(c.PCIE_HOP_S.value, pcie * _GIGA * c.INTRA_NODE_EFFICIENCY.value, "hardware.json: pcie_gb_per_s")
+    node = entry["inter_node_gb_per_s_per_node"]
+    if node:
+        # the node of the file has its own number of GPUs: its network is shared by those who are there
+        return intra, inter_link(node * _GIGA / gpus_per_node, sources.get("inter_node", "hardware.json"))
+    default = c.DEFAULT_INTER_NODE_BYTES_PER_S
+    return intra, inter_link(default.value, default.source)
+
+
+def intra_link(bytes_per_s: float, source: str) -> Link:
+    """A link within a node from its peak bandwidth per device and direction."""
+    return Link(c.NVLINK_HOP_S.value, bytes_per_s * c.INTRA_NODE_EFFICIENCY.value, source)
+
+
+def inter_link(bytes_per_s: float, source: str) -> Link:
+    """A link between nodes from one device's share of the peak bandwidth."""
+    return Link(c.NETWORK_HOP_S.value, bytes_per_s * c.INTER_NODE_EFFICIENCY.value, source)
+
+
+def match_device(device_name: str, memory_bytes: int) -> str:
+    """The file's entry for a CUDA device by the name its driver gives, such as ``NVIDIA H100 80GB HBM3``.
+
+    Raises:
+        DeviceError: no entry of that family.
+    """
+    words = set(re.split(r"[\s-]+", device_name.upper()))
+    family = [name for name in table() if name.split("-")[0].replace("RTX", "") in words]
+    pcie = [name for name in family if ("PCIE" in name) == ("PCIE" in words)] or family
+    if not pcie:
+        raise DeviceError(
+            f"this machine's GPU, {device_name!r}, is not in the table of known GPUs",
+            "describe it in a TOML file with gpu, memory_gb, memory_gb_per_s, peak_bf16_tflops and local = true",
+        )
+    return min(pcie, key=lambda name: abs(table()[name]["hbm_gb"] * c.GIB_PER_VENDOR_GB.value - memory_bytes))
+
+
+def cpu(processes: int) -> tuple[Gpu, Link]:
+    """One of ``processes`` processes on this machine's CPU, and gloo between them."""
+    flops, low = c.CPU_FLOPS.value, c.CPU_LOW_PRECISION.value
+    device = Gpu(
+        name="cpu",
+        memory_bytes=machine_memory_bytes() // processes,
+        peak_flops={"bfloat16": flops * low, "float16": flops * low, "float32": flops, "float64": flops / 2},
+        matmul_efficiency=1.0,  # the figures are what is reached, not peaks
+        memory_bytes_per_s=c.CPU_BYTES_PER_S.value,
+        memory_efficiency=1.0,
+        op_floor_s=c.CPU_OP_FLOOR_S.value,
+        sources=(("flops", c.CPU_FLOPS.source), ("memory", c.CPU_BYTES_PER_S.source)),
+    )
+    return device, Link(c.GLOO_HOP_S.value, c.GLOO_BYTES_PER_S.value, c.GLOO_BYTES_PER_S.source)
+
+
+def machine_memory_bytes() -> int:
+    """This machine's memory, or the container's share of it where that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+        total = min(total, int(text))
+    return total

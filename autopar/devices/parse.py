@@ -1,0 +1,284 @@
+"""From what a user writes to a ``Cluster``.
+
+=====================  ==============================================================================================
+``4``                  four devices of this machine: CUDA ones when it has as many, processes on the CPU otherwise
+``"8xH100-80GB"``      one node; more than a node holds is dealt out over nodes (``"64xH100-80GB"`` is 8 nodes of 8)
+``"128x8xH100-80GB"``  nodes x GPUs per node x kind
+``"cluster.toml"``     a file, see below
+``["cuda:0", ...]``    this machine's devices, by name or as ``torch.device``; ``"cpu"`` once per process
+=====================  ==============================================================================================
+
+A TOML file has these keys, all but ``gpu`` optional for a GPU that is known; for another one, ``memory_gb``,
+``memory_gb_per_s`` and ``peak_bf16_tflops`` are needed too::
+
+    name = "our cluster"
+    nodes = 16
+    gpus_per_node = 8
+    gpu = "H100-80GB"
+    memory_gb = 80               # as in the GPU's name
+    memory_gb_per_s = 3350       # peak, GB = 1e9 bytes
+    peak_bf16_tflops = 989       # dense
+    nvlink_gb_per_s = 450        # per GPU, one direction; PCIe where there is no NVLink
+    inter_node_gb_per_s = 400    # per node, one direction
+    intra_latency_us = 3.4       # one hop
+    inter_latency_us = 14
+    memory_limit_gb = 70         # what a plan may fill of one GPU, GB = 1e9 bytes
+    local = false                # the devices are this machine's
+
+torch is imported for an integer or a list only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from autopar.devices import constants as c
+from autopar.devices import hardware
+from autopar.devices.cluster import Cluster, Gpu, Link
+from autopar.errors import DeviceError
+
+_FORMS = (
+    'write 4, "8xH100-80GB", "128x8xH100-80GB" (nodes x GPUs x kind), the path of a TOML file, or a list of devices'
+)
+_INTEGERS = ("nodes", "gpus_per_node")
+_NUMBERS = (
+    "memory_gb",
+    "memory_gb_per_s",
+    "peak_bf16_tflops",
+    "nvlink_gb_per_s",
+    "inter_node_gb_per_s",
+    "intra_latency_us",
+    "inter_latency_us",
+    "memory_limit_gb",
+)
+_KEYS = ("name", "gpu", "local", *_INTEGERS, *_NUMBERS)
+
+
+def parse(spec: Any, *, memory_limit_bytes: int | None = None) -> Cluster:
+    """The cluster that ``spec`` describes (forms in the module's docstring).
+
+    Args:
+        spec: an int, a string, a path, or a sequence of devices; a ``Cluster`` is given back as it is.
+        memory_limit_bytes: what a plan may fill of one device, in place of the usable fraction of its memory.
+
+    Raises:
+        DeviceError: anything that is not a description of at least one known device.
+    """
+    cluster = _parse(spec)
+    if memory_limit_bytes is None:
+        return cluster
+    if memory_limit_bytes <= 0:
+        raise DeviceError(
+            f"a memory limit of {memory_limit_bytes} bytes leaves room for nothing", "give a positive number of bytes"
+        )
+    return dataclasses.replace(cluster, memory_override_bytes=int(memory_limit_bytes))
+
+
+def _parse(spec: Any) -> Cluster:
+    if isinstance(spec, Cluster):
+        return spec
+    if isinstance(spec, bool):
+        raise DeviceError(f"{spec} is not a description of devices", _FORMS)
+    if isinstance(spec, int):
+        return _local(spec)
+    if isinstance(spec, Path):
+        return _from_file(spec)
+    if isinstance(spec, str):
+        return _from_text(spec.strip())
+    if isinstance(spec, Sequence):
+        return _from_list(spec)
+    raise DeviceError(f"{spec!r} is not a description of devices", _FORMS)
+
+
+def _from_text(text: str) -> Cluster:
+    if re.fullmatch(r"[+-]?\d+", text):
+        return _local(int(text))
+    if text.endswith(".toml"):
+        return _from_file(Path(text))
+    match = re.fullmatch(r"([+-]?\d+)\s*[x×*]\s*(?:([+-]?\d+)\s*[x×*]\s*)?([A-Za-z].*)", text, re.IGNORECASE)
+    if match is None:
+        raise DeviceError(f"{text!r} is not a description of devices", _FORMS)
+    first, second, name = int(match[1]), match[2], hardware.find(match[3])
+    if first <= 0 or (second is not None and int(second) <= 0):
+        raise DeviceError(
+            f"{text!r} asks for {first if first <= 0 else int(str(second))} devices", "ask for at least one"
+        )
+    if second is not None:
+        return _described(text, first, int(second), name)
+    node = hardware.table()[name].get("gpus_per_node", hardware.GPUS_PER_NODE)
+    if first <= node:
+        return _described(text, 1, first, name)
+    if first % node:
+        raise DeviceError(
+            f"{text!r} does not say how {first} GPUs are dealt out over nodes",
+            f"write nodes x GPUs x kind, such as {first}x1x{match[3]} or {first // node + 1}x{node}x{match[3]}",
+        )
+    return _described(text, first // node, node, name)
+
+
+def _described(text: str, nodes: int, per_node: int, name: str) -> Cluster:
+    intra, inter = hardware.links(name, per_node)
+    return Cluster(text, nodes, per_node, "cuda", hardware.gpu(name), intra, inter)
+
+
+def _local(count: int) -> Cluster:
+    if count <= 0:
+        raise DeviceError(f"{count} devices cannot hold a model", "ask for at least one device")
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.device_count() >= count:
+        return _local_cuda(str(count), tuple(range(count)))
+    return _local_cpu(str(count), count)
+
+
+def _local_cpu(name: str, count: int) -> Cluster:
+    device, link = hardware.cpu(count)
+    # a gloo collective is its hops: there is no kernel to launch
+    return Cluster(name, 1, count, "cpu", device, link, link, local=True, collective_s=0.0)
+
+
+def _local_cuda(name: str, indices: tuple[int, ...]) -> Cluster:
+    import torch
+
+    seen = [torch.cuda.get_device_properties(index) for index in indices]
+    if len({device.name for device in seen}) > 1:
+        raise DeviceError(
+            f"the devices are of different kinds: {', '.join(sorted({d.name for d in seen}))}",
+            "give a list of devices of one kind",
+        )
+    memory = min(device.total_memory for device in seen)
+    entry = hardware.match_device(seen[0].name, memory)
+    intra, inter = hardware.links(entry, len(indices))
+    devices = tuple(f"cuda:{index}" for index in indices)
+    return Cluster(name, 1, len(indices), "cuda", hardware.gpu(entry, memory), intra, inter, True, devices)
+
+
+def _from_list(spec: Sequence[Any]) -> Cluster:
+    if not spec:
+        raise DeviceError("the list of devices is empty", "name at least one device")
+    import torch
+
+    devices = []
+    for item in spec:
+        try:
+            devices.append(torch.device(item))
+        except (RuntimeError, TypeError) as error:
+            raise DeviceError(f"{item!r} is not a device", 'write "cuda:0" or "cpu"') from error
+    kinds = {device.type for device in devices}
+    if kinds == {"cpu"}:
+        return _local_cpu(f"{len(devices)} CPU processes", len(devices))
+    if kinds != {"cuda"}:
+        raise DeviceError(
+            f"the devices are of these kinds: {', '.join(sorted(kinds))}", "give CUDA devices only, or the CPU only"
+        )
+    indices = tuple(device.index or 0 for device in devices)
+    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    missing = [index for index in indices if index >= present]
+    if missing:
+        raise DeviceError(
+            f"cuda:{missing[0]} is not on this machine, which has {present} CUDA devices",
+            'describe devices that are elsewhere by kind, such as "8xH100-80GB"',
+        )
+    if len(set(indices)) != len(indices):
+        raise DeviceError(f"a CUDA device is named twice in {[str(d) for d in devices]}", "one process per device")
+    return _local_cuda(",".join(f"cuda:{index}" for index in indices), indices)
+
+
+def _from_file(path: Path) -> Cluster:
+    try:
+        data = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise DeviceError(
+            f"{path} cannot be read: {error.strerror or error}", "check the path of the cluster file"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise DeviceError(
+            f"{path} is not TOML: {error}", "see the fields of a cluster file in the documentation"
+        ) from error
+    _check(path, data)
+    nodes, per_node = data.get("nodes", 1), data.get("gpus_per_node", hardware.GPUS_PER_NODE)
+    device = _gpu(path, data)
+    intra, inter = _links(path, data, per_node)
+    limit = data.get("memory_limit_gb")
+    return Cluster(
+        name=data.get("name", path.stem),
+        nodes=nodes,
+        gpus_per_node=per_node,
+        kind="cuda",
+        gpu=device,
+        intra=intra,
+        inter=inter,
+        local=data.get("local", False),
+        memory_override_bytes=int(limit * 1e9) if limit is not None else None,
+    )
+
+
+def _check(path: Path, data: dict[str, Any]) -> None:
+    for key, value in data.items():
+        if key not in _KEYS:
+            near = difflib.get_close_matches(key, _KEYS, n=3) or list(_KEYS)
+            raise DeviceError(f"{path} has the unknown key {key!r}", f"the nearest keys are {', '.join(near)}")
+        if key in _INTEGERS and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
+            raise DeviceError(
+                f"{path}: {key} = {value!r} is not a positive whole number", "count nodes and GPUs from 1"
+            )
+        if key in _NUMBERS and (isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e12):
+            raise DeviceError(f"{path}: {key} = {value!r} is not a positive number", "units are in the key's name")
+        if key in ("name", "gpu") and not (isinstance(value, str) and value):
+            raise DeviceError(f"{path}: {key} = {value!r} is not a name", f'write {key} = "..."')
+        if key == "local" and not isinstance(value, bool):
+            raise DeviceError(f"{path}: local = {value!r} is neither true nor false", "write local = true")
+    if "gpu" not in data:
+        raise DeviceError(f"{path} does not name the GPU", 'add a line such as gpu = "H100-80GB"')
+
+
+def _gpu(path: Path, data: dict[str, Any]) -> Gpu:
+    needed = ("memory_gb", "memory_gb_per_s", "peak_bf16_tflops")
+    source = (("file", str(path)),)
+    memory = int(data["memory_gb"] * c.GIB_PER_VENDOR_GB.value) if "memory_gb" in data else None
+    if all(key in data for key in needed):
+        assert memory is not None
+        return Gpu(
+            name=data["gpu"],
+            memory_bytes=memory,
+            peak_flops=hardware.peaks(data["peak_bf16_tflops"] * 1e12),
+            matmul_efficiency=c.MATMUL_EFFICIENCY.value,
+            memory_bytes_per_s=data["memory_gb_per_s"] * 1e9,
+            memory_efficiency=c.MEMORY_EFFICIENCY.value,
+            op_floor_s=c.OP_FLOOR_S.value,
+            sources=source,
+        )
+    known = hardware.gpu(hardware.find(data["gpu"]), memory)
+    changes: dict[str, Any] = {}
+    if "memory_gb_per_s" in data:
+        changes["memory_bytes_per_s"] = data["memory_gb_per_s"] * 1e9
+    if "peak_bf16_tflops" in data:
+        changes["peak_flops"] = hardware.peaks(data["peak_bf16_tflops"] * 1e12)
+    return dataclasses.replace(known, **changes, sources=known.sources + source) if changes or memory else known
+
+
+def _links(path: Path, data: dict[str, Any], per_node: int) -> tuple[Link, Link]:
+    source = str(path)
+    try:
+        intra, inter = hardware.links(hardware.find(data["gpu"]), per_node)
+    except DeviceError:  # a GPU that the file describes: so must it the links, or the modest defaults hold
+        default = c.DEFAULT_INTER_NODE_BYTES_PER_S
+        intra, inter = (
+            hardware.intra_link(default.value, default.source),
+            hardware.inter_link(default.value, default.source),
+        )
+    if "nvlink_gb_per_s" in data:
+        intra = hardware.intra_link(data["nvlink_gb_per_s"] * 1e9, source)
+    if "inter_node_gb_per_s" in data:
+        inter = hardware.inter_link(data["inter_node_gb_per_s"] * 1e9 / per_node, source)
+    if "intra_latency_us" in data:
+        intra = dataclasses.replace(intra, latency_s=data["intra_latency_us"] * 1e-6)
+    if "inter_latency_us" in data:
+        inter = dataclasses.replace(inter, latency_s=data["inter_latency_us"] * 1e-6)
+    return intra, inter

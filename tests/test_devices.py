@@ -1,0 +1,182 @@
+"""What a user writes for devices, and the figures that come of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+import torch
+
+from autopar.devices import constants, gpu_names, hardware, parse
+from autopar.devices.constants import Constant
+from autopar.errors import DeviceError
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "per_node", "gpu"),
+    [
+        ("8xH100-80GB", 1, 8, "H100-80GB-SXM"),
+        ("2xh100", 1, 2, "H100-80GB-SXM"),
+        ("128x8xH100-80GB", 128, 8, "H100-80GB-SXM"),
+        ("64xA100-80GB", 8, 8, "A100-80GB-SXM"),
+        ("4x8xA100-40GB", 4, 8, "A100-40GB-SXM"),
+        ("8xA100", 1, 8, "A100-80GB-SXM"),
+        ("4xA100-80GB-PCIE", 1, 4, "A100-PCIE-80GB"),
+        ("16x4xV100-32GB", 16, 4, "V100-32GB-SXM2"),
+        ("8xH200", 1, 8, "H200-141GB-SXM"),
+        ("8xB200", 1, 8, "B200-180GB-SXM"),
+        ("8xGB200", 2, 4, "GB200"),
+        ("2xRTX-4090", 1, 2, "RTX4090"),
+    ],
+)
+def test_text(text, nodes, per_node, gpu):
+    cluster = parse(text)
+    assert (cluster.nodes, cluster.gpus_per_node, cluster.gpu.name, cluster.kind) == (nodes, per_node, gpu, "cuda")
+    assert cluster.count == nodes * per_node and not cluster.local and str(cluster) == text
+
+
+def test_h100_figures_are_the_files():
+    cluster = parse("2x8xH100-80GB")
+    assert cluster.gpu.peak_flops["bfloat16"] == 989e12 and cluster.gpu.peak_flops["float32"] == 989e12 / 2
+    assert cluster.gpu.flops_per_s("bfloat16") == pytest.approx(794.5e12)
+    assert cluster.gpu.memory_bytes == 80 * 2**30
+    assert cluster.memory_limit_bytes == int(80 * 2**30 * 0.92)
+    # one device's share of the node's 400 GB/s, at 90 %
+    assert cluster.inter.bytes_per_s == pytest.approx(400e9 / 8 * 0.9)
+    assert cluster.intra.bytes_per_s == pytest.approx(450e9 * 0.65)
+    assert dict(cluster.gpu.sources)["bf16"].startswith("stas00/ml-engineering")
+
+
+def test_a_gpu_without_bfloat16_or_nvlink_has_its_own_figures():
+    assert parse("4xV100-32GB").gpu.peak_flops["bfloat16"] == 125e12 / 8
+    assert parse("4xL40S").intra.bytes_per_s == pytest.approx(31e9 * 0.65)
+
+
+@pytest.mark.parametrize("name", gpu_names())
+def test_every_gpu_of_the_file_parses_by_its_own_name(name):
+    cluster = parse(f"2x4x{name}")
+    assert cluster.gpu.name == name and cluster.inter.bytes_per_s > 0 and cluster.gpu.flops_per_s("float64") > 0
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [0, -3, "0", "-2", "0xH100", "-1x8xH100", "8x0xH100-80GB", "H100", "8 H100", "x8", "", "1.5xH100", True, None, 2.0,
+     [], ["tpu9:0"], [object()], ["cpu", "cuda:0"], "nowhere.toml", "20xH100"],
+)  # fmt: skip
+def test_what_is_not_a_description_is_refused_with_a_hint(spec):
+    with pytest.raises(DeviceError) as error:
+        parse(spec)
+    assert error.value.hint and error.value.exit_status == 2
+
+
+def test_an_unknown_gpu_is_answered_with_the_nearest_names():
+    with pytest.raises(DeviceError, match="H10-80GB") as error:
+        parse("8xH10-80GB")
+    assert error.value.hint is not None and "H100-80GB-SXM" in error.value.hint
+
+
+def test_an_integer_is_processes_of_this_machine(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    four, two = parse(4), parse("2")
+    assert (four.kind, four.count, four.local, four.nodes) == ("cpu", 4, True, 1)
+    assert four.gpu.memory_bytes == hardware.machine_memory_bytes() // 4
+    assert abs(two.gpu.memory_bytes - 2 * four.gpu.memory_bytes) <= 2
+    assert parse(["cpu", torch.device("cpu"), "cpu"]).count == 3
+    with pytest.raises(DeviceError, match="cuda:1 is not on this machine"):
+        parse(["cuda:1"])
+
+
+def test_an_integer_is_cuda_devices_where_there_are_enough(monkeypatch):
+    class Properties:
+        name, total_memory = "NVIDIA H100 80GB HBM3", 85_000_000_000
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
+    cluster = parse(2)
+    assert (cluster.kind, cluster.devices, cluster.gpu.name) == ("cuda", ("cuda:0", "cuda:1"), "H100-80GB-SXM")
+    assert cluster.gpu.memory_bytes == 85_000_000_000
+    assert parse(["cuda:1"]).devices == ("cuda:1",)
+    assert parse(3).kind == "cpu"
+    with pytest.raises(DeviceError, match="twice"):
+        parse(["cuda:1", "cuda:1"])
+    Properties.name = "NVIDIA GeForce GTX 980"
+    with pytest.raises(DeviceError, match="GTX 980"):
+        parse(1)
+
+
+@pytest.mark.parametrize(
+    ("driver", "memory", "name"),
+    [
+        ("NVIDIA H200", 150e9, "H200-141GB-SXM"),
+        ("NVIDIA A100-SXM4-40GB", 42e9, "A100-40GB-SXM"),
+        ("NVIDIA A100-SXM4-80GB", 85e9, "A100-80GB-SXM"),
+        ("NVIDIA A100-PCIE-80GB", 85e9, "A100-PCIE-80GB"),
+        ("Tesla V100-SXM2-32GB", 34e9, "V100-32GB-SXM2"),
+        ("NVIDIA GeForce RTX 4090", 25e9, "RTX4090"),
+    ],
+)
+def test_names_that_drivers_give(driver, memory, name):
+    assert hardware.match_device(driver, int(memory)) == name
+
+
+def test_a_file_completes_or_replaces_what_is_known(tmp_path):
+    path = tmp_path / "ours.toml"
+    path.write_text('nodes = 2\ngpus_per_node = 4\ngpu = "H100"\ninter_node_gb_per_s = 100\nmemory_limit_gb = 70\n')
+    cluster = parse(str(path))
+    assert (cluster.name, cluster.count, cluster.gpu.name) == ("ours", 8, "H100-80GB-SXM")
+    assert cluster.inter.bytes_per_s == pytest.approx(100e9 / 4 * 0.9) and cluster.memory_limit_bytes == 70e9
+    path.write_text(
+        'gpu = "Xpu"\nmemory_gb = 48\nmemory_gb_per_s = 1000\npeak_bf16_tflops = 200\nintra_latency_us = 2\n'
+        "nvlink_gb_per_s = 100\n"
+    )
+    cluster = parse(path)
+    assert cluster.gpu.peak_flops["bfloat16"] == 200e12 and cluster.gpu.memory_bytes == 48 * 2**30
+    assert cluster.intra.latency_s == 2e-6 and cluster.intra.bytes_per_s == pytest.approx(65e9)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gpu = ", "is not TOML"),
+        ("nodes = 2", "does not name the GPU"),
+        ('gpu = "H100"\nnode = 2', "unknown key 'node'"),
+        ('gpu = "H100"\nnodes = 0', "nodes = 0"),
+        ('gpu = "H100"\nnodes = true', "nodes = True"),
+        ('gpu = "H100"\nnvlink_gb_per_s = -1', "nvlink_gb_per_s = -1"),
+        ('gpu = "H100"\nmemory_gb = "80"', "memory_gb = '80'"),
+        ('gpu = "Xpu"\nmemory_gb = 80', "'Xpu' is not known"),
+        ("gpu = 8", "gpu = 8 is not a name"),
+        ('gpu = "H100"\nlocal = 1', "local = 1"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path, text, message):
+    path = tmp_path / "wrong.toml"
+    path.write_text(text)
+    with pytest.raises(DeviceError, match=message) as error:
+        parse(path)
+    assert error.value.hint
+
+
+def test_a_memory_limit_is_the_users_word():
+    assert parse("8xH100-80GB", memory_limit_bytes=10**10).memory_limit_bytes == 10**10
+    with pytest.raises(DeviceError, match="-1 bytes"):
+        parse("8xH100-80GB", memory_limit_bytes=-1)
+    cluster = parse("8xH100-80GB")
+    assert parse(cluster) is cluster
+
+
+def test_every_constant_has_a_unit_and_a_source():
+    found = [value for value in vars(constants).values() if isinstance(value, Constant)]
+    assert len(found) > 10
+    for constant in found:
+        assert constant.value > 0 and constant.unit
+        assert constant.source.split()[0].rstrip(":,") in ("assumed", "published", "measured", "library", "vendor")
+    assert [f.name for f in fields(Constant)] == ["value", "unit", "source"]
+
+
+def test_a_description_is_read_without_torch():
+    code = "import sys; from autopar.devices import parse; parse('8xH100-80GB'); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
