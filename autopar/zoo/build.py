@@ -1,0 +1,186 @@
+"""Builds a transformers model from a configuration, on the meta device, with one global batch to match.
+
+On meta only the parameters are there: small tables such as rotary frequencies and the buffers of batch norm are made on the
+CPU with their true values, because a program that is emitted later needs them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from autopar.errors import BatchError, ModelError
+from autopar.precision import torch_dtype
+
+_KINDS = {
+    # ending of a transformers class name: kind of batch
+    "LMHeadModel": "causal",
+    "ForCausalLM": "causal",
+    "ForMaskedLM": "masked",
+    "ForConditionalGeneration": "seq2seq",
+    "ForImageClassification": "image",
+}
+_MASKED_FRACTION = 0.15  # of the tokens of a masked language model's batch (arXiv:1810.04805, section 3.1)
+_SOURCE_PER_TARGET = (
+    4  # a seq2seq batch has seq/4 target tokens: T5's span corruption makes 114 of 512 (arXiv:1910.10683)
+)
+_IMAGE_SIZE = 224  # what a convolutional classifier, which takes any size, is trained on
+_IGNORED = -100  # a label that the loss leaves out
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Inside, ``torch.empty``, with which layers make their large parameters, gives meta tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None:
+            kwargs = kwargs | {"device": "meta"}
+        return func(*args, **kwargs)
+
+
+def build_config(
+    config: dict[str, Any],
+    seq: int | None,
+    global_batch: int | None,
+    precision: str = "bfloat16",
+    device: str = "meta",
+) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The model that a transformers ``config.json`` describes, and a batch of ``global_batch`` sequences of ``seq`` tokens.
+
+    ``seq`` defaults to the longest the model takes, at most 2,048, ``global_batch`` to 8. On a real device parameters and
+    batch are random (the batch from seed 0).
+
+    Raises:
+        ModelError: transformers is not installed, or does not know the configuration, or builds no model with a loss from it.
+        BatchError: a sequence longer than the model's table of positions, or an empty batch.
+    """
+    kind = _kind(config)
+    auto, hf_config = _resolve(config, kind)
+    seq, global_batch = _check_sizes(hf_config, kind, seq, 8 if global_batch is None else global_batch)
+    dtype = torch_dtype(precision)
+    model = _build_module(auto, hf_config, dtype, device)
+    generator = torch.Generator().manual_seed(0)
+    if kind == "image":
+        return model, _image(hf_config, global_batch, dtype, device, generator)
+    batch = _TEXT_BATCHES[kind](hf_config.vocab_size, global_batch, seq, generator)
+    return model, {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def _kind(config: dict[str, Any]) -> str:
+    architectures = config.get("architectures")
+    if not architectures:
+        return "causal"
+    for ending, kind in _KINDS.items():
+        if architectures[0].endswith(ending):
+            return kind
+    raise ModelError(
+        f"{architectures[0]} is a transformers model that autopar has no batch for",
+        f"write a factory that returns (module, batch); classes named ...{', ...'.join(_KINDS)} are known",
+    )
+
+
+def _resolve(config: dict[str, Any], kind: str) -> tuple[Any, Any]:
+    """The transformers auto class for the kind of model, and the configuration as an object."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelError(
+            "this model comes from transformers, which is not installed", "pip install 'autopar[hf]'"
+        ) from error
+    auto = {
+        "causal": transformers.AutoModelForCausalLM,
+        "masked": transformers.AutoModelForMaskedLM,
+        "seq2seq": transformers.AutoModelForSeq2SeqLM,
+        "image": transformers.AutoModelForImageClassification,
+    }[kind]
+    fields = {key: value for key, value in config.items() if key not in ("model_type", "transformers_version")}
+    model_type = config.get("model_type")
+    if model_type is None:
+        raise ModelError("the configuration has no model_type", "give the config.json that transformers saves")
+    try:
+        hf_config = transformers.AutoConfig.for_model(model_type, **fields)
+    except Exception as error:  # each configuration class validates in its own way
+        raise ModelError(
+            f"transformers {transformers.__version__} cannot read the configuration (model_type {model_type!r}): {error}"
+        ) from error
+    if hasattr(hf_config, "use_cache"):
+        hf_config.use_cache = False
+    return auto, hf_config
+
+
+def _build_module(auto: Any, hf_config: Any, dtype: torch.dtype, device: str) -> nn.Module:
+    try:
+        with _EmptyOnMeta() if device == "meta" else contextlib.nullcontext():
+            model: nn.Module = auto.from_config(hf_config, dtype=dtype)
+    except Exception as error:  # whatever a model's own code raises for sizes that do not go together
+        raise ModelError(
+            f"transformers cannot build the model (model_type {hf_config.model_type!r}): {error}"
+        ) from error
+    if device != "meta":
+        return model.to(device).train()
+    moved: dict[int, nn.Parameter] = {}  # tied parameters stay tied
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in moved:
+                moved[id(parameter)] = nn.Parameter(parameter.data.to("meta"), parameter.requires_grad)
+            setattr(module, name, moved[id(parameter)])
+    return model.train()
+
+
+def _check_sizes(hf_config: Any, kind: str, seq: int | None, global_batch: int) -> tuple[int, int]:
+    if global_batch < 1:
+        raise BatchError(f"a global batch of {global_batch} is empty", "--global-batch takes a number from 1 up")
+    if kind == "image":
+        return 0, global_batch
+    longest = getattr(hf_config, "max_position_embeddings", None) or getattr(hf_config, "n_positions", None)
+    if seq is None:
+        seq = min(longest or 2048, 2048)
+    if seq < 2:
+        raise BatchError(f"a sequence of {seq} tokens has no next token to learn", "--seq takes a number from 2 up")
+    # rotary and relative positions go on past the length a model was made for; a learned table of positions ends
+    learned = hf_config.model_type in ("gpt2", "bert", "roberta", "opt", "gpt_neo")
+    if learned and longest and seq > longest:
+        raise BatchError(
+            f"{hf_config.model_type} has {longest} learned positions, and the batch has sequences of {seq} tokens",
+            f"--seq takes at most {longest} here",
+        )
+    return seq, global_batch
+
+
+def _causal(vocabulary: int, batch: int, seq: int, g: torch.Generator) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, vocabulary, (batch, seq), generator=g)
+    # two tensors: one given twice would be read from one placeholder
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _masked(vocabulary: int, batch: int, seq: int, g: torch.Generator) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, vocabulary, (batch, seq), generator=g)
+    hidden = torch.rand((batch, seq), generator=g) < _MASKED_FRACTION
+    hidden[:, 0] = True  # at least one label in every row
+    return {"input_ids": ids, "labels": torch.where(hidden, ids, _IGNORED)}
+
+
+def _seq2seq(vocabulary: int, batch: int, seq: int, g: torch.Generator) -> dict[str, torch.Tensor]:
+    source = torch.randint(0, vocabulary, (batch, seq), generator=g)
+    target = torch.randint(0, vocabulary, (batch, max(2, seq // _SOURCE_PER_TARGET)), generator=g)
+    return {"input_ids": source, "labels": target}
+
+
+_TEXT_BATCHES = {"causal": _causal, "masked": _masked, "seq2seq": _seq2seq}
+
+
+def _image(config: Any, batch: int, dtype: torch.dtype, device: str, g: torch.Generator) -> dict[str, torch.Tensor]:
+    size = getattr(config, "image_size", _IMAGE_SIZE)
+    height, width = size if isinstance(size, (tuple, list)) else (size, size)
+    shape = (batch, config.num_channels, height, width)
+    # a batch of a few thousand images is gigabytes: planning reads its shape alone
+    pixels = (
+        torch.empty(shape, dtype=dtype, device="meta")
+        if device == "meta"
+        else torch.randn(shape, generator=g).to(device, dtype)
+    )
+    return {"pixel_values": pixels, "labels": torch.randint(0, config.num_labels, (batch,), generator=g).to(device)}

@@ -1,0 +1,185 @@
+"""What is in the zoo. Each entry is a transformers configuration, with the size its authors published and where.
+
+Dropout is off in all of them: the large ones train without, and a plan hardly depends on it. Give a configuration file
+instead of a name to plan with dropout.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.errors import ModelError
+
+_GPT2_PAPER = "github.com/openai/gpt-2, README"
+_LLAMA3_PAPER = "arXiv:2407.21783, table 3"
+_BERT_TABLE = "transformers documentation, pretrained models"
+
+
+@dataclass(frozen=True, slots=True)
+class ZooModel:
+    """``parameters`` is the published count, ``seq`` and ``global_batch`` the published (or usual) training setting.
+
+    ``seq`` is 0 for image models. ``config`` is what the model's ``config.json`` would hold.
+    """
+
+    name: str
+    kind: str
+    parameters: float
+    source: str
+    seq: int
+    global_batch: int
+    config: dict[str, Any]
+
+
+def _gpt2(width: int, layers: int, heads: int, positions: int = 1024, vocabulary: int = 50257) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_embd": width,
+        "n_layer": layers,
+        "n_head": heads,
+        "n_positions": positions,
+        "vocab_size": vocabulary,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    }
+
+
+def _llama3(width: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+    }
+
+
+def _bert(width: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "model_type": "bert",
+        "architectures": ["BertForMaskedLM"],
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * width,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+
+
+_QWEN3_8B = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+_MIXTRAL_8X7B = {
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+_T5_LARGE = {
+    "model_type": "t5",
+    "architectures": ["T5ForConditionalGeneration"],
+    "d_model": 1024,
+    "d_kv": 64,
+    "d_ff": 4096,
+    "num_layers": 24,
+    "num_heads": 16,
+    "vocab_size": 32128,
+    "decoder_start_token_id": 0,
+    "dropout_rate": 0.0,
+}
+_VIT_LARGE = {
+    "model_type": "vit",
+    "architectures": ["ViTForImageClassification"],
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "intermediate_size": 4096,
+    "image_size": 224,
+    "patch_size": 16,
+    "num_labels": 1000,
+}
+_RESNET50 = {
+    "model_type": "resnet",
+    "architectures": ["ResNetForImageClassification"],
+    "num_labels": 1000,
+}
+
+CATALOGUE: tuple[ZooModel, ...] = (
+    ZooModel("gpt2", "language model", 124e6, _GPT2_PAPER, 1024, 512, _gpt2(768, 12, 12)),
+    ZooModel("gpt2-medium", "language model", 355e6, _GPT2_PAPER, 1024, 512, _gpt2(1024, 24, 16)),
+    ZooModel("gpt2-large", "language model", 774e6, _GPT2_PAPER, 1024, 512, _gpt2(1280, 36, 20)),
+    ZooModel("gpt2-xl", "language model", 1558e6, _GPT2_PAPER, 1024, 512, _gpt2(1600, 48, 25)),
+    ZooModel(
+        "gpt3-175b", "language model", 175.0e9, "arXiv:2005.14165, table 2.1", 2048, 1536, _gpt2(12288, 96, 96, 2048)
+    ),
+    ZooModel(
+        "gpt-1t",
+        "language model",
+        1008.0e9,
+        "arXiv:2104.04473, table 1",
+        2048,
+        3072,
+        _gpt2(25600, 128, 160, 2048, 51200),
+    ),
+    ZooModel("llama3-8b", "language model", 8.03e9, _LLAMA3_PAPER, 8192, 512, _llama3(4096, 14336, 32, 32)),
+    ZooModel("llama3-70b", "language model", 70.6e9, _LLAMA3_PAPER, 8192, 1024, _llama3(8192, 28672, 80, 64)),
+    ZooModel("llama3-405b", "language model", 405e9, _LLAMA3_PAPER, 8192, 2048, _llama3(16384, 53248, 126, 128)),
+    ZooModel("qwen3-8b", "language model", 8.2e9, "arXiv:2505.09388, table 1", 4096, 1024, _QWEN3_8B),
+    ZooModel("mixtral-8x7b", "mixture of experts", 46.7e9, "arXiv:2401.04088", 4096, 1024, _MIXTRAL_8X7B),
+    ZooModel("bert-base", "masked language model", 110e6, _BERT_TABLE, 512, 256, _bert(768, 12, 12)),
+    ZooModel("bert-large", "masked language model", 336e6, _BERT_TABLE, 512, 256, _bert(1024, 24, 16)),
+    ZooModel("t5-large", "sequence to sequence", 738e6, "the published checkpoint", 512, 128, _T5_LARGE),
+    ZooModel("vit-large", "image classifier", 307e6, "arXiv:2010.11929, table 1", 0, 4096, _VIT_LARGE),
+    ZooModel("resnet50", "image classifier", 25.6e6, "the published checkpoint (v1.5)", 0, 256, _RESNET50),
+)
+
+
+def find(name: str) -> ZooModel:
+    """The entry called ``name``.
+
+    Raises:
+        ModelError: there is none; the hint gives the nearest names.
+    """
+    for entry in CATALOGUE:
+        if entry.name == name:
+            return entry
+    near = difflib.get_close_matches(name, [entry.name for entry in CATALOGUE], n=3, cutoff=0.5)
+    raise ModelError(
+        f"there is no model called {name!r} in the zoo",
+        f"did you mean {' or '.join(near)}?"
+        if near
+        else "`autopar models` lists the zoo; a model of your own is "
+        "file.py:factory, package.module:factory or a transformers config.json",
+    )
