@@ -1,0 +1,6 @@
+"""Sharding inside a layer: which type every value has on one axis, as an optimum over the rule table."""
+
+from autopar.shard.conversions import conversions, layer_conversions
+from autopar.shard.solve import solve
+
+__all__ = ["conversions", "layer_conversions", "solve"]

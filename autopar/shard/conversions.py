@@ -1,0 +1,51 @@
+"""The conversions that a solution implies: one per value and target type, however many operands read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autopar.graph import LayerClass
+from autopar.rules import operands
+from autopar.shard.flow import output_nodes
+from autopar.sharding import AxisTypes
+from autopar.types import SpmdType
+
+
+def conversions(cls: LayerClass, types: AxisTypes) -> tuple[tuple[str, SpmdType, SpmdType], ...]:
+    """The distinct ``(value, source, target)`` inside the layer and at its outputs, in graph order."""
+    return tuple(dict.fromkeys(_conversions(cls, types)))
+
+
+def _conversions(cls: LayerClass, types: AxisTypes) -> Iterator[tuple[str, SpmdType, SpmdType]]:
+    for node in cls.graph.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        for operand, needed in zip(operands(node), types.needed[node.name], strict=True):
+            if types.produced[operand.name] != needed:
+                yield operand.name, types.produced[operand.name], needed
+    for node, wanted in zip(output_nodes(cls), types.outputs, strict=True):
+        if types.produced[node.name] != wanted:
+            yield node.name, types.produced[node.name], wanted
+
+
+def layer_conversions(cls: LayerClass, types: AxisTypes, *, gradients_only: bool = True) -> list[str]:
+    """The wire operations of the layer by name, forward then backward, such as ``forward all_reduce``.
+
+    With ``gradients_only`` the conversions of values without gradient, which move nothing backward, are left out.
+    """
+    from autopar.shard.flow import gradient_flow
+    from autopar.types import Collective, conversion
+
+    flow = gradient_flow(cls)
+    names: list[str] = []
+    for value, source, target in conversions(cls, types):
+        pair = conversion(source, target)
+        assert pair is not None, (value, source, target)
+        forward, backward = pair
+        if forward not in (Collective.NONE, Collective.LOCAL):
+            names.append(f"forward {forward.value}")
+        if flow[value] and backward not in (Collective.NONE, Collective.LOCAL):
+            names.append(f"backward {backward.value}")
+        if not gradients_only and not flow[value]:
+            names.append("no gradient")
+    return names

@@ -1,0 +1,92 @@
+"""Inserts the collectives: where a value is read in another type than it was produced in, a conversion stands between.
+
+Afterwards every node carries ``meta["types"]``, its type on each axis, and every operand has exactly the type its op needs.
+Shapes are still global; ``passes.localise`` makes them local.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, fx
+
+from autopar.errors import ProgramError
+from autopar.rules import operands
+from autopar.sharding import Sharding
+from autopar.types import SpmdType
+from passes.conversions import conversion_steps
+
+MICROBATCH = "microbatch"  # the axis of time: no collective is legal on it
+
+
+def convert(x: Tensor, axis: str, source: str, target: str) -> Tensor:
+    """Marks a conversion in a graph; the emitter writes it as the ``spmd_types`` call. The value itself is unchanged."""
+    del axis, source, target
+    return x
+
+
+Types = tuple[SpmdType, ...]
+
+
+def insert_collectives_pass(gm: fx.GraphModule, sharding: Sharding) -> fx.GraphModule:
+    """A new graph with a ``convert`` node for every conversion, shared by all operands that need the same type."""
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    converted: dict[tuple[fx.Node, Types], fx.Node] = {}
+
+    def read(node: fx.Node, needed: Types) -> fx.Node:
+        """The new node that holds ``node``'s value in the types ``needed``."""
+        value = made[node]
+        produced: Types = value.meta["types"]
+        if produced == needed:
+            return value
+        if (value, needed) not in converted:
+            converted[value, needed] = convert_value(graph, value, needed, sharding)
+        return converted[value, needed]
+
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            results = [read(out, sharding.output(i)) for i, out in enumerate(node.args[0])]
+            graph.output(tuple(results))
+            continue
+        if node.op == "placeholder":
+            new = graph.placeholder(node.target)
+        else:
+            # Conversions first: node_copy must find every operand, and one value may be read in two types by one op.
+            needed = {i: read(operand, sharding.needed(node.name, i)) for i, operand in enumerate(operands(node))}
+            new = graph.node_copy(node, lambda n: made[n])
+            _rebind(new, needed)
+        new.name = node.name
+        new.meta = dict(node.meta)
+        new.meta["types"] = sharding.produced(node.name)
+        made[node] = new
+    result = fx.GraphModule(gm, graph)
+    result.meta.update(gm.meta)
+    return result
+
+
+def _rebind(node: fx.Node, needed: dict[int, fx.Node]) -> None:
+    """Puts ``needed[i]`` in the place of the node's i-th tensor operand."""
+    counter = iter(range(len(needed)))
+
+    def swap(_: fx.Node) -> fx.Node:
+        return needed[next(counter)]
+
+    node.args = fx.node.map_arg(node.args, swap)
+    node.kwargs = fx.node.map_arg(node.kwargs, swap)
+
+
+def convert_value(graph: fx.Graph, value: fx.Node, needed: Types, sharding: Sharding) -> fx.Node:
+    """Appends the conversions of ``value`` to ``needed``, one node per axis that changes."""
+    current: list[SpmdType] = list(value.meta["types"])
+    for step in conversion_steps(tuple(current), needed):
+        axis = sharding.axes[step.axis]
+        if axis.name == MICROBATCH:
+            raise ProgramError(
+                f"{value.name} would need a conversion {step.source} to {step.target} over the microbatches, which are "
+                "not on different devices",
+                hint="plan with one microbatch",
+            )
+        new = graph.call_function(convert, (value, axis.name, str(step.source), str(step.target)))
+        current[step.axis] = step.target
+        new.meta = {"val": value.meta["val"], "types": tuple(current), "nn_module_stack": value.meta.get("nn_module_stack")}
+        value = new
+    return value
