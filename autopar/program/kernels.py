@@ -1,0 +1,301 @@
+"""Kernels: functions for the calls that are right on shards but beyond the type checker, and for sharded lookups and losses.
+
+This file is copied into every emitted program; it needs torch and spmd-types alone. Each kernel runs its body in a local region and
+declares the types of its result itself, after checking those of its operands, so that a program typed with
+``typecheck(local=False)`` stays typed through it. An *axis* is a name on the current mesh (``spmd_types.set_current_mesh``) or a process group. A
+*partition* names, for every dim of the result, the axis that shards it, a tuple of axes (outermost first), or ``None``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from math import prod
+
+import spmd_types as spmd
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  torch's own convention
+from spmd_types import I, P, PartitionSpec, R, S, SpmdTypeError, V
+from torch import Tensor
+
+Axis = str | dist.ProcessGroup
+Partition = Sequence[str | tuple[str, ...] | None]
+
+
+# -- types -----------------------------------------------------------------------------------------------------------
+
+
+def _places(x: Tensor) -> list[tuple[object, ...]]:
+    """The axes that shard each dim of a typed tensor."""
+    spec = spmd.get_partition_spec(x)
+    if spec is None:
+        return [()] * x.ndim
+    return [() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+
+
+def _axes(partition: Partition) -> list[tuple[object, ...]]:
+    """A partition's axes as the checker's own, those of size one left out."""
+    names = spmd.current_mesh_all_names() or {}
+    entries = [() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in partition]
+    axes = [tuple(names[axis] for axis in entry) for entry in entries]
+    return [tuple(axis for axis in entry if axis.size() > 1) for entry in axes]
+
+
+def _declare(x: Tensor, places: Sequence[tuple[object, ...]]) -> Tensor:
+    """Say which axes shard which dims of ``x``; the other axes keep what the local region found."""
+    if spmd.is_type_checking() and any(places):
+        spec = PartitionSpec(*(entry if len(entry) > 1 else entry[0] if entry else None for entry in places))
+        spmd.assert_type(x, spec, {})
+    return x
+
+
+def _terms(x: Tensor, axes: Sequence[object]) -> Tensor:
+    """Declare that what varies over ``axes`` are the terms of a sum over them. Nothing moves, forward or backward."""
+    for axis in axes:
+        x = spmd.reinterpret(x, axis, src=V, dst=P)  # type: ignore[arg-type]
+    return x
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise SpmdTypeError(message)
+
+
+def _size(axis: Axis) -> int:
+    if not isinstance(axis, str):
+        return dist.get_world_size(axis)
+    names = spmd.current_mesh_all_names()
+    assert names is not None, "a kernel with an axis needs spmd_types.set_current_mesh"
+    return names[axis].size()
+
+
+def _start(axis: Axis, extent: int, device: torch.device) -> Tensor:
+    """Where this rank's slice of ``extent`` begins on ``axis``: a tensor of one element, so that the device is not waited for."""
+    starts = torch.arange(0, _size(axis) * extent, extent, device=device)
+    return spmd.convert(starts, axis, src=R, dst=S(0)) if _size(axis) > 1 else starts
+
+
+# -- shapes ----------------------------------------------------------------------------------------------------------
+
+
+def reshape(x: Tensor, shape: Sequence[int], partition: Partition) -> Tensor:
+    """Reshape the local ``x`` to the local ``shape``, dims being split, merged or both.
+
+    An axis that shards dim i of ``x`` shards dim j of the result only if as many elements lie outside of j as of i: then a slice of the
+    one is a slice of the other. Raises ``SpmdTypeError`` (when types are checked) if ``partition`` says otherwise.
+    """
+    with spmd.local():
+        y = x.reshape(list(shape))
+    if spmd.is_type_checking():
+        places = _axes(partition)
+        before = {a: (prod(x.shape[:i]), entry) for i, entry in enumerate(_places(x)) for a in entry}
+        after = {a: (prod(y.shape[:j]), entry) for j, entry in enumerate(places) for a in entry}
+        _require(before == after, f"reshape: {tuple(x.shape)} sharded as {_places(x)} is not {tuple(shape)} sharded as {places}")
+        _declare(y, places)
+    return y
+
+
+def expand(x: Tensor, shape: Sequence[int], partition: Partition) -> Tensor:
+    """Expand the local ``x`` to the local ``shape``.
+
+    A dim of size one (or a new one) that grows may be sharded in the result: each rank makes its own share of a copy that it has, so
+    ``x`` is R there, and its gradient is the sum of the ranks' (P).
+    """
+    with spmd.local():
+        if spmd.is_type_checking():
+            places = _axes(partition)
+            kept = [() for _ in range(len(shape) - x.ndim)] + _places(x)
+            for dim, (now, then) in enumerate(zip(places, kept, strict=True)):
+                grows = dim < len(shape) - x.ndim or x.shape[dim - len(shape)] == 1
+                _require(now == then or (grows and not then), f"expand: dim {dim} is sharded as {then}, and cannot be as {now}")
+                for axis in set(now) - set(then):
+                    x = spmd.reinterpret(x, axis, src=R, dst=V, expert_mode=True)  # type: ignore[arg-type]
+        y = x.expand(list(shape))
+    return _declare(y, _axes(partition)) if spmd.is_type_checking() else y
+
+
+# -- products and attention ------------------------------------------------------------------------------------------
+
+
+def linear_partial_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """``x @ weight.T + bias`` summed over a sharded dim: P, where ``bias`` is P too (on one rank, zero elsewhere)."""
+    return F.linear(x, weight) + bias
+
+
+def addmm_partial_bias(bias: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
+    """``beta * bias + alpha * (a @ b)`` summed over a sharded dim: P, where ``bias`` is P too. ``a`` and ``b`` may be batched."""
+    product = torch.matmul(a, b)
+    return (product if alpha == 1 else product * alpha) + (bias if beta == 1 else bias * beta)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    seed: int | None = None,
+) -> Tensor:
+    """``scaled_dot_product_attention`` on ``[batch, heads, length, size]``, batch and heads sharded alike in the three.
+
+    Queries may be sharded over their length too where ``is_causal`` is false. ``seed`` makes the dropout a function of it. Raises
+    ``SpmdTypeError`` (when types are checked) for anything else, such as sharded keys, which would need every rank's.
+    """
+    if spmd.is_type_checking():
+        q, k, v = _places(query), _places(key), _places(value)
+        rows = q[-2] if not is_causal else ()
+        _require(q[:-2] == k[:-2] == v[:-2], f"attention: batch and heads are sharded as {q[:-2]}, {k[:-2]} and {v[:-2]}")
+        _require(not any((*k[-2:], *v[-2:], q[-1])) and q[-2] == rows, f"attention: lengths or sizes are sharded: {q}, {k}, {v}")
+        if attn_mask is not None:
+            whole = [*q[:-1], ()][-attn_mask.ndim :]
+            for size, has, wants in zip(attn_mask.shape, _places(attn_mask), whole, strict=True):
+                _require(has == (wants if size > 1 else ()) or not wants and not has, f"attention: the mask is sharded as {has}, not {wants}")
+    with spmd.local(), _seeded(seed if dropout_p else None, query.device):
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return _declare(out, _places(query)) if spmd.is_type_checking() else out
+
+
+# -- dropout ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Draw from ``seed`` inside, and leave the generators as they were."""
+    if seed is None or device.type == "meta":
+        yield
+        return
+    cuda = device.type == "cuda"
+    with torch.random.fork_rng([device] if cuda else []):
+        (torch.cuda.manual_seed if cuda else torch.default_generator.manual_seed)(seed)
+        yield
+
+
+def dropout(x: Tensor, p: float, seed: int) -> Tensor:
+    """Dropout whose mask is a function of ``seed`` and the local shape.
+
+    Ranks that hold the same ``x`` (I, R) must pass the same seed and then agree; ranks that hold slices should pass different ones. A
+    recomputation draws the same mask again.
+    """
+    if p == 0.0:
+        return x
+    with spmd.no_typecheck():
+        generator = None
+        if x.device.type != "meta":
+            generator = torch.Generator(x.device)
+            generator.manual_seed(seed)
+        keep = torch.empty_like(x, requires_grad=False).bernoulli_(1.0 - p, generator=generator).div_(1.0 - p)
+    if spmd.is_type_checking():
+        types = {axis: V if t is V else R for axis, t in spmd.get_local_type(x).items()}
+        _require(P not in spmd.get_local_type(x).values(), "dropout: the terms of a sum would be dropped one by one")
+        spmd.assert_type(keep, types, spmd.get_partition_spec(x))
+    return x * keep
+
+
+# -- sharded vocabularies --------------------------------------------------------------------------------------------
+
+
+def masked_embedding(ids: Tensor, weight: Tensor, axis: Axis, padding_idx: int | None = None) -> Tensor:
+    """Embedding with the rows of ``weight`` sharded over ``axis``: each rank looks up the ids that it has, zero for the others.
+
+    ``weight`` is ``[vocabulary / n, d]``, S(0) on ``axis``; ``ids`` are R there. The result ``[*ids, d]`` is P. ``padding_idx`` (a global
+    id) gets no gradient.
+    """
+    if spmd.is_type_checking():
+        rows, columns = _places(weight)
+        places = [*_places(ids), columns]
+        _require(len(rows) == (1 if _size(axis) > 1 else 0), f"masked_embedding: rows are sharded over {rows}")
+    with spmd.local():
+        local = ids - _start(axis, weight.shape[0], ids.device)
+        elsewhere = (local < 0) | (local >= weight.shape[0])
+        out = F.embedding(local.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere.unsqueeze(-1), 0)
+        if padding_idx is not None:
+            out = torch.where((ids == padding_idx).unsqueeze(-1), out.detach(), out)
+        out = spmd.reinterpret(out, axis, src=V, dst=P)
+    return _declare(out, places) if spmd.is_type_checking() else out
+
+
+def cross_entropy_sum(
+    logits: Tensor,
+    labels: Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    partial_axes: Sequence[Axis] = (),
+) -> Tensor:
+    """The cross entropy of ``logits [..., v]`` and ``labels [...]``, summed over the labels that are not ``ignore_index``: 0-d.
+
+    ``partial_axes`` are the axes that shard the leading dims: there the result is a term of the sum (P).
+    """
+    with spmd.local():
+        loss = F.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]),
+            labels.reshape(-1),
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            reduction="sum",
+        )
+        return _terms(loss, partial_axes)
+
+
+class _SoftmaxTerms(torch.autograd.Function):
+    """One slice's terms of a cross entropy: ``sum exp(z)`` and ``on * z[target] + off * sum z``, with ``z = logits - shift``.
+
+    Keeps the logits alone and takes the exponential again in the backward: one tensor of their size instead of two.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, shift, target, elsewhere, on, off):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(logits, shift, target, elsewhere)
+        ctx.on, ctx.off = on, off
+        z = logits.to(shift.dtype) - shift
+        picked = z.gather(1, target.unsqueeze(1)).squeeze(1).masked_fill(elsewhere, 0) * on
+        if off:
+            picked = picked + off * z.sum(1)
+        return torch.stack((z.exp_().sum(1), picked))
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        logits, shift, target, elsewhere = ctx.saved_tensors
+        out = (logits.to(shift.dtype) - shift).exp_().mul_(grad[0].unsqueeze(1))
+        if ctx.off:
+            out.add_(grad[1].unsqueeze(1), alpha=ctx.off)
+        here = (grad[1] * ctx.on).masked_fill(elsewhere, 0)
+        out.scatter_add_(1, target.unsqueeze(1), here.unsqueeze(1))
+        return out.to(logits.dtype), None, None, None, None, None
+
+
+spmd.register_local_autograd_function(_SoftmaxTerms)
+
+
+def vocab_parallel_cross_entropy_sum(
+    logits: Tensor,
+    labels: Tensor,
+    axis: Axis,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    partial_axes: Sequence[Axis] = (),
+) -> Tensor:
+    """``cross_entropy_sum`` with the vocabulary sharded over ``axis``: I there.
+
+    ``logits`` are ``[..., v / n]``, S(last) on ``axis``; ``labels`` (global ids) are R there. Two small collectives: the maxima are gathered, and
+    the two sums of every token reduced in one call. The whole logits exist nowhere. Accumulates in float32 or wider.
+    """
+    with spmd.local():
+        logits = logits.reshape(-1, logits.shape[-1])
+        labels = labels.reshape(-1)
+        width = logits.shape[-1]
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        shift = logits.detach().amax(1, keepdim=True).to(wide)
+        if _size(axis) > 1:
+            shift = spmd.all_gather(shift, axis, src=S(1), dst=R).amax(1, keepdim=True)
+        target = labels - _start(axis, width, labels.device)
+        elsewhere = (target < 0) | (target >= width)
+        off = label_smoothing / (width * _size(axis))
+        terms = _SoftmaxTerms.apply(logits, shift, target.masked_fill(elsewhere, 0), elsewhere, 1.0 - label_smoothing, off)
+        terms = spmd.reinterpret(terms, axis, src=V, dst=P)
+        total, picked = spmd.all_reduce(terms, axis, src=P, dst=I).unbind(0)
+        loss = (total.log() - picked).masked_fill(labels == ignore_index, 0.0).sum().to(logits.dtype)
+        return _terms(loss, partial_axes)

@@ -1,0 +1,188 @@
+"""What one mesh axis may do to one node: the candidates that its rule gives at its shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.errors import RuleError
+from autopar.rules.notation import Atom, Dim, Line, Operand, parse
+from autopar.rules.operands import op_name, operands, shape_of
+from autopar.rules.table import TABLE
+from autopar.types import I, P, R, S, SpmdType
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Types in which a node may run on one axis.
+
+    ``operands`` follows ``operands(node)``; ``result`` is the type of every output. ``letter`` is the letter of the rule that the
+    axis shards (``None``: none), ``extent`` its global size: the axis's size must divide it (0, which everything divides, where
+    nothing is sharded). ``kernel`` names the function of ``autopar.program.kernels`` that replaces the op. ``linear`` marks
+    the candidates in which a term of a sum passes through. A sharded or partial candidate divides the compute only if ``letter`` is set.
+    """
+
+    operands: tuple[SpmdType, ...]
+    result: SpmdType
+    letter: str | None = None
+    kernel: str | None = None
+    extent: int = 0
+    linear: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A line at the shapes of one node: the letters of every dim, stars replaced, size-one dims bare."""
+
+    line: Line
+    operands: tuple[tuple[Dim, ...], ...]
+    result: tuple[Dim, ...]
+    extents: dict[str, int]
+    fixed: frozenset[str]
+
+    def place(self, dims: tuple[Dim, ...], letter: str) -> int | None:
+        """The dim that ``letter`` shards; ``None`` if it is absent, -1 if it stands where it may not be sharded."""
+        places = [i for i, dim in enumerate(dims) if any(atom.letter == letter for atom in dim)]
+        if not places:
+            return None
+        outermost = next(atom for atom in dims[places[0]] if self.extents[atom.letter] > 1)
+        return places[0] if len(places) == 1 and outermost.letter == letter else -1
+
+
+def line_of(node: fx.Node) -> Line | None:
+    """The node's rule; ``None`` where the table has no line for its op or for these arguments."""
+    entry = TABLE.get(op_name(node.target))
+    if entry is None:
+        return None
+    text = entry if isinstance(entry, str) else entry(node)
+    return None if text is None else parse(text)
+
+
+def has_rule(node: fx.Node) -> bool:
+    """Whether a line covers the node; without one it can only be replicated."""
+    return line_of(node) is not None
+
+
+def candidates(node: fx.Node) -> tuple[Candidate, ...]:
+    """Every way in which one axis may run the node.
+
+    All ``I`` and all ``R`` first (a node without tensor operands: ``R`` alone), then one per letter that may be
+    sharded, then those in which terms of a sum pass through. Raises ``RuleError`` if the rule does not fit the shapes.
+    """
+    given = operands(node)
+    if not given:
+        return (Candidate((), R),)
+    found = [Candidate((t,) * len(given), t) for t in (I, R)]
+    line = line_of(node)
+    if line is not None:
+        bound = bind(line, _operand_shapes(node), shape_of(node), op_name(node.target))
+        found += sharded(bound)
+        found += _partial(bound)
+    return tuple(dict.fromkeys(found))
+
+
+def _operand_shapes(node: fx.Node) -> list[Shape]:
+    """The operands' global shapes; an element taken from a tuple has its own."""
+    if any(isinstance(operand.meta["val"], tuple | list) for operand in operands(node)):
+        return [shape_of(node)]
+    return [shape_of(operand) for operand in operands(node)]
+
+
+def bind(line: Line, shapes: Sequence[Shape], result: Shape, name: str = "rule") -> Bound:
+    """Give the line's letters their sizes. Raises ``RuleError`` naming the op, the line and the shapes where they do not fit."""
+
+    def misfit(why: str) -> RuleError:
+        text = ", ".join(map(str, shapes))
+        return RuleError(f"{name}: the rule {line.text!r} does not fit shapes {text} -> {result}: {why}")
+
+    if len(line.operands) < len(shapes):
+        raise misfit(f"it has {len(line.operands)} operands")
+    given = line.operands[: len(shapes)]  # optional operands come last
+    pairs = [*zip(given, shapes, strict=True), (line.result, result)]
+    stars = max((len(shape) - len(o.dims) for o, shape in pairs if o.star is not None), default=0)
+    expanded = []
+    for operand, shape in pairs:
+        dims = _expand(operand, len(shape), stars)
+        if dims is None:
+            raise misfit(f"{shape} has {len(shape)} dims")
+        expanded.append(dims)
+    extents: dict[str, int] = {}
+    fixed = {atom.letter for dims in expanded for dim in dims for atom in dim if atom.fixed}
+    for products in (False, True):
+        for dims, (_, shape) in zip(expanded, pairs, strict=True):
+            for dim, size in zip(dims, shape, strict=True):
+                if (len(dim) > 1) == products and not _size(dim, size, extents):
+                    raise misfit(f"dim {' '.join(atom.letter for atom in dim)} has size {size}, sizes so far are {extents}")
+    bare = [
+        tuple(() if size == 1 else dim for dim, size in zip(dims, shape, strict=True))
+        for dims, (_, shape) in zip(expanded, pairs, strict=True)
+    ]
+    return Bound(line, tuple(bare[:-1]), bare[-1], extents, frozenset(fixed))
+
+
+def _expand(operand: Operand, ndim: int, stars: int) -> tuple[Dim, ...] | None:
+    """The operand's dims with ``*`` written out; letters ``*0``, ``*1``, ... count from the left of the longest star."""
+    if operand.star is None:
+        return operand.dims if len(operand.dims) == ndim else None
+    count = ndim - len(operand.dims)
+    if count < 0:
+        return None
+    leading: tuple[Dim, ...] = tuple((Atom(f"*{i}"),) for i in range(stars - count, stars))
+    return operand.dims[: operand.star] + leading + operand.dims[operand.star :]
+
+
+def _size(dim: Dim, size: int, extents: dict[str, int]) -> bool:
+    """Record the sizes of the letters of one dim; whether they agree with what is known."""
+    if size == 1:
+        if len(dim) == 1:
+            extents.setdefault(dim[0].letter, 1)
+        return True
+    if not dim:
+        return True
+    known = 1
+    unknown = []
+    for atom in dim:
+        if atom.size is not None and extents.get(atom.letter, 1) == 1:
+            extents[atom.letter] = atom.size
+        if atom.letter in extents and (len(dim) > 1 or extents[atom.letter] != 1):
+            known *= extents[atom.letter]
+        else:
+            unknown.append(atom.letter)
+    if not unknown:
+        return known == size
+    if len(unknown) > 1 or size % known:
+        return False
+    extents[unknown[0]] = size // known
+    return True
+
+
+def sharded(bound: Bound) -> list[Candidate]:
+    """One candidate per letter that may be sharded."""
+    found = []
+    kernels = dict(bound.line.kernels)
+    for letter, extent in bound.extents.items():
+        places = [bound.place(dims, letter) for dims in bound.operands]
+        target = bound.place(bound.result, letter)
+        if extent < 2 or letter in bound.fixed or -1 in places or target == -1:
+            continue
+        kernel = kernels.get(letter)
+        result = S(target) if target is not None else (kernel.result if kernel else P)
+        types = []
+        for spec, place in zip(bound.line.operands, places, strict=False):
+            missing = P if spec.additive and result == P else R
+            types.append(missing if place is None else S(place))
+        if result == P and not any(t.sharded for t in types):
+            continue
+        found.append(Candidate(tuple(types), result, letter, kernel.name if kernel else None, extent))
+    return found
+
+
+def _partial(bound: Bound) -> list[Candidate]:
+    """The candidates in which terms of a sum pass through an op that is linear in them."""
+    count = len(bound.operands)
+    groups = [frozenset(i for i in group if i < count) for group in bound.line.linear]
+    return [Candidate(tuple(P if i in group else R for i in range(count)), P, linear=True) for group in groups if group]

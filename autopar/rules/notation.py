@@ -1,0 +1,140 @@
+"""The notation of sharding rules: one einsum-like line per op.
+
+A line names the dims of every tensor operand and of the result by letters, and so says what one mesh axis may do to the op::
+
+    * k, n k, +n -> * n ; linear 0 1         aten.linear
+    v d, * -> * d ; v = masked_embedding     aten.embedding
+    b (g=2 r=4) l e!, b g s! e!, b g s! v! -> b (g r) l v!
+
+========= ==========================================================================================================
+``a``     an atomic dim. Sharded in one place it is sharded everywhere; a letter that the result lacks is summed over
+``*``     the leading dims, however many; several operands' are aligned from the right, as in broadcasting
+``a!``    a dim that may not be sharded (one mark fixes the letter everywhere)
+``a~``    a dim that could be sharded with a halo; no kernel does so yet, so it is held like ``a!``
+``(a b)`` a product of dims, outermost first; only its outermost letter may be sharded. ``a=3`` gives a size
+``1``     a dim of size one, or one without a letter: never sharded
+``+n``    (before an operand) an additive operand: where the result is a partial sum it must be a term of the sum too
+``; v = kernel`` or ``; v = kernel -> I``  sharding ``v`` replaces the op by this kernel (leaving ``P``, or the type named)
+``; linear 0 1`` the op is linear in operand 0, and in operand 1, each with the others held; ``; linear 0+1`` in both jointly
+========= ==========================================================================================================
+
+Dims of size one carry no letter, whatever the line says: that is broadcasting.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from autopar.errors import RuleError
+from autopar.types import P, SpmdType
+
+_TOKEN = re.compile(r"\s*(?:(?P<atom>[A-Za-z]\w*)(?:=(?P<size>\d+))?(?P<mark>[!~]?)|(?P<sign>[()*1]))")
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """A letter in one place; ``size`` where the line gives it; ``fixed`` when it may not be sharded."""
+
+    letter: str
+    size: int | None = None
+    fixed: bool = False
+
+
+Dim = tuple[Atom, ...]
+"""The factors of one dim, outermost first; empty for a dim without a letter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """The dims of an operand or of the result; ``star`` is the index at which ``*`` stands, if it does."""
+
+    dims: tuple[Dim, ...]
+    star: int | None = None
+    additive: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What replaces the op when the letter is sharded, and the type that it leaves."""
+
+    name: str
+    result: SpmdType = P
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A parsed rule. ``linear`` lists groups of operands in which the op is jointly linear, the others held."""
+
+    text: str
+    operands: tuple[Operand, ...]
+    result: Operand
+    kernels: tuple[tuple[str, Kernel], ...] = ()
+    linear: tuple[frozenset[int], ...] = ()
+
+
+def parse(text: str) -> Line:
+    """Parse a line. Raises ``RuleError`` with the place that does not parse."""
+    body, *clauses = (part.strip() for part in text.split(";"))
+    left, arrow, right = body.partition("->")
+    if not arrow:
+        raise RuleError(f"the rule {text!r} has no '->'", hint="write 'operands -> result', as in '* k, n k -> * n'")
+    operands = tuple(_operand(part, text) for part in left.split(",")) if left.strip() else ()
+    kernels: list[tuple[str, Kernel]] = []
+    linear: tuple[frozenset[int], ...] = ()
+    for clause in clauses:
+        if clause.startswith("linear"):
+            linear = _linear(clause, operands, text)
+        elif match := re.fullmatch(r"(\w+)\s*=\s*(\w+)(?:\s*->\s*(\S+))?", clause):
+            kernels.append((match[1], Kernel(match[2], SpmdType.parse(match[3]) if match[3] else P)))
+        else:
+            raise RuleError(
+                f"the rule {text!r} has the clause {clause!r}, which is neither a kernel nor linearity",
+                hint="clauses are 'letter = kernel' and 'linear 0 1' or 'linear 0+1'",
+            )
+    return Line(text, operands, _operand(right, text), tuple(kernels), linear)
+
+
+def _linear(clause: str, operands: tuple[Operand, ...], text: str) -> tuple[frozenset[int], ...]:
+    groups = clause.split()[1:]
+    if not all(re.fullmatch(r"\d+(\+\d+)*", group) for group in groups):
+        raise RuleError(f"the rule {text!r} has the clause {clause!r}; operands are given by number, as in 'linear 0 1'")
+    additive = {i for i, operand in enumerate(operands) if operand.additive}
+    return tuple(frozenset(int(i) for i in group.split("+")) | additive for group in groups)
+
+
+def _operand(part: str, text: str) -> Operand:
+    part = part.strip()
+    additive = part.startswith("+")
+    part = part.removeprefix("+")
+    dims: list[Dim] = []
+    star: int | None = None
+    product: list[Atom] | None = None
+    position = 0
+    while part[position:].strip():
+        match = _TOKEN.match(part, position)
+        if match is None:
+            raise RuleError(f"the rule {text!r} does not parse at {part[position:].strip()!r}")
+        position = match.end()
+        if match["atom"]:
+            atom = Atom(match["atom"], int(match["size"]) if match["size"] else None, bool(match["mark"]))
+            if product is None:
+                dims.append((atom,))
+            else:
+                product.append(atom)
+            continue
+        sign = match["sign"]
+        if sign == "(" and product is None:
+            product = []
+        elif sign == ")" and product is not None:
+            dims.append(tuple(product))
+            product = None
+        elif sign == "1" and product is None:
+            dims.append(())
+        elif sign == "*" and product is None and star is None:
+            star = len(dims)
+        else:
+            raise RuleError(f"the rule {text!r} has a misplaced {sign!r} in {part!r}")
+    if product is not None:
+        raise RuleError(f"the rule {text!r} has an unclosed '(' in {part!r}")
+    return Operand(tuple(dims), star, additive)

@@ -1,0 +1,124 @@
+"""The table: one line per op, or a function that writes the line from a node's arguments.
+
+Names are those of ``rules.operands.op_name``: one entry covers every overload. An op that is not here is replicated, and the
+plan says so by name. ``autopar.rules.samples`` holds arguments for every entry, and the tests execute each on shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx
+
+from autopar.rules import views as v
+
+Entry = str | Callable[[fx.Node], str | None]
+
+_UNARY = """
+    abs acos asin atan bitwise_not ceil cos cosh elu erf erfc exp exp2 expm1 floor gelu hardsigmoid hardswish hardtanh isfinite isinf
+    isnan leaky_relu log log10 log1p log2 log_sigmoid logical_not logit mish reciprocal relu relu6 round rsqrt selu sigmoid sign silu
+    sin sinh softplus softsign sqrt square tan tanh trunc clamp clamp_min clamp_max nan_to_num threshold hardshrink softshrink frac
+""".split()
+
+_IDENTITY = "alias clone contiguous detach detach_ lift_fresh_copy neg".split()
+
+_CAST = "to _to_copy type_as float double half bfloat16 _cast_Float dropout feature_dropout alpha_dropout native_dropout".split()
+
+_LIKE = "zeros_like ones_like full_like empty_like rand_like randn_like".split()
+
+_BINARY = """
+    pow maximum minimum eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor atan2 remainder fmod
+    floor_divide where masked_fill lerp addcmul addcdiv __and__ __or__ __xor__ heaviside copysign hypot fmin fmax xlogy
+""".split()
+
+_VIEWS = "view reshape _unsafe_view view_copy flatten unflatten squeeze unsqueeze ravel reshape_as view_as".split()
+
+TABLE: dict[str, Entry] = {
+    **{f"aten.{name}": v.elementwise("", "linear 0" if name == "mul" else "") for name in _UNARY},
+    **{f"aten.{name}": "* -> * ; linear 0" for name in _IDENTITY},
+    **{f"aten.{name}": v.elementwise() for name in (*_CAST, *_LIKE, *_BINARY)},
+    **{f"aten.{name}": v.view for name in _VIEWS},
+    # sums and products
+    "aten.add": v.elementwise("linear 0+1"),
+    "aten.sub": v.elementwise("linear 0+1"),
+    "aten.rsub": v.elementwise("linear 0+1"),
+    "aten.mul": v.elementwise("linear 0 1", "linear 0"),
+    "aten.div": v.division,
+    "aten.linear": "* k, n k, +n -> * n",
+    "aten.matmul": v.matmul,
+    "aten.mm": "m k, k n -> m n ; linear 0 1",
+    "aten.bmm": "b m k, b k n -> b m n ; linear 0 1",
+    "aten.mv": "m k, k -> m ; linear 0 1",
+    "aten.dot": "k, k ->  ; linear 0 1",
+    "aten.addmm": v.addmm,
+    "aten.baddbmm": v.addmm,
+    "aten.einsum": v.einsum,
+    "aten.outer": "m, n -> m n ; linear 0 1",
+    # normalisation and attention
+    "aten.layer_norm": v.layer_norm,
+    "aten.rms_norm": v.layer_norm,
+    "aten.group_norm": v.group_norm,
+    "aten.batch_norm": v.batch_norm,
+    "aten.instance_norm": v.batch_norm,
+    "aten.scaled_dot_product_attention": v.attention,
+    **{f"aten.{name}": v.same_but("dim") for name in "softmax log_softmax _softmax _log_softmax logcumsumexp cumprod sort".split()},
+    "aten.glu": v.halved,
+    # views
+    "aten.expand": v.expand,
+    "aten.expand_as": v.expand,
+    "aten.broadcast_to": v.expand,
+    "aten.permute": v.permute,
+    "aten.transpose": v.permute,
+    "aten.t": v.permute,
+    "aten.numpy_T": v.permute,
+    "aten.movedim": v.movedim,
+    "aten.select": v.select,
+    "aten.slice": v.slice_,
+    "aten.narrow": v.slice_,
+    "aten.unbind": v.unbind,
+    **{f"aten.{name}": v.linear_same_but("dim") for name in "split split_with_sizes chunk cumsum tensor_split".split()},
+    "aten.flip": v.linear_same_but("dims"),
+    "aten.roll": v.linear_same_but("dims"),
+    "_operator.getitem": v.getitem,
+    "aten.cat": v.cat,
+    "aten.concat": v.cat,
+    "aten.stack": v.stack,
+    "aten.pad": v.pad,
+    "aten.constant_pad_nd": v.pad,
+    "aten.repeat": v.repeat,
+    "aten.repeat_interleave": v.repeat_interleave,
+    "aten.tril": "* a! b! -> * a! b!",
+    "aten.triu": "* a! b! -> * a! b!",
+    # reductions
+    **{f"aten.{name}": v.reduction(linear=True) for name in ("sum", "mean")},
+    **{
+        f"aten.{name}": v.reduction(linear=False)
+        for name in "amax amin max min argmax argmin var std prod any all logsumexp norm linalg_vector_norm var_mean median count_nonzero".split()
+    },
+    "aten.topk": v.same_but("dim"),
+    # losses
+    "aten.cross_entropy_loss": v.cross_entropy,
+    "aten.nll_loss": v.cross_entropy,
+    "aten.nll_loss_nd": v.cross_entropy,
+    **{f"aten.{name}": v.pointwise_loss for name in "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits".split()},
+    "kernels.cross_entropy_sum": v.sum_of_losses,
+    # convolution and pooling
+    **{f"aten.{name}": v.convolution for name in ("conv1d", "conv2d", "conv3d")},
+    **{
+        f"aten.{name}": v.pool
+        for name in (
+            "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
+            "adaptive_max_pool2d upsample_nearest2d upsample_bilinear2d"
+        ).split()
+    },
+    # indexing
+    "aten.embedding": v.embedding,
+    "aten.index": v.index,
+    "aten.index_select": v.index_select,
+    "aten.gather": v.gather,
+    "aten.one_hot": v.one_hot,
+    # made from nothing: the same on every rank
+    **{f"aten.{name}": "-> *" for name in "arange zeros ones full empty linspace eye scalar_tensor rand randn randint".split()},
+    **{f"aten.{name}": v.made_anew for name in "new_zeros new_ones new_full new_empty".split()},
+}
+"""Op name to its line, or to the function that writes it."""

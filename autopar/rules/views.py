@@ -1,0 +1,459 @@
+"""Lines of the ops whose dims depend on shapes and arguments: views, reductions, concatenation, indexing.
+
+Each function takes a node and returns its line, or ``None`` where these arguments have none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import count
+from math import gcd
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.rules.operands import arguments, op_name, operands, shape_of
+
+Words = list[str]
+
+
+def names(ndim: int) -> Words:
+    """A letter for every dim: a, b, c, ..."""
+    assert ndim <= 26, ndim
+    return [chr(ord("a") + i) for i in range(ndim)]
+
+
+def line(given: Sequence[Words], result: Words, *clauses: str) -> str:
+    """Write a line from the words of its dims."""
+    return " ; ".join([", ".join(" ".join(words) for words in given) + " -> " + " ".join(result), *clauses])
+
+
+def dims_of(value: Any, ndim: int) -> tuple[int, ...]:
+    """Normalise a ``dim`` argument: ``None`` or ``[]`` mean all dims, an int one, negatives count from the end."""
+    if value is None or (isinstance(value, list | tuple) and not value):
+        return tuple(range(ndim))
+    chosen = value if isinstance(value, list | tuple) else (value,)
+    return tuple(int(dim) % max(ndim, 1) for dim in chosen)
+
+
+def source(node: fx.Node) -> tuple[int, ...]:
+    """The shape of the first tensor operand."""
+    return shape_of(operands(node)[0])
+
+
+def held(words: Words, dims: Sequence[int]) -> Words:
+    """The words with ``!`` on ``dims``."""
+    return [word + "!" if i in dims else word for i, word in enumerate(words)]
+
+
+# -- views -----------------------------------------------------------------------------------------------------------
+
+
+def view(node: fx.Node) -> str:
+    """view, reshape, flatten, unflatten, squeeze, unsqueeze: equal runs of dims, matched factor by factor."""
+    left, right = factors(source(node), shape_of(node))
+    return line([left, *([] for _ in operands(node)[1:])], right, "linear 0")
+
+
+def factors(before: Sequence[int], after: Sequence[int]) -> tuple[Words, Words]:
+    """Words for both sides of a reshape from ``before`` to ``after``.
+
+    Dims are consumed from the left; each step's letter is the largest factor that the two open dims share, which is outermost in
+    both of what is left. Where they share none, no letter may be sharded up to the next boundary common to both.
+    """
+    atoms: tuple[list[Words], list[Words]] = ([[] for _ in before], [[] for _ in after])
+    open_dims = [[i, size] for i, size in enumerate(before) if size != 1], [[i, size] for i, size in enumerate(after) if size != 1]
+    number = count()
+
+    def take(side: int, factor: int, letter: str, mark: str = "") -> None:
+        index, rest = open_dims[side][0]
+        atoms[side][index].append(f"{letter}={factor}{mark}")
+        open_dims[side][0][1] = rest // factor
+        if rest == factor:
+            open_dims[side].pop(0)
+
+    while open_dims[0] and open_dims[1]:
+        shared = gcd(open_dims[0][0][1], open_dims[1][0][1])
+        if shared > 1:
+            letter = f"d{next(number)}"
+            take(0, shared, letter)
+            take(1, shared, letter)
+            continue
+        products = [1, 1]  # of what is consumed on either side since the last common boundary
+        while products[0] != products[1] or products[0] == 1:
+            side = 0 if products[0] <= products[1] else 1
+            factor = open_dims[side][0][1]
+            products[side] *= factor
+            take(side, factor, f"d{next(number)}", "!")
+    words = [[word[0] if len(word) == 1 else f"({' '.join(word)})" if word else "1" for word in side] for side in atoms]
+    return words[0], words[1]
+
+
+def expand(node: fx.Node) -> str:
+    """expand, broadcast_to: a dim that grows from one has a letter in the result alone, each rank makes its own share."""
+    before, after = source(node), shape_of(node)
+    right = names(len(after))
+    left = right[len(after) - len(before) :]
+    return line([left, *(["1"] * len(shape_of(other)) for other in operands(node)[1:])], right, "linear 0")
+
+
+def permute(node: fx.Node) -> str:
+    """permute, transpose, t: the same letters in another order."""
+    words = names(len(source(node)))
+    given = arguments(node)
+    order = list(range(len(words)))
+    if "dims" in given:
+        order = list(dims_of(given["dims"], len(words)))
+    else:
+        first, second = (dims_of(given.get(f"dim{i}", i), len(words))[0] for i in (0, 1))
+        if len(words) > 1:
+            order[first], order[second] = order[second], order[first]
+    return line([words], [words[i] for i in order], "linear 0")
+
+
+def select(node: fx.Node) -> str:
+    """select: the dim goes, and may not be sharded."""
+    words = names(len(source(node)))
+    dim = dims_of(arguments(node)["dim"], len(words))[0]
+    return line([held(words, [dim])], words[:dim] + words[dim + 1 :], "linear 0")
+
+
+def slice_(node: fx.Node) -> str:
+    """slice: the sliced dim may not be sharded unless the slice is the whole of it."""
+    before, after = source(node), shape_of(node)
+    given = arguments(node)
+    dim = dims_of(given["dim"], len(before))[0]
+    words = names(len(before))
+    left = words if before[dim] == after[dim] else [w if i != dim else "1" for i, w in enumerate(words)]
+    right = words if before[dim] == after[dim] else left
+    return line([left], right, "linear 0")
+
+
+def same_but(*positions: str) -> Callable[[fx.Node], str]:
+    """One operand, its letters kept; the dims named by these arguments are held (softmax, cumsum, flip, sort, split, ...)."""
+
+    def build(node: fx.Node) -> str:
+        words = names(len(source(node)))
+        given = arguments(node)
+        dims = [dim for name in positions for dim in dims_of(given[name], len(words))]
+        return line([["1" if i in dims else w for i, w in enumerate(words)]], ["1" if i in dims else w for i, w in enumerate(words)])
+
+    return build
+
+
+def linear_same_but(*positions: str) -> Callable[[fx.Node], str]:
+    """The same for ops that are linear (split, chunk, flip, roll, cumsum)."""
+    build = same_but(*positions)
+    return lambda node: build(node) + " ; linear 0"
+
+
+def unbind(node: fx.Node) -> str:
+    """unbind: the dim goes."""
+    words = names(len(source(node)))
+    dim = dims_of(arguments(node)["dim"], len(words))[0]
+    return line([held(words, [dim])], words[:dim] + words[dim + 1 :], "linear 0")
+
+
+def getitem(node: fx.Node) -> str | None:
+    """One element of a tuple of tensors; it has the tuple's type."""
+    if not isinstance(operands(node)[0].meta["val"], tuple | list):
+        return None
+    return "* -> * ; linear 0"
+
+
+def cat(node: fx.Node) -> str:
+    """cat: the letters of the other dims; terms of sums pass if every part is one."""
+    parts = [shape_of(part) for part in operands(node)]
+    words = names(len(shape_of(node)))
+    dim = dims_of(arguments(node)["dim"], len(words))[0]
+    words[dim] = "1"
+    # torch.cat skips one-dimensional empty parts whatever the others' rank
+    given = [words if len(part) == len(words) else ["1"] for part in parts]
+    return line(given, words, "linear " + "+".join(str(i) for i in range(len(parts))))
+
+
+def stack(node: fx.Node) -> str:
+    """stack: the new dim is held."""
+    parts = operands(node)
+    words = names(len(shape_of(node)))
+    dim = dims_of(arguments(node)["dim"], len(words))[0]
+    inner = words[:dim] + words[dim + 1 :]
+    return line([inner] * len(parts), held(words, [dim]), "linear " + "+".join(str(i) for i in range(len(parts))))
+
+
+def pad(node: fx.Node) -> str:
+    """pad, constant_pad_nd: padded dims are held."""
+    before, after = source(node), shape_of(node)
+    words = [w if a == b else "1" for w, a, b in zip(names(len(before)), before, after, strict=True)]
+    return line([words], words)
+
+
+def repeat_interleave(node: fx.Node) -> str | None:
+    """repeat_interleave by a number along a dim: the dim becomes (a r)."""
+    given = arguments(node)
+    if not isinstance(given.get("repeats"), int) or given.get("dim") is None:
+        return None
+    words = names(len(source(node)))
+    dim = dims_of(given["dim"], len(words))[0]
+    right = list(words)
+    right[dim] = f"({words[dim]} r={given['repeats']})"
+    return line([words], right, "linear 0")
+
+
+def repeat(node: fx.Node) -> str:
+    """repeat: dims repeated once keep their letters."""
+    before, after = source(node), shape_of(node)
+    words = names(len(after))
+    grown = len(after) - len(before)
+    kept = [i >= grown and before[i - grown] == after[i] for i in range(len(after))]
+    right = [w if keep else "1" for w, keep in zip(words, kept, strict=True)]
+    return line([right[grown:]], right, "linear 0")
+
+
+# -- reductions ------------------------------------------------------------------------------------------------------
+
+
+def reduction(linear: bool) -> Callable[[fx.Node], str | None]:
+    """A reduction over ``dim`` with ``keepdim``: a linear one may be sharded over what it sums (and leaves terms), others not."""
+
+    def build(node: fx.Node) -> str | None:
+        if len(operands(node)) > 1:  # max(x, y)
+            return "*, * -> *"
+        words = names(len(source(node)))
+        given = arguments(node)
+        dims = dims_of(given.get("dim"), len(words))
+        kept = len(shape_of(node)) == len(words)
+        right = [("1" if i in dims else w) for i, w in enumerate(words) if kept or i not in dims]
+        return line([words if linear else held(words, dims)], right, *(["linear 0"] if linear else []))
+
+    return build
+
+
+# -- products --------------------------------------------------------------------------------------------------------
+
+
+def matmul(node: fx.Node) -> str:
+    """matmul, by the ranks of its operands."""
+    left, right = (len(shape_of(operand)) for operand in operands(node))
+    text = {
+        (True, True): "k, k -> ",
+        (True, False): "k, * k n -> * n",
+        (False, True): "* m k, k -> * m",
+        (False, False): "* m k, * k n -> * m n",
+    }[left == 1, right == 1]
+    return text + " ; linear 0 1"
+
+
+def einsum(node: fx.Node) -> str | None:
+    """einsum: the notation's own case, if each letter stands once per operand and there is no ellipsis."""
+    equation = str(arguments(node)["equation"]).replace(" ", "")
+    left, arrow, right = equation.partition("->")
+    parts = left.split(",")
+    if "." in equation or any(len(set(part)) != len(part) for part in parts):
+        return None
+    if not arrow:
+        flat = left.replace(",", "")
+        right = "".join(sorted(letter for letter in set(flat) if flat.count(letter) == 1))
+    return line([list(p) for p in parts], list(right), "linear " + " ".join(str(i) for i in range(len(parts))))
+
+
+def attention(node: fx.Node) -> str:
+    """scaled_dot_product_attention: batch, heads (in groups where keys have fewer), and queries where they are not ordered."""
+    given = arguments(node)
+    query, key = shape_of(given["query"]), shape_of(given["key"])
+    lead = len(query) - 3
+    batch = [f"b{i}" for i in range(lead)]
+    row = "l" if not given["is_causal"] and not given["dropout_p"] else "l!"
+    head, key_head = ["h"], ["h"]
+    if lead < 1:
+        batch, head, key_head = [], ["b"] if len(query) == 3 else [], ["b"] if len(query) == 3 else []
+    elif given.get("enable_gqa") and query[-3] != key[-3]:
+        head, key_head = [f"(h={key[-3]} r={query[-3] // key[-3]})"], [f"h={key[-3]}"]
+    dims = [
+        [*batch, *head, row, "e!"],
+        [*batch, *key_head, "s!", "e!"],
+        [*batch, *key_head, "s!", "v!"],
+    ]
+    mask = given.get("attn_mask")
+    if isinstance(mask, fx.Node):
+        all_dims = [*batch, *head, row, "s!"]
+        dims.append(all_dims[len(all_dims) - len(shape_of(mask)) :])
+    return line(dims, [*batch, *head, row, "v!"])
+
+
+# -- normalisation, losses, convolution ------------------------------------------------------------------------------
+
+
+def layer_norm(node: fx.Node) -> str:
+    """layer_norm, rms_norm: the normalised dims are held, weight and bias have them all."""
+    normalised = [f"d{i}!" for i in range(len(arguments(node)["normalized_shape"]))]
+    return line([["*", *normalised], *([normalised] * (len(operands(node)) - 1))], ["*", *normalised])
+
+
+def group_norm(node: fx.Node) -> str:
+    """group_norm: examples alone (channels and places are normalised together)."""
+    words = names(len(source(node)))
+    words = words[:1] + [w + "!" for w in words[1:]]
+    return line([words, *([words[1]] for _ in operands(node)[1:])], words)
+
+
+def batch_norm(node: fx.Node) -> str:
+    """batch_norm: channels; examples too when it does not compute its own statistics."""
+    given = arguments(node)
+    words = names(len(source(node)))
+    own = bool(given.get("training", given.get("use_input_stats", True)))
+    words = [w + "!" if own and i != 1 else w for i, w in enumerate(words)]
+    return line([words, *([words[1]] for _ in operands(node)[1:])], words)
+
+
+def convolution(node: fx.Node) -> str:
+    """conv1d/2d/3d: examples, and for one group output channels and (summed) input channels."""
+    given = arguments(node)
+    places = [f"p{i}" for i in range(len(source(node)) - 2)]
+    window = [f"w{i}!" for i in range(len(places))]
+    if given.get("groups", 1) != 1:
+        dims = [["n", "c!", *(["1"] * len(places))], ["1", "1", *window], ["1"]]
+        return line(dims[: len(operands(node))], ["n", *(["1"] * (len(places) + 1))])
+    text = line([["n", "c", *(["1"] * len(places))], ["o", "c", *window]], ["n", "o", *(["1"] * len(places))])
+    if isinstance(given.get("bias"), fx.Node):
+        text = text.replace(" ->", ", +o ->")
+    return text + " ; linear 0 1"
+
+
+def pool(node: fx.Node) -> str:
+    """Pools, interpolation: examples and channels."""
+    before, after = source(node), shape_of(node)
+    places = int(re.search(r"([123])d", op_name(node.target))[1])  # type: ignore[index]
+    lead = names(len(before) - places)
+    return line([[*lead, *["1"] * places]], [*lead, *["1"] * (len(after) - len(lead))])
+
+
+def cross_entropy(node: fx.Node) -> str | None:
+    """cross_entropy_loss, nll_loss: examples, where the reduction does not count them; classes (dim 1) are held.
+
+    A mean divides by the number of labels that are not ignored, which no rank knows alone: no letter then.
+    """
+    given = arguments(node)
+    logits = shape_of(operands(node)[0])
+    reduction = given["reduction"]
+    words = names(len(logits))
+    if len(words) == 1:
+        return None
+    if reduction == 1:
+        words = [w + "!" for w in words]
+    words[1] += "" if words[1].endswith("!") else "!"
+    target = operands(node)[1]
+    labels = words if target.meta["val"].is_floating_point() else words[:1] + words[2:]
+    rest = [[words[1]] for _ in operands(node)[2:]]
+    return line([words, labels, *rest], words[:1] + words[2:] if reduction == 0 else [])
+
+
+def pointwise_loss(node: fx.Node) -> str:
+    """mse_loss, l1_loss, ...: elementwise, then kept, or summed (a mean is a sum times a constant)."""
+    return "*, * -> *" if arguments(node)["reduction"] == 0 else line([names(len(source(node)))] * 2, [])
+
+
+# -- indexing --------------------------------------------------------------------------------------------------------
+
+
+def embedding(node: fx.Node) -> str:
+    """embedding: a sharded vocabulary is the masked kernel's."""
+    return "v d, * -> * d ; v = masked_embedding"
+
+
+def index(node: fx.Node) -> str | None:
+    """x[:, i, j]: dims without an index keep their letters, indices broadcast among each other; boolean masks have no line."""
+    given = arguments(node)
+    indices = list(given["indices"])
+    indices += [None] * (len(source(node)) - len(indices))
+    used = [i for i, item in enumerate(indices) if item is not None]
+    nodes = [indices[i] for i in used]
+    if not used or used != list(range(used[0], used[-1] + 1)):
+        return None
+    if any(item.meta["val"].dtype in (torch.bool, torch.uint8) for item in nodes):
+        return None
+    words = names(len(indices))
+    ranks = [len(shape_of(item)) for item in nodes]
+    inner = [f"i{k}" for k in range(max(ranks))]
+    result = words[: used[0]] + inner + words[used[-1] + 1 :]
+    operand = ["1" if i in used else w for i, w in enumerate(words)]
+    return line([operand, *(inner[len(inner) - rank :] for rank in ranks)], result)
+
+
+def index_select(node: fx.Node) -> str:
+    """index_select: the other dims, and the indices."""
+    words = names(len(source(node)))
+    dim = dims_of(arguments(node)["dim"], len(words))[0]
+    return line([["1" if i == dim else w for i, w in enumerate(words)], ["i"]], [w if i != dim else "i" for i, w in enumerate(words)])
+
+
+def gather(node: fx.Node) -> str | None:
+    """gather: the dims other than ``dim``, where the index spans them whole."""
+    given = arguments(node)
+    whole, part = shape_of(given["self"]), shape_of(given["index"])
+    dim = dims_of(given["dim"], len(whole))[0]
+    words = ["1" if i == dim or whole[i] != part[i] else w for i, w in enumerate(names(len(whole)))]
+    return line([words, words], words)
+
+
+def one_hot(node: fx.Node) -> str | None:
+    """one_hot with its number of classes given."""
+    if int(arguments(node)["num_classes"]) < 0:
+        return None
+    words = names(len(source(node)))
+    return line([words], [*words, "1"])
+
+
+def elementwise(*linear: str) -> Callable[[fx.Node], str]:
+    """Any number of tensor operands that broadcast. ``linear``: the clause for two tensors, then the one for a tensor and a number."""
+
+    def build(node: fx.Node) -> str:
+        number = len(operands(node))
+        clause = linear[:1] if number == 2 else linear[1:2]
+        return line([["*"]] * number, ["*"], *(c for c in clause if c))
+
+    return build
+
+
+def division(node: fx.Node) -> str:
+    """div: linear in the dividend, unless it rounds."""
+    rounds = arguments(node).get("rounding_mode") is not None
+    both = isinstance(arguments(node)["self"], fx.Node)
+    return elementwise(*([] if rounds or not both else ["linear 0", "linear 0"]))(node)
+
+
+def sum_of_losses(node: fx.Node) -> str:
+    """kernels.cross_entropy_sum: examples and positions leave terms; the vocabulary is the vocabulary-parallel kernel's."""
+    return "* v, * -> ; v = vocab_parallel_cross_entropy_sum -> I"
+
+
+def made_anew(node: fx.Node) -> str:
+    """new_zeros, new_ones, ...: the operand gives its dtype only; the result is whole."""
+    return line([["1"] * len(source(node))], ["1"] * len(shape_of(node)))
+
+
+def addmm(node: fx.Node) -> str:
+    """addmm, baddbmm: the added operand broadcasts, and must be a term where the product is one."""
+    batch = ["b"] if len(shape_of(node)) == 3 else []
+    given = [*batch, "m", "n"]
+    added = given[len(given) - len(source(node)) :]
+    return f"+{' '.join(added)}, {' '.join([*batch, 'm', 'k'])}, {' '.join([*batch, 'k', 'n'])} -> {' '.join(given)}"
+
+
+def halved(node: fx.Node) -> str:
+    """glu: the dim that is halved is held."""
+    words = names(len(source(node)))
+    dim = dims_of(arguments(node)["dim"], len(words))[0]
+    words[dim] = "1"
+    return line([words], words)
+
+
+def movedim(node: fx.Node) -> str:
+    """movedim: a permutation given by where dims go."""
+    words = names(len(source(node)))
+    given = arguments(node)
+    moved = dict(zip(dims_of(given["destination"], len(words)), dims_of(given["source"], len(words)), strict=True))
+    rest = iter(i for i in range(len(words)) if i not in moved.values())
+    return line([words], [words[moved[i]] if i in moved else words[next(rest)] for i in range(len(words))], "linear 0")

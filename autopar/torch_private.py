@@ -1,0 +1,36 @@
+"""Every use of torch's private names, each with the versions it was tried on.
+
+Kept in one module so that a new torch release is checked in one place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def overload_name(target: Any) -> str | None:
+    """``"aten::add.Tensor"`` for an operator overload, ``None`` for any other callable. (torch 2.11, 2.13)"""
+    return target.name() if isinstance(target, torch._ops.OpOverload) else None
+
+
+def overload_schema(target: Any) -> tuple[tuple[str, Any], ...] | None:
+    """Names and defaults of an overload's arguments, in order; ``None`` for any other callable. (torch 2.11, 2.13)"""
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    return tuple((argument.name, argument.default_value) for argument in target._schema.arguments)
+
+
+def fake_tensors() -> Any:
+    """A mode under which tensors have shapes, dtypes and a device, but no memory. (torch 2.11, 2.13)"""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: Any) -> bool:
+    """Whether ``tensor`` has no values: on the meta device, or made under ``fake_tensors``. (torch 2.11, 2.13)"""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor) or (isinstance(tensor, torch.Tensor) and tensor.device.type == "meta")

@@ -1,0 +1,159 @@
+"""Localisation of one node: the call that a rank makes on its local shapes.
+
+Views carry global sizes, a mean divides by the global count, and a few calls that are right on shards are beyond the type checker and go
+through a kernel of ours (``autopar.program.kernels``). Everything else runs as it is. ``verify`` holds the result
+against the expected local shape by running it on the meta device: ``expand`` with a wrong size broadcasts without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.program import kernels
+from autopar.rules.operands import arguments, op_name, operands, shape_of
+
+Shape = tuple[int, ...]
+Partition = tuple[str | tuple[str, ...] | None, ...]
+"""For every dim of the result: the axis that shards it, several axes outermost first, or ``None``."""
+
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], float | None]
+"""The target, its arguments (nodes where the tensors go), keyword arguments, and a factor for the result (``None``: one)."""
+
+_RESHAPES = frozenset(
+    f"aten.{name}" for name in "view reshape _unsafe_view view_copy unflatten reshape_as view_as flatten ravel".split()
+)
+_EXPANDS = frozenset(("aten.expand", "aten.expand_as", "aten.broadcast_to"))
+_POINTWISE_LOSSES = frozenset(
+    f"aten.{name}" for name in "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits".split()
+)
+
+
+def localised(
+    node: fx.Node, operand_shapes: Sequence[Shape], result_shape: Shape, partition: Partition | None = None
+) -> Call:
+    """The call that stands for ``node`` on one rank.
+
+    ``operand_shapes`` are the local shapes of ``operands(node)``, ``result_shape`` that of the (first) result. With ``partition``,
+    the result's, calls that ``typecheck(local=False)`` refuses although they are right become kernels that take it; without it the
+    call is made of torch's ops alone. The factor is 1/count for a mean over a sharded dim, whose call becomes a sum.
+    """
+    name = op_name(node.target)
+    shards = partition is not None and any(partition)
+    target: Any = node.target
+    args, kwargs = node.args, dict(node.kwargs)
+    if name in _RESHAPES:
+        if shards and _beyond_checker(operand_shapes[0], result_shape, name):
+            return kernels.reshape, (args[0], list(result_shape), partition), {}, None
+        if name in ("aten.flatten", "aten.ravel"):
+            return target, args, kwargs, None
+        if name not in ("aten.view", "aten.view_copy", "aten._unsafe_view"):
+            target = torch.ops.aten.reshape.default
+        return target, (args[0], list(result_shape)), {}, None
+    if name in _EXPANDS:
+        if shards and (len(operand_shapes[0]) < len(result_shape) or _grows_where_sharded(operand_shapes[0], partition)):
+            return kernels.expand, (args[0], list(result_shape), partition), {}, None
+        return torch.ops.aten.expand.default, (args[0], list(result_shape)), {}, None
+    if name == "aten.mean":
+        return _mean(node, operand_shapes)
+    if name in _POINTWISE_LOSSES and arguments(node)["reduction"] == 1 and _is_sharded(node, operand_shapes):
+        given = arguments(node) | {"reduction": 2}
+        return target, tuple(given.values()), {}, 1.0 / prod(shape_of(operands(node)[0]))
+    if name in ("aten.slice", "aten.narrow"):
+        return target, _slice_arguments(node, operand_shapes[0], result_shape), {}, None
+    if name in ("aten.linear", "aten.addmm", "aten.baddbmm") and len(operand_shapes) == 3:
+        summed = 0 if name == "aten.linear" else 1  # the operand whose last dim is summed over
+        if operand_shapes[summed][-1] != shape_of(operands(node)[summed])[-1]:
+            return _partial_product(node, name)
+    if name == "aten.scaled_dot_product_attention" and shards and not isinstance(arguments(node)["attn_mask"], fx.Node):
+        return kernels.attention, args, kwargs, None
+    return target, args, kwargs, None
+
+
+def verify(node: fx.Node, call: Call, operand_shapes: Sequence[Shape], result_shape: Shape) -> None:
+    """Assert that the call gives ``result_shape`` from operands of ``operand_shapes``, on the meta device."""
+    tensors = [
+        torch.empty(shape, dtype=_first(operand.meta["val"]).dtype, device="meta")
+        for operand, shape in zip(operands(node), operand_shapes, strict=True)
+    ]
+    if any(isinstance(operand.meta["val"], tuple | list) for operand in operands(node)):
+        return
+    result = _first(apply(call, node, tensors))
+    assert tuple(result.shape) == tuple(result_shape), (
+        f"{node.format_node()}: local shapes {list(map(tuple, operand_shapes))} give {tuple(result.shape)}, not {tuple(result_shape)}"
+    )
+
+
+def apply(call: Call, node: fx.Node, tensors: Sequence[torch.Tensor]) -> Any:
+    """Make the call with ``tensors`` in the places of ``operands(node)``. A node that stands twice takes each of its tensors in turn
+    where the call keeps both places."""
+    target, args, kwargs, factor = call
+    queues: dict[fx.Node, list[torch.Tensor]] = {}
+    for operand, tensor in zip(operands(node), tensors, strict=True):
+        queues.setdefault(operand, []).append(tensor)
+
+    def place(operand: fx.Node) -> torch.Tensor:
+        queue = queues[operand]
+        return queue.pop(0) if len(queue) > 1 else queue[0]
+
+    result = target(*fx.map_arg(args, place), **fx.map_arg(kwargs, place))
+    return result if factor is None else result * factor
+
+
+def _first(value: Any) -> torch.Tensor:
+    return value[0] if isinstance(value, tuple | list) else value
+
+
+def _is_sharded(node: fx.Node, operand_shapes: Sequence[Shape]) -> bool:
+    return any(tuple(shape) != shape_of(operand) for operand, shape in zip(operands(node), operand_shapes, strict=True))
+
+
+def _beyond_checker(before: Shape, after: Shape, name: str) -> bool:
+    """Whether a reshape needs the kernel: the checker follows pure merges of dims only, and not those of local size one."""
+    if name == "aten.unflatten" or 1 in before or 1 in after:
+        return True
+    ends = {prod(before[:i]) for i in range(len(before) + 1)}
+    return not all(prod(after[:i]) in ends for i in range(len(after) + 1))
+
+
+def _grows_where_sharded(before: Shape, partition: Partition | None) -> bool:
+    assert partition is not None
+    return any(axis is not None and size == 1 for axis, size in zip(partition, before, strict=True))
+
+
+def _mean(node: fx.Node, operand_shapes: Sequence[Shape]) -> Call:
+    """A mean over a sharded dim: the sum over it, times one over the global count."""
+    given = arguments(node)
+    whole, local = shape_of(operands(node)[0]), operand_shapes[0]
+    dims = given.get("dim")
+    reduced = [d % len(whole) for d in dims] if dims else list(range(len(whole)))
+    if all(whole[d] == local[d] for d in reduced):
+        return node.target, node.args, dict(node.kwargs), None  # type: ignore[return-value]
+    dtype = {"dtype": given["dtype"]} if given.get("dtype") is not None else {}
+    factor = 1.0 / prod(whole[d] for d in reduced)
+    return torch.ops.aten.sum.dim_IntList, (node.args[0], reduced, bool(given.get("keepdim", False))), dtype, factor
+
+
+def _slice_arguments(node: fx.Node, before: Shape, after: Shape) -> tuple[Any, ...]:
+    """Bounds of a slice: those of the whole, which may be sharded, become the local ones; others stay."""
+    given = arguments(node)
+    whole = shape_of(operands(node)[0])
+    dim = int(given["dim"]) % len(whole)
+    if whole[dim] != before[dim]:
+        assert before[dim] == after[dim], f"{node.format_node()} slices the sharded dim {dim}"
+        ends = {"end": before[dim]} if "end" in given else {"length": before[dim]}
+        given = given | {"start": 0} | ends
+    return tuple(given.values())
+
+
+def _partial_product(node: fx.Node, name: str) -> Call:
+    """A product summed over a sharded dim, with an added operand that is a term of the sum."""
+    given = arguments(node)
+    if name == "aten.linear":
+        return kernels.linear_partial_bias, (given["input"], given["weight"], given["bias"]), {}, None
+    scales = {key: given[key] for key in ("beta", "alpha") if given.get(key, 1) != 1}
+    return kernels.addmm_partial_bias, (given["self"], node.args[1], node.args[2]), scales, None
