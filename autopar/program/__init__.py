@@ -1,0 +1,20 @@
+"""The files that every program's folder holds beside its own ``model.py``: written once here, copied there.
+
+Here they are modules of this package, checked and tested like the rest; there they are each other's siblings, and know nothing
+of autopar. ``copy_runtime`` makes the one from the other.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+FILES = ("kernels.py", "world.py", "parameters.py", "runtime.py", "train.py")
+
+
+def copy_runtime(folder: str | os.PathLike[str]) -> None:
+    """Write the runtime's files into a program's folder; their imports of each other become those of siblings."""
+    here, there = Path(__file__).parent, Path(folder)
+    there.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        (there / name).write_text((here / name).read_text().replace("from autopar.program.", "from "))

@@ -1,0 +1,352 @@
+"""The stage's parameters on this rank: initial values, flat buffers (ZeRO 0 and 1), FSDP2 (ZeRO 2 and 3).
+
+Everything here is a function of the parameters' layout records (``layouts.json``). The optimizer owns plain tensors, the
+*masters*: whole local slices, or under ZeRO this rank's pieces of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from autopar.program.world import Layout, Program, World
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+# torch 2.13 renames these two; 2.11 has only the old names
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# -- initial values ---------------------------------------------------------------------------------------------------
+
+
+def seeded(seed: int) -> Callable[[Layout], Tensor]:
+    """Initial values that depend on the seed and the parameter's original name, not on the plan.
+
+    Matrices are normal with deviation 0.02, vectors named ``...weight`` are ones (a norm's scale), other vectors zeros.
+    """
+
+    def value(layout: Layout) -> Tensor:
+        shape, dtype = layout.original_shape, layout.dtype
+        if len(shape) < 2:
+            return torch.ones(shape, dtype=dtype) if layout.original.endswith("weight") else torch.zeros(shape, dtype=dtype)
+        digest = hashlib.sha256(f"{seed} {layout.original}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        return torch.empty(shape, dtype=dtype).normal_(0, 0.02, generator=generator)
+
+    return value
+
+
+def given(state: Mapping[str, Tensor]) -> Callable[[Layout], Tensor]:
+    """Initial values from a state dict of the user's model; any of a tied parameter's names will do."""
+
+    def value(layout: Layout) -> Tensor:
+        for name in (layout.original, *layout.tied):
+            if name in state:
+                return state[name]
+        raise KeyError(f"the state has no {layout.original}")
+
+    return value
+
+
+# -- groups of parameters ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Master:
+    """A tensor that the optimizer owns: this rank's slice of a parameter, or under ZeRO its piece of that slice.
+
+    ``alike`` are the axes whose ranks all hold the same values.
+    """
+
+    layout: Layout
+    tensor: nn.Parameter
+    alike: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A parameter of the stage, and its range in the group's flat buffers."""
+
+    layout: Layout
+    param: nn.Parameter
+    start: int
+    stop: int
+
+
+class FlatGroup:
+    """Parameters in one flat buffer whose gradients are reduced explicitly, once, after the schedule: ZeRO 0 and 1.
+
+    ZeRO 0 all-reduces the gradients over the data axes. ZeRO 1 reduce-scatters them, the optimizer updates this rank's piece of the
+    buffer, and the pieces are all-gathered. Where masters are wider than what is computed in (float32 and bfloat16), gradients
+    add up in the masters' dtype.
+    """
+
+    def __init__(self, stage: nn.Module, layouts: Sequence[Layout], world: World, program: Program) -> None:
+        self.layouts = tuple(layouts)
+        _, zero, self._axes = program.group(layouts[0])
+        wide, compute = program.dtypes(layouts[0])
+        trainable = layouts[0].trainable
+        self.shared = layouts[0].shared
+        self._world, self._scattered = world, zero == 1
+        self._group = world.group(self._axes) if self._axes and trainable else None
+        self._parts = dist.get_world_size(self._group) if self._scattered else 1
+        shapes = [stage.get_parameter(layout.name).shape for layout in layouts]
+        piece = -(-sum(shape.numel() for shape in shapes) // self._parts)  # the last one is padded
+        index = dist.get_rank(self._group) if self._scattered else 0
+        self._own = slice(index * piece, (index + 1) * piece)
+        self._mixed = trainable and wide != compute
+        self._values = torch.zeros(piece * self._parts, dtype=compute, device=world.device)
+        self._grads = torch.zeros(piece * self._parts if trainable else 0, dtype=wide, device=world.device)
+        self._owned = torch.zeros(piece, dtype=wide, device=world.device) if self._mixed else self._values[self._own]
+        self._slots: list[Slot] = []
+        self.masters: list[Master] = []
+        start = 0
+        for layout, shape in zip(layouts, shapes, strict=True):
+            stop = start + shape.numel()
+            param = nn.Parameter(self._values[start:stop].view(shape), requires_grad=trainable)
+            _set_parameter(stage, layout.name, param)
+            self._slots.append(Slot(layout, param, start, stop))
+            if trainable:
+                self._add_master(self._slots[-1])
+            start = stop
+
+    def _add_master(self, slot: Slot) -> None:
+        if self._mixed:
+            grad = self._grads[slot.start : slot.stop].view(slot.param.shape)
+
+            def accumulate(param: Tensor) -> None:
+                if param.grad is not None:
+                    grad.add_(param.grad)
+                    param.grad = None
+
+            slot.param.register_post_accumulate_grad_hook(accumulate)
+        low, high = self._overlap(slot)
+        if low == high:
+            return
+        piece = self._owned[low - self._own.start : high - self._own.start]
+        tensor = nn.Parameter(piece if self._scattered else piece.view(slot.param.shape))
+        tensor.grad = self._grads[low:high].view(tensor.shape)
+        self.masters.append(Master(slot.layout, tensor, _alike(slot.layout, self._axes if self._scattered else (), self._world)))
+
+    def _overlap(self, slot: Slot) -> tuple[int, int]:
+        """The part of the slot that this rank's piece of the buffer covers; empty when the ends are equal."""
+        low = max(slot.start, self._own.start)
+        return low, max(low, min(slot.stop, self._own.stop))
+
+    @torch.no_grad()
+    def load(self, source: Callable[[Layout], Tensor]) -> None:
+        """Fill with this rank's slices of the originals that ``source`` gives."""
+        for slot in self._slots:
+            local = slot.layout.slice(source(slot.layout), self._world.coordinates).to(self._world.device)
+            slot.param.copy_(local)
+            if self._mixed:
+                low, high = self._overlap(slot)
+                flat = local.reshape(-1)[low - slot.start : high - slot.start]
+                self._owned[low - self._own.start : high - self._own.start].copy_(flat)
+
+    def zero_grad(self) -> None:
+        self._grads.zero_()
+        for slot in self._slots:
+            if slot.layout.trainable and not self._mixed:  # autograd adds into what is there
+                slot.param.grad = self._grads[slot.start : slot.stop].view(slot.param.shape)
+
+    def reduce_over_stages(self) -> None:
+        """Sum a tied parameter's gradients over the stages that have a copy."""
+        if self.shared is not None and self._grads.numel():
+            dist.all_reduce(self._grads, group=self._world.shared[self.shared])
+
+    def reduce(self) -> None:
+        """Sum the gradients over the data axes."""
+        if self._scattered:
+            own = torch.empty_like(self._grads[self._own])
+            reduce_scatter(own, self._grads, group=self._group)
+            self._grads[self._own].copy_(own)
+        elif self._group is not None:
+            dist.all_reduce(self._grads, group=self._group)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """After the optimizer's update: bring the masters to where the stage reads them."""
+        if self._scattered:
+            all_gather(self._values, self._owned.to(self._values.dtype, copy=True), group=self._group)
+        elif self._mixed:
+            self._values.copy_(self._owned)
+
+    def values(self) -> dict[str, Tensor]:
+        """This rank's whole slice of every parameter, by its name in the stage."""
+        return self._split(self._whole(self._owned) if self._mixed else self._values)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The same for the reduced gradients of trainable parameters."""
+        return self._split(self._whole(self._grads[self._own])) if self._grads.numel() else {}
+
+    def _whole(self, own: Tensor) -> Tensor:
+        if not self._scattered:
+            return own
+        whole = own.new_empty(own.numel() * self._parts)
+        all_gather(whole, own.clone(), group=self._group)
+        return whole
+
+    def _split(self, flat: Tensor) -> dict[str, Tensor]:
+        return {slot.layout.name: flat[slot.start : slot.stop].view(slot.param.shape) for slot in self._slots}
+
+
+class ShardedGroup:
+    """One layer's parameters under FSDP2 over the layer's data axes: ZeRO 2 (kept gathered after forward) and 3 (not kept).
+
+    The layer is an FSDP root of its own: gradients are reduce-scattered, and added up, per microbatch.
+    """
+
+    shared = None  # tied copies are never here
+
+    def __init__(self, stage: nn.Module, layouts: Sequence[Layout], world: World, program: Program) -> None:
+        self.layouts = tuple(layouts)
+        child, zero, axes = program.group(layouts[0])
+        self._world = world
+        wide, compute = program.dtypes(layouts[0])
+        module = stage.get_submodule(child)
+        ignored = {param for param in module.parameters() if not param.is_meta}  # a flat group has them
+        for layout in layouts:
+            shape = stage.get_parameter(layout.name).shape
+            values = torch.zeros(shape, dtype=program.dtypes(layout)[0], device=world.device)
+            _set_parameter(stage, layout.name, nn.Parameter(values, layout.trainable))
+        fully_shard(
+            module,
+            mesh=DeviceMesh.from_group(world.group(axes), world.device.type, mesh_dim_names=("zero",)),
+            reshard_after_forward=zero == 3,
+            mp_policy=MixedPrecisionPolicy(compute, wide, None, False) if wide != compute else MixedPrecisionPolicy(),
+            ignored_params=ignored,
+        )
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)  # a sum: each rank's loss is a term of the whole loss
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+        self._params = {layout: stage.get_parameter(layout.name) for layout in layouts}
+        self.masters = [
+            Master(layout, nn.Parameter(_shard(param)), _alike(layout, axes, world))
+            for layout, param in self._params.items()
+            if layout.trainable
+        ]
+
+    @torch.no_grad()
+    def load(self, source: Callable[[Layout], Tensor]) -> None:
+        for layout, param in self._params.items():
+            local = layout.slice(source(layout), self._world.coordinates)
+            assert isinstance(param, DTensor)
+            index, parts = param.device_mesh.get_local_rank(), param.device_mesh.size()
+            rows = -(-local.shape[0] // parts)  # as torch.chunk divides; the last ranks may have fewer, or none
+            _shard(param).copy_(local[index * rows : (index + 1) * rows])
+
+    def zero_grad(self) -> None:
+        for param in self._params.values():
+            param.grad = None
+
+    def reduce_over_stages(self) -> None:
+        pass
+
+    def reduce(self) -> None:
+        """FSDP2 has reduced them; the optimizer gets its views."""
+        for master in self.masters:
+            grad = self._params[master.layout].grad
+            master.tensor.grad = torch.zeros_like(master.tensor) if grad is None else _shard(grad)
+
+    def publish(self) -> None:
+        """Nothing: the masters are the parameters' own storage."""
+
+    def values(self) -> dict[str, Tensor]:
+        return {layout.name: _full(param.detach()) for layout, param in self._params.items()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        trainable = {layout.name: param for layout, param in self._params.items() if layout.trainable}
+        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trainable.items()}
+        return {name: _full(grad) for name, grad in grads.items()}
+
+
+Group = FlatGroup | ShardedGroup
+
+
+def _alike(layout: Layout, zero_axes: Sequence[str], world: World) -> tuple[str, ...]:
+    spread = {axis for axis, _ in layout.sharded}.union(zero_axes)
+    return tuple(axis for axis in world.coordinates if axis not in spread)
+
+
+def _shard(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, sharing its storage."""
+    assert isinstance(tensor, DTensor)
+    return tensor.detach().to_local()
+
+
+def _full(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor()
+
+
+def _set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
+    path, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(path), leaf, param)
+
+
+# -- the stage --------------------------------------------------------------------------------------------------------
+
+
+def grouping(program: Program, stage: int) -> list[tuple[Layout, ...]]:
+    """A stage's parameters as they are held together; the same list on every rank.
+
+    Flat buffers first: FSDP2 must find them in place to leave them alone.
+    """
+    groups: dict[tuple[Any, ...], list[Layout]] = {}
+    for layout in program.layouts:
+        if layout.stage == stage:
+            child, zero, axes = program.group(layout)
+            kind = (layout.dtype, layout.trainable, layout.shared) if zero < 2 else ()  # a buffer holds one kind
+            groups.setdefault((child, zero, axes, kind), []).append(layout)
+    return [tuple(layouts) for _, layouts in sorted(groups.items(), key=lambda item: item[0][1])]
+
+
+def build_stage(program: Program, world: World) -> tuple[nn.Module, list[Group]]:
+    """This rank's stage on its device, with its parameters allocated (zeros) in their groups."""
+    constants = {name: tensor.to(world.device) for name, tensor in program.constants.items()}
+    kind = program.model.STAGES[world.stage]
+    stage: nn.Module = kind(device=torch.device("meta"), dtype=None, constants=constants)
+    groups: list[Group] = []
+    for layouts in grouping(program, world.stage):
+        for layout in layouts:
+            _check_layout(layout, stage, world, program)
+        which = ShardedGroup if program.group(layouts[0])[1] >= 2 else FlatGroup
+        groups.append(which(stage, layouts, world, program))
+    left = [name for name, tensor in (*stage.named_parameters(), *stage.named_buffers()) if tensor.is_meta]
+    if left:
+        raise ValueError(f"stage {world.stage} of model.py has tensors that no layout and no constant gives: {', '.join(left)}")
+    for name in kind.GROUPS:
+        if name:
+            _run_in_mesh(stage.get_submodule(name), world)
+    return stage, groups
+
+
+def _check_layout(layout: Layout, stage: nn.Module, world: World, program: Program) -> None:
+    shape = tuple(stage.get_parameter(layout.name).shape)
+    wanted = tuple(layout.slice(torch.empty(layout.original_shape, device="meta"), world.coordinates).shape)
+    if shape != wanted:
+        raise ValueError(f"{layout.name} has local shape {shape} in model.py and {wanted} by layouts.json")
+    _, _, axes = program.group(layout)
+    replicated = tuple(axis for axis in layout.replicated if world.coordinates[axis][1] > 1)
+    if layout.trainable and axes != replicated:
+        raise ValueError(f"{layout.name} is R on {replicated} by layouts.json, and its group's data axes are {axes}")
+
+
+def _run_in_mesh(module: nn.Module, world: World) -> None:
+    """Let the layer's forward know the axes by name in whatever thread it runs: autograd recomputes in threads of its own."""
+    forward = module.forward
+
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with world.in_mesh():
+            return forward(*args, **kwargs)
+
+    module.forward = inside

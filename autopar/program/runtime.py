@@ -1,0 +1,274 @@
+"""The trainer: pipeline, loss, gradients, clipping, optimizer, state dicts.
+
+Gradients are sums, never means: the loss that a stage returns is a term of the whole batch's loss, and so the gradients of all
+ranks and microbatches add up to exactly those of one device.
+
+Microbatch ``i`` is the ``i``-th chunk of the *global* batch, and the mesh's axes divide each microbatch (outermost first). The
+other order would be wrong where layers of one stage use different data axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from autopar.program.parameters import Group, all_gather, build_stage, given, grouping, seeded
+from autopar.program.world import Layout, Program, World, load, start
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+__all__ = ["Trainer", "load", "start"]
+
+Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer where none is given."""
+    return torch.optim.AdamW(params, lr=3e-4)
+
+
+class Trainer:
+    """This rank's share of the training: call its methods on every rank alike.
+
+    ``optimizer`` makes an optimizer of a list of tensors. Under ZeRO they are pieces (1: flat ones, 2 and 3: rows) of the
+    parameters, and so only optimizers that treat elements alike (SGD, Adam and their kin) are right there. Initial values are
+    ``state`` (a state dict of the user's model) or drawn from ``seed``, whatever the plan. ``max_norm`` clips gradients in ``step``.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        world: World,
+        *,
+        optimizer: Optimizer = adamw,
+        state: Mapping[str, Tensor] | None = None,
+        seed: int = 0,
+        max_norm: float | None = None,
+    ) -> None:
+        self.program, self.world, self.max_norm = program, world, max_norm
+        stage, self._groups = build_stage(program, world)
+        self._load(given(state) if state is not None else seeded(seed))
+        self._pipeline = _Pipeline(program, world, stage)
+        masters = [master.tensor for group in self._groups for master in group.masters]
+        self.optimizer = optimizer(masters) if masters else None
+        torch.manual_seed(seed + self._pipeline.data_index)  # dropout: alike where the batch is, different where it is not
+
+    def step(self, batch: Mapping[str, Tensor]) -> float:
+        """One update on the global ``batch`` (every rank gets the whole); the loss before the update, on every rank."""
+        loss = self.forward_backward(batch)
+        if self.max_norm is not None:
+            self.clip_(self.max_norm)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        for group in self._groups:
+            group.publish()
+        return loss
+
+    def forward_backward(self, batch: Mapping[str, Tensor]) -> float:
+        """The global batch's loss; leaves its gradients, summed over ranks, microbatches and tied copies."""
+        for group in self._groups:
+            group.zero_grad()
+        loss = self._pipeline.run(batch)
+        for group in sorted(self._groups, key=lambda group: group.shared or ""):  # one order for all stages
+            group.reduce_over_stages()
+        for group in self._groups:
+            group.reduce()
+        return loss
+
+    @torch.no_grad()
+    def clip_(self, max_norm: float) -> float:
+        """Scale all gradients so that their 2-norm over the whole model is at most ``max_norm``; the norm before.
+
+        Each element counts once: of ranks that hold the same values the first speaks, of tied copies the first stage's.
+        """
+        squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        masters = [master for group in self._groups for master in group.masters]
+        for master in masters:
+            if self.world.first_on(master.alike) and self._first_copy(master.layout) and master.tensor.grad is not None:
+                squares += master.tensor.grad.double().square().sum()
+        dist.all_reduce(squares)
+        norm = float(squares.sqrt())
+        scale = min(1.0, max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+        for master in masters:
+            if master.tensor.grad is not None:
+                master.tensor.grad.mul_(scale)
+        return norm
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients of trainable parameters, whole, by original name, on the CPU of rank 0; nothing on other ranks."""
+        return dict(self._collect(lambda group: group.gradients(), lambda layout: layout.trainable))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The parameters, whole, by original name (each of a tied one's names), on the CPU of rank 0; nothing elsewhere."""
+        state = dict(self._collect(lambda group: group.values(), lambda layout: True))
+        for layout in self.program.layouts:
+            if layout.original in state:
+                state.update(dict.fromkeys(layout.tied, state[layout.original]))
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Set the parameters from a state dict of the user's model, given on every rank. Optimizer state stays."""
+        self._load(given(state))
+
+    def _load(self, source: Callable[[Layout], Tensor]) -> None:
+        for group in self._groups:
+            group.load(source)
+
+    def _first_copy(self, layout: Layout) -> bool:
+        copies = [other.stage for other in self.program.layouts if other.shared == layout.shared]
+        return layout.shared is None or layout.stage == min(copies)
+
+    @torch.no_grad()
+    def _collect(
+        self, of: Callable[[Group], dict[str, Tensor]], wanted: Callable[[Layout], bool]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Originals put together from all stages' slices, one group at a time, on rank 0."""
+        fused: dict[str, Tensor] = {}
+        for stage in range(self.world.stages):
+            for index, layouts in enumerate(grouping(self.program, stage)):
+                layouts = tuple(layout for layout in layouts if wanted(layout) and self._first_copy(layout))
+                if not layouts:
+                    continue
+                local = of(self._groups[index]) if stage == self.world.stage else {}
+                for layout in layouts:
+                    whole = self._whole(layout, local.get(layout.name))
+                    if whole is not None and layout.part is None:
+                        yield layout.original, whole
+                    elif whole is not None and layout.part is not None:
+                        if layout.original not in fused:
+                            fused[layout.original] = whole.new_empty(layout.original_shape)
+                        fused[layout.original].narrow(*layout.part).copy_(whole)
+        yield from fused.items()
+
+    def _whole(self, layout: Layout, local: Tensor | None) -> Tensor | None:
+        """One parameter on rank 0: its slices joined over the axes of its stage, then sent there."""
+        sender = int(self.world.mesh.mesh[layout.stage].flatten()[0])
+        dtype = self.program.dtypes(layout)[0]
+        if local is not None:
+            for axis, dim in reversed(layout.sharded):
+                group, size = self.world.mesh.get_group(axis), self.world.coordinates[axis][1]
+                flat = local.new_empty(size * local.numel())
+                all_gather(flat, local.contiguous().view(-1), group=group)
+                local = torch.cat(list(flat.view(size, *local.shape).unbind()), dim)
+            local = local.to(dtype)
+        rank = dist.get_rank()
+        if sender != 0 and rank == sender:
+            assert local is not None
+            dist.send(local.contiguous(), 0)
+        elif sender != 0 and rank == 0:
+            local = torch.empty(layout.shape, dtype=dtype, device=self.world.device)
+            dist.recv(local, sender)
+        return local.to("cpu", copy=True) if local is not None and rank == 0 else None
+
+
+class _Microbatch(nn.Module):
+    """A stage as the schedule calls it: with the step's scalars, and outputs that can be sent."""
+
+    def __init__(self, stage: nn.Module, world: World) -> None:
+        super().__init__()
+        self.stage, self.world = stage, world
+        self.scalars: dict[str, Tensor] = {}
+
+    def forward(self, *activations: Tensor, **inputs: Tensor) -> Any:
+        with self.world.in_mesh():
+            out = self.stage(*activations, **inputs, **self.scalars)
+        return out if isinstance(out, Tensor) else tuple(tensor.contiguous() for tensor in out)
+
+
+class _Pipeline:
+    """Runs the microbatches through this rank's stage, in the plan's order, and adds up the loss."""
+
+    def __init__(self, program: Program, world: World, stage: nn.Module) -> None:
+        self.program, self.world = program, world
+        self.microbatches = int(program.plan["microbatches"])
+        self._module = _Microbatch(stage, world)
+        self._kind = program.model.STAGES[world.stage]
+        self._schedule = self._make_schedule() if world.stages > 1 else None
+
+    def _make_schedule(self) -> ScheduleGPipe | Schedule1F1B:
+        last = self.world.stage == self.world.stages - 1
+        stage = PipelineStage(
+            self._module,
+            self.world.stage,
+            self.world.stages,
+            self.world.device,
+            input_args=_metas(self._kind.RECEIVES),
+            output_args=torch.empty((), device="meta", requires_grad=True) if last else _metas(self._kind.SENDS),
+            group=self.world.mesh.get_group("pipeline"),
+        )
+        schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[self.program.plan["schedule"]]
+        # scale_grads would divide the gradients by the number of microbatches
+        return schedule(stage, self.microbatches, loss_fn=lambda loss, _: loss, scale_grads=False)
+
+    @property
+    def data_index(self) -> int:
+        """This rank's index among the slices of the batch's rows."""
+        index = 0
+        for axis, (own, size) in self.world.coordinates.items():
+            if any(axis in spec for kind in self.program.model.STAGES for spec in kind.INPUTS.values()):
+                index = index * size + own
+        return index
+
+    def run(self, batch: Mapping[str, Tensor]) -> float:
+        """Forward and backward of all microbatches; the whole batch's loss, on every rank."""
+        batch = self._checked(batch)
+        device = self.world.device
+        prelude = self.program.model.PRELUDE
+        scalars = prelude(batch) if prelude is not None else {}
+        self._module.scalars = {name: scalars[name].to(device) for name in self._kind.SCALARS}
+        inputs = {name: self._local(batch[name], spec).to(device) for name, spec in self._kind.INPUTS.items()}
+        losses: list[Tensor] = []
+        with self.world.in_mesh():
+            if self._schedule is None:
+                chunks = {name: tensor.chunk(self.microbatches) for name, tensor in inputs.items()}
+                for i in range(self.microbatches):
+                    loss = self._module(**{name: parts[i] for name, parts in chunks.items()})
+                    loss.backward()
+                    losses.append(loss.detach())
+            else:
+                target = torch.zeros(self.microbatches, device=device)  # the schedule wants one; the loss is in the stage
+                self._schedule.step(target=target, losses=losses, return_outputs=False, **inputs)
+        return self._sum(losses)
+
+    def _checked(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        rows = int(self.program.plan["global_batch"])
+        for name in sorted({name for kind in self.program.model.STAGES for name in kind.INPUTS}):
+            if name not in batch:
+                raise ValueError(f"the batch has no {name!r}; it has {', '.join(sorted(batch)) or 'nothing'}")
+            if batch[name].dim() == 0 or batch[name].shape[0] != rows:
+                raise ValueError(f"{name!r} has shape {tuple(batch[name].shape)}, the plan's global batch is {rows}")
+        return batch
+
+    def _local(self, tensor: Tensor, spec: Mapping[str, int]) -> Tensor:
+        """This rank's slices of the microbatches, one after the other along dim 0."""
+        chunks = tensor.unflatten(0, (self.microbatches, -1))
+        for axis, (index, size) in self.world.coordinates.items():
+            if axis in spec:
+                dim = spec[axis] + 1
+                extent = chunks.shape[dim] // size
+                chunks = chunks.narrow(dim, index * extent, extent)
+        return chunks.flatten(0, 1).contiguous()
+
+    def _sum(self, losses: list[Tensor]) -> float:
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for loss in losses:
+            total += loss.detach()
+        if self.world.stage == self.world.stages - 1:
+            for axis, kind in self._kind.LOSS.items():
+                if kind == "P" and self.world.coordinates[axis][1] > 1:
+                    dist.all_reduce(total, group=self.world.mesh.get_group(axis))
+        if self.world.stages > 1:
+            group = self.world.mesh.get_group("pipeline")
+            dist.broadcast(total, dist.get_global_rank(group, self.world.stages - 1), group=group)
+        return float(total)
+
+
+def _metas(borders: Any) -> tuple[Tensor, ...]:
+    """Shapes of what crosses a stage's border: ``(name, shape, dtype)``, and ``False`` behind it where no gradient flows."""
+    metas = []
+    for _, shape, dtype, *grad in borders:
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        metas.append(torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point and grad != [False]))
+    return tuple(metas)

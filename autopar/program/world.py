@@ -1,0 +1,252 @@
+"""Who and where: the program's records, the processes, the mesh, and this rank's place on it.
+
+Words: an *axis* belongs to the mesh, a *dim* to a tensor. On each axis a parameter has a type: ``R`` (replicated, each rank's
+gradient is a term of the sum), ``I`` (invariant, same gradient everywhere), ``S(d)`` (a slice of dim d).
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import json
+import os
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import spmd_types
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+# spmd-types calls two collectives by the names that torch 2.13 deprecates
+warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")
+
+
+# -- records ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where a stage's parameter comes from and what each axis does to it.
+
+    ``name`` is the parameter's in its stage, ``original`` the user's; ``part`` is ``(dim, start, length)`` when it is a slice of a
+    fused original. ``shape`` is that of the whole part. ``sharded`` gives, outermost first, the axes that slice it, each with
+    its dim; ``replicated`` those on which it is ``R``. Copies in several stages of one tied parameter have the same ``shared`` key.
+    """
+
+    stage: int
+    name: str
+    original: str
+    original_shape: tuple[int, ...]
+    part: tuple[int, int, int] | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    tied: tuple[str, ...]
+    sharded: tuple[tuple[str, int], ...]
+    replicated: tuple[str, ...]
+    shared: str | None
+
+    @staticmethod
+    def read(record: Mapping[str, Any], axes: Iterable[str]) -> Layout:
+        """From an entry of ``layouts.json``; ``axes`` are the mesh's, outermost first."""
+        part, types = record["part"], record["types"]
+        return Layout(
+            stage=record["stage"],
+            name=record["name"],
+            original=record["original"],
+            original_shape=tuple(record["original_shape"]),
+            part=None if part is None else (part["dim"], part["start"], part["length"]),
+            shape=tuple(record["global_shape"]),
+            dtype=getattr(torch, record["dtype"]),
+            trainable=record["trainable"],
+            tied=tuple(record["tied"]),
+            sharded=tuple((axis, int(types[axis][2:-1])) for axis in axes if types[axis].startswith("S(")),
+            replicated=tuple(axis for axis in axes if types[axis] == "R"),
+            shared=record["shared"],
+        )
+
+    def slice(self, full: Tensor, coordinates: Mapping[str, tuple[int, int]]) -> Tensor:
+        """This rank's slice of the original; ``coordinates`` gives its index on each axis, and the axis's size."""
+        if tuple(full.shape) != self.original_shape:
+            raise ValueError(f"{self.original} has shape {tuple(full.shape)}, the program {self.original_shape}")
+        local = full if self.part is None else full.narrow(*self.part)
+        for axis, dim in self.sharded:
+            index, size = coordinates[axis]
+            assert local.shape[dim] % size == 0, (self.original, tuple(local.shape), axis, size)
+            local = local.narrow(dim, index * (local.shape[dim] // size), local.shape[dim] // size)
+        return local
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program folder, loaded: ``plan.json``, ``layouts.json``, ``model.py`` and ``constants.pt``."""
+
+    plan: Mapping[str, Any]
+    layouts: tuple[Layout, ...]
+    model: ModuleType
+    constants: dict[str, Tensor]
+
+    def group(self, layout: Layout) -> tuple[str, int, tuple[str, ...]]:
+        """The parameter's group: the stage's child that holds it (``""``: the stage itself), ZeRO stage, data axes larger than 1.
+
+        What several layers or several stages share is reduced explicitly after the schedule: ZeRO 1 at most, and the lowest that
+        any of its stages asks for, so that all copies are updated alike.
+        """
+        child, zero = self._home(layout)
+        axes = self.model.STAGES[layout.stage].GROUPS[child]["data_axes"]
+        axes = tuple(axis for axis in self.model.MESH if axis in axes and self.model.MESH[axis] > 1)
+        if layout.shared is not None:
+            zero = min(self._home(copy)[1] for copy in self.layouts if copy.shared == layout.shared)
+        explicit = child == "" or layout.shared is not None
+        return child, min(zero, 1 if explicit else 3) if axes else 0, axes
+
+    def _home(self, layout: Layout) -> tuple[str, int]:
+        groups = self.model.STAGES[layout.stage].GROUPS
+        child = layout.name.split(".")[0]
+        child = child if child in groups else ""
+        if child not in groups:
+            raise ValueError(f"stage {layout.stage}'s GROUPS in model.py has no entry for its parameter {layout.name}")
+        return child, int(groups[child]["zero"])
+
+    def dtypes(self, layout: Layout) -> tuple[torch.dtype, torch.dtype]:
+        """What the optimizer updates and gradients add up in, and what the stage computes in."""
+        if self.plan["precision"] == "bfloat16" and layout.dtype.is_floating_point:
+            return torch.float32, torch.bfloat16
+        return layout.dtype, layout.dtype
+
+
+def load(folder: str | os.PathLike[str]) -> Program:
+    """Read a program's folder and import its ``model.py``; the folder must be on ``sys.path`` (a script's own is)."""
+    path = Path(folder).resolve()
+    for name in ("plan.json", "layouts.json", "model.py"):
+        if not (path / name).is_file():
+            raise FileNotFoundError(f"{path} is not a program folder: it has no {name}")
+    model = importlib.import_module("model")
+    assert model.__file__ is not None
+    if Path(model.__file__).resolve().parent != path:
+        raise ImportError(f"the name `model` is taken by {model.__file__}; put {path} first on sys.path")
+    records = json.loads((path / "layouts.json").read_text())["parameters"]
+    constants = path / "constants.pt"
+    return Program(
+        plan=json.loads((path / "plan.json").read_text()),
+        layouts=tuple(Layout.read(record, model.MESH) for record in records),
+        model=model,
+        constants=torch.load(constants, weights_only=True) if constants.exists() else {},
+    )
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place: its device, its stage, its coordinate on every axis, and the groups it speaks in."""
+
+    device: torch.device
+    stage: int
+    stages: int
+    mesh: DeviceMesh  # all devices: "pipeline", then one stage's axes
+    stage_mesh: DeviceMesh  # one stage's axes
+    coordinates: Mapping[str, tuple[int, int]]  # axis: index, size
+    groups: Mapping[tuple[str, ...], dist.ProcessGroup]  # over several axes flattened, outermost first
+    shared: Mapping[str, dist.ProcessGroup]  # the stages that hold a copy of a tied parameter
+
+    def in_mesh(self) -> AbstractContextManager[None]:
+        """Inside this, collectives know the stage's axes by name."""
+        return spmd_types.set_current_mesh(self.stage_mesh)
+
+    def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
+        return self.mesh.get_group(axes[0]) if len(axes) == 1 else self.groups[axes]
+
+    def first_on(self, axes: Iterable[str]) -> bool:
+        """Whether this rank is the first on each of ``axes``: it then speaks for all that hold the same."""
+        return all(self.coordinates[axis][0] == 0 for axis in axes)
+
+
+def start(program: Program, *, device: str | None = None, timeout_s: float = 600) -> World:
+    """Join the other processes (``torchrun`` sets the environment) and lay the plan's mesh over them.
+
+    NCCL on GPUs, gloo on CPUs; ``device`` is ``"cuda"``, ``"cpu"`` or ``None``: GPUs if there is one for every local process.
+    Raises ``RuntimeError`` when the number of processes is not the plan's number of devices.
+    """
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    kind = device or ("cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= local else "cpu")
+    here = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
+    axes: dict[str, int] = program.model.MESH
+    shape = (len(program.model.STAGES), *axes.values())
+    if kind == "cuda":
+        torch.cuda.set_device(here)
+    if not dist.is_initialized():
+        _check_world(int(os.environ.get("WORLD_SIZE", "1")), axes, shape)
+        for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+            os.environ.setdefault(name, value)  # one process without torchrun
+        timeout = datetime.timedelta(seconds=timeout_s)
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=timeout)
+    _check_world(dist.get_world_size(), axes, shape)
+    mesh = init_device_mesh(kind, shape, mesh_dim_names=("pipeline", *axes))
+    place = mesh.get_coordinate()
+    assert place is not None
+    return World(
+        device=here,
+        stage=place[0],
+        stages=shape[0],
+        mesh=mesh,
+        stage_mesh=mesh[tuple(axes)],
+        coordinates={axis: (index, axes[axis]) for axis, index in zip(axes, place[1:], strict=True)},
+        groups=_axis_groups(program, mesh.mesh),
+        shared=_stage_groups(program, mesh.mesh),
+    )
+
+
+def _check_world(size: int, axes: Mapping[str, int], shape: Sequence[int]) -> None:
+    wanted = torch.Size(shape).numel()
+    if size != wanted:
+        mesh = " x ".join(f"{axis} {n}" for axis, n in {"pipeline": shape[0], **axes}.items())
+        raise RuntimeError(f"the program is for {wanted} devices ({mesh}) and was started with {size} processes")
+
+
+def _subgroups(ranks: Tensor) -> dist.ProcessGroup | None:
+    """Every row of ``ranks`` becomes a group; the one of this rank. All ranks of the world must call this."""
+    mine = None
+    for row in ranks.tolist():
+        group = dist.new_group(row)
+        if dist.get_rank() in row:
+            mine = group
+    return mine
+
+
+def _axis_groups(program: Program, ranks: Tensor) -> dict[tuple[str, ...], dist.ProcessGroup]:
+    """A group for every combination of axes that gradients are reduced over."""
+    names = list(program.model.MESH)
+    wanted = {axes for layout in program.layouts if len(axes := program.group(layout)[2]) > 1}
+    groups = {}
+    for axes in sorted(wanted):
+        inner = [1 + names.index(axis) for axis in axes]
+        outer = [dim for dim in range(ranks.dim()) if dim not in inner]
+        group = _subgroups(ranks.permute(*outer, *inner).flatten(len(outer)).flatten(0, len(outer) - 1))
+        assert group is not None
+        groups[axes] = group
+    return groups
+
+
+def _stage_groups(program: Program, ranks: Tensor) -> dict[str, dist.ProcessGroup]:
+    """A group for every tied parameter with copies in several stages."""
+    stages: dict[str, list[int]] = {}
+    for layout in program.layouts:
+        if layout.shared is not None:
+            stages.setdefault(layout.shared, []).append(layout.stage)
+    groups = {}
+    for key in sorted(stages):
+        group = _subgroups(ranks[sorted(stages[key])].flatten(1).t())
+        if group is not None:
+            groups[key] = group
+    return groups
+
+

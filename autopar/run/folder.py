@@ -1,0 +1,37 @@
+"""Importing a program's folder into a process that has modules of its own."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+_NAMES = ("kernels", "model", "parameters", "runtime", "world")
+
+
+@contextmanager
+def program_modules(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Inside this, ``import model`` and the like mean the folder's; afterwards they mean what they meant before.
+
+    Names as ordinary as ``model`` are likely to be taken by the user's own files, and one process may run several programs.
+    """
+    path = str(Path(folder).resolve())
+    before = {name: sys.modules.pop(name) for name in _NAMES if name in sys.modules}
+    sys.path.insert(0, path)
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(path)
+        for name in _NAMES:
+            sys.modules.pop(name, None)
+        sys.modules.update(before)
+
+
+def import_runtime(folder: str | os.PathLike[str]) -> ModuleType:
+    """The folder's own ``runtime.py``: what is read there is what runs. Call inside ``program_modules``."""
+    return importlib.import_module("runtime")
