@@ -28,6 +28,7 @@ _MASKED_FRACTION = 0.15  # of the tokens of a masked language model's batch (arX
 _SOURCE_PER_TARGET = (
     4  # a seq2seq batch has seq/4 target tokens: T5's span corruption makes 114 of 512 (arXiv:1910.10683)
 )
+_GLOBAL_BATCH = 8
 _IMAGE_SIZE = 224  # what a convolutional classifier, which takes any size, is trained on
 _IGNORED = -100  # a label that the loss leaves out
 
@@ -58,27 +59,39 @@ def build_config(
         ModelError: transformers is not installed, or does not know the configuration, or builds no model with a loss from it.
         BatchError: a sequence longer than the model's table of positions, or an empty batch.
     """
-    kind = _kind(config)
+    kind = _kind((config.get("architectures") or ["ForCausalLM"])[0])
     auto, hf_config = _resolve(config, kind)
-    seq, global_batch = _check_sizes(hf_config, kind, seq, 8 if global_batch is None else global_batch)
+    seq, global_batch = _check_sizes(hf_config, kind, seq, global_batch)
     dtype = torch_dtype(precision)
     model = _build_module(auto, hf_config, dtype, device)
+    return model, _batch(kind, hf_config, seq, global_batch, dtype, device)
+
+
+def batch_for(
+    class_name: str, hf_config: Any, seq: int | None, global_batch: int | None, dtype: torch.dtype, device: str
+) -> dict[str, torch.Tensor]:
+    """A batch for a transformers model that somebody else built. Arguments, defaults and errors are those of ``build_config``."""
+    kind = _kind(class_name)
+    seq, global_batch = _check_sizes(hf_config, kind, seq, global_batch)
+    return _batch(kind, hf_config, seq, global_batch, dtype, device)
+
+
+def _batch(
+    kind: str, hf_config: Any, seq: int, global_batch: int, dtype: torch.dtype, device: str
+) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     if kind == "image":
-        return model, _image(hf_config, global_batch, dtype, device, generator)
+        return _image(hf_config, global_batch, dtype, device, generator)
     batch = _TEXT_BATCHES[kind](hf_config.vocab_size, global_batch, seq, generator)
-    return model, {name: tensor.to(device) for name, tensor in batch.items()}
+    return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-def _kind(config: dict[str, Any]) -> str:
-    architectures = config.get("architectures")
-    if not architectures:
-        return "causal"
+def _kind(class_name: str) -> str:
     for ending, kind in _KINDS.items():
-        if architectures[0].endswith(ending):
+        if class_name.endswith(ending):
             return kind
     raise ModelError(
-        f"{architectures[0]} is a transformers model that autopar has no batch for",
+        f"{class_name} is a transformers model that autopar has no batch for",
         f"write a factory that returns (module, batch); classes named ...{', ...'.join(_KINDS)} are known",
     )
 
@@ -131,7 +144,9 @@ def _build_module(auto: Any, hf_config: Any, dtype: torch.dtype, device: str) ->
     return model.train()
 
 
-def _check_sizes(hf_config: Any, kind: str, seq: int | None, global_batch: int) -> tuple[int, int]:
+def _check_sizes(hf_config: Any, kind: str, seq: int | None, global_batch: int | None) -> tuple[int, int]:
+    if global_batch is None:
+        global_batch = _GLOBAL_BATCH
     if global_batch < 1:
         raise BatchError(f"a global batch of {global_batch} is empty", "--global-batch takes a number from 1 up")
     if kind == "image":

@@ -1,0 +1,5 @@
+"""``python -m autopar``: the command line without the console script."""
+
+from autopar.cli import main
+
+main()

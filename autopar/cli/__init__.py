@@ -1,0 +1,9 @@
+"""The command line: ``autopar plan | emit | run | models``.
+
+stdout is data, stderr is talk. Errors are a sentence and a hint; the status is 2 for a request that is wrong, 1 for one that
+cannot be met.
+"""
+
+from autopar.cli.app import main
+
+__all__ = ["main"]

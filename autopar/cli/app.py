@@ -1,0 +1,173 @@
+"""The commands and their options. Nothing heavy is imported before a command runs: ``--help`` answers at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import click
+
+import autopar
+from autopar.errors import AutoparError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MODEL_HELP = """
+
+    MODEL is file.py:factory or package.module:factory (the factory returns a module, or (module, batch), or
+    (module, batch, loss_fn)), a transformers config.json, or a name of the zoo (`autopar models`).
+    """
+
+
+def _options(*options: Callable[[Any], Any]) -> Callable[[F], F]:
+    def decorate(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+_model_options = _options(
+    click.argument("model"),
+    click.option(
+        "--devices",
+        required=True,
+        metavar="SPEC",
+        help="4 (of this machine), 8xH100-80GB, 128x8xH100-80GB (nodes x GPUs x kind), or a cluster.toml.",
+    ),
+    click.option("--seq", type=int, metavar="N", help="Tokens in a sequence of the batch."),
+    click.option("--global-batch", type=int, metavar="N", help="Sequences (or images) in a batch of one step."),
+    click.option(
+        "--precision", metavar="NAME", help="bfloat16, float16, float32 or float64, of parameters and activations."
+    ),
+)
+_pin_options = _options(
+    click.option("--pipeline", type=int, metavar="N", help="Pin the number of pipeline stages."),
+    click.option("--data", type=int, metavar="N", help="Pin the data-parallel degree of every layer."),
+    click.option("--tensor", type=int, metavar="N", help="Pin the tensor-parallel degree of every layer."),
+    click.option("--zero", type=click.IntRange(0, 3), metavar="0-3", help="Pin the ZeRO stage."),
+    click.option("--microbatches", type=int, metavar="N", help="Pin the number of microbatches of a step."),
+    click.option("--schedule", metavar="NAME", help="Pin the schedule: none, gpipe or 1f1b."),
+    click.option(
+        "--recompute/--no-recompute", default=None, help="Pin recomputation of activations, everywhere or nowhere."
+    ),
+    click.option("--memory-limit", metavar="SIZE", help="What may be filled of one device, such as 40GB or 37GiB."),
+    click.option(
+        "--time-limit", type=float, default=20.0, show_default=True, metavar="SECONDS", help="How long to search."
+    ),
+)
+_plan_file_option = click.option(
+    "--plan", "plan_file", metavar="FILE", help="Use this plan (`autopar plan --json` wrote it)."
+)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(autopar.__version__, prog_name="autopar")
+def cli() -> None:
+    """Turns a single-device PyTorch model into the distributed training program an expert would have written for it.
+
+    Start with `autopar plan llama3-70b --devices 128x8xH100-80GB`.
+    """
+
+
+@cli.command(
+    short_help="Find the best plan for a model.",
+    help="Find the best plan for MODEL on the devices, and say why it is good." + _MODEL_HELP,
+)
+@_model_options
+@_pin_options
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
+def plan(**request: Any) -> None:
+    from autopar.cli.commands import plan_command
+
+    plan_command(**request)
+
+
+@cli.command(
+    short_help="Write the distributed program for a model into a folder.",
+    help="Write the distributed program for MODEL into a folder." + _MODEL_HELP,
+)
+@_model_options
+@_pin_options
+@_plan_file_option
+@click.option("-o", "--output", required=True, metavar="DIR", help="Where the program goes.")
+def emit(**request: Any) -> None:
+    from autopar.cli.commands import emit_command
+
+    emit_command(**request)
+
+
+@cli.command(
+    short_help="Train a model on this machine.",
+    help="Train MODEL for some steps on this machine's devices, and print the loss of each." + _MODEL_HELP,
+)
+@_model_options
+@_pin_options
+@_plan_file_option
+@click.option("--steps", type=click.IntRange(1), default=10, show_default=True, metavar="N", help="How many steps.")
+@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of the parameters and the batch.")
+@click.option("-o", "--output", metavar="DIR", help="Keep the program in this folder.")
+def run(**request: Any) -> None:
+    from autopar.cli.commands import run_command
+
+    run_command(**request)
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the list as one JSON array.")
+def models(as_json: bool) -> None:
+    """List the built-in zoo."""
+    from autopar.cli.commands import models_command
+
+    models_command(as_json)
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Entry point of the console script; ends the process with the exit status."""
+    try:
+        status = cli.main(argv, prog_name="autopar", standalone_mode=False)
+        sys.stdout.flush()
+    except AutoparError as error:
+        status = error.exit_status
+        _complain(error.message, error.hint)
+    except click.ClickException as error:
+        status = error.exit_code
+        path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "autopar"
+        _complain(error.format_message(), f"`{path} --help` shows what it takes")
+    except (KeyboardInterrupt, click.Abort):
+        status = 130  # 128 + SIGINT, as the shell has it
+        click.echo("interrupted", err=True)
+    except BrokenPipeError:
+        # the reader of our output has left; python would complain once more when it flushes stdout at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    except Exception as error:
+        if os.environ.get("AUTOPAR_TRACEBACK"):
+            raise
+        status = 1
+        _complain(
+            f"{type(error).__name__}: {error} ({_where(error)})",
+            "this is a fault of autopar's own; with AUTOPAR_TRACEBACK=1 it shows the whole way there",
+        )
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _complain(message: str, hint: str | None) -> None:
+    click.echo(f"{click.style('error:', fg='red', bold=True)} {message}", err=True, color=_color())
+    if hint:
+        click.echo(f"{click.style('hint:', fg='cyan', bold=True)} {hint}", err=True, color=_color())
+
+
+def _color() -> bool | None:
+    return False if os.environ.get("NO_COLOR") else None
+
+
+def _where(error: BaseException) -> str:
+    frame = error.__traceback__
+    assert frame is not None
+    while frame.tb_next is not None:
+        frame = frame.tb_next
+    return f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"

@@ -1,0 +1,183 @@
+"""What each command does: load the model, go through the stages of ``autopar.compile``, print."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autopar.errors import InfeasibleError, LaunchError, UsageError
+
+if TYPE_CHECKING:
+    from autopar.cli.load import Loaded
+    from autopar.cli.talk import Talk
+    from autopar.devices import Cluster
+    from autopar.graph import Graph
+    from autopar.plan import Plan
+
+_WIDTH = 120  # of tables that go to a file or a pipe
+_UNITS = {"": 1, "B": 1, **{f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")},
+          **{f"{p}IB": 1024 ** (i + 1) for i, p in enumerate("KMGT")}}  # fmt: skip
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``"40GB"`` (1e9), ``"37GiB"`` (2**30), ``"4e10"``.
+
+    Raises:
+        UsageError: anything else, or nothing left of it.
+    """
+    match = re.fullmatch(r"\s*([0-9.]+(?:[eE]\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    try:
+        size = int(float(match[1]) * unit) if match and unit else 0
+    except ValueError:
+        size = 0
+    if size <= 0:
+        raise UsageError(
+            f"{text!r} is not a size", "write 40GB (1e9 bytes each), 37GiB (2**30 bytes each) or a number of bytes"
+        )
+    return size
+
+
+def plan_command(as_json: bool, **request: Any) -> None:
+    """``autopar plan``: the plan as tables, or as one JSON object; an infeasible request is such an object too."""
+    try:
+        _, _, _, plan = _plan(request)
+    except InfeasibleError as error:
+        if not as_json:
+            raise
+        print(json.dumps({"feasible": False, "error": error.message, "hint": error.hint}, indent=1))
+        sys.exit(error.exit_status)
+    if as_json:
+        print(plan.dumps())
+    else:
+        _print(plan)
+
+
+def emit_command(output: str, **request: Any) -> None:
+    """``autopar emit``: writes the folder, prints its path."""
+    from autopar.compile import emit_program
+
+    folder = _output_folder(output)
+    _, cluster, graph, plan = _plan(request)
+    with _talk() as talk:
+        emit_program(graph, plan, folder, talk)
+        talk.console.print(
+            f"{len(plan.layers)} layers for {plan.device_count} devices; start it on every node with "
+            f"torchrun --nnodes {cluster.nodes} --nproc-per-node {min(plan.device_count, cluster.gpus_per_node)} "
+            f"{folder / 'train.py'}",
+            highlight=False,
+        )
+    print(folder)
+
+
+def run_command(steps: int, seed: int, output: str | None, **request: Any) -> None:
+    """``autopar run``: trains on the factory's batch over and over, prints the loss of each step."""
+    import torch
+
+    from autopar.compile import start_program
+    from autopar.devices import parse
+
+    devices = request["devices"]
+    if not parse(devices).local:
+        raise LaunchError(
+            f"{devices} describes devices that are not here, so nothing can run on them",
+            "`autopar emit` writes the program for them; `--devices 4` runs on this machine",
+        )
+    folder = _output_folder(output) if output else None
+    torch.manual_seed(seed)
+    loaded, _, graph, plan = _plan(request, device="cpu")
+    with _talk() as talk:
+        program = start_program(graph, plan, folder, talk, model=loaded.module)
+    for step, loss in enumerate(program.train(_repeat(loaded.batch), steps)):
+        print(f"step {step + 1} loss {float(loss):.6f}", flush=True)
+
+
+def models_command(as_json: bool) -> None:
+    """``autopar models``: the zoo."""
+    from rich.table import Table
+
+    from autopar.zoo import CATALOGUE
+
+    if as_json:
+        keys = ("name", "kind", "parameters", "source", "seq", "global_batch")
+        print(json.dumps([{key: getattr(entry, key) for key in keys} for entry in CATALOGUE], indent=1))
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("model", no_wrap=True)
+    table.add_column("kind", no_wrap=True)
+    for name in ("parameters", "--seq", "--global-batch"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("published in", no_wrap=True)
+    for entry in CATALOGUE:
+        size = f"{entry.parameters / 1e9:,.1f} B" if entry.parameters >= 1e9 else f"{entry.parameters / 1e6:,.1f} M"
+        seq = f"{entry.seq:,}" if entry.seq else "-"
+        table.add_row(entry.name, entry.kind, size, seq, f"{entry.global_batch:,}", entry.source)
+    _console().print(table)
+
+
+def _plan(request: dict[str, Any], device: str = "meta") -> tuple[Loaded, Cluster, Graph, Plan]:
+    """The stages up to the plan for the options of a command line."""
+    from autopar.cli.load import Sizes, load_model
+    from autopar.compile import plan_model
+    from autopar.devices import parse
+    from autopar.search import SearchOptions
+
+    limit = parse_size(request["memory_limit"]) if request["memory_limit"] else None
+    cluster = parse(request["devices"], memory_limit_bytes=limit)
+    pins = ("pipeline", "data", "tensor", "zero", "microbatches", "schedule", "recompute")
+    options = SearchOptions(time_limit_s=request["time_limit"], **{pin: request[pin] for pin in pins})
+    sizes = Sizes(request["seq"], request["global_batch"], request["precision"])
+    with _talk() as talk:
+        talk("load", request["model"])
+        default = "float32" if cluster.kind == "cpu" else "bfloat16"
+        loaded = load_model(request["model"], sizes, device=device, default_precision=default)
+        graph, plan = plan_model(
+            loaded.module,
+            loaded.batch,
+            loaded.loss_fn,
+            cluster,
+            options,
+            name=loaded.name,
+            precision=sizes.precision,
+            plan=request.get("plan_file"),
+            progress=talk,
+        )
+    return loaded, cluster, graph, plan
+
+
+def _repeat(batch: Any) -> Iterator[Any]:
+    while True:
+        yield batch
+
+
+def _output_folder(output: str) -> Path:
+    """The folder to emit into: new, empty, or one that an earlier emission filled."""
+    folder = Path(output)
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{output} is a file, the program is a folder", "give -o a new folder")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "plan.json").is_file():
+        raise UsageError(f"{output} holds other files than a program", "give -o a new or an empty folder")
+    return folder
+
+
+def _talk() -> Talk:
+    from autopar.cli.talk import Talk
+
+    return Talk()
+
+
+def _print(plan: Plan) -> None:
+    from autopar.cli.render import print_plan
+
+    print_plan(plan, _console())
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_WIDTH)

@@ -1,0 +1,195 @@
+"""From the word MODEL to a module and a batch: a factory in a file or a package, a transformers configuration, a zoo name."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar import zoo
+from autopar.errors import AutoparError, BatchError, ModelError
+from autopar.precision import normalise
+from autopar.zoo.build import batch_for, build_config
+
+_RETURNS = "a factory returns a torch.nn.Module, or (module, batch), or (module, batch, loss_fn)"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What MODEL stands for. ``batch`` is one global batch; ``loss_fn`` makes the loss of the module's output, if given."""
+
+    name: str
+    module: nn.Module
+    batch: Any
+    loss_fn: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the command line says of the batch; ``None`` where it says nothing."""
+
+    seq: int | None = None
+    global_batch: int | None = None
+    precision: str | None = None
+
+
+def load_model(model: str, sizes: Sizes, *, device: str = "meta", default_precision: str = "bfloat16") -> Loaded:
+    """The model that ``model`` names, with its batch.
+
+    Configurations and zoo models are built on ``device`` in ``sizes.precision`` or the default one; a factory chooses for itself,
+    and is called with those of ``seq``, ``global_batch`` and ``precision`` that are given, which it must then have as parameters.
+
+    Raises:
+        ModelError: nothing of that name, or the user's code raised (with the file and line).
+        BatchError: sizes that the model cannot take, or a factory that gives no batch.
+    """
+    for option, value in (("--seq", sizes.seq), ("--global-batch", sizes.global_batch)):
+        if value is not None and value < 1:
+            raise BatchError(f"{option} is {value}, it must be at least 1")
+    if sizes.precision is not None:
+        sizes = Sizes(sizes.seq, sizes.global_batch, normalise(sizes.precision))
+    source, colon, factory = model.rpartition(":")
+    if colon:
+        return _from_factory(model, source, factory, sizes, device)
+    if model.endswith(".py"):
+        raise ModelError(f"{model} names a file but no factory in it", _factory_hint(Path(model)))
+    if model.endswith(".json") or Path(model).is_file():
+        module, batch = build_config(
+            _read_config(Path(model)), sizes.seq, sizes.global_batch, sizes.precision or default_precision, device
+        )
+        return Loaded(Path(model).stem, module, batch)
+    module, batch = zoo.build(model, sizes.seq, sizes.global_batch, sizes.precision or default_precision, device)
+    return Loaded(model, module, batch)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from error
+    except json.JSONDecodeError as error:
+        raise ModelError(f"{path}:{error.lineno}: not JSON: {error.msg}", "give a transformers config.json") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} holds no JSON object", "give a transformers config.json")
+    return config
+
+
+def _from_factory(model: str, source: str, factory: str, sizes: Sizes, device: str) -> Loaded:
+    path = Path(source)
+    if source.endswith(".py") and not path.is_file():
+        raise ModelError(
+            f"there is no file {source}", "MODEL is file.py:factory, package.module:factory, a config or a zoo name"
+        )
+    module = _guarded(source, _import_file if source.endswith(".py") else _import_package, source)
+    function = getattr(module, factory, None)
+    if not callable(function):
+        hint = _factory_hint(Path(module.__file__)) if getattr(module, "__file__", None) else _RETURNS
+        raise ModelError(f"{source} has no function {factory!r}", hint)
+    result = _guarded(model, function, **_arguments(model, function, sizes))
+    return _unpack(model, factory, result, sizes, device)
+
+
+def _import_file(source: str) -> ModuleType:
+    path = Path(source).resolve()
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))  # as when python runs the file
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _import_package(source: str) -> ModuleType:
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as when python -m runs it
+    return importlib.import_module(source)
+
+
+def _guarded(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls the user's code; whatever it raises becomes one sentence with the line in it."""
+    try:
+        return function(*args, **kwargs)
+    except AutoparError:
+        raise
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and what.split(".")[0] == error.name.split(".")[0]:
+            raise ModelError(
+                f"there is no Python module {error.name!r}", "it is looked for here and in the environment"
+            ) from error
+        if isinstance(error, SyntaxError):
+            raise ModelError(f"{error.filename}:{error.lineno}: {error.msg}") from error
+        ours = str(Path(__file__).resolve())
+        frames = [
+            f for f in traceback.extract_tb(error.__traceback__) if f.filename != ours and "importlib" not in f.filename
+        ]
+        library = [f for f in frames if "site-packages" in f.filename]
+        users = [f for f in frames if f not in library] or frames
+        where = f"{users[-1].filename}:{users[-1].lineno}: " if users else ""
+        raise ModelError(f"{where}{what} raised {type(error).__name__}: {error}") from error
+
+
+def _arguments(model: str, function: Callable[..., Any], sizes: Sizes) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters
+    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    given = {"seq": sizes.seq, "global_batch": sizes.global_batch}
+    arguments: dict[str, Any] = {}
+    for name, value in given.items():
+        if value is None:
+            continue
+        if not anything and name not in parameters:
+            raise BatchError(
+                f"--{name.replace('_', '-')} is given, and the factory {model} has no parameter {name}",
+                f"add {name} to the factory's parameters, or leave the option out: the factory makes the batch",
+            )
+        arguments[name] = value
+    if sizes.precision is not None and (anything or "precision" in parameters):
+        arguments["precision"] = sizes.precision
+    return arguments
+
+
+def _unpack(model: str, factory: str, result: Any, sizes: Sizes, device: str) -> Loaded:
+    module, batch, loss_fn = result, None, None
+    if isinstance(result, (tuple, list)):
+        if len(result) not in (2, 3):
+            raise ModelError(f"{model} returned {len(result)} values", _RETURNS)
+        module, batch, *rest = result
+        loss_fn = rest[0] if rest else None
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"{model} returned {type(module).__name__}, not a torch.nn.Module", _RETURNS)
+    if loss_fn is not None and not callable(loss_fn):
+        raise ModelError(f"{model} returned {type(loss_fn).__name__} as its loss_fn, not a function", _RETURNS)
+    if batch is None:
+        config = getattr(module, "config", None)
+        if not hasattr(config, "model_type"):
+            raise BatchError(
+                f"{model} returned a module and no batch, and {type(module).__name__} does not say what its batches look like",
+                "return (module, batch), where batch is an example of one global batch: a tuple for positional arguments, "
+                "a dict for keyword arguments",
+            )
+        dtype = next((p.dtype for p in module.parameters()), torch.float32)
+        batch = batch_for(type(module).__name__, config, sizes.seq, sizes.global_batch, dtype, device)
+    return Loaded(factory, module, batch, loss_fn)
+
+
+def _factory_hint(path: Path) -> str:
+    """The functions of a file that could be meant, without running it."""
+    try:
+        body = ast.parse(path.read_text()).body
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return _RETURNS
+    names = [node.name for node in body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    return f"did you mean {' or '.join(f'{path}:{name}' for name in names[:3])}?" if names else _RETURNS

@@ -1,0 +1,203 @@
+"""A plan for eyes: mesh, stages, runs of layers, where the time and the memory go, and how good the choice is."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autopar.plan import LayerPlan, Memory, Plan, Role, StagePlan, Strategy
+
+_BAR = 20  # characters of a full bar
+_PARTS = ("parameters", "gradients", "optimizer", "activations", "transients")
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Everything there is to say about ``plan``, in the order that one asks."""
+    console.print(Group(*_sections(plan)))
+
+
+def _sections(plan: Plan) -> Iterable[RenderableType]:
+    yield Text.assemble(
+        (plan.model, "bold"), " on ", (plan.devices, "bold"), f" ({_plural(plan.device_count, 'device')})"
+    )
+    yield ""
+    yield _overview(plan)
+    yield ""
+    yield _layers(plan)
+    yield ""
+    yield _stages(plan)
+    yield ""
+    yield _time(plan)
+    yield ""
+    yield _quality(plan)
+    for note in plan.notes:
+        yield Text(f"note: {note}", "dim")
+
+
+def _overview(plan: Plan) -> RenderableType:
+    table = _grid()
+    axes = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh)
+    spread = f", in each of {plan.pipeline} pipeline stages" if plan.pipeline > 1 else ""
+    table.add_row("mesh", f"{axes}{spread}" + (" (last axis innermost)" if len(plan.mesh) > 1 else ""))
+    batch = f"{plan.global_batch:,} in {_plural(plan.microbatches, 'microbatch', 'microbatches')}"
+    table.add_row("batch", batch if plan.schedule == "none" else f"{batch}, schedule {plan.schedule}")
+    table.add_row("precision", plan.precision)
+    return table
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """Consecutive layers with one strategy."""
+
+    start: int
+    layers: tuple[LayerPlan, ...]
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.layers[0].strategy
+
+    @property
+    def title(self) -> str:
+        first, last = self.layers[0].name, self.layers[-1].name
+        return first if len(self.layers) == 1 else f"{first} ... {last}"
+
+
+def runs(plan: Plan) -> list[LayerRun]:
+    """The layers of the plan, consecutive ones of the same strategy together."""
+    found, start = [], 0
+    for _, group in itertools.groupby(plan.layers, key=lambda layer: layer.strategy):
+        layers = tuple(group)
+        found.append(LayerRun(start, layers))
+        start += len(layers)
+    return found
+
+
+def _layers(plan: Plan) -> RenderableType:
+    table = Table(
+        title="layers", title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
+    )
+    table.add_column("layers", no_wrap=True)
+    for name in ("count", "data", "tensor", "sequence", "ZeRO"):
+        table.add_column(name, justify="right")
+    table.add_column("recompute")
+    for run in runs(plan):
+        s = run.strategy
+        table.add_row(
+            run.title,
+            str(len(run.layers)),
+            _degree(s.degree(plan.mesh, Role.DATA)),
+            _degree(s.degree(plan.mesh, Role.TENSOR, Role.TENSOR_SEQUENCE)),
+            _degree(s.degree(plan.mesh, Role.TENSOR_SEQUENCE)),
+            str(s.zero) if s.degree(plan.mesh, Role.DATA) > 1 else "-",
+            "yes" if s.recompute else "-",
+        )
+    return table
+
+
+def _stages(plan: Plan) -> RenderableType:
+    table = Table(title="memory of one device", title_justify="left", title_style="bold", box=None, pad_edge=False,
+                  padding=(0, 2, 0, 0))  # fmt: skip
+    table.add_column("stage", no_wrap=True)
+    for name in ("layers", *_PARTS, "total", "limit"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for first, last, stage in _alike(plan.stages):
+        memory, limit = stage.memory, stage.memory_limit_bytes
+        table.add_row(
+            str(first) if first == last else f"{first} ... {last}",
+            str(stage.stop - stage.start),
+            *(_size(getattr(memory, part)) for part in _PARTS),
+            _size(memory.total),
+            _size(limit),
+            _bar(memory.total / limit if limit else 0.0),
+        )
+    return table
+
+
+def _alike(stages: tuple[StagePlan, ...]) -> Iterable[tuple[int, int, StagePlan]]:
+    """Stages as (first, last, example); consecutive ones with as many layers and the same memory together."""
+
+    def key(item: tuple[int, StagePlan]) -> tuple[int, Memory]:
+        return item[1].stop - item[1].start, item[1].memory
+
+    for _, group in itertools.groupby(enumerate(stages), key=key):
+        members = list(group)
+        yield members[0][0], members[-1][0], members[0][1]
+
+
+def _time(plan: Plan) -> RenderableType:
+    p = plan.prediction
+    table = Table(title=f"one step: {_seconds(p.step_time_s)}", title_justify="left", title_style="bold", box=None,
+                  show_header=False, pad_edge=False, padding=(0, 2, 0, 0))  # fmt: skip
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    parts = {
+        "compute": p.compute_s,
+        "exposed communication": p.communication_s,
+        "bubble": p.bubble_s,
+        "optimizer": p.optimizer_s,
+    }
+    for name, seconds in parts.items():
+        share = seconds / p.step_time_s if p.step_time_s else 0.0
+        table.add_row(name, _seconds(seconds), f"{_bar(share)} {share:5.1%}")
+    return table
+
+
+def _quality(plan: Plan) -> RenderableType:
+    p = plan.prediction
+    table = _grid()
+    table.add_row("speed", f"{p.tokens_per_s_per_device:,.0f} tokens/s per device, MFU {p.mfu:.1%}")
+    table.add_row("bound", f"no plan of those searched takes less than {_seconds(plan.bound_s)}: gap {plan.gap:.2%}")
+    if plan.solver:
+        table.add_row("solver", plan.solver)
+    table.add_row("planned in", f"{_seconds(plan.wall_time_s)}, {_size(plan.peak_memory_bytes)} of memory")
+    return table
+
+
+def _grid() -> Table:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column()
+    return grid
+
+
+def _degree(n: int) -> str:
+    return "-" if n == 1 else str(n)
+
+
+def _bar(share: float) -> str:
+    full = round(min(max(share, 0.0), 1.0) * _BAR)
+    return "█" * full + "·" * (_BAR - full)
+
+
+def _plural(count: int, one: str, many: str | None = None) -> str:
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds >= 100:
+        return f"{seconds:,.0f} s"
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
+
+
+def _size(count: int) -> str:
+    """Bytes in the decimal units of GPU data sheets, three digits."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            value = count / factor
+            return (
+                f"{value:.0f} {unit}"
+                if value >= 100
+                else f"{value:.1f} {unit}"
+                if value >= 10
+                else f"{value:.2f} {unit}"
+            )
+    return f"{count} B"

@@ -1,0 +1,211 @@
+"""The whole way, as one short function of named stages.
+
+======== =============================== ==================================================================
+capture  model, batch -> graph           ``torch.export``, cleaned, cut into layers and layer classes
+search   graph, cluster -> plan          prices of every strategy, OR-Tools, the bound and the gap
+emit     graph, plan -> program folder   the passes, then one readable module per layer class
+run      program folder -> ``Program``   what trains
+======== =============================== ==================================================================
+
+Each stage takes values and gives values back. The names are those that the command line, the logs and the progress show.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import resource
+import shutil
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autopar.errors import UsageError
+from autopar.plan import Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from autopar.devices import Cluster
+    from autopar.graph import Graph
+    from autopar.run import Program
+    from autopar.search import SearchOptions
+
+STAGES = ("capture", "search", "emit", "run")
+Progress = Callable[[str, str], None]
+"""Called with a stage's name and a short text, as the stage begins (empty text) and whenever there is news of it."""
+
+log = logging.getLogger("autopar")
+
+
+def compile(
+    model: nn.Module,
+    devices: Any,
+    batch: Sequence[Any] | Mapping[str, Any] | Tensor,
+    loss_fn: Callable[..., Tensor] | None = None,
+    *,
+    precision: str | None = None,
+    plan: Plan | str | Path | None = None,
+    pipeline: int | None = None,
+    data: int | None = None,
+    tensor: int | None = None,
+    zero: int | None = None,
+    recompute: bool | None = None,
+    microbatches: int | None = None,
+    schedule: str | None = None,
+    memory_limit_bytes: int | None = None,
+    time_limit_s: float = 20.0,
+    folder: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Program:
+    """Plan, rewrite and emit ``model`` for ``devices``, and load the result.
+
+    Args:
+        model: a module on the CPU or on meta that returns the loss, an object with ``.loss``, or what ``loss_fn`` takes.
+        devices: ``4``, ``"128x8xH100-80GB"``, a TOML file, a list of torch devices (see ``autopar.devices.parse``).
+        batch: an example of one global batch: a tuple for positional, a mapping for keyword arguments; dim 0 is the batch.
+        loss_fn: makes the loss, a 0-d tensor, of the model's output.
+        precision: of parameters and activations, by name (``"bfloat16"``); the model's own if left out.
+        plan: a plan to use instead of searching for one, or the path of its JSON file.
+        pipeline, data, tensor, zero, recompute, microbatches, schedule: pinned if given; the search completes the rest.
+        memory_limit_bytes: what may be filled of one device, in place of the usable part of its memory.
+        time_limit_s: how long to search, in seconds.
+        folder: where the program goes; without one, a temporary folder that lives as long as the ``Program``.
+        progress: told of each stage.
+
+    Raises:
+        UsageError: devices, a batch or pins that make no sense; exit status 2 on the command line.
+        CaptureError: the model cannot be exported.
+        InfeasibleError: no plan fits.
+    """
+    from autopar.devices import parse
+    from autopar.search import SearchOptions
+
+    cluster = parse(devices, memory_limit_bytes=memory_limit_bytes)
+    options = SearchOptions(
+        time_limit_s=time_limit_s,
+        pipeline=pipeline,
+        data=data,
+        tensor=tensor,
+        zero=zero,
+        recompute=recompute,
+        microbatches=microbatches,
+        schedule=schedule,
+    )
+    graph, chosen = plan_model(
+        model, batch, loss_fn, cluster, options, precision=precision, plan=plan, progress=progress
+    )
+    return start_program(graph, chosen, folder, progress, model=model)
+
+
+def plan_model(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[..., Tensor] | None,
+    cluster: Cluster,
+    options: SearchOptions,
+    *,
+    name: str | None = None,
+    precision: str | None = None,
+    plan: Plan | str | Path | None = None,
+    progress: Progress | None = None,
+) -> tuple[Graph, Plan]:
+    """The first two stages: the captured graph, and the plan that was found (or given, and fits the graph).
+
+    The plan's ``wall_time_s`` and ``peak_memory_bytes`` are those of this process from the call on.
+    """
+    from autopar.capture import capture
+    from autopar.precision import name_of, normalise
+    from autopar.price import Pricer
+    from autopar.search import search
+
+    start = time.perf_counter()
+    _say(progress, "capture", "")
+    graph = capture(model, batch, loss_fn, precision=None if precision is None else normalise(precision), name=name)
+    _say(progress, "capture", f"{len(graph.layers)} layers of {len(graph.classes)} classes")
+    if plan is not None:
+        return graph, _given_plan(plan, graph, cluster)
+    _say(progress, "search", "")
+    options = dataclasses.replace(
+        options, precision=name_of(graph.dtype), progress=lambda text: _say(progress, "search", text)
+    )
+    found = search(graph, cluster, Pricer(graph, cluster, options.precision), options)
+    found = dataclasses.replace(found, wall_time_s=time.perf_counter() - start, peak_memory_bytes=peak_memory_bytes())
+    return graph, found
+
+
+def emit_program(graph: Graph, plan: Plan, folder: str | Path | None, progress: Progress | None = None) -> Path:
+    """The third stage: writes the program into ``folder`` (a new temporary one if ``None``) and gives back its path."""
+    from autopar.emit import emit
+
+    _say(progress, "emit", "")
+    home = Path(tempfile.mkdtemp(prefix="autopar-program-")) if folder is None else Path(folder)
+    emit(graph, plan, home)
+    return home
+
+
+def start_program(
+    graph: Graph, plan: Plan, folder: str | Path | None, progress: Progress | None = None, *, model: nn.Module
+) -> Program:
+    """The last two stages: the emitted program, loaded, with the values of ``model``'s parameters where it has any."""
+    from autopar.run import Program
+
+    home = emit_program(graph, plan, folder, progress)
+    _say(progress, "run", "")
+    program = Program(plan, home, graph)
+    if folder is None:
+        weakref.finalize(program, shutil.rmtree, home, ignore_errors=True)
+    return program
+
+
+def peak_memory_bytes() -> int:
+    """The most memory that this process has held so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere: getrusage(2)
+
+
+def _given_plan(plan: Plan | str | Path, graph: Graph, cluster: Cluster) -> Plan:
+    if not isinstance(plan, Plan):
+        plan = read_plan(plan)
+    mine, theirs = [layer.name for layer in graph.layers], [layer.name for layer in plan.layers]
+    if mine != theirs:
+        raise UsageError(
+            f"the plan is for a model of {len(theirs)} layers ({theirs[0]} to {theirs[-1]}), "
+            f"this one has {len(mine)} ({mine[0]} to {mine[-1]})",
+            "a plan fits the model, the batch and the version of autopar that it was made for: make it anew",
+        )
+    if plan.global_batch != graph.batch_size:
+        raise UsageError(f"the plan is for a global batch of {plan.global_batch}, this one has {graph.batch_size}")
+    if plan.device_count > cluster.count:
+        raise UsageError(f"the plan is for {plan.device_count} devices, {cluster.name} has {cluster.count}")
+    return plan
+
+
+def read_plan(path: str | Path) -> Plan:
+    """The plan in a file that ``Plan.dumps`` or ``autopar plan --json`` wrote.
+
+    Raises:
+        UsageError: no such file, or one that holds no plan.
+    """
+    try:
+        data = json.loads(Path(path).read_text())
+        return Plan.from_json(data)
+    except OSError as error:
+        raise UsageError(f"the plan {path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, IndexError, AssertionError, AttributeError) as error:
+        raise UsageError(
+            f"{path} holds no plan ({type(error).__name__}: {error})",
+            "`autopar plan MODEL --devices ... --json` writes one",
+        ) from error
+
+
+def _say(progress: Progress | None, stage: str, text: str) -> None:
+    assert stage in STAGES, stage
+    log.info("%s: %s", stage, text or "begins")
+    if progress is not None:
+        progress(stage, text)
