@@ -6,6 +6,8 @@ zeros; ``autopar.search.evaluate`` prices the same choice.
 
 from __future__ import annotations
 
+import itertools
+
 from autopar.errors import BatchError, UsageError
 from autopar.graph import Graph
 from autopar.plan import Axis, LayerPlan, Memory, Plan, Prediction, Role, StagePlan, Strategy
@@ -66,7 +68,7 @@ def hand_plan(
     common = Strategy(roles, recompute=recompute)
     if common.degree(mesh, Role.DATA) > 1:
         common = Strategy(roles, zero, recompute)
-    chosen = {index: common for index in range(count)} | (strategies or {})
+    chosen = dict.fromkeys(range(count), common) | (strategies or {})
     if len(chosen) != count:
         raise UsageError(
             f"strategies are given for layers {sorted(set(chosen) - set(range(count)))}, the model has {count} layers"
@@ -75,7 +77,7 @@ def hand_plan(
         raise UsageError(f"{count} layers cannot be cut into {pipeline} pipeline stages")
     cuts = even_cuts(count, pipeline) if cuts is None else cuts
     bounds = (0, *cuts, count)
-    if len(bounds) != pipeline + 1 or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
+    if len(bounds) != pipeline + 1 or any(a >= b for a, b in itertools.pairwise(bounds)):
         raise UsageError(f"cuts {cuts} do not make {pipeline} stages of {count} layers")
     for index, strategy in chosen.items():
         if len(strategy.roles) != len(mesh):

@@ -1,0 +1,279 @@
+"""The true cost of a complete choice (resharding, sends, schedule, memory by part), and the ``Plan`` that records it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from autopar.errors import InfeasibleError
+from autopar.graph import Graph
+from autopar.plan import Axis, LayerPlan, Memory, Plan, Prediction, Role, StagePlan, Strategy
+from autopar.search.problem import Choice, Devices, LayerPrice, Mesh, Pricer
+from autopar.search.simulate import simulate
+from autopar.search.tables import Instance
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """Stage bounds (0, cuts, number of layers) and each layer's candidate, as an index into its table."""
+
+    bounds: tuple[int, ...]
+    pick: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Per stage: seconds of one microbatch (forward, backward, and the communication therein), seconds per step; and the step."""
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    communication_s: tuple[float, ...]
+    per_step_s: tuple[float, ...]
+    step_time_s: float
+
+
+def step_cost(
+    bounds: Sequence[int],
+    prices: Sequence[LayerPrice],
+    edges: Sequence[float],
+    sends: Sequence[float],
+    microbatches: int,
+    schedule: str,
+) -> Cost:
+    """``edges[i]`` and ``sends[i]`` are the seconds of resharding and of a send after layer ``i``.
+
+    Resharding at a cut is done by the stage that receives. A send is paid by the stage that sends: forward to the next stage,
+    backward to the one before.
+    """
+    forward, backward, ways, steps = [], [], [], []
+    last = len(bounds) - 2
+    for s, (i, j) in enumerate(pairwise(bounds)):
+        reshard = sum(edges[max(i - 1, 0) : j - 1])
+        out = sends[j - 1] if s < last else 0.0
+        back = sends[i - 1] if s else 0.0
+        forward.append(sum(p.forward_s for p in prices[i:j]) + reshard / 2 + out)
+        backward.append(sum(p.backward_s for p in prices[i:j]) + reshard / 2 + back)
+        ways.append(sum(p.communication_s for p in prices[i:j]) + reshard + out + back)
+        steps.append(sum(p.step_s for p in prices[i:j]))
+    step = simulate(forward, backward, microbatches, schedule) + max(steps)
+    return Cost(tuple(forward), tuple(backward), tuple(ways), tuple(steps), step)
+
+
+def cost(instance: Instance, solution: Solution) -> Cost:
+    """The true cost of a solution, memory aside."""
+    pick, choice = solution.pick, instance.choice
+    prices = [instance.table(i).prices[k] for i, k in enumerate(pick)]
+    edges = [float(instance.edge(i)[pick[i], pick[i + 1]]) for i in range(instance.layers - 1)]
+    sends = [0.0] * (instance.layers - 1)
+    for cut in solution.bounds[1:-1]:
+        sends[cut - 1] = float(instance.p2p(cut - 1)[pick[cut - 1]])
+    return step_cost(solution.bounds, prices, edges, sends, choice.microbatches, choice.schedule)
+
+
+def memory(prices: Sequence[LayerPrice], in_flight: int) -> Memory:
+    """A stage's bytes at the step's peak."""
+    return Memory(
+        sum(int(p.parameters_bytes) for p in prices),
+        sum(int(p.gradients_bytes) for p in prices),
+        sum(int(p.optimizer_bytes) for p in prices),
+        in_flight * sum(int(p.saved_bytes) for p in prices),
+        max(int(p.transient_bytes) for p in prices),
+    )
+
+
+def memories(instance: Instance, solution: Solution) -> list[Memory]:
+    """Memory by stage."""
+    prices = [instance.table(i).prices[k] for i, k in enumerate(solution.pick)]
+    stages = enumerate(pairwise(solution.bounds))
+    return [memory(prices[i:j], instance.choice.in_flight[s]) for s, (i, j) in stages]
+
+
+def fits(instance: Instance, solution: Solution) -> bool:
+    return all(m.total <= instance.limit for m in memories(instance, solution))
+
+
+def coalesce(mesh: Mesh, strategies: Sequence[Strategy]) -> tuple[Mesh, list[Strategy]]:
+    """Neighbouring axes that no layer distinguishes, as one; axes named after the one use that all layers make of them."""
+    roles = [tuple(s.roles[a] for s in strategies) for a in range(len(mesh))]
+    groups: list[list[int]] = []
+    for a in range(len(mesh)):
+        if groups and roles[groups[-1][-1]] == roles[a]:
+            groups[-1].append(a)
+        else:
+            groups.append([a])
+    names: list[str] = []
+    for group in groups:
+        used = set(roles[group[0]])
+        if used <= {Role.TENSOR, Role.TENSOR_SEQUENCE}:
+            name = "tensor"
+        elif len(used) == 1:
+            name = next(iter(used)).value
+        else:
+            name = "inner"
+        names.append(name)
+    unique = [n if names.count(n) == 1 and n != "inner" else f"{n}{names[:i].count(n)}" for i, n in enumerate(names)]
+    merged: list[Axis] = []
+    for name, group in zip(unique, groups, strict=True):
+        merged.append(Axis(name, int(np.prod([mesh[a].size for a in group])), mesh[group[-1]].stride))
+    return tuple(merged), [Strategy(tuple(s.roles[g[0]] for g in groups), s.zero, s.recompute) for s in strategies]
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What the search knows about a plan: a lower bound, how it was solved, remarks."""
+
+    bound_s: float
+    gap: float
+    solver: str
+    notes: tuple[str, ...] = ()
+    wall_time_s: float = 0.0
+    peak_memory_bytes: int = 0
+
+
+def make_plan(
+    graph: Graph,
+    cluster: Devices,
+    choice: Choice,
+    bounds: Sequence[int],
+    strategies: Sequence[Strategy],
+    prices: Sequence[LayerPrice],
+    found: Cost,
+    *,
+    precision: str,
+    limit: int,
+    proof: Proof,
+) -> Plan:
+    """The record of a priced choice, its mesh coalesced."""
+    mesh, strategies = coalesce(choice.mesh, strategies)
+    size = int(np.prod([axis.size for axis in mesh]))
+    stages = tuple(
+        StagePlan(
+            i,
+            j,
+            (s * size, size),
+            memory(prices[i:j], choice.in_flight[s]),
+            limit,
+            found.forward_s[s] + found.backward_s[s],
+        )
+        for s, (i, j) in enumerate(pairwise(bounds))
+    )
+    layers = tuple(LayerPlan(a.name, a.cls, b) for a, b in zip(graph.layers, strategies, strict=True))
+    peak = cluster.gpu.peak_flops.get(precision)
+    return Plan(
+        model=graph.name,
+        devices=str(cluster),
+        mesh=mesh,
+        stages=stages,
+        schedule=choice.schedule,
+        microbatches=choice.microbatches,
+        global_batch=graph.batch_size,
+        precision=precision,
+        layers=layers,
+        prediction=_prediction(graph, cluster, choice, prices, found, peak),
+        bound_s=proof.bound_s,
+        gap=proof.gap,
+        solver=proof.solver,
+        notes=(*proof.notes, *_notes(graph, choice, strategies, mesh)),
+        wall_time_s=proof.wall_time_s,
+        peak_memory_bytes=proof.peak_memory_bytes,
+    )
+
+
+def _prediction(
+    graph: Graph, cluster: Devices, choice: Choice, prices: Sequence[LayerPrice], found: Cost, peak: float | None
+) -> Prediction:
+    m = choice.microbatches
+    slowest = max(range(choice.pipeline), key=lambda s: found.forward_s[s] + found.backward_s[s])
+    busy = m * (found.forward_s[slowest] + found.backward_s[slowest])
+    ways = m * found.communication_s[slowest]
+    optimizer = max(found.per_step_s)
+    flops = m * sum(p.flops for p in prices)
+    step = found.step_time_s
+    return Prediction(
+        step_time_s=step,
+        compute_s=busy - ways,
+        communication_s=ways,
+        bubble_s=max(0.0, step - busy - optimizer),
+        optimizer_s=optimizer,
+        mfu=flops / (step * cluster.count * peak) if peak and step > 0 else 0.0,
+        tokens_per_s_per_device=graph.tokens / (step * cluster.count) if step > 0 else 0.0,
+    )
+
+
+def _notes(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh: Mesh) -> tuple[str, ...]:
+    notes = []
+    idle = [s.degree(mesh, Role.IDLE) for s in strategies]
+    if max(idle) > 1:
+        where = idle.index(max(idle))
+        notes.append(
+            f"{sum(d > 1 for d in idle)} of {len(idle)} layers cannot use every device: groups of up to {max(idle)} do the same "
+            f"work (first {graph.layers[where].name}), for a microbatch of {graph.batch_size // choice.microbatches} "
+            "samples does not divide further"
+        )
+    bounds = graph.shared_parameters
+    if bounds:
+        notes.append(f"counted once per use in memory: {', '.join(sorted(bounds))}")
+    if graph.unmicrobatchable:
+        notes.append(f"one microbatch only: {graph.unmicrobatchable}")
+    return tuple(notes)
+
+
+def evaluate(
+    graph: Graph,
+    cluster: Devices,
+    pricer: Pricer,
+    *,
+    mesh: Mesh,
+    stage_bounds: Sequence[int],
+    strategies: Sequence[Strategy],
+    microbatches: int,
+    schedule: str,
+    precision: str,
+) -> Plan:
+    """The price of a plan that was written by hand: nothing is searched, so ``bound_s`` is 0, ``gap`` 1 and ``solver`` "given".
+
+    ``stage_bounds`` are (0, first layer of stage 1, ..., number of layers); ``strategies`` has one per layer. Memory over the limit is
+    not an error here, but is noted.
+
+    Raises:
+        InfeasibleError: a layer has no price under its strategy (an inadmissible role, an indivisible size).
+    """
+    choice = Choice(mesh, len(stage_bounds) - 1, microbatches, schedule)
+    prices: list[LayerPrice] = []
+    for layer, strategy in zip(graph.layers, strategies, strict=True):
+        price = pricer.layer(layer.cls, mesh, strategy, microbatches)
+        if price is None:
+            roles = ", ".join(f"{axis.name}={role.value}" for axis, role in zip(mesh, strategy.roles, strict=True))
+            raise InfeasibleError(
+                f"layer {layer.name} ({layer.cls}) cannot run with {roles} and {microbatches} microbatches: a size does not "
+                "divide, or the role is not possible for it",
+                "give that layer other roles, or other degrees",
+            )
+        prices.append(price)
+    last = len(prices) - 1
+    edges = [pricer.edge(i, mesh, strategies[i], strategies[i + 1], microbatches) for i in range(last)]
+    sends = [0.0] * last
+    for cut in stage_bounds[1:-1]:
+        sends[cut - 1] = pricer.p2p(cut - 1, mesh, strategies[cut - 1], microbatches)
+    found = step_cost(stage_bounds, prices, edges, sends, microbatches, schedule)
+    limit = int(cluster.memory_limit_bytes)
+    proof = Proof(0.0, 1.0, "given")
+    plan = make_plan(
+        graph,
+        cluster,
+        choice,
+        stage_bounds,
+        strategies,
+        prices,
+        found,
+        precision=precision,
+        limit=limit,
+        proof=proof,
+    )
+    over = [s for s, stage in enumerate(plan.stages) if stage.memory.total > limit]
+    if not over:
+        return plan
+    return replace(plan, notes=(*plan.notes, f"does not fit: stages {over} need more than {limit} bytes"))

@@ -1,0 +1,237 @@
+"""Lower bounds of the step time of one outer choice, and the model that GLOP and SCIP solve.
+
+Notation as in ``problem``: stages s, in-flight n_s, and ``t_s = f_s + b_s``. A group r is a kind of layer (relaxation: contiguity is
+dropped) or a run of equal layers (the integer model); x[s, r, k] is how many layers of r stage s has under strategy k.
+
+    minimise  T + G
+    cover[r]        sum_{s,k} x[s, r, k] = N_r
+    memory[s]       sum (weights + n_s saved) x + z_s <= limit
+    transient[s]    z_s >= sum_k transient_k x[s, r, k] / N_r for every r (relaxed); z_s >= transient_k where x[s, r, k] > 0 (integer)
+    nonempty[s]     sum_{r,k} x[s, r, k] >= 1
+    order[s, r]     stage s may start run r+1 only when runs ..r are complete: prefix(s, r+1) <= N d[s, r], N d[s, r] <= prefix(s, r)
+    forward[s]      f_s = sum forward x + p_min        p_min: cheapest send, for stages that send forward (likewise backward)
+    step[s]         G >= sum step x
+    path            T is at least the length of some path through the schedule:
+                      one stage  m t_0
+                      GPipe      sum t + (m-1)(F + B),  F >= f_s, B >= b_s     (exact)
+                      1F1B       upto[s]   sum_{s' <= s} t_s' + (m-1) t_s
+                                 round[s]  sum t + (m-1) t_s - (w_s - 1) f_s,  w_s = min(m, P-s)
+
+Proof of the two 1F1B paths. Stage s cannot start before one forward of each earlier stage, has m t_s of work, and each earlier stage's
+last backward follows: ``upto``. Stage s runs w_s forwards, then waits for its first backward, which comes after one forward of all stages
+and one backward of the later ones; then m backwards and m - w_s forwards of its own, then the earlier stages' backward: ``round``. The
+textbook's ``sum t + (m-1) max t`` is no bound for uneven stages: with P=2, t_1 small, the step is m t_0, as t_1 hides under stage 0.
+
+Resharding is left out (it is never negative), so every value here bounds the true cost from below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from ortools.linear_solver import pywraplp
+
+from autopar.search.tables import Array, Indices, Instance, Table
+
+TOLERANCE = 1e-7  # GLOP's and SCIP's feasibility tolerance, relative: a bound is lowered by it before it is believed
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that the model counts together: the table's indices that it may use, and how many layers."""
+
+    table: Table
+    use: Indices
+    count: int
+    first: int  # the first layer, for a run
+
+
+def fewest_seconds(instance: Instance) -> float:
+    """A bound from each layer's best price alone: microseconds to compute, and enough to discard most outer choices."""
+    choice, kind = instance.choice, instance.kind
+    m, stages = choice.microbatches, choice.pipeline
+    if stages == 1:
+        return float(sum(np.array([float((m * t.time + t.step).min()) for t in instance.kinds])[kind]))
+    time = np.array([float(t.time.min()) for t in instance.kinds])[kind]
+    step = float(np.array([float(t.step.min()) for t in instance.kinds])[kind].sum()) / stages
+    bottleneck = smallest_bottleneck(time, stages)
+    total = float(time.sum())
+    if choice.schedule == "gpipe":
+        return total + (m - 1) * bottleneck + step
+    share = max(float((t.forward / np.maximum(t.time, 1e-300)).max()) for t in instance.kinds)
+    warm = min(m, stages)
+    return max(total, total + ((m - 1) - (warm - 1) * min(share, 1.0)) * bottleneck) + step
+
+
+def smallest_bottleneck(weight: Array, stages: int) -> float:
+    """The least possible largest sum when ``weight`` is cut into ``stages`` contiguous non-empty runs (dynamic programming)."""
+    prefix = np.concatenate([[0.0], np.cumsum(weight)])
+    count = len(weight)
+    spans = prefix[None, :] - prefix[:, None]  # spans[i, j]: layers i..j-1
+    spans[np.tril_indices(count + 1)] = np.inf
+    best = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
+    for _ in range(stages):
+        best = np.maximum(best[:, None], spans).min(axis=0)
+    return float(best[count])
+
+
+def cheapest_send(instance: Instance) -> float:
+    """Seconds of the cheapest p2p that any cut could need."""
+    if instance.choice.pipeline == 1:
+        return 0.0
+    return min(float(instance.p2p(i).min()) for i in range(instance.layers - 1))
+
+
+class Model:
+    """The model of the module's docstring, in GLOP (relaxed, ``integer=False``) or SCIP. Seconds and bytes are scaled to about one."""
+
+    def __init__(self, instance: Instance, scale_s: float, integer: bool) -> None:
+        self.instance, self.scale_s, self.integer = instance, max(scale_s, 1e-12), integer
+        self.solver = pywraplp.Solver.CreateSolver("SCIP" if integer else "GLOP")
+        assert self.solver is not None, "this OR-Tools was built without SCIP or GLOP"
+        self.infinity = self.solver.infinity()
+        if integer:
+            self.groups = [
+                Group(instance.kinds[k], instance.kinds[k].bounding, n, first) for k, first, n in instance.runs
+            ]
+        else:
+            counts = np.bincount(instance.kind, minlength=len(instance.kinds))
+            self.groups = [Group(t, t.bounding, int(n), 0) for t, n in zip(instance.kinds, counts, strict=True) if n]
+        self.step = self.solver.NumVar(0, self.infinity, "G")
+        self.total = self.solver.NumVar(0, self.infinity, "T")
+        self.x = [[self._counts(s, r) for r in range(len(self.groups))] for s in range(instance.choice.pipeline)]
+        self.forward = [self.solver.NumVar(0, self.infinity, f"f{s}") for s in range(len(self.x))]
+        self.backward = [self.solver.NumVar(0, self.infinity, f"b{s}") for s in range(len(self.x))]
+        self._cover()
+        for s in range(len(self.x)):
+            self._stage(s)
+        self._path()
+        if integer and len(self.x) > 1:
+            self._order()
+        self.solver.Minimize(self.total + self.step)
+
+    def _counts(self, s: int, r: int) -> list[pywraplp.Variable]:
+        group = self.groups[r]
+        make = self.solver.IntVar if self.integer else self.solver.NumVar
+        return [make(0, group.count, f"x{s}_{r}_{k}") for k in group.use]
+
+    def _row(self, low: float, high: float, terms: list[tuple[pywraplp.Variable, float]], name: str) -> None:
+        row = self.solver.Constraint(low, high, name)
+        for variable, coefficient in terms:
+            row.SetCoefficient(variable, row.GetCoefficient(variable) + float(coefficient))
+
+    def _cover(self) -> None:
+        for r, group in enumerate(self.groups):
+            terms = [(v, 1.0) for stage in self.x for v in stage[r]]
+            self._row(group.count, group.count, terms, f"cover{r}")
+
+    def _sum(self, s: int, name: str, scale: float) -> list[tuple[pywraplp.Variable, float]]:
+        """The terms of a price summed over the layers of stage ``s``."""
+        terms = []
+        for r, group in enumerate(self.groups):
+            values = getattr(group.table, name)[group.use] / scale
+            terms += list(zip(self.x[s][r], values.tolist(), strict=True))
+        return terms
+
+    def _stage(self, s: int) -> None:
+        instance, stages = self.instance, len(self.x)
+        limit, n = instance.limit, float(instance.in_flight[s])
+        send = cheapest_send(instance) / self.scale_s
+        z = self.solver.NumVar(0, self.infinity, f"z{s}")
+        self._transient(s, z)
+        memory = self._sum(s, "weights", limit)
+        saved = self._sum(s, "saved", limit)
+        terms = [(v, w + n * a) for (v, w), (_, a) in zip(memory, saved, strict=True)]
+        self._row(-self.infinity, 1.0, [*terms, (z, 1.0)], f"memory{s}")
+        for name, variable, sends in (
+            ("forward", self.forward[s], s < stages - 1),
+            ("backward", self.backward[s], s > 0),
+        ):
+            time = [(v, -c) for v, c in self._sum(s, name, self.scale_s)]
+            constant = send if sends else 0.0
+            self._row(constant, constant, [(variable, 1.0), *time], f"{name}{s}")
+        step = [(v, -c) for v, c in self._sum(s, "step", self.scale_s)]
+        self._row(0.0, self.infinity, [(self.step, 1.0), *step], f"step{s}")
+        self._row(1.0, self.infinity, [(v, 1.0) for group in self.x[s] for v in group], f"nonempty{s}")
+
+    def _transient(self, s: int, z: pywraplp.Variable) -> None:
+        limit = self.instance.limit
+        if not self.integer:
+            for r, group in enumerate(self.groups):
+                share = group.table.transient[group.use] / (limit * group.count)
+                self._row(
+                    0.0,
+                    self.infinity,
+                    [(z, 1.0), *((v, -c) for v, c in zip(self.x[s][r], share, strict=True))],
+                    f"transient{s}_{r}",
+                )
+            return
+        levels = sorted({float(v) for group in self.groups for v in group.table.transient[group.use]})
+        reached = [self.solver.BoolVar(f"level{s}_{i}") for i in range(len(levels))]
+        heights = np.diff([0.0, *levels]) / limit
+        self._row(0.0, 0.0, [(z, 1.0), *((v, -h) for v, h in zip(reached, heights, strict=True))], f"transient{s}")
+        for low, high in zip(reached, reached[1:], strict=False):
+            self._row(0.0, self.infinity, [(low, 1.0), (high, -1.0)], f"levels{s}")
+        for r, group in enumerate(self.groups):
+            for v, value in zip(self.x[s][r], group.table.transient[group.use], strict=True):
+                self._row(
+                    0.0, self.infinity, [(reached[levels.index(float(value))], group.count), (v, -1.0)], f"uses{s}_{r}"
+                )
+
+    def _path(self) -> None:
+        m, stages = self.instance.choice.microbatches, len(self.x)
+        time = [(self.forward[s], self.backward[s]) for s in range(stages)]
+
+        def row(weights: list[tuple[pywraplp.Variable, float]], name: str) -> None:
+            self._row(0.0, self.infinity, [(self.total, 1.0), *((v, -w) for v, w in weights)], name)
+
+        if stages == 1:
+            row([(v, m) for v in time[0]], "path")
+            return
+        every = [(v, 1.0) for pair in time for v in pair]
+        if self.instance.choice.schedule == "gpipe":
+            slowest = [self.solver.NumVar(0, self.infinity, name) for name in ("F", "B")]
+            for s in range(stages):
+                for variable, stage in zip(slowest, time[s], strict=True):
+                    self._row(0.0, self.infinity, [(variable, 1.0), (stage, -1.0)], f"slowest{s}")
+            row([*every, *((v, m - 1.0) for v in slowest)], "path")
+            return
+        before: list[tuple[pywraplp.Variable, float]] = []
+        for s in range(stages):
+            f, b = time[s]
+            warm = min(m, stages - s)
+            before = [*before, (f, 1.0), (b, 1.0)]
+            if s < stages - 1:  # for the last stage it equals round
+                row([*before, (f, m - 1.0), (b, m - 1.0)], f"upto{s}")
+            row([*every, (f, float(m - warm)), (b, m - 1.0)], f"round{s}")
+
+    def _order(self) -> None:
+        stages = len(self.x)
+        for r in range(len(self.groups) - 1):
+            done: list[pywraplp.Variable] = []
+            for s in range(stages - 1):
+                d = self.solver.BoolVar(f"done{s}_{r}")
+                this = [(v, 1.0) for stage in self.x[: s + 1] for v in stage[r]]
+                following = [(v, 1.0) for stage in self.x[: s + 1] for v in stage[r + 1]]
+                self._row(0.0, self.infinity, [*this, (d, -float(self.groups[r].count))], f"order{s}_{r}")
+                self._row(-self.infinity, 0.0, [*following, (d, -float(self.groups[r + 1].count))], f"order{s}_{r}")
+                if done:
+                    self._row(0.0, self.infinity, [(d, 1.0), (done[-1], -1.0)], f"order{s}_{r}")
+                done.append(d)
+
+
+def relaxation(instance: Instance, at_least_s: float, time_limit_s: float) -> float:
+    """GLOP's bound in seconds (``inf``: proved infeasible), never below ``at_least_s``."""
+    size = instance.choice.pipeline * sum(len(t.bounding) for t in instance.kinds)
+    if size > 150_000:  # building the model in Python would take longer than it is worth
+        return at_least_s
+    model = Model(instance, at_least_s, integer=False)
+    model.solver.SetTimeLimit(max(1, int(time_limit_s * 1000)))
+    status = model.solver.Solve()
+    if status == pywraplp.Solver.OPTIMAL:
+        value = model.solver.Objective().Value() * model.scale_s * (1 - TOLERANCE)
+        return max(at_least_s, value)
+    if status == pywraplp.Solver.INFEASIBLE:
+        return float("inf")
+    return at_least_s  # NOT_SOLVED, ABNORMAL, FEASIBLE (time ran out): nothing was proved

@@ -1,0 +1,268 @@
+"""Good solutions fast: dynamic programming over the cuts on Lagrangian layer choices, then each stage is refined with resharding.
+
+1. For a price of memory lambda (seconds per byte), every layer takes its cheapest candidate of ``t + g/m + lambda (weights + n saved)``.
+   A ladder of lambdas gives each possible stage its cheapest choice that fits, interpolated towards the next one that does not.
+2. Dynamic programming cuts the layers, minimising the sum of the stages' times under a cap on the slowest; several caps are tried.
+3. Each stage of the best cuts is chosen again by Viterbi's algorithm with resharding in the costs (lambda by bisection), and what memory
+   is left is spent where a byte saves most.
+
+All of it is done for all layouts at once and for each layout alone, since mixing layouts costs resharding that step 1 does not see.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from autopar.search.assess import Solution, cost, fits
+from autopar.search.frugal import most_frugal, span_memory
+from autopar.search.tables import Array, Indices, Instance
+
+LADDER = (0.0, *np.geomspace(1e-3, 1e3, 13).tolist(), 1e9)
+"""Prices of memory to try, in units of a stage's time per device memory; the last one is "memory alone"."""
+
+CAPS = (1.0, 1.02, 1.05, 1.15, 1.5, np.inf)
+"""Caps on the slowest stage, as multiples of the least possible one."""
+
+REFINED = 6
+"""Cuts per outer choice that are refined with resharding."""
+
+
+@dataclass(frozen=True)
+class _Draft:
+    estimate_s: float
+    bounds: tuple[int, ...]
+    allowed: tuple[Indices, ...]  # per kind, the candidates that may be used
+
+
+def construct(instance: Instance) -> tuple[float, Solution] | None:
+    """The best solution found, with its true step time; ``None`` where nothing fits."""
+    found: tuple[float, Solution] | None = None
+
+    def offer(solution: Solution) -> None:
+        nonlocal found
+        if fits(instance, solution):
+            step = cost(instance, solution).step_time_s
+            if found is None or step < found[0]:
+                found = step, solution
+
+    drafts: list[_Draft] = []
+    for allowed in _modes(instance):
+        drafts += _drafts(instance, allowed)
+    drafts.sort(key=lambda d: d.estimate_s)
+    cache: dict[tuple[object, ...], tuple[int, ...] | None] = {}
+    for draft in _distinct(drafts)[:REFINED]:
+        pick = _refined(instance, draft, cache)
+        if pick is not None:
+            offer(Solution(draft.bounds, pick))
+    if found is None:
+        need, solution = most_frugal(instance)
+        if need <= instance.limit:
+            pick = _refined(instance, _Draft(0.0, solution.bounds, _modes(instance)[0]), cache)
+            offer(solution if pick is None else Solution(solution.bounds, pick))
+            offer(solution)
+    return found
+
+
+def _modes(instance: Instance) -> list[tuple[Indices, ...]]:
+    """The candidates of every kind: all, then those of one layout (all, for a kind that does not have it)."""
+    every = tuple(np.arange(len(t)) for t in instance.kinds)
+    layouts = dict.fromkeys(roles for t in instance.kinds for roles in t.layouts)
+    modes = [every]
+    if len(layouts) == 1:
+        return modes
+    for roles in layouts:
+        allowed = []
+        for table, full in zip(instance.kinds, every, strict=True):
+            keep = np.array([i for i, s in enumerate(table.strategies) if s.roles == roles], dtype=np.int64)
+            allowed.append(keep if len(keep) else full)
+        modes.append(tuple(allowed))
+    return modes
+
+
+def _distinct(drafts: list[_Draft]) -> list[_Draft]:
+    """Without repeated cuts of the same mode, and at least one draft in two from different modes."""
+    seen: set[tuple[object, ...]] = set()
+    first, rest = [], []
+    modes: set[int] = set()
+    for draft in drafts:
+        key = (draft.bounds, id(draft.allowed))
+        if key in seen:
+            continue
+        seen.add(key)
+        (rest if id(draft.allowed) in modes else first).append(draft)
+        modes.add(id(draft.allowed))
+    mixed = first[: REFINED // 2] + rest[: REFINED - REFINED // 2] + first[REFINED // 2 :]
+    return sorted(mixed[:REFINED], key=lambda d: d.estimate_s)
+
+
+def _weight(instance: Instance, table: int) -> Array:
+    """Seconds per microbatch that a candidate counts for: its time, and its share of what is done once a step."""
+    t = instance.kinds[table]
+    return t.time + t.step / instance.choice.microbatches
+
+
+def _scale(instance: Instance) -> float:
+    """A stage's least time per byte of device memory."""
+    least = np.array([float(_weight(instance, k).min()) for k in range(len(instance.kinds))])
+    return max(float(least[instance.kind].sum()) / instance.choice.pipeline / instance.limit, 1e-30)
+
+
+def _drafts(instance: Instance, allowed: tuple[Indices, ...]) -> list[_Draft]:
+    stages, m, count = instance.choice.pipeline, instance.choice.microbatches, instance.layers
+    spans = {n: _stage_costs(instance, allowed, n) for n in sorted(set(instance.in_flight.tolist()))}
+    by_stage = [spans[int(n)] for n in instance.in_flight]
+    start = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
+    slowest = start
+    for span in by_stage:
+        slowest = np.maximum(slowest[:, None], span).min(axis=0)
+    least = float(slowest[count])
+    if not np.isfinite(least):
+        return []
+    drafts = []
+    for cap in CAPS if stages > 1 else (np.inf,):
+        best, came = start, []
+        for span in by_stage:
+            through = best[:, None] + np.where(span <= cap * least * (1 + 1e-9), span, np.inf)
+            came.append(through.argmin(axis=0))
+            best = through.min(axis=0)
+        bounds = [count]
+        for s in range(stages - 1, -1, -1):
+            bounds.append(int(came[s][bounds[-1]]))
+        bounds.reverse()
+        worst = max(by_stage[s][i, j] for s, (i, j) in enumerate(pairwise(bounds)))
+        drafts.append(_Draft(float(best[count]) + (m - 1) * float(worst), tuple(bounds), allowed))
+    return drafts
+
+
+def _stage_costs(instance: Instance, allowed: tuple[Indices, ...], n: int) -> Array:
+    """``[i, j]``: seconds of the cheapest stage of layers i..j-1 on the ladder that fits, interpolated; ``inf`` where none does."""
+    ladder = np.array(LADDER) * _scale(instance)
+    columns = []
+    for k, keep in enumerate(allowed):
+        table = instance.kinds[k]
+        weight, held = _weight(instance, k)[keep], (table.weights + n * table.saved)[keep]
+        choice = (weight[None, :] + ladder[:, None] * held[None, :]).argmin(axis=1)
+        columns.append(np.stack([weight[choice], held[choice], table.transient[keep][choice]]))
+    time, held, transient = np.stack(columns, axis=2)[:, :, instance.kind]  # each [ladder, layer]
+    needs = span_memory(held, transient)
+    times = span_memory(time, np.zeros_like(time))
+    ok = needs <= instance.limit
+    first = ok.argmax(axis=0)[None]
+    result = np.where(ok.any(axis=0), np.take_along_axis(times, first, 0)[0], np.inf)
+    before = np.maximum(first - 1, 0)
+    low, high = np.take_along_axis(needs, first, 0)[0], np.take_along_axis(needs, before, 0)[0]
+    faster = np.take_along_axis(times, before, 0)[0]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        share = np.where(high > instance.limit, (instance.limit - low) / (high - low), 0.0)
+        return np.where(np.isfinite(result), result - np.nan_to_num(share) * np.maximum(result - faster, 0.0), np.inf)
+
+
+def _refined(
+    instance: Instance, draft: _Draft, cache: dict[tuple[object, ...], tuple[int, ...] | None]
+) -> tuple[int, ...] | None:
+    pick: list[int] = []
+    for s, (i, j) in enumerate(pairwise(draft.bounds)):
+        n = int(instance.in_flight[s])
+        key = (id(draft.allowed), tuple(instance.kind[i:j].tolist()), i if len(instance.kinds) > 8 else 0, n)
+        if key not in cache:
+            cache[key] = _Stage(instance, draft.allowed, i, j, n).solve()
+        chosen = cache[key]
+        if chosen is None:
+            return None
+        pick += chosen
+    return tuple(pick)
+
+
+class _Stage:
+    """One stage: the cheapest candidates of its layers, resharding between them included, that fit."""
+
+    def __init__(self, instance: Instance, allowed: tuple[Indices, ...], i: int, j: int, n: int) -> None:
+        kinds = instance.kind[i:j].tolist()
+        self.limit = instance.limit
+        self.keep = [allowed[k] for k in kinds]
+        self.weight = [_weight(instance, k)[allowed[k]] for k in kinds]
+        self.held = [(instance.kinds[k].weights + n * instance.kinds[k].saved)[allowed[k]] for k in kinds]
+        self.transient = [instance.kinds[k].transient[allowed[k]] for k in kinds]
+        self.edges = [instance.edge(i + a)[np.ix_(self.keep[a], self.keep[a + 1])] for a in range(len(kinds) - 1)]
+        self.scale = _scale(instance)
+
+    def solve(self) -> tuple[int, ...] | None:
+        pick = self._viterbi(0.0)
+        if not self._fits(pick):
+            low, high = 0.0, 0.0
+            for step in LADDER[1:]:
+                high, pick = step, self._viterbi(step * self.scale)
+                if self._fits(pick):
+                    break
+                low = step
+            else:
+                return None
+            for _ in range(8):
+                middle = (max(low, high / 10) * high) ** 0.5
+                trial = self._viterbi(middle * self.scale)
+                if self._fits(trial):
+                    high, pick = middle, trial
+                else:
+                    low = middle
+            pick = self._spend(pick)
+        return tuple(int(self.keep[a][k]) for a, k in enumerate(pick))
+
+    def _fits(self, pick: list[int]) -> bool:
+        held = sum(h[k] for h, k in zip(self.held, pick, strict=True))
+        return float(held + max(t[k] for t, k in zip(self.transient, pick, strict=True))) <= self.limit
+
+    def _viterbi(self, price: float) -> list[int]:
+        # a share of the transient is priced too: only the stage's largest counts, and which that is is not known yet
+        local = [
+            w + price * (h + t / len(self.held)) for w, h, t in zip(self.weight, self.held, self.transient, strict=True)
+        ]
+        best, came = local[0], []
+        for edge, here in zip(self.edges, local[1:], strict=True):
+            through = best[:, None] + edge
+            came.append(through.argmin(axis=0))
+            best = through.min(axis=0) + here
+        pick = [int(best.argmin())]
+        for back in reversed(came):
+            pick.append(int(back[pick[-1]]))
+        return pick[::-1]
+
+    def _spend(self, pick: list[int]) -> list[int]:
+        """Change single layers while that saves time and fits, the most seconds per byte first."""
+        pick = list(pick)
+        held = float(sum(h[k] for h, k in zip(self.held, pick, strict=True)))
+        highest = max(float(t[k]) for t, k in zip(self.transient, pick, strict=True))
+        moves = [self._move(pick, a, held, highest) for a in range(len(pick))]
+        for _ in range(4 * len(pick)):
+            a = max(range(len(pick)), key=lambda a: moves[a][0])
+            if moves[a][0] <= 0:
+                break
+            fresh = self._move(pick, a, held, highest)  # memory may have been spent since
+            if fresh != moves[a]:
+                moves[a] = fresh
+                continue
+            k = fresh[1]
+            held += float(self.held[a][k] - self.held[a][pick[a]])
+            highest = max(highest, float(self.transient[a][k]))
+            pick[a] = k
+            for near in range(max(a - 1, 0), min(a + 2, len(pick))):
+                moves[near] = self._move(pick, near, held, highest)
+        return pick
+
+    def _move(self, pick: list[int], a: int, held: float, highest: float) -> tuple[float, int]:
+        """The best other candidate of layer ``a``: (seconds saved per byte, or 0 where none saves and fits; the candidate)."""
+        total = self.weight[a].copy()
+        if a > 0:
+            total += self.edges[a - 1][pick[a - 1]]
+        if a + 1 < len(pick):
+            total += self.edges[a][:, pick[a + 1]]
+        saves = total[pick[a]] - total
+        more = self.held[a] - self.held[a][pick[a]]
+        ok = (saves > 1e-15) & (held + more + np.maximum(highest, self.transient[a]) <= self.limit)
+        if not ok.any():
+            return 0.0, pick[a]
+        ratio = np.where(ok, saves / np.maximum(more, 1.0), 0.0)
+        k = int(ratio.argmax())
+        return float(ratio[k]), k

@@ -1,0 +1,252 @@
+"""Best-first search over the outer choices: prices and a cluster in, a plan with its proved bound out.
+
+Every choice starts with a cheap bound (``bound.fewest_seconds``). The one with the lowest bound is opened: GLOP tightens its bound and
+``construct`` looks for a solution. If it comes up again, ties are decided one by one, or it is closed by an exact solver. The search ends
+when no open choice's bound, and no closed one's, is further than the target gap below the incumbent, or when time is up. The bound that is
+reported is the smallest of the open choices' bounds, of the closed ones', and of the incumbent's time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import resource
+import time
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from autopar.errors import InfeasibleError, UsageError
+from autopar.graph import Graph
+from autopar.plan import Plan
+from autopar.search.assess import Proof, Solution, cost, fits, make_plan
+from autopar.search.bound import fewest_seconds, relaxation
+from autopar.search.construct import construct
+from autopar.search.exact import TooLargeError, solve_labels, solve_scip
+from autopar.search.frugal import explain, most_frugal
+from autopar.search.problem import Choice, Devices, Pricer, SearchOptions, choices
+from autopar.search.tables import Instance, Prices
+
+LABEL_LAYERS = 16
+"""Up to this many layers the label method is tried before SCIP."""
+
+
+@dataclass(order=True)
+class _Node:
+    bound_s: float
+    number: int
+    instance: Instance = field(compare=False)
+    opened: bool = field(default=False, compare=False)
+
+
+@dataclass
+class _State:
+    """The search's progress; the one mutable record of this module."""
+
+    options: SearchOptions
+    prices: Prices
+    deadline: float
+    heap: list[_Node] = field(default_factory=list)
+    closed_s: float = np.inf
+    step_s: float = np.inf
+    best: tuple[Instance, Solution] | None = None
+    counter: itertools.count[int] = field(default_factory=itertools.count)
+    opened: int = 0
+    solvers: set[str] = field(default_factory=set)
+    unpriced: int = 0
+
+    @property
+    def bound_s(self) -> float:
+        if self.unpriced:
+            return 0.0
+        return min(self.closed_s, self.heap[0].bound_s if self.heap else np.inf, self.step_s)
+
+    @property
+    def enough_s(self) -> float:
+        """A choice whose bound is at least this cannot improve the incumbent by more than the target."""
+        return self.step_s * (1 - max(self.options.target_gap, 1e-9))
+
+    def push(self, instance: Instance, bound_s: float, opened: bool = False) -> None:
+        heapq.heappush(self.heap, _Node(bound_s, next(self.counter), instance, opened))
+
+    def offer(self, instance: Instance, solution: Solution) -> None:
+        """Take a solution as incumbent, if it fits and its true cost is the best so far."""
+        step = cost(instance, solution).step_time_s
+        if step < self.step_s and fits(instance, solution):
+            self.step_s, self.best = step, (instance, solution)
+            self.say(f"{step:.6g} s: {instance.choice}")
+
+    def say(self, text: str) -> None:
+        if self.options.progress is not None:
+            self.options.progress(text)
+
+    def left_s(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def undecided(self, choice: Choice) -> int | None:
+        """The first group of tied layers that the choice leaves open."""
+        return len(choice.ties) if len(choice.ties) < len(self.prices.groups) else None
+
+
+def search(graph: Graph, cluster: Devices, pricer: Pricer, options: SearchOptions | None = None) -> Plan:
+    """The fastest plan of ``graph`` on ``cluster`` that fits, with a proved bound over the candidates that were searched.
+
+    Raises:
+        InfeasibleError: nothing fits; the message names the stage, the layer and the part of memory, the hint the limit that would do.
+        UsageError: pins that contradict each other.
+    """
+    options = SearchOptions() if options is None else options
+    started = time.monotonic()
+    if cluster.count < 1:
+        raise UsageError(f"a plan needs at least one device, not {cluster.count}")
+    state = _State(options, Prices(graph, cluster, pricer, options), started + options.time_limit_s)
+    instances = _open_all(graph, cluster, state)
+    while state.heap and state.left_s() > 0:
+        if state.heap[0].bound_s >= state.enough_s:
+            break
+        node = heapq.heappop(state.heap)
+        if node.opened:
+            _close(state, node)
+        else:
+            _open(state, node)
+    if state.best is None:
+        _last_resort(graph, state, instances)
+    return _record(graph, cluster, state, started)
+
+
+def _open_all(graph: Graph, cluster: Devices, state: _State) -> list[Instance]:
+    """Price every outer choice and give it its cheap bound."""
+    instances = []
+    todo = choices(graph, cluster.count, state.options)
+    for number, choice in enumerate(todo):
+        if instances and state.left_s() < state.options.time_limit_s / 3:
+            state.unpriced = len(todo) - number
+            break
+        instance = state.prices.instance(choice)
+        if instance is not None:
+            instances.append(instance)
+            state.push(instance, fewest_seconds(instance))
+    if not instances:
+        raise _no_price(graph, state)
+    state.say(f"{len(instances)} outer choices, none below {state.bound_s:.6g} s")
+    return instances
+
+
+def _no_price(graph: Graph, state: _State) -> InfeasibleError:
+    options = state.options
+    names = ("pipeline", "microbatches", "data", "tensor", "zero", "recompute")
+    pins = [f"{name} {value}" for name in names if (value := getattr(options, name)) is not None]
+    cls = max(state.prices.refused, key=lambda c: state.prices.refused[c])
+    layer = next(layer.name for layer in graph.layers if layer.cls == cls)
+    return InfeasibleError(
+        f"layer {layer} ({cls}) has no way to run with {', '.join(pins) or 'these devices'}: a size does not divide, or its "
+        "operations cannot be split so",
+        f"leave one of the pins free: {', '.join(pins)}" if pins else None,
+    )
+
+
+def _open(state: _State, node: _Node) -> None:
+    state.opened += 1
+    state.solvers.add("GLOP")
+    bound = relaxation(node.instance, node.bound_s, max(state.left_s(), 0.05))
+    if not np.isfinite(bound):
+        return  # proved infeasible
+    if bound < state.enough_s and state.undecided(node.instance.choice) is None:
+        found = construct(node.instance)
+        if found is not None:
+            state.offer(node.instance, found[1])
+    state.push(node.instance, bound, opened=True)
+
+
+def _close(state: _State, node: _Node) -> None:
+    """Decide the next tie of a choice, or solve it: its bound is then final."""
+    instance = node.instance
+    group = state.undecided(instance.choice)
+    if group is not None:
+        for roles, zero in state.prices.ties(instance.choice, group):
+            child = state.prices.instance(replace(instance.choice, ties=(*instance.choice.ties, (group, roles, zero))))
+            if child is not None:
+                state.push(child, max(node.bound_s, fewest_seconds(child)))
+        return
+    left = state.left_s()
+    if instance.layers <= LABEL_LAYERS:
+        try:
+            value, solution = solve_labels(instance, state.step_s, time.monotonic() + min(left, 3.0))
+        except TooLargeError:
+            pass
+        else:
+            state.solvers.add("labels")
+            if solution is not None:
+                state.offer(instance, solution)
+            state.closed_s = min(state.closed_s, value)
+            return
+    state.solvers.add("SCIP")
+    budget = min(left, max(2.0, 0.3 * state.options.time_limit_s))
+    gap = max(state.options.target_gap / 4, 1e-9)
+    bound, solution = solve_scip(instance, node.bound_s, state.step_s, budget, gap)
+    if solution is not None:
+        state.offer(instance, solution)
+    state.closed_s = min(state.closed_s, bound)
+
+
+def _last_resort(graph: Graph, state: _State, instances: list[Instance]) -> None:
+    """No incumbent: take the choice that needs the least memory, or explain why even that does not fit."""
+    heap: list[tuple[float, int, Instance, Solution]] = []
+
+    def push(instance: Instance) -> None:
+        need, solution = most_frugal(instance)
+        heapq.heappush(heap, (need, next(state.counter), instance, solution))
+
+    for instance in instances:
+        push(instance)
+    while True:
+        need, _, instance, solution = heapq.heappop(heap)
+        group = state.undecided(instance.choice)
+        if group is None:
+            break
+        for roles, zero in state.prices.ties(instance.choice, group):
+            child = state.prices.instance(replace(instance.choice, ties=(*instance.choice.ties, (group, roles, zero))))
+            if child is not None:
+                push(child)
+        if not heap:
+            names = ", ".join(graph.layers[i].name for i in state.prices.groups[group])
+            raise InfeasibleError(
+                f"the layers {names} share parameters and have no strategy in common",
+                "free the pinned degrees, or untie the parameters",
+            )
+    if need > instance.limit:
+        raise explain(graph, instance, need, solution)
+    found = construct(instance)
+    state.offer(instance, solution if found is None else found[1])
+    assert state.best is not None
+
+
+def _record(graph: Graph, cluster: Devices, state: _State, started: float) -> Plan:
+    assert state.best is not None
+    instance, solution = state.best
+    tables = [instance.table(i) for i in range(instance.layers)]
+    bound = min(state.bound_s, state.step_s)
+    notes = []
+    if state.unpriced:
+        notes.append(f"time ran out with {state.unpriced} outer choices unpriced: nothing is proved about them")
+    gap = max(0.0, 1 - bound / state.step_s) if state.step_s > 0 else 0.0
+    proof = Proof(
+        bound,
+        gap,
+        f"{' + '.join(sorted(state.solvers)) or 'bounds alone'}, {state.opened} outer choices opened",
+        tuple(notes),
+        time.monotonic() - started,
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+    return make_plan(
+        graph,
+        cluster,
+        instance.choice,
+        solution.bounds,
+        [t.strategies[k] for t, k in zip(tables, solution.pick, strict=True)],
+        [t.prices[k] for t, k in zip(tables, solution.pick, strict=True)],
+        cost(instance, solution),
+        precision=state.options.precision,
+        limit=int(instance.limit),
+        proof=proof,
+    )

@@ -1,0 +1,278 @@
+"""What the search is given: the pricer's and the cluster's interface, the options, and the outer choices.
+
+The problem, for one outer choice (mesh of a stage, pipeline degree ``P``, microbatches ``m``, schedule):
+
+    choose   cuts 0 = c_0 < c_1 < ... < c_P = L and a strategy k(i) for every layer i
+    minimise step = schedule(f, b, m) + max_s g_s
+    where    f_s  = sum_{i in s} forward(i, k(i)) + resharding/2 inside and at the entry of s + p2p to s+1
+             b_s  = sum_{i in s} backward(i, k(i)) + resharding/2 inside and at the entry of s + p2p to s-1
+             g_s  = sum_{i in s} step(i, k(i))                      gradient reduction and optimizer, once a step
+    subject to
+      memory[s]   sum_{i in s} (weights + n_s * saved)(i, k(i)) + max_{i in s} transient(i, k(i)) <= limit
+      nonempty[s] c_s < c_{s+1}
+      tied[p]     layers that share parameter p: equal roles, equal ZeRO stage
+
+``n_s`` is the number of microbatches in flight: ``m`` under GPipe, ``min(m, P - s)`` under 1F1B, 1 without a pipeline.
+``schedule(f, b, m)`` is the longest path through the schedule's actions (``simulate``), which never falls when an ``f_s`` or a
+``b_s`` rises. ``bound`` states the linear relaxation, ``exact`` and ``milp`` solve.
+
+1F1B is at least as fast as GPipe and never has more in flight, so GPipe is planned only where it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from autopar.errors import UsageError
+from autopar.graph import Graph
+from autopar.plan import Axis, Role, Strategy
+from autopar.search.hand import make_mesh
+
+Mesh = tuple[Axis, ...]
+
+
+class LayerPrice(Protocol):
+    """One layer class under one strategy, on one device of its stage.
+
+    Seconds are for one microbatch with exposed communication and recomputation, except ``step_s`` (gradient reduction and
+    optimizer, once per step); ``communication_s`` is the exposed part of ``forward_s + backward_s``. ``saved_bytes`` is per microbatch
+    in flight. ``flops`` counts the layer's arithmetic for one microbatch, forward and backward, over all devices of the stage,
+    replicated work once and recomputation not at all.
+    """
+
+    @property
+    def forward_s(self) -> float: ...
+    @property
+    def backward_s(self) -> float: ...
+    @property
+    def communication_s(self) -> float: ...
+    @property
+    def step_s(self) -> float: ...
+    @property
+    def parameters_bytes(self) -> int: ...
+    @property
+    def gradients_bytes(self) -> int: ...
+    @property
+    def optimizer_bytes(self) -> int: ...
+    @property
+    def saved_bytes(self) -> int: ...
+    @property
+    def transient_bytes(self) -> int: ...
+    @property
+    def flops(self) -> float: ...
+
+
+class Pricer(Protocol):
+    """Prices of layers and of the ways between them. ``edge`` and ``p2p`` depend on a strategy's roles alone."""
+
+    def layer(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
+        """``None`` where a role is inadmissible or a size indivisible."""
+        ...
+
+    def edge(self, layer_index: int, mesh: Mesh, left: Strategy, right: Strategy, microbatches: int) -> float:
+        """Seconds of resharding between layer ``layer_index`` and the next, forward plus backward, one microbatch."""
+        ...
+
+    def p2p(self, layer_index: int, mesh: Mesh, strategy: Strategy, microbatches: int) -> float:
+        """Seconds of sending layer ``layer_index``'s outputs to the next stage: one microbatch, one direction."""
+        ...
+
+
+class Device(Protocol):
+    """One device: ``peak_flops`` is FLOP/s by the name of the precision; utilisation is measured against it."""
+
+    @property
+    def peak_flops(self) -> dict[str, float]: ...
+
+
+class Devices(Protocol):
+    """The part of a cluster that the search reads. ``str()`` of it names it in the plan."""
+
+    @property
+    def count(self) -> int: ...
+    @property
+    def gpus_per_node(self) -> int: ...
+    @property
+    def memory_limit_bytes(self) -> int: ...
+    @property
+    def gpu(self) -> Device: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SearchOptions:
+    """What the user pins, and how long to look. ``None`` leaves a choice to the search.
+
+    ``tensor``, ``data``, ``zero`` and ``recompute`` hold for every layer (ZeRO where a layer has more than one data-parallel device).
+    ``roles`` are the roles that may be used at all, besides data. The search stops once the gap is ``target_gap``, or at the limit.
+    ``progress`` is called with a short text whenever the incumbent or the bound has moved.
+    """
+
+    precision: str = "bfloat16"
+    time_limit_s: float = 20.0
+    target_gap: float = 0.01
+    pipeline: int | None = None
+    microbatches: int | None = None
+    schedule: str | None = None
+    data: int | None = None
+    tensor: int | None = None
+    zero: int | None = None
+    recompute: bool | None = None
+    roles: tuple[Role, ...] = (Role.TENSOR, Role.TENSOR_SEQUENCE)
+    memory_limit_bytes: int | None = None
+    seed: int = 0
+    progress: Callable[[str], None] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("pipeline", "microbatches", "data", "tensor"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name} is {value}, it must be at least 1")
+        if self.schedule not in (None, "none", "gpipe", "1f1b"):
+            raise UsageError(f"there is no schedule {self.schedule!r}", "the schedules are none, gpipe and 1f1b")
+        if self.zero not in (None, 0, 1, 2, 3):
+            raise UsageError(f"there is no ZeRO stage {self.zero}", "the stages are 0, 1, 2 and 3")
+
+
+Tie = tuple[int, tuple[Role, ...], int]
+"""A decision for one group of layers that share parameters: the group's index, the roles, the ZeRO stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An outer choice: a stage's mesh, pipeline degree, microbatches, schedule, and the decisions made for tied layers."""
+
+    mesh: Mesh
+    pipeline: int
+    microbatches: int
+    schedule: str
+    ties: tuple[Tie, ...] = ()
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """Microbatches whose activations each stage holds at its peak."""
+        if self.schedule == "none":
+            return (1,)
+        if self.schedule == "gpipe":
+            return (self.microbatches,) * self.pipeline
+        return tuple(min(self.microbatches, self.pipeline - s) for s in range(self.pipeline))
+
+    def __str__(self) -> str:
+        sizes = "x".join(str(axis.size) for axis in self.mesh)
+        return f"pipeline {self.pipeline}, mesh {sizes}, {self.microbatches} microbatches, {self.schedule}"
+
+
+def divisors(n: int) -> list[int]:
+    """Every divisor of ``n``, ascending."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def prime_factors(n: int) -> list[int]:
+    """The primes of ``n`` with multiplicity, ascending."""
+    factors, p = [], 2
+    while n > 1:
+        while n % p == 0:
+            factors.append(p)
+            n //= p
+        p += 1
+    return factors
+
+
+def meshes(devices: int) -> list[Mesh]:
+    """The meshes to try for one stage: its prime factors as axes, small ones innermost, and (where it differs) outermost.
+
+    The order decides which degrees a prefix or a suffix of the axes can have: 6 as 3x2 has tensor degree 2, as 2x3 data degree 2.
+    """
+    factors = prime_factors(devices) or [1]
+    found = []
+    for order in (factors[::-1], factors):
+        mesh = make_mesh(*((f"axis{i}", size) for i, size in enumerate(order)))
+        if mesh not in found:
+            found.append(mesh)
+    return found
+
+
+def strategies(mesh: Mesh, batch: int, gpus_per_node: int, options: SearchOptions) -> list[Strategy]:
+    """Every candidate for a layer on ``mesh``, for a microbatch of ``batch`` samples.
+
+    Data takes the longest prefix of the axes that divides the batch, tensor a suffix; what lies between is idle. Data being a prefix
+    for every layer, the batch dim is gathered from its innermost axis outwards, and each slice stays contiguous. A tensor degree
+    may span at most four nodes unless it is pinned: all-reduce on the slow links costs more than it saves long before that.
+    """
+    sizes = [axis.size for axis in mesh]
+    found: list[Strategy] = []
+    for inner in range(len(sizes) + 1):
+        outer = len(sizes) - inner
+        tensor = _product(sizes[outer:])
+        if inner and tensor == 1:
+            continue  # a mesh of one device has no suffix worth naming
+        if tensor != options.tensor if options.tensor is not None else tensor > 4 * gpus_per_node:
+            continue
+        prefix = max(j for j in range(outer + 1) if batch % _product(sizes[:j]) == 0)
+        data = _product(sizes[:prefix])
+        if options.data is not None and data != options.data:
+            continue
+        for role in options.roles if tensor > 1 else (Role.DATA,):
+            roles = (Role.DATA,) * prefix + (Role.IDLE,) * (outer - prefix) + (role,) * inner
+            for zero in _zeros(data, options):
+                for recompute in (False, True) if options.recompute is None else (options.recompute,):
+                    found.append(Strategy(roles, zero, recompute))
+    return found
+
+
+def _zeros(data: int, options: SearchOptions) -> tuple[int, ...]:
+    if data == 1:
+        return (0,)
+    return (0, 1, 2, 3) if options.zero is None else (options.zero,)
+
+
+def _product(sizes: list[int]) -> int:
+    n = 1
+    for size in sizes:
+        n *= size
+    return n
+
+
+def choices(graph: Graph, devices: int, options: SearchOptions) -> list[Choice]:
+    """Every outer choice that the pins allow.
+
+    Raises:
+        UsageError: a pinned number that does not divide what it has to.
+    """
+    layers = len(graph.layers)
+    pipelines = [p for p in divisors(devices) if p <= layers]
+    if options.pipeline is not None:
+        if options.pipeline not in pipelines:
+            raise UsageError(
+                f"{devices} devices and {layers} layers cannot make a pipeline of {options.pipeline} stages",
+                f"the pipeline degrees that fit are {', '.join(map(str, pipelines))}",
+            )
+        pipelines = [options.pipeline]
+    counts = [1] if graph.unmicrobatchable else divisors(graph.batch_size)
+    if options.microbatches is not None:
+        if options.microbatches not in counts:
+            why = graph.unmicrobatchable or f"a global batch of {graph.batch_size} does not divide into that many"
+            raise UsageError(f"{options.microbatches} microbatches are not possible: {why}")
+        counts = [options.microbatches]
+    if options.schedule == "none":
+        pipelines = [p for p in pipelines if p == 1]
+        if not pipelines:
+            raise UsageError(f"a pipeline of {options.pipeline} stages needs a schedule", "use 1f1b or gpipe")
+    found = []
+    for p in pipelines:
+        for mesh in meshes(devices // p):
+            for m in counts:
+                schedule = "none" if p == 1 else options.schedule or "1f1b"
+                found.append(Choice(mesh, p, m, schedule))
+    return found
+
+
+def tied_groups(graph: Graph) -> tuple[tuple[int, ...], ...]:
+    """Layers that must have equal roles and ZeRO stage, because they share parameters (directly or through another layer)."""
+    group: dict[int, set[int]] = {}
+    for layers in graph.shared_parameters.values():
+        merged = set(layers).union(*(group[i] for i in layers if i in group))
+        for i in merged:
+            group[i] = merged
+    return tuple(sorted({tuple(sorted(g)) for g in group.values()}))

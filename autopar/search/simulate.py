@@ -1,0 +1,109 @@
+"""The time of a pipelined step: each stage runs its list of forwards and backwards in order, each waiting for its neighbour.
+
+Exact for the very action lists that ``torch.distributed.pipelining`` runs for GPipe and 1F1B. A step is the longest path through
+those actions, so it never falls when a stage gets slower. ``lower_bound`` gives linear bounds of that path for the solvers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One action of the schedule: ``kind`` is "F" or "B", times in seconds from the start of the step."""
+
+    stage: int
+    kind: str
+    microbatch: int
+    start_s: float
+    stop_s: float
+
+
+def actions(schedule: str, stage: int, stages: int, microbatches: int) -> list[tuple[str, int]]:
+    """The stage's actions in order: ("F" or "B", microbatch)."""
+    if schedule == "gpipe":
+        return [("F", i) for i in range(microbatches)] + [("B", i) for i in range(microbatches)]
+    warm = min(microbatches, stages - stage)
+    order = [("F", i) for i in range(warm)]
+    for i in range(microbatches):
+        order.append(("B", i))
+        if warm + i < microbatches:
+            order.append(("F", warm + i))
+    return order
+
+
+def timeline(
+    forward_s: Sequence[float], backward_s: Sequence[float], microbatches: int, schedule: str
+) -> tuple[Span, ...]:
+    """Every action with its start and stop. ``schedule`` "none" (one stage) runs each backward right after its forward."""
+    stages = len(forward_s)
+    orders = [actions(schedule, s, stages, microbatches) for s in range(stages)]
+    at = [0] * stages
+    clock = [0.0] * stages
+    done: dict[tuple[str, int, int], float] = {}
+    spans: list[Span] = []
+    waiting = list(range(stages))
+    while waiting:
+        moved = False
+        for s in waiting:
+            while at[s] < len(orders[s]):
+                kind, i = orders[s][at[s]]
+                before = s - 1 if kind == "F" else s + 1
+                ready = done.get((kind, before, i)) if 0 <= before < stages else 0.0
+                if ready is None:
+                    break
+                start = max(clock[s], ready)
+                clock[s] = start + (forward_s[s] if kind == "F" else backward_s[s])
+                done[kind, s, i] = clock[s]
+                spans.append(Span(s, kind, i, start, clock[s]))
+                at[s] += 1
+                moved = True
+        assert moved, (schedule, stages, microbatches)
+        waiting = [s for s in waiting if at[s] < len(orders[s])]
+    return tuple(spans)
+
+
+def simulate(forward_s: Sequence[float], backward_s: Sequence[float], microbatches: int, schedule: str) -> float:
+    """Seconds from the first forward to the last backward (the last entry of ``timeline``, without building it)."""
+    if len(forward_s) == 1:
+        return microbatches * (forward_s[0] + backward_s[0])
+    if schedule == "gpipe":  # two flow shops of equal jobs, one after the other: exact
+        total = sum(forward_s) + sum(backward_s)
+        return total + (microbatches - 1) * (max(forward_s) + max(backward_s))
+    stages = len(forward_s)
+    warm = [min(microbatches, stages - s) for s in range(stages)]
+    clock = [0.0] * stages
+    forward = [[0.0] * microbatches for _ in range(stages)]  # when stage s has finished F i
+    for i in range(warm[0]):
+        for s in range(stages):
+            if i < warm[s]:
+                clock[s] = max(clock[s], forward[s - 1][i] if s else 0.0) + forward_s[s]
+                forward[s][i] = clock[s]
+    for i in range(microbatches):
+        ready = 0.0
+        for s in range(stages - 1, -1, -1):  # B i of every stage, from the last one back
+            clock[s] = ready = max(clock[s], ready) + backward_s[s]
+        for s in range(
+            stages
+        ):  # then each stage's next forward, whose input an earlier round made: warm falls by one a stage
+            j = warm[s] + i
+            if j < microbatches:
+                clock[s] = max(clock[s], forward[s - 1][j] if s else 0.0) + forward_s[s]
+                forward[s][j] = clock[s]
+    return max(clock)
+
+
+def lower_bound(forward_s: Sequence[float], backward_s: Sequence[float], microbatches: int, schedule: str) -> float:
+    """The linear bound of ``simulate`` that the solvers minimise (see ``bound`` for the proof)."""
+    t = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
+    total, m, stages = sum(t), microbatches, len(t)
+    if schedule == "gpipe":
+        return total + (m - 1) * (max(forward_s) + max(backward_s))
+    best, before = total, 0.0
+    for s in range(stages):
+        before += t[s]
+        warm = min(m, stages - s)
+        best = max(best, before + (m - 1) * t[s], total + (m - 1) * t[s] - (warm - 1) * forward_s[s])
+    return best
