@@ -7,7 +7,7 @@ import torch
 
 from autopar.errors import BatchError, ModelError
 from autopar.zoo import CATALOGUE, build, find, models
-from autopar.zoo.build import build_config
+from autopar.zoo.hf import build_config
 
 pytest.importorskip("transformers")
 

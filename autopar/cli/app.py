@@ -45,11 +45,15 @@ _model_options = _options(
     ),
 )
 _pin_options = _options(
-    click.option("--pipeline", type=int, metavar="N", help="Pin the number of pipeline stages."),
-    click.option("--data", type=int, metavar="N", help="Pin the data-parallel degree of every layer."),
-    click.option("--tensor", type=int, metavar="N", help="Pin the tensor-parallel degree of every layer."),
+    click.option("--pipeline", type=click.IntRange(1), metavar="N", help="Pin the number of pipeline stages."),
+    click.option("--data", type=click.IntRange(1), metavar="N", help="Pin the data-parallel degree of every layer."),
+    click.option(
+        "--tensor", type=click.IntRange(1), metavar="N", help="Pin the tensor-parallel degree of every layer."
+    ),
     click.option("--zero", type=click.IntRange(0, 3), metavar="0-3", help="Pin the ZeRO stage."),
-    click.option("--microbatches", type=int, metavar="N", help="Pin the number of microbatches of a step."),
+    click.option(
+        "--microbatches", type=click.IntRange(1), metavar="N", help="Pin the number of microbatches of a step."
+    ),
     click.option("--schedule", metavar="NAME", help="Pin the schedule: none, gpipe or 1f1b."),
     click.option(
         "--recompute/--no-recompute", default=None, help="Pin recomputation of activations, everywhere or nowhere."

@@ -10,7 +10,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +21,7 @@ from torch import nn
 from autopar import zoo
 from autopar.errors import AutoparError, BatchError, ModelError
 from autopar.precision import normalise
-from autopar.zoo.build import batch_for, build_config
+from autopar.zoo.hf import batch_for, build_config
 
 _RETURNS = "a factory returns a torch.nn.Module, or (module, batch), or (module, batch, loss_fn)"
 
@@ -97,8 +97,17 @@ def _from_factory(model: str, source: str, factory: str, sizes: Sizes, device: s
     if not callable(function):
         hint = _factory_hint(Path(module.__file__)) if getattr(module, "__file__", None) else _RETURNS
         raise ModelError(f"{source} has no function {factory!r}", hint)
-    result = _guarded(model, function, **_arguments(model, function, sizes))
-    return _unpack(model, factory, result, sizes, device)
+    arguments = _arguments(function, sizes)
+    loaded = _unpack(model, factory, _guarded(model, function, **arguments))
+    if loaded.batch is None:
+        return replace(loaded, batch=_batch_of(model, loaded.module, sizes, device))
+    for name in ("seq", "global_batch"):
+        if getattr(sizes, name) is not None and name not in arguments:
+            raise BatchError(
+                f"--{name.replace('_', '-')} is given, but {model} makes its own batch and has no parameter {name}",
+                f"add {name} to the factory's parameters, or leave the option out",
+            )
+    return loaded
 
 
 def _import_file(source: str) -> ModuleType:
@@ -142,26 +151,15 @@ def _guarded(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any)
         raise ModelError(f"{where}{what} raised {type(error).__name__}: {error}") from error
 
 
-def _arguments(model: str, function: Callable[..., Any], sizes: Sizes) -> dict[str, Any]:
+def _arguments(function: Callable[..., Any], sizes: Sizes) -> dict[str, Any]:
+    """Those of the given sizes that the factory has parameters for."""
     parameters = inspect.signature(function).parameters
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    given = {"seq": sizes.seq, "global_batch": sizes.global_batch}
-    arguments: dict[str, Any] = {}
-    for name, value in given.items():
-        if value is None:
-            continue
-        if not anything and name not in parameters:
-            raise BatchError(
-                f"--{name.replace('_', '-')} is given, and the factory {model} has no parameter {name}",
-                f"add {name} to the factory's parameters, or leave the option out: the factory makes the batch",
-            )
-        arguments[name] = value
-    if sizes.precision is not None and (anything or "precision" in parameters):
-        arguments["precision"] = sizes.precision
-    return arguments
+    given = {"seq": sizes.seq, "global_batch": sizes.global_batch, "precision": sizes.precision}
+    return {k: v for k, v in given.items() if v is not None and (anything or k in parameters)}
 
 
-def _unpack(model: str, factory: str, result: Any, sizes: Sizes, device: str) -> Loaded:
+def _unpack(model: str, factory: str, result: Any) -> Loaded:
     module, batch, loss_fn = result, None, None
     if isinstance(result, (tuple, list)):
         if len(result) not in (2, 3):
@@ -172,17 +170,20 @@ def _unpack(model: str, factory: str, result: Any, sizes: Sizes, device: str) ->
         raise ModelError(f"{model} returned {type(module).__name__}, not a torch.nn.Module", _RETURNS)
     if loss_fn is not None and not callable(loss_fn):
         raise ModelError(f"{model} returned {type(loss_fn).__name__} as its loss_fn, not a function", _RETURNS)
-    if batch is None:
-        config = getattr(module, "config", None)
-        if not hasattr(config, "model_type"):
-            raise BatchError(
-                f"{model} returned a module and no batch, and {type(module).__name__} does not say what its batches look like",
-                "return (module, batch), where batch is an example of one global batch: a tuple for positional arguments, "
-                "a dict for keyword arguments",
-            )
-        dtype = next((p.dtype for p in module.parameters()), torch.float32)
-        batch = batch_for(type(module).__name__, config, sizes.seq, sizes.global_batch, dtype, device)
     return Loaded(factory, module, batch, loss_fn)
+
+
+def _batch_of(model: str, module: nn.Module, sizes: Sizes, device: str) -> Any:
+    """A batch for a module that came without: transformers models say what they take, others do not."""
+    config = getattr(module, "config", None)
+    if not hasattr(config, "model_type"):
+        raise BatchError(
+            f"{model} returned a module and no batch, and {type(module).__name__} does not say what its batches look like",
+            "return (module, batch), where batch is an example of one global batch: a tuple for positional arguments, "
+            "a dict for keyword arguments",
+        )
+    dtype = next((p.dtype for p in module.parameters()), torch.float32)
+    return batch_for(type(module).__name__, config, sizes.seq, sizes.global_batch, dtype, device)
 
 
 def _factory_hint(path: Path) -> str:

@@ -37,7 +37,7 @@ def build(
         ModelError: no such model, or transformers is not installed.
         BatchError: a length or a batch that the model cannot take.
     """
-    from autopar.zoo.build import build_config
+    from autopar.zoo.hf import build_config
 
     entry = find(name)
     return build_config(entry.config, seq or entry.seq, global_batch or entry.global_batch, precision, device)
