@@ -1,0 +1,222 @@
+"""How a user's batch maps to named tensors.
+
+A batch is one tensor, a tuple (positional arguments), or a dict (keyword arguments); with a ``loss_fn`` it is the pair
+``(inputs, targets)``, where ``inputs`` is one of those three. Tensors may sit deeper (a dict of tuples); what is not a tensor (``None``,
+a flag) is part of the structure and must stay the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import BatchError
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """The place of one tensor: its name in ``Graph.inputs``, global shape and dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.name}: {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Static:
+    """The place of something that is not a tensor."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStructure:
+    """A nest of tuples and dicts with ``Leaf`` and ``Static`` at its ends; ``paired`` is true for ``(inputs, targets)``."""
+
+    tree: Any
+    paired: bool = False
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        return tuple(_leaves(self.tree))
+
+
+def describe_batch(
+    model: nn.Module, batch: Any, loss_fn: Any = None, dtype: torch.dtype | None = None
+) -> BatchStructure:
+    """The structure of an example batch; floating tensors take ``dtype`` if one is given.
+
+    Raises ``BatchError`` when there is no tensor, when the tensors disagree on the batch extent (dim 0), or when
+    ``loss_fn`` is given and the batch is not a pair.
+    """
+    if loss_fn is not None:
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise BatchError(
+                f"with a loss_fn the batch must be the pair (inputs, targets), not {_kind(batch)}",
+                hint="the model is called with the inputs and loss_fn with (output, targets)",
+            )
+        names = _Names(dtype)
+        tree: Any = (names.arguments(model, batch[0]), names.walk("targets", batch[1]))
+    else:
+        names = _Names(dtype)
+        tree = names.arguments(model, batch)
+    structure = BatchStructure(tree, paired=loss_fn is not None)
+    leaves = structure.leaves
+    if not leaves:
+        raise BatchError(
+            f"the batch holds no tensor: {_kind(batch)}", hint="give a tensor, a tuple or a dict of tensors"
+        )
+    for leaf in leaves:
+        if not leaf.shape or leaf.shape[0] != leaves[0].shape[0]:
+            raise BatchError(
+                f"the batch's tensors disagree on dim 0, the batch: {leaves[0]} and {leaf}",
+                hint="every tensor of a batch has one row per example in dim 0",
+            )
+    return structure
+
+
+def flatten_batch(structure: BatchStructure, batch: Any) -> dict[str, torch.Tensor]:
+    """The batch's tensors by name, in the order of ``Graph.inputs``.
+
+    Floating tensors are cast to the dtype of the capture. Raises ``BatchError`` where the batch is built differently from the
+    captured one, or a tensor has another shape or dtype.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    _flatten(structure.tree, batch, "the batch", tensors)
+    return tensors
+
+
+def rebuild_batch(structure: BatchStructure, tensors: Sequence[torch.Tensor]) -> Any:
+    """The inverse of ``flatten_batch``: the nest, with ``tensors`` (in the order of the leaves) in their places."""
+    return _rebuild(structure.tree, iter(tensors))
+
+
+def _rebuild(tree: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    if isinstance(tree, Leaf):
+        return next(tensors)
+    if isinstance(tree, Static):
+        return tree.value
+    if isinstance(tree, dict):
+        return {key: _rebuild(value, tensors) for key, value in tree.items()}
+    return tuple(_rebuild(value, tensors) for value in tree)
+
+
+def _leaves(tree: Any) -> Iterator[Leaf]:
+    if isinstance(tree, Leaf):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from _leaves(value)
+    elif isinstance(tree, tuple):
+        for value in tree:
+            yield from _leaves(value)
+
+
+def _flatten(tree: Any, batch: Any, where: str, out: dict[str, torch.Tensor]) -> None:
+    if isinstance(tree, Leaf):
+        out[tree.name] = _checked(tree, batch, where)
+    elif isinstance(tree, Static):
+        if batch is not tree.value and batch != tree.value:
+            raise BatchError(f"{where} was {tree.value!r} when the model was captured and is {batch!r} now")
+    elif isinstance(tree, dict):
+        if not _is_mapping(batch) or set(batch) != set(tree):
+            got = sorted(batch) if _is_mapping(batch) else _kind(batch)
+            raise BatchError(
+                f"{where} must have the keys {sorted(tree)}, but is {got}", hint="give what the model was captured with"
+            )
+        for key, value in tree.items():
+            _flatten(value, batch[key], f"{where}[{key!r}]", out)
+    else:
+        if isinstance(batch, torch.Tensor) and len(tree) == 1:
+            batch = (batch,)
+        if not isinstance(batch, tuple | list) or len(batch) != len(tree):
+            raise BatchError(
+                f"{where} must be a tuple of {len(tree)}, but is {_kind(batch)}",
+                hint="give what the model was captured with",
+            )
+        for index, (value, item) in enumerate(zip(tree, batch, strict=True)):
+            _flatten(value, item, f"{where}[{index}]", out)
+
+
+def _checked(leaf: Leaf, tensor: Any, where: str) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor):
+        raise BatchError(f"{where} must be the tensor {leaf}, but is {_kind(tensor)}")
+    if tensor.is_floating_point() and leaf.dtype.is_floating_point and tensor.dtype != leaf.dtype:
+        tensor = tensor.to(leaf.dtype)
+    if tuple(tensor.shape) != leaf.shape or tensor.dtype != leaf.dtype:
+        got = Leaf(leaf.name, tuple(tensor.shape), tensor.dtype)
+        raise BatchError(
+            f"{where} does not fit the captured graph: it takes {leaf}, and this is {got}",
+            hint="a graph is captured for one global batch shape: pad or drop the last batch, or capture again",
+        )
+    return tensor
+
+
+class _Names:
+    """Gives every tensor of a nest a name of its own."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype
+        self.taken: set[str] = set()
+
+    def arguments(self, model: nn.Module, batch: Any) -> Any:
+        """The model's arguments: named after ``forward``'s parameters."""
+        if _is_mapping(batch):
+            return {str(key): self.walk(str(key), value) for key, value in batch.items()}
+        positional = batch if isinstance(batch, tuple | list) else (batch,)
+        names = _forward_names(model, len(positional))
+        return tuple(self.walk(name, value) for name, value in zip(names, positional, strict=True))
+
+    def walk(self, name: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            dtype = self.dtype if self.dtype is not None and value.is_floating_point() else value.dtype
+            return Leaf(self.unique(name), tuple(value.shape), dtype)
+        if _is_mapping(value):
+            return {key: self.walk(f"{name}_{key}", item) for key, item in value.items()}
+        if isinstance(value, tuple | list):
+            return tuple(self.walk(f"{name}_{index}", item) for index, item in enumerate(value))
+        return Static(value)
+
+    def unique(self, name: str) -> str:
+        name = "".join(c if c.isalnum() or c == "_" else "_" for c in name)
+        candidate, k = name, 1
+        while candidate in self.taken:
+            k += 1
+            candidate = f"{name}_{k}"
+        self.taken.add(candidate)
+        return candidate
+
+
+def _forward_names(model: nn.Module, count: int) -> list[str]:
+    names: list[str] = []
+    for parameter in inspect.signature(model.forward).parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            names += [f"{parameter.name}_{i}" for i in range(count - len(names))]
+        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            names.append(parameter.name)
+    if len(names) < count:
+        raise BatchError(
+            f"the batch has {count} positional tensors, but {type(model).__name__}.forward takes {len(names)}",
+            hint="with a loss_fn, give the batch as (inputs, targets) and pass loss_fn",
+        )
+    return names[:count]
+
+
+def _is_mapping(value: Any) -> bool:
+    return hasattr(value, "keys") and hasattr(value, "__getitem__")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,75 @@
+"""A twin of the user's model that allocates nothing: the same modules, with fake tensors in place of parameters and buffers."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import CaptureError
+from autopar.torch_private import fake_tensors
+
+PRECISIONS = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """The clone, the real tensors behind its buffers (absent for a model on meta), and the mode its tensors live in."""
+
+    module: nn.Module
+    buffers: dict[str, torch.Tensor]
+    mode: Any
+
+
+def twin(model: nn.Module, dtype: torch.dtype | None) -> Twin:
+    """Clone ``model`` without touching or copying its tensors.
+
+    The twin's tensors say that they are on the CPU, as a newcomer's model is, so that a forward that mixes in tensors of the default
+    device works on it. Tensors that are plain attributes become buffers, so that they are seen. ``dtype`` casts the floating ones.
+    transformers' key/value cache is switched off.
+    """
+    mode = fake_tensors()
+    memo: dict[int, Any] = {}
+    values: dict[str, torch.Tensor] = {}
+    plain: list[tuple[str, str]] = []
+
+    def cast(tensor: torch.Tensor) -> torch.dtype:
+        return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        with mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=cast(tensor), device="cpu")
+
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        tensors = dict(module.named_buffers(recurse=False))
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                tensors[name] = value
+                plain.append((path, name))
+        for name, tensor in tensors.items():
+            memo.setdefault(id(tensor), fake(tensor))
+            if tensor.device.type != "meta":
+                values[prefix + name] = tensor.detach().to("cpu", cast(tensor))
+    try:
+        module = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise CaptureError(
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and capture works on a copy",
+            hint="keep open files, locks and generators out of the module's attributes",
+        ) from error
+    for path, name in plain:
+        owner = module.get_submodule(path)
+        tensor = getattr(owner, name)
+        delattr(owner, name)
+        owner.register_buffer(name, tensor, persistent=False)
+    for child in module.modules():
+        config = getattr(child, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False  # type: ignore[union-attr]
+    return Twin(module.train(), values, mode)

@@ -1,0 +1,182 @@
+"""``torch.export`` of the twin, and its result as a graph whose placeholders say what they are."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar.capture.batch import BatchStructure, rebuild_batch
+from autopar.capture.clone import Twin, twin
+from autopar.errors import CaptureError
+from autopar.graph import Parameter
+from autopar.torch_private import is_fake
+from passes.clean.nodes import like
+
+OPAQUE_HINT = "keep that module whole and replicated: wrap it in autopar.opaque(module)"
+
+
+class _Captured(nn.Module):
+    """Calls the model and picks the loss, so that the loss is all that the graph computes."""
+
+    def __init__(self, module: nn.Module, loss_fn: Callable[..., Any] | None, structure: BatchStructure) -> None:
+        super().__init__()
+        self.module = module
+        self.loss_fn = loss_fn
+        self.structure = structure
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        batch = rebuild_batch(self.structure, tensors)
+        arguments, targets = batch if self.structure.paired else (batch, None)
+        output = self.module(**arguments) if isinstance(arguments, dict) else self.module(*arguments)
+        if self.loss_fn is not None:
+            output = self.loss_fn(output, targets)
+        return find_loss(output, self.loss_fn is not None)
+
+
+def find_loss(output: Any, from_loss_fn: bool) -> torch.Tensor:
+    """The 0-d loss in what a model returned: itself, ``.loss``, ``["loss"]``, or the first item of a tuple."""
+    candidates = [output, getattr(output, "loss", None)]
+    if isinstance(output, dict):
+        candidates.append(output.get("loss"))
+    if isinstance(output, tuple | list) and output:
+        candidates.append(output[0])
+    for candidate in candidates:
+        if isinstance(candidate, torch.Tensor) and candidate.dim() == 0 and candidate.is_floating_point():
+            return candidate
+    kind = f"a tensor {list(output.shape)}" if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
+    if from_loss_fn:
+        raise CaptureError(
+            f"loss_fn returned {kind}, not a 0-d floating loss", hint="reduce the loss: .mean() or .sum()"
+        )
+    raise CaptureError(
+        f"the model returned {kind}, in which there is no 0-d floating loss",
+        hint="return the loss, an object with .loss or a tuple that starts with it (transformers: give labels in the batch), "
+        "or pass loss_fn with the batch as (inputs, targets)",
+    )
+
+
+def export(
+    model: nn.Module, structure: BatchStructure, loss_fn: Callable[..., Any] | None, dtype: torch.dtype | None
+) -> tuple[fx.GraphModule, dict[str, torch.Tensor], dict[str, str]]:
+    """Export the model's twin.
+
+    Returns the lifted graph with labelled placeholders (``passes.clean.nodes``), the values of its buffers and lifted constants
+    by name (absent where the model is on meta), and the class name of every module by path (``""`` is the model).
+    """
+    copied = twin(model, dtype)
+    if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
+        raise CaptureError(
+            "loss_fn has parameters of its own", hint="make it part of the model, and return the loss from there"
+        )
+    with copied.mode:
+        tensors = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in structure.leaves)
+    program = _export(_Captured(copied.module, loss_fn, structure), tensors)
+    gm = program.graph_module
+    values = _label(gm, program, model, copied, structure)
+    classes = {path: type(module).__name__ for path, module in model.named_modules()}
+    return gm, values, classes
+
+
+def _export(captured: nn.Module, tensors: tuple[torch.Tensor, ...]) -> Any:
+    exporter = logging.getLogger("torch.export")
+    level = exporter.level
+    exporter.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.export.export(captured, tensors, strict=False)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise _explain(error) from error
+    finally:
+        exporter.setLevel(level)
+
+
+def _explain(error: Exception) -> CaptureError:
+    """The user's source line and what it did."""
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    frames: Sequence[traceback.FrameSummary] = traceback.extract_tb(error.__traceback__)
+    user = [f for f in frames if not f.filename.startswith((*ours, "<")) and not f.filename.endswith("contextlib.py")]
+    kind, text = type(error).__name__, str(error).strip().split("\n")[0]
+    dependent = "DataDependent" in kind or "data-dependent" in str(error).lower() or "_local_scalar_dense" in str(error)
+    what = "its control flow or a shape depends on the data" if dependent else f"{kind}: {text}"
+    if not user:
+        return CaptureError(f"torch.export refused the model: {what}", hint=OPAQUE_HINT)
+    frame = user[-1]
+    line = f" `{frame.line}`" if frame.line else ""
+    hint = OPAQUE_HINT if dependent else f"the model must run on this batch by itself first; if it does, {OPAQUE_HINT}"
+    return CaptureError(f"torch.export refused {frame.filename}:{frame.lineno}{line}: {what}", hint=hint)
+
+
+def _label(
+    gm: fx.GraphModule, program: Any, model: nn.Module, copied: Twin, structure: BatchStructure
+) -> dict[str, torch.Tensor]:
+    """Say on each placeholder what it is, make every ``meta["val"]`` a plain meta tensor; the values of buffers and constants."""
+    for node in gm.graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = _plain(node.meta["val"], node)
+    placeholders = {n.name: n for n in gm.graph.nodes if n.op == "placeholder"}
+    names = _parameter_names(model)
+    shapes = dict(model.named_parameters())
+    first: dict[str, fx.Node] = {}
+    values: dict[str, torch.Tensor] = {}
+    leaves = iter(structure.leaves)
+    for spec in program.graph_signature.input_specs:
+        node, kind = placeholders[spec.arg.name], spec.kind.name
+        target = str(spec.target).removeprefix("module.")
+        if kind == "USER_INPUT":
+            node.meta["input"] = next(leaves).name
+        elif kind == "PARAMETER":
+            name, tied = names[target]
+            if name in first:
+                node.replace_all_uses_with(first[name])
+                gm.graph.erase_node(node)
+                continue
+            first[name] = node
+            value, size = node.meta["val"], tuple(shapes[name].shape)
+            node.meta["parameter"] = Parameter(
+                name, name, size, size, value.dtype, tied=tied, trainable=shapes[name].requires_grad
+            )
+        else:
+            node.meta["buffer"] = target
+            real = program.constants.get(spec.target)
+            if target in copied.buffers:
+                values[target] = copied.buffers[target]
+            elif isinstance(real, torch.Tensor) and not is_fake(real):
+                values[target] = real
+    return values
+
+
+def _plain(value: Any, node: fx.Node) -> Any:
+    if isinstance(value, torch.Tensor):
+        try:
+            return like(value)
+        except (TypeError, RuntimeError) as error:
+            raise CaptureError(
+                f"the shape of {node.name} depends on the data ({tuple(value.shape)})\n{_trace(node)}", hint=OPAQUE_HINT
+            ) from error
+    if isinstance(value, tuple | list):
+        return type(value)(_plain(item, node) for item in value)
+    return value
+
+
+def _trace(node: fx.Node) -> str:
+    """The last line of the user's code that made the node."""
+    trace = str(node.meta.get("stack_trace") or "").strip().split("\n")
+    return "\n".join(trace[-2:])
+
+
+def _parameter_names(model: nn.Module) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """For every name of every parameter: the parameter's first name, and its other names."""
+    by_identity: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_identity.setdefault(id(parameter), []).append(name)
+    return {name: (group[0], tuple(group[1:])) for group in by_identity.values() for name in group}

@@ -1,0 +1,35 @@
+"""Float64 through and through, for comparing two programs to the last digits.
+
+Model code casts up to float32 in places (norms, rotary tables, logits before a loss), so a "float64" model rounds to
+24 bits there, and a sum that is split over ranks then differs in the eighth digit: too much to tell rounding from a
+wrong gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class WholeFloat64(TorchFunctionMode):
+    """A context in which whatever asks for float32 gets float64: around ``capture(..., precision="float64")`` and around eager alike."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        return func(*_widened(args), **_widened(kwargs or {}))
+
+
+def _widened(value: Any) -> Any:
+    if value is torch.float32:
+        return torch.float64
+    if type(value) in (tuple, list):
+        return type(value)(_widened(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _widened(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,306 @@
+"""Turn the groups of a segmented graph into layers and layer classes, and the scalars into a prelude."""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.node import map_arg
+
+from autopar.capture.segment import Group
+from autopar.graph import Layer, LayerClass, Value
+from passes.clean.nodes import copy_origin, dtype, packet, shape
+
+KINDS = ("activation", "input", "constant", "scalar", "parameter")
+
+
+@dataclass(slots=True)
+class Borders:
+    """What a layer takes from outside, by kind and in order, and the nodes that it hands on."""
+
+    activation: list[fx.Node] = field(default_factory=list)
+    input: list[fx.Node] = field(default_factory=list)
+    constant: list[fx.Node] = field(default_factory=list)
+    scalar: list[fx.Node] = field(default_factory=list)
+    parameter: list[fx.Node] = field(default_factory=list)
+    outputs: list[fx.Node] = field(default_factory=list)
+    body: list[fx.Node] = field(default_factory=list)
+
+
+def borders(gm: fx.GraphModule, groups: list[Group]) -> list[Borders]:
+    """The borders of each group. The bodies include the input-only nodes that the group needs, each copied per group."""
+    position = {node: index for index, node in enumerate(gm.graph.nodes)}
+    owner = {node: index for index, group in enumerate(groups) for node in group.nodes}
+    found = []
+    for index, group in enumerate(groups):
+        border, members = Borders(), set(group.nodes)
+        seen: set[fx.Node] = set()
+        stack = [operand for node in group.nodes for operand in node.all_input_nodes]
+        while stack:
+            node = stack.pop()
+            if node in seen or node in members:
+                continue
+            seen.add(node)
+            kind = _kind(node, owner)
+            if kind is None:
+                members.add(node)
+                stack.extend(node.all_input_nodes)
+            else:
+                getattr(border, kind).append(node)
+        border.body = sorted(members, key=position.__getitem__)
+        first_use: dict[fx.Node, int] = {}
+        for rank, node in enumerate(border.body):
+            for operand in node.all_input_nodes:
+                first_use.setdefault(operand, rank * 64 + node.all_input_nodes.index(operand))
+        border.activation.sort(key=position.__getitem__)
+        border.input.sort(key=position.__getitem__)
+        for names in (border.constant, border.scalar, border.parameter):
+            names.sort(key=first_use.__getitem__)
+        border.outputs = [
+            n for n in group.nodes if any(owner.get(user, -1) > index or user.op == "output" for user in n.users)
+        ]
+        found.append(border)
+    return found
+
+
+def _kind(node: fx.Node, owner: dict[fx.Node, int]) -> str | None:
+    """How ``node`` enters a layer that it is not in; ``None`` if it is recomputed there."""
+    if node.op == "placeholder":
+        return next(kind for kind in ("parameter", "input", "constant") if kind in node.meta)
+    if node.meta.get("scalar"):
+        return "scalar"
+    return "activation" if node in owner else None
+
+
+def build_layers(
+    groups: list[Group], found: list[Borders], classes: dict[str, str], root: str
+) -> tuple[tuple[Layer, ...], dict[str, LayerClass], dict[str, Value]]:
+    """The layers, their classes by name, and every activation by name. ``classes`` maps module paths to class names."""
+    names = layer_names(groups, classes)
+    values: dict[fx.Node, Value] = {}
+    library: dict[Any, LayerClass] = {}
+    taken: set[str] = set()
+    layers = []
+    for index, (border, name) in enumerate(zip(found, names, strict=True)):
+        final = index == len(found) - 1
+        for k, node in enumerate(border.outputs):
+            label = "loss" if final else name if len(border.outputs) == 1 else f"{name}:{k}"
+            values[node] = Value(label, shape(node), dtype(node), node.meta["grad"])
+        whole = all(n.meta["parameter"].name.startswith(name + ".") for n in border.parameter)
+        prefix = name + "." if whole else ""
+        key = _signature(border, prefix)
+        if key not in library:
+            wanted = class_name(name, groups[index], classes, root, first=index == 0, final=final)
+            library[key] = _layer_class(unique(wanted, taken), border, prefix)
+        layers.append(
+            Layer(
+                name=name,
+                cls=library[key].name,
+                activations=tuple(values[n].name for n in border.activation),
+                inputs=tuple(n.meta["input"] for n in border.input),
+                constants=tuple(n.meta["constant"] for n in border.constant),
+                scalars=tuple(n.meta["scalar_value"].name for n in border.scalar),
+                parameters=tuple(n.meta["parameter"].name for n in border.parameter),
+                outputs=tuple(values[n].name for n in border.outputs),
+            )
+        )
+    return tuple(layers), {cls.name: cls for cls in library.values()}, {value.name: value for value in values.values()}
+
+
+def layer_names(groups: list[Group], classes: dict[str, str]) -> list[str]:
+    """A module path for each group: its block; else the module that holds all of it and no block; else one with parameters.
+
+    The first group takes the first module with parameters (the embedding), the others the last (the head).
+    """
+    blocks = [group.block for group in groups if group.block]
+    taken: set[str] = set()
+    names = []
+    for index, group in enumerate(groups):
+        name = group.block
+        if not name:
+            paths = [path for path in group.paths if path]
+            common = _common(paths)
+            holders = [path for path in paths if _holds_parameters(group, path)]
+            if common and common in classes and not any(b == common or b.startswith(common + ".") for b in blocks):
+                name = common
+            elif holders:
+                name = holders[0 if index == 0 else -1]
+            else:
+                name = "embeddings" if index == 0 and len(groups) > 1 else "model"
+        names.append(unique(name, taken, separator="@"))
+    return names
+
+
+def _common(paths: list[str]) -> str:
+    """The longest module path that all of ``paths`` lie in."""
+    split = [path.split(".") for path in paths]
+    common: list[str] = []
+    for parts in zip(*split, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)
+
+
+def _holds_parameters(group: Group, path: str) -> bool:
+    return any(
+        operand.meta["parameter"].original.startswith(path + ".")
+        or any(tied.startswith(path + ".") for tied in operand.meta["parameter"].tied)
+        for node in group.nodes
+        for operand in node.all_input_nodes
+        if "parameter" in operand.meta
+    )
+
+
+def class_name(name: str, group: Group, classes: dict[str, str], root: str, *, first: bool, final: bool) -> str:
+    """What the layer is called as a class: its module's, or the model's with what it does."""
+    path = name.split("@")[0]
+    whole = path in classes and (
+        bool(group.block) or all(p == path or p.startswith(path + ".") for p in group.paths if p)
+    )
+    if whole:
+        return identifier(classes[path])
+    return identifier(root + ("" if first and final else "Embeddings" if first else "Head" if final else "Bridge"))
+
+
+def _signature(border: Borders, prefix: str) -> Any:
+    """Equal for two layers if and only if one graph does for both."""
+    index: dict[fx.Node, int] = {}
+    key: list[Any] = []
+    for kind in KINDS:
+        for node in getattr(border, kind):
+            index[node] = len(index)
+            local = _local_name(node, prefix) if kind == "parameter" else node.meta["input"] if kind == "input" else ""
+            key.append((kind, local, shape(node), dtype(node), node.meta["grad"]))
+    for node in border.body:
+        index[node] = len(index)
+        frozen = map_arg((node.args, dict(node.kwargs)), lambda n: _Ref(index[n]))
+        value = node.meta["val"]
+        described = (shape(node), dtype(node), value.stride()) if isinstance(value, torch.Tensor) else str(value)
+        key.append((node.target, repr(frozen), described, node.meta["grad"]))
+    key.append(tuple(index[n] for n in border.outputs))
+    return tuple(key)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ref:
+    index: int
+
+
+def _local_name(node: fx.Node, prefix: str) -> str:
+    name: str = node.meta["parameter"].name
+    return name.removeprefix(prefix) if prefix else name
+
+
+def _layer_class(name: str, border: Borders, prefix: str) -> LayerClass:
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    described: dict[str, list[Value]] = {kind: [] for kind in KINDS}
+    taken: set[str] = {"self"}
+    for kind in KINDS:
+        for node in getattr(border, kind):
+            wanted = _placeholder_name(kind, node, prefix)
+            wanted = unique(identifier(wanted), taken, separator="_")
+            placeholder = graph.create_node("placeholder", wanted, name=wanted)
+            placeholder.meta |= {"val": node.meta["val"], "grad": node.meta["grad"]}
+            copy_origin(node, placeholder)
+            env[node] = placeholder
+            label = _local_name(node, prefix) if kind == "parameter" else placeholder.name
+            described[kind].append(Value(label, shape(node), dtype(node), node.meta["grad"]))
+    for node in border.body:
+        env[node] = copy = _copied(graph, node, env)
+        copy.meta |= {"val": node.meta["val"], "grad": node.meta["grad"]}
+        copy_origin(node, copy)
+    results = [env[n] for n in border.outputs]
+    graph.output(tuple(results))
+    outputs = tuple(Value(n.name, shape(n), dtype(n), n.meta["grad"]) for n in results)
+    gm = fx.GraphModule(nn.Module(), graph, class_name=name)
+    return LayerClass(
+        name,
+        gm,
+        tuple(described["activation"]),
+        tuple(described["input"]),
+        tuple(described["constant"]),
+        tuple(described["scalar"]),
+        tuple(described["parameter"]),
+        outputs,
+    )
+
+
+def _copied(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
+    """``node`` in ``graph``, named after its op rather than after its place in the whole model."""
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), env.__getitem__)
+    return graph.create_node(node.op, node.target, args, kwargs, name=packet(node).rsplit(".", 1)[-1])
+
+
+def _placeholder_name(kind: str, node: fx.Node, prefix: str) -> str:
+    if kind == "parameter":
+        return _local_name(node, prefix)
+    if kind == "activation":
+        return "x"
+    return str(node.meta["scalar_value"].name if kind == "scalar" else node.meta[kind])
+
+
+def build_prelude(
+    gm: fx.GraphModule, inputs: tuple[Value, ...], constants: dict[str, torch.Tensor]
+) -> tuple[tuple[Value, ...], fx.GraphModule | None]:
+    """The scalars and the module that computes them from the whole batch; sets ``meta["scalar_value"]`` on their nodes."""
+    wanted = [n for n in gm.graph.nodes if n.meta.get("scalar")]
+    if not wanted:
+        return (), None
+    taken = {value.name for value in inputs}
+    graph, holder = fx.Graph(), nn.Module()
+    env: dict[fx.Node, fx.Node] = {}
+    by_input = {n.meta["input"]: n for n in gm.graph.nodes if n.op == "placeholder" and "input" in n.meta}
+    for value in inputs:
+        env[by_input[value.name]] = copy = graph.placeholder(value.name)
+        copy.meta |= {"val": by_input[value.name].meta["val"], "grad": False}
+    needed = _ancestors(wanted)
+    for node in gm.graph.nodes:
+        if node not in needed or node in env:
+            continue
+        if node.op == "placeholder":
+            holder.register_buffer(node.meta["constant"], constants[node.meta["constant"]], persistent=False)
+            env[node] = copy = graph.get_attr(node.meta["constant"])
+        else:
+            env[node] = copy = _copied(graph, node, env)
+        copy.meta |= {"val": node.meta["val"], "grad": False}
+        copy_origin(node, copy)
+    for node in wanted:
+        name = unique(node.meta.get("scalar_name", "scalar"), taken, separator="_")
+        node.meta["scalar_value"] = Value(name, (), dtype(node))
+    graph.output(tuple(env[n] for n in wanted))
+    return tuple(n.meta["scalar_value"] for n in wanted), fx.GraphModule(holder, graph, class_name="Prelude")
+
+
+def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def unique(name: str, taken: set[str], separator: str = "") -> str:
+    """``name``, or with the first number from 2 that makes it new; it is taken then."""
+    candidate, k = name, 1
+    while candidate in taken:
+        k += 1
+        candidate = f"{name}{separator}{k}"
+    taken.add(candidate)
+    return candidate
+
+
+def identifier(name: str) -> str:
+    """``name`` with everything replaced that a Python identifier cannot hold."""
+    text = "".join(c if c.isalnum() or c == "_" else "_" for c in name)
+    if not text or text[0].isdigit():
+        text = f"p_{text}"
+    return text + "_" if keyword.iskeyword(text) or hasattr(builtins, text) else text

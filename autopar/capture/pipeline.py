@@ -1,0 +1,141 @@
+"""Capture from end to end: export, clean, fold constants, segment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar.capture.batch import BatchStructure, describe_batch
+from autopar.capture.clone import PRECISIONS
+from autopar.capture.constants import (
+    Evaluator,
+    fold_constants,
+    share_constants,
+    simplify_constants,
+    unused_constants,
+)
+from autopar.capture.export import export
+from autopar.capture.layers import borders, build_layers, build_prelude
+from autopar.capture.masks import recognise_masks
+from autopar.capture.segment import mark_main, segment
+from autopar.errors import CaptureError
+from autopar.graph import Graph, Parameter, Value
+from passes.clean import FINAL_STEPS, STEPS
+from passes.clean.nodes import mark_gradients
+from passes.runner import run as run_passes
+
+Progress = Callable[[str], None]
+
+
+def capture(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[..., Any] | None = None,
+    *,
+    precision: str | None = None,
+    name: str | None = None,
+    progress: Progress | None = None,
+) -> Graph:
+    """Capture one training step's forward pass of ``model`` as layers.
+
+    ``model`` may be on the CPU or on meta; it is not touched, and nothing of its size is allocated. ``batch`` is an
+    example of one global batch (values do not matter, shapes do): a tensor, a tuple of positional or a dict of keyword
+    arguments, dim 0 the batch. The model returns its loss, an object or dict with ``loss``, or a tuple that starts with it;
+    with ``loss_fn`` the batch is ``(inputs, targets)`` and the loss is ``loss_fn(model(inputs), targets)``. ``precision``
+    (``"float64"``, ``"float32"``, ``"bfloat16"``, ``"float16"``) casts floating parameters, buffers and inputs; without it
+    they keep their dtypes. ``progress`` is called with each stage's name.
+
+    Raises ``CaptureError`` (with the source line) where the model cannot be exported, ``BatchError`` where the batch is not one.
+    """
+    if precision is not None and precision not in PRECISIONS:
+        raise CaptureError(f"precision {precision!r} is not known", hint=f"one of {', '.join(PRECISIONS)}")
+    dtype = PRECISIONS[precision] if precision is not None else None
+    report = progress or (lambda stage: None)
+    structure = describe_batch(model, batch, loss_fn, dtype)
+    batch_size = structure.leaves[0].shape[0]
+    report("export")
+    gm, buffers, classes = export(model, structure, loss_fn, dtype)
+    report("clean")
+    gm, constants = clean(gm, buffers, batch_size)
+    report("segment")
+    return _assemble(gm, constants, structure, classes, model, name or type(model).__name__)
+
+
+def clean(
+    gm: fx.GraphModule, buffers: dict[str, torch.Tensor], batch_size: int
+) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
+    """The cleaned graph, and its folded constants by name."""
+    gm = run_passes(gm, STEPS)
+    share_constants(gm)
+    evaluator = Evaluator(gm, buffers)
+    recognise_masks(gm, evaluator, batch_size)
+    gm = run_passes(gm, STEPS[-1:])
+    evaluator = Evaluator(gm, buffers)
+    constants = fold_constants(gm, evaluator, batch_size)
+    simplify_constants(gm, constants)
+    gm = run_passes(gm, FINAL_STEPS)
+    return gm, unused_constants(gm, constants)
+
+
+def _assemble(
+    gm: fx.GraphModule,
+    constants: dict[str, torch.Tensor],
+    structure: BatchStructure,
+    classes: dict[str, str],
+    model: nn.Module,
+    name: str,
+) -> Graph:
+    mark_gradients(gm)
+    mark_main(gm)
+    loss = next(iter(reversed(gm.graph.nodes))).args[0]
+    while isinstance(loss, tuple | list):
+        loss = loss[0]
+    if not isinstance(loss, fx.Node) or not loss.meta["grad"]:
+        raise CaptureError("the loss does not depend on any trainable parameter", hint="nothing would be trained")
+    inputs = tuple(Value(leaf.name, leaf.shape, leaf.dtype) for leaf in structure.leaves)
+    scalars, prelude = build_prelude(gm, inputs, constants)
+    groups = segment(gm)
+    found = borders(gm, groups)
+    layers, library, values = build_layers(groups, found, classes, type(model).__name__)
+    parameters = _parameters(gm, model)
+    notes = list(gm.meta.get("notes", ()))
+    used = {parameter.original for parameter in parameters.values()}
+    if unused := [n for n, p in model.named_parameters() if p.requires_grad and n not in used]:
+        notes.append(f"the loss does not depend on {len(unused)} parameters: {', '.join(unused[:5])}")
+    floating = [p.dtype for p in parameters.values() if p.dtype.is_floating_point]
+    return Graph(
+        name=name,
+        inputs=inputs,
+        structure=structure,
+        parameters=parameters,
+        constants=constants,
+        scalars=scalars,
+        prelude=prelude,
+        layers=layers,
+        classes=library,
+        values=values,
+        loss=layers[-1].outputs[0],
+        dtype=floating[0],
+        tokens=_tokens(inputs),
+        notes=tuple(notes),
+        unmicrobatchable=gm.meta.get("unmicrobatchable", ""),
+    )
+
+
+def _parameters(gm: fx.GraphModule, model: nn.Module) -> dict[str, Parameter]:
+    """The parameters that the graph reads, in the model's order, parts in theirs."""
+    found = [n.meta["parameter"] for n in gm.graph.nodes if n.op == "placeholder" and "parameter" in n.meta]
+    order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
+    found.sort(key=lambda p: (order[p.original], p.start))
+    return {parameter.name: parameter for parameter in found}
+
+
+def _tokens(inputs: tuple[Value, ...]) -> int:
+    """What a global batch is counted in: the elements of its first two-dimensional integer tensor, else its examples."""
+    for value in inputs:
+        if len(value.shape) == 2 and not value.dtype.is_floating_point:
+            return value.numel
+    return inputs[0].shape[0]

@@ -1,0 +1,49 @@
+"""The captured graph on one device: what every emitted program must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from autopar.graph import Graph
+
+
+def parameter_tensors(graph: Graph, originals: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The graph's parameters by name, from those of the user's model: a part is a differentiable slice of its original.
+
+    ``originals`` is keyed by the user's names; any of a tied parameter's names will do.
+    """
+    tensors = {}
+    for name, parameter in graph.parameters.items():
+        tensor = next(originals[n] for n in (parameter.original, *parameter.tied) if n in originals)
+        if parameter.dim is not None:
+            tensor = tensor.narrow(parameter.dim, parameter.start, parameter.shape[parameter.dim])
+        tensors[name] = tensor
+    return tensors
+
+
+def run(graph: Graph, parameters: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
+    """The loss of one batch (by input name, see ``flatten_batch``): the prelude, then every layer's graph in turn.
+
+    ``parameters`` are those of the user's model, by their original names; gradients flow to them.
+    """
+    tensors = parameter_tensors(graph, parameters)
+    scalars: dict[str, Tensor] = {}
+    if graph.prelude is not None:
+        with torch.no_grad():
+            results = graph.prelude(*(batch[value.name] for value in graph.inputs))
+        scalars = {value.name: result for value, result in zip(graph.scalars, results, strict=True)}
+    values: dict[str, Tensor] = {}
+    for layer in graph.layers:
+        arguments = (
+            [values[name] for name in layer.activations]
+            + [batch[name] for name in layer.inputs]
+            + [graph.constants[name] for name in layer.constants]
+            + [scalars[name] for name in layer.scalars]
+            + [tensors[name] for name in layer.parameters]
+        )
+        outputs = graph.classes[layer.cls].graph(*arguments)
+        values.update(zip(layer.outputs, outputs, strict=True))
+    return values[graph.loss]

@@ -1,0 +1,149 @@
+"""Cut the graph into layers: contiguous runs of nodes between narrow cuts.
+
+What is cut are the **main** nodes: those that depend on a parameter, or draw random numbers. Everything else depends on
+inputs and constants alone and is recomputed in each layer that reads it, so that only what a gradient flows through
+crosses a border. 0-d values of the inputs (the number of valid labels) are **scalars**: they are a property of the whole
+batch and computed once, in the prelude.
+
+The module stack that export leaves on every node says which repeated block a node belongs to (``model.layers.3``,
+``encoder.block.0``, a child of a ``Sequential``). What comes before, between and after the blocks is a layer of its own
+if it has parameters, and joins the layer before it otherwise. A cut that more than two fresh activations cross is not
+made.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from passes.clean.nodes import calls, is_random, shape
+
+# A block's output and one tensor beside it (a position bias, a cell state). Older skip tensors are not counted.
+WIDEST_CUT = 2
+
+
+@dataclass(slots=True)
+class Group:
+    """The main nodes of one layer, in order; ``block`` is the module that they are (``""``: several)."""
+
+    nodes: list[fx.Node]
+    block: str = ""
+    call: str = ""
+
+    @property
+    def has_parameters(self) -> bool:
+        return any("parameter" in operand.meta for node in self.nodes for operand in node.all_input_nodes)
+
+    @property
+    def paths(self) -> list[str]:
+        """The innermost module of each node, in order, each once."""
+        return list(dict.fromkeys(_stack(node)[-1][0] for node in self.nodes if _stack(node)))
+
+
+def mark_main(gm: fx.GraphModule) -> None:
+    """Set ``meta["main"]`` (depends on a parameter or draws random numbers), ``meta["fed"]`` (depends on an input), and
+    ``meta["scalar"]`` on the 0-d values of inputs that something larger or something main reads."""
+    for node in gm.graph.nodes:
+        operands = node.all_input_nodes
+        parameter = node.op == "placeholder" and "parameter" in node.meta
+        random = node.op == "call_function" and is_random(node)
+        node.meta["main"] = parameter or random or any(n.meta["main"] for n in operands)
+        node.meta["fed"] = (node.op == "placeholder" and "input" in node.meta) or any(n.meta["fed"] for n in operands)
+    for node in calls(gm):
+        tensor = isinstance(node.meta["val"], torch.Tensor)
+        node.meta["scalar"] = (
+            tensor
+            and shape(node) == ()
+            and node.meta["fed"]
+            and not node.meta["main"]
+            and any(user.meta["main"] or (user.op == "call_function" and shape(user) != ()) for user in node.users)
+        )
+
+
+def segment(gm: fx.GraphModule) -> list[Group]:
+    """The layers' main nodes, in order. ``mark_main`` must have run."""
+    main = [n for n in calls(gm) if n.meta["main"]]
+    runs = _join(_runs(main))
+    produced = {node: index for index, run in enumerate(runs) for node in run.nodes}
+    wide = {index for index, run in enumerate(runs) if _fresh(run, index, produced) > WIDEST_CUT}
+    merged: list[Group] = []
+    for index, run in enumerate(runs):
+        if index - 1 in wide and merged:
+            merged[-1] = Group(merged[-1].nodes + run.nodes)
+        else:
+            merged.append(run)
+    return merged
+
+
+def _fresh(run: Group, index: int, produced: dict[fx.Node, int]) -> int:
+    """How many values of ``run`` later layers read."""
+    return sum(any(produced.get(user, index) > index for user in node.users) for node in run.nodes)
+
+
+def _stack(node: fx.Node) -> list[tuple[str, str, str]]:
+    """(path in the user's model, call, class name) of the modules around the node, outermost first, without the model."""
+    found = []
+    for key, (path, cls) in (node.meta.get("nn_module_stack") or {}).items():
+        if path.startswith("module."):
+            name = cls if isinstance(cls, str) else cls.__qualname__
+            call = key.rsplit("@", 1)[1] if "@" in key else ""
+            found.append((path.removeprefix("module.").split("@")[0], call, name.rsplit(".", 1)[-1]))
+    return found
+
+
+def _block(node: fx.Node) -> tuple[str, str]:
+    """The outermost member of a module list or ``Sequential`` around the node, and which call of it."""
+    parent, calls_above = "", ""
+    for path, call, cls in _stack(node):
+        calls_above += f"@{call}" if call else ""
+        member = path.rsplit(".", 1)[-1].isdigit() or parent == "Sequential"
+        if member and cls != "Sequential":
+            return path, calls_above
+        parent = cls
+    return "", ""
+
+
+def _runs(main: list[fx.Node]) -> list[Group]:
+    """Contiguous nodes of one block; a block that is left and entered again is one run with what lies between."""
+    label = _block
+    if not any(_block(node)[0] for node in main):
+        depth = _splitting_depth(main)
+        label = lambda node: _stack(node)[depth][:2] if len(_stack(node)) > depth else ("", "")  # noqa: E731
+    runs: list[Group] = []
+    for node in main:
+        block, call = label(node) if _stack(node) or not runs else (runs[-1].block, runs[-1].call)
+        if runs and (runs[-1].block, runs[-1].call) == (block, call):
+            runs[-1].nodes.append(node)
+            continue
+        earlier = [i for i, run in enumerate(runs) if block and (run.block, run.call) == (block, call)]
+        if earlier:
+            nodes = [n for run in runs[earlier[0] :] for n in run.nodes]
+            runs[earlier[0] :] = [Group([*nodes, node], block, call)]
+        else:
+            runs.append(Group([node], block, call))
+    return runs
+
+
+def _splitting_depth(main: list[fx.Node]) -> int:
+    """The first depth of the module tree at which the nodes belong to more than one module."""
+    for depth in range(4):
+        names = Counter(_stack(node)[depth][0] for node in main if len(_stack(node)) > depth)
+        if len(names) > 1:
+            return depth
+    return 0
+
+
+def _join(runs: list[Group]) -> list[Group]:
+    """Runs without parameters join the run before them (the first: the run after)."""
+    result: list[Group] = []
+    for run in runs:
+        if result and not run.has_parameters:
+            result[-1].nodes += run.nodes
+        elif len(result) == 1 and not result[0].has_parameters:
+            result[0] = Group(result[0].nodes + run.nodes, run.block, run.call)
+        else:
+            result.append(run)
+    return result

@@ -1,0 +1,69 @@
+"""Cleaning: the exported graph in the one form that sharding rules, masks and segmentation rely on.
+
+A cleaned graph is functional, knows no device, has explicit sizes, and has one node for one idea: ``linear`` for every
+product with a parameter, attention without repeated heads, losses as sums. ``STEPS`` is the order; each pass may rely
+on the ones before it.
+"""
+
+from passes.clean.attention import grouped_query_pass
+from passes.clean.broadcast import broadcast_pass
+from passes.clean.dead import dead_code_pass
+from passes.clean.functional import functionalise_pass
+from passes.clean.indexing import indexing_pass
+from passes.clean.linear import fused_projections_pass, linear_pass
+from passes.clean.losses import cross_entropy_pass, mean_losses_pass
+from passes.clean.nodes import gradients_pass
+from passes.clean.noops import devices_pass, dropout_pass, noops_pass, views_pass
+from passes.clean.regions import inline_regions_pass
+from passes.clean.shapes import reshapes_pass, splits_pass
+
+STEPS = (
+    ("inline regions", inline_regions_pass),
+    ("functional", functionalise_pass),
+    ("gradients", gradients_pass),
+    ("devices", devices_pass),
+    ("no-ops", noops_pass),
+    ("reshapes", reshapes_pass),
+    ("splits", splits_pass),
+    ("no-ops", noops_pass),
+    ("dead code", dead_code_pass),
+    ("linear", linear_pass),
+    ("fused projections", fused_projections_pass),
+    ("dropout", dropout_pass),
+    ("grouped query", grouped_query_pass),
+    ("indexing", indexing_pass),
+    ("gradients", gradients_pass),
+    ("cross entropy", cross_entropy_pass),
+    ("mean losses", mean_losses_pass),
+    ("dead code again", dead_code_pass),
+)
+
+# After constants are folded: their broadcasting is pushed down, and views are settled by the strides that remain.
+FINAL_STEPS = (
+    ("broadcast", broadcast_pass),
+    ("no-ops", noops_pass),
+    ("dead code", dead_code_pass),
+    ("views", views_pass),
+)
+
+__all__ = [
+    "FINAL_STEPS",
+    "STEPS",
+    "broadcast_pass",
+    "cross_entropy_pass",
+    "dead_code_pass",
+    "devices_pass",
+    "dropout_pass",
+    "functionalise_pass",
+    "fused_projections_pass",
+    "gradients_pass",
+    "grouped_query_pass",
+    "indexing_pass",
+    "inline_regions_pass",
+    "linear_pass",
+    "mean_losses_pass",
+    "noops_pass",
+    "reshapes_pass",
+    "splits_pass",
+    "views_pass",
+]

@@ -1,0 +1,59 @@
+"""Broadcast late: an ``expand`` moves down past pointwise ops and embeddings, and goes where they broadcast by themselves.
+
+Position tables and masks are the same for every row of the batch. Kept at extent 1 they cost nothing, and the batch dim stays free
+to be sharded.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+from torch.fx.node import map_arg
+
+from passes.clean.nodes import add, aten, calls, is_pointwise, packet, replace, shape, val
+
+
+def broadcast_pass(gm: fx.GraphModule) -> fx.GraphModule:
+    """Push every ``expand`` down; see the module's docstring."""
+    queue = calls(gm, aten.expand.default)
+    while queue:
+        expand = queue.pop(0)
+        source = expand.args[0]
+        assert isinstance(source, fx.Node)
+        if shape(source) == shape(expand):
+            replace(expand, source)
+            continue
+        for user in list(expand.users):
+            moved = _push(expand, source, user)
+            if moved is not None:
+                queue.append(moved)
+        if not expand.users:
+            gm.graph.erase_node(expand)
+    return gm
+
+
+def _push(expand: fx.Node, source: fx.Node, user: fx.Node) -> fx.Node | None:
+    """Let ``user`` read ``source``; the new ``expand`` after it, if one is still needed."""
+    name = packet(user)
+    if name == "aten.scaled_dot_product_attention":
+        if user.args[3:4] == (expand,) and expand not in user.args[:3] and len(shape(source)) == len(shape(expand)):
+            user.args = (*user.args[:3], source, *user.args[4:])
+        return None
+    if name == "aten.embedding":
+        if user.args[1] is not expand:
+            return None
+    elif name == "aten.unsqueeze":
+        if len(shape(source)) != len(shape(expand)):
+            return None
+    elif not is_pointwise(user):
+        return None
+    if name == "aten.expand":
+        user.args = (source, *user.args[1:])
+        return None
+    args = map_arg(user.args, lambda n: source if n is expand else n)
+    new = add(user, user.target, args, dict(user.kwargs))  # type: ignore[arg-type]
+    if val(new).shape == val(user).shape:
+        replace(user, new)
+        return None
+    moved = add(user, aten.expand.default, (new, list(shape(user))))
+    replace(user, moved)
+    return moved

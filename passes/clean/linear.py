@@ -1,0 +1,141 @@
+"""Every product with a parameter is ``aten.linear`` on plain dims, and a fused projection is one linear per part."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from torch import fx
+
+from autopar.graph import Parameter
+from passes.clean.nodes import add, aten, calls, copy_origin, like, packet, replace, shape
+
+
+def linear_pass(gm: fx.GraphModule) -> fx.GraphModule:
+    """``addmm``, ``mm`` and ``matmul`` with a parameter become ``linear``.
+
+    The parameter enters through ``aten.t`` where it is stored input-first (GPT-2's Conv1D), and the flattening around a two-dimensional
+    product is undone: ``reshape(x, [-1, h]) -> addmm -> reshape`` is a linear on ``[b, s, h]``.
+    """
+    for node in calls(gm):
+        name = packet(node)
+        if name == "aten.addmm" and node.args[0].op == "placeholder" and not node.kwargs:  # type: ignore[union-attr]
+            bias, x, weight = node.args
+        elif name in ("aten.mm", "aten.matmul"):
+            (x, weight), bias = node.args, None
+        elif name == "aten.linear":
+            x, weight, bias = (*node.args, None)[:3]
+        else:
+            continue
+        assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
+        if name != "aten.linear":
+            if not _is_parameter(weight) or len(shape(weight)) != 2:
+                continue
+            stored_output_first = packet(weight) == "aten.t"
+            weight = weight.args[0] if stored_output_first else add(node, aten.t.default, (weight,))  # type: ignore[assignment]
+        _emit_linear(node, x, weight, bias)  # type: ignore[arg-type]
+    return gm
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    if packet(node) == "aten.t":
+        node = node.args[0]  # type: ignore[assignment]
+    return node.op == "placeholder" and "parameter" in node.meta
+
+
+def _emit_linear(node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> None:
+    """Put the linear in ``node``'s place, outside of a reshape that flattens the leading dims and those that restore them."""
+    parameters = (weight,) if bias is None else (weight, bias)
+    lead = _restored_dims(node, x)
+    if lead is None:
+        if packet(node) != "aten.linear":
+            replace(node, add(node, aten.linear.default, (x, *parameters)))
+        return
+    source, sizes = x.args[0], [*lead, shape(x)[-1]]
+    assert isinstance(source, fx.Node)
+    if list(shape(source)) != sizes:
+        source = add(node, aten.reshape.default, (source, sizes))
+    new = add(node, aten.linear.default, (source, *parameters))
+    for user in list(node.users):
+        replace(user, new)
+    node.graph.erase_node(node)
+
+
+def _restored_dims(node: fx.Node, x: fx.Node) -> tuple[int, ...] | None:
+    """The leading dims that were flattened for ``x`` and that every reader of ``node`` restores."""
+    if x.target is not aten.reshape.default or len(shape(x)) != 2 or not node.users:
+        return None
+    restored = {shape(user) if user.target is aten.reshape.default else None for user in node.users}
+    (sizes, *others) = restored
+    if others or sizes is None or sizes[-1] != shape(node)[-1]:
+        return None
+    lead, source = sizes[:-1], shape(x.args[0])  # type: ignore[arg-type]
+    return lead if source[: len(lead)] == lead and math.prod(lead) == shape(x)[0] else None
+
+
+def fused_projections_pass(gm: fx.GraphModule) -> fx.GraphModule:
+    """A linear whose output is only read in disjoint slices that cover it becomes one linear per slice.
+
+    The weight and bias are replaced by parts of themselves (``Parameter.dim`` and ``.start`` say which slice of the stored
+    tensor). Without this, sharding the fused output dim would give one rank all of q and another all of v.
+    """
+    for node in calls(gm, aten.linear.default):
+        pieces = _pieces(node)
+        if pieces is None:
+            continue
+        weight, bias = node.args[1], node.args[2] if len(node.args) > 2 else None
+        transposed = packet(weight) == "aten.t"  # type: ignore[arg-type]
+        stored = weight.args[0] if transposed else weight  # type: ignore[union-attr]
+        tensors = [stored] if bias is None else [stored, bias]
+        if not all(_splittable(t, node if t is not stored or not transposed else weight) for t in tensors):  # type: ignore[arg-type]
+            continue
+        for index, ((start, end), slices) in enumerate(pieces.items()):
+            part = _part(stored, index, int(transposed), start, end)  # type: ignore[arg-type]
+            operand = add(node, aten.t.default, (part,)) if transposed else part
+            args = (node.args[0], operand)
+            if bias is not None:
+                args = (*args, _part(bias, index, 0, start, end))  # type: ignore[arg-type,assignment]
+            new = add(node, aten.linear.default, args)
+            for piece in slices:
+                replace(piece, new)
+        for dead in (node, weight if transposed else None, *tensors):
+            if isinstance(dead, fx.Node):
+                gm.graph.erase_node(dead)
+    return gm
+
+
+def _pieces(node: fx.Node) -> dict[tuple[int, int], list[fx.Node]] | None:
+    """The slices that read ``node``, by (start, end) in order; ``None`` unless they partition its last dim into two or more."""
+    last = len(shape(node)) - 1
+    found: dict[tuple[int, int], list[fx.Node]] = {}
+    for user in node.users:
+        if user.target is not aten.slice.Tensor or len(user.args) != 4 or user.args[1] != last:
+            return None
+        found.setdefault((user.args[2], user.args[3]), []).append(user)  # type: ignore[arg-type]
+    ordered = dict(sorted(found.items()))
+    expected = 0
+    for start, end in ordered:
+        if start != expected:
+            return None
+        expected = end
+    return ordered if len(ordered) > 1 and expected == shape(node)[-1] else None
+
+
+def _splittable(tensor: fx.Node, only_user: fx.Node) -> bool:
+    """A whole parameter that nobody else reads."""
+    parameter = tensor.meta.get("parameter")
+    return parameter is not None and parameter.dim is None and list(tensor.users) == [only_user]
+
+
+def _part(tensor: fx.Node, index: int, dim: int, start: int, end: int) -> fx.Node:
+    """A new placeholder for rows ``start:end`` of a parameter's dim ``dim``."""
+    whole: Parameter = tensor.meta["parameter"]
+    sizes = list(whole.shape)
+    sizes[dim] = end - start
+    part = dataclasses.replace(whole, name=f"{whole.name}.part{index}", shape=tuple(sizes), dim=dim, start=start)
+    with tensor.graph.inserting_before(tensor):
+        node = tensor.graph.placeholder(f"{tensor.name}_part{index}")
+    copy_origin(tensor, node)
+    node.meta["parameter"] = part
+    node.meta["val"] = like(tensor.meta["val"].narrow(dim, start, end - start).contiguous())
+    return node

@@ -1,0 +1,121 @@
+"""Losses as a sum over the batch times what does not depend on the activations.
+
+A mean over the batch is not a sum of the ranks' means when they hold different numbers of valid tokens. The sum is: it
+stays exact under any split of the batch over ranks and microbatches, and the denominator is either a constant or a 0-d
+value of the inputs alone, which is computed for the whole batch before the first forward.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import fx
+
+from autopar.program import kernels
+from passes.clean.nodes import add, argument, aten, calls, dtype, packet, replace, shape
+
+_MEAN = 1  # torch's Reduction.MEAN
+_SUM = 2
+
+
+def cross_entropy_pass(gm: fx.GraphModule) -> fx.GraphModule:
+    """``cross_entropy_loss`` with integer labels becomes ``kernels.cross_entropy_sum`` (over the count of valid labels, if it was a mean).
+
+    The flattening before it is undone, so that batch and sequence are plain dims: ``[b, s, v]`` and ``[b, s]``. Class weights and
+    class-probability targets stay torch's op. All labels ignored gives 0/0 = nan, as in torch.
+    """
+    for node in calls(gm, aten.cross_entropy_loss.default):
+        logits, labels = node.args[:2]
+        assert isinstance(logits, fx.Node) and isinstance(labels, fx.Node)
+        reduction = argument(node, 3, "reduction", _MEAN)
+        if argument(node, 2, "weight") is not None or dtype(labels).is_floating_point or reduction not in (_MEAN, _SUM):
+            continue
+        ignore_index = argument(node, 4, "ignore_index", -100)
+        smoothing = argument(node, 5, "label_smoothing", 0.0)
+        logits, labels = _plain_dims(node, logits, labels)
+        new = add(node, kernels.cross_entropy_sum, (logits, labels, ignore_index, smoothing))
+        if reduction == _MEAN:
+            valid = add(node, aten.ne.Scalar, (labels, ignore_index))
+            count = add(node, aten.sum.default, (valid,))
+            count = add(node, aten.to.dtype, (count, dtype(new)))
+            count.meta["scalar_name"] = "valid_labels"
+            new = add(node, aten.div.Tensor, (new, count))
+        replace(node, new)
+    return gm
+
+
+def _plain_dims(node: fx.Node, logits: fx.Node, labels: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Logits with the classes last and labels, at the same leading dims, before any flattening."""
+    if len(shape(logits)) == 1:
+        return logits, labels
+    if len(shape(logits)) > 2:  # torch's own layout: (batch, classes, dims...)
+        order = [0, *range(2, len(shape(logits))), 1]
+        inverse = [order.index(d) for d in range(len(order))]
+        if packet(logits) in ("aten.permute", "aten.transpose") and _permutation(logits) == inverse:
+            return logits.args[0], labels  # type: ignore[return-value]
+        return add(node, aten.permute.default, (logits, order)), labels
+    source = logits.args[0] if logits.target in (aten.reshape.default, aten.view.default) else logits
+    assert isinstance(source, fx.Node)
+    lead = shape(source)[:-1]
+    if shape(source)[-1] != shape(logits)[-1] or math.prod(lead) != shape(labels)[0]:
+        return logits, labels
+    while labels.target in (aten.reshape.default, aten.view.default) and shape(labels) != lead:
+        labels = labels.args[0]  # type: ignore[assignment]
+    if shape(labels) != lead:
+        labels = add(node, aten.reshape.default, (labels, list(lead)))
+    return source, labels
+
+
+def _permutation(node: fx.Node) -> list[int]:
+    rank = len(shape(node))
+    if packet(node) == "aten.permute":
+        return [d % rank for d in node.args[1]]  # type: ignore[operator,union-attr]
+    order = list(range(rank))
+    a, b = (d % rank for d in node.args[1:3])  # type: ignore[operator]
+    order[a], order[b] = order[b], order[a]
+    return order
+
+
+def mean_losses_pass(gm: fx.GraphModule) -> fx.GraphModule:
+    """A mean over all elements of a gradient-carrying tensor becomes a sum times ``1/N``: ``mean``, and the mean of
+    ``mse_loss``, ``l1_loss``, ``smooth_l1_loss``, ``huber_loss`` and binary cross entropy."""
+    for node in calls(gm):
+        name = packet(node)
+        if name == "aten.mean":
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            if shape(node) == () and node.meta.get("grad", True) and dtype(node) == dtype(source) and shape(source):
+                total = add(node, aten.sum.default, (source,))
+                replace(node, add(node, aten.mul.Tensor, (total, 1.0 / math.prod(shape(source)))))
+        elif name in _ELEMENTWISE_LOSSES:
+            position = _ELEMENTWISE_LOSSES[name]
+            if argument(node, position, "reduction", _MEAN) != _MEAN or shape(node) != ():
+                continue
+            args = list(node.args) + _DEFAULTS.get(name, [])[max(0, len(node.args) - 2) :]
+            args[position:] = [_SUM, *args[position + 1 :]]
+            total = add(node, node.target, tuple(args), {k: v for k, v in node.kwargs.items() if k != "reduction"})  # type: ignore[arg-type]
+            replace(node, add(node, aten.mul.Tensor, (total, 1.0 / math.prod(_broadcast(node)))))
+    return gm
+
+
+# op: the position of its `reduction` argument
+_ELEMENTWISE_LOSSES = {
+    "aten.mse_loss": 2,
+    "aten.l1_loss": 2,
+    "aten.smooth_l1_loss": 2,
+    "aten.huber_loss": 2,
+    "aten.binary_cross_entropy": 3,
+    "aten.binary_cross_entropy_with_logits": 4,
+}
+# What stands between the two tensors and `reduction` where a call leaves it out.
+_DEFAULTS: dict[str, list[None]] = {
+    "aten.binary_cross_entropy": [None],
+    "aten.binary_cross_entropy_with_logits": [None, None],
+}
+
+
+def _broadcast(node: fx.Node) -> tuple[int, ...]:
+    a, b = shape(node.args[0]), shape(node.args[1])  # type: ignore[arg-type]
+    rank = max(len(a), len(b))
+    a, b = (1,) * (rank - len(a)) + a, (1,) * (rank - len(b)) + b
+    return tuple(max(x, y) for x, y in zip(a, b, strict=True))

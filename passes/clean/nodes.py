@@ -1,0 +1,145 @@
+"""What the cleaning passes share: adding nodes whose ``meta["val"]`` is right from the start, and small questions about nodes.
+
+``meta["val"]`` is a plain meta tensor at global shapes. Placeholders say what they are by one of these keys in ``meta``:
+``"parameter"`` (an ``autopar.graph.Parameter``), ``"input"`` (a tensor of the batch), ``"buffer"`` or ``"constant"`` (its name).
+``GraphModule.meta`` carries ``"notes"`` (a list of sentences), ``"unmicrobatchable"`` (a sentence, or absent) and
+``"batch_size"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+aten = torch.ops.aten
+
+# Meta keys that a node keeps when it is replaced: where in the user's model it came from.
+ORIGIN = ("nn_module_stack", "stack_trace")
+
+
+def val(node: fx.Node) -> torch.Tensor:
+    """The node's meta tensor."""
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor), (node, type(value))
+    return value
+
+
+def shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(val(node).shape)
+
+
+def dtype(node: fx.Node) -> torch.dtype:
+    return val(node).dtype
+
+
+def like(tensor: torch.Tensor) -> torch.Tensor:
+    """A meta tensor with ``tensor``'s shape, strides and dtype."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def evaluate(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The node's value on the meta device, from its operands' ``meta["val"]``. Random ops draw nothing there."""
+    real_args = map_arg(args, lambda n: n.meta["val"])
+    real_kwargs = map_arg(kwargs, lambda n: n.meta["val"])
+    with torch.device("meta"), torch.no_grad():
+        return target(*real_args, **real_kwargs)
+
+
+def add(
+    anchor: fx.Node,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    origin: fx.Node | None = None,
+) -> fx.Node:
+    """A new call before ``anchor``, with its ``meta["val"]`` and ``origin``'s (default: ``anchor``'s) place in the model."""
+    with anchor.graph.inserting_before(anchor):
+        node = anchor.graph.call_function(target, args, kwargs or {})
+    node.meta["val"] = evaluate(target, args, node.kwargs)
+    copy_origin(origin or anchor, node)
+    return node
+
+
+def copy_origin(source: fx.Node, target: fx.Node) -> None:
+    for key in ORIGIN:
+        if key in source.meta:
+            target.meta[key] = source.meta[key]
+
+
+def replace(node: fx.Node, new: fx.Node) -> None:
+    """Everyone who read ``node`` reads ``new``; ``node`` goes."""
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+
+
+def calls(gm: fx.GraphModule, *targets: Callable[..., Any]) -> list[fx.Node]:
+    """The calls of ``targets``, in order (all calls without ``targets``); a list, so that the graph may change meanwhile."""
+    return [n for n in gm.graph.nodes if n.op == "call_function" and (not targets or n.target in targets)]
+
+
+def packet(node: fx.Node) -> str:
+    """``"aten.add"`` for ``aten.add.Tensor``; the qualified name of a plain function; ``""`` for anything else."""
+    if node.op != "call_function":
+        return ""
+    overloads = getattr(node.target, "overloadpacket", None)
+    return str(overloads) if overloads is not None else getattr(node.target, "__qualname__", str(node.target))
+
+
+def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
+    """The argument at position ``index`` or keyword ``name``."""
+    if len(node.args) > index:
+        return node.args[index]
+    return node.kwargs.get(name, default)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether two evaluations may differ (dropout, rand, bernoulli)."""
+    name = packet(node)
+    if name == "aten.scaled_dot_product_attention":
+        return bool(argument(node, 4, "dropout_p", 0.0))
+    if name == "aten.dropout":
+        return bool(argument(node, 1, "p", 0.5)) and bool(argument(node, 2, "train", False))
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+# Pointwise composites that torch does not tag so.
+POINTWISE = frozenset(("aten.where", "aten.to", "aten.clamp", "aten.clip", "aten.logical_and", "aten.logical_or"))
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether each element of the output depends on the operands' elements at the same (broadcast) place alone."""
+    if is_random(node):
+        return False
+    return packet(node) in POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def note(gm: fx.GraphModule, sentence: str) -> None:
+    notes = gm.meta.setdefault("notes", [])
+    if sentence not in notes:
+        notes.append(sentence)
+
+
+def mark_gradients(gm: fx.GraphModule) -> None:
+    """Set ``meta["grad"]``: whether a gradient flows through the node, from trainable parameters forward."""
+    for node in gm.graph.nodes:
+        grad = False
+        if node.op == "placeholder":
+            parameter = node.meta.get("parameter")
+            grad = parameter is not None and parameter.trainable
+        elif node.op == "call_function" and node.target is not aten.detach.default:
+            value = node.meta["val"]
+            tensors = value if isinstance(value, tuple | list) else (value,)
+            floating = any(isinstance(t, torch.Tensor) and t.is_floating_point() for t in tensors)
+            grad = floating and any(n.meta["grad"] for n in node.all_input_nodes)
+        node.meta["grad"] = grad
+
+
+def gradients_pass(gm: fx.GraphModule) -> fx.GraphModule:
+    """``mark_gradients`` as a step."""
+    mark_gradients(gm)
+    return gm

@@ -1,0 +1,126 @@
+"""Remove what computes nothing: device arguments, metadata assertions, aliases, identities, dropout that drops nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.clean.nodes import add, argument, aten, calls, dtype, evaluate, is_random, packet, replace, shape, val
+
+_PLACES = ("device", "pin_memory", "layout")
+_SAME = frozenset(
+    f"aten.{n}" for n in ("alias", "contiguous", "clone", "lift_fresh", "lift_fresh_copy", "lift", "positive")
+)
+_BITWISE = {"aten.__and__": "bitwise_and", "aten.__or__": "bitwise_or", "aten.__xor__": "bitwise_xor"}
+
+
+def devices_pass(gm: fx.GraphModule) -> fx.GraphModule:
+    """Take the device out of the graph: it is the program's, not the model's.
+
+    Factories lose ``device``, ``pin_memory`` and ``layout``; every form of ``to`` becomes ``to.dtype`` or goes;
+    ``zeros_like`` and its kin, which read a shape alone, become plain factories of that shape.
+    """
+    for node in calls(gm):
+        if any(key in node.kwargs for key in _PLACES) and packet(node) != "aten.to":
+            node.kwargs = {key: value for key, value in node.kwargs.items() if key not in _PLACES}
+        name = packet(node)
+        if (
+            name in ("aten.to", "aten.type_as", "aten._to_copy", "aten.cpu", "aten.cuda")
+            and node.target is not aten.to.dtype
+        ):
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            same = dtype(node) == dtype(source)
+            replace(node, source if same else add(node, aten.to.dtype, (source, dtype(node))))
+        elif (fill := _like_factory(node)) is not None:
+            replace(node, add(node, aten.full.default, (list(shape(node)), fill), {"dtype": dtype(node)}))
+    return gm
+
+
+def _like_factory(node: fx.Node) -> Any:
+    """The value that a ``*_like`` or ``new_*`` factory fills with; ``None`` for other nodes."""
+    name = packet(node).removeprefix("aten.")
+    if name in ("zeros_like", "new_zeros", "empty_like", "new_empty"):
+        return False if dtype(node) == torch.bool else 0
+    if name in ("ones_like", "new_ones"):
+        return True if dtype(node) == torch.bool else 1
+    if name in ("full_like", "new_full"):
+        value = argument(node, 1 if name == "full_like" else 2, "fill_value")
+        return value if isinstance(value, int | float | bool) else None
+    return None
+
+
+def noops_pass(gm: fx.GraphModule) -> fx.GraphModule:
+    """Remove nodes whose value is their operand's, and assertions about metadata that export has already checked.
+
+    ``contiguous`` and ``clone`` go as well: in a functional graph they change strides alone, and what depends on strides
+    (``view``) is settled afterwards by ``views_pass``.
+    """
+    for node in calls(gm):
+        name = packet(node)
+        if name in ("aten._assert_tensor_metadata", "aten._assert_async", "aten.sym_constrain_range_for_size"):
+            gm.graph.erase_node(node)
+        elif name in _BITWISE:
+            target = getattr(getattr(aten, _BITWISE[name]), str(node.target).rsplit(".", 1)[1])
+            replace(node, add(node, target, node.args))
+        elif _is_identity(node):
+            replace(node, node.args[0])  # type: ignore[arg-type]
+    return gm
+
+
+def _is_identity(node: fx.Node) -> bool:
+    name = packet(node)
+    if name in _SAME:
+        return True
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or not isinstance(source.meta.get("val"), torch.Tensor):
+        return False
+    if not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    unchanged = shape(node) == shape(source) and dtype(node) == dtype(source)
+    if name in ("aten.to", "aten.view", "aten.reshape", "aten.expand", "aten.slice", "aten.flatten", "aten.squeeze"):
+        return unchanged
+    if name == "aten.dropout":
+        return not is_random(node)
+    if name == "aten.detach":
+        return not source.meta.get("grad", True)
+    if name in ("aten.add", "aten.sub"):  # `position + 0`
+        return unchanged and isinstance(node.args[1], int | float) and node.args[1] == 0
+    return False
+
+
+def dropout_pass(gm: fx.GraphModule) -> fx.GraphModule:
+    """Attention with dropout 0 says nothing about dropout, so that it looks the same however it was written."""
+    for node in calls(gm, aten.scaled_dot_product_attention.default):
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        defaults: dict[str, Any] = {
+            "attn_mask": None,
+            "dropout_p": 0.0,
+            "is_causal": False,
+            "scale": None,
+            "enable_gqa": False,
+        }
+        kwargs = {key: value for key, value in given.items() if key in defaults and value != defaults[key]}
+        mask = kwargs.pop("attn_mask", None)
+        tensors = [given[key] for key in names[:3]] + ([mask] if mask is not None else [])
+        node.args, node.kwargs = tuple(tensors), kwargs
+    return gm
+
+
+def views_pass(gm: fx.GraphModule) -> fx.GraphModule:
+    """``reshape`` where the strides need one, ``view`` where they do not, in one walk that also renews every ``meta["val"]``."""
+    for node in calls(gm):
+        if node.target in (aten.view.default, aten.reshape.default):
+            source, sizes = val(node.args[0]), node.args[1]  # type: ignore[arg-type]
+            try:
+                node.meta["val"] = source.view(sizes)  # type: ignore[arg-type]
+                node.target = aten.view.default
+            except RuntimeError:
+                node.meta["val"] = source.reshape(sizes)  # type: ignore[arg-type]
+                node.target = aten.reshape.default
+        else:
+            node.meta["val"] = evaluate(node.target, node.args, dict(node.kwargs))  # type: ignore[arg-type]
+    return gm

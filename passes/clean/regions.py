@@ -1,0 +1,99 @@
+"""Inline the regions that ``torch.export`` keeps as sub-graphs: ``torch.no_grad()`` and ``torch.autocast(enabled=False)``."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from autopar.errors import CaptureError
+from passes.clean.nodes import add, aten, copy_origin
+
+# name of the higher-order op: how many leading arguments come before the sub-graph
+_REGIONS = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
+
+
+def inline_regions_pass(gm: fx.GraphModule) -> fx.GraphModule:
+    """Replace each region by its nodes.
+
+    What enters a no-grad region is detached, so that no gradient flows through it; what enters an autocast region that is switched
+    on cannot be expressed and raises ``CaptureError``. Nested regions are inlined too.
+    """
+    while regions := [n for n in gm.graph.nodes if _region(n) is not None]:
+        for node in regions:
+            _inline(gm, node)
+    for name in [name for name, child in gm.named_children() if isinstance(child, fx.GraphModule)]:
+        if not any(n.op == "get_attr" and n.target == name for n in gm.graph.nodes):
+            delattr(gm, name)
+    return gm
+
+
+def _region(node: fx.Node) -> str | None:
+    if node.op != "call_function":
+        return None
+    name = getattr(node.target, "__name__", "")
+    return name if name in _REGIONS else None
+
+
+def _inline(gm: fx.GraphModule, node: fx.Node) -> None:
+    name = _region(node)
+    assert name is not None
+    head = _REGIONS[name]
+    if name == "wrap_with_autocast" and node.args[2] is not False:
+        raise CaptureError(
+            "the model switches torch.autocast on inside forward; its casts are decided while running and are not in the graph",
+            hint="remove the autocast block and ask for the precision instead: precision='bfloat16'",
+        )
+    no_grad = name == "wrap_with_set_grad_enabled" and node.args[0] is False
+    body_node, operands = node.args[head], list(node.args[head + 1 :])
+    assert isinstance(body_node, fx.Node)
+    body: fx.GraphModule = gm.get_submodule(str(body_node.target))  # type: ignore[assignment]
+    results = _copy(gm, body, node, operands, no_grad)
+    for user in list(node.users):
+        assert user.target is operator.getitem, user
+        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+        gm.graph.erase_node(user)
+    gm.graph.erase_node(node)
+    if not body_node.users:
+        gm.graph.erase_node(body_node)
+
+
+def _copy(gm: fx.GraphModule, body: fx.GraphModule, anchor: fx.Node, operands: list[Any], no_grad: bool) -> list[Any]:
+    """Copy ``body``'s nodes before ``anchor``; the values of its outputs."""
+    env: dict[fx.Node, Any] = {}
+    placeholders = iter(operands)
+    for inner in body.graph.nodes:
+        if inner.op == "placeholder":
+            outer = next(placeholders)
+            floating = isinstance(outer, fx.Node) and _floating(outer)
+            env[inner] = add(anchor, aten.detach.default, (outer,)) if no_grad and floating else outer
+        elif inner.op == "output":
+            result = map_arg(inner.args[0], lambda n: env[n])
+            return list(result) if isinstance(result, tuple | list) else [result]
+        else:
+            if inner.op == "get_attr":
+                _adopt(gm, body, inner)
+            with gm.graph.inserting_before(anchor):
+                env[inner] = gm.graph.node_copy(inner, lambda n: env[n])
+            if "nn_module_stack" not in env[inner].meta:
+                copy_origin(anchor, env[inner])
+    raise AssertionError("a sub-graph without output")
+
+
+def _adopt(gm: fx.GraphModule, body: fx.GraphModule, inner: fx.Node) -> None:
+    """Give the outer module what an inner ``get_attr`` reads, under a name of its own."""
+    value = getattr(body, str(inner.target))
+    name, k = str(inner.target), 0
+    while hasattr(gm, name) and getattr(gm, name) is not value:
+        k += 1
+        name = f"{inner.target}_{k}"
+    setattr(gm, name, value)
+    inner.target = name
+
+
+def _floating(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -1,0 +1,90 @@
+"""Shapes in one form: explicit sizes, one reshape instead of two, slices instead of splits."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import fx
+
+from passes.clean.nodes import add, argument, aten, calls, packet, replace, shape
+
+_RESHAPES = frozenset(
+    f"aten.{name}"
+    for name in ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as", "squeeze")
+)
+
+
+def reshapes_pass(gm: fx.GraphModule) -> fx.GraphModule:
+    """Every flatten, unflatten, view and reshape becomes ``reshape`` with explicit sizes; chains collapse, identities go."""
+    for node in calls(gm):
+        name = packet(node)
+        if name in ("aten.expand", "aten.expand_as", "aten.broadcast_to"):
+            node.target, node.args, node.kwargs = aten.expand.default, (node.args[0], list(shape(node))), {}
+        if name not in _RESHAPES or node.target is aten.view.dtype:
+            continue
+        source, sizes = node.args[0], list(shape(node))
+        assert isinstance(source, fx.Node)
+        if source.target is aten.reshape.default:
+            source = source.args[0]  # type: ignore[assignment]
+        if list(shape(source)) == sizes:
+            replace(node, source)
+        else:
+            node.target, node.args, node.kwargs = aten.reshape.default, (source, sizes), {}
+    return gm
+
+
+def splits_pass(gm: fx.GraphModule) -> fx.GraphModule:
+    """``split``, ``chunk``, ``tensor_split`` become slices and ``unbind`` selects; slices say their end, indices are positive.
+
+    ``broadcast_tensors`` becomes an ``expand`` of each operand."""
+    for node in calls(gm):
+        name = packet(node)
+        if name in ("aten.split", "aten.chunk", "aten.split_with_sizes", "aten.tensor_split", "aten.unbind"):
+            _unpack(node)
+        elif name == "aten.broadcast_tensors":
+            for user in list(node.users):
+                operand = node.args[0][user.args[1]]  # type: ignore[index]
+                replace(user, add(user, aten.expand.default, (operand, list(shape(user)))))
+            gm.graph.erase_node(node)
+        elif name == "aten.narrow":
+            source, dim, start, length = node.args
+            new = add(node, aten.slice.Tensor, _slice_args(source, dim, start, start + length))  # type: ignore[operator]
+            replace(node, new)
+        elif name == "aten.slice" and argument(node, 4, "step", 1) == 1:
+            source, dim = node.args[0], argument(node, 1, "dim", 0)
+            start, end = argument(node, 2, "start"), argument(node, 3, "end")
+            node.args, node.kwargs = _slice_args(source, dim, start, end), {}
+        elif name == "aten.select":
+            source, dim, index = node.args
+            sizes = shape(source)  # type: ignore[arg-type]
+            dim = dim % len(sizes)  # type: ignore[operator]
+            node.args = (source, dim, index % sizes[dim])  # type: ignore[operator]
+    return gm
+
+
+def _slice_args(source: Any, dim: int, start: int | None, end: int | None) -> tuple[Any, int, int, int]:
+    sizes = shape(source)
+    dim %= len(sizes)
+    first, last, _ = slice(start, end).indices(sizes[dim])
+    return source, dim, first, last
+
+
+def _unpack(node: fx.Node) -> None:
+    """Replace each ``getitem`` of a node with several outputs by a slice or select of its operand."""
+    source, unbind = node.args[0], packet(node) == "aten.unbind"
+    assert isinstance(source, fx.Node)
+    dim = argument(node, 1 if unbind else 2, "dim", 0) % len(shape(source))
+    start, pieces = 0, []
+    for index, piece in enumerate(node.meta["val"]):
+        extent = 1 if unbind else piece.shape[dim]
+        pieces.append((index, start, start + extent))
+        start += extent
+    for user in list(node.users):
+        assert user.target is operator.getitem, user
+        index, first, last = pieces[user.args[1]]  # type: ignore[index]
+        if unbind:
+            replace(user, add(user, aten.select.int, (source, dim, index)))
+        else:
+            replace(user, add(user, aten.slice.Tensor, (source, dim, first, last)))
+    node.graph.erase_node(node)
