@@ -115,24 +115,29 @@ def _drafts(instance: Instance, allowed: tuple[Indices, ...]) -> list[_Draft]:
     spans = {n: _stage_costs(instance, allowed, n) for n in sorted(set(instance.in_flight.tolist()))}
     by_stage = [spans[int(n)] for n in instance.in_flight]
     start = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
+    burden = [
+        1.0
+    ] * stages  # 1F1B hides part of an early stage's forwards in the warm-up; a forward is a third of the time
+    if instance.choice.schedule == "1f1b":
+        burden = [1 - (min(m, stages - s) - 1) / (3 * max(m - 1, 1)) for s in range(stages)]
     slowest = start
-    for span in by_stage:
-        slowest = np.maximum(slowest[:, None], span).min(axis=0)
+    for span, share in zip(by_stage, burden, strict=True):
+        slowest = np.maximum(slowest[:, None], share * span).min(axis=0)
     least = float(slowest[count])
     if not np.isfinite(least):
         return []
     drafts = []
     for cap in CAPS if stages > 1 else (np.inf,):
         best, came = start, []
-        for span in by_stage:
-            through = best[:, None] + np.where(span <= cap * least * (1 + 1e-9), span, np.inf)
+        for span, share in zip(by_stage, burden, strict=True):
+            through = best[:, None] + np.where(share * span <= cap * least * (1 + 1e-9), span, np.inf)
             came.append(through.argmin(axis=0))
             best = through.min(axis=0)
         bounds = [count]
         for s in range(stages - 1, -1, -1):
             bounds.append(int(came[s][bounds[-1]]))
         bounds.reverse()
-        worst = max(by_stage[s][i, j] for s, (i, j) in enumerate(pairwise(bounds)))
+        worst = max(burden[s] * by_stage[s][i, j] for s, (i, j) in enumerate(pairwise(bounds)))
         drafts.append(_Draft(float(best[count]) + (m - 1) * float(worst), tuple(bounds), allowed))
     return drafts
 

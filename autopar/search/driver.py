@@ -24,6 +24,7 @@ from autopar.search.bound import fewest_seconds, relaxation
 from autopar.search.construct import construct
 from autopar.search.exact import TooLargeError, solve_labels, solve_scip
 from autopar.search.frugal import explain, most_frugal
+from autopar.search.lagrange import bottleneck_bound
 from autopar.search.problem import Choice, Devices, Pricer, SearchOptions, choices
 from autopar.search.tables import Instance, Prices
 
@@ -147,8 +148,10 @@ def _no_price(graph: Graph, state: _State) -> InfeasibleError:
 
 def _open(state: _State, node: _Node) -> None:
     state.opened += 1
-    state.solvers.add("GLOP")
-    bound = relaxation(node.instance, node.bound_s, max(state.left_s(), 0.05))
+    bound = max(node.bound_s, bottleneck_bound(node.instance))
+    if bound < state.enough_s:
+        state.solvers.add("GLOP")
+        bound = relaxation(node.instance, bound, max(state.left_s(), 0.05))
     if not np.isfinite(bound):
         return  # proved infeasible
     if bound < state.enough_s and state.undecided(node.instance.choice) is None:
