@@ -111,11 +111,12 @@ def links(name: str, gpus_per_node: int) -> tuple[Link, Link]:
     """Within a node, and one device's share of its node's network."""
     entry = table()[name]
     sources = entry["sources"]
-    nvlink, pcie = entry["nvlink_gb_per_s_per_gpu_unidirectional"], entry.get("pcie_gb_per_s")
+    nvlink = entry["nvlink_gb_per_s_per_gpu_unidirectional"]
     if nvlink:
         intra = intra_link(nvlink * _GIGA, sources.get("nvlink", "hardware.json"))
     else:
-        intra = Link(c.PCIE_HOP_S.value, pcie * _GIGA * c.INTRA_NODE_EFFICIENCY.value, "hardware.json: pcie_gb_per_s")
+        pcie = entry["pcie_gb_per_s"] * _GIGA * c.INTRA_NODE_EFFICIENCY.value
+        intra = Link(c.PCIE_HOP_S.value, pcie, "hardware.json: pcie_gb_per_s")
     node = entry["inter_node_gb_per_s_per_node"]
     if node:
         # the node of the file has its own number of GPUs: its network is shared by those who are there

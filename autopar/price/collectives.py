@@ -1,0 +1,87 @@
+r"""Seconds of a collective: latency per hop plus bytes over bandwidth, per link level.
+
+A group has *n* members, *k* of them on each of *N = n / k* nodes. The *B* bytes of a collective are those of the tensor
+that the axis makes whole: all-gather's result, reduce-scatter's input, the tensor of an all-reduce or of an all-to-all
+(each rank holds *B / n* of it).
+
+* A ring passes *B (n-1)/n* over every link, at the speed of the slowest. A link between nodes carries all *k* members'
+  shares of the network, because the other members of the node run the same collective in their own groups::
+
+      ring bandwidth  beta = intra                     if N = 1
+                             min(intra, k * share)     otherwise
+      all-gather, reduce-scatter   t = c + (n - N) a_intra + N a_inter + B (n-1)/n / beta
+      all-reduce                   twice the hops and the bytes, or a double binary tree, whichever is faster:
+                                   t = c + 2 ((k-1) a_intra + ceil(log2 N) a_inter) + 2 B / beta
+
+* An all-to-all sends *B (n-1)/n^2* from every rank, *(n-k)/n* of its *B / n* over its own share of the network, both levels
+  at once.
+
+This is the textbook model that NCCL's own tuner uses (``src/graph/tuning.cc``), without its tables for message sizes, NVLink
+SHARP and PAT; calibration is left to measurements.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autopar.devices import Cluster
+from autopar.plan import Axis
+from autopar.types import Collective
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks that run a collective together: how many, and how many of them share a node."""
+
+    size: int
+    per_node: int
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.size // self.per_node)
+
+
+def group(axes: tuple[Axis, ...], cluster: Cluster) -> Group:
+    """The ranks that differ on ``axes`` alone. An axis of stride 0 (the microbatch) holds no ranks."""
+    size = per_node = 1
+    for axis in axes:
+        if axis.stride > 0:
+            size *= axis.size
+            per_node *= max(1, min(axis.size, cluster.gpus_per_node // axis.stride))
+    return Group(size, per_node)
+
+
+def time_s(collective: Collective, bytes_total: float, axis_size: int, stride: int, cluster: Cluster) -> float:
+    """Seconds of ``collective`` on ``bytes_total`` (see the module's docstring) over an axis of that size and stride."""
+    return group_time_s(collective, bytes_total, group((Axis("axis", axis_size, stride),), cluster), cluster)
+
+
+def group_time_s(collective: Collective, bytes_total: float, members: Group, cluster: Cluster) -> float:
+    """Seconds of ``collective`` on ``bytes_total`` over ``members``; zero for a group of one."""
+    n = members.size
+    if n == 1 or collective in (Collective.NONE, Collective.LOCAL):
+        return 0.0
+    nodes, k = members.nodes, members.per_node
+    if collective is Collective.ALL_TO_ALL:
+        mine = bytes_total / n
+        inside = mine * (k - 1) / n / cluster.intra.bytes_per_s
+        outside = mine * (n - k) / n / cluster.inter.bytes_per_s
+        hop_s = cluster.inter.latency_s if nodes > 1 else cluster.intra.latency_s
+        return cluster.collective_s + hop_s + max(inside, outside)
+    if nodes == 1:
+        beta, hops_s = cluster.intra.bytes_per_s, (n - 1) * cluster.intra.latency_s
+    else:
+        beta = min(cluster.intra.bytes_per_s, k * cluster.inter.bytes_per_s)
+        hops_s = (n - nodes) * cluster.intra.latency_s + nodes * cluster.inter.latency_s
+    ring = hops_s + bytes_total * (n - 1) / n / beta
+    if collective is not Collective.ALL_REDUCE:
+        return cluster.collective_s + ring
+    tree_hops_s = (k - 1) * cluster.intra.latency_s + math.ceil(math.log2(nodes)) * cluster.inter.latency_s
+    return cluster.collective_s + 2 * min(ring, tree_hops_s + bytes_total / beta)
+
+
+def p2p_s(bytes_sent: float, cluster: Cluster, crosses_node: bool) -> float:
+    """Seconds of sending ``bytes_sent`` to one other rank while every device of the node does the same."""
+    link = cluster.inter if crosses_node else cluster.intra
+    return cluster.collective_s + link.latency_s + bytes_sent / link.bytes_per_s

@@ -1,0 +1,206 @@
+"""What autograd keeps of a layer, and what a parameter costs at rest.
+
+``trace`` runs a layer class's graph once on meta tensors under ``saved_tensors_hooks``: what is saved is what PyTorch
+saves, not a formula's idea of it. Saved tensors are told apart by their storage, so that a value which three ops keep
+counts once and a view counts as what it views. Parameters, constants and the batch's own tensors are in memory anyway
+and are left out. Attention is not run but taken as flash attention (queries, keys, values, result and one float per row of
+scores), because on the meta device it would fall apart into the ops that keep the scores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.errors import UsageError
+from autopar.graph import LayerClass, Value
+from autopar.price.roofline import is_attention, tensors
+from autopar.rules.operands import operands
+
+OUTPUT = -1  # Saved.operand of the node's own result
+INTERNAL = -2  # Saved.operand of a tensor that is neither operand nor result, such as a softmax's inside a loss
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A storage that ``node``'s op keeps for the backward pass: the one of its operand number ``operand``."""
+
+    storage: int
+    node: str
+    operand: int
+    numel: int  # of the storage, in elements of ``dtype``
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One run of a layer class on meta tensors.
+
+    ``views`` are the nodes whose result lies in an operand's storage; ``requires_grad`` says of every node whether a gradient
+    reaches its value.
+    """
+
+    saved: tuple[Saved, ...]
+    views: frozenset[str]
+    requires_grad: dict[str, bool]
+
+
+class _Tracer(fx.Interpreter):
+    """Runs the graph and notes storages. Every value is kept to the end, so that no storage is taken for another."""
+
+    def __init__(self, cls: LayerClass, borders: tuple[Value, ...]) -> None:
+        super().__init__(cls.graph, garbage_collect_values=False)
+        self.borders = dict(zip((n.name for n in cls.graph.graph.nodes if n.op == "placeholder"), borders, strict=True))
+        free = (*cls.inputs, *cls.constants, *cls.scalars, *cls.parameters)
+        names = [n.name for n in cls.graph.graph.nodes if n.op == "placeholder"]
+        self.excluded_names = set(names[len(cls.activations) :]) if free else set()
+        self.storages: dict[int, Any] = {}  # number to storage
+        self.numbers: dict[int, int] = {}  # id of a storage to its number
+        self.excluded: set[int] = set()
+        self.current: fx.Node | None = None
+        self.saved: dict[tuple[int, str, int], Saved] = {}
+        self.views: set[str] = set()
+        self.requires_grad: dict[str, bool] = {}
+
+    def number(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        if id(storage) not in self.numbers:
+            self.numbers[id(storage)] = len(self.storages)
+            self.storages[len(self.storages)] = storage
+        return self.numbers[id(storage)]
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.current = n
+        if n.op == "placeholder":
+            value = self.borders[n.name]
+            result: Any = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            if value.requires_grad and value.dtype.is_floating_point:
+                result.requires_grad_()
+            if n.name in self.excluded_names:
+                self.excluded.add(self.number(result))
+        elif is_attention(n):
+            result = self.attention(n)
+        else:
+            result = super().run_node(n)
+        if n.op != "output":
+            self.note(n, result)
+        return result
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return super().call_function(target, args, kwargs | {"device": "meta"} if "device" in kwargs else kwargs)
+
+    def note(self, n: fx.Node, result: Any) -> None:
+        made = tensors(result)
+        self.requires_grad[n.name] = any(t.requires_grad for t in made)
+        if n.op == "call_function" and made:
+            read = {self.number(t) for o in operands(n) for t in tensors(self.env[o])}
+            if all(self.number(t) in read for t in made):
+                self.views.add(n.name)
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = self.number(tensor)
+        node = self.current
+        assert node is not None
+        if storage not in self.excluded and node.op == "call_function":
+            which = INTERNAL
+            for index, operand in enumerate(operands(node)):
+                if any(self.number(t) == storage for t in tensors(self.env[operand])):
+                    which = index
+                    break
+            self.keep(storage, node, which, tensor)
+        return tensor
+
+    def keep(self, storage: int, node: fx.Node, operand: int, tensor: torch.Tensor) -> None:
+        numel = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
+        self.saved.setdefault((storage, node.name, operand), Saved(storage, node.name, operand, numel, tensor.dtype))
+
+    def attention(self, n: fx.Node) -> torch.Tensor:
+        """Flash attention's result and what it keeps, without its arithmetic."""
+        read = [tensors(self.env[o])[0] for o in operands(n)]
+        query, _, value = read[:3]
+        shape = tuple(n.meta["val"].shape)
+        assert shape[-1] == value.shape[-1], n.format_node()
+        # the kernels write [batch, length, heads, size] and give a transposed view, so that merging the heads copies nothing
+        *batch, heads, length, width = shape
+        result = query.new_empty([*batch, length, heads, width]).transpose(-2, -3)
+        if any(t.requires_grad for t in read):
+            result.requires_grad_()
+            for index, tensor in enumerate(read):
+                if self.number(tensor) not in self.excluded:
+                    self.keep(self.number(tensor), n, index, tensor)
+            self.keep(self.number(result), n, OUTPUT, result)
+            rows = query.new_empty(shape[:-1], dtype=torch.float32)
+            self.keep(self.number(rows), n, INTERNAL, rows)
+        return result
+
+
+def trace(cls: LayerClass) -> Trace:
+    """Runs ``cls`` once on the meta device at global shapes (nothing is allocated) and reports what autograd keeps."""
+    borders = (*cls.activations, *cls.inputs, *cls.constants, *cls.scalars, *cls.parameters)
+    tracer = _Tracer(cls, borders)
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(tracer.pack, lambda t: t):
+        tracer.run(*([None] * len(borders)))
+    made_by = {
+        tracer.number(t): node.name
+        for node in reversed(cls.graph.graph.nodes)
+        if node.op == "call_function"
+        for t in tensors(tracer.env.get(node))
+    }
+    saved = []
+    for entry in tracer.saved.values():
+        # a result is first seen while its op runs, before it has a name
+        own = entry.operand == INTERNAL and made_by.get(entry.storage) == entry.node
+        saved.append(Saved(entry.storage, entry.node, OUTPUT, entry.numel, entry.dtype) if own else entry)
+    return Trace(tuple(saved), frozenset(tracer.views), tracer.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Bytes of one element of an activation, and of one parameter: the copy that is computed with, its gradient, and
+    what the optimizer holds (Adam's two moments, and a float32 master copy under mixed precision)."""
+
+    name: str
+    activation: int
+    parameter: int
+    gradient: int
+    optimizer: int
+    master: bool
+
+
+_PRECISIONS = {
+    "float64": Precision("float64", 8, 8, 8, 16, False),
+    "float32": Precision("float32", 4, 4, 4, 8, False),
+    "bfloat16": Precision("bfloat16", 2, 2, 2, 4 + 8, True),
+    "float16": Precision("float16", 2, 2, 2, 4 + 8, True),
+}
+
+
+def precision(name: str) -> Precision:
+    """The precision of that name.
+
+    Raises:
+        UsageError: no such precision.
+    """
+    if name not in _PRECISIONS:
+        raise UsageError(f"there is no precision {name!r}", f"the precisions are {', '.join(_PRECISIONS)}")
+    return _PRECISIONS[name]
+
+
+def state_bytes(parameters: int, trainable: int, data: int, zero: int, numbers: Precision) -> tuple[int, int, int]:
+    """Bytes of parameters, gradients and optimizer state on one device, at the peak of the step.
+
+    Args:
+        parameters, trainable: elements on one device before ZeRO.
+        data: the number of data-parallel devices that share them.
+        zero: 0 replicates; 1 shards the optimizer; 2 the gradients too; 3 the parameters too. Stage 2 holds its parameters whole
+            from forward to backward, and without a master copy a shard of them besides.
+    """
+    state = -(-trainable // data) if zero >= 1 else trainable
+    gradients = -(-trainable // data) if zero >= 2 else trainable
+    held = -(-parameters // data) if zero == 3 else parameters
+    if zero == 2 and data > 1 and not numbers.master:
+        held += -(-parameters // data)
+    return held * numbers.parameter, gradients * numbers.gradient, state * numbers.optimizer

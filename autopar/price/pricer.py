@@ -1,0 +1,183 @@
+"""Prices of a captured model's layers, of the ways between them, and of sends between stages; everything is kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from autopar.devices import Cluster
+from autopar.graph import Graph, LayerClass
+from autopar.plan import Axis, Role, Strategy
+from autopar.price import table as tables
+from autopar.price.collectives import p2p_s
+from autopar.price.layer import MICROBATCH, Bound, Core, LayerPrice, assemble, bind, core, divisible, move_s, wire
+from autopar.price.memory import precision
+from autopar.sharding import AxisTypes
+from autopar.types import SpmdType
+
+Solve = Callable[[LayerClass, Role, int], AxisTypes | None]
+Mesh = tuple[Axis, ...]
+
+
+def _solve(cls: LayerClass, role: Role, size: int) -> AxisTypes | None:
+    from autopar.shard import solve  # the op-level optimum needs a solver, which prices given by hand do not
+
+    return solve(cls, role, size)
+
+
+class Pricer:
+    """Prices ``graph`` on ``cluster`` at ``precision`` (a dtype name).
+
+    ``solve(cls, role, size)`` gives the types of a layer class on axes in a role whose sizes multiply to ``size`` (1 for data and
+    microbatches, whose types no size changes), or ``None`` where the role cannot be played.
+    """
+
+    def __init__(self, graph: Graph, cluster: Cluster, precision_name: str, solve: Solve = _solve) -> None:
+        self.graph, self.cluster, self.numbers = graph, cluster, precision(precision_name)
+        self._solve = solve
+        self._tables: dict[str, tuple[tables.ClassTable, tables.Rows]] = {}
+        self._types: dict[tuple[str, Role, int], AxisTypes | None] = {}
+        self._flags: dict[tuple[str, int], tables.AxisFlags] = {}
+        self._bound: dict[tuple[str, tuple[int, ...]], Bound] = {}
+        self._cores: dict[tuple[str, Mesh, tuple[Role, ...], int], Core | None] = {}
+        self._layers: dict[tuple[str, Mesh, Strategy, int], LayerPrice | None] = {}
+        self._edges: dict[tuple[int, Mesh, tuple[Role, ...], tuple[Role, ...], int], float] = {}
+        self._p2p: dict[tuple[int, Mesh, tuple[Role, ...], int], float] = {}
+        self._makers = {name: (i, k) for i, layer in enumerate(graph.layers) for k, name in enumerate(layer.outputs)}
+        self._readers = self._find_readers()
+
+    @property
+    def peak_flops_per_s(self) -> float:
+        """One device's peak at the precision that is priced; utilisation is measured against it."""
+        return self.cluster.gpu.peak_flops[self.numbers.name]
+
+    def layer(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
+        """The price of a layer class; ``None`` where a role is inadmissible or a local shape is not whole."""
+        key = (cls_name, mesh, strategy, microbatches)
+        if key not in self._layers:
+            found = self._core(cls_name, mesh, strategy.roles, microbatches)
+            priced = assemble(found, mesh, strategy, self.cluster, self.numbers) if found is not None else None
+            self._layers[key] = priced
+        return self._layers[key]
+
+    def edge(self, layer_index: int, mesh: Mesh, left: Strategy, right: Strategy, microbatches: int) -> float:
+        """Seconds of resharding between layer ``layer_index`` and the next: forward plus backward, one microbatch.
+
+        A value that skips layers is carried along in the types of the layer before its reader.
+        """
+        if left.roles == right.roles:
+            return 0.0
+        key = (layer_index, mesh, left.roles, right.roles, microbatches)
+        if key not in self._edges:
+            axes = self._axes(mesh, microbatches)
+            total = 0.0
+            for name in self.graph.layers[layer_index + 1].activations:
+                source = self._made_as(name, mesh, left.roles)
+                target = self._read_as(name, layer_index + 1, mesh, right.roles)
+                if source is not None and target is not None:
+                    gradient = self.graph.values[name].requires_grad
+                    total += edge_s(self._value_bytes(name), source, target, axes, self.cluster, gradient)
+            self._edges[key] = total
+        return self._edges[key]
+
+    def p2p(self, layer_index: int, mesh: Mesh, strategy: Strategy, microbatches: int) -> float:
+        """Seconds of sending to the next stage what later layers read: one microbatch, one direction.
+
+        With several nodes some stage's border lies between two of them, and the slowest border sets the pipeline's pace.
+        """
+        key = (layer_index, mesh, strategy.roles, microbatches)
+        if key not in self._p2p:
+            axes = self._axes(mesh, microbatches)
+            sent = 0.0
+            for name, (maker, _) in self._makers.items():
+                if maker <= layer_index < self._readers.get(name, -1):
+                    types = self._made_as(name, mesh, strategy.roles) or ()
+                    sent += self._value_bytes(name) / math.prod(
+                        a.size for a, t in zip(axes, types, strict=False) if t.sharded
+                    )
+            self._p2p[key] = p2p_s(sent, self.cluster, crosses_node=self.cluster.nodes > 1)
+        return self._p2p[key]
+
+    def types(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[AxisTypes, ...] | None:
+        """The types on the microbatch axis, then on every axis of the mesh; ``None`` where a role is inadmissible."""
+        sizes: dict[Role, int] = {Role.DATA: 1}
+        for axis, role in zip(mesh, roles, strict=True):
+            sizes[role] = sizes.get(role, 1) * axis.size
+        found = []
+        for role in (Role.DATA, *roles):
+            key = (cls_name, role, sizes[role] if role.shards_parameters else 1)
+            if key not in self._types:
+                self._types[key] = self._solve(self.graph.classes[cls_name], role, key[2])
+            types = self._types[key]
+            if types is None:
+                return None
+            found.append(types)
+        return tuple(found)
+
+    def _core(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], microbatches: int) -> Core | None:
+        key = (cls_name, mesh, roles, microbatches)
+        if key not in self._cores:
+            bound = self._bind(cls_name, mesh, roles)
+            axes = self._axes(mesh, microbatches)
+            fits = bound is not None and divisible(bound, axes)
+            self._cores[key] = core(bound, axes, self.cluster, self.numbers) if bound is not None and fits else None
+        return self._cores[key]
+
+    def _bind(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...]) -> Bound | None:
+        types = self.types(cls_name, mesh, roles)
+        if types is None:
+            return None
+        key = (cls_name, tuple(id(t) for t in types))  # kept in self._types, so that ids stay theirs
+        if key not in self._bound:
+            table, rows = self._table(cls_name)
+            for t in types:
+                if (cls_name, id(t)) not in self._flags:
+                    self._flags[cls_name, id(t)] = tables.flags(table, rows, t)
+            self._bound[key] = bind(table, rows, types, tuple(self._flags[cls_name, id(t)] for t in types))
+        return self._bound[key]
+
+    def _table(self, cls_name: str) -> tuple[tables.ClassTable, tables.Rows]:
+        if cls_name not in self._tables:
+            self._tables[cls_name] = tables.build(self.graph.classes[cls_name], self.numbers)
+        return self._tables[cls_name]
+
+    @staticmethod
+    def _axes(mesh: Mesh, microbatches: int) -> Mesh:
+        return Axis(MICROBATCH, microbatches, 0), *mesh
+
+    def _find_readers(self) -> dict[str, int]:
+        """The last layer that reads each value."""
+        return {name: i for i, layer in enumerate(self.graph.layers) for name in layer.activations}
+
+    def _value_bytes(self, name: str) -> float:
+        value = self.graph.values[name]
+        return float(value.numel * tables.element_bytes(value.dtype, self.graph.dtype, self.numbers))
+
+    def _made_as(self, name: str, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[SpmdType, ...] | None:
+        """The types in which the value leaves its maker under ``roles``; ``None`` where the maker cannot play them."""
+        maker, index = self._makers[name]
+        types = self.types(self.graph.layers[maker].cls, mesh, roles)
+        return None if types is None else tuple(t.outputs[index] for t in types)
+
+    def _read_as(self, name: str, reader: int, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[SpmdType, ...] | None:
+        """The types in which layer ``reader`` wants the value under ``roles``."""
+        layer = self.graph.layers[reader]
+        types = self.types(layer.cls, mesh, roles)
+        placeholder = self._table(layer.cls)[0].activations[layer.activations.index(name)]
+        return None if types is None else tuple(t.produced[placeholder] for t in types)
+
+
+def edge_s(
+    value_bytes: float,
+    source: tuple[SpmdType, ...],
+    target: tuple[SpmdType, ...],
+    axes: Mesh,
+    cluster: Cluster,
+    gradient: bool = True,
+) -> float:
+    """Seconds, forward plus backward, of converting a value of ``value_bytes`` (global) between two layers.
+
+    ``source`` and ``target`` have a type per axis of ``axes``, the microbatch axis included.
+    """
+    moves = wire(value_bytes, source, target, gradient)
+    return sum(move_s(m, m.forward, axes, cluster) + move_s(m, m.backward, axes, cluster) for m in moves)
