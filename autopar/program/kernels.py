@@ -20,6 +20,7 @@ from spmd_types import I, P, PartitionSpec, R, S, SpmdTypeError, V
 from torch import Tensor
 
 Axis = str | dist.ProcessGroup
+Axes = Axis | Sequence[Axis]
 Partition = Sequence[str | tuple[str, ...] | None]
 
 
@@ -70,10 +71,19 @@ def _size(axis: Axis) -> int:
     return names[axis].size()
 
 
-def _start(axis: Axis, extent: int, device: torch.device) -> Tensor:
-    """Where this rank's slice of ``extent`` begins on ``axis``: a tensor of one element, so that the device is not waited for."""
-    starts = torch.arange(0, _size(axis) * extent, extent, device=device)
-    return spmd.convert(starts, axis, src=R, dst=S(0)) if _size(axis) > 1 else starts
+def _split(axes: Axes) -> list[Axis]:
+    """The axes of size above one, outermost first."""
+    return [axis for axis in (axes if isinstance(axes, list | tuple) else [axes]) if _size(axis) > 1]  # type: ignore[list-item]
+
+
+def _start(axes: Sequence[Axis], extent: int, device: torch.device) -> Tensor:
+    """Where this rank's slice of ``extent`` begins: a tensor of one element, so that the device is not waited for."""
+    start = torch.zeros(1, dtype=torch.long, device=device)
+    for axis in reversed(axes):
+        starts = torch.arange(0, _size(axis) * extent, extent, device=device)
+        start = start + spmd.convert(starts, axis, src=R, dst=S(0))
+        extent *= _size(axis)
+    return start
 
 
 # -- shapes ----------------------------------------------------------------------------------------------------------
@@ -198,23 +208,25 @@ def dropout(x: Tensor, p: float, seed: int) -> Tensor:
 # -- sharded vocabularies --------------------------------------------------------------------------------------------
 
 
-def masked_embedding(ids: Tensor, weight: Tensor, axis: Axis, padding_idx: int | None = None) -> Tensor:
-    """Embedding with the rows of ``weight`` sharded over ``axis``: each rank looks up the ids that it has, zero for the others.
+def masked_embedding(ids: Tensor, weight: Tensor, axis: Axes, padding_idx: int | None = None) -> Tensor:
+    """Embedding with the rows of ``weight`` sharded over ``axis`` (or axes, outermost first): each rank looks up the ids that
+    it has, and gives zero for the others.
 
     ``weight`` is ``[vocabulary / n, d]``, S(0) on ``axis``; ``ids`` are R there. The result ``[*ids, d]`` is P. ``padding_idx`` (a global
     id) gets no gradient.
     """
+    axes = _split(axis)
     if spmd.is_type_checking():
         rows, columns = _places(weight)
         places = [*_places(ids), columns]
-        _require(len(rows) == (1 if _size(axis) > 1 else 0), f"masked_embedding: rows are sharded over {rows}")
+        _require(len(rows) == len(axes), f"masked_embedding: rows are sharded over {rows}")
     with spmd.local():
-        local = ids - _start(axis, weight.shape[0], ids.device)
+        local = ids - _start(axes, weight.shape[0], ids.device)
         elsewhere = (local < 0) | (local >= weight.shape[0])
         out = F.embedding(local.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere.unsqueeze(-1), 0)
         if padding_idx is not None:
             out = torch.where((ids == padding_idx).unsqueeze(-1), out.detach(), out)
-        out = spmd.reinterpret(out, axis, src=V, dst=P)
+        out = _terms(out, axes)
     return _declare(out, places) if spmd.is_type_checking() else out
 
 
@@ -273,29 +285,32 @@ spmd.register_local_autograd_function(_SoftmaxTerms)
 def vocab_parallel_cross_entropy_sum(
     logits: Tensor,
     labels: Tensor,
-    axis: Axis,
+    axis: Axes,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     partial_axes: Sequence[Axis] = (),
 ) -> Tensor:
-    """``cross_entropy_sum`` with the vocabulary sharded over ``axis``: I there.
+    """``cross_entropy_sum`` with the vocabulary sharded over ``axis`` (or axes, outermost first): I there.
 
     ``logits`` are ``[..., v / n]``, S(last) on ``axis``; ``labels`` (global ids) are R there. Two small collectives: the maxima are gathered, and
     the two sums of every token reduced in one call. The whole logits exist nowhere. Accumulates in float32 or wider.
     """
+    axes = _split(axis)
     with spmd.local():
         logits = logits.reshape(-1, logits.shape[-1])
         labels = labels.reshape(-1)
         width = logits.shape[-1]
         wide = torch.promote_types(logits.dtype, torch.float32)
         shift = logits.detach().amax(1, keepdim=True).to(wide)
-        if _size(axis) > 1:
-            shift = spmd.all_gather(shift, axis, src=S(1), dst=R).amax(1, keepdim=True)
-        target = labels - _start(axis, width, labels.device)
+        for one in axes:
+            shift = spmd.all_gather(shift, one, src=S(1), dst=R).amax(1, keepdim=True)
+        target = labels - _start(axes, width, labels.device)
         elsewhere = (target < 0) | (target >= width)
-        off = label_smoothing / (width * _size(axis))
+        off = label_smoothing / (width * prod(_size(one) for one in axes))
         terms = _SoftmaxTerms.apply(logits, shift, target.masked_fill(elsewhere, 0), elsewhere, 1.0 - label_smoothing, off)
-        terms = spmd.reinterpret(terms, axis, src=V, dst=P)
-        total, picked = spmd.all_reduce(terms, axis, src=P, dst=I).unbind(0)
+        terms = _terms(terms, axes)
+        for one in axes:
+            terms = spmd.all_reduce(terms, one, src=P, dst=I)
+        total, picked = terms.unbind(0)
         loss = (total.log() - picked).masked_fill(labels == ignore_index, 0.0).sum().to(logits.dtype)
         return _terms(loss, partial_axes)

@@ -17,18 +17,18 @@ Entry = str | Callable[[fx.Node], str | None]
 _UNARY = """
     abs acos asin atan bitwise_not ceil cos cosh elu erf erfc exp exp2 expm1 floor gelu hardsigmoid hardswish hardtanh isfinite isinf
     isnan leaky_relu log log10 log1p log2 log_sigmoid logical_not logit mish reciprocal relu relu6 round rsqrt selu sigmoid sign silu
-    sin sinh softplus softsign sqrt square tan tanh trunc clamp clamp_min clamp_max nan_to_num threshold hardshrink softshrink frac
+    sin sinh softplus sqrt square tan tanh trunc clamp clamp_min clamp_max nan_to_num threshold hardshrink softshrink frac
 """.split()
 
-_IDENTITY = "alias clone contiguous detach detach_ lift_fresh_copy neg".split()
+_IDENTITY = "alias clone contiguous detach lift_fresh_copy neg".split()
 
-_CAST = "to _to_copy type_as float double half bfloat16 _cast_Float dropout feature_dropout alpha_dropout native_dropout".split()
+_CAST = "to _to_copy type_as dropout".split()
 
 _LIKE = "zeros_like ones_like full_like empty_like rand_like randn_like".split()
 
 _BINARY = """
     pow maximum minimum eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor atan2 remainder fmod
-    floor_divide where masked_fill lerp addcmul addcdiv __and__ __or__ __xor__ heaviside copysign hypot fmin fmax xlogy
+    floor_divide where masked_fill lerp addcmul addcdiv __and__ __or__ __xor__ copysign hypot fmin fmax xlogy
 """.split()
 
 _VIEWS = "view reshape _unsafe_view view_copy flatten unflatten squeeze unsqueeze ravel reshape_as view_as".split()

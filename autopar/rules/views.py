@@ -54,7 +54,7 @@ def held(words: Words, dims: Sequence[int]) -> Words:
 def view(node: fx.Node) -> str:
     """view, reshape, flatten, unflatten, squeeze, unsqueeze: equal runs of dims, matched factor by factor."""
     left, right = factors(source(node), shape_of(node))
-    return line([left, *([] for _ in operands(node)[1:])], right, "linear 0")
+    return line([left, *(["1"] * len(shape_of(other)) for other in operands(node)[1:])], right, "linear 0")
 
 
 def factors(before: Sequence[int], after: Sequence[int]) -> tuple[Words, Words]:
@@ -157,10 +157,14 @@ def unbind(node: fx.Node) -> str:
 
 
 def getitem(node: fx.Node) -> str | None:
-    """One element of a tuple of tensors; it has the tuple's type."""
-    if not isinstance(operands(node)[0].meta["val"], tuple | list):
+    """One element of a tuple of tensors; it has the tuple's type, which shards no dim in which the elements differ."""
+    parts = operands(node)[0].meta["val"]
+    if not isinstance(parts, tuple | list):
         return None
-    return "* -> * ; linear 0"
+    words = names(len(shape_of(node)))
+    sizes = [{part.shape[i] for part in parts if isinstance(part, torch.Tensor)} for i in range(len(words))]
+    words = [word if len(size) == 1 else "1" for word, size in zip(words, sizes, strict=True)]
+    return line([words], words, "linear 0")
 
 
 def cat(node: fx.Node) -> str:

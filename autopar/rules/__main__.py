@@ -1,0 +1,24 @@
+"""``python -m autopar.rules``: execute every line of the table on shards, and print how many there are."""
+
+from __future__ import annotations
+
+from autopar.rules.check import check
+from autopar.rules.operands import op_name
+from autopar.rules.samples import samples
+from autopar.rules.table import TABLE
+
+
+def main() -> None:
+    """Check the table; ends with a ``RuleError`` at the first line that does not hold."""
+    given = samples()
+    reports = [check(one) for one in given]
+    covered = {op_name(one.target) for one in given}
+    print(
+        f"{len(TABLE)} ops, {len(covered & set(TABLE))} of them executed: {len(given)} calls, "
+        f"{sum(report.candidates for report in reports)} candidates, {sum(report.executions for report in reports)} executions "
+        f"on 2 and 3 shards, largest difference {max(report.difference for report in reports):.1e}"
+    )
+
+
+if __name__ == "__main__":
+    main()

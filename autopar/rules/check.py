@@ -1,0 +1,235 @@
+"""Checking a rule by execution: its candidates against the unsharded op, forward and gradient, on 2 and 3 shards.
+
+Ranks are simulated in one process. Operands are dealt out by their types (slices, copies, random terms of the sum), every rank
+makes its localised call in float64, and the results and the gradients are put together by theirs: a gradient has the dual
+type. Candidates with a kernel communicate, and are tested on real process groups instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.errors import RuleError
+from autopar.rules.candidates import Candidate, candidates
+from autopar.rules.operands import op_name, operands
+from autopar.types import SpmdType
+from passes.localise import apply, localised
+
+SHARDS = (2, 3)
+TOLERANCE = 1e-10
+"""Largest difference allowed, relative to the largest value: float64 sums of a few hundred terms in another order."""
+
+RANDOM = frozenset(f"aten.{name}" for name in "rand_like randn_like empty_like rand randn randint empty new_empty".split())
+"""Ops whose values are not a function of their operands: shapes are checked, values are not."""
+
+Value = Tensor | tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A call to check a rule on: a target and its arguments, tensors included (floating ones are taken as float64)."""
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    held: tuple[int, ...] = ()
+    """Tensor operands without a gradient, though floating: running statistics, class weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a check did: candidates executed, executions (one per candidate and number of shards), and the largest difference seen."""
+
+    candidates: int
+    executions: int
+    difference: float
+
+
+def sample(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Sample:
+    """Write a ``Sample`` as the call itself."""
+    return Sample(target, args, kwargs)
+
+
+def held(given: Sample, *operands_: int) -> Sample:
+    """The sample with these tensor operands taken as constants."""
+    return replace(given, held=operands_)
+
+
+def build(given: Sample) -> tuple[fx.Node, list[Value]]:
+    """A graph node for the call, with meta values, and the values of ``operands(node)`` in their order.
+
+    A tuple of tensors that is indexed (``operator.getitem``) becomes one operand; equal tensors become one placeholder.
+    """
+    graph = fx.Graph()
+    values: list[Value] = []
+    known: dict[int, fx.Node] = {}
+
+    def operand(item: Any, value: Value) -> fx.Node:
+        values.append(value)
+        if id(item) not in known:
+            known[id(item)] = graph.placeholder(f"x{len(known)}")
+            known[id(item)].meta["val"] = _map(lambda t: t.to("meta"), value)
+        return known[id(item)]
+
+    def place(item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return operand(item, _double(item))
+        if isinstance(item, tuple) and item and all(isinstance(part, Tensor) for part in item):
+            return operand(item, tuple(_double(part) for part in item))
+        return type(item)(map(place, item)) if isinstance(item, list | tuple) else item
+
+    args = tuple(place(item) for item in given.args)
+    kwargs = {key: place(value) for key, value in given.kwargs.items()}
+    node = graph.call_function(given.target, args, kwargs)
+    result = apply((given.target, args, kwargs, None), node, values)
+    node.meta["val"] = _map(lambda t: t.to("meta"), result)
+    return node, values
+
+
+def check(given: Sample, shards: Sequence[int] = SHARDS) -> Report:
+    """Execute every candidate of the call's rule. Raises ``RuleError`` naming the op, the candidate, shapes and largest difference."""
+    node, values = build(given)
+    worst, executions = 0.0, 0
+    found = [candidate for candidate in candidates(node) if candidate.kernel is None]
+    for candidate in found:
+        for n in shards:
+            if candidate.extent % n == 0:
+                worst = max(worst, check_candidate(node, values, candidate, n, given.held))
+                executions += 1
+    return Report(len(found), executions, worst)
+
+
+def check_candidate(node: fx.Node, values: Sequence[Value], candidate: Candidate, n: int, held_: Sequence[int] = ()) -> float:
+    """Execute one candidate on ``n`` simulated ranks; the largest relative difference of results and gradients."""
+    torch.manual_seed(0)
+    leaf = [_constant if i in held_ else _leaf for i in range(len(values))]
+    whole = [_map(make, value) for make, value in zip(leaf, values, strict=True)]
+    expected = _tensors(apply((node.target, node.args, dict(node.kwargs), None), node, whole))  # type: ignore[arg-type]
+    shards = [_deal(value, t, n) for value, t in zip(values, candidate.operands, strict=True)]
+    ranks = [[_map(make, shard[rank]) for make, shard in zip(leaf, shards, strict=True)] for rank in range(n)]
+    results = [_on_rank(node, operands_, candidate, n, expected[0]) for operands_ in ranks]
+    if op_name(node.target) in RANDOM:
+        return 0.0
+    what = f"{op_name(node.target)} as {_text(candidate)} on {n} shards"
+    shapes = ", ".join(str(tuple(tensor.shape)) for value in values for tensor in _tensors(value))
+    worst = 0.0
+    for i, tensor in enumerate(expected):
+        got = _combine([result[i] for result in results], candidate.result, what)
+        worst = max(worst, _difference(got, tensor, f"{what}, operands {shapes}: the result"))
+    flowing = [i for i, tensor in enumerate(expected) if tensor.requires_grad]
+    if not flowing:
+        return worst
+    cotangents = [torch.randn_like(expected[i]) for i in flowing]
+    reference = _gradients([expected[i] for i in flowing], whole, cotangents)
+    dealt = [_deal(cotangent, candidate.result.dual, n) for cotangent in cotangents]
+    local = [
+        _gradients([results[rank][i] for i in flowing], ranks[rank], [part[rank] for part in dealt])  # type: ignore[misc]
+        for rank in range(n)
+    ]
+    types = [t for value, t in zip(values, candidate.operands, strict=True) for _ in _tensors(value)]
+    for i, (t, gradient) in enumerate(zip(types, reference, strict=True)):
+        if gradient is not None:
+            got = _combine([gradients[i] for gradients in local], t.dual, what)  # type: ignore[misc]
+            worst = max(worst, _difference(got, gradient, f"{what}, operands {shapes}: the gradient of tensor {i}"))
+    return worst
+
+
+def _on_rank(node: fx.Node, values: Sequence[Value], candidate: Candidate, n: int, expected: Tensor) -> list[Tensor]:
+    """Make the localised call on one rank's operands, and hold the result's shape against the candidate's type."""
+    shape = list(expected.shape)
+    if candidate.result.dim is not None:
+        shape[candidate.result.dim] //= n
+    call = localised(node, [tuple(_tensors(value)[0].shape) for value in values], tuple(shape))
+    try:
+        result = _tensors(apply(call, node, values))
+    except RuntimeError as error:
+        raise RuleError(f"{op_name(node.target)} as {_text(candidate)} on {n} shards cannot run on a rank: {error}") from error
+    if list(result[0].shape) != shape:
+        raise RuleError(
+            f"{op_name(node.target)} as {_text(candidate)} on {n} shards: a rank's result has shape {tuple(result[0].shape)}, "
+            f"its type says {tuple(shape)}"
+        )
+    return result
+
+
+def _gradients(results: list[Tensor], values: Sequence[Value], cotangents: list[Tensor]) -> list[Tensor | None]:
+    leaves = [tensor for value in values for tensor in _tensors(value)]
+    wanted = [tensor for tensor in leaves if tensor.requires_grad]
+    found = iter(torch.autograd.grad(results, wanted, cotangents, allow_unused=True))
+    gradients = [next(found) if tensor.requires_grad else None for tensor in leaves]
+    return [
+        torch.zeros_like(tensor) if gradient is None and tensor.requires_grad else gradient
+        for tensor, gradient in zip(leaves, gradients, strict=True)
+    ]
+
+
+def _deal(value: Value, t: SpmdType, n: int) -> list[Value]:
+    """What each of ``n`` ranks holds of a value of type ``t``."""
+    if isinstance(value, tuple):
+        return list(zip(*(_deal(part, t, n) for part in value), strict=True))  # type: ignore[arg-type]
+    if t.kind == "S":
+        assert t.dim is not None and value.shape[t.dim] % n == 0, (tuple(value.shape), t, n)
+        return list(value.chunk(n, t.dim))
+    if t.kind == "P":
+        terms = [torch.randn_like(value) if value.is_floating_point() else torch.ones_like(value) for _ in range(n - 1)]
+        return [*terms, value - sum(terms)] if value.dtype != torch.bool else [value] + [torch.zeros_like(value)] * (n - 1)
+    return [value] * n
+
+
+def _combine(parts: Sequence[Tensor], t: SpmdType, what: str) -> Tensor:
+    """The value whose parts the ranks hold."""
+    if t.kind == "S":
+        assert t.dim is not None
+        return torch.cat(list(parts), t.dim)
+    if t.kind == "P":
+        return torch.stack(list(parts)).sum(0)
+    for part in parts[1:]:
+        if not torch.equal(part, parts[0]):
+            _difference(part, parts[0], f"{what}: ranks that should agree")
+    return parts[0]
+
+
+def _difference(got: Tensor, expected: Tensor, what: str) -> float:
+    """The largest difference relative to the largest value; raises ``RuleError`` beyond ``TOLERANCE``."""
+    if got.shape != expected.shape:
+        raise RuleError(f"{what} has shape {tuple(got.shape)}, not {tuple(expected.shape)}")
+    if got.numel() == 0:
+        return 0.0
+    a, b = got.detach().double(), expected.detach().double()
+    b, a = b.nan_to_num(), a.nan_to_num()
+    difference = float((a - b).abs().max() / b.abs().max().clamp_min(1e-3))
+    if difference > TOLERANCE:
+        raise RuleError(
+            f"{what} differs by {difference:.3g} from the unsharded op's",
+            hint="mark dims that may not be sharded with '!', and check which letters the result sums over",
+        )
+    return difference
+
+
+def _text(candidate: Candidate) -> str:
+    return f"{', '.join(map(str, candidate.operands))} -> {candidate.result}"
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [t for t in value if isinstance(t, Tensor)] if isinstance(value, tuple | list) else [value]
+
+
+def _map(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    return tuple(map(function, value)) if isinstance(value, tuple | list) else function(value)
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
+
+
+def _constant(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()

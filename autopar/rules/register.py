@@ -1,0 +1,87 @@
+"""The user's extension point: a rule for an op that the table does not know, checked on the spot."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autopar.errors import RuleError
+from autopar.rules.notation import Operand, parse
+from autopar.rules.table import TABLE
+
+if TYPE_CHECKING:
+    from autopar.rules.check import Report
+
+_EXTENTS = (6, 12)
+"""Extents of the letters of a made-up call: divisible by 2 and by 3, and not all equal, so that mixed-up letters show."""
+
+
+def register_rule(op: str, line: str, *arguments: Any, **keywords: Any) -> Report:
+    """Add a sharding rule for ``op`` (``"mylib::op"`` or ``"mylib::op.overload"``), after executing it on 2 and 3 shards.
+
+    ``line`` is in the notation of ``autopar.rules.notation``, one operand per tensor argument. The op is called with float64 operands
+    made from the line (extents 6 and 12); pass ``arguments`` (and ``keywords``), as the op takes them, if it needs numbers, integers or other
+    extents. The op must be known to ``torch.ops``, and differentiable if its result is.
+
+    Returns what was executed. Raises ``RuleError`` if the op is unknown, the line does not parse or fit, or a shard's result or
+    gradient differs from the whole op's; the table is then as it was.
+    """
+    from autopar.rules.check import Sample, check  # it needs passes.localise, which needs this package
+
+    parsed = parse(line)
+    target = _target(op)
+    key = op.partition(".")[0].replace("::", ".")
+    given = Sample(target, arguments or _operands(parsed.operands), keywords)
+    before = TABLE.get(key)
+    TABLE[key] = line
+    try:
+        return check(given)
+    except RuntimeError as error:
+        _restore(key, before)
+        raise RuleError(f"{op}: the call that checks its rule failed: {error}", hint="pass the arguments to call it with") from error
+    except BaseException:
+        _restore(key, before)
+        raise
+
+
+def _restore(key: str, before: Any) -> None:
+    if before is None:
+        del TABLE[key]
+    else:
+        TABLE[key] = before
+
+
+def _target(op: str) -> Any:
+    match = re.fullmatch(r"(\w+)::(\w+)(?:\.(\w+))?", op)
+    if match is None:
+        raise RuleError(f"{op!r} is not the name of an op", hint="write 'namespace::op', as torch.ops has it")
+    try:
+        return getattr(getattr(getattr(torch.ops, match[1]), match[2]), match[3] or "default")
+    except AttributeError as error:
+        raise RuleError(f"torch.ops has no {op!r}", hint="import the library that defines it first") from error
+
+
+def _operands(given: tuple[Operand, ...]) -> tuple[torch.Tensor, ...]:
+    """Normal float64 operands of the shapes that a line describes; ``*`` becomes one dim."""
+    generator = torch.Generator().manual_seed(0)
+    sizes: dict[str, int] = {"*": 6}
+    for operand in given:
+        for dim in operand.dims:
+            for atom in dim:
+                sizes.setdefault(atom.letter, atom.size or _EXTENTS[len(sizes) % len(_EXTENTS)])
+    made = []
+    for operand in given:
+        shape = [_extent(dim, sizes) for dim in operand.dims]
+        if operand.star is not None:
+            shape.insert(operand.star, sizes["*"])
+        made.append(torch.randn(shape, generator=generator, dtype=torch.float64))
+    return tuple(made)
+
+
+def _extent(dim: tuple[Any, ...], sizes: dict[str, int]) -> int:
+    extent = 1
+    for atom in dim:
+        extent *= sizes[atom.letter]
+    return extent
