@@ -19,22 +19,16 @@ Solve = Callable[[LayerClass, Role, int], AxisTypes | None]
 Mesh = tuple[Axis, ...]
 
 
-def _solve(cls: LayerClass, role: Role, size: int) -> AxisTypes | None:
-    from autopar.shard import solve  # the op-level optimum needs a solver, which prices given by hand do not
-
-    return solve(cls, role, size)
-
-
 class Pricer:
     """Prices ``graph`` on ``cluster`` at ``precision`` (a dtype name).
 
     ``solve(cls, role, size)`` gives the types of a layer class on axes in a role whose sizes multiply to ``size`` (1 for data and
-    microbatches, whose types no size changes), or ``None`` where the role cannot be played.
+    microbatches, whose types no size changes), or ``None`` where the role cannot be played; without it, the op-level optimum is asked.
     """
 
-    def __init__(self, graph: Graph, cluster: Cluster, precision_name: str, solve: Solve = _solve) -> None:
+    def __init__(self, graph: Graph, cluster: Cluster, precision_name: str, solve: Solve | None = None) -> None:
         self.graph, self.cluster, self.numbers = graph, cluster, precision(precision_name)
-        self._solve = solve
+        self._solve = solve or self._optimum
         self._tables: dict[str, tuple[tables.ClassTable, tables.Rows]] = {}
         self._types: dict[tuple[str, Role, int], AxisTypes | None] = {}
         self._flags: dict[tuple[str, int], tables.AxisFlags] = {}
@@ -140,6 +134,12 @@ class Pricer:
         if cls_name not in self._tables:
             self._tables[cls_name] = tables.build(self.graph.classes[cls_name], self.numbers)
         return self._tables[cls_name]
+
+    def _optimum(self, cls: LayerClass, role: Role, size: int) -> AxisTypes | None:
+        from autopar.shard import role_types  # needs the solver, which types given by hand do not
+
+        layer = next(i for i, layer in enumerate(self.graph.layers) if layer.cls == cls.name)
+        return role_types(self.graph, layer, role, size)
 
     @staticmethod
     def _axes(mesh: Mesh, microbatches: int) -> Mesh:
