@@ -1,0 +1,195 @@
+"""Synthetic problems for the search: random prices, prices in the shape of a large transformer's, and brute force."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from autopar.graph import Graph, Layer, Value
+from autopar.plan import Axis, Role, Strategy
+from autopar.search.problem import Choice, SearchOptions, choices, strategies, tied_groups
+from autopar.search.simulate import simulate
+
+
+@dataclass(frozen=True)
+class Price:
+    forward_s: float
+    backward_s: float
+    communication_s: float
+    step_s: float
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    saved_bytes: int
+    transient_bytes: int
+    flops: float
+
+    @property
+    def weights_bytes(self) -> int:
+        return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True)
+class Gpu:
+    peak_flops: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Devices:
+    count: int
+    memory_limit_bytes: int
+    gpus_per_node: int = 8
+    gpu: Gpu = Gpu({"bfloat16": 989e12})
+
+    def __str__(self) -> str:
+        return f"{self.count} synthetic devices"
+
+
+def chain(classes: list[str], batch: int, tied: tuple[int, ...] = (), seq: int = 16, why: str = "") -> Graph:
+    """A model of layers of these classes; the layers in ``tied`` share a parameter."""
+    layers = tuple(
+        Layer(f"layers.{i}", cls, (), (), (), (), ("shared",) if i in tied else (f"layers.{i}.weight",), ())
+        for i, cls in enumerate(classes)
+    )
+    return Graph(
+        "synthetic", (Value("tokens", (batch, seq), torch.int64),), None, {}, {}, (), None, layers, {}, {}, "loss",
+        torch.bfloat16, batch * seq, unmicrobatchable=why,
+    )  # fmt: skip
+
+
+class RandomPricer:
+    """Prices drawn once per question. ``density`` is the share of strategies that have a price at all."""
+
+    def __init__(self, graph: Graph, seed: int, density: float, edges: float) -> None:
+        self.graph, self.seed, self.density, self.edges = graph, seed, density, edges
+
+    def _rng(self, *key: object) -> random.Random:
+        return random.Random(f"{self.seed} {key}")
+
+    def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> Price | None:
+        rng = self._rng(cls, mesh, strategy, microbatches)
+        if rng.random() > self.density:
+            return None
+        part = 1 / microbatches
+        return Price(
+            rng.choice([1.0, 2.0, rng.random()]) * part, rng.choice([2.0, 3 * rng.random()]) * part, 0.1 * part,
+            rng.random(), rng.randint(1, 20), rng.randint(1, 20), rng.randint(0, 60), int(rng.randint(1, 80) * part),
+            rng.randint(0, 30), 1e12 * part,
+        )  # fmt: skip
+
+    def edge(self, i: int, mesh: tuple[Axis, ...], left: Strategy, right: Strategy, microbatches: int) -> float:
+        if left.roles == right.roles:
+            return 0.0
+        classes = self.graph.layers[i].cls, self.graph.layers[i + 1].cls
+        return self._rng("edge", classes, mesh, left.roles, right.roles).random() * self.edges / microbatches
+
+    def p2p(self, i: int, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> float:
+        classes = self.graph.layers[i].cls, self.graph.layers[i + 1].cls
+        return self._rng("p2p", classes, mesh, strategy.roles).random() * self.edges / microbatches
+
+
+def random_problem(seed: int, layers: int = 3, devices: tuple[int, ...] = (1, 2, 4)) -> tuple[Graph, Devices, RandomPricer]:
+    """A small problem; about one in five does not fit."""
+    rng = random.Random(seed)
+    count = rng.randint(1, layers)
+    kinds = rng.randint(1, count)
+    classes = sorted(f"c{rng.randrange(kinds)}" for _ in range(count))
+    tied = (0, count - 1) if count > 1 and rng.random() < 0.25 else ()
+    graph = chain(classes, rng.choice([1, 2, 4]), tied)
+    cluster = Devices(rng.choice(devices), rng.choice([50, 100, 150, 200, 300, 10_000]))
+    density = {1: 0.6, 2: 0.3, 4: 0.12, 8: 0.1}[cluster.count]
+    return graph, cluster, RandomPricer(graph, seed, density, rng.choice([0.0, 0.1, 1.0]))
+
+
+def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions) -> float | None:
+    """The step time of the best of all plans, one by one; ``None`` where none fits. Shares no code with the solvers."""
+    best: float | None = None
+    limit = options.memory_limit_bytes or cluster.memory_limit_bytes
+    for choice in choices(graph, cluster.count, options):
+        for step in _every_plan(graph, cluster, pricer, options, choice, limit):
+            best = step if best is None or step < best else best
+    return best
+
+
+def _every_plan(
+    graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions, choice: Choice, limit: int
+) -> Iterator[float]:
+    mesh, m, stages, count = choice.mesh, choice.microbatches, choice.pipeline, len(graph.layers)
+    tables = []
+    for layer in graph.layers:
+        candidates = strategies(mesh, graph.batch_size // m, cluster.gpus_per_node, options)
+        priced = [(s, pricer.layer(layer.cls, mesh, s, m)) for s in candidates]
+        tables.append([(s, p) for s, p in priced if p is not None])
+    for picked in itertools.product(*tables):
+        ways = [s for s, _ in picked]
+        if any(len({(ways[i].roles, ways[i].zero) for i in group}) > 1 for group in tied_groups(graph)):
+            continue
+        for cuts in itertools.combinations(range(1, count), stages - 1):
+            bounds = (0, *cuts, count)
+            forward, backward, step, ok = [], [], [], True
+            for s in range(stages):
+                inside = [p for _, p in picked[bounds[s] : bounds[s + 1]]]
+                n = {"none": 1, "gpipe": m, "1f1b": min(m, stages - s)}[choice.schedule]
+                held = sum(p.weights_bytes + n * p.saved_bytes for p in inside) + max(p.transient_bytes for p in inside)
+                ok = ok and held <= limit
+                f, b = sum(p.forward_s for p in inside), sum(p.backward_s for p in inside)
+                for i in range(max(bounds[s] - 1, 0), bounds[s + 1] - 1):
+                    reshard = pricer.edge(i, mesh, ways[i], ways[i + 1], m)
+                    f, b = f + reshard / 2, b + reshard / 2
+                if s > 0:
+                    b += pricer.p2p(bounds[s] - 1, mesh, ways[bounds[s] - 1], m)
+                if s < stages - 1:
+                    f += pricer.p2p(bounds[s + 1] - 1, mesh, ways[bounds[s + 1] - 1], m)
+                forward.append(f)
+                backward.append(b)
+                step.append(sum(p.step_s for p in inside))
+            if ok:
+                yield simulate(forward, backward, m, choice.schedule) + max(step)
+
+
+class TransformerPricer:
+    """Prices shaped like a 70B transformer's on 80 GB devices in nodes of 8: enough to see a search at full size."""
+
+    hidden, seq = 8192, 8192
+    parameters = {"embed": 1.05e9, "block": 0.855e9, "head": 1.05e9}
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+
+    def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> Price | None:
+        data = strategy.degree(mesh, Role.DATA)
+        tensor = strategy.degree(mesh, Role.TENSOR, Role.TENSOR_SEQUENCE)
+        sequence = strategy.degree(mesh, Role.TENSOR_SEQUENCE) > 1
+        zero, tokens = strategy.zero, self.graph.batch_size / microbatches / data * self.seq
+        p, fast, slow = self.parameters[cls], 350e9, 40e9
+        flops = 2 * p * tokens * (0.01 if cls == "embed" else 1.0)
+        compute = flops / tensor / (989e12 * 0.55)
+        ways = 0.0 if tensor == 1 else 8 * tokens * self.hidden / (fast if tensor <= 8 else slow) + 2e-5
+        gather = 2 * p / tensor / slow if zero == 3 else 0.0
+        scatter = 2 * p / tensor / slow if zero >= 2 else 0.0
+        again = compute + ways / 2 if strategy.recompute else 0.0
+        step = (4 * p / tensor / slow if zero < 2 else 0.0) + p / tensor * 14 / 3e12 / (data if zero else 1)
+        held = tokens * self.hidden * (34 / tensor if sequence or tensor == 1 else 10 + 24 / tensor)
+        saved = tokens * self.hidden * 2 / (tensor if sequence else 1) if strategy.recompute else held
+        return Price(
+            compute + ways / 2 + gather, 2 * compute + ways / 2 + gather + scatter + again, ways, step,
+            int(2 * p / tensor / (data if zero == 3 else 1)), int(2 * p / tensor / (data if zero >= 2 else 1)),
+            int(12 * p / tensor / (data if zero else 1)), int(saved), int(held if strategy.recompute else 0.3 * held),
+            3 * flops * data,
+        )  # fmt: skip
+
+    def edge(self, i: int, mesh: tuple[Axis, ...], left: Strategy, right: Strategy, microbatches: int) -> float:
+        return 0.0 if left.roles == right.roles else 0.02 / microbatches
+
+    def p2p(self, i: int, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> float:
+        tokens = self.graph.batch_size / microbatches / strategy.degree(mesh, Role.DATA) * self.seq
+        return tokens * self.hidden * 2 / 40e9
+
+
+def transformer(batch: int = 1024) -> Graph:
+    """82 layers: an embedding, 80 blocks, a head."""
+    return chain(["embed", *["block"] * 80, "head"], batch, seq=TransformerPricer.seq)

@@ -1,0 +1,84 @@
+"""The search against brute force on random small problems, and its bounds against the optimum."""
+
+from __future__ import annotations
+
+import pytest
+from search_models import brute_force, random_problem
+
+from autopar.errors import InfeasibleError
+from autopar.plan import Plan
+from autopar.search import SearchOptions, driver, search
+
+EXACT = SearchOptions(target_gap=0.0, time_limit_s=60)
+
+
+def found(seed: int, options: SearchOptions = EXACT) -> tuple[Plan | None, float | None]:
+    graph, cluster, pricer = random_problem(seed)
+    best = brute_force(graph, cluster, pricer, options)
+    try:
+        return search(graph, cluster, pricer, options), best
+    except InfeasibleError:
+        return None, best
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_same_optimum_and_same_infeasible_set_as_brute_force(block: int) -> None:
+    infeasible = 0
+    for seed in range(40 * block, 40 * block + 40):
+        plan, best = found(seed)
+        assert (plan is None) == (best is None), seed
+        if plan is None or best is None:
+            infeasible += 1
+            continue
+        assert plan.prediction.step_time_s == pytest.approx(best, rel=1e-9), seed
+        assert plan.bound_s <= best * (1 + 1e-9), seed
+        assert plan.gap <= 1e-6, seed
+    assert 2 <= infeasible <= 30  # the problems are neither all easy nor all impossible
+
+
+def test_bounds_stay_below_the_optimum_when_the_exact_solver_is_scip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "LABEL_LAYERS", 0)
+    proved = 0
+    for seed in range(1000, 1080):
+        plan, best = found(seed)
+        assert (plan is None) == (best is None), seed
+        if plan is not None and best is not None:
+            assert plan.bound_s <= best * (1 + 1e-6) and best <= plan.prediction.step_time_s * (1 + 1e-9), seed
+            assert plan.gap == pytest.approx(1 - plan.bound_s / plan.prediction.step_time_s, abs=1e-12)
+            proved += plan.gap < 0.01
+    assert proved > 20
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_pinned_schedule_and_pipeline(schedule: str) -> None:
+    checked = 0
+    for seed in range(2000, 2060):
+        graph, cluster, pricer = random_problem(seed)
+        if cluster.count < 2 or len(graph.layers) < 2:
+            continue
+        options = SearchOptions(target_gap=0.0, schedule=schedule, pipeline=2)
+        best = brute_force(graph, cluster, pricer, options)
+        if best is None:
+            with pytest.raises(InfeasibleError):
+                search(graph, cluster, pricer, options)
+            continue
+        plan = search(graph, cluster, pricer, options)
+        assert plan.schedule == schedule and plan.pipeline == 2
+        assert plan.prediction.step_time_s == pytest.approx(best, rel=1e-9), seed
+        checked += 1
+    assert checked > 10
+
+
+def test_more_memory_is_never_slower() -> None:
+    for seed in range(3000, 3020):
+        graph, cluster, pricer = random_problem(seed)
+        before = float("inf")
+        for limit in (60, 90, 130, 200, 400, 10_000):
+            options = SearchOptions(target_gap=0.0, memory_limit_bytes=limit)
+            try:
+                step = search(graph, cluster, pricer, options).prediction.step_time_s
+            except InfeasibleError:
+                assert before == float("inf"), "what fits in less memory fits in more"
+                continue
+            assert step <= before * (1 + 1e-9)
+            before = step
