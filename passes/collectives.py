@@ -1,6 +1,7 @@
 """Inserts the collectives: where a value is read in another type than it was produced in, a conversion stands between.
 
-Afterwards every node carries ``meta["types"]``, its type on each axis, and every operand has exactly the type its op needs.
+Nodes come with ``meta["gradient"]`` (``autopar.flow``). Afterwards each carries ``meta["types"]``, its type on each axis, and every operand
+has exactly the type its op needs.
 Shapes are still global; ``passes.localise`` makes them local.
 """
 
@@ -11,7 +12,7 @@ from torch import Tensor, fx
 from autopar.errors import ProgramError
 from autopar.rules import operands
 from autopar.sharding import Sharding
-from autopar.types import SpmdType
+from autopar.types import I, R, SpmdType
 from passes.conversions import conversion_steps
 
 MICROBATCH = "microbatch"  # the axis of time: no collective is legal on it
@@ -77,8 +78,11 @@ def _rebind(node: fx.Node, needed: dict[int, fx.Node]) -> None:
 def convert_value(graph: fx.Graph, value: fx.Node, needed: Types, sharding: Sharding) -> fx.Node:
     """Appends the conversions of ``value`` to ``needed``, one node per axis that changes."""
     current: list[SpmdType] = list(value.meta["types"])
+    gradient = value.meta["gradient"]
     for step in conversion_steps(tuple(current), needed):
         axis = sharding.axes[step.axis]
+        if not gradient and {step.source, step.target} == {I, R}:
+            continue  # the two differ in the gradient alone
         if axis.name == MICROBATCH:
             raise ProgramError(
                 f"{value.name} would need a conversion {step.source} to {step.target} over the microbatches, which are "
@@ -87,6 +91,6 @@ def convert_value(graph: fx.Graph, value: fx.Node, needed: Types, sharding: Shar
             )
         new = graph.call_function(convert, (value, axis.name, str(step.source), str(step.target)))
         current[step.axis] = step.target
-        new.meta = {"val": value.meta["val"], "types": tuple(current), "nn_module_stack": value.meta.get("nn_module_stack")}
+        new.meta = {**value.meta, "types": tuple(current)}
         value = new
     return value

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from autopar.graph import LayerClass
 from autopar.rules import operands
-from autopar.shard.flow import output_nodes
+from autopar.flow import output_nodes
 from autopar.sharding import AxisTypes
 from autopar.types import SpmdType
 
@@ -33,7 +33,7 @@ def layer_conversions(cls: LayerClass, types: AxisTypes, *, gradients_only: bool
 
     With ``gradients_only`` the conversions of values without gradient, which move nothing backward, are left out.
     """
-    from autopar.shard.flow import gradient_flow
+    from autopar.flow import gradient_flow
     from autopar.types import Collective, conversion
 
     flow = gradient_flow(cls)

@@ -1,0 +1,5 @@
+"""From local stages to a folder of readable Python that runs under ``torchrun`` without autopar."""
+
+from autopar.emit.program import emit, layouts, model_source
+
+__all__ = ["emit", "layouts", "model_source"]

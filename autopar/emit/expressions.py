@@ -1,0 +1,246 @@
+"""Python text for one call of a graph, the way a person writes it: ``F.linear(x, w)``, ``x.transpose(1, 2)``, ``a + b``.
+
+Built from the graph's own targets and arguments; nothing is evaluated. An op without a familiar form is written as
+``torch.ops.aten.name.overload(...)``, which means the same.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.program import kernels
+from autopar.rules.operands import arguments, op_name
+from autopar.torch_private import overload_schema
+from autopar.types import SpmdType
+from passes.collectives import convert
+from passes.localise_layer import scale
+
+ATOM, UNARY, PRODUCT, SUM, COMPARE = 4, 3, 2, 1, 0
+_MAX_INT = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """An expression and how tightly it binds."""
+
+    text: str
+    binds: int = ATOM
+
+    def within(self, binds: int) -> str:
+        """The text as an operand of something that binds as tightly as ``binds``."""
+        return self.text if self.binds >= binds else f"({self.text})"
+
+
+Texts = Mapping[fx.Node, Text]
+
+_FUNCTIONAL = frozenset(
+    """linear silu gelu relu relu6 elu leaky_relu mish softplus hardswish hardsigmoid layer_norm group_norm rms_norm embedding
+    scaled_dot_product_attention conv1d conv2d conv_transpose2d softmax log_softmax logsigmoid pad glu one_hot
+    max_pool2d avg_pool2d adaptive_avg_pool2d batch_norm dropout cross_entropy""".split()
+)
+_TORCH = frozenset(
+    """rsqrt sqrt exp log tanh sigmoid abs sin cos pow cat stack matmul bmm mm addmm where cumsum minimum maximum erf square
+    clamp mean sum amax amin var einsum""".split()
+)
+_METHODS = frozenset("transpose permute view reshape unsqueeze squeeze expand contiguous t clone detach flatten masked_fill".split())
+_INFIX: dict[str, tuple[str, int]] = {
+    "add": ("+", SUM),
+    "sub": ("-", SUM),
+    "mul": ("*", PRODUCT),
+    "div": ("/", PRODUCT),
+    "eq": ("==", COMPARE),
+    "ne": ("!=", COMPARE),
+    "lt": ("<", COMPARE),
+    "le": ("<=", COMPARE),
+    "gt": (">", COMPARE),
+    "ge": (">=", COMPARE),
+}
+
+
+def literal(value: Any, texts: Texts) -> str:
+    """Text of an argument: a node's expression, a number, a dtype, or a list of these."""
+    if isinstance(value, fx.Node):
+        return texts[value].text
+    if isinstance(value, (list, tuple)):
+        inner = ", ".join(literal(item, texts) for item in value)
+        if isinstance(value, list):
+            return f"[{inner}]"
+        return f"({inner},)" if len(value) == 1 else f"({inner})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{literal(k, texts)}: {literal(v, texts)}" for k, v in value.items()) + "}"
+    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+        return str(value)
+    if isinstance(value, torch.device):
+        return repr(str(value))
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    assert value is None or isinstance(value, (bool, int, float, str)), value
+    return repr(value)
+
+
+def expression(node: fx.Node, texts: Texts) -> Text:
+    """The call as text; ``texts`` holds the expressions of its operands."""
+    if node.target is convert:
+        return Text(_conversion(node, texts))
+    if node.target is scale:
+        return Text(f"{texts[node.args[0]].within(PRODUCT)} * {literal(node.args[1], texts)}", PRODUCT)
+    if node.target is operator.getitem:
+        return Text(f"{texts[node.args[0]].within(ATOM)}[{literal(node.args[1], texts)}]")
+    if getattr(node.target, "__module__", "") == kernels.__name__:
+        return Text(f"kernels.{node.target.__name__}({_call_arguments(node, texts)})")
+    name = op_name(node.target)
+    assert name.startswith("aten.") or "." in name, name
+    form = _familiar(node, name.removeprefix("aten."), texts) if name.startswith("aten.") else None
+    return form if form is not None else Text(f"{_qualified(node.target)}({_call_arguments(node, texts)})")
+
+
+def _qualified(target: Any) -> str:
+    """``torch.ops.aten.silu.default`` for an op overload."""
+    return f"torch.ops.{target}"
+
+
+def _call_arguments(node: fx.Node, texts: Texts) -> str:
+    parts = [literal(arg, texts) for arg in node.args]
+    parts += [f"{key}={literal(value, texts)}" for key, value in node.kwargs.items()]
+    return ", ".join(parts)
+
+
+def _conversion(node: fx.Node, texts: Texts) -> str:
+    """A conversion as its ``spmd_types`` call."""
+    value, axis, source, target = node.args
+    assert isinstance(value, fx.Node) and isinstance(axis, str)
+    return conversion_text(texts[value].text, axis, str(source), str(target))
+
+
+def conversion_text(value: str, axis: str, source: str, target: str) -> str:
+    """The ``spmd_types`` call that converts ``value`` on ``axis``."""
+    kinds = SpmdType.parse(source).kind + SpmdType.parse(target).kind
+    call = {
+        "PI": "all_reduce",
+        "PR": "all_reduce",
+        "PS": "reduce_scatter",
+        "SR": "all_gather",
+        "SI": "all_gather",
+        "SS": "all_to_all",
+    }.get(kinds, "convert")
+    expert = ", expert_mode=True" if kinds in ("RI", "IP", "RP") else ""
+    return f'spmd.{call}({value}, "{axis}", src=spmd.{source}, dst=spmd.{target}{expert})'
+
+
+def _familiar(node: fx.Node, name: str, texts: Texts) -> Text | None:
+    special = _SPECIAL.get(name)
+    if special is not None:
+        return special(node, texts)
+    if name in _INFIX:
+        return _infix(node, name, texts)
+    if name == "neg":
+        return Text(f"-{texts[node.args[0]].within(UNARY)}", UNARY)
+    if name in _METHODS:
+        receiver = texts[node.args[0]].within(ATOM)
+        rest = ", ".join([literal(a, texts) for a in _flat_sizes(name, node.args[1:])])
+        keywords = "".join(f", {k}={literal(v, texts)}" for k, v in node.kwargs.items()).removeprefix("" if rest else ", ")
+        return Text(f"{receiver}.{name}({rest}{keywords})")
+    if name in _FUNCTIONAL:
+        return Text(f"F.{name}({_named_arguments(node, texts)})")
+    if name in _TORCH:
+        return Text(f"torch.{name}({_call_arguments(node, texts)})")
+    return None
+
+
+def _flat_sizes(name: str, args: tuple[Any, ...]) -> list[Any]:
+    """``view(a, [2, 3])`` is written ``a.view(2, 3)``."""
+    if name in ("view", "reshape", "expand", "permute") and len(args) == 1 and isinstance(args[0], (list, tuple)):
+        return list(args[0])
+    return list(args)
+
+
+def _named_arguments(node: fx.Node, texts: Texts) -> str:
+    """Arguments of a functional: tensors by position, what follows by keyword, defaults left out."""
+    given = list(arguments(node).items())
+    defaults = dict(overload_schema(node.target) or ())
+    parts: list[str] = []
+    by_position = True
+    for index, (key, value) in enumerate(given):
+        if not isinstance(value, fx.Node) and index > 0 and value == defaults[key]:
+            by_position = False
+            continue
+        if key in ("cudnn_enable", "cudnn_enabled"):
+            by_position = False
+            continue
+        first = by_position and (isinstance(value, fx.Node) or index < 2)
+        parts.append(literal(value, texts) if first else f"{key}={literal(value, texts)}")
+        by_position = first
+    return ", ".join(parts)
+
+
+def _infix(node: fx.Node, name: str, texts: Texts) -> Text | None:
+    if node.kwargs or len(node.args) != 2:
+        return None
+    symbol, binds = _INFIX[name]
+    left, right = node.args
+    a = texts[left].within(binds) if isinstance(left, fx.Node) else literal(left, texts)
+    # The right operand of - and / needs parentheses at equal strength; for + and * they keep the order of rounding.
+    b = texts[right].within(binds + 1) if isinstance(right, fx.Node) else literal(right, texts)
+    return Text(f"{a} {symbol} {b}", binds)
+
+
+def _slice(node: fx.Node, texts: Texts) -> Text:
+    given = arguments(node)
+    ndim = _ndim(node.args[0])
+    dim = int(given["dim"]) % ndim
+    start = given["start"] or 0
+    end = "" if given["end"] is None or given["end"] >= _MAX_INT else given["end"]
+    step = "" if given["step"] == 1 else f":{given['step']}"
+    window = f"{start or ''}:{end}{step}"
+    index = ", ".join([":"] * dim + [window]) if dim < ndim - 1 or dim == 0 else f"..., {window}"
+    return Text(f"{texts[node.args[0]].within(ATOM)}[{index}]")
+
+
+def _select(node: fx.Node, texts: Texts) -> Text:
+    given = arguments(node)
+    dim = int(given["dim"]) % _ndim(node.args[0])
+    index = ", ".join([":"] * dim + [literal(given["index"], texts)])
+    return Text(f"{texts[node.args[0]].within(ATOM)}[{index}]")
+
+
+def _to(node: fx.Node, texts: Texts) -> Text | None:
+    dtype = arguments(node).get("dtype")
+    if not isinstance(dtype, torch.dtype):
+        return None
+    return Text(f"{texts[node.args[0]].within(ATOM)}.to({dtype})")
+
+
+def _sum(node: fx.Node, texts: Texts) -> Text:
+    given = arguments(node)
+    parts = [] if given.get("dim") is None else [literal(given["dim"], texts)]
+    parts += ["keepdim=True"] if given.get("keepdim") else []
+    parts += [f"dtype={given['dtype']}"] if given.get("dtype") is not None else []
+    return Text(f"{texts[node.args[0]].within(ATOM)}.{op_name(node.target).removeprefix('aten.')}({', '.join(parts)})")
+
+
+def _embedding(node: fx.Node, texts: Texts) -> Text:
+    given = arguments(node)
+    padding = given["padding_idx"]
+    extra = f", padding_idx={padding}" if padding not in (-1, None) else ""
+    return Text(f"F.embedding({literal(given['indices'], texts)}, {literal(given['weight'], texts)}{extra})")
+
+
+def _ndim(node: Any) -> int:
+    return int(node.meta["val"].dim())
+
+
+_SPECIAL: dict[str, Callable[[fx.Node, Texts], Text | None]] = {
+    "slice": _slice,
+    "select": _select,
+    "to": _to,
+    "sum": _sum,
+    "mean": _sum,
+    "embedding": _embedding,
+}

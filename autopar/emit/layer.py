@@ -1,0 +1,132 @@
+"""A local layer as a readable ``nn.Module`` class: parameters under their original names, collectives by axis name."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autopar.emit.expressions import Text, expression, literal
+from autopar.emit.names import Names, identifier
+from autopar.types import SpmdType
+from passes.collectives import convert
+from passes.layer import LocalLayer
+
+WIDTH = 110  # an expression that would make a line longer gets a name of its own
+
+
+def layer_class(layer: LocalLayer, name: str, uses: str, axes: tuple[str, ...], shared: frozenset[int]) -> str:
+    """The source of the class.
+
+    ``uses`` says in words which layers it is and how they are split; ``shared`` are the indices (among the class's
+    parameters) of those that the stage owns, because several layers use them: they become arguments.
+    """
+    lines = [f"class {name}(nn.Module):", f'    """{uses}"""', ""]
+    lines += _constructor(layer, axes, shared)
+    lines += [""]
+    lines += _forward(layer, axes, shared)
+    return "\n".join(lines) + "\n"
+
+
+def types_text(axes: tuple[str, ...], types: tuple[SpmdType, ...]) -> str:
+    """``S(0) on data, I on tensor``: a comment."""
+    return ", ".join(f"{t} on {axis}" for axis, t in zip(axes, types, strict=True))
+
+
+def _constructor(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int]) -> list[str]:
+    own = [(i, p) for i, p in enumerate(layer.parameters) if i not in shared]
+    lines = ["    def __init__(self, **factory: object) -> None:", "        super().__init__()"]
+    made: set[str] = set()
+    for index, parameter in own:
+        parts = [identifier(part) for part in parameter.name.split(".")]
+        for depth in range(1, len(parts)):
+            owner = ".".join(parts[:depth])
+            if owner not in made:
+                made.add(owner)
+                lines.append(f"        self.{owner} = nn.Module()")
+        value = layer.cls.parameters[index]
+        shape = ", ".join(map(str, parameter.shape))
+        grad = "" if value.requires_grad else ", requires_grad=False"
+        tensor = f"torch.empty({shape or '()'}, **factory, dtype={value.dtype})"
+        path = ".".join(parts)
+        lines.append(f"        self.{path} = nn.Parameter({tensor}{grad})  # {types_text(axes, parameter.types)}")
+    return lines
+
+
+def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int]) -> list[str]:
+    names = Names()
+    texts: dict[fx.Node, Text] = {}
+    arguments: list[str] = []
+    notes: list[str] = []
+    nodes = list(layer.graph.graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    first_parameter = len(inputs) - len(layer.parameters)
+    for index, (node, kind) in enumerate(zip(inputs, layer.kinds, strict=True)):
+        if kind == "parameter" and index - first_parameter not in shared:
+            path = layer.parameters[index - first_parameter].name
+            texts[node] = Text("self." + ".".join(identifier(part) for part in path.split(".")))
+            continue
+        argument = names.fresh(node.name)
+        texts[node] = Text(argument)
+        arguments.append(argument)
+        notes.append(f"        # {argument} {tuple(node.meta['val'].shape)}: {types_text(axes, layer.border(index))}")
+    signature = ", ".join(["self", *(f"{argument}: torch.Tensor" for argument in arguments)])
+    body = [*notes, *_body(nodes, texts, names)]
+    count = len(layer.cls.outputs)
+    returns = "torch.Tensor" if count == 1 else "tuple[torch.Tensor, ...]"
+    if not layer.strategy.recompute:
+        return [f"    def forward({signature}) -> {returns}:", *body]
+    call = ", ".join(["self.compute", *arguments])
+    return [
+        f"    def forward({signature}) -> {returns}:",
+        "        # Recomputed in the backward pass: only the arguments are kept.",
+        f"        return checkpoint({call}, use_reentrant=False, preserve_rng_state=False)",
+        "",
+        f"    def compute({signature}) -> {returns}:",
+        *body,
+    ]
+
+
+def _body(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Names) -> list[str]:
+    """One line per value that is used twice, converted or too long to stand inside another expression."""
+    lines: list[str] = []
+    scope = None
+    for node in nodes:
+        if node.op == "placeholder":
+            continue
+        if node.op == "output":
+            results = node.args[0]
+            text = ", ".join(literal(result, texts) for result in results)
+            lines.append(f"        return {text}")
+            break
+        text = expression(node, texts)
+        if _inline(node, text):
+            texts[node] = text
+            continue
+        here = _scope(node)
+        if here and here != scope:
+            lines.append(f"        # {here}")
+        scope = here or scope
+        name = names.fresh(node.name)
+        lines.append(f"        {name} = {text.text}")
+        texts[node] = Text(name)
+    return lines
+
+
+def _inline(node: fx.Node, text: Text) -> bool:
+    """Whether the expression may stand in its only reader: a conversion always gets a line, to be seen."""
+    if node.target is convert or len(node.users) != 1 or len(text.text) > WIDTH // 2:
+        return False
+    user = next(iter(node.users))
+    places: list[fx.Node] = []
+    fx.map_arg((user.args, user.kwargs), lambda n: places.append(n) if n is node else None)
+    return len(places) == 1 and user.op != "output"
+
+
+def _scope(node: fx.Node) -> str:
+    """The innermost module of the user's model that the node came from, relative to its layer."""
+    stack = node.meta.get("nn_module_stack") or {}
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    parts = path.split(".")
+    numbered = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[numbered[0] + 1 :]) if numbered else path

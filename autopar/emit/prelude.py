@@ -1,0 +1,34 @@
+"""The prelude as a function: scalars that depend on the batch alone, computed once a step for the whole global batch."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autopar.emit.expressions import Text, expression, literal
+from autopar.emit.names import Names
+from autopar.graph import Graph
+
+
+def prelude_function(graph: Graph) -> str:
+    """The source of ``PRELUDE``: a function of the batch's tensors by name, or ``None``."""
+    if graph.prelude is None or not graph.scalars:
+        return "PRELUDE = None\n"
+    texts: dict[fx.Node, Text] = {}
+    names = Names()
+    lines = [
+        "def PRELUDE(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # noqa: N802",
+        '    """Scalars of the whole global batch, such as its number of valid tokens."""',
+    ]
+    for node in graph.prelude.graph.nodes:
+        if node.op == "placeholder":
+            texts[node] = Text(f'batch["{node.target}"]')
+        elif node.op == "output":
+            results = node.args[0]
+            pairs = zip(graph.scalars, results, strict=True)
+            entries = ", ".join(f'"{value.name}": {literal(result, texts)}' for value, result in pairs)
+            lines.append(f"    return {{{entries}}}")
+        else:
+            name = names.fresh(node.name)
+            lines.append(f"    {name} = {expression(node, texts).text}")
+            texts[node] = Text(name)
+    return "\n".join(lines) + "\n"

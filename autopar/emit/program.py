@@ -1,0 +1,159 @@
+"""Writes the program folder: ``model.py``, ``plan.json``, ``layouts.json``, folded constants, and the support files as they are."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+
+from autopar import program as support
+from autopar.emit.layer import layer_class
+from autopar.emit.names import Names, identifier
+from autopar.emit.prelude import prelude_function
+from autopar.emit.stage import layer_attribute, owned_attribute, stage_class
+from autopar.graph import Graph
+from autopar.plan import Plan
+from autopar.shard import plan_shardings
+from passes.stages import LocalProgram, cut_stages
+
+_HEADER = '''"""{model} on {devices}: {summary}.
+
+{stages} stage(s), {microbatches} microbatch(es) of {rows} rows, schedule {schedule}; mesh of a stage: {mesh}.
+Types: I same value and gradient, R same value and terms of the gradient, S(d) a slice of dim d, P a term of the sum.
+Collectives are calls of spmd_types that name the axis and both types. Written by autopar; yours to edit.
+"""
+
+from __future__ import annotations
+
+import spmd_types as spmd
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import kernels
+
+'''
+
+
+def emit(graph: Graph, plan: Plan, folder: str | Path) -> LocalProgram:
+    """Write the program of ``plan`` for the captured ``graph`` into ``folder`` (made if missing) and return what was written down."""
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    local = cut_stages(graph, plan, plan_shardings(graph, plan))
+    (path / "model.py").write_text(model_source(local))
+    (path / "plan.json").write_text(plan.dumps() + "\n")
+    (path / "layouts.json").write_text(json.dumps({"parameters": layouts(local)}, indent=1) + "\n")
+    constants = path / "constants.pt"
+    if graph.constants:
+        torch.save(dict(graph.constants), constants)
+    else:
+        constants.unlink(missing_ok=True)
+    for source in sorted(Path(str(support.__file__)).parent.glob("*.py")):
+        if source.name != "__init__.py":
+            shutil.copyfile(source, path / source.name)
+    return local
+
+
+def model_source(program: LocalProgram) -> str:
+    """The text of ``model.py``."""
+    plan = program.plan
+    axes = tuple(axis.name for axis in plan.mesh)
+    header = _HEADER.format(
+        model=plan.model,
+        devices=plan.devices,
+        summary=f"{plan.device_count} device(s)",
+        stages=plan.pipeline,
+        microbatches=plan.microbatches,
+        rows=plan.global_batch // plan.microbatches,
+        schedule=plan.schedule,
+        mesh=" x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh),
+    )
+    sources, class_names = _layer_classes(program, axes)
+    mesh = ", ".join(f'"{axis.name}": {axis.size}' for axis in plan.mesh)
+    stages = [stage_class(program, stage, class_names) for stage in program.stages]
+    tuple_text = ", ".join(f"Stage{stage.index}" for stage in program.stages)
+    parts = [
+        header + f"MESH = {{{mesh}}}  # axes of a stage's mesh, outermost first\n",
+        *sources,
+        *stages,
+        prelude_function(program.graph),
+        f"STAGES = ({tuple_text},)\n",
+    ]
+    return "\n\n".join(parts)
+
+
+def _layer_classes(program: LocalProgram, axes: tuple[str, ...]) -> tuple[list[str], dict[int, str]]:
+    """One class per local layer and set of stage-owned parameters; the class of every layer by index."""
+    names = Names()
+    sources: list[str] = []
+    made: dict[tuple[int, frozenset[int]], str] = {}
+    class_names: dict[int, str] = {}
+    for stage in program.stages:
+        for index in stage.layers:
+            layer = program.graph.layers[index]
+            shared = frozenset(i for i, name in enumerate(layer.parameters) if name in stage.owned)
+            key = (id(program.layers[index]), shared)
+            if key not in made:
+                made[key] = names.fresh(layer.cls)
+                sources.append(layer_class(program.layers[index], made[key], _uses(program, index), axes, shared))
+            class_names[index] = made[key]
+    return sources, class_names
+
+
+def _uses(program: LocalProgram, index: int) -> str:
+    """In words: which layers share the class, and how their strategy splits them."""
+    same = [i for i, layer in enumerate(program.layers) if layer is program.layers[index]]
+    names = [program.graph.layers[i].name for i in same]
+    which = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} layers)"
+    strategy = program.plan.layers[index].strategy
+    roles = ", ".join(f"{role.value} on {a.name}" for a, role in zip(program.plan.mesh, strategy.roles, strict=True))
+    recompute = ", recomputed" if strategy.recompute else ""
+    return f"{which}: {roles}; ZeRO {strategy.zero}{recompute}."
+
+
+def layouts(program: LocalProgram) -> list[dict[str, object]]:
+    """The layout record of every parameter of every stage, as JSON objects."""
+    graph, axes = program.graph, tuple(axis.name for axis in program.plan.mesh)
+    homes: dict[str, set[int]] = {}
+    for stage in program.stages:
+        for layer in stage.layers:
+            for name in graph.layers[layer].parameters:
+                homes.setdefault(name, set()).add(stage.index)
+    records: list[dict[str, object]] = []
+    for stage in program.stages:
+        written: set[str] = set()
+        for layer in stage.layers:
+            for position, name in enumerate(graph.layers[layer].parameters):
+                if name in written:
+                    continue
+                written.add(name)
+                local = program.layers[layer].parameters[position]
+                record = graph.parameters[name]
+                own = name in stage.owned
+                attribute = owned_attribute(name) if own else _path(program, layer, local.name)
+                part = None
+                if record.dim is not None:
+                    part = {"dim": record.dim, "start": record.start, "length": record.shape[record.dim]}
+                records.append(
+                    {
+                        "stage": stage.index,
+                        "name": attribute,
+                        "original": record.original,
+                        "original_shape": list(record.original_shape),
+                        "part": part,
+                        "global_shape": list(record.shape),
+                        "dtype": str(record.dtype).removeprefix("torch."),
+                        "trainable": record.trainable,
+                        "tied": list(record.tied),
+                        "types": {axis: str(t) for axis, t in zip(axes, local.types, strict=True)},
+                        "shared": name if len(homes[name]) > 1 else None,
+                    }
+                )
+    return records
+
+
+def _path(program: LocalProgram, layer: int, name: str) -> str:
+    return ".".join([layer_attribute(program, layer), *(identifier(part) for part in name.split("."))])

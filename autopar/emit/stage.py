@@ -1,0 +1,255 @@
+"""A pipeline stage as a readable ``nn.Module`` class: its layers in order, and the conversions between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.emit.expressions import conversion_text
+from autopar.emit.names import Names, identifier
+from autopar.plan import Axis, Role
+from autopar.types import I, R, SpmdType
+from passes.conversions import conversion_steps
+from passes.stages import Border, LocalProgram, Stage
+
+Types = tuple[SpmdType, ...]
+
+
+@dataclass
+class _Variable:
+    """A Python variable of the stage's forward: what it holds now."""
+
+    text: str
+    types: Types
+    gradient: bool
+
+
+def stage_class(program: LocalProgram, stage: Stage, class_names: dict[int, str]) -> str:
+    """The source of ``Stage<index>``; ``class_names`` gives the layer class of every layer (by index)."""
+    axes = tuple(axis.name for axis in program.plan.mesh)
+    loss = _loss_types(program, stage, axes)
+    lines = [
+        f"class Stage{stage.index}(nn.Module):",
+        f'    """{_summary(program, stage)}"""',
+        "",
+        f"    INPUTS = {_inputs(stage, axes)}",
+        f"    TYPES = {_types(stage, axes)}",
+        f"    SCALARS = {stage.scalars!r}",
+        f"    RECEIVES = {_borders(stage.receives)}",
+        f"    SENDS = {_borders(stage.sends)}",
+        f"    BORDERS = {_border_types(stage, axes)}",
+        f"    LOSS = {loss}",
+        f"    GROUPS = {_groups(program, stage)}",
+        "",
+        *_constructor(program, stage, class_names, axes),
+        "",
+        *_Forward(program, stage, class_names).lines(),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def layer_attribute(program: LocalProgram, layer: int) -> str:
+    """The stage's attribute that holds a layer."""
+    return identifier(program.graph.layers[layer].name)
+
+
+def data_axes(program: LocalProgram, layer: int) -> tuple[str, ...]:
+    """The axes over which the layer's parameters are R."""
+    strategy = program.plan.layers[layer].strategy
+    return tuple(a.name for a, role in zip(program.plan.mesh, strategy.roles, strict=True) if role is Role.DATA)
+
+
+def _summary(program: LocalProgram, stage: Stage) -> str:
+    first, last = program.graph.layers[stage.layers[0]].name, program.graph.layers[stage.layers[-1]].name
+    return f"{first} to {last}." if first != last else f"{first}."
+
+
+def _quoted(pairs: dict[str, object]) -> str:
+    return "{" + ", ".join(f'"{key}": {value}' for key, value in pairs.items()) + "}"
+
+
+def _inputs(stage: Stage, axes: tuple[str, ...]) -> str:
+    return _quoted(
+        {
+            name: _quoted({axis: t.dim for axis, t in zip(axes, types, strict=True) if t.dim is not None})
+            for name, types in stage.inputs.items()
+        }
+    )
+
+
+def _named(axes: tuple[str, ...], types: Types) -> str:
+    return _quoted({axis: f'"{t}"' for axis, t in zip(axes, types, strict=True)})
+
+
+def _types(stage: Stage, axes: tuple[str, ...]) -> str:
+    return _quoted({name: _named(axes, types) for name, types in stage.inputs.items()})
+
+
+def _borders(borders: tuple[Border, ...]) -> str:
+    entries = []
+    for border in borders:
+        dtype = str(border.value.dtype).removeprefix("torch.")
+        entries.append(f'("{border.value.name}", {border.shape!r}, "{dtype}")')
+    return "(" + "".join(f"{entry}, " for entry in entries).rstrip() + ")"
+
+
+def _border_types(stage: Stage, axes: tuple[str, ...]) -> str:
+    borders = {border.value.name: border for border in (*stage.receives, *stage.sends)}
+    return _quoted({name: _named(axes, border.types) for name, border in borders.items()})
+
+
+def _loss_types(program: LocalProgram, stage: Stage, axes: tuple[str, ...]) -> str:
+    if stage.index != program.plan.pipeline - 1:
+        return "{}"
+    return _named(axes, program.layers[-1].output(0))
+
+
+def _groups(program: LocalProgram, stage: Stage) -> str:
+    def entry(layer: int) -> str:
+        axes = data_axes(program, layer)
+        return _quoted({"zero": program.plan.layers[layer].strategy.zero, "data_axes": repr(axes)})
+
+    groups = {layer_attribute(program, layer): entry(layer) for layer in stage.layers}
+    if stage.owned:
+        groups[""] = entry(next(iter(stage.owned.values())))
+    return "{\n" + "".join(f'        "{name}": {text},\n' for name, text in groups.items()) + "    }"
+
+
+def owned_attribute(name: str) -> str:
+    """The stage's attribute that holds a parameter which several of its layers use."""
+    return identifier(name)
+
+
+def _constructor(
+    program: LocalProgram, stage: Stage, class_names: dict[int, str], axes: tuple[str, ...]
+) -> list[str]:
+    lines = [
+        "    def __init__(self, device=None, dtype=None, constants=None) -> None:",
+        "        super().__init__()",
+    ]
+    for name in stage.constants:
+        lines.append(f'        self.register_buffer("{identifier(name)}", constants["{name}"], persistent=False)')
+    for name, layer in stage.owned.items():
+        index = program.graph.layers[layer].parameters.index(name)
+        parameter = program.layers[layer].parameters[index]
+        record = program.graph.parameters[name]
+        shape = ", ".join(map(str, parameter.shape))
+        grad = "" if record.trainable else ", requires_grad=False"
+        types = ", ".join(f"{t} on {axis}" for axis, t in zip(axes, parameter.types, strict=True))
+        tensor = f"torch.empty({shape}, device=device, dtype={record.dtype})"
+        lines.append(f"        self.{owned_attribute(name)} = nn.Parameter({tensor}{grad})  # {types}")
+    for layer in stage.layers:
+        lines.append(f"        self.{layer_attribute(program, layer)} = {class_names[layer]}(device=device)")
+    return lines
+
+
+class _Forward:
+    """Writes a stage's forward: a line per layer, a loop where a run of layers hands one value on."""
+
+    def __init__(self, program: LocalProgram, stage: Stage, class_names: dict[int, str]) -> None:
+        self.program, self.stage, self.class_names = program, stage, class_names
+        self.mesh: tuple[Axis, ...] = program.plan.mesh
+        self.names = Names()
+        self.values: dict[str, _Variable] = {}
+        self.body: list[str] = []
+
+    def lines(self) -> list[str]:
+        stage, graph = self.stage, self.program.graph
+        for taken in ("hidden", "loss", "layer"):
+            self.names.fresh(taken)
+        received = []
+        for border in stage.receives:
+            name = self.names.fresh(border.value.name)
+            received.append(name)
+            self.values[border.value.name] = _Variable(name, border.types, True)
+        inputs = []
+        whole = (R,) * len(self.mesh)
+        for name, types in stage.inputs.items():
+            self.values[f"input {name}"] = _Variable(self.names.fresh(name), types, False)
+            inputs.append(name)
+        for name in stage.scalars:
+            self.values[f"scalar {name}"] = _Variable(self.names.fresh(name), whole, False)
+            inputs.append(name)
+        for name in stage.constants:
+            self.values[f"constant {name}"] = _Variable(f"self.{identifier(name)}", whole, False)
+        layers = list(stage.layers)
+        while layers:
+            run = self._run(layers)
+            self._call(layers[0], run)
+            del layers[:run]
+        sends = [self.values[border.value.name].text for border in stage.sends] or [self.values[graph.loss].text]
+        positional = ", ".join(["self", *(f"{name}: torch.Tensor" for name in received)])
+        keywords = ", ".join(f"{self.values[self._key(name)].text}: torch.Tensor" for name in inputs)
+        signature = f"{positional}, *, {keywords}" if keywords else positional
+        result = sends[0] if not stage.sends else f"({', '.join(sends)},)"
+        returns = "tuple[torch.Tensor, ...]" if stage.sends else "torch.Tensor"
+        return [f"    def forward({signature}) -> {returns}:", *self.body, f"        return {result}"]
+
+    def _key(self, name: str) -> str:
+        return f"input {name}" if name in self.stage.inputs else f"scalar {name}"
+
+    def _run(self, layers: list[int]) -> int:
+        """How many of ``layers``, from the first, are one class each handing its only value to the next."""
+        graph, program = self.program.graph, self.program
+        first = graph.layers[layers[0]]
+        count = 1
+        for previous, layer in zip(layers, layers[1:], strict=False):
+            this, before = graph.layers[layer], graph.layers[previous]
+            chained = this.activations == before.outputs and len(before.outputs) == 1 and self._readers(before.outputs[0]) == 1
+            alike = (
+                self.class_names[layer] == self.class_names[layers[0]]
+                and (this.inputs, this.constants, this.scalars) == (first.inputs, first.constants, first.scalars)
+                and not any(name in self.stage.owned for name in this.parameters)
+                and program.layers[layer].border(0) == program.layers[previous].output(0)
+            )
+            if not (chained and alike):
+                break
+            count += 1
+        return count if count > 2 else 1
+
+    def _readers(self, value: str) -> int:
+        return sum(value in layer.activations for layer in self.program.graph.layers)
+
+    def _call(self, layer: int, run: int) -> None:
+        graph, local = self.program.graph, self.program.layers[layer]
+        this = graph.layers[layer]
+        keys = [
+            *this.activations,
+            *(f"input {name}" for name in this.inputs),
+            *(f"constant {name}" for name in this.constants),
+            *(f"scalar {name}" for name in this.scalars),
+        ]
+        arguments = [self._read(key, local.border(position)) for position, key in enumerate(keys)]
+        arguments += [f"self.{owned_attribute(name)}" for name in this.parameters if name in self.stage.owned]
+        last = graph.layers[layer + run - 1]
+        results = []
+        for position, name in enumerate(last.outputs):
+            single = len(last.outputs) == 1 and name != graph.loss and self._readers(name) == 1
+            text = "hidden" if single else "loss" if name == graph.loss else self.names.fresh(name)
+            self.values[name] = _Variable(text, local.output(position), True)
+            results.append(text)
+        target = ", ".join(results)
+        if run == 1:
+            call = f"self.{layer_attribute(self.program, layer)}({', '.join(arguments)})"
+            self.body.append(f"        {target} = {call}")
+            return
+        if arguments[0] != "hidden":
+            self.body.append(f"        hidden = {arguments[0]}")
+        rest = "".join(f", {argument}" for argument in arguments[1:])
+        members = ", ".join(f"self.{layer_attribute(self.program, i)}" for i in range(layer, layer + run))
+        self.body.append(f"        for layer in ({members}):")
+        self.body.append(f"            hidden = layer(hidden{rest})")
+        if target != "hidden":
+            self.body.append(f"        {target} = hidden")
+
+    def _read(self, key: str, needed: Types) -> str:
+        """The text of a value in the types that a layer takes, after the lines that convert it."""
+        variable = self.values[key]
+        text, types = variable.text, list(variable.types)
+        for step in conversion_steps(tuple(types), needed):
+            if not variable.gradient and {step.source, step.target} == {I, R}:
+                continue
+            call = conversion_text(text, self.mesh[step.axis].name, str(step.source), str(step.target))
+            name = self.names.fresh(text.removeprefix("self."))
+            self.body.append(f"        {name} = {call}")
+            text = name
+        return text

@@ -1,0 +1,137 @@
+"""Exact optimum by variable elimination: one node after the other is minimised away over its neighbours.
+
+Bertele and Brioschi, *Nonserial Dynamic Programming* (1972), chapter 2. A transformer block's graph is nearly a chain, so the tables stay
+small: milliseconds. A value with several readers gets a variable of its own, (type as produced, set of types it is
+converted to), so that a conversion is paid once; sets of more than three types are left out. Raises ``TableTooLarge``
+where the graph is too entangled.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.shard.problem import Problem
+from autopar.types import SpmdType
+
+MAX_ENTRIES = 20_000_000  # 160 MB of float64
+MAX_CONVERSIONS = 3
+
+Table = NDArray[np.float64]
+
+
+class TableTooLarge(Exception):
+    """An intermediate table would not fit."""
+
+
+@dataclass(frozen=True)
+class _Factor:
+    """A table of costs over some variables, one array dim per variable."""
+
+    variables: tuple[str, ...]
+    table: Table
+
+
+def eliminate(problem: Problem) -> dict[str, int] | None:
+    """The chosen option of every node, by index; ``None`` if no choice is legal."""
+    factors, sizes = _factors(problem)
+    steps: list[tuple[str, _Factor]] = []
+    remaining = set(sizes)
+    while remaining:
+        name = min(remaining, key=lambda v: (_joined_size(v, factors, sizes), v))
+        touching = [factor for factor in factors if name in factor.variables]
+        joined = _join(name, touching, sizes)
+        steps.append((name, joined))
+        factors = [factor for factor in factors if name not in factor.variables]
+        factors.append(_Factor(joined.variables[1:], joined.table.min(axis=0)))
+        remaining.remove(name)
+    if not np.isfinite(sum(float(factor.table) for factor in factors)):
+        return None
+    chosen: dict[str, int] = {}
+    for name, joined in reversed(steps):
+        at = tuple(chosen[v] for v in joined.variables[1:])
+        chosen[name] = int(np.argmin(joined.table[(slice(None), *at)]))
+    return {name: chosen[name] for name in problem.options}
+
+
+def _joined_size(name: str, factors: list[_Factor], sizes: dict[str, int]) -> int:
+    size = 1
+    for variable in {v for factor in factors if name in factor.variables for v in factor.variables} | {name}:
+        size *= sizes[variable]
+    return size
+
+
+def _join(name: str, touching: list[_Factor], sizes: dict[str, int]) -> _Factor:
+    """The sum of the factors, ``name`` first."""
+    others = sorted({v for factor in touching for v in factor.variables} - {name})
+    variables = (name, *others)
+    shape = tuple(sizes[v] for v in variables)
+    if int(np.prod([float(n) for n in shape])) > MAX_ENTRIES:
+        raise TableTooLarge(f"{name}: {shape}")
+    total = np.zeros(shape)
+    for factor in touching:
+        order = sorted(range(len(factor.variables)), key=lambda i: variables.index(factor.variables[i]))
+        present = {factor.variables[i] for i in order}
+        index = tuple(slice(None) if v in present else None for v in variables)
+        total = total + factor.table.transpose(order)[index]
+    return _Factor(variables, total)
+
+
+def _factors(problem: Problem) -> tuple[list[_Factor], dict[str, int]]:
+    sizes = {name: len(options) for name, options in problem.options.items()}
+    factors = [_Factor((name,), np.array(problem.cost(name))) for name in problem.options]
+    for name, reads in problem.reads.items():
+        readers = list(dict.fromkeys(reader for reader, _ in reads))
+        if len(readers) + bool(problem.demands[name]) > 1:
+            factors += _shared_value(problem, name, readers, sizes)
+        elif readers:
+            factors.append(_single_reader(problem, name, readers[0]))
+        elif problem.demands[name]:
+            (target,) = problem.demands[name]
+            costs = [problem.conversion_cost(name, option.result, target) for option in problem.options[name]]
+            factors.append(_Factor((name,), np.array(costs)))
+    return factors, sizes
+
+
+def _needs(problem: Problem, name: str, reader: str) -> list[frozenset[SpmdType]]:
+    """For every option of ``reader``, the types in which it takes the value."""
+    places = [index for who, index in problem.reads[name] if who == reader]
+    return [frozenset(option.operands[i] for i in places) for option in problem.options[reader]]
+
+
+def _single_reader(problem: Problem, name: str, reader: str) -> _Factor:
+    produced = [option.result for option in problem.options[name]]
+    needs = _needs(problem, name, reader)
+    cost = {
+        (source, need): sum(problem.conversion_cost(name, source, target) for target in need)
+        for source in set(produced)
+        for need in set(needs)
+    }
+    return _Factor((name, reader), np.array([[cost[source, need] for need in needs] for source in produced]))
+
+
+def _shared_value(problem: Problem, name: str, readers: list[str], sizes: dict[str, int]) -> list[_Factor]:
+    """A variable for the value itself, tied to its producer and to every reader."""
+    produced = [option.result for option in problem.options[name]]
+    wanted = sorted({t for reader in readers for need in _needs(problem, name, reader) for t in need} | problem.demands[name])
+    domain: list[tuple[SpmdType, frozenset[SpmdType]]] = []
+    costs: list[float] = []
+    for source in sorted(set(produced)):
+        reachable = [t for t in wanted if t != source and np.isfinite(problem.conversion_cost(name, source, t))]
+        for count in range(min(len(reachable), MAX_CONVERSIONS) + 1):
+            for extra in itertools.combinations(reachable, count):
+                if problem.demands[name] <= {source, *extra}:
+                    domain.append((source, frozenset(extra)))
+                    costs.append(sum(problem.conversion_cost(name, source, t) for t in extra))
+    variable = f"{name} as read"
+    sizes[variable] = len(domain)
+    legal = np.where(np.array([[d[0] == source for d in domain] for source in produced]), 0.0, np.inf)
+    factors = [_Factor((variable,), np.array(costs)), _Factor((name, variable), legal.reshape(len(produced), len(domain)))]
+    for reader in readers:
+        needs = _needs(problem, name, reader)
+        served = np.array([[need <= {d[0], *d[1]} for need in needs] for d in domain])
+        factors.append(_Factor((variable, reader), np.where(served.reshape(len(domain), len(needs)), 0.0, np.inf)))
+    return factors

@@ -1,0 +1,179 @@
+r"""The op-level optimum of one layer on one axis, stated: options, costs and what must hold.
+
+For a layer class, a role (which fixes the types at the layer's border) and an axis of size *n*::
+
+    minimise    sum_v cost[v, x_v]  +  sum_v sum_{t in needed(v)} conversion[v, produced(v), t]
+    over        x_v, one option per node
+
+* an option is one of ``rules.candidates``: the letter that the axis shards, or replication as I or as R; a placeholder's options
+  are the types in which it may enter;
+* ``needed(v)`` is the *set* of types in which the readers of ``v`` take it: a conversion is paid once per value and target type
+  however many operands want it (q, k and v share one all-reduce);
+* ``cost`` is the op's compute, divided by *n* where a letter is sharded; for a stored parameter ``BYTE_HELD_S`` per byte held;
+* ``conversion`` is the time on the wire, forward plus (where a gradient flows) backward; infinite where there is none.
+
+Times are of a reference device: they rank alternatives inside one layer; a plan's price is computed elsewhere. Costs are
+divided by the dearest one, so that solvers see numbers near 1 for tiny and huge layers alike.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import fx
+
+from autopar.flow import gradient_flow, output_nodes, placeholders
+from autopar.graph import LayerClass, Value
+from autopar.plan import Role
+from autopar.price.roofline import op_cost
+from autopar.rules import Candidate, candidates, operands
+from autopar.types import Collective, I, P, R, S, SpmdType, conversion
+
+REFERENCE_FLOPS_PER_S = 4e14  # about what a matmul reaches on one H100 in bfloat16
+REFERENCE_BYTES_PER_S = 2e12  # device memory, likewise
+REFERENCE_LINK_BYTES_PER_S = 2e11  # NVLink all-reduce bandwidth seen on nodes of 8
+REFERENCE_AXIS = 8  # the axis size for which compute and wire are weighed
+# A parameter byte held costs as much as moving it over the link ten times: its gradient and optimizer state weigh seven
+# bytes more, and memory, not time, is what tensor parallelism is bought for. Layouts do not change between 2 and 50 on a
+# Llama block; below 2 the embedding is replicated.
+BYTE_HELD_S = 10 / REFERENCE_LINK_BYTES_PER_S
+# Compilers fuse a chain of pointwise ops into one read and one write: the six ops of an RMSNorm, which read and write about
+# fifteen tensors one by one, take two or three. Priced unfused, splitting a norm over the axis would seem to pay for a gather.
+FUSED_SHARE = 0.2
+# Every collective waits for the slowest rank: at least this share of the layer's dearest item. A conversion that moves nothing still
+# costs a line of program; of equal optima the one with fewer is taken. A value zeroed on all ranks but one (I or R to P) counts as a
+# collective: it is legal and rarely wanted.
+COLLECTIVE_SHARE = 0.02
+CONVERSION_SHARE = 1e-6
+
+_WIRE_FACTOR = {
+    Collective.NONE: 0.0,
+    Collective.LOCAL: 0.0,
+    Collective.ALL_REDUCE: 2 * (REFERENCE_AXIS - 1) / REFERENCE_AXIS,
+    Collective.ALL_GATHER: (REFERENCE_AXIS - 1) / REFERENCE_AXIS,
+    Collective.REDUCE_SCATTER: (REFERENCE_AXIS - 1) / REFERENCE_AXIS,
+    Collective.ALL_TO_ALL: (REFERENCE_AXIS - 1) / REFERENCE_AXIS**2,
+}
+_BACKWARD_FACTOR = 2.0  # a matmul's backward is two matmuls
+
+
+def boundary(role: Role, value: Value) -> SpmdType | None:
+    """The type of an activation at a layer's border under ``role``; ``None`` when the value has no such dim.
+
+    Dim 0 is the batch and dim 1 the sequence, which is how every captured layer hands its activations on.
+    """
+    if role is Role.DATA:
+        return S(0) if value.shape else None
+    if role is Role.TENSOR_SEQUENCE:
+        return S(1) if len(value.shape) >= 3 else None
+    return I
+
+
+class Problem:
+    """Options, costs and readers of every node. ``feasible`` is false where some node has no option at all."""
+
+    def __init__(self, cls: LayerClass, role: Role, size: int, fixed: dict[str, SpmdType]) -> None:
+        self.cls, self.role, self.size, self.fixed = cls, role, size, fixed
+        self._flow = gradient_flow(cls)
+        self._inputs = placeholders(cls)
+        self._weights = {node.name for node in self._inputs[len(self._inputs) - len(cls.parameters) :]}
+        # Of activations, one row of the batch: what a layer weighs against its parameters must not grow with the batch.
+        self._row = 1.0 / next((v.shape[0] for v in (*cls.activations, *cls.inputs) if v.shape), 1)
+        self.nodes = {node.name: node for node in cls.graph.graph.nodes if node.op != "output"}
+        self.options: dict[str, list[Candidate]] = {name: self._options(node) for name, node in self.nodes.items()}
+        self._loss_options()
+        self.reads: dict[str, list[tuple[str, int]]] = {name: [] for name in self.nodes}
+        for node in self.nodes.values():
+            if node.op != "placeholder":
+                for index, operand in enumerate(operands(node)):
+                    self.reads[operand.name].append((node.name, index))
+        self.demands: dict[str, set[SpmdType]] = {name: set() for name in self.nodes}
+        for node, value in zip(output_nodes(cls), cls.outputs, strict=True):
+            target = boundary(role, value)
+            if value.shape and target is not None:
+                self.demands[node.name].add(target)
+        seconds = [self._compute_s(self.nodes[name], option) for name, options in self.options.items() for option in options]
+        self.dearest_s = max(seconds, default=0.0) or 1.0
+
+    @property
+    def feasible(self) -> bool:
+        return all(self.options.values())
+
+    def cost(self, name: str) -> list[float]:
+        """Of every option of the node, in units of the dearest."""
+        return [self._compute_s(self.nodes[name], option) / self.dearest_s for option in self.options[name]]
+
+    def conversion_cost(self, name: str, source: SpmdType, target: SpmdType) -> float:
+        """Of turning the node's value from ``source`` into ``target``, in units of the dearest; infinite where that cannot be."""
+        if source == target:
+            return 0.0
+        value = self.nodes[name].meta["val"]
+        pair = conversion(source, target)
+        if pair is None or not hasattr(value, "shape"):
+            return math.inf
+        if target.dim is not None and value.shape[target.dim] % self.size:
+            return math.inf
+        wires = [pair[0], pair[1]] if self._flow[name] else [pair[0]]
+        row = 1.0 if name in self._weights else self._row
+        seconds = sum(_WIRE_FACTOR[wire] for wire in wires) * row * _bytes(self.nodes[name]) / REFERENCE_LINK_BYTES_PER_S
+        waits = sum(_WIRE_FACTOR[wire] > 0 for wire in wires) + (target == P and source != P)
+        return seconds / self.dearest_s + waits * COLLECTIVE_SHARE + CONVERSION_SHARE
+
+    def objective(self, chosen: dict[str, int]) -> float:
+        """The cost of a choice of one option (by index) per node, in units of the dearest."""
+        total = 0.0
+        for name, index in chosen.items():
+            produced = self.options[name][index].result
+            needed = {self.options[reader][chosen[reader]].operands[i] for reader, i in self.reads[name]} | self.demands[name]
+            total += self.cost(name)[index] + sum(self.conversion_cost(name, produced, t) for t in needed)
+        return total
+
+    def _options(self, node: fx.Node) -> list[Candidate]:
+        if node.op == "placeholder":
+            return [Candidate((), t) for t in self._placeholder_types(node)]
+        found = candidates(node)
+        if self.role is Role.IDLE:
+            return [option for option in found if not option.operands or set(option.operands) == {I}]
+        return [option for option in found if option.letter is None or option.extent % self.size == 0]
+
+    def _placeholder_types(self, node: fx.Node) -> list[SpmdType]:
+        cls, role = self.cls, self.role
+        index = self._inputs.index(node)
+        counts = (len(cls.activations), len(cls.inputs), len(cls.constants), len(cls.scalars), len(cls.parameters))
+        kind = next(k for k in range(5) if index < sum(counts[: k + 1]))
+        shape = tuple(node.meta["val"].shape)
+        if kind == 0:
+            t = boundary(role, cls.activations[index])
+            return [] if t is None else [t]
+        if node.name in self.fixed:
+            return [self.fixed[node.name]]
+        if role is Role.IDLE:
+            return [I]
+        if kind == 1 and role is Role.DATA and shape:
+            return [S(0)]
+        if kind in (1, 2, 3):
+            return [R, I]
+        if role is Role.DATA:
+            return [R]
+        return [I, *(S(d) for d, extent in enumerate(shape) if extent % self.size == 0 and extent > 1)]
+
+    def _loss_options(self) -> None:
+        """The loss starts the backward pass with gradient 1 on every rank, which is right for P and I alone; on data (and
+        microbatch) axes it must be a term of the sum."""
+        allowed = {P} if self.role is Role.DATA else {P, I}
+        for node, value in zip(output_nodes(self.cls), self.cls.outputs, strict=True):
+            if not value.shape:
+                self.options[node.name] = [option for option in self.options[node.name] if option.result in allowed]
+
+    def _compute_s(self, node: fx.Node, option: Candidate) -> float:
+        if node.op == "placeholder":
+            held = 1 / REFERENCE_AXIS if option.result.sharded else 1.0
+            return BYTE_HELD_S * _bytes(node) * held if node.name in self._weights else 0.0
+        flops, traffic = op_cost(node)
+        seconds = max(flops / REFERENCE_FLOPS_PER_S, FUSED_SHARE * traffic / REFERENCE_BYTES_PER_S) * (1 + _BACKWARD_FACTOR)
+        return seconds * self._row / (REFERENCE_AXIS if option.letter is not None else 1)
+
+
+def _bytes(node: fx.Node) -> float:
+    value = node.meta["val"]
+    return float(math.prod(value.shape) * value.dtype.itemsize) if hasattr(value, "shape") else 0.0

@@ -1,0 +1,89 @@
+"""The passes of one layer, as a pipeline of named steps: from the layer class's graph to what one rank runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.flow import gradient_flow, placeholders
+from autopar.graph import LayerClass, Parameter
+from autopar.plan import Strategy
+from autopar.sharding import Sharding, local_shape
+from autopar.types import SpmdType
+from passes.collectives import MICROBATCH, insert_collectives_pass
+from passes.localise_layer import localise_pass
+from passes.runner import run
+
+
+@dataclass(frozen=True)
+class LocalParameter:
+    """A parameter as one rank of the layer holds it: class-local dotted name, local shape, type on each mesh axis."""
+
+    name: str
+    shape: tuple[int, ...]
+    types: tuple[SpmdType, ...]
+
+
+@dataclass(frozen=True)
+class LocalLayer:
+    """A layer class under a strategy, local: the graph that a rank runs for one microbatch, and its parameters.
+
+    ``graph``'s placeholders are those of the layer class, in its order; ``sharding`` includes the microbatch axis.
+    """
+
+    cls: LayerClass
+    strategy: Strategy
+    sharding: Sharding
+    graph: fx.GraphModule
+    parameters: tuple[LocalParameter, ...]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """For every placeholder: ``activation``, ``input``, ``constant``, ``scalar`` or ``parameter``."""
+        c = self.cls
+        groups = (
+            (c.activations, "activation"),
+            (c.inputs, "input"),
+            (c.constants, "constant"),
+            (c.scalars, "scalar"),
+            (c.parameters, "parameter"),
+        )
+        return tuple(kind for values, kind in groups for _ in values)
+
+    def border(self, index: int) -> tuple[SpmdType, ...]:
+        """The mesh types in which the layer takes its ``index``-th placeholder."""
+        return mesh_types(self.sharding, self.sharding.produced(placeholders(self.cls)[index].name))
+
+    def output(self, index: int) -> tuple[SpmdType, ...]:
+        """The mesh types of the layer's ``index``-th output."""
+        return mesh_types(self.sharding, self.sharding.output(index))
+
+
+def mesh_types(sharding: Sharding, types: tuple[SpmdType, ...]) -> tuple[SpmdType, ...]:
+    """``types`` without the microbatch axis's."""
+    return tuple(t for axis, t in zip(sharding.axes, types, strict=True) if axis.name != MICROBATCH)
+
+
+def local_layer(cls: LayerClass, sharding: Sharding, strategy: Strategy, parameters: tuple[Parameter, ...]) -> LocalLayer:
+    """Run the passes. ``parameters`` are one layer's records, in the class's order."""
+    flow = gradient_flow(cls)
+    for node in cls.graph.graph.nodes:
+        node.meta["gradient"] = flow.get(node.name, False)
+    gm = run(
+        cls.graph,
+        [
+            ("insert_collectives", lambda gm: insert_collectives_pass(gm, sharding)),
+            ("localise_shapes", lambda gm: localise_pass(gm, sharding)),
+        ],
+    )
+    nodes = placeholders(cls)[len(placeholders(cls)) - len(cls.parameters) :]
+    local = tuple(
+        LocalParameter(
+            value.name,
+            local_shape(record.shape, sharding.axes, sharding.produced(node.name)),
+            mesh_types(sharding, sharding.produced(node.name)),
+        )
+        for node, value, record in zip(nodes, cls.parameters, parameters, strict=True)
+    )
+    return LocalLayer(cls, strategy, sharding, gm, local)

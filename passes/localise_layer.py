@@ -1,0 +1,125 @@
+"""Makes a layer's shapes local: every call becomes the one that a rank makes on its slices, and is held to the types.
+
+Runs after ``passes.collectives``: operands already have the types that their ops need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.plan import Axis
+from autopar.program import kernels
+from autopar.rules import operands
+from autopar.sharding import Sharding, local_shape
+from autopar.types import P, SpmdType
+from passes.collectives import MICROBATCH, convert
+from passes.localise import Partition, localised, verify
+
+# Kernels that a letter of a rule names, and how they are called in place of the op.
+_VOCABULARY_LOSS = "vocab_parallel_cross_entropy_sum"
+_MASKED_EMBEDDING = "masked_embedding"
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    """A mean over a sharded dim is a sum times one over the global count; the emitter writes ``x * factor``."""
+    return x * factor
+
+
+def localise_pass(gm: fx.GraphModule, sharding: Sharding) -> fx.GraphModule:
+    """A new graph whose ``meta["val"]`` are local meta tensors and whose calls carry local sizes."""
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            graph.output(fx.map_arg(node.args[0], made.__getitem__))
+            continue
+        shape = local_shape(tuple(_first(node).shape), sharding.axes, node.meta["types"])
+        if node.op == "placeholder":
+            new = graph.placeholder(node.target)
+        elif node.target is convert:
+            new = graph.node_copy(node, made.__getitem__)
+        else:
+            new = _call(graph, node, shape, sharding, made)
+        new.name = node.name
+        new.meta = dict(node.meta)
+        new.meta["global_shape"] = tuple(_first(node).shape)
+        new.meta["val"] = _local_value(node, shape, sharding)
+        made[node] = new
+    result = fx.GraphModule(gm, graph)
+    result.meta.update(gm.meta)
+    return result
+
+
+def _call(
+    graph: fx.Graph, node: fx.Node, shape: tuple[int, ...], sharding: Sharding, made: dict[fx.Node, fx.Node]
+) -> fx.Node:
+    kernel = _kernel_call(node, sharding)
+    if kernel is not None:
+        target, args, kwargs = kernel
+        return graph.call_function(target, fx.map_arg(args, made.__getitem__), fx.map_arg(kwargs, made.__getitem__))
+    shapes = [local_shape(tuple(_first(o).shape), sharding.axes, o.meta["types"]) for o in operands(node)]
+    call = localised(node, shapes, shape, partition(node, sharding))
+    verify(node, call, shapes, shape)
+    target, args, kwargs, factor = call
+    new = graph.call_function(target, fx.map_arg(args, made.__getitem__), fx.map_arg(kwargs, made.__getitem__))
+    if factor is None:
+        return new
+    new.meta = dict(node.meta)
+    return graph.call_function(scale, (new, factor))
+
+
+def partition(node: fx.Node, sharding: Sharding) -> Partition:
+    """For every dim of the node's value, the mesh axes that shard it (``None``, a name, or a tuple, outermost first)."""
+    entries: list[Any] = []
+    for dim in range(_first(node).dim()):
+        names = [a.name for a, t in _mesh_types(node, sharding) if t.dim == dim]
+        entries.append(None if not names else names[0] if len(names) == 1 else tuple(names))
+    return tuple(entries)
+
+
+def _mesh_types(node: fx.Node, sharding: Sharding) -> Iterable[tuple[Axis, SpmdType]]:
+    pairs = zip(sharding.axes, node.meta["types"], strict=True)
+    return [(axis, t) for axis, t in pairs if axis.name != MICROBATCH]
+
+
+def _kernel_call(node: fx.Node, sharding: Sharding) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
+    """The kernel that stands for the node, where one of its axes asks for one or its result is a term of a sum."""
+    named = {
+        axis.name: types.kernel[node.name]
+        for axis, types in zip(sharding.axes, sharding.types, strict=True)
+        if node.name in types.kernel
+    }
+    axes = tuple(named)
+    partial = tuple(axis.name for axis, t in _mesh_types(node, sharding) if t == P)
+    if _VOCABULARY_LOSS in named.values():
+        logits, labels, *rest = node.args
+        kwargs = {**node.kwargs, "axis": _one_or_all(axes), "partial_axes": partial}
+        return kernels.vocab_parallel_cross_entropy_sum, (logits, labels, *rest), kwargs
+    if _MASKED_EMBEDDING in named.values():
+        weight, ids = node.args[:2]
+        padding = {"padding_idx": node.args[2]} if len(node.args) > 2 and node.args[2] != -1 else {}
+        return kernels.masked_embedding, (ids, weight), {"axis": _one_or_all(axes), **padding}
+    if node.target is kernels.cross_entropy_sum:
+        return node.target, node.args, {**node.kwargs, "partial_axes": partial}
+    return None
+
+
+def _one_or_all(axes: tuple[str, ...]) -> str | tuple[str, ...]:
+    return axes[0] if len(axes) == 1 else axes
+
+
+def _first(node: fx.Node) -> Tensor:
+    value = node.meta["val"]
+    return value[0] if isinstance(value, tuple | list) else value
+
+
+def _local_value(node: fx.Node, shape: tuple[int, ...], sharding: Sharding) -> Any:
+    value = node.meta["val"]
+    if not isinstance(value, tuple | list):
+        return torch.empty(shape, dtype=value.dtype, device="meta")
+    shapes = [local_shape(tuple(v.shape), sharding.axes, node.meta["types"]) for v in value]
+    return tuple(torch.empty(s, dtype=v.dtype, device="meta") for s, v in zip(shapes, value, strict=True))
