@@ -85,7 +85,8 @@ def _modes(instance: Instance) -> list[tuple[Indices, ...]]:
 def _distinct(drafts: list[_Draft]) -> list[_Draft]:
     """Without repeated cuts of the same mode, and at least one draft in two from different modes."""
     seen: set[tuple[object, ...]] = set()
-    first, rest = [], []
+    first: list[_Draft] = []
+    rest: list[_Draft] = []
     modes: set[int] = set()
     for draft in drafts:
         key = (draft.bounds, id(draft.allowed))

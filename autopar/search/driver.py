@@ -117,7 +117,7 @@ def search(graph: Graph, cluster: Devices, pricer: Pricer, options: SearchOption
 
 def _open_all(graph: Graph, cluster: Devices, state: _State) -> list[Instance]:
     """Price every outer choice and give it its cheap bound."""
-    instances = []
+    instances: list[Instance] = []
     todo = choices(graph, cluster.count, state.options)
     for number, choice in enumerate(todo):
         if instances and state.left_s() < state.options.time_limit_s / 3:

@@ -89,9 +89,12 @@ def explain(graph: Graph, instance: Instance, need: float, solution: Solution) -
         return p.parameters_bytes + p.gradients_bytes + p.optimizer_bytes + n * p.saved_bytes + p.transient_bytes
 
     largest = max(prices, key=layer_bytes)
+    where = f"layer {graph.layers[i].name}"
+    if j - i > 1:
+        where = f"layers {graph.layers[i].name} to {graph.layers[j - 1].name}"
     return InfeasibleError(
         f"no plan fits {gigabytes(instance.limit)} per device: the most frugal one ({instance.choice}) still needs "
-        f"{gigabytes(held.total)} on stage {worst} (layers {graph.layers[i].name} to {graph.layers[j - 1].name}), of which "
+        f"{gigabytes(held.total)} on stage {worst} ({where}), of which "
         f"{gigabytes(size)} are {part}; its largest layer is {graph.layers[largest].name} with {gigabytes(layer_bytes(largest))}",
         f"a memory limit of {gigabytes(need, up=True)} ({int(np.ceil(need))} bytes) per device would do",
     )
@@ -109,9 +112,9 @@ def _largest_part(held: Memory) -> tuple[str, int]:
 
 
 def gigabytes(value: float, up: bool = False) -> str:
-    """Bytes for people: GB with two digits, or MB and kB below one of them; rounded up where a limit is proposed."""
+    """Bytes for people: GB with two digits, smaller units below one of them; rounded up where a limit is proposed."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= size or unit == "kB":
+        if value >= size:
             scaled = value / size
             return f"{np.ceil(scaled * 100) / 100 if up else scaled:.2f} {unit}"
-    raise AssertionError(value)
+    return f"{int(np.ceil(value))} bytes"

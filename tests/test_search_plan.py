@@ -1,0 +1,242 @@
+"""What the search hands on: meshes, notes, errors, hand-written and evaluated plans; the schedule's time; full-size problems."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+from search_models import Devices, RandomPricer, TransformerPricer, chain, random_problem, transformer
+
+from autopar.errors import BatchError, InfeasibleError, UsageError
+from autopar.plan import Axis, Plan, Role, Strategy
+from autopar.search import SearchOptions, evaluate, hand_plan, search
+from autopar.search.assess import coalesce
+from autopar.search.hand import make_mesh
+from autopar.search.problem import meshes, strategies
+from autopar.search.simulate import lower_bound, simulate, timeline
+
+D, T, TS, IDLE = Role.DATA, Role.TENSOR, Role.TENSOR_SEQUENCE, Role.IDLE
+
+
+class TestSchedule:
+    def test_equal_stages_have_the_closed_form(self) -> None:
+        for stages, m in [(2, 2), (4, 4), (4, 9), (3, 1)]:
+            f, b = [1.0] * stages, [2.0] * stages
+            for schedule in ("gpipe", "1f1b"):
+                assert simulate(f, b, m, schedule) == pytest.approx((m + stages - 1) * 3.0)
+                assert lower_bound(f, b, m, schedule) == pytest.approx((m + stages - 1) * 3.0)
+
+    def test_gpipe_bubble(self) -> None:
+        stages, m = 4, 12
+        step = simulate([1.0] * stages, [2.0] * stages, m, "gpipe")
+        assert 1 - m * 3.0 / step == pytest.approx((stages - 1) / (m + stages - 1))
+
+    def test_one_stage_accumulates(self) -> None:
+        assert simulate([1.0], [2.0], 5, "none") == 15.0
+
+    def test_an_uneven_pipeline_is_faster_than_the_textbook_says(self) -> None:
+        f, b, m = [1.0, 0.01], [1.0, 0.01], 8
+        assert simulate(f, b, m, "1f1b") == pytest.approx(m * 2.0)
+        assert sum(f) + sum(b) + (m - 1) * 2.0 > simulate(f, b, m, "1f1b")
+
+    def test_bounds_timeline_and_order_of_schedules_on_random_stages(self) -> None:
+        rng = random.Random(0)
+        for _ in range(400):
+            stages, m = rng.randint(2, 5), rng.randint(1, 9)
+            f = [rng.choice([0.01, rng.random()]) for _ in range(stages)]
+            b = [rng.choice([0.01, rng.random()]) for _ in range(stages)]
+            for schedule in ("gpipe", "1f1b"):
+                step = simulate(f, b, m, schedule)
+                assert step == pytest.approx(max(span.stop_s for span in timeline(f, b, m, schedule)))
+                assert lower_bound(f, b, m, schedule) <= step * (1 + 1e-12)
+            assert simulate(f, b, m, "1f1b") <= simulate(f, b, m, "gpipe") * (1 + 1e-12)
+
+
+class TestMeshes:
+    def test_powers_of_two_have_one_mesh(self) -> None:
+        (mesh,) = meshes(8)
+        assert [axis.size for axis in mesh] == [2, 2, 2] and [axis.stride for axis in mesh] == [4, 2, 1]
+
+    def test_six_devices_offer_both_orders(self) -> None:
+        assert sorted(tuple(axis.size for axis in mesh) for mesh in meshes(6)) == [(2, 3), (3, 2)]
+
+    def test_data_is_a_prefix_and_tensor_a_suffix(self) -> None:
+        (mesh,) = meshes(16)
+        for strategy in strategies(mesh, 4, 8, SearchOptions()):
+            order = [(D, IDLE, T, TS).index(role) for role in strategy.roles]
+            assert order == sorted(order)
+            assert strategy.degree(mesh, D) <= 4 and (strategy.zero == 0 or strategy.degree(mesh, D) > 1)
+
+    def test_coalesced_axes_are_named_after_their_use(self) -> None:
+        mesh = make_mesh(("a", 2), ("b", 2), ("c", 2), ("d", 2))
+        merged, ways = coalesce(mesh, [Strategy((D, D, T, T), 1), Strategy((D, D, TS, TS), 2)])
+        assert merged == (Axis("data", 4, 4), Axis("tensor", 4, 1))
+        assert [s.roles for s in ways] == [(D, T), (D, TS)] and [s.zero for s in ways] == [1, 2]
+
+    def test_axes_that_layers_use_differently_stay_apart(self) -> None:
+        mesh = make_mesh(("a", 2), ("b", 2), ("c", 2))
+        merged, _ = coalesce(mesh, [Strategy((D, D, T)), Strategy((D, T, T))])
+        assert [(axis.name, axis.size, axis.stride) for axis in merged] == [
+            ("data", 2, 4),
+            ("inner0", 2, 2),
+            ("tensor", 2, 1),
+        ]
+        several, _ = coalesce(mesh, [Strategy((D, T, T)), Strategy((T, D, T))])
+        assert [axis.name for axis in several] == ["inner0", "inner1", "tensor"]
+
+
+class TestPlans:
+    def test_json_round_trip_and_sums(self) -> None:
+        for seed in range(12):
+            graph, cluster, pricer = random_problem(seed)
+            try:
+                plan = search(graph, cluster, pricer)
+            except InfeasibleError:
+                continue
+            assert Plan.from_json(plan.to_json()) == plan
+            p = plan.prediction
+            assert plan.device_count == cluster.count
+            assert all(stage.memory.total <= stage.memory_limit_bytes for stage in plan.stages)
+            parts = p.compute_s + p.communication_s + p.bubble_s + p.optimizer_s
+            assert parts == pytest.approx(p.step_time_s)
+            assert p.tokens_per_s_per_device == pytest.approx(graph.tokens / p.step_time_s / cluster.count)
+
+    def test_tied_layers_agree(self) -> None:
+        graph = chain(["a", "b", "b", "c"], 4, tied=(0, 3))
+        free = chain(["a", "b", "b", "c"], 4)
+        cluster, dearer = Devices(4, 400), 0
+        for seed in range(6):
+            plan = search(graph, cluster, RandomPricer(graph, seed, 0.5, 0.1), SearchOptions(target_gap=0.0))
+            first, last = plan.layers[0].strategy, plan.layers[3].strategy
+            assert (first.roles, first.zero) == (last.roles, last.zero)
+            assert any("shared" in note for note in plan.notes)
+            loose = search(free, cluster, RandomPricer(free, seed, 0.5, 0.1), SearchOptions(target_gap=0.0))
+            assert loose.prediction.step_time_s <= plan.prediction.step_time_s * (1 + 1e-9)
+            dearer += loose.prediction.step_time_s < plan.prediction.step_time_s * (1 - 1e-9)
+        assert dearer > 0
+
+    def test_more_devices_than_samples_are_idle_and_said_so(self) -> None:
+        graph = chain(["a"], 1)
+        plan = search(graph, Devices(3, 10_000), RandomPricer(graph, 0, 1.0, 0.0), SearchOptions(roles=()))
+        assert plan.layers[0].strategy.roles == (IDLE,) and plan.mesh[0].name == "idle"
+        assert any("cannot use every device" in note for note in plan.notes)
+
+    def test_a_graph_that_cannot_be_split_in_time_gets_one_microbatch(self) -> None:
+        graph = chain(["a", "a"], 4, why="the router's loss is over the whole batch")
+        pricer = RandomPricer(graph, 1, 1.0, 0.0)
+        plan = search(graph, Devices(2, 10_000), pricer)
+        assert plan.microbatches == 1 and any("router" in note for note in plan.notes)
+        with pytest.raises(UsageError, match="router"):
+            search(graph, Devices(2, 10_000), pricer, SearchOptions(microbatches=2))
+
+    def test_pins_hold(self) -> None:
+        graph = chain(["a", "b", "b", "a"], 8)
+        options = SearchOptions(pipeline=2, microbatches=4, schedule="gpipe", tensor=2, zero=1, recompute=True)
+        plan = search(graph, Devices(8, 10_000), RandomPricer(graph, 3, 1.0, 0.1), options)
+        assert (plan.pipeline, plan.microbatches, plan.schedule) == (2, 4, "gpipe")
+        for layer in plan.layers:
+            strategy = layer.strategy
+            assert strategy.degree(plan.mesh, T, TS) == 2 and strategy.degree(plan.mesh, D) == 2
+            assert strategy.zero == 1 and strategy.recompute
+
+    def test_progress_is_told(self) -> None:
+        told: list[str] = []
+        graph = chain(["a", "a"], 2)
+        search(graph, Devices(2, 10_000), RandomPricer(graph, 0, 1.0, 0.0), SearchOptions(progress=told.append))
+        assert len(told) >= 2
+
+
+class TestInfeasible:
+    def test_the_limit_in_the_hint_would_do_and_less_would_not(self) -> None:
+        checked = 0
+        for seed in range(40):
+            graph, cluster, pricer = random_problem(seed)
+            try:
+                search(graph, cluster, pricer, SearchOptions(memory_limit_bytes=20))
+            except InfeasibleError as error:
+                if error.hint is None or "bytes)" not in error.hint:
+                    continue
+                assert re.search(r"on stage \d \(layers? layers\.\d.*its largest layer is layers\.\d", error.message)
+                need = int(error.hint.split("(")[1].split(" ")[0])
+                search(graph, cluster, pricer, SearchOptions(memory_limit_bytes=need))
+                with pytest.raises(InfeasibleError):
+                    search(graph, cluster, pricer, SearchOptions(memory_limit_bytes=need - 1))
+                checked += 1
+        assert checked > 15
+
+    def test_a_layer_without_any_way_is_named(self) -> None:
+        graph = chain(["a", "b"], 2)
+        with pytest.raises(InfeasibleError, match=r"layers\.0 \(a\).*tensor 2"):
+            search(graph, Devices(2, 100), RandomPricer(graph, 0, 0.0, 0.0), SearchOptions(tensor=2))
+
+    def test_pins_that_do_not_divide(self) -> None:
+        graph = chain(["a", "b"], 6)
+        pricer = RandomPricer(graph, 0, 1.0, 0.0)
+        with pytest.raises(UsageError, match="pipeline of 4 stages"):
+            search(graph, Devices(4, 100), pricer, SearchOptions(pipeline=4))
+        with pytest.raises(UsageError, match="4 microbatches"):
+            search(graph, Devices(4, 100), pricer, SearchOptions(microbatches=4))
+        with pytest.raises(UsageError, match="tensor is 0"):
+            SearchOptions(tensor=0)
+
+
+class TestByHand:
+    def test_mesh_and_cuts(self) -> None:
+        graph = chain(["a", "b", "b", "b", "c"], 8)
+        plan = hand_plan(graph, pipeline=2, data=2, tensor=2, sequence=True, zero=3, recompute=True, microbatches=2)
+        assert plan.mesh == (Axis("data", 2, 2), Axis("tensor", 2, 1)) and plan.schedule == "1f1b"
+        assert [(s.start, s.stop, s.devices) for s in plan.stages] == [(0, 3, (0, 4)), (3, 5, (4, 4))]
+        assert plan.layers[0].strategy == Strategy((D, TS), 3, True)
+        assert Plan.from_json(plan.to_json()) == plan
+        assert hand_plan(graph, pipeline=2, cuts=(1,), zero=2).mesh == (Axis("data", 1, 1),)
+
+    def test_layers_of_different_degrees(self) -> None:
+        graph = chain(["a", "b"], 4)
+        plan = hand_plan(graph, mesh=make_mesh(("data", 2), ("inner", 2)), strategies={1: Strategy((D, T))})
+        assert plan.layers[0].strategy.roles == (D, D) and plan.layers[1].strategy.roles == (D, T)
+
+    def test_what_does_not_divide_is_refused(self) -> None:
+        graph = chain(["a", "b"], 4)
+        with pytest.raises(BatchError, match="multiple of 8"):
+            hand_plan(graph, data=4, microbatches=2)
+        with pytest.raises(UsageError, match="cuts"):
+            hand_plan(graph, pipeline=2, cuts=(2,))
+        with pytest.raises(UsageError, match="3 pipeline stages"):
+            hand_plan(graph, pipeline=3)
+        with pytest.raises(UsageError, match="layers"):
+            hand_plan(graph, strategies={7: Strategy((D,))})
+
+    def test_evaluate_agrees_with_the_search(self) -> None:
+        graph = chain(["a", "b", "b"], 2)
+        cluster, pricer = Devices(1, 10_000), RandomPricer(graph, 5, 1.0, 0.0)
+        plan = search(graph, cluster, pricer)
+        again = evaluate(
+            graph,
+            cluster,
+            pricer,
+            mesh=make_mesh(("axis0", 1)),
+            stage_bounds=(0, 3),
+            strategies=[layer.strategy for layer in plan.layers],
+            microbatches=plan.microbatches,
+            schedule=plan.schedule,
+            precision=plan.precision,
+        )
+        assert (again.bound_s, again.gap, again.solver) == (0.0, 1.0, "given")
+        assert again.layers == plan.layers and again.stages[0].memory == plan.stages[0].memory
+
+
+class TestFullSize:
+    def test_82_layers_on_1024_devices(self) -> None:
+        graph = transformer()
+        plan = search(graph, Devices(1024, int(72e9)), TransformerPricer(graph))
+        assert plan.gap <= 0.01 and plan.wall_time_s < 15
+        assert 0.3 < plan.prediction.mfu < 0.55
+        assert [axis.name for axis in plan.mesh][-1] == "tensor"
+
+    def test_a_forced_pipeline_is_feasible_and_its_gap_small(self) -> None:
+        graph = transformer()
+        options = SearchOptions(pipeline=4, microbatches=64, target_gap=0.06)
+        plan = search(graph, Devices(256, int(72e9)), TransformerPricer(graph), options)
+        assert plan.pipeline == 4 and plan.gap <= 0.06
+        assert all(stage.memory.total <= 72e9 for stage in plan.stages)
