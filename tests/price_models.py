@@ -105,7 +105,16 @@ def chain(cls: LayerClass, layers: int) -> Graph:
         scalars=(),
         prelude=None,
         layers=tuple(
-            Layer(f"layers.{i}", cls.name, (names[i],), (), (), (), (f"up{i}", f"down{i}"), (names[i + 1],))
+            Layer(
+                f"layers.{i}",
+                cls.name,
+                (names[i],),
+                (),
+                (),
+                (),
+                tuple(f"{i}.{p.name}" for p in cls.parameters),
+                (names[i + 1],),
+            )
             for i in range(layers)
         ),
         classes={cls.name: cls},

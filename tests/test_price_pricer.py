@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from price_models import chain, mlp, mlp_types, solve_mlp
+from price_models import chain, llama_block, mlp, mlp_types, solve_mlp
 
 from autopar.devices import parse
 from autopar.plan import Axis, Role, Strategy
@@ -86,6 +86,16 @@ def test_sends_between_stages(pricer):
     assert pricer.p2p(0, MESH, strategy, 2) == pytest.approx(p2p_s(BYTES / 2 / 8, CLUSTER, True))
     node = Pricer(pricer.graph, parse("8xH100-80GB"), "bfloat16", solve_mlp)
     assert node.p2p(0, MESH[1:], Strategy((DATA, TENSOR)), 1) == pytest.approx(p2p_s(BYTES / 4, node.cluster, False))
+
+
+def test_the_found_layout_of_a_llama_block_costs_two_reductions_each_way():
+    pricer = Pricer(chain(llama_block(4, 64, 256, 8, 4, 512), 2), CLUSTER, "bfloat16")
+    mesh = (Axis("t", 4, 1),)
+    found, alone = (pricer.layer("block", mesh, Strategy((role,)), 1) for role in (TENSOR, Role.IDLE))
+    assert found is not None and alone is not None
+    reduce = time_s(Collective.ALL_REDUCE, 2 * 4 * 64 * 256, 4, 1, CLUSTER)
+    assert found.communication_s == pytest.approx(4 * reduce)
+    assert found.parameters_bytes < alone.parameters_bytes / 3.9 and found.flops == alone.flops
 
 
 def test_what_the_search_reads(pricer):

@@ -52,7 +52,7 @@ MATMUL_EFFICIENCY = Constant(
 MEMORY_EFFICIENCY = Constant(
     0.83, "fraction of peak bytes/s", "measured by NVIDIA: HBM copy of 4.01 of 4.8 TB/s on H200, see hardware.json"
 )
-OP_FLOOR_S = Constant(5e-6, "s", "assumed: the shortest time between two kernels launched one by one from Python")
+OP_FLOOR_S = Constant(1e-5, "s", "assumed: dispatch of one op with autograd from Python; kernels cannot start faster")
 TF32_OVER_BF16 = Constant(
     0.5,
     "ratio of peak FLOP/s",
