@@ -89,9 +89,10 @@ def _layouts(shape: Shape) -> list[dict[str, Any]]:
         whole = other.pop("whole", size)
         types = {"data": "R", "tensor": tensor}
         base = {"stage": stage, "name": name, "original": original, "original_shape": whole, "part": None}
-        base |= {"global_shape": size, "dtype": "float64", "trainable": True, "tied": [], "types": types, "shared": None}
+        base |= {"global_shape": size, "dtype": dtype, "trainable": True, "tied": [], "types": types, "shared": None}
         records.append(base | other)
 
+    dtype = "float32" if shape.precision == "bfloat16" else shape.precision
     records: list[dict[str, Any]] = []
     last = shape.pipeline - 1
     tied = {"tied": ["head.weight"], "shared": "embed.weight" if last else None}

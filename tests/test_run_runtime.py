@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from programs import Shape, mlp_batch, mlp_model, write_mlp
-from torch import Tensor
+from torch import Tensor, nn
 from workers import WorkerPool
 
+from autopar.errors import LaunchError
 from autopar.run.folder import import_runtime, program_modules
 
 
-def adamw(params: list[Any]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
+def adamw(params: list[Any], lr: float = 1e-2) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=lr, weight_decay=0.1)
 
 
 def gradients(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> dict[str, Any]:
@@ -75,17 +78,123 @@ def test_two_processes_equal_one(workers2: WorkerPool, tmp_path: Path, shape: Sh
 
 
 FOUR = [
-    *(Shape(data=2, tensor=2, zero=(z, z), microbatches=m) for z in range(4) for m in (1, 2, 4)),
-    *(Shape(pipeline=2, tensor=2, microbatches=m, schedule=s) for m in (1, 2, 4) for s in ("gpipe", "1f1b")),
-    *(
-        Shape(pipeline=2, data=2, zero=zero, microbatches=m, schedule=s)
-        for zero in ((0, 0), (1, 1), (2, 2), (3, 3), (0, 3), (3, 1))
-        for m in (1, 2, 4)
-        for s in ("gpipe", "1f1b")
-    ),
+    *(Shape(data=2, tensor=2, zero=(z, z), microbatches=2) for z in range(4)),
+    *(Shape(data=2, tensor=2, zero=(z, 3 - z), microbatches=m) for z, m in ((0, 4), (1, 1), (2, 4), (3, 1))),
+    *(Shape(pipeline=2, tensor=2, microbatches=m, schedule=s) for m, s in ((1, "gpipe"), (2, "1f1b"), (4, "1f1b"))),
+    *(Shape(pipeline=2, data=2, zero=(z, z), microbatches=4, schedule=s) for z in range(4) for s in ("gpipe", "1f1b")),
+    *(Shape(pipeline=2, data=2, zero=zero, microbatches=2, schedule="1f1b") for zero in ((0, 3), (2, 1), (3, 0))),
+    Shape(pipeline=2, data=2, zero=(1, 2)),
 ]
 
 
 @pytest.mark.parametrize("shape", FOUR, ids=str)
 def test_four_processes_equal_one(workers4: WorkerPool, tmp_path: Path, shape: Shape) -> None:
     check_exact(workers4, tmp_path, shape)
+
+
+def train(
+    folder: str, state: dict[str, Tensor], batches: list[dict[str, Tensor]], max_norm: float | None, lr: float = 1e-2
+) -> dict[str, Any]:
+    with program_modules(folder):
+        runtime = import_runtime(folder)
+        program = runtime.load(folder)
+        world = runtime.start(program)
+        make = functools.partial(adamw, lr=lr)
+        trainer = runtime.Trainer(program, world, optimizer=make, state=state, max_norm=max_norm)
+        losses = [trainer.step(batch) for batch in batches]
+        trained = trainer.state_dict()
+        trainer.forward_backward(batches[0])
+        grads = trainer.gradients()
+        norm = trainer.clip_(0.25)
+        return {"losses": losses, "state": trained, "gradients": grads, "norm": norm, "clipped": trainer.gradients()}
+
+
+ONE_OF_EACH_ZERO = [
+    *(Shape(data=2, tensor=2, zero=(z, z), microbatches=2) for z in range(4)),
+    Shape(pipeline=2, data=2, zero=(1, 3), microbatches=4, schedule="1f1b"),
+    Shape(pipeline=2, tensor=2, microbatches=2, schedule="1f1b"),
+]
+
+
+@pytest.mark.parametrize("shape", ONE_OF_EACH_ZERO, ids=str)
+def test_clipped_adamw_equals_one_process(workers4: WorkerPool, tmp_path: Path, shape: Shape) -> None:
+    batches = [mlp_batch(seed) for seed in range(3)]
+    model = mlp_model()
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    optimizer, losses = adamw(list(model.parameters())), []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = model(**batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    optimizer.zero_grad()
+    model(**batches[0]).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+    assert norm > 0.25
+
+    results = workers4.run("test_run_runtime:train", str(write_mlp(tmp_path, shape)), state, batches, 0.5)
+    for result in results:
+        assert result["losses"] == pytest.approx(losses, rel=1e-10)
+        assert result["norm"] == pytest.approx(norm.item(), rel=1e-10)
+    wanted = model.state_dict()
+    assert all((results[0]["state"][name] - wanted[name]).abs().max() <= 1e-10 for name in wanted)
+    clipped = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert error(results[0]["clipped"], clipped) <= 1e-10
+
+
+def resume(folder: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    with program_modules(folder):
+        runtime = import_runtime(folder)
+        program = runtime.load(folder)
+        trainer = runtime.Trainer(program, runtime.start(program), seed=5)
+        first = trainer.state_dict()
+        trainer.load_state_dict(state)
+        return {"first": first, "loaded": trainer.state_dict()}
+
+
+def test_state_dicts_and_seeds_do_not_depend_on_the_plan(workers2: WorkerPool, tmp_path: Path) -> None:
+    state = {name: value.detach() for name, value in mlp_model().state_dict().items()}
+    firsts = []
+    for shape in (Shape(data=2, zero=(1, 3)), Shape(tensor=2), Shape(pipeline=2)):
+        folder = write_mlp(tmp_path / str(shape.data + 2 * shape.tensor), shape)
+        result = workers2.run("test_run_runtime:resume", str(folder), state)[0]
+        assert all(torch.equal(result["loaded"][name], state[name]) for name in state)
+        firsts.append(result["first"])
+    for first in firsts:
+        assert all(torch.equal(first[name], firsts[0][name]) for name in state)
+        assert torch.equal(first["embed.weight"], first["head.weight"])
+        assert torch.equal(first["layers.1.norm.weight"], torch.ones(6, dtype=torch.float64))
+    assert float(firsts[0]["layers.0.gate_up.weight"].std()) == pytest.approx(0.02, rel=0.2)
+
+
+def test_bfloat16_keeps_masters_and_gradients_in_float32(workers2: WorkerPool, tmp_path: Path) -> None:
+    model = mlp_model().float()
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    model(**mlp_batch()).backward()
+    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for zero in range(4):
+        shape = Shape(data=2, zero=(zero, zero), microbatches=2, precision="bfloat16")
+        folder = write_mlp(tmp_path / str(zero), shape)
+        result = workers2.run("test_run_runtime:train", str(folder), state, [mlp_batch()] * 3, None, lr=1e-5)[0]
+        moved = {name: value - state[name] for name, value in result["state"].items()}
+        assert all(value.dtype == torch.float32 for value in moved.values())
+        # each of three steps of AdamW moves by about lr, far less than bfloat16 could hold
+        median = torch.cat([value.abs().flatten() for value in moved.values()]).median()
+        assert float(median) == pytest.approx(3e-5, rel=0.1)
+        assert error(result["gradients"], wanted) < 0.05
+
+
+def test_what_is_wrong_with_a_program_is_said(workers2: WorkerPool, tmp_path: Path) -> None:
+    folder = write_mlp(tmp_path / "small", Shape())
+    with pytest.raises(
+        LaunchError, match=r"for 1 devices \(pipeline 1 x data 1 x tensor 1\) and was started with 2 proc"
+    ):
+        workers2.run("test_run_runtime:resume", str(folder), {})
+    folder = write_mlp(tmp_path / "mismatch", Shape(tensor=2))
+    layouts = json.loads((folder / "layouts.json").read_text())
+    layouts["parameters"][-2]["types"]["tensor"] = "S(0)"
+    (folder / "layouts.json").write_text(json.dumps(layouts))
+    with pytest.raises(LaunchError, match=r"layer_1.down.weight has local shape \(6, 4\) in model.py and \(3, 8\)"):
+        workers2.run("test_run_runtime:resume", str(folder), {})

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from autopar.program.world import Layout, Program, World
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+
+from autopar.program.world import Layout, Program, World
 
 # torch 2.13 renames these two; 2.11 has only the old names
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -36,7 +37,11 @@ def seeded(seed: int) -> Callable[[Layout], Tensor]:
     def value(layout: Layout) -> Tensor:
         shape, dtype = layout.original_shape, layout.dtype
         if len(shape) < 2:
-            return torch.ones(shape, dtype=dtype) if layout.original.endswith("weight") else torch.zeros(shape, dtype=dtype)
+            return (
+                torch.ones(shape, dtype=dtype)
+                if layout.original.endswith("weight")
+                else torch.zeros(shape, dtype=dtype)
+            )
         digest = hashlib.sha256(f"{seed} {layout.original}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
         return torch.empty(shape, dtype=dtype).normal_(0, 0.02, generator=generator)
@@ -134,7 +139,9 @@ class FlatGroup:
         piece = self._owned[low - self._own.start : high - self._own.start]
         tensor = nn.Parameter(piece if self._scattered else piece.view(slot.param.shape))
         tensor.grad = self._grads[low:high].view(tensor.shape)
-        self.masters.append(Master(slot.layout, tensor, _alike(slot.layout, self._axes if self._scattered else (), self._world)))
+        self.masters.append(
+            Master(slot.layout, tensor, _alike(slot.layout, self._axes if self._scattered else (), self._world))
+        )
 
     def _overlap(self, slot: Slot) -> tuple[int, int]:
         """The part of the slot that this rank's piece of the buffer covers; empty when the ends are equal."""
@@ -279,8 +286,9 @@ def _alike(layout: Layout, zero_axes: Sequence[str], world: World) -> tuple[str,
 
 def _shard(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor, sharing its storage."""
-    assert isinstance(tensor, DTensor)
-    return tensor.detach().to_local()
+    detached = tensor.detach()
+    assert isinstance(detached, DTensor)
+    return detached.to_local()
 
 
 def _full(tensor: Tensor) -> Tensor:
@@ -323,7 +331,9 @@ def build_stage(program: Program, world: World) -> tuple[nn.Module, list[Group]]
         groups.append(which(stage, layouts, world, program))
     left = [name for name, tensor in (*stage.named_parameters(), *stage.named_buffers()) if tensor.is_meta]
     if left:
-        raise ValueError(f"stage {world.stage} of model.py has tensors that no layout and no constant gives: {', '.join(left)}")
+        raise ValueError(
+            f"stage {world.stage} of model.py has tensors that no layout and no constant gives: {', '.join(left)}"
+        )
     for name in kind.GROUPS:
         if name:
             _run_in_mesh(stage.get_submodule(name), world)

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from autopar.program.parameters import Group, all_gather, build_stage, given, grouping, seeded
-from autopar.program.world import Layout, Program, World, load, start
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from autopar.program.parameters import Group, all_gather, build_stage, given, grouping, seeded
+from autopar.program.world import Layout, Program, World, load, start
 
 __all__ = ["Trainer", "load", "start"]
 
@@ -53,7 +54,9 @@ class Trainer:
         self._pipeline = _Pipeline(program, world, stage)
         masters = [master.tensor for group in self._groups for master in group.masters]
         self.optimizer = optimizer(masters) if masters else None
-        torch.manual_seed(seed + self._pipeline.data_index)  # dropout: alike where the batch is, different where it is not
+        torch.manual_seed(
+            seed + self._pipeline.data_index
+        )  # dropout: alike where the batch is, different where it is not
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
         """One update on the global ``batch`` (every rank gets the whole); the loss before the update, on every rank."""
@@ -187,7 +190,7 @@ class _Pipeline:
         self._kind = program.model.STAGES[world.stage]
         self._schedule = self._make_schedule() if world.stages > 1 else None
 
-    def _make_schedule(self) -> ScheduleGPipe | Schedule1F1B:
+    def _make_schedule(self) -> Any:
         last = self.world.stage == self.world.stages - 1
         stage = PipelineStage(
             self._module,
@@ -228,7 +231,9 @@ class _Pipeline:
                     loss.backward()
                     losses.append(loss.detach())
             else:
-                target = torch.zeros(self.microbatches, device=device)  # the schedule wants one; the loss is in the stage
+                target = torch.zeros(
+                    self.microbatches, device=device
+                )  # the schedule wants one; the loss is in the stage
                 self._schedule.step(target=target, losses=losses, return_outputs=False, **inputs)
         return self._sum(losses)
 
@@ -270,5 +275,7 @@ def _metas(borders: Any) -> tuple[Tensor, ...]:
     metas = []
     for _, shape, dtype, *grad in borders:
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        metas.append(torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point and grad != [False]))
+        metas.append(
+            torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point and grad != [False])
+        )
     return tuple(metas)

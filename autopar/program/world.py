@@ -248,5 +248,3 @@ def _stage_groups(program: Program, ranks: Tensor) -> dict[str, dist.ProcessGrou
         if group is not None:
             groups[key] = group
     return groups
-
-

@@ -8,6 +8,7 @@ As soon as one rank fails, all are ended and the error names the rank and its ca
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import selectors
@@ -117,7 +118,7 @@ class Processes:
                     break
                 for key, _ in ready:
                     selector.unregister(key.fileobj)
-                    line = self._workers[key.data].stdout.readline()  # type: ignore[union-attr]
+                    line = self._workers[key.data].stdout.readline()
                     answer = json.loads(line) if line else self._death(key.data)
                     if not answer["ok"]:
                         failures[key.data] = answer
@@ -173,8 +174,6 @@ def _end(workers: list[subprocess.Popen[str]], folder: Path) -> None:
         worker.wait()
         for stream in (worker.stdin, worker.stdout):
             if stream is not None:
-                try:
+                with contextlib.suppress(OSError):  # unsent bytes to a dead process
                     stream.close()
-                except OSError:  # unsent bytes to a dead process
-                    pass
     shutil.rmtree(folder, ignore_errors=True)

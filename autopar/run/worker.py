@@ -27,7 +27,13 @@ _CONSEQUENCES = (
     "Broken pipe",
     "Timed out waiting",
     "NCCL error",
+    "ChildFailedError",
 )
+
+
+def is_consequence(error: str) -> bool:
+    """Whether this is how a rank notices that another one failed."""
+    return any(sign in error for sign in _CONSEQUENCES)
 
 
 def resolve(target: str) -> Callable[..., Any]:
@@ -57,7 +63,7 @@ def _answer(call: dict[str, Any]) -> dict[str, Any]:
         return {
             "ok": False,
             "error": f"{type(error).__name__}: {text}" if text else type(error).__name__,
-            "consequence": any(sign in text for sign in _CONSEQUENCES),
+            "consequence": is_consequence(text),
         }
     return {"ok": True}
 

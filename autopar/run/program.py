@@ -1,0 +1,306 @@
+"""``Program``: an emitted folder that a user steps, trains, reads and launches."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar import devices
+from autopar.capture.batch import BatchStructure, flatten_batch
+from autopar.devices import Cluster
+from autopar.errors import BatchError, LaunchError, UsageError
+from autopar.graph import Graph
+from autopar.plan import Plan
+from autopar.run import remote
+from autopar.run.processes import Processes
+from autopar.run.worker import is_consequence
+
+Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Program:
+    """A plan and the folder that carries it out.
+
+    Under ``torchrun`` each process drives its own rank. Elsewhere ``step`` and its kin start local worker processes, keep them
+    warm, and end them with ``close`` (or at exit). What runs is the folder: edit it and open it again.
+
+    Args:
+        plan: what the folder carries out.
+        folder: the emitted program.
+        graph: the captured model, whose ``structure`` says how a user's batch maps to inputs. Without it batches are dicts by
+            the inputs' names.
+        cluster: the devices that were planned for; what ``plan.devices`` says if left out.
+        state: the state dict to start from; without one, or with one on meta, values are drawn from ``seed``.
+        optimizer: makes an optimizer of a list of tensors; AdamW with ``lr`` if left out. For worker processes it must be
+            importable: a function at the top of a module, or its name ``"module:function"``.
+        max_norm: the largest 2-norm of the gradients.
+        port: where local processes meet on 127.0.0.1; 0 for any free one.
+        timeout_s: how long a collective may wait.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        folder: str | os.PathLike[str],
+        graph: Graph | None = None,
+        *,
+        cluster: Cluster | None = None,
+        state: Mapping[str, Tensor] | None = None,
+        optimizer: Optimizer | str | None = None,
+        lr: float = 3e-4,
+        seed: int = 0,
+        max_norm: float | None = None,
+        port: int = 0,
+        timeout_s: float = 600,
+    ) -> None:
+        self.plan, self.folder = plan, Path(folder)
+        structure = None if graph is None else graph.structure
+        assert structure is None or isinstance(structure, BatchStructure)
+        self._structure = structure
+        self._cluster = cluster or devices.parse(plan.devices)
+        has_values = state is not None and not any(tensor.is_meta for tensor in state.values())
+        self._state = state if has_values else None
+        self._optimizer = optimizer
+        self._options = {"lr": lr, "seed": seed, "max_norm": max_norm}
+        self._port, self._timeout_s = port, timeout_s
+        self._trainer: Any = None
+        self._processes: Processes | None = None
+        self._failure: LaunchError | None = None
+
+    # -- training --
+
+    def step(self, batch: Any) -> float:
+        """One update on one global batch; the loss before it."""
+        return float(self._call("step", self._inputs(batch)))
+
+    def train(
+        self, batches: Iterable[Any], steps: int | None = None, on_step: Callable[[int, float], None] | None = None
+    ) -> list[float]:
+        """``steps`` updates (default: one for each batch), from the start again when the batches end; the losses.
+
+        ``on_step`` is called with the number of the step (from 0) and its loss.
+        """
+        losses: list[float] = []
+        while steps is None or len(losses) < steps:
+            before = len(losses)
+            for batch in batches:
+                if steps is not None and len(losses) >= steps:
+                    break
+                losses.append(self.step(batch))
+                if on_step is not None:
+                    on_step(len(losses) - 1, losses[-1])
+            if steps is None:
+                break
+            if len(losses) == before:
+                raise BatchError(
+                    f"the batches ended after {len(losses)} of {steps} steps", "give a list, or fewer steps"
+                )
+        return losses
+
+    def gradients(self, batch: Any) -> tuple[float, dict[str, Tensor]]:
+        """The loss of one global batch and its gradients by original name, whole; nothing is updated.
+
+        Under ``torchrun`` only rank 0 has the gradients.
+        """
+        loss, grads = self._call("gradients", self._inputs(batch))
+        return loss, grads
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The parameters under the names of the user's model, whole, on the CPU; under ``torchrun`` on rank 0 only."""
+        state: dict[str, Tensor] = self._call("state_dict")
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Set the parameters from a state dict of the user's model."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "state.pt"
+            torch.save(dict(state), path)
+            self._call("load_state_dict", str(path))
+
+    # -- the folder --
+
+    def emit(self, folder: str | os.PathLike[str]) -> Path:
+        """Write the program's folder to ``folder`` (made if missing) and give back its path."""
+        there = Path(folder)
+        if there.resolve() != self.folder.resolve():
+            shutil.copytree(self.folder, there, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+        return there
+
+    def launch(self, *args: str) -> None:
+        """Run the folder's ``train.py`` on this machine under ``torchrun``, its output going where ours goes.
+
+        Raises ``LaunchError`` with the first failing rank's error.
+        """
+        self._check_here()
+        meet = ["--standalone"]
+        if self._port:
+            _check_port(self._port)
+            meet = ["--master-addr", "127.0.0.1", "--master-port", str(self._port)]
+        with tempfile.TemporaryDirectory() as temporary:
+            init = []
+            if self._state is not None and "--init" not in args:
+                init = ["--init", str(_save_state(self._state, Path(temporary)))]
+            command = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nproc-per-node",
+                str(self.plan.device_count),
+                *meet,
+            ]
+            command += [str(self.folder / "train.py"), "--device", self._cluster.kind, *init, *args]
+            threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+            status, error = _stream(command, {**os.environ, **threads, **self._visible()})
+        if status != 0:
+            raise LaunchError(
+                f"train.py ended with status {status}: {error}", "the output above has every rank's traceback"
+            )
+
+    def close(self) -> None:
+        """End the worker processes, and with them the state of the training."""
+        if self._processes is not None:
+            self._processes.close()
+            self._processes = None
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- how it runs --
+
+    def _inputs(self, batch: Any) -> dict[str, Tensor]:
+        inputs = dict(batch) if self._structure is None else flatten_batch(self._structure, batch)
+        for name, tensor in inputs.items():
+            if tensor.dim() == 0 or tensor.shape[0] != self.plan.global_batch:
+                raise BatchError(
+                    f"{name!r} has shape {tuple(tensor.shape)}, and the plan is for a global batch of {self.plan.global_batch}",
+                    "dim 0 is the batch; drop a last, smaller batch, or plan for this size",
+                )
+        return inputs
+
+    def _call(self, name: str, *args: Any) -> Any:
+        """``remote.perform`` on every rank; rank 0's result, or under ``torchrun`` this rank's."""
+        if self._failure is not None:
+            raise LaunchError(
+                f"a rank failed before, and its training state is gone: {self._failure.message}",
+                "compile the program again",
+            )
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            return self._call_here(name, *args)
+        try:
+            if self._processes is None:
+                self._check_here()
+                self._processes = Processes(self.plan.device_count, port=self._port, env=self._visible())
+                self._open_remotely(self._processes)
+            return self._processes.call("autopar.run.remote:call", name, *args)[0]
+        except LaunchError as error:
+            if self._processes is not None:
+                self._failure = error
+            raise
+
+    def _open_remotely(self, processes: Processes) -> None:
+        state = None if self._state is None else str(_save_state(self._state, processes.folder))
+        options = {**self._options, "optimizer": _importable(self._optimizer), "state": state}
+        folder = str(self.folder.resolve())
+        processes.call("autopar.run.remote:open_program", folder, options, self._cluster.kind, self._timeout_s)
+
+    def _call_here(self, name: str, *args: Any) -> Any:
+        count = int(os.environ["WORLD_SIZE"])
+        if count != self.plan.device_count:
+            raise LaunchError(
+                f"the program was planned for {self.plan.device_count} devices and torchrun started {count} processes",
+                f"start it with --nproc-per-node {self.plan.device_count}, or plan for {count} devices",
+            )
+        if self._trainer is None:
+            with tempfile.TemporaryDirectory() as temporary:
+                state = None if self._state is None else str(_save_state(self._state, Path(temporary)))
+                options = {**self._options, "optimizer": self._optimizer, "state": state}
+                self._trainer = remote.open_trainer(
+                    str(self.folder), options, device=self._cluster.kind, timeout_s=self._timeout_s
+                )
+        return remote.perform(self._trainer, name, *args)
+
+    def _check_here(self) -> None:
+        """Raise ``LaunchError`` where the planned devices are not this machine's."""
+        cluster, count = self._cluster, self.plan.device_count
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        if cluster.kind == "cpu" or cluster.local and len(names) >= count:
+            return
+        kind = cluster.gpu.name.split("-")[0].upper()
+        if len(names) >= count and all(kind in name.upper() for name in names):
+            return  # described as if from afar, and yet here
+        has = f"{len(names)} GPUs ({', '.join(sorted(set(names)))})" if names else "no GPU"
+        raise LaunchError(
+            f"the program was planned for {self.plan.devices} ({count} devices), which are not here: this machine has {has}",
+            "emit the folder and start its train.py there with torchrun, or plan for devices=4 to try it on local processes",
+        )
+
+    def _visible(self) -> dict[str, str]:
+        """The environment in which local rank ``i`` finds the ``i``-th device that the user named."""
+        indices = [name.partition(":")[2] for name in self._cluster.devices]
+        chosen = self._cluster.kind == "cuda" and indices and all(indices)
+        return {"CUDA_VISIBLE_DEVICES": ",".join(indices)} if chosen else {}
+
+
+def _save_state(state: Mapping[str, Tensor], folder: Path) -> Path:
+    path = folder / "state.pt"
+    torch.save(dict(state), path)
+    return path
+
+
+def _importable(optimizer: Optimizer | str | None) -> str | None:
+    """``"module:function"``, as another process finds the function."""
+    if optimizer is None or isinstance(optimizer, str):
+        return optimizer
+    module, name = getattr(optimizer, "__module__", "__main__"), getattr(optimizer, "__qualname__", "<lambda>")
+    if module == "__main__" or "<" in name:
+        raise UsageError(
+            f"worker processes cannot import the optimizer {module}.{name}",
+            "make it a function at the top of a module (not of the script itself), or start the script with torchrun",
+        )
+    return f"{module}:{name}"
+
+
+def _check_port(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise LaunchError(
+                f"port {port} on 127.0.0.1 is already taken", "choose another port, or 0 for any that is free"
+            ) from error
+
+
+def _stream(command: Sequence[str], env: Mapping[str, str]) -> tuple[int, str]:
+    """Run, passing standard error on line by line; the exit status and the line that names the first cause."""
+    errors: list[str] = []
+    with subprocess.Popen(command, env=dict(env), stderr=subprocess.PIPE, text=True, errors="replace") as process:
+        try:
+            assert process.stderr is not None
+            for line in process.stderr:
+                sys.stderr.write(line)
+                found = re.match(r"(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception|Exit)\b.*)", line)
+                if found:
+                    errors.append(found[1].strip())
+            status = process.wait()
+        finally:
+            process.kill()
+    causes = [line for line in errors if not is_consequence(line)] or errors
+    return status, causes[0] if causes else "no error was printed"

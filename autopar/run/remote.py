@@ -1,0 +1,68 @@
+"""What ``Program`` calls in its worker processes; each keeps one open program between calls."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.run.folder import import_runtime, program_modules
+from autopar.run.worker import resolve
+
+_open: list[Any] = []  # this process's one trainer
+
+
+def open_trainer(folder: str, options: dict[str, Any], *, device: str | None, timeout_s: float) -> Any:
+    """The folder's own ``Trainer`` for this rank, inside the processes that the environment describes.
+
+    ``options``: ``optimizer`` (``"module:function"``, a callable, or ``None``), ``lr``, ``seed``, ``max_norm``, ``state`` (a file
+    of the user's state dict, or ``None``).
+    """
+    with program_modules(folder):
+        runtime = import_runtime(folder)
+        program = runtime.load(folder)
+        world = runtime.start(program, device=device, timeout_s=timeout_s)
+        make, lr = options["optimizer"], options["lr"]
+        make = resolve(make) if isinstance(make, str) else make
+        state = options["state"]
+        return runtime.Trainer(
+            program,
+            world,
+            optimizer=make or (lambda params: torch.optim.AdamW(params, lr=lr)),
+            state=torch.load(state, weights_only=True, mmap=True) if state is not None else None,
+            seed=options["seed"],
+            max_norm=options["max_norm"],
+        )
+
+
+def open_program(folder: str, options: dict[str, Any], device: str, timeout_s: float) -> None:
+    """Join the other workers at the parent's store and open the program."""
+    torch.set_num_threads(1)
+    rank, count, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), datetime.timedelta(seconds=timeout_s)
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timeout)
+    _open.append(open_trainer(folder, options, device=device, timeout_s=timeout_s))
+
+
+def call(name: str, *args: Any) -> Any:
+    """``perform`` in a worker."""
+    return perform(_open[0], name, *args)
+
+
+def perform(trainer: Any, name: str, *args: Any) -> Any:
+    """What ``Program`` asks of a trainer; every rank is asked alike."""
+    if name == "step":
+        return trainer.step(*args)
+    if name == "gradients":
+        return trainer.forward_backward(*args), trainer.gradients()
+    if name == "state_dict":
+        return trainer.state_dict()
+    assert name == "load_state_dict", name
+    trainer.load_state_dict(torch.load(args[0], weights_only=True, mmap=True))
+    return None
