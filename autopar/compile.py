@@ -13,8 +13,10 @@ Each stage takes values and gives values back. The names are those that the comm
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
+import os
 import resource
 import shutil
 import sys
@@ -25,10 +27,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.errors import UsageError
+from autopar.errors import AutoparError, UsageError
 from autopar.plan import Plan
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
     from autopar.devices import Cluster
@@ -39,6 +42,8 @@ if TYPE_CHECKING:
 STAGES = ("capture", "search", "emit", "run")
 Progress = Callable[[str, str], None]
 """Called with a stage's name and a short text, as the stage begins (empty text) and whenever there is news of it."""
+
+_searches: list[torch.distributed.Store] = []  # of this process, under torchrun
 
 log = logging.getLogger("autopar")
 
@@ -61,6 +66,11 @@ def compile(
     memory_limit_bytes: int | None = None,
     time_limit_s: float = 20.0,
     folder: str | Path | None = None,
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | str | None = None,
+    lr: float = 3e-4,
+    max_norm: float | None = None,
+    seed: int = 0,
+    port: int = 0,
     progress: Progress | None = None,
 ) -> Program:
     """Plan, rewrite and emit ``model`` for ``devices``, and load the result.
@@ -69,14 +79,21 @@ def compile(
         model: a module on the CPU or on meta that returns the loss, an object with ``.loss``, or what ``loss_fn`` takes.
         devices: ``4``, ``"128x8xH100-80GB"``, a TOML file, a list of torch devices (see ``autopar.devices.parse``).
         batch: an example of one global batch: a tuple for positional, a mapping for keyword arguments; dim 0 is the batch.
-        loss_fn: makes the loss, a 0-d tensor, of the model's output.
+        loss_fn: ``loss_fn(output, targets)`` makes the loss, a 0-d tensor; ``batch`` is then the pair ``(inputs, targets)``.
         precision: of parameters and activations, by name (``"bfloat16"``); the model's own if left out.
         plan: a plan to use instead of searching for one, or the path of its JSON file.
         pipeline, data, tensor, zero, recompute, microbatches, schedule: pinned if given; the search completes the rest.
         memory_limit_bytes: what may be filled of one device, in place of the usable part of its memory.
         time_limit_s: how long to search, in seconds.
         folder: where the program goes; without one, a temporary folder that lives as long as the ``Program``.
+        optimizer: makes the optimizer from a list of tensors (default: AdamW with ``lr``); local worker processes must be able to
+            import it, so it is a function at the top of a module.
+        max_norm: gradients are clipped to this 2-norm.
+        seed: of the parameters of a model on meta, and of dropout.
+        port: where local processes meet (0: any free one).
         progress: told of each stage.
+
+    A model on the CPU keeps its parameters' values. Under ``torchrun`` every process calls this and rank 0 searches.
 
     Raises:
         UsageError: devices, a batch or pins that make no sense; exit status 2 on the command line.
@@ -100,7 +117,8 @@ def compile(
     graph, chosen = plan_model(
         model, batch, loss_fn, cluster, options, precision=precision, plan=plan, progress=progress
     )
-    return start_program(graph, chosen, folder, progress, model=model)
+    running = {"optimizer": optimizer, "lr": lr, "max_norm": max_norm, "seed": seed, "port": port}
+    return start_program(graph, chosen, cluster, folder, model, progress, **running)
 
 
 def plan_model(
@@ -134,7 +152,7 @@ def plan_model(
     options = dataclasses.replace(
         options, precision=name_of(graph.dtype), progress=lambda text: _say(progress, "search", text)
     )
-    found = search(graph, cluster, Pricer(graph, cluster, options.precision), options)
+    found = _on_rank_0(lambda: search(graph, cluster, Pricer(graph, cluster, options.precision), options))
     found = dataclasses.replace(found, wall_time_s=time.perf_counter() - start, peak_memory_bytes=peak_memory_bytes())
     return graph, found
 
@@ -150,14 +168,37 @@ def emit_program(graph: Graph, plan: Plan, folder: str | Path | None, progress: 
 
 
 def start_program(
-    graph: Graph, plan: Plan, folder: str | Path | None, progress: Progress | None = None, *, model: nn.Module
+    graph: Graph,
+    plan: Plan,
+    cluster: Cluster,
+    folder: str | Path | None,
+    model: nn.Module,
+    progress: Progress | None = None,
+    **running: Any,
 ) -> Program:
-    """The last two stages: the emitted program, loaded, with the values of ``model``'s parameters where it has any."""
+    """The last two stages: the emitted program, loaded, with the values of ``model``'s parameters where it has any.
+
+    ``running`` is passed on to ``Program``.
+    """
+    from autopar.capture import BatchStructure, flatten_batch
     from autopar.run import Program
 
+    assert isinstance(graph.structure, BatchStructure)
+
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        folder = None  # one process of a machine writes the folder, the others have the same text in one of their own
     home = emit_program(graph, plan, folder, progress)
     _say(progress, "run", "")
-    program = Program(plan, home, graph)
+    real = all(parameter.device.type != "meta" for parameter in model.parameters())
+    program = Program(
+        plan,
+        home,
+        inputs=functools.partial(flatten_batch, graph.structure),
+        state=model.state_dict() if real else None,
+        kind=cluster.kind,
+        local=cluster.local,
+        **running,
+    )
     if folder is None:
         weakref.finalize(program, shutil.rmtree, home, ignore_errors=True)
     return program
@@ -167,6 +208,31 @@ def peak_memory_bytes() -> int:
     """The most memory that this process has held so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere: getrusage(2)
+
+
+def _on_rank_0(find: Callable[[], Plan]) -> Plan:
+    """``find()``, once: under ``torchrun`` rank 0 finds the plan and the others get it from it.
+
+    Two searches under a time limit need not agree, and ranks with different plans would wait for each other for ever.
+    """
+    rank, count = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if count == 1:
+        return find()
+    import torch.distributed as dist
+
+    store, _, _ = next(dist.rendezvous("env://", rank, count))
+    _searches.append(store)  # the process that serves the store must keep it until all have read
+    key = f"autopar/plan/{len(_searches)}"
+    if rank == 0:
+        try:
+            store.set(key, json.dumps({"plan": find().to_json()}))
+        except AutoparError as error:
+            store.set(key, json.dumps({"error": error.message, "hint": error.hint}))
+            raise
+    answer = json.loads(store.get(key))
+    if "error" in answer:
+        raise AutoparError(f"rank 0 found no plan: {answer['error']}", answer["hint"])
+    return Plan.from_json(answer["plan"])
 
 
 def _given_plan(plan: Plan | str | Path, graph: Graph, cluster: Cluster) -> Plan:

@@ -112,6 +112,7 @@ def emit(**request: Any) -> None:
 @_pin_options
 @_plan_file_option
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True, metavar="N", help="How many steps.")
+@click.option("--lr", type=float, default=3e-4, show_default=True, metavar="RATE", help="Learning rate of AdamW.")
 @click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of the parameters and the batch.")
 @click.option("-o", "--output", metavar="DIR", help="Keep the program in this folder.")
 def run(**request: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +73,7 @@ def emit_command(output: str, **request: Any) -> None:
     print(folder)
 
 
-def run_command(steps: int, seed: int, output: str | None, **request: Any) -> None:
+def run_command(steps: int, seed: int, lr: float, output: str | None, **request: Any) -> None:
     """``autopar run``: trains on the factory's batch over and over, prints the loss of each step."""
     import torch
 
@@ -89,11 +88,11 @@ def run_command(steps: int, seed: int, output: str | None, **request: Any) -> No
         )
     folder = _output_folder(output) if output else None
     torch.manual_seed(seed)
-    loaded, _, graph, plan = _plan(request, device="cpu")
+    loaded, cluster, graph, plan = _plan(request, device="cpu")
     with _talk() as talk:
-        program = start_program(graph, plan, folder, talk, model=loaded.module)
-    for step, loss in enumerate(program.train(_repeat(loaded.batch), steps)):
-        print(f"step {step + 1} loss {float(loss):.6f}", flush=True)
+        program = start_program(graph, plan, cluster, folder, loaded.module, talk, seed=seed, lr=lr)
+    with program:
+        program.train([loaded.batch], steps, lambda step, loss: print(f"step {step + 1} loss {loss:.6f}", flush=True))
 
 
 def models_command(as_json: bool) -> None:
@@ -147,11 +146,6 @@ def _plan(request: dict[str, Any], device: str = "meta") -> tuple[Loaded, Cluste
             progress=talk,
         )
     return loaded, cluster, graph, plan
-
-
-def _repeat(batch: Any) -> Iterator[Any]:
-    while True:
-        yield batch
 
 
 def _output_folder(output: str) -> Path:

@@ -63,7 +63,9 @@ def build_config(
     auto, hf_config = _resolve(config, kind)
     seq, global_batch = _check_sizes(hf_config, kind, seq, global_batch)
     dtype = torch_dtype(precision)
-    model = _build_module(auto, hf_config, dtype, device)
+    model: Any = _build_module(auto, hf_config, dtype, device)
+    if kind == "causal":
+        model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning, for classes named otherwise
     return model, _batch(kind, hf_config, seq, global_batch, dtype, device)
 
 
