@@ -34,3 +34,10 @@ def is_fake(tensor: Any) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor) or (isinstance(tensor, torch.Tensor) and tensor.device.type == "meta")
+
+
+def fake_store() -> Any:
+    """The store of the fake process group, whose collectives only compute shapes (private through torch 2.13)."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from autopar.plan import Axis
 from autopar.program import kernels
 from autopar.rules import operands
+from autopar.rules.operands import arguments
 from autopar.sharding import Sharding, local_shape
 from autopar.types import P, SpmdType
 from passes.collectives import MICROBATCH, convert
@@ -96,15 +97,16 @@ def _kernel_call(node: fx.Node, sharding: Sharding) -> tuple[Any, tuple[Any, ...
     axes = tuple(named)
     partial = tuple(axis.name for axis, t in _mesh_types(node, sharding) if t == P)
     if _VOCABULARY_LOSS in named.values():
-        logits, labels, *rest = node.args
-        kwargs = {**node.kwargs, "axis": _one_or_all(axes), "partial_axes": partial}
-        return kernels.vocab_parallel_cross_entropy_sum, (logits, labels, *rest), kwargs
+        given = {**arguments(node), "partial_axes": partial}
+        logits, labels = given.pop("logits"), given.pop("labels")
+        return kernels.vocab_parallel_cross_entropy_sum, (logits, labels, _one_or_all(axes)), given
     if _MASKED_EMBEDDING in named.values():
         weight, ids = node.args[:2]
         padding = {"padding_idx": node.args[2]} if len(node.args) > 2 and node.args[2] != -1 else {}
         return kernels.masked_embedding, (ids, weight), {"axis": _one_or_all(axes), **padding}
     if node.target is kernels.cross_entropy_sum:
-        return node.target, node.args, {**node.kwargs, "partial_axes": partial}
+        given = {**arguments(node), "partial_axes": partial}
+        return node.target, (given.pop("logits"), given.pop("labels")), given
     return None
 
 

@@ -6,6 +6,7 @@ Built from the graph's own targets and arguments; nothing is evaluated. An op wi
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -81,7 +82,9 @@ def literal(value: Any, texts: Texts) -> str:
         return repr(str(value))
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
-    assert value is None or isinstance(value, (bool, int, float, str)), value
+    if isinstance(value, str):
+        return json.dumps(value)
+    assert value is None or isinstance(value, (bool, int, float)), value
     return repr(value)
 
 

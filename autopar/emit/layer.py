@@ -105,10 +105,19 @@ def _body(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Names) -> lis
         if here and here != scope:
             lines.append(f"        # {here}")
         scope = here or scope
-        name = names.fresh(node.name)
+        name = names.fresh(_name(node))
         lines.append(f"        {name} = {text.text}")
         texts[node] = Text(name)
     return lines
+
+
+def _name(node: fx.Node) -> str:
+    """A conversion is named after its value and the type it now has: ``linear_3_i``."""
+    if node.target is not convert:
+        return node.name
+    value, _, _, target = node.args
+    assert isinstance(value, fx.Node) and isinstance(target, str)
+    return f"{_name(value)}_{target[0].lower()}"
 
 
 def _inline(node: fx.Node, text: Text) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.emit.expressions import conversion_text
+from autopar.emit.expressions import conversion_text, literal
 from autopar.emit.names import Names, identifier
 from autopar.plan import Axis, Role
 from autopar.types import I, R, SpmdType
@@ -32,8 +32,9 @@ def stage_class(program: LocalProgram, stage: Stage, class_names: dict[int, str]
         f'    """{_summary(program, stage)}"""',
         "",
         f"    INPUTS = {_inputs(stage, axes)}",
+        f"    SHAPES = {_shapes(program, stage)}",
         f"    TYPES = {_types(stage, axes)}",
-        f"    SCALARS = {stage.scalars!r}",
+        f"    SCALARS = {literal(stage.scalars, {})}",
         f"    RECEIVES = {_borders(stage.receives)}",
         f"    SENDS = {_borders(stage.sends)}",
         f"    BORDERS = {_border_types(stage, axes)}",
@@ -76,6 +77,12 @@ def _inputs(stage: Stage, axes: tuple[str, ...]) -> str:
     )
 
 
+def _shapes(program: LocalProgram, stage: Stage) -> str:
+    """Global shapes and dtypes of the inputs."""
+    inputs = [value for value in program.graph.inputs if value.name in stage.inputs]
+    return _quoted({v.name: f'({v.shape!r}, "{str(v.dtype).removeprefix("torch.")}")' for v in inputs})
+
+
 def _named(axes: tuple[str, ...], types: Types) -> str:
     return _quoted({axis: f'"{t}"' for axis, t in zip(axes, types, strict=True)})
 
@@ -106,7 +113,7 @@ def _loss_types(program: LocalProgram, stage: Stage, axes: tuple[str, ...]) -> s
 def _groups(program: LocalProgram, stage: Stage) -> str:
     def entry(layer: int) -> str:
         axes = data_axes(program, layer)
-        return _quoted({"zero": program.plan.layers[layer].strategy.zero, "data_axes": repr(axes)})
+        return _quoted({"zero": program.plan.layers[layer].strategy.zero, "data_axes": literal(axes, {})})
 
     groups = {layer_attribute(program, layer): entry(layer) for layer in stage.layers}
     if stage.owned:
