@@ -11,6 +11,7 @@ All of it is done for all layouts at once and for each layout alone, since mixin
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -37,8 +38,8 @@ class _Draft:
     allowed: tuple[Indices, ...]  # per kind, the candidates that may be used
 
 
-def construct(instance: Instance) -> tuple[float, Solution] | None:
-    """The best solution found, with its true step time; ``None`` where nothing fits."""
+def construct(instance: Instance, deadline: float = np.inf) -> tuple[float, Solution] | None:
+    """The best solution found, with its true step time; ``None`` where nothing fits. After ``deadline`` no further layout is tried."""
     found: tuple[float, Solution] | None = None
 
     def offer(solution: Solution) -> None:
@@ -51,6 +52,8 @@ def construct(instance: Instance) -> tuple[float, Solution] | None:
     drafts: list[_Draft] = []
     for allowed in _modes(instance):
         drafts += _drafts(instance, allowed)
+        if time.monotonic() > deadline:
+            break
     drafts.sort(key=lambda d: d.estimate_s)
     cache: dict[tuple[object, ...], tuple[int, ...] | None] = {}
     for draft in _distinct(drafts)[:REFINED]:

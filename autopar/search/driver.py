@@ -155,7 +155,7 @@ def _open(state: _State, node: _Node) -> None:
     if not np.isfinite(bound):
         return  # proved infeasible
     if bound < state.enough_s and state.undecided(node.instance.choice) is None:
-        found = construct(node.instance)
+        found = construct(node.instance, state.deadline)
         if found is not None:
             state.offer(node.instance, found[1])
     state.push(node.instance, bound, opened=True)

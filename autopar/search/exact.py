@@ -17,6 +17,7 @@ from autopar.search.tables import Array, Indices, Instance
 
 LABELS = 4_000  # per stage and layer: beyond it the label method gives up, SCIP takes over
 NODES = 200_000  # combinations of stages
+VARIABLES = 60_000  # beyond it Python needs longer to build the integer model than SCIP has to solve it
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,9 @@ def solve_scip(
 
     The model leaves resharding out, so the bound holds for the true cost, and the solution's true cost may be above the model's.
     """
+    size = instance.choice.pipeline * sum(len(instance.kinds[k].bounding) for k, _, _ in instance.runs)
+    if size > VARIABLES:
+        return at_least_s, None
     model = Model(instance, at_least_s, integer=True)
     solver = model.solver
     if np.isfinite(cutoff_s):

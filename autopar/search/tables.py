@@ -7,7 +7,7 @@ resharding out, the same holds across layouts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -115,6 +115,7 @@ class Instance:
     kind: Indices
     limit: float
     ways: Ways
+    matrices: dict[tuple[int, ...], Array] = field(default_factory=dict, compare=False)
 
     @property
     def layers(self) -> int:
@@ -129,14 +130,20 @@ class Instance:
 
     def edge(self, layer: int) -> Array:
         """Seconds of resharding after ``layer``, by the candidates of it and of the next layer."""
-        left, right = self.table(layer), self.table(layer + 1)
-        by_layout = self.ways.edge(layer, self.choice, left.layouts, right.layouts)
-        return by_layout[np.ix_(left.layout, right.layout)]
+        key = (self.ways.border[layer], int(self.kind[layer]), int(self.kind[layer + 1]))
+        if key not in self.matrices:
+            left, right = self.table(layer), self.table(layer + 1)
+            by_layout = self.ways.edge(layer, self.choice, left.layouts, right.layouts)
+            self.matrices[key] = by_layout[np.ix_(left.layout, right.layout)]
+        return self.matrices[key]
 
     def p2p(self, layer: int) -> Array:
         """Seconds of sending ``layer``'s outputs on, by its candidates."""
-        table = self.table(layer)
-        return self.ways.p2p(layer, self.choice, table.layouts)[table.layout]
+        key = (self.ways.border[layer], int(self.kind[layer]))
+        if key not in self.matrices:
+            table = self.table(layer)
+            self.matrices[key] = self.ways.p2p(layer, self.choice, table.layouts)[table.layout]
+        return self.matrices[key]
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int, int], ...]:
@@ -155,16 +162,16 @@ class Ways:
 
     def __init__(self, graph: Graph, pricer: Pricer) -> None:
         self._pricer = pricer
-        self._border = _borders(graph)
-        self._edges: dict[tuple[object, ...], float] = {}
-        self._sends: dict[tuple[object, ...], float] = {}
+        self.border = _borders(graph)
+        self._edges: dict[tuple[int, Mesh, int, Roles, Roles], float] = {}
+        self._sends: dict[tuple[int, Mesh, int, Roles], float] = {}
 
     def edge(self, layer: int, choice: Choice, left: tuple[Roles, ...], right: tuple[Roles, ...]) -> Array:
         result = np.empty((len(left), len(right)))
         mesh, m = choice.mesh, choice.microbatches
         for i, a in enumerate(left):
             for j, b in enumerate(right):
-                key = (self._border[layer], mesh, m, a, b)
+                key = (self.border[layer], mesh, m, a, b)
                 if key not in self._edges:
                     self._edges[key] = self._pricer.edge(layer, mesh, Strategy(a), Strategy(b), m)
                 result[i, j] = self._edges[key]
@@ -174,27 +181,28 @@ class Ways:
         result = np.empty(len(layouts))
         mesh, m = choice.mesh, choice.microbatches
         for i, roles in enumerate(layouts):
-            key = (self._border[layer], mesh, m, roles)
+            key = (self.border[layer], mesh, m, roles)
             if key not in self._sends:
                 self._sends[key] = self._pricer.p2p(layer, mesh, Strategy(roles), m)
             result[i] = self._sends[key]
         return result
 
 
-def _borders(graph: Graph) -> list[tuple[object, ...]]:
-    """A key per layer, equal where the classes on both sides and the shapes of the values that cross are equal."""
+def _borders(graph: Graph) -> list[int]:
+    """A number per layer, equal where the classes on both sides and the shapes of the values that cross are equal."""
     last: dict[str, int] = {}
     for i, layer in enumerate(graph.layers):
         for name in layer.activations:
             last[name] = i
-    keys: list[tuple[object, ...]] = []
+    numbers: dict[tuple[object, ...], int] = {}
+    borders: list[int] = []
     alive: list[str] = []
     for i, layer in enumerate(graph.layers):
         following = graph.layers[i + 1].cls if i + 1 < len(graph.layers) else ""
         alive = [name for name in (*alive, *layer.outputs) if last.get(name, -1) > i]
         shapes = tuple((graph.values[name].shape, graph.values[name].dtype) for name in alive if name in graph.values)
-        keys.append((layer.cls, following, shapes))
-    return keys
+        borders.append(numbers.setdefault((layer.cls, following, shapes), len(numbers)))
+    return borders
 
 
 class Prices:
