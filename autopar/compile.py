@@ -13,7 +13,6 @@ Each stage takes values and gives values back. The names are those that the comm
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import logging
 import os
@@ -180,25 +179,13 @@ def start_program(
 
     ``running`` is passed on to ``Program``.
     """
-    from autopar.capture import BatchStructure, flatten_batch
     from autopar.run import Program
-
-    assert isinstance(graph.structure, BatchStructure)
 
     if os.environ.get("LOCAL_RANK", "0") != "0":
         folder = None  # one process of a machine writes the folder, the others have the same text in one of their own
     home = emit_program(graph, plan, folder, progress)
     _say(progress, "run", "")
-    real = all(parameter.device.type != "meta" for parameter in model.parameters())
-    program = Program(
-        plan,
-        home,
-        inputs=functools.partial(flatten_batch, graph.structure),
-        state=model.state_dict() if real else None,
-        kind=cluster.kind,
-        local=cluster.local,
-        **running,
-    )
+    program = Program(plan, home, graph, cluster=cluster, state=model.state_dict(), **running)
     if folder is None:
         weakref.finalize(program, shutil.rmtree, home, ignore_errors=True)
     return program
