@@ -70,9 +70,9 @@ def test_costs_of_single_ops():
     ids, rows = g.border("inputs", "ids", 7, dtype=torch.int64), g.border("parameters", "rows", 1000, 16)
     assert op_cost(g.call(aten.mm.default, a, b)) == (2 * 3 * 4 * 5, 4 * (12 + 20 + 15))
     assert op_cost(g.call(aten.addmm.default, c, a, b))[0] == 2 * 3 * 4 * 5
-    rows, experts = g.border("activations", "tokens", 32, 64), g.border("parameters", "experts", 4, 64, 16)
+    tokens, experts = g.border("activations", "tokens", 32, 64), g.border("parameters", "experts", 4, 64, 16)
     ends = g.border("inputs", "ends", 4, dtype=torch.int32)
-    grouped = g.graph.call_function(aten._grouped_mm.default, (rows, experts, ends))
+    grouped = g.graph.call_function(aten._grouped_mm.default, (tokens, experts, ends))
     grouped.meta["val"] = torch.empty(32, 16, device="meta")
     assert op_cost(grouped)[0] == 2 * 32 * 64 * 16
     assert op_cost(g.call(aten.einsum.default, "ij,jk->ik", [a, b]))[0] == 2 * 3 * 4 * 5
