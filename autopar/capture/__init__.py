@@ -1,6 +1,8 @@
 """From a model and an example batch to a graph of layers."""
 
 from autopar.capture.batch import BatchStructure, flatten_batch
+from autopar.capture.float64 import WholeFloat64
+from autopar.capture.opaque import opaque
 from autopar.capture.pipeline import capture
 
-__all__ = ["BatchStructure", "capture", "flatten_batch"]
+__all__ = ["BatchStructure", "WholeFloat64", "capture", "flatten_batch", "opaque"]

@@ -17,9 +17,20 @@ from autopar.capture.clone import Twin, twin
 from autopar.errors import CaptureError
 from autopar.graph import Parameter
 from autopar.torch_private import is_fake
-from passes.clean.nodes import like
+from passes.clean.nodes import like, packet
 
 OPAQUE_HINT = "keep that module whole and replicated: wrap it in autopar.opaque(module)"
+
+
+class _RefusedError(Exception):
+    """What the model raised while it was exported.
+
+    Not a ``RuntimeError``: on those, ``torch.export`` prints the whole partial graph to stderr.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class _Captured(nn.Module):
@@ -32,6 +43,12 @@ class _Captured(nn.Module):
         self.structure = structure
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        try:
+            return self._loss(tensors)
+        except Exception as error:
+            raise _RefusedError(error) from error
+
+    def _loss(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         batch = rebuild_batch(self.structure, tensors)
         arguments, targets = batch if self.structure.paired else (batch, None)
         output = self.module(**arguments) if isinstance(arguments, dict) else self.module(*arguments)
@@ -41,14 +58,16 @@ class _Captured(nn.Module):
 
 
 def find_loss(output: Any, from_loss_fn: bool) -> torch.Tensor:
-    """The 0-d loss in what a model returned: itself, ``.loss``, ``["loss"]``, or the first item of a tuple."""
+    """The 0-d loss in what a model returned: itself, ``.loss``, ``["loss"]``, the first or the only 0-d item of a tuple."""
     candidates = [output, getattr(output, "loss", None)]
     if isinstance(output, dict):
         candidates.append(output.get("loss"))
     if isinstance(output, tuple | list) and output:
         candidates.append(output[0])
+        scalars = [item for item in output if _is_loss(item)]
+        candidates += scalars if len(scalars) == 1 else []
     for candidate in candidates:
-        if isinstance(candidate, torch.Tensor) and candidate.dim() == 0 and candidate.is_floating_point():
+        if _is_loss(candidate):
             return candidate
     kind = f"a tensor {list(output.shape)}" if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
     if from_loss_fn:
@@ -60,6 +79,10 @@ def find_loss(output: Any, from_loss_fn: bool) -> torch.Tensor:
         hint="return the loss, an object with .loss or a tuple that starts with it (transformers: give labels in the batch), "
         "or pass loss_fn with the batch as (inputs, targets)",
     )
+
+
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
 
 
 def export(
@@ -85,19 +108,23 @@ def export(
 
 
 def _export(captured: nn.Module, tensors: tuple[torch.Tensor, ...]) -> Any:
-    exporter = logging.getLogger("torch.export")
-    level = exporter.level
-    exporter.setLevel(logging.CRITICAL)
+    noisy = [logging.getLogger(name) for name in ("torch.export", "torch.fx.experimental.symbolic_shapes")]
+    levels = [logger.level for logger in noisy]
+    for logger in noisy:
+        logger.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.export.export(captured, tensors, strict=False)
-    except CaptureError:
-        raise
+    except _RefusedError as refused:
+        if isinstance(refused.error, CaptureError):
+            raise refused.error from None
+        raise _explain(refused.error) from refused.error
     except Exception as error:
         raise _explain(error) from error
     finally:
-        exporter.setLevel(level)
+        for logger, level in zip(noisy, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _explain(error: Exception) -> CaptureError:
@@ -157,12 +184,11 @@ def _label(
 
 def _plain(value: Any, node: fx.Node) -> Any:
     if isinstance(value, torch.Tensor):
-        try:
-            return like(value)
-        except (TypeError, RuntimeError) as error:
-            raise CaptureError(
-                f"the shape of {node.name} depends on the data ({tuple(value.shape)})\n{_trace(node)}", hint=OPAQUE_HINT
-            ) from error
+        if not all(type(size) is int for size in value.shape):
+            raise CaptureError(f"a shape depends on the data: {packet(node)} gives {list(value.shape)}\n{_trace(node)}", OPAQUE_HINT)
+        return like(value)
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        raise CaptureError(f"a Python number depends on the data: {packet(node)}\n{_trace(node)}", OPAQUE_HINT)
     if isinstance(value, tuple | list):
         return type(value)(_plain(item, node) for item in value)
     return value

@@ -97,7 +97,7 @@ def _assemble(
         raise CaptureError("the loss does not depend on any trainable parameter", hint="nothing would be trained")
     inputs = tuple(Value(leaf.name, leaf.shape, leaf.dtype) for leaf in structure.leaves)
     scalars, prelude = build_prelude(gm, inputs, constants)
-    groups = segment(gm)
+    groups = segment(gm, classes)
     found = borders(gm, groups)
     layers, library, values = build_layers(groups, found, classes, type(model).__name__)
     parameters = _parameters(gm, model)

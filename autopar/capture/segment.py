@@ -63,10 +63,10 @@ def mark_main(gm: fx.GraphModule) -> None:
         )
 
 
-def segment(gm: fx.GraphModule) -> list[Group]:
-    """The layers' main nodes, in order. ``mark_main`` must have run."""
+def segment(gm: fx.GraphModule, classes: dict[str, str]) -> list[Group]:
+    """The layers' main nodes, in order. ``classes`` maps module paths to class names; ``mark_main`` must have run."""
     main = [n for n in calls(gm) if n.meta["main"]]
-    runs = _join(_runs(main))
+    runs = _join(_runs(main, classes))
     produced = {node: index for index, run in enumerate(runs) for node in run.nodes}
     wide = {index for index, run in enumerate(runs) if _fresh(run, index, produced) > WIDEST_CUT}
     merged: list[Group] = []
@@ -94,27 +94,31 @@ def _stack(node: fx.Node) -> list[tuple[str, str, str]]:
     return found
 
 
-def _block(node: fx.Node) -> tuple[str, str]:
+def _block(node: fx.Node, classes: dict[str, str]) -> tuple[str, str]:
     """The outermost member of a module list or ``Sequential`` around the node, and which call of it."""
-    parent, calls_above = "", ""
-    for path, call, cls in _stack(node):
+    calls_above = ""
+    for path, call, _ in _stack(node):
         calls_above += f"@{call}" if call else ""
-        member = path.rsplit(".", 1)[-1].isdigit() or parent == "Sequential"
-        if member and cls != "Sequential":
-            return path, calls_above
-        parent = cls
+        parts = path.split(".")
+        for k, part in enumerate(parts):
+            prefix, parent = ".".join(parts[: k + 1]), ".".join(parts[:k])
+            member = part.isdigit() or classes.get(parent) == "Sequential"
+            if member and classes.get(prefix) != "Sequential":
+                return prefix, calls_above
     return "", ""
 
 
-def _runs(main: list[fx.Node]) -> list[Group]:
+def _runs(main: list[fx.Node], classes: dict[str, str]) -> list[Group]:
     """Contiguous nodes of one block; a block that is left and entered again is one run with what lies between."""
-    label = _block
-    if not any(_block(node)[0] for node in main):
+    blocks = [_block(node, classes) for node in main]
+    if not any(block for block, _ in blocks):
         depth = _splitting_depth(main)
-        label = lambda node: _stack(node)[depth][:2] if len(_stack(node)) > depth else ("", "")  # noqa: E731
+        blocks = [_stack(node)[depth][:2] if len(_stack(node)) > depth else ("", "") for node in main]
     runs: list[Group] = []
-    for node in main:
-        block, call = label(node) if _stack(node) or not runs else (runs[-1].block, runs[-1].call)
+    for node, (block, call) in zip(main, blocks, strict=True):
+        if not block and runs and _belongs_after(node, runs[-1].block):
+            runs[-1].nodes.append(node)
+            continue
         if runs and (runs[-1].block, runs[-1].call) == (block, call):
             runs[-1].nodes.append(node)
             continue
@@ -125,6 +129,12 @@ def _runs(main: list[fx.Node]) -> list[Group]:
         else:
             runs.append(Group([node], block, call))
     return runs
+
+
+def _belongs_after(node: fx.Node, block: str) -> bool:
+    """Whether the node is what the code around ``block`` does with its result: a residual written in the caller's loop."""
+    around = _stack(node)[-1][0] + "." if _stack(node) else ""
+    return block != "" and block.startswith(around) and not any("parameter" in n.meta for n in node.all_input_nodes)
 
 
 def _splitting_depth(main: list[fx.Node]) -> int:

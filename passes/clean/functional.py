@@ -66,7 +66,8 @@ def functionalise_pass(gm: fx.GraphModule) -> fx.GraphModule:
             alias = target or aliases.setdefault(first, _Alias(first, (), first, 0))
             new = _functional_twin(node)
             _write(alias, new, node, bases)
-            if alias.base.op == "placeholder" and "buffer" in alias.base.meta:
+            counter = str(alias.base.meta.get("buffer", "")).endswith("num_batches_tracked")
+            if alias.base.op == "placeholder" and "buffer" in alias.base.meta and not counter:
                 note(gm, f"the update of buffer {alias.base.meta['buffer']} is left out")
             aliases[node] = _Alias(alias.base, alias.chain, new, bases[alias.base][1])
         elif operands and packet(node) in _VIEWS and node.args and node.args[0] is node.all_input_nodes[0]:
