@@ -99,8 +99,8 @@ def _layouts(shape: Shape) -> list[dict[str, Any]]:
     record(0, "table", "embed.weight", (VOCABULARY, WIDTH), **tied)
     for i, stage in ((0, 0), (1, last)):
         mine, user = f"layer_{i}", f"layers.{i}"
-        record(stage, f"{mine}.norm.weight", f"{user}.norm.weight", (WIDTH,))
-        record(stage, f"{mine}.norm.bias", f"{user}.norm.bias", (WIDTH,))
+        for name in ("norm.weight", "norm.bias"):
+            record(stage, f"{mine}.{name}", f"{user}.{name}", (WIDTH,), "R" if i == 1 else "I")
         for name, start in (("gate", 0), ("up", HIDDEN)):
             part = {"dim": 0, "start": start, "length": HIDDEN}
             size, whole = (HIDDEN, WIDTH), (2 * HIDDEN, WIDTH)

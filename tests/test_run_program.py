@@ -148,3 +148,9 @@ def test_launch_says_why_train_failed(tmp_path: Path) -> None:
     with redirect_stderr(talk), pytest.raises(LaunchError, match="ValueError: the batch has no 'labels'"):
         program.launch("--data", str(tmp_path / "data.pt"))
     assert "Traceback" in talk.getvalue()
+
+
+def test_launch_streams_and_makes_data_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    mlp(tmp_path, Shape()).launch("--steps", "2", "--clip", "1.0")
+    losses = [json.loads(line)["loss"] for line in capfd.readouterr().out.splitlines()]
+    assert len(losses) == 2 and all(0 < loss < 20 for loss in losses)

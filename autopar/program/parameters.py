@@ -326,7 +326,7 @@ def build_stage(program: Program, world: World) -> tuple[nn.Module, list[Group]]
     groups: list[Group] = []
     for layouts in grouping(program, world.stage):
         for layout in layouts:
-            _check_layout(layout, stage, world, program)
+            _check_layout(layout, stage, world)
         which = ShardedGroup if program.group(layouts[0])[1] >= 2 else FlatGroup
         groups.append(which(stage, layouts, world, program))
     left = [name for name, tensor in (*stage.named_parameters(), *stage.named_buffers()) if tensor.is_meta]
@@ -340,15 +340,11 @@ def build_stage(program: Program, world: World) -> tuple[nn.Module, list[Group]]
     return stage, groups
 
 
-def _check_layout(layout: Layout, stage: nn.Module, world: World, program: Program) -> None:
+def _check_layout(layout: Layout, stage: nn.Module, world: World) -> None:
     shape = tuple(stage.get_parameter(layout.name).shape)
     wanted = tuple(layout.slice(torch.empty(layout.original_shape, device="meta"), world.coordinates).shape)
     if shape != wanted:
         raise ValueError(f"{layout.name} has local shape {shape} in model.py and {wanted} by layouts.json")
-    _, _, axes = program.group(layout)
-    replicated = tuple(axis for axis in layout.replicated if world.coordinates[axis][1] > 1)
-    if layout.trainable and axes != replicated:
-        raise ValueError(f"{layout.name} is R on {replicated} by layouts.json, and its group's data axes are {axes}")
 
 
 def _run_in_mesh(module: nn.Module, world: World) -> None:

@@ -1,7 +1,7 @@
 """Train the program in this folder: ``torchrun --nproc-per-node N train.py --steps 50 --data data.pt``.
 
 Yours to edit. ``--data`` is a file of ``torch.save({"input_ids": tensor, ...})`` whose tensors hold examples along dim 0; a step takes the
-next ``global_batch`` of them, from the start again at the end. ``--data synthetic`` draws random ones of the shapes in ``model.BATCH``.
+next ``global_batch`` of them, from the start again at the end. ``--data synthetic`` makes some up, of the right shapes.
 Standard output has one JSON object a step, standard error says the same to people.
 """
 
@@ -37,14 +37,8 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def batches(
-    data: str, rows: int, described: dict[str, tuple[tuple[int, ...], str, int]], seed: int
-) -> Iterator[dict[str, Tensor]]:
-    """Global batches for ever, the same on every rank."""
-    if data == "synthetic":
-        generator = torch.Generator().manual_seed(seed)
-        while True:
-            yield {name: random(shape, dtype, high, generator) for name, (shape, dtype, high) in described.items()}
+def batches(data: str, rows: int) -> Iterator[dict[str, Tensor]]:
+    """Global batches of ``rows`` examples for ever, the same on every rank."""
     tensors: dict[str, Tensor] = torch.load(data, weights_only=True, mmap=True)
     count = min(len(tensor) for tensor in tensors.values())
     if count < rows:
@@ -54,20 +48,21 @@ def batches(
             yield {name: tensor[first : first + rows] for name, tensor in tensors.items()}
 
 
-def random(shape: tuple[int, ...], dtype: str, high: int, generator: torch.Generator) -> Tensor:
-    """Normal numbers, or integers below ``high``."""
-    kind = getattr(torch, dtype)
-    if kind.is_floating_point:
-        return torch.randn(shape, dtype=kind, generator=generator)
-    return torch.randint(high, shape, generator=generator).to(kind)
+def synthetic(shapes: dict[str, tuple[tuple[int, ...], str]], seed: int) -> Iterator[dict[str, Tensor]]:
+    """Normal numbers, and integers that are 0 or 1: such are tokens and labels of any vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        batch = {}
+        for name, (shape, dtype) in shapes.items():
+            kind = getattr(torch, dtype)
+            random = torch.randn(shape, generator=generator)
+            batch[name] = random.to(kind) if kind.is_floating_point else (random > 0).to(kind)
+        yield batch
 
 
 def main() -> None:
     args = arguments()
     program = load(FOLDER)
-    described = getattr(program.model, "BATCH", {})
-    if args.data == "synthetic" and not described:
-        raise SystemExit("model.py does not describe its BATCH: give --data a file")
     world = start(program, device=args.device, timeout_s=args.timeout)
     state = torch.load(args.init, weights_only=True, mmap=True) if args.init else None
     trainer = Trainer(
@@ -78,7 +73,12 @@ def main() -> None:
         seed=args.seed,
         max_norm=args.clip,
     )
-    data = batches(args.data, int(program.plan["global_batch"]), described, args.seed)
+    if args.data == "synthetic":
+        data = synthetic(
+            {name: shape for stage in program.model.STAGES for name, shape in stage.SHAPES.items()}, args.seed
+        )
+    else:
+        data = batches(args.data, int(program.plan["global_batch"]))
     for step in range(args.steps):
         began = time.perf_counter()
         loss = trainer.step(next(data))

@@ -94,17 +94,19 @@ class Program:
     constants: dict[str, Tensor]
 
     def group(self, layout: Layout) -> tuple[str, int, tuple[str, ...]]:
-        """The parameter's group: the stage's child that holds it (``""``: the stage itself), ZeRO stage, data axes larger than 1.
+        """The stage's child that holds the parameter (``""``: the stage itself), its ZeRO stage, and the axes (larger than 1)
+        on which it is ``R`` and its gradient a term of the sum.
 
-        What several layers or several stages share is reduced explicitly after the schedule: ZeRO 1 at most, and the lowest that
-        any of its stages asks for, so that all copies are updated alike.
+        FSDP2 takes a layer over the layer's data axes. Explicitly, after the schedule and so with ZeRO 1 at most, goes what several
+        layers or stages share, or what is ``R`` on other axes. Tied copies all take the lowest ZeRO stage, to be updated alike.
         """
         child, zero = self._home(layout)
-        axes = self.model.STAGES[layout.stage].GROUPS[child]["data_axes"]
-        axes = tuple(axis for axis in self.model.MESH if axis in axes and self.model.MESH[axis] > 1)
+        data = self.model.STAGES[layout.stage].GROUPS[child]["data_axes"]
+        axes = tuple(axis for axis in layout.replicated if self.model.MESH[axis] > 1)
+        usual = set(axes) == {axis for axis in data if self.model.MESH[axis] > 1}
         if layout.shared is not None:
             zero = min(self._home(copy)[1] for copy in self.layouts if copy.shared == layout.shared)
-        explicit = child == "" or layout.shared is not None
+        explicit = child == "" or layout.shared is not None or not usual
         return child, min(zero, 1 if explicit else 3) if axes else 0, axes
 
     def _home(self, layout: Layout) -> tuple[str, int]:

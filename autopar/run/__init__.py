@@ -1,5 +1,19 @@
 """Running an emitted program: local worker processes, and the ``Program`` that a user holds."""
 
-from autopar.run.program import Program
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autopar.run.program import Program
 
 __all__ = ["Program"]
+
+
+def __getattr__(name: str) -> Any:
+    """``Program`` when it is first asked for: worker processes start without what only their parent needs."""
+    if name != "Program":
+        raise AttributeError(f"module 'autopar.run' has no attribute {name!r}")
+    from autopar.run.program import Program
+
+    return Program
