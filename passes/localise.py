@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autopar.program import kernels
-from autopar.rules.operands import arguments, op_name, operands, shape_of
+from autopar.rules.operands import arguments, aten_names, op_name, operands, shape_of
 
 Shape = tuple[int, ...]
 Partition = tuple[str | tuple[str, ...] | None, ...]
@@ -24,13 +24,11 @@ Partition = tuple[str | tuple[str, ...] | None, ...]
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], float | None]
 """The target, its arguments (nodes where the tensors go), keyword arguments, and a factor for the result (``None``: one)."""
 
-_RESHAPES = frozenset(
-    f"aten.{name}" for name in "view reshape _unsafe_view view_copy unflatten reshape_as view_as flatten ravel".split()
-)
-_EXPANDS = frozenset(("aten.expand", "aten.expand_as", "aten.broadcast_to"))
-_POINTWISE_LOSSES = frozenset(
-    f"aten.{name}" for name in "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits".split()
-)
+_RESHAPES = frozenset(aten_names("view reshape _unsafe_view view_copy unflatten reshape_as view_as flatten"))
+_EXPANDS = frozenset(aten_names("expand expand_as broadcast_to"))
+_POINTWISE_LOSSES = frozenset(aten_names("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits"))
+_CONVOLUTIONS = frozenset(aten_names("conv1d conv2d conv3d"))
+_TO_THE_END = 2**63 - 1
 
 
 def localised(
@@ -49,13 +47,15 @@ def localised(
     if name in _RESHAPES:
         if shards and _beyond_checker(operand_shapes[0], result_shape, name):
             return kernels.reshape, (args[0], list(result_shape), partition), {}, None
-        if name in ("aten.flatten", "aten.ravel"):
+        if name == "aten.flatten":
             return target, args, kwargs, None
-        if name not in ("aten.view", "aten.view_copy", "aten._unsafe_view"):
-            target = torch.ops.aten.reshape.default
+        copies = ("aten.reshape", "aten.unflatten", "aten.reshape_as")  # those that may have to copy
+        target = torch.ops.aten.reshape.default if name in copies else torch.ops.aten.view.default
         return target, (args[0], list(result_shape)), {}, None
     if name in _EXPANDS:
-        if shards and (len(operand_shapes[0]) < len(result_shape) or _grows_where_sharded(operand_shapes[0], partition)):
+        if shards and (
+            len(operand_shapes[0]) < len(result_shape) or _grows_where_sharded(operand_shapes[0], partition)
+        ):
             return kernels.expand, (args[0], list(result_shape), partition), {}, None
         return torch.ops.aten.expand.default, (args[0], list(result_shape)), {}, None
     if name == "aten.mean":
@@ -64,13 +64,22 @@ def localised(
         given = arguments(node) | {"reduction": 2}
         return target, tuple(given.values()), {}, 1.0 / prod(shape_of(operands(node)[0]))
     if name in ("aten.slice", "aten.narrow"):
-        return target, _slice_arguments(node, operand_shapes[0], result_shape), {}, None
+        return _slice(node, operand_shapes[0], result_shape)
     if name in ("aten.linear", "aten.addmm", "aten.baddbmm") and len(operand_shapes) == 3:
         summed = 0 if name == "aten.linear" else 1  # the operand whose last dim is summed over
         if operand_shapes[summed][-1] != shape_of(operands(node)[summed])[-1]:
             return _partial_product(node, name)
-    if name == "aten.scaled_dot_product_attention" and shards and not isinstance(arguments(node)["attn_mask"], fx.Node):
-        return kernels.attention, args, kwargs, None
+    if name == "aten.scaled_dot_product_attention" and shards:
+        given = arguments(node)
+        if given["enable_gqa"] or not isinstance(given["attn_mask"], fx.Node):
+            return kernels.attention, args, kwargs, None
+    if (
+        name in _CONVOLUTIONS
+        and partition is not None
+        and arguments(node)["groups"] == 1
+        and _channels_are_sharded(node, operand_shapes)
+    ):
+        return kernels.convolution, args, kwargs, None
     return target, args, kwargs, None
 
 
@@ -95,7 +104,7 @@ def verify(node: fx.Node, call: Call, operand_shapes: Sequence[Shape], result_sh
     )
 
 
-def apply(call: Call, node: fx.Node, tensors: Sequence[torch.Tensor]) -> Any:
+def apply(call: Call, node: fx.Node, tensors: Sequence[Any]) -> Any:
     """Make the call with ``tensors`` in the places of ``operands(node)``. A node that stands twice takes each of its tensors in turn
     where the call keeps both places."""
     target, args, kwargs, factor = call
@@ -145,16 +154,17 @@ def _mean(node: fx.Node, operand_shapes: Sequence[Shape]) -> Call:
     return torch.ops.aten.sum.dim_IntList, (node.args[0], reduced, bool(given.get("keepdim", False))), dtype, factor
 
 
-def _slice_arguments(node: fx.Node, before: Shape, after: Shape) -> tuple[Any, ...]:
-    """Bounds of a slice: those of the whole, which may be sharded, become the local ones; others stay."""
-    given = arguments(node)
-    whole = shape_of(operands(node)[0])
-    dim = int(given["dim"]) % len(whole)
-    if whole[dim] != before[dim]:
-        assert before[dim] == after[dim], f"{node.format_node()} slices the sharded dim {dim}"
-        ends = {"end": before[dim]} if "end" in given else {"length": before[dim]}
-        given = given | {"start": 0} | ends
-    return tuple(given.values())
+def _slice(node: fx.Node, before: Shape, after: Shape) -> Call:
+    """A slice of a sharded dim is the whole of it; others stay as they are."""
+    dim = int(arguments(node)["dim"]) % len(before)
+    if shape_of(operands(node)[0])[dim] == before[dim]:
+        return node.target, node.args, dict(node.kwargs), None  # type: ignore[return-value]
+    assert before[dim] == after[dim], f"{node.format_node()} slices the sharded dim {dim}"
+    return torch.ops.aten.slice.Tensor, (node.args[0], dim, 0, _TO_THE_END), {}, None
+
+
+def _channels_are_sharded(node: fx.Node, operand_shapes: Sequence[Shape]) -> bool:
+    return tuple(operand_shapes[1]) != shape_of(operands(node)[1])
 
 
 def _partial_product(node: fx.Node, name: str) -> Call:

@@ -128,7 +128,14 @@ def test_factors():
 
 
 def test_grouped_heads_shard_by_key_heads():
-    found = of(aten.scaled_dot_product_attention.default, x(2, 8, 5, 4), x(2, 2, 5, 4), x(2, 2, 5, 4), is_causal=True, enable_gqa=True)
+    found = of(
+        aten.scaled_dot_product_attention.default,
+        x(2, 8, 5, 4),
+        x(2, 2, 5, 4),
+        x(2, 2, 5, 4),
+        is_causal=True,
+        enable_gqa=True,
+    )
     heads = next(c for c in found if c.letter == "h")
     assert heads.operands == (S(1), S(1), S(1)) and heads.extent == 2
     assert "l" not in by_letter(found)
@@ -195,7 +202,9 @@ def test_notation():
     assert line.linear == (frozenset({0, 1}),)
 
 
-@pytest.mark.parametrize("text", ["a b", "(a -> a", "a ? -> a", "a -> a ; nonsense here", "* * -> a", "((a) b) -> a", "a -> a ; linear x"])
+@pytest.mark.parametrize(
+    "text", ["a b", "(a -> a", "a ? -> a", "a -> a ; nonsense here", "* * -> a", "((a) b) -> a", "a -> a ; linear x"]
+)
 def test_notation_refuses(text):
     with pytest.raises(RuleError, match="the rule"):
         parse(text)

@@ -1,16 +1,18 @@
 """Kernels: functions for the calls that are right on shards but beyond the type checker, and for sharded lookups and losses.
 
-This file is copied into every emitted program; it needs torch and spmd-types alone. Each kernel runs its body in a local region and
-declares the types of its result itself, after checking those of its operands, so that a program typed with
-``typecheck(local=False)`` stays typed through it. An *axis* is a name on the current mesh (``spmd_types.set_current_mesh``) or a process group. A
-*partition* names, for every dim of the result, the axis that shards it, a tuple of axes (outermost first), or ``None``.
+This file is copied into every emitted program; it needs torch and spmd-types alone. Each kernel runs its body in a local
+region and declares the types of its result itself, after checking those of its operands, so that a program typed with
+``typecheck(local=False)`` stays typed through it. An *axis* is a name on the current mesh
+(``spmd_types.set_current_mesh``) or a process group. A *partition* names, for every dim of the result, the axis that
+shards it, a tuple of axes (outermost first), or ``None``.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
+from typing import Any
 
 import spmd_types as spmd
 import torch
@@ -27,7 +29,7 @@ Partition = Sequence[str | tuple[str, ...] | None]
 # -- types -----------------------------------------------------------------------------------------------------------
 
 
-def _places(x: Tensor) -> list[tuple[object, ...]]:
+def _places(x: Tensor) -> list[tuple[Any, ...]]:
     """The axes that shard each dim of a typed tensor."""
     spec = spmd.get_partition_spec(x)
     if spec is None:
@@ -35,7 +37,7 @@ def _places(x: Tensor) -> list[tuple[object, ...]]:
     return [() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in spec]
 
 
-def _axes(partition: Partition) -> list[tuple[object, ...]]:
+def _axes(partition: Partition) -> list[tuple[Any, ...]]:
     """A partition's axes as the checker's own, those of size one left out."""
     names = spmd.current_mesh_all_names() or {}
     entries = [() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in partition]
@@ -43,7 +45,7 @@ def _axes(partition: Partition) -> list[tuple[object, ...]]:
     return [tuple(axis for axis in entry if axis.size() > 1) for entry in axes]
 
 
-def _declare(x: Tensor, places: Sequence[tuple[object, ...]]) -> Tensor:
+def _declare(x: Tensor, places: Sequence[tuple[Any, ...]]) -> Tensor:
     """Say which axes shard which dims of ``x``; the other axes keep what the local region found."""
     if spmd.is_type_checking() and any(places):
         spec = PartitionSpec(*(entry if len(entry) > 1 else entry[0] if entry else None for entry in places))
@@ -51,10 +53,10 @@ def _declare(x: Tensor, places: Sequence[tuple[object, ...]]) -> Tensor:
     return x
 
 
-def _terms(x: Tensor, axes: Sequence[object]) -> Tensor:
+def _terms(x: Tensor, axes: Sequence[Any]) -> Tensor:
     """Declare that what varies over ``axes`` are the terms of a sum over them. Nothing moves, forward or backward."""
     for axis in axes:
-        x = spmd.reinterpret(x, axis, src=V, dst=P)  # type: ignore[arg-type]
+        x = spmd.reinterpret(x, axis, src=V, dst=P)
     return x
 
 
@@ -73,7 +75,8 @@ def _size(axis: Axis) -> int:
 
 def _split(axes: Axes) -> list[Axis]:
     """The axes of size above one, outermost first."""
-    return [axis for axis in (axes if isinstance(axes, list | tuple) else [axes]) if _size(axis) > 1]  # type: ignore[list-item]
+    several: Sequence[Any] = axes if isinstance(axes, list | tuple) else [axes]
+    return [axis for axis in several if _size(axis) > 1]
 
 
 def _start(axes: Sequence[Axis], extent: int, device: torch.device) -> Tensor:
@@ -101,7 +104,10 @@ def reshape(x: Tensor, shape: Sequence[int], partition: Partition) -> Tensor:
         places = _axes(partition)
         before = {a: (prod(x.shape[:i]), entry) for i, entry in enumerate(_places(x)) for a in entry}
         after = {a: (prod(y.shape[:j]), entry) for j, entry in enumerate(places) for a in entry}
-        _require(before == after, f"reshape: {tuple(x.shape)} sharded as {_places(x)} is not {tuple(shape)} sharded as {places}")
+        _require(
+            before == after,
+            f"reshape: {tuple(x.shape)} sharded as {_places(x)} is not {tuple(shape)} sharded as {places}",
+        )
         _declare(y, places)
     return y
 
@@ -118,9 +124,12 @@ def expand(x: Tensor, shape: Sequence[int], partition: Partition) -> Tensor:
             kept = [() for _ in range(len(shape) - x.ndim)] + _places(x)
             for dim, (now, then) in enumerate(zip(places, kept, strict=True)):
                 grows = dim < len(shape) - x.ndim or x.shape[dim - len(shape)] == 1
-                _require(now == then or (grows and not then), f"expand: dim {dim} is sharded as {then}, and cannot be as {now}")
+                _require(
+                    now == then or (grows and not then),
+                    f"expand: dim {dim} is sharded as {then}, and cannot be as {now}",
+                )
                 for axis in set(now) - set(then):
-                    x = spmd.reinterpret(x, axis, src=R, dst=V, expert_mode=True)  # type: ignore[arg-type]
+                    x = spmd.reinterpret(x, axis, src=R, dst=V, expert_mode=True)
         y = x.expand(list(shape))
     return _declare(y, _axes(partition)) if spmd.is_type_checking() else y
 
@@ -158,15 +167,57 @@ def attention(
     if spmd.is_type_checking():
         q, k, v = _places(query), _places(key), _places(value)
         rows = q[-2] if not is_causal else ()
-        _require(q[:-2] == k[:-2] == v[:-2], f"attention: batch and heads are sharded as {q[:-2]}, {k[:-2]} and {v[:-2]}")
-        _require(not any((*k[-2:], *v[-2:], q[-1])) and q[-2] == rows, f"attention: lengths or sizes are sharded: {q}, {k}, {v}")
+        shared = [
+            () if key.shape[i] == 1 and not k[i] else entry for i, entry in enumerate(q[:-2])
+        ]  # one head for all queries
+        _require(
+            shared == k[:-2] == v[:-2], f"attention: batch and heads are sharded as {q[:-2]}, {k[:-2]} and {v[:-2]}"
+        )
+        _require(
+            not any((*k[-2:], *v[-2:], q[-1])) and q[-2] == rows,
+            f"attention: lengths or sizes are sharded: {q}, {k}, {v}",
+        )
         if attn_mask is not None:
             whole = [*q[:-1], ()][-attn_mask.ndim :]
             for size, has, wants in zip(attn_mask.shape, _places(attn_mask), whole, strict=True):
-                _require(has == (wants if size > 1 else ()) or not wants and not has, f"attention: the mask is sharded as {has}, not {wants}")
+                _require(
+                    has == (wants if size > 1 else ()) or not wants and not has,
+                    f"attention: the mask is sharded as {has}, not {wants}",
+                )
     with spmd.local(), _seeded(seed if dropout_p else None, query.device):
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     return _declare(out, _places(query)) if spmd.is_type_checking() else out
+
+
+def convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Sequence[int] = (1,),
+    padding: Sequence[int] | str = (0,),
+    dilation: Sequence[int] = (1,),
+    groups: int = 1,
+) -> Tensor:
+    """conv1d, conv2d or conv3d (by ``x``'s dims) of one group: examples, output channels, or the input channels sharded.
+
+    Input channels are summed over: the result is P on their axes, and ``bias`` must be P there too (it is added afterwards).
+    """
+    function: Callable[..., Tensor] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[x.ndim]
+    rest = stride, padding, dilation, groups
+    if not spmd.is_type_checking():
+        return function(x, weight, bias, *rest)
+    given, taps = _places(x), _places(weight)
+    _require(not any((*given[2:], *taps[2:])), "convolution: a place or a window is sharded, which needs a halo")
+    _require(
+        given[1] == taps[1] and (groups == 1 or not any((*given[1:2], *taps))),
+        f"convolution: channels are {given[1]} and {taps[1]}",
+    )
+    with spmd.local():
+        out = _terms(function(x, weight, None, *rest), given[1])
+    out = _declare(out, [given[0], taps[0], *given[2:]])
+    return out if bias is None else out + bias.reshape([-1] + [1] * (x.ndim - 2))
 
 
 # -- dropout ---------------------------------------------------------------------------------------------------------
@@ -292,8 +343,9 @@ def vocab_parallel_cross_entropy_sum(
 ) -> Tensor:
     """``cross_entropy_sum`` with the vocabulary sharded over ``axis`` (or axes, outermost first): I there.
 
-    ``logits`` are ``[..., v / n]``, S(last) on ``axis``; ``labels`` (global ids) are R there. Two small collectives: the maxima are gathered, and
-    the two sums of every token reduced in one call. The whole logits exist nowhere. Accumulates in float32 or wider.
+    ``logits`` are ``[..., v / n]``, S(last) on ``axis``; ``labels`` (global ids) are R there. Two small collectives: the
+    maxima are gathered, and the two sums of every token reduced in one call. The whole logits exist nowhere. Accumulates
+    in float32 or wider.
     """
     axes = _split(axis)
     with spmd.local():
@@ -307,7 +359,9 @@ def vocab_parallel_cross_entropy_sum(
         target = labels - _start(axes, width, labels.device)
         elsewhere = (target < 0) | (target >= width)
         off = label_smoothing / (width * prod(_size(one) for one in axes))
-        terms = _SoftmaxTerms.apply(logits, shift, target.masked_fill(elsewhere, 0), elsewhere, 1.0 - label_smoothing, off)
+        terms = _SoftmaxTerms.apply(
+            logits, shift, target.masked_fill(elsewhere, 0), elsewhere, 1.0 - label_smoothing, off
+        )
         terms = _terms(terms, axes)
         for one in axes:
             terms = spmd.all_reduce(terms, one, src=P, dst=I)

@@ -116,7 +116,9 @@ def bind(line: Line, shapes: Sequence[Shape], result: Shape, name: str = "rule")
         for dims, (_, shape) in zip(expanded, pairs, strict=True):
             for dim, size in zip(dims, shape, strict=True):
                 if (len(dim) > 1) == products and not _size(dim, size, extents):
-                    raise misfit(f"dim {' '.join(atom.letter for atom in dim)} has size {size}, sizes so far are {extents}")
+                    raise misfit(
+                        f"dim {' '.join(atom.letter for atom in dim)} has size {size}, sizes so far are {extents}"
+                    )
     bare = [
         tuple(() if size == 1 else dim for dim, size in zip(dims, shape, strict=True))
         for dims, (_, shape) in zip(expanded, pairs, strict=True)

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from autopar.errors import RuleError
 from autopar.rules.candidates import Candidate, candidates
-from autopar.rules.operands import op_name, operands
+from autopar.rules.operands import aten_names, op_name
 from autopar.types import SpmdType
 from passes.localise import apply, localised
 
@@ -24,7 +24,7 @@ SHARDS = (2, 3)
 TOLERANCE = 1e-10
 """Largest difference allowed, relative to the largest value: float64 sums of a few hundred terms in another order."""
 
-RANDOM = frozenset(f"aten.{name}" for name in "rand_like randn_like empty_like rand randn randint empty new_empty".split())
+RANDOM = frozenset(aten_names("rand_like randn_like empty_like rand randn randint empty new_empty"))
 """Ops whose values are not a function of their operands: shapes are checked, values are not."""
 
 Value = Tensor | tuple[Tensor, ...]
@@ -104,7 +104,9 @@ def check(given: Sample, shards: Sequence[int] = SHARDS) -> Report:
     return Report(len(found), executions, worst)
 
 
-def check_candidate(node: fx.Node, values: Sequence[Value], candidate: Candidate, n: int, held_: Sequence[int] = ()) -> float:
+def check_candidate(
+    node: fx.Node, values: Sequence[Value], candidate: Candidate, n: int, held_: Sequence[int] = ()
+) -> float:
     """Execute one candidate on ``n`` simulated ranks; the largest relative difference of results and gradients."""
     torch.manual_seed(0)
     leaf = [_constant if i in held_ else _leaf for i in range(len(values))]
@@ -148,7 +150,9 @@ def _on_rank(node: fx.Node, values: Sequence[Value], candidate: Candidate, n: in
     try:
         result = _tensors(apply(call, node, values))
     except RuntimeError as error:
-        raise RuleError(f"{op_name(node.target)} as {_text(candidate)} on {n} shards cannot run on a rank: {error}") from error
+        raise RuleError(
+            f"{op_name(node.target)} as {_text(candidate)} on {n} shards cannot run on a rank: {error}"
+        ) from error
     if list(result[0].shape) != shape:
         raise RuleError(
             f"{op_name(node.target)} as {_text(candidate)} on {n} shards: a rank's result has shape {tuple(result[0].shape)}, "
@@ -171,14 +175,16 @@ def _gradients(results: list[Tensor], values: Sequence[Value], cotangents: list[
 def _deal(value: Value, t: SpmdType, n: int) -> list[Value]:
     """What each of ``n`` ranks holds of a value of type ``t``."""
     if isinstance(value, tuple):
-        return list(zip(*(_deal(part, t, n) for part in value), strict=True))  # type: ignore[arg-type]
+        return list(zip(*(_deal(part, t, n) for part in value), strict=True))
     if t.kind == "S":
         assert t.dim is not None and value.shape[t.dim] % n == 0, (tuple(value.shape), t, n)
         return list(value.chunk(n, t.dim))
     if t.kind == "P":
         terms = [torch.randn_like(value) if value.is_floating_point() else torch.ones_like(value) for _ in range(n - 1)]
-        return [*terms, value - sum(terms)] if value.dtype != torch.bool else [value] + [torch.zeros_like(value)] * (n - 1)
-    return [value] * n
+        return (
+            [*terms, value - sum(terms)] if value.dtype != torch.bool else [value] + [torch.zeros_like(value)] * (n - 1)
+        )
+    return [value for _ in range(n)]
 
 
 def _combine(parts: Sequence[Tensor], t: SpmdType, what: str) -> Tensor:

@@ -98,7 +98,9 @@ def parse(text: str) -> Line:
 def _linear(clause: str, operands: tuple[Operand, ...], text: str) -> tuple[frozenset[int], ...]:
     groups = clause.split()[1:]
     if not all(re.fullmatch(r"\d+(\+\d+)*", group) for group in groups):
-        raise RuleError(f"the rule {text!r} has the clause {clause!r}; operands are given by number, as in 'linear 0 1'")
+        raise RuleError(
+            f"the rule {text!r} has the clause {clause!r}; operands are given by number, as in 'linear 0 1'"
+        )
     additive = {i for i, operand in enumerate(operands) if operand.additive}
     return tuple(frozenset(int(i) for i in group.split("+")) | additive for group in groups)
 

@@ -45,6 +45,11 @@ def op_name(target: Any) -> str:
     return f"{getattr(target, '__module__', '').rpartition('.')[2]}.{getattr(target, '__name__', target)}"
 
 
+def aten_names(text: str) -> tuple[str, ...]:
+    """The names of ATen ops given by their own, in one text: ``"aten.view"`` and so on."""
+    return tuple(f"aten.{name}" for name in text.split())
+
+
 def arguments(node: fx.Node) -> dict[str, Any]:
     """The node's arguments by their names in the op's schema, in its order, defaults filled in.
 
@@ -52,7 +57,7 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     """
     schema = overload_schema(node.target)
     if schema is not None:
-        named = {name: default for name, default in schema}
+        named = dict(schema)
         named.update(zip(named, node.args, strict=False))
         named.update(node.kwargs)
         return named

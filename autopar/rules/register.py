@@ -21,9 +21,9 @@ _EXTENTS = (6, 12)
 def register_rule(op: str, line: str, *arguments: Any, **keywords: Any) -> Report:
     """Add a sharding rule for ``op`` (``"mylib::op"`` or ``"mylib::op.overload"``), after executing it on 2 and 3 shards.
 
-    ``line`` is in the notation of ``autopar.rules.notation``, one operand per tensor argument. The op is called with float64 operands
-    made from the line (extents 6 and 12); pass ``arguments`` (and ``keywords``), as the op takes them, if it needs numbers, integers or other
-    extents. The op must be known to ``torch.ops``, and differentiable if its result is.
+    ``line`` is in the notation of ``autopar.rules.notation``, one operand per tensor argument. The op is called with
+    float64 operands made from the line (extents 6 and 12); pass ``arguments`` (and ``keywords``), as the op takes them, if
+    it needs numbers, integers or other extents. The op must be known to ``torch.ops``, and differentiable if its result is.
 
     Returns what was executed. Raises ``RuleError`` if the op is unknown, the line does not parse or fit, or a shard's result or
     gradient differs from the whole op's; the table is then as it was.
@@ -40,7 +40,9 @@ def register_rule(op: str, line: str, *arguments: Any, **keywords: Any) -> Repor
         return check(given)
     except RuntimeError as error:
         _restore(key, before)
-        raise RuleError(f"{op}: the call that checks its rule failed: {error}", hint="pass the arguments to call it with") from error
+        raise RuleError(
+            f"{op}: the call that checks its rule failed: {error}", hint="pass the arguments to call it with"
+        ) from error
     except BaseException:
         _restore(key, before)
         raise

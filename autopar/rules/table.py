@@ -1,7 +1,8 @@
 """The table: one line per op, or a function that writes the line from a node's arguments.
 
-Names are those of ``rules.operands.op_name``: one entry covers every overload. An op that is not here is replicated, and the
-plan says so by name. ``autopar.rules.samples`` holds arguments for every entry, and the tests execute each on shards.
+Names are those of ``rules.operands.op_name``: one entry covers every overload. An op that is not here is replicated, and
+the plan says so by name. ``autopar.rules.samples`` holds arguments for every entry, and the tests execute each on shards.
+A letter, and linearity, are claimed where the type checker can follow them in the emitted program.
 """
 
 from __future__ import annotations
@@ -11,49 +12,56 @@ from collections.abc import Callable
 from torch import fx
 
 from autopar.rules import views as v
+from autopar.rules.operands import aten_names
 
 Entry = str | Callable[[fx.Node], str | None]
 
-_UNARY = """
-    abs acos asin atan bitwise_not ceil cos cosh elu erf erfc exp exp2 expm1 floor gelu hardsigmoid hardswish hardtanh isfinite isinf
-    isnan leaky_relu log log10 log1p log2 log_sigmoid logical_not logit mish reciprocal relu relu6 round rsqrt selu sigmoid sign silu
-    sin sinh softplus sqrt square tan tanh trunc clamp clamp_min clamp_max nan_to_num threshold hardshrink softshrink frac
-""".split()
-
-_IDENTITY = "alias clone contiguous detach lift_fresh_copy neg".split()
-
-_CAST = "to _to_copy type_as dropout".split()
-
-_LIKE = "zeros_like ones_like full_like empty_like rand_like randn_like".split()
-
-_BINARY = """
-    pow maximum minimum eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor atan2 remainder fmod
-    floor_divide where masked_fill lerp addcmul addcdiv __and__ __or__ __xor__ copysign hypot fmin fmax xlogy
-""".split()
-
-_VIEWS = "view reshape _unsafe_view view_copy flatten unflatten squeeze unsqueeze ravel reshape_as view_as".split()
+_UNARY = aten_names("""
+    abs acos asin atan bitwise_not ceil cos cosh elu erf erfc exp exp2 expm1 floor gelu hardsigmoid hardswish hardtanh
+    isfinite isinf isnan leaky_relu log log10 log1p log2 log_sigmoid logical_not logit mish reciprocal relu relu6 round
+    rsqrt selu sigmoid sign silu sin sinh softplus sqrt square tan tanh trunc clamp clamp_min clamp_max nan_to_num
+    threshold hardshrink softshrink frac alias to _to_copy type_as dropout
+    zeros_like ones_like full_like empty_like rand_like randn_like
+""")
+_BINARY = aten_names("""
+    pow maximum minimum eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor atan2
+    remainder fmod floor_divide where masked_fill lerp addcmul addcdiv __and__ __or__ __xor__ copysign hypot fmin fmax
+    xlogy rsub
+""")
+_VIEWS = aten_names("view reshape _unsafe_view view_copy flatten unflatten squeeze unsqueeze reshape_as view_as")
+_ALONG_DIM = aten_names("""
+    softmax log_softmax _softmax _log_softmax logcumsumexp cumsum cumprod sort topk
+    split split_with_sizes chunk tensor_split
+""")
+_REDUCTIONS = aten_names("""
+    amax amin max min argmax argmin var std prod any all norm linalg_vector_norm var_mean median count_nonzero
+""")
+_LOSSES = aten_names("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits")
+_POOLS = aten_names("""
+    max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d
+    adaptive_max_pool2d upsample_nearest2d upsample_bilinear2d
+""")
+_FACTORIES = aten_names("arange zeros ones full empty linspace eye scalar_tensor rand randn randint")
 
 TABLE: dict[str, Entry] = {
-    **{f"aten.{name}": v.elementwise("", "linear 0" if name == "mul" else "") for name in _UNARY},
-    **{f"aten.{name}": "* -> * ; linear 0" for name in _IDENTITY},
-    **{f"aten.{name}": v.elementwise() for name in (*_CAST, *_LIKE, *_BINARY)},
-    **{f"aten.{name}": v.view for name in _VIEWS},
+    **dict.fromkeys(_UNARY + _BINARY, v.elementwise()),
+    **dict.fromkeys(aten_names("clone contiguous detach neg"), "* -> * ; linear 0"),
+    **dict.fromkeys(_VIEWS, v.view),
     # sums and products
     "aten.add": v.elementwise("linear 0+1"),
     "aten.sub": v.elementwise("linear 0+1"),
-    "aten.rsub": v.elementwise("linear 0+1"),
     "aten.mul": v.elementwise("linear 0 1", "linear 0"),
     "aten.div": v.division,
     "aten.linear": "* k, n k, +n -> * n",
     "aten.matmul": v.matmul,
     "aten.mm": "m k, k n -> m n ; linear 0 1",
     "aten.bmm": "b m k, b k n -> b m n ; linear 0 1",
-    "aten.mv": "m k, k -> m ; linear 0 1",
-    "aten.dot": "k, k ->  ; linear 0 1",
+    "aten.mv": "m k, k -> m",
+    "aten.dot": "k, k -> ",
     "aten.addmm": v.addmm,
     "aten.baddbmm": v.addmm,
     "aten.einsum": v.einsum,
-    "aten.outer": "m, n -> m n ; linear 0 1",
+    "aten.outer": "m, n -> m n",
     # normalisation and attention
     "aten.layer_norm": v.layer_norm,
     "aten.rms_norm": v.layer_norm,
@@ -61,7 +69,7 @@ TABLE: dict[str, Entry] = {
     "aten.batch_norm": v.batch_norm,
     "aten.instance_norm": v.batch_norm,
     "aten.scaled_dot_product_attention": v.attention,
-    **{f"aten.{name}": v.same_but("dim") for name in "softmax log_softmax _softmax _log_softmax logcumsumexp cumprod sort".split()},
+    **dict.fromkeys(_ALONG_DIM, v.same_but("dim")),
     "aten.glu": v.halved,
     # views
     "aten.expand": v.expand,
@@ -70,47 +78,35 @@ TABLE: dict[str, Entry] = {
     "aten.permute": v.permute,
     "aten.transpose": v.permute,
     "aten.t": v.permute,
-    "aten.numpy_T": v.permute,
     "aten.movedim": v.movedim,
     "aten.select": v.select,
     "aten.slice": v.slice_,
     "aten.narrow": v.slice_,
     "aten.unbind": v.unbind,
-    **{f"aten.{name}": v.linear_same_but("dim") for name in "split split_with_sizes chunk cumsum tensor_split".split()},
-    "aten.flip": v.linear_same_but("dims"),
-    "aten.roll": v.linear_same_but("dims"),
+    "aten.flip": v.same_but("dims"),
+    "aten.roll": v.same_but("dims"),
     "_operator.getitem": v.getitem,
     "aten.cat": v.cat,
-    "aten.concat": v.cat,
     "aten.stack": v.stack,
     "aten.pad": v.pad,
     "aten.constant_pad_nd": v.pad,
     "aten.repeat": v.repeat,
     "aten.repeat_interleave": v.repeat_interleave,
-    "aten.tril": "* a! b! -> * a! b!",
-    "aten.triu": "* a! b! -> * a! b!",
+    "aten.tril": v.whole,
+    "aten.triu": v.whole,
     # reductions
-    **{f"aten.{name}": v.reduction(linear=True) for name in ("sum", "mean")},
-    **{
-        f"aten.{name}": v.reduction(linear=False)
-        for name in "amax amin max min argmax argmin var std prod any all logsumexp norm linalg_vector_norm var_mean median count_nonzero".split()
-    },
-    "aten.topk": v.same_but("dim"),
+    **dict.fromkeys(aten_names("sum mean"), v.reduction(linear=True)),
+    **dict.fromkeys(_REDUCTIONS, v.reduction(linear=False)),
+    "aten.logsumexp": v.logsumexp,
     # losses
     "aten.cross_entropy_loss": v.cross_entropy,
     "aten.nll_loss": v.cross_entropy,
     "aten.nll_loss_nd": v.cross_entropy,
-    **{f"aten.{name}": v.pointwise_loss for name in "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits".split()},
+    **dict.fromkeys(_LOSSES, v.pointwise_loss),
     "kernels.cross_entropy_sum": v.sum_of_losses,
     # convolution and pooling
-    **{f"aten.{name}": v.convolution for name in ("conv1d", "conv2d", "conv3d")},
-    **{
-        f"aten.{name}": v.pool
-        for name in (
-            "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
-            "adaptive_max_pool2d upsample_nearest2d upsample_bilinear2d"
-        ).split()
-    },
+    **dict.fromkeys(aten_names("conv1d conv2d conv3d"), v.convolution),
+    **dict.fromkeys(_POOLS, v.pool),
     # indexing
     "aten.embedding": v.embedding,
     "aten.index": v.index,
@@ -118,7 +114,7 @@ TABLE: dict[str, Entry] = {
     "aten.gather": v.gather,
     "aten.one_hot": v.one_hot,
     # made from nothing: the same on every rank
-    **{f"aten.{name}": "-> *" for name in "arange zeros ones full empty linspace eye scalar_tensor rand randn randint".split()},
-    **{f"aten.{name}": v.made_anew for name in "new_zeros new_ones new_full new_empty".split()},
+    **dict.fromkeys(_FACTORIES, "-> *"),
+    **dict.fromkeys(aten_names("new_zeros new_ones new_full new_empty"), v.made_anew),
 }
 """Op name to its line, or to the function that writes it."""

@@ -64,7 +64,10 @@ def factors(before: Sequence[int], after: Sequence[int]) -> tuple[Words, Words]:
     both of what is left. Where they share none, no letter may be sharded up to the next boundary common to both.
     """
     atoms: tuple[list[Words], list[Words]] = ([[] for _ in before], [[] for _ in after])
-    open_dims = [[i, size] for i, size in enumerate(before) if size != 1], [[i, size] for i, size in enumerate(after) if size != 1]
+    open_dims = (
+        [[i, size] for i, size in enumerate(before) if size != 1],
+        [[i, size] for i, size in enumerate(after) if size != 1],
+    )
     number = count()
 
     def take(side: int, factor: int, letter: str, mark: str = "") -> None:
@@ -117,7 +120,7 @@ def select(node: fx.Node) -> str:
     """select: the dim goes, and may not be sharded."""
     words = names(len(source(node)))
     dim = dims_of(arguments(node)["dim"], len(words))[0]
-    return line([held(words, [dim])], words[:dim] + words[dim + 1 :], "linear 0")
+    return line([held(words, [dim])], words[:dim] + words[dim + 1 :])
 
 
 def slice_(node: fx.Node) -> str:
@@ -128,7 +131,7 @@ def slice_(node: fx.Node) -> str:
     words = names(len(before))
     left = words if before[dim] == after[dim] else [w if i != dim else "1" for i, w in enumerate(words)]
     right = words if before[dim] == after[dim] else left
-    return line([left], right, "linear 0")
+    return line([left], right)
 
 
 def same_but(*positions: str) -> Callable[[fx.Node], str]:
@@ -138,22 +141,19 @@ def same_but(*positions: str) -> Callable[[fx.Node], str]:
         words = names(len(source(node)))
         given = arguments(node)
         dims = [dim for name in positions for dim in dims_of(given[name], len(words))]
-        return line([["1" if i in dims else w for i, w in enumerate(words)]], ["1" if i in dims else w for i, w in enumerate(words)])
+        return line(
+            [["1" if i in dims else w for i, w in enumerate(words)]],
+            ["1" if i in dims else w for i, w in enumerate(words)],
+        )
 
     return build
-
-
-def linear_same_but(*positions: str) -> Callable[[fx.Node], str]:
-    """The same for ops that are linear (split, chunk, flip, roll, cumsum)."""
-    build = same_but(*positions)
-    return lambda node: build(node) + " ; linear 0"
 
 
 def unbind(node: fx.Node) -> str:
     """unbind: the dim goes."""
     words = names(len(source(node)))
     dim = dims_of(arguments(node)["dim"], len(words))[0]
-    return line([held(words, [dim])], words[:dim] + words[dim + 1 :], "linear 0")
+    return line([held(words, [dim])], words[:dim] + words[dim + 1 :])
 
 
 def getitem(node: fx.Node) -> str | None:
@@ -169,13 +169,14 @@ def getitem(node: fx.Node) -> str | None:
 
 def cat(node: fx.Node) -> str:
     """cat: the letters of the other dims; terms of sums pass if every part is one."""
+    linear = "linear " + "+".join(str(i) for i in range(len(operands(node))))
     parts = [shape_of(part) for part in operands(node)]
     words = names(len(shape_of(node)))
     dim = dims_of(arguments(node)["dim"], len(words))[0]
     words[dim] = "1"
     # torch.cat skips one-dimensional empty parts whatever the others' rank
     given = [words if len(part) == len(words) else ["1"] for part in parts]
-    return line(given, words, "linear " + "+".join(str(i) for i in range(len(parts))))
+    return line(given, words, linear)
 
 
 def stack(node: fx.Node) -> str:
@@ -203,7 +204,7 @@ def repeat_interleave(node: fx.Node) -> str | None:
     dim = dims_of(given["dim"], len(words))[0]
     right = list(words)
     right[dim] = f"({words[dim]} r={given['repeats']})"
-    return line([words], right, "linear 0")
+    return line([words], right)
 
 
 def repeat(node: fx.Node) -> str:
@@ -213,7 +214,7 @@ def repeat(node: fx.Node) -> str:
     grown = len(after) - len(before)
     kept = [i >= grown and before[i - grown] == after[i] for i in range(len(after))]
     right = [w if keep else "1" for w, keep in zip(words, kept, strict=True)]
-    return line([right[grown:]], right, "linear 0")
+    return line([right[grown:]], right)
 
 
 # -- reductions ------------------------------------------------------------------------------------------------------
@@ -235,18 +236,34 @@ def reduction(linear: bool) -> Callable[[fx.Node], str | None]:
     return build
 
 
+def logsumexp(node: fx.Node) -> str:
+    """logsumexp: as any reduction; with ``keepdim`` torch's own propagation misplaces the dims behind, which are held."""
+    text = reduction(linear=False)(node)
+    assert text is not None
+    given = arguments(node)
+    ndim = len(source(node))
+    if not given["keepdim"]:
+        return text
+    first = min(dims_of(given["dim"], ndim))
+    words = names(ndim)[:first] + ["1"] * (ndim - first)
+    return line([words], words)
+
+
 # -- products --------------------------------------------------------------------------------------------------------
 
 
 def matmul(node: fx.Node) -> str:
-    """matmul, by the ranks of its operands."""
-    left, right = (len(shape_of(operand)) for operand in operands(node))
+    """matmul, by the ranks of its operands. Batch dims are letters unless they broadcast against each other."""
+    left, right = (shape_of(operand) for operand in operands(node))
     text = {
         (True, True): "k, k -> ",
         (True, False): "k, * k n -> * n",
         (False, True): "* m k, k -> * m",
         (False, False): "* m k, * k n -> * m n",
-    }[left == 1, right == 1]
+    }[len(left) == 1, len(right) == 1]
+    if len(left) > 2 and len(right) > 2 and left[:-2] != right[:-2]:
+        batch = [["1"] * (len(shape) - 2) for shape in (left, right, shape_of(node))]
+        text = line([[*batch[0], "m", "k"], [*batch[1], "k", "n"]], [*batch[2], "m", "n"])
     return text + " ; linear 0 1"
 
 
@@ -304,11 +321,9 @@ def group_norm(node: fx.Node) -> str:
 
 
 def batch_norm(node: fx.Node) -> str:
-    """batch_norm: channels; examples too when it does not compute its own statistics."""
-    given = arguments(node)
+    """batch_norm, instance_norm: channels (statistics are of the whole batch)."""
     words = names(len(source(node)))
-    own = bool(given.get("training", given.get("use_input_stats", True)))
-    words = [w + "!" if own and i != 1 else w for i, w in enumerate(words)]
+    words = held(words, [i for i in range(len(words)) if i != 1])
     return line([words, *([words[1]] for _ in operands(node)[1:])], words)
 
 
@@ -323,7 +338,7 @@ def convolution(node: fx.Node) -> str:
     text = line([["n", "c", *(["1"] * len(places))], ["o", "c", *window]], ["n", "o", *(["1"] * len(places))])
     if isinstance(given.get("bias"), fx.Node):
         text = text.replace(" ->", ", +o ->")
-    return text + " ; linear 0 1"
+    return text
 
 
 def pool(node: fx.Node) -> str:
@@ -390,7 +405,10 @@ def index_select(node: fx.Node) -> str:
     """index_select: the other dims, and the indices."""
     words = names(len(source(node)))
     dim = dims_of(arguments(node)["dim"], len(words))[0]
-    return line([["1" if i == dim else w for i, w in enumerate(words)], ["i"]], [w if i != dim else "i" for i, w in enumerate(words)])
+    return line(
+        [["1" if i == dim else w for i, w in enumerate(words)], ["i"]],
+        [w if i != dim else "i" for i, w in enumerate(words)],
+    )
 
 
 def gather(node: fx.Node) -> str | None:
@@ -416,6 +434,8 @@ def elementwise(*linear: str) -> Callable[[fx.Node], str]:
     def build(node: fx.Node) -> str:
         number = len(operands(node))
         clause = linear[:1] if number == 2 else linear[1:2]
+        if arguments(node).get("alpha", 1) != 1:  # written as an op that the type checker does not know to be linear
+            clause = ()
         return line([["*"]] * number, ["*"], *(c for c in clause if c))
 
     return build
@@ -460,4 +480,10 @@ def movedim(node: fx.Node) -> str:
     given = arguments(node)
     moved = dict(zip(dims_of(given["destination"], len(words)), dims_of(given["source"], len(words)), strict=True))
     rest = iter(i for i in range(len(words)) if i not in moved.values())
-    return line([words], [words[moved[i]] if i in moved else words[next(rest)] for i in range(len(words))], "linear 0")
+    return line([words], [words[moved[i]] if i in moved else words[next(rest)] for i in range(len(words))])
+
+
+def whole(node: fx.Node) -> str:
+    """Ops that run on whole tensors alone, although their leading dims could be sharded: the type checker does not know them."""
+    words = ["1"] * len(source(node))
+    return line([words], words)
