@@ -1,0 +1,46 @@
+"""The error measure by which two runs of one model are compared: the same everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+EXACT = 1e-9
+"""Below this the gradients of two float64 programs are the same: rounding alone gives 1e-14 to 1e-12."""
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """The largest error over the loss and all gradients, and where it is."""
+
+    value: float
+    where: str
+
+    @property
+    def exact(self) -> bool:
+        return self.value <= EXACT
+
+
+def compare(
+    loss: float, gradients: Mapping[str, Tensor], loss0: float, gradients0: Mapping[str, Tensor]
+) -> Error:
+    """``max|g - g0| / max(max|g0|, 1e-6 max|all gradients|)`` over all parameters, and the loss's relative error.
+
+    The second term of the maximum stands for gradients that are zero in exact arithmetic, like that of an attention key's bias. A
+    parameter that one side lacks counts as an infinite error.
+    """
+    largest = max((float(g.abs().max()) for g in gradients0.values() if g.numel()), default=0.0)
+    worst = Error(abs(loss - loss0) / max(abs(loss0), 1e-300), "loss")
+    for name in sorted({*gradients, *gradients0}):
+        if name not in gradients or name not in gradients0:
+            return Error(float("inf"), f"{name} (missing on one side)")
+        got, want = gradients[name].double(), gradients0[name].double()
+        if got.shape != want.shape:
+            return Error(float("inf"), f"{name} (shape {tuple(got.shape)}, not {tuple(want.shape)})")
+        scale = max(float(want.abs().max()), 1e-6 * largest)
+        error = Error(float((got - want).abs().max()) / scale if scale else 0.0, name)
+        if not error.value <= worst.value:  # a NaN is the worst
+            worst = error
+    return worst
