@@ -6,7 +6,7 @@ import random
 import re
 
 import pytest
-from search_models import Devices, RandomPricer, TransformerPricer, chain, random_problem, transformer
+from search_models import Devices, Price, RandomPricer, TransformerPricer, chain, random_problem, transformer
 
 from autopar.errors import BatchError, InfeasibleError, UsageError
 from autopar.plan import Axis, Plan, Role, Strategy
@@ -240,3 +240,19 @@ class TestFullSize:
         plan = search(graph, Devices(256, int(72e9)), TransformerPricer(graph), options)
         assert plan.pipeline == 4 and plan.gap <= 0.06
         assert all(stage.memory.total <= 72e9 for stage in plan.stages)
+
+
+class FlatPricer(RandomPricer):
+    """Recomputation and ZeRO save bytes and cost nothing: only readers can tell the optima apart."""
+
+    def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> Price | None:
+        saved = 5 if strategy.recompute else 10
+        return Price(1.0, 2.0, 0.0, 0.5, 10 - strategy.zero, 10, 20, saved, 1, 1e12)
+
+
+def test_of_equal_optima_the_simplest_is_told() -> None:
+    graph = chain(["a", "b", "a"], 4)
+    plan = search(graph, Devices(2, 10_000), FlatPricer(graph, 0, 1.0, 0.0))
+    assert {(layer.strategy.zero, layer.strategy.recompute) for layer in plan.layers} == {(0, False)}
+    tight = search(graph, Devices(2, 10_000), FlatPricer(graph, 0, 1.0, 0.0), SearchOptions(recompute=True, zero=3))
+    assert all(layer.strategy.recompute for layer in tight.layers)

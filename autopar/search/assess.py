@@ -48,7 +48,7 @@ def step_cost(
     Resharding at a cut is done by the stage that receives. A send is paid by the stage that sends: forward to the next stage,
     backward to the one before.
     """
-    forward, backward, ways, steps = [], [], [], []
+    forward, backward, moved, steps = [], [], [], []
     last = len(bounds) - 2
     for s, (i, j) in enumerate(pairwise(bounds)):
         reshard = sum(edges[max(i - 1, 0) : j - 1])
@@ -56,21 +56,28 @@ def step_cost(
         back = sends[i - 1] if s else 0.0
         forward.append(sum(p.forward_s for p in prices[i:j]) + reshard / 2 + out)
         backward.append(sum(p.backward_s for p in prices[i:j]) + reshard / 2 + back)
-        ways.append(sum(p.communication_s for p in prices[i:j]) + reshard + out + back)
+        moved.append(sum(p.communication_s for p in prices[i:j]) + reshard + out + back)
         steps.append(sum(p.step_s for p in prices[i:j]))
     step = simulate(forward, backward, microbatches, schedule) + max(steps)
-    return Cost(tuple(forward), tuple(backward), tuple(ways), tuple(steps), step)
+    return Cost(tuple(forward), tuple(backward), tuple(moved), tuple(steps), step)
 
 
 def cost(instance: Instance, solution: Solution) -> Cost:
     """The true cost of a solution, memory aside."""
-    pick, choice = solution.pick, instance.choice
-    prices = [instance.table(i).prices[k] for i, k in enumerate(pick)]
+    choice = instance.choice
+    prices = [instance.table(i).prices[k] for i, k in enumerate(solution.pick)]
+    edges, sends = ways(instance, solution)
+    return step_cost(solution.bounds, prices, edges, sends, choice.microbatches, choice.schedule)
+
+
+def ways(instance: Instance, solution: Solution) -> tuple[list[float], list[float]]:
+    """Seconds of resharding after each layer but the last, and of the sends after those that end a stage."""
+    pick = solution.pick
     edges = [float(instance.edge(i)[pick[i], pick[i + 1]]) for i in range(instance.layers - 1)]
     sends = [0.0] * (instance.layers - 1)
     for cut in solution.bounds[1:-1]:
         sends[cut - 1] = float(instance.p2p(cut - 1)[pick[cut - 1]])
-    return step_cost(solution.bounds, prices, edges, sends, choice.microbatches, choice.schedule)
+    return edges, sends
 
 
 def memory(prices: Sequence[LayerPrice], in_flight: int) -> Memory:
@@ -188,14 +195,14 @@ def _prediction(
     m = choice.microbatches
     slowest = max(range(choice.pipeline), key=lambda s: found.forward_s[s] + found.backward_s[s])
     busy = m * (found.forward_s[slowest] + found.backward_s[slowest])
-    ways = m * found.communication_s[slowest]
+    moving = m * found.communication_s[slowest]
     optimizer = max(found.per_step_s)
     flops = m * sum(p.flops for p in prices)
     step = found.step_time_s
     return Prediction(
         step_time_s=step,
-        compute_s=busy - ways,
-        communication_s=ways,
+        compute_s=busy - moving,
+        communication_s=moving,
         bubble_s=max(0.0, step - busy - optimizer),
         optimizer_s=optimizer,
         mfu=flops / (step * cluster.count * peak) if peak and step > 0 else 0.0,
@@ -277,3 +284,40 @@ def evaluate(
     if not over:
         return plan
     return replace(plan, notes=(*plan.notes, f"does not fit: stages {over} need more than {limit} bytes"))
+
+
+def tidy(instance: Instance, solution: Solution) -> tuple[list[Strategy], list[LayerPrice], Cost]:
+    """The same plan or a faster one in simpler words: no recomputation and no higher ZeRO stage than it has a use for.
+
+    Optima are rarely unique; a strategy that gains nothing only makes readers wonder. All layers of a kind that have the same
+    strategy change together, to any candidate of the same roles, dominated ones included, if that fits and is no slower.
+    """
+    pick, choice = solution.pick, instance.choice
+    strategies = [instance.table(i).strategies[k] for i, k in enumerate(pick)]
+    prices = [instance.table(i).prices[k] for i, k in enumerate(pick)]
+    edges, sends = ways(instance, solution)
+
+    def step(trial: list[LayerPrice]) -> Cost:
+        return step_cost(solution.bounds, trial, edges, sends, choice.microbatches, choice.schedule)
+
+    def fit(trial: list[LayerPrice]) -> bool:
+        stages = enumerate(pairwise(solution.bounds))
+        return all(memory(trial[i:j], choice.in_flight[s]).total <= instance.limit for s, (i, j) in stages)
+
+    best = step(prices)
+    for kind, k in sorted({(int(instance.kind[i]), k) for i, k in enumerate(pick)}):
+        now = instance.kinds[kind].strategies[k]
+        simpler = [
+            (s, p)
+            for s, p in instance.kinds[kind].everything
+            if s.roles == now.roles and (s.zero, s.recompute) < (now.zero, now.recompute)
+        ]
+        for strategy, price in sorted(simpler, key=lambda pair: (pair[0].zero, pair[0].recompute)):
+            change = [instance.kind[i] == kind and pick[i] == k for i in range(instance.layers)]
+            trial = [price if c else p for c, p in zip(change, prices, strict=True)]
+            found = step(trial)
+            if found.step_time_s <= best.step_time_s and fit(trial):
+                prices, best = trial, found
+                strategies = [strategy if c else s for c, s in zip(change, strategies, strict=True)]
+                break
+    return strategies, prices, best

@@ -19,7 +19,7 @@ import numpy as np
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph import Graph
 from autopar.plan import Plan
-from autopar.search.assess import Proof, Solution, cost, fits, make_plan
+from autopar.search.assess import Proof, Solution, cost, fits, make_plan, tidy
 from autopar.search.bound import fewest_seconds, relaxation
 from autopar.search.construct import construct
 from autopar.search.exact import TooLargeError, solve_labels, solve_scip
@@ -227,7 +227,8 @@ def _last_resort(graph: Graph, state: _State, instances: list[Instance]) -> None
 def _record(graph: Graph, cluster: Devices, state: _State, started: float) -> Plan:
     assert state.best is not None
     instance, solution = state.best
-    tables = [instance.table(i) for i in range(instance.layers)]
+    strategies, prices, found = tidy(instance, solution)
+    state.step_s = found.step_time_s
     bound = min(state.bound_s, state.step_s)
     notes = []
     if state.unpriced:
@@ -246,9 +247,9 @@ def _record(graph: Graph, cluster: Devices, state: _State, started: float) -> Pl
         cluster,
         instance.choice,
         solution.bounds,
-        [t.strategies[k] for t, k in zip(tables, solution.pick, strict=True)],
-        [t.prices[k] for t, k in zip(tables, solution.pick, strict=True)],
-        cost(instance, solution),
+        strategies,
+        prices,
+        found,
         precision=state.options.precision,
         limit=int(instance.limit),
         proof=proof,

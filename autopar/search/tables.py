@@ -7,7 +7,7 @@ resharding out, the same holds across layouts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -34,6 +34,7 @@ class Table:
     weights: Array  # parameters, gradients and optimizer state
     saved: Array
     transient: Array
+    everything: tuple[tuple[Strategy, LayerPrice], ...] = ()  # dominated candidates included
 
     def __len__(self) -> int:
         return len(self.strategies)
@@ -48,6 +49,7 @@ class Table:
             self.weights[keep],
             self.saved[keep],
             self.transient[keep],
+            self.everything,
         )
 
     @cached_property
@@ -92,6 +94,7 @@ def make_table(candidates: list[Strategy], prices: list[LayerPrice], tied: bool 
         weights,
         column("saved_bytes"),
         column("transient_bytes"),
+        tuple(zip(candidates, prices, strict=True)),
     )
     group = table.layout * 4 + (np.array([s.zero for s in candidates]) if tied else 0)
     return table.take(_pareto(table.columns, group))
@@ -249,7 +252,8 @@ class Prices:
                     keep = [k for k, s in enumerate(table.strategies) if (s.roles, s.zero) == fixed[group]]
                     if not keep:
                         return None
-                    table = table.take(np.array(keep, dtype=np.int64))
+                    pairs = tuple(c for c in table.everything if (c[0].roles, c[0].zero) == fixed[group])
+                    table = replace(table.take(np.array(keep, dtype=np.int64)), everything=pairs)
                 index[key] = len(kinds)
                 kinds.append(table)
             kind.append(index[key])
