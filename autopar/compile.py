@@ -85,11 +85,7 @@ def compile(
         memory_limit_bytes: what may be filled of one device, in place of the usable part of its memory.
         time_limit_s: how long to search, in seconds.
         folder: where the program goes; without one, a temporary folder that lives as long as the ``Program``.
-        optimizer: makes the optimizer from a list of tensors (default: AdamW with ``lr``); local worker processes must be able to
-            import it, so it is a function at the top of a module.
-        max_norm: gradients are clipped to this 2-norm.
-        seed: of the parameters of a model on meta, and of dropout.
-        port: where local processes meet (0: any free one).
+        optimizer, lr, max_norm, seed, port: how it trains and where local processes meet, see ``Program``.
         progress: told of each stage.
 
     A model on the CPU keeps its parameters' values. Under ``torchrun`` every process calls this and rank 0 searches.
