@@ -181,9 +181,9 @@ def _deal(value: Value, t: SpmdType, n: int) -> list[Value]:
         return list(value.chunk(n, t.dim))
     if t.kind == "P":
         terms = [torch.randn_like(value) if value.is_floating_point() else torch.ones_like(value) for _ in range(n - 1)]
-        return (
-            [*terms, value - sum(terms)] if value.dtype != torch.bool else [value] + [torch.zeros_like(value)] * (n - 1)
-        )
+        rest = [torch.zeros_like(value)] * (n - 1) if value.dtype == torch.bool else terms
+        last: Value = value if value.dtype == torch.bool else value - sum(rest)
+        return [*rest, last]
     return [value for _ in range(n)]
 
 
