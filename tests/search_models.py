@@ -92,17 +92,19 @@ class RandomPricer:
         return self._rng("p2p", classes, mesh, strategy.roles).random() * self.edges / microbatches
 
 
-def random_problem(seed: int, layers: int = 3, devices: tuple[int, ...] = (1, 2, 4)) -> tuple[Graph, Devices, RandomPricer]:
+def random_problem(
+    seed: int, layers: int = 3, devices: tuple[int, ...] = (1, 2, 4, 4)
+) -> tuple[Graph, Devices, RandomPricer]:
     """A small problem; about one in five does not fit."""
     rng = random.Random(seed)
-    count = rng.randint(1, layers)
-    kinds = rng.randint(1, count)
+    count = rng.choice([1, 2, *[layers] * 4])
+    kinds = rng.randint(1, 2 * count)
     classes = sorted(f"c{rng.randrange(kinds)}" for _ in range(count))
-    tied = (0, count - 1) if count > 1 and rng.random() < 0.25 else ()
+    tied = (0, count - 1) if count > 1 and rng.random() < 0.4 else ()
     graph = chain(classes, rng.choice([1, 2, 4]), tied)
-    cluster = Devices(rng.choice(devices), rng.choice([50, 100, 150, 200, 300, 10_000]))
-    density = {1: 0.6, 2: 0.3, 4: 0.12, 8: 0.1}[cluster.count]
-    return graph, cluster, RandomPricer(graph, seed, density, rng.choice([0.0, 0.1, 1.0]))
+    cluster = Devices(rng.choice(devices), rng.choice([60, 120, 180, 240, 300, 10_000]))
+    density = {1: 0.9, 2: 0.4, 4: 0.2}[cluster.count]
+    return graph, cluster, RandomPricer(graph, seed, density, rng.choice([0.0, 0.3, 2.0, 6.0]))
 
 
 def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions) -> float | None:
@@ -110,12 +112,12 @@ def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: S
     best: float | None = None
     limit = options.memory_limit_bytes or cluster.memory_limit_bytes
     for choice in choices(graph, cluster.count, options):
-        for step in _every_plan(graph, cluster, pricer, options, choice, limit):
+        for step in every_plan(graph, cluster, pricer, options, choice, limit):
             best = step if best is None or step < best else best
     return best
 
 
-def _every_plan(
+def every_plan(
     graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions, choice: Choice, limit: int
 ) -> Iterator[float]:
     mesh, m, stages, count = choice.mesh, choice.microbatches, choice.pipeline, len(graph.layers)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from search_models import brute_force, random_problem
+from search_models import brute_force, every_plan, random_problem
 
 from autopar.errors import InfeasibleError
 from autopar.plan import Plan
 from autopar.search import SearchOptions, driver, search
+from autopar.search.bound import fewest_seconds, relaxation
+from autopar.search.exact import solve_scip
+from autopar.search.lagrange import bottleneck_bound
+from autopar.search.problem import choices
+from autopar.search.tables import Prices
 
 EXACT = SearchOptions(target_gap=0.0, time_limit_s=60)
 
@@ -82,3 +87,31 @@ def test_more_memory_is_never_slower() -> None:
                 continue
             assert step <= before * (1 + 1e-9)
             before = step
+
+
+def test_every_bound_of_every_outer_choice_holds() -> None:
+    tight: dict[str, list[float]] = {}
+    for seed in range(4000, 4018):
+        graph, cluster, pricer = random_problem(seed, layers=4)
+        prices = Prices(graph, cluster, pricer, EXACT)
+        for choice in choices(graph, cluster.count, EXACT):
+            instance = prices.instance(choice)
+            plans = every_plan(graph, cluster, pricer, EXACT, choice, cluster.memory_limit_bytes)
+            best = min(plans, default=float("inf"))
+            if instance is None:
+                assert best == float("inf")
+                continue
+            cheap = fewest_seconds(instance)
+            bounds = {
+                "cheap": cheap,
+                "bottleneck": bottleneck_bound(instance),
+                "linear": relaxation(instance, cheap, 5.0),
+                "integer": solve_scip(instance, cheap, float("inf"), 5.0, 0.0)[0],
+            }
+            for name, bound in bounds.items():
+                assert bound <= best * (1 + 1e-6), (seed, choice, name)
+                if best < float("inf"):
+                    tight.setdefault(name, []).append(bound / best)
+    mean = {name: sum(values) / len(values) for name, values in tight.items()}
+    assert mean["cheap"] < mean["linear"] < mean["integer"] and mean["cheap"] < mean["bottleneck"]
+    assert mean["integer"] > 0.85

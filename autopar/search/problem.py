@@ -14,7 +14,7 @@ The problem, for one outer choice (mesh of a stage, pipeline degree ``P``, micro
 
 ``n_s`` is the number of microbatches in flight: ``m`` under GPipe, ``min(m, P - s)`` under 1F1B, 1 without a pipeline.
 ``schedule(f, b, m)`` is the longest path through the schedule's actions (``simulate``), which never falls when an ``f_s`` or a
-``b_s`` rises. ``bound`` states the linear relaxation, ``exact`` and ``milp`` solve.
+``b_s`` rises. ``bound`` states the linear relaxation, ``lagrange`` a second bound; ``exact`` solves.
 
 1F1B is at least as fast as GPipe and never has more in flight, so GPipe is planned only where it is asked for.
 """
@@ -121,7 +121,6 @@ class SearchOptions:
     recompute: bool | None = None
     roles: tuple[Role, ...] = (Role.TENSOR, Role.TENSOR_SEQUENCE)
     memory_limit_bytes: int | None = None
-    seed: int = 0
     progress: Callable[[str], None] | None = None
 
     def __post_init__(self) -> None:
