@@ -108,6 +108,9 @@ class FlatGroup:
         index = dist.get_rank(self._group) if self._scattered else 0
         self._own = slice(index * piece, (index + 1) * piece)
         self._mixed = trainable and wide != compute
+        # A tied copy may sit in a layer under FSDP2, whose first forward drops the gradients that it finds in place: such a
+        # parameter's gradients are taken from it one by one, and so are those that add up in a wider dtype.
+        self._taken = trainable and (self._mixed or self.shared is not None)
         self._values = torch.zeros(piece * self._parts, dtype=compute, device=world.device)
         self._grads = torch.zeros(piece * self._parts if trainable else 0, dtype=wide, device=world.device)
         self._owned = torch.zeros(piece, dtype=wide, device=world.device) if self._mixed else self._values[self._own]
@@ -124,7 +127,7 @@ class FlatGroup:
             start = stop
 
     def _add_master(self, slot: Slot) -> None:
-        if self._mixed:
+        if self._taken:
             grad = self._grads[slot.start : slot.stop].view(slot.param.shape)
 
             def accumulate(param: Tensor) -> None:
@@ -162,7 +165,7 @@ class FlatGroup:
     def zero_grad(self) -> None:
         self._grads.zero_()
         for slot in self._slots:
-            if slot.layout.trainable and not self._mixed:  # autograd adds into what is there
+            if slot.layout.trainable and not self._taken:  # autograd adds into what is there
                 slot.param.grad = self._grads[slot.start : slot.stop].view(slot.param.shape)
 
     def reduce_over_stages(self) -> None:
