@@ -69,7 +69,7 @@ def twin(model: nn.Module, dtype: torch.dtype | None) -> Twin:
         delattr(owner, name)
         owner.register_buffer(name, tensor, persistent=False)
     for child in module.modules():
-        config = getattr(child, "config", None)
+        config: Any = getattr(child, "config", None)
         if getattr(config, "use_cache", False):
-            config.use_cache = False  # type: ignore[union-attr]
+            config.use_cache = False
     return Twin(module.train(), values, mode)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.clean.nodes import add, aten, calls, dtype, is_random, like, note, packet, replace, shape, val
+from passes.clean.nodes import add, arguments, aten, calls, dtype, is_random, like, note, packet, replace, shape, val
 
 # A folded table larger than this is computed inside the layers instead: from its own small constants, where it may be sharded.
 LIMIT_BYTES = 16 * 2**20
@@ -96,9 +96,10 @@ class Evaluator:
                 return type(value)(substitute(item) for item in value)
             return value
 
+        target: Any = node.target
         kwargs = {key: substitute(value) for key, value in node.kwargs.items()}
         with torch.no_grad():
-            return node.target(*substitute(tuple(node.args)), **kwargs)  # type: ignore[operator]
+            return target(*substitute(tuple(node.args)), **kwargs)
 
 
 def constant_nodes(gm: fx.GraphModule) -> set[fx.Node]:
@@ -212,7 +213,7 @@ def simplify_constants(gm: fx.GraphModule, constants: dict[str, torch.Tensor]) -
 
     def uniform(argument: Any) -> bool | None:
         while isinstance(argument, fx.Node) and argument.target is aten.expand.default:
-            argument = argument.args[0]
+            argument = arguments(argument)[0]
         name = argument.meta.get("constant") if isinstance(argument, fx.Node) else None
         if name is None or constants[name].dtype != torch.bool:
             return None
@@ -228,11 +229,11 @@ def simplify_constants(gm: fx.GraphModule, constants: dict[str, torch.Tensor]) -
     for node in calls(gm):
         name, kept = packet(node), None
         if name in neutral and dtype(node) == torch.bool:
-            for mine, other in (node.args[:2], node.args[1::-1]):
+            for mine, other in (arguments(node)[:2], arguments(node)[1::-1]):
                 if uniform(mine) is neutral[name] and isinstance(other, fx.Node):
                     kept = other
-        elif name == "aten.where" and len(node.args) == 3 and (chosen := uniform(node.args[0])) is not None:
-            kept = node.args[1 if chosen else 2]
+        elif name == "aten.where" and len(node.args) == 3 and (chosen := uniform(arguments(node)[0])) is not None:
+            kept = arguments(node)[1 if chosen else 2]
         if isinstance(kept, fx.Node) and dtype(kept) == dtype(node):
             replace(
                 node, kept if shape(kept) == shape(node) else add(node, aten.expand.default, (kept, list(shape(node))))

@@ -185,7 +185,9 @@ def _label(
 def _plain(value: Any, node: fx.Node) -> Any:
     if isinstance(value, torch.Tensor):
         if not all(type(size) is int for size in value.shape):
-            raise CaptureError(f"a shape depends on the data: {packet(node)} gives {list(value.shape)}\n{_trace(node)}", OPAQUE_HINT)
+            raise CaptureError(
+                f"a shape depends on the data: {packet(node)} gives {list(value.shape)}\n{_trace(node)}", OPAQUE_HINT
+            )
         return like(value)
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         raise CaptureError(f"a Python number depends on the data: {packet(node)}\n{_trace(node)}", OPAQUE_HINT)

@@ -178,17 +178,23 @@ def _signature(border: Borders, prefix: str) -> Any:
             key.append((kind, local, shape(node), dtype(node), node.meta["grad"]))
     for node in border.body:
         index[node] = len(index)
-        frozen = map_arg((node.args, dict(node.kwargs)), lambda n: _Ref(index[n]))
+        frozen = _numbered((node.args, dict(node.kwargs)), index)
         value = node.meta["val"]
         described = (shape(node), dtype(node), value.stride()) if isinstance(value, torch.Tensor) else str(value)
-        key.append((node.target, repr(frozen), described, node.meta["grad"]))
+        key.append((node.target, frozen, described, node.meta["grad"]))
     key.append(tuple(index[n] for n in border.outputs))
     return tuple(key)
 
 
-@dataclass(frozen=True, slots=True)
-class _Ref:
-    index: int
+def _numbered(value: Any, index: dict[fx.Node, int]) -> Any:
+    """``value`` with each node replaced by its number and each number by its text, so that 1, 1.0 and True differ."""
+    if isinstance(value, fx.Node):
+        return index[value]
+    if isinstance(value, tuple | list):
+        return tuple(_numbered(item, index) for item in value)
+    if isinstance(value, dict):
+        return tuple((key, _numbered(item, index)) for key, item in sorted(value.items()))
+    return repr(value)
 
 
 def _local_name(node: fx.Node, prefix: str) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autopar.capture.constants import Evaluator
-from passes.clean.nodes import add, aten, calls, replace, shape
+from passes.clean.nodes import add, arguments, aten, calls, replace, shape
 
 # Sequences longer than this are shrunk to it, where that is sound.
 SHORT = 64
@@ -26,7 +26,7 @@ def recognise_masks(gm: fx.GraphModule, evaluator: Evaluator, batch_size: int) -
     """Drop constant masks that allow everything; replace triangular ones by ``is_causal=True``."""
     kinds: dict[fx.Node, str | None] = {}
     for node in calls(gm, aten.scaled_dot_product_attention.default):
-        mask = node.args[3] if len(node.args) > 3 else None
+        mask = arguments(node)[3] if len(node.args) > 3 else None
         if not isinstance(mask, fx.Node) or mask not in evaluator.constant:
             continue
         if mask not in kinds:
@@ -36,7 +36,7 @@ def recognise_masks(gm: fx.GraphModule, evaluator: Evaluator, batch_size: int) -
         kwargs: dict[str, Any] = dict(node.kwargs)
         if kinds[mask] == "causal":
             kwargs["is_causal"] = True
-        replace(node, add(node, aten.scaled_dot_product_attention.default, tuple(node.args[:3]), kwargs))
+        replace(node, add(node, aten.scaled_dot_product_attention.default, tuple(arguments(node)[:3]), kwargs))
     evaluator.forget()
 
 

@@ -1,8 +1,8 @@
 """Keep a module whole: one node in the graph, executed as the user wrote it, on every rank alike.
 
-The way out for a module that ``torch.export`` refuses (control flow that depends on the data, a library call it cannot see into). The module
-becomes a custom op of torch's with its parameters among the operands, so that they stay parameters of the graph and their gradients flow. The op
-has no sharding rule: every axis replicates it.
+The way out for a module that ``torch.export`` refuses (control flow that depends on the data, a library call it cannot
+see into). The module becomes a custom op of torch's with its parameters among the operands, so that they stay
+parameters of the graph and their gradients flow. The op has no sharding rule: every axis replicates it.
 
 Limits: tensors in, one tensor out; backward runs the module again, so it must not draw random numbers; and the op lives in the process that
 wrapped the module, so a program that contains it cannot be run from an emitted folder alone.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import fx
 from torch.fx.node import map_arg
 
-from passes.clean.nodes import add, aten, calls, is_pointwise, packet, replace, shape, val
+from passes.clean.nodes import add, arguments, aten, calls, is_pointwise, packet, replace, shape, val
 
 
 def broadcast_pass(gm: fx.GraphModule) -> fx.GraphModule:
@@ -17,7 +17,7 @@ def broadcast_pass(gm: fx.GraphModule) -> fx.GraphModule:
     queue = calls(gm, aten.expand.default)
     while queue:
         expand = queue.pop(0)
-        source = expand.args[0]
+        source = arguments(expand)[0]
         assert isinstance(source, fx.Node)
         if shape(source) == shape(expand):
             replace(expand, source)
@@ -35,11 +35,15 @@ def _push(expand: fx.Node, source: fx.Node, user: fx.Node) -> fx.Node | None:
     """Let ``user`` read ``source``; the new ``expand`` after it, if one is still needed."""
     name = packet(user)
     if name == "aten.scaled_dot_product_attention":
-        if user.args[3:4] == (expand,) and expand not in user.args[:3] and len(shape(source)) == len(shape(expand)):
-            user.args = (*user.args[:3], source, *user.args[4:])
+        if (
+            arguments(user)[3:4] == (expand,)
+            and expand not in arguments(user)[:3]
+            and len(shape(source)) == len(shape(expand))
+        ):
+            user.args = (*arguments(user)[:3], source, *arguments(user)[4:])
         return None
     if name == "aten.embedding":
-        if user.args[1] is not expand:
+        if arguments(user)[1] is not expand:
             return None
     elif name == "aten.unsqueeze":
         if len(shape(source)) != len(shape(expand)):
@@ -47,10 +51,10 @@ def _push(expand: fx.Node, source: fx.Node, user: fx.Node) -> fx.Node | None:
     elif not is_pointwise(user):
         return None
     if name == "aten.expand":
-        user.args = (source, *user.args[1:])
+        user.args = (source, *arguments(user)[1:])
         return None
     args = map_arg(user.args, lambda n: source if n is expand else n)
-    new = add(user, user.target, args, dict(user.kwargs))  # type: ignore[arg-type]
+    new = add(user, user.target, args, dict(user.kwargs))
     if val(new).shape == val(user).shape:
         replace(user, new)
         return None

@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 from torch.fx.node import map_arg
 
-from passes.clean.nodes import add, aten, note, packet, shape
+from passes.clean.nodes import add, arguments, aten, note, packet, shape
 
 _VIEWS = frozenset(
     f"aten.{name}"
@@ -70,7 +70,7 @@ def functionalise_pass(gm: fx.GraphModule) -> fx.GraphModule:
             if alias.base.op == "placeholder" and "buffer" in alias.base.meta and not counter:
                 note(gm, f"the update of buffer {alias.base.meta['buffer']} is left out")
             aliases[node] = _Alias(alias.base, alias.chain, new, bases[alias.base][1])
-        elif operands and packet(node) in _VIEWS and node.args and node.args[0] is node.all_input_nodes[0]:
+        elif operands and packet(node) in _VIEWS and node.args and arguments(node)[0] is node.all_input_nodes[0]:
             source = target or aliases.setdefault(operands[0], _Alias(operands[0], (), operands[0], 0))
             version = bases.get(source.base, (source.base, 0))[1]
             aliases[node] = _Alias(source.base, (*source.chain, node), node, version)
@@ -96,7 +96,7 @@ def _read(
 
 def _replay(value: fx.Node, chain: tuple[fx.Node, ...], anchor: fx.Node) -> fx.Node:
     for view in chain:
-        value = add(anchor, view.target, (value, *view.args[1:]), dict(view.kwargs), origin=view)  # type: ignore[arg-type]
+        value = add(anchor, view.target, (value, *arguments(view)[1:]), dict(view.kwargs), origin=view)
     return value
 
 
@@ -121,7 +121,7 @@ def _scatter(view: fx.Node, source: fx.Node, new: fx.Node, anchor: fx.Node) -> f
     if name in ("aten.view", "aten.reshape", "aten.squeeze", "aten.unsqueeze"):
         return add(anchor, aten.reshape.default, (new, sizes))
     if name in ("aten.transpose", "aten.t"):
-        return add(anchor, view.target, (new, *args[1:]))  # type: ignore[arg-type]
+        return add(anchor, view.target, (new, *args[1:]))
     if name == "aten.permute":
         order = [d % len(sizes) for d in args[1]]
         return add(anchor, aten.permute.default, (new, [order.index(d) for d in range(len(sizes))]))
@@ -148,17 +148,17 @@ def _is_inplace(node: fx.Node) -> bool:
 
 def _functional_twin(node: fx.Node) -> fx.Node:
     """The value that the in-place ``node`` leaves, in the shape and dtype of what it writes to."""
-    written = node.args[0]
+    written = arguments(node)[0]
     assert isinstance(written, fx.Node)
     name = packet(node)
     if name in ("aten.zero_", "aten.fill_"):
-        fill = 0 if name == "aten.zero_" else node.args[1]
+        fill = 0 if name == "aten.zero_" else arguments(node)[1]
         if isinstance(fill, fx.Node):
             return add(node, aten.expand.default, (fill, list(shape(written))))
         value = written.meta["val"]
         return add(node, aten.full.default, (list(value.shape), fill), {"dtype": value.dtype})
     if name == "aten.copy_":
-        new = node.args[1]
+        new = arguments(node)[1]
         assert isinstance(new, fx.Node)
     else:
         twin = getattr(aten, name.removeprefix("aten.")[:-1])
@@ -175,9 +175,9 @@ def _functional_twin(node: fx.Node) -> fx.Node:
 def _drop_statistics(gm: fx.GraphModule) -> fx.GraphModule:
     """``batch_norm`` writes its running statistics though its name does not say so."""
     for node in gm.graph.nodes:
-        if packet(node) == "aten.batch_norm" and node.args[5]:
+        if packet(node) == "aten.batch_norm" and arguments(node)[5]:
             gm.meta["unmicrobatchable"] = "batch norm couples the batch"
-            if node.args[3] is not None:
+            if arguments(node)[3] is not None:
                 note(gm, "the running statistics of batch norm are not updated")
-                node.args = (*node.args[:3], None, None, *node.args[5:])
+                node.args = (*arguments(node)[:3], None, None, *arguments(node)[5:])
     return gm

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from torch import fx
 
-from passes.clean.nodes import add, aten, calls, packet, replace, shape
+from passes.clean.nodes import add, arguments, aten, calls, packet, replace, shape
+
+_DROPPED = -1
 
 
 def indexing_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """``index(x, [i0, i1, ...])`` where each ``i`` is ``arange`` over its dim, laid out along one output dim of its own, in
     the same order, is ``x`` with dims of size 1 between: ``unsqueeze``."""
     for node in calls(gm, aten.index.Tensor):
-        source, indices = node.args
+        source, indices = arguments(node)
         assert isinstance(source, fx.Node) and isinstance(indices, list | tuple)
         if len(indices) != len(shape(source)):
             continue
         rank = len(shape(node))
         places = [_arange_place(i, extent, rank) for i, extent in zip(indices, shape(source), strict=True)]
-        if None in places or places != sorted(set(places)):  # type: ignore[type-var]
+        kept = [place for place in places if place is not None and place != _DROPPED]
+        if None in places or kept != sorted(set(kept)):
             continue
         new = source
+        for dim in reversed([dim for dim, place in enumerate(places) if place == _DROPPED]):
+            new = add(node, aten.select.int, (new, dim, 0))
         for dim in range(rank):
-            if dim not in places:
+            if dim not in kept:
                 new = add(node, aten.unsqueeze.default, (new, dim))
         if shape(new) == shape(node):
             replace(node, new)
@@ -29,15 +34,18 @@ def indexing_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _arange_place(index: object, extent: int, rank: int) -> int | None:
-    """The output dim along which ``index`` counts from 0 to ``extent``; ``None`` for any other index."""
+    """The output dim along which ``index`` counts from 0 to ``extent``; ``_DROPPED`` for the only index of a dim of size 1;
+    ``None`` for any other index."""
     if not isinstance(index, fx.Node):
         return None
     sizes = (1,) * (rank - len(shape(index))) + shape(index)
     long = [dim for dim, size in enumerate(sizes) if size != 1]
+    if not long and extent == 1:
+        return _DROPPED
     if len(long) != 1 or sizes[long[0]] != extent:
         return None
     while packet(index) in ("aten.unsqueeze", "aten.reshape", "aten.view", "aten.expand"):
-        index = index.args[0]
+        index = arguments(index)[0]
         assert isinstance(index, fx.Node)
     if index.target is aten.arange.default and index.args == (extent,):
         return long[0]

@@ -8,7 +8,7 @@ import math
 from torch import fx
 
 from autopar.graph import Parameter
-from passes.clean.nodes import add, aten, calls, copy_origin, like, packet, replace, shape
+from passes.clean.nodes import add, arguments, aten, calls, copy_origin, like, packet, replace, shape
 
 
 def linear_pass(gm: fx.GraphModule) -> fx.GraphModule:
@@ -19,8 +19,8 @@ def linear_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """
     for node in calls(gm):
         name = packet(node)
-        if name == "aten.addmm" and node.args[0].op == "placeholder" and not node.kwargs:  # type: ignore[union-attr]
-            bias, x, weight = node.args
+        if name == "aten.addmm" and arguments(node)[0].op == "placeholder" and not node.kwargs:
+            bias, x, weight = arguments(node)
         elif name in ("aten.mm", "aten.matmul"):
             (x, weight), bias = node.args, None
         elif name == "aten.linear":
@@ -32,14 +32,14 @@ def linear_pass(gm: fx.GraphModule) -> fx.GraphModule:
             if not _is_parameter(weight) or len(shape(weight)) != 2:
                 continue
             stored_output_first = packet(weight) == "aten.t"
-            weight = weight.args[0] if stored_output_first else add(node, aten.t.default, (weight,))  # type: ignore[assignment]
-        _emit_linear(node, x, weight, bias)  # type: ignore[arg-type]
+            weight = arguments(weight)[0] if stored_output_first else add(node, aten.t.default, (weight,))
+        _emit_linear(node, x, weight, bias)
     return gm
 
 
 def _is_parameter(node: fx.Node) -> bool:
     if packet(node) == "aten.t":
-        node = node.args[0]  # type: ignore[assignment]
+        node = arguments(node)[0]
     return node.op == "placeholder" and "parameter" in node.meta
 
 
@@ -51,7 +51,7 @@ def _emit_linear(node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | Non
         if packet(node) != "aten.linear":
             replace(node, add(node, aten.linear.default, (x, *parameters)))
         return
-    source, sizes = x.args[0], [*lead, shape(x)[-1]]
+    source, sizes = arguments(x)[0], [*lead, shape(x)[-1]]
     assert isinstance(source, fx.Node)
     if list(shape(source)) != sizes:
         source = add(node, aten.reshape.default, (source, sizes))
@@ -69,7 +69,7 @@ def _restored_dims(node: fx.Node, x: fx.Node) -> tuple[int, ...] | None:
     (sizes, *others) = restored
     if others or sizes is None or sizes[-1] != shape(node)[-1]:
         return None
-    lead, source = sizes[:-1], shape(x.args[0])  # type: ignore[arg-type]
+    lead, source = sizes[:-1], shape(arguments(x)[0])
     return lead if source[: len(lead)] == lead and math.prod(lead) == shape(x)[0] else None
 
 
@@ -83,18 +83,18 @@ def fused_projections_pass(gm: fx.GraphModule) -> fx.GraphModule:
         pieces = _pieces(node)
         if pieces is None:
             continue
-        weight, bias = node.args[1], node.args[2] if len(node.args) > 2 else None
-        transposed = packet(weight) == "aten.t"  # type: ignore[arg-type]
-        stored = weight.args[0] if transposed else weight  # type: ignore[union-attr]
+        weight, bias = arguments(node)[1], arguments(node)[2] if len(node.args) > 2 else None
+        transposed = packet(weight) == "aten.t"
+        stored = arguments(weight)[0] if transposed else weight
         tensors = [stored] if bias is None else [stored, bias]
-        if not all(_splittable(t, node if t is not stored or not transposed else weight) for t in tensors):  # type: ignore[arg-type]
+        if not all(_splittable(t, node if t is not stored or not transposed else weight) for t in tensors):
             continue
         for index, ((start, end), slices) in enumerate(pieces.items()):
-            part = _part(stored, index, int(transposed), start, end)  # type: ignore[arg-type]
+            part = _part(stored, index, int(transposed), start, end)
             operand = add(node, aten.t.default, (part,)) if transposed else part
-            args = (node.args[0], operand)
+            args: tuple[fx.Node, ...] = (arguments(node)[0], operand)
             if bias is not None:
-                args = (*args, _part(bias, index, 0, start, end))  # type: ignore[arg-type,assignment]
+                args = (*args, _part(bias, index, 0, start, end))
             new = add(node, aten.linear.default, args)
             for piece in slices:
                 replace(piece, new)
@@ -109,9 +109,9 @@ def _pieces(node: fx.Node) -> dict[tuple[int, int], list[fx.Node]] | None:
     last = len(shape(node)) - 1
     found: dict[tuple[int, int], list[fx.Node]] = {}
     for user in node.users:
-        if user.target is not aten.slice.Tensor or len(user.args) != 4 or user.args[1] != last:
+        if user.target is not aten.slice.Tensor or len(user.args) != 4 or arguments(user)[1] != last:
             return None
-        found.setdefault((user.args[2], user.args[3]), []).append(user)  # type: ignore[arg-type]
+        found.setdefault((arguments(user)[2], arguments(user)[3]), []).append(user)
     ordered = dict(sorted(found.items()))
     expected = 0
     for start, end in ordered:

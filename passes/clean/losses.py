@@ -12,7 +12,7 @@ import math
 from torch import fx
 
 from autopar.program import kernels
-from passes.clean.nodes import add, argument, aten, calls, dtype, packet, replace, shape
+from passes.clean.nodes import add, argument, arguments, aten, calls, dtype, packet, replace, shape
 
 _MEAN = 1  # torch's Reduction.MEAN
 _SUM = 2
@@ -25,7 +25,7 @@ def cross_entropy_pass(gm: fx.GraphModule) -> fx.GraphModule:
     class-probability targets stay torch's op. All labels ignored gives 0/0 = nan, as in torch.
     """
     for node in calls(gm, aten.cross_entropy_loss.default):
-        logits, labels = node.args[:2]
+        logits, labels = arguments(node)[:2]
         assert isinstance(logits, fx.Node) and isinstance(labels, fx.Node)
         reduction = argument(node, 3, "reduction", _MEAN)
         if argument(node, 2, "weight") is not None or dtype(labels).is_floating_point or reduction not in (_MEAN, _SUM):
@@ -52,15 +52,15 @@ def _plain_dims(node: fx.Node, logits: fx.Node, labels: fx.Node) -> tuple[fx.Nod
         order = [0, *range(2, len(shape(logits))), 1]
         inverse = [order.index(d) for d in range(len(order))]
         if packet(logits) in ("aten.permute", "aten.transpose") and _permutation(logits) == inverse:
-            return logits.args[0], labels  # type: ignore[return-value]
+            return arguments(logits)[0], labels
         return add(node, aten.permute.default, (logits, order)), labels
-    source = logits.args[0] if logits.target in (aten.reshape.default, aten.view.default) else logits
+    source = arguments(logits)[0] if logits.target in (aten.reshape.default, aten.view.default) else logits
     assert isinstance(source, fx.Node)
     lead = shape(source)[:-1]
     if shape(source)[-1] != shape(logits)[-1] or math.prod(lead) != shape(labels)[0]:
         return logits, labels
     while labels.target in (aten.reshape.default, aten.view.default) and shape(labels) != lead:
-        labels = labels.args[0]  # type: ignore[assignment]
+        labels = arguments(labels)[0]
     if shape(labels) != lead:
         labels = add(node, aten.reshape.default, (labels, list(lead)))
     return source, labels
@@ -69,9 +69,9 @@ def _plain_dims(node: fx.Node, logits: fx.Node, labels: fx.Node) -> tuple[fx.Nod
 def _permutation(node: fx.Node) -> list[int]:
     rank = len(shape(node))
     if packet(node) == "aten.permute":
-        return [d % rank for d in node.args[1]]  # type: ignore[operator,union-attr]
+        return [d % rank for d in arguments(node)[1]]
     order = list(range(rank))
-    a, b = (d % rank for d in node.args[1:3])  # type: ignore[operator]
+    a, b = (d % rank for d in arguments(node)[1:3])
     order[a], order[b] = order[b], order[a]
     return order
 
@@ -82,7 +82,7 @@ def mean_losses_pass(gm: fx.GraphModule) -> fx.GraphModule:
     for node in calls(gm):
         name = packet(node)
         if name == "aten.mean":
-            source = node.args[0]
+            source = arguments(node)[0]
             assert isinstance(source, fx.Node)
             if shape(node) == () and node.meta.get("grad", True) and dtype(node) == dtype(source) and shape(source):
                 total = add(node, aten.sum.default, (source,))
@@ -93,7 +93,7 @@ def mean_losses_pass(gm: fx.GraphModule) -> fx.GraphModule:
                 continue
             args = list(node.args) + _DEFAULTS.get(name, [])[max(0, len(node.args) - 2) :]
             args[position:] = [_SUM, *args[position + 1 :]]
-            total = add(node, node.target, tuple(args), {k: v for k, v in node.kwargs.items() if k != "reduction"})  # type: ignore[arg-type]
+            total = add(node, node.target, tuple(args), {k: v for k, v in node.kwargs.items() if k != "reduction"})
             replace(node, add(node, aten.mul.Tensor, (total, 1.0 / math.prod(_broadcast(node)))))
     return gm
 
@@ -115,7 +115,7 @@ _DEFAULTS: dict[str, list[None]] = {
 
 
 def _broadcast(node: fx.Node) -> tuple[int, ...]:
-    a, b = shape(node.args[0]), shape(node.args[1])  # type: ignore[arg-type]
+    a, b = shape(arguments(node)[0]), shape(arguments(node)[1])
     rank = max(len(a), len(b))
     a, b = (1,) * (rank - len(a)) + a, (1,) * (rank - len(b)) + b
     return tuple(max(x, y) for x, y in zip(a, b, strict=True))

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,17 +41,30 @@ def like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def evaluate(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The node's value on the meta device, from its operands' ``meta["val"]``. Random ops draw nothing there."""
+def evaluate(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The node's value on the meta device, from its operands' ``meta["val"]``. Random ops draw nothing there.
+
+    A call without tensors is a factory, and is told to make its tensor on meta.
+    """
     real_args = map_arg(args, lambda n: n.meta["val"])
     real_kwargs = map_arg(kwargs, lambda n: n.meta["val"])
-    with torch.device("meta"), torch.no_grad():
+    if not any(isinstance(value, torch.Tensor) for value in _flat((real_args, list(real_kwargs.values())))):
+        real_kwargs = {key: value for key, value in real_kwargs.items() if key != "pin_memory"} | {"device": "meta"}
+    with torch.no_grad():
         return target(*real_args, **real_kwargs)
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from _flat(item)
+    else:
+        yield value
 
 
 def add(
     anchor: fx.Node,
-    target: Callable[..., Any],
+    target: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None = None,
     *,
@@ -90,10 +103,15 @@ def packet(node: fx.Node) -> str:
     return str(overloads) if overloads is not None else getattr(node.target, "__qualname__", str(node.target))
 
 
+def arguments(node: fx.Node) -> tuple[Any, ...]:
+    """The positional arguments; fx types them so widely that every use would need a cast."""
+    return node.args
+
+
 def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
     """The argument at position ``index`` or keyword ``name``."""
     if len(node.args) > index:
-        return node.args[index]
+        return arguments(node)[index]
     return node.kwargs.get(name, default)
 
 

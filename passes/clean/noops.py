@@ -7,7 +7,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.clean.nodes import add, argument, aten, calls, dtype, evaluate, is_random, packet, replace, shape, val
+from passes.clean.nodes import (
+    add,
+    argument,
+    arguments,
+    aten,
+    calls,
+    dtype,
+    evaluate,
+    is_random,
+    packet,
+    replace,
+    shape,
+    val,
+)
 
 _PLACES = ("device", "pin_memory", "layout")
 _SAME = frozenset(
@@ -30,7 +43,7 @@ def devices_pass(gm: fx.GraphModule) -> fx.GraphModule:
             name in ("aten.to", "aten.type_as", "aten._to_copy", "aten.cpu", "aten.cuda")
             and node.target is not aten.to.dtype
         ):
-            source = node.args[0]
+            source = arguments(node)[0]
             assert isinstance(source, fx.Node)
             same = dtype(node) == dtype(source)
             replace(node, source if same else add(node, aten.to.dtype, (source, dtype(node))))
@@ -66,7 +79,7 @@ def noops_pass(gm: fx.GraphModule) -> fx.GraphModule:
             target = getattr(getattr(aten, _BITWISE[name]), str(node.target).rsplit(".", 1)[1])
             replace(node, add(node, target, node.args))
         elif _is_identity(node):
-            replace(node, node.args[0])  # type: ignore[arg-type]
+            replace(node, arguments(node)[0])
     return gm
 
 
@@ -74,7 +87,7 @@ def _is_identity(node: fx.Node) -> bool:
     name = packet(node)
     if name in _SAME:
         return True
-    source = node.args[0] if node.args else None
+    source = arguments(node)[0] if node.args else None
     if not isinstance(source, fx.Node) or not isinstance(source.meta.get("val"), torch.Tensor):
         return False
     if not isinstance(node.meta.get("val"), torch.Tensor):
@@ -87,7 +100,7 @@ def _is_identity(node: fx.Node) -> bool:
     if name == "aten.detach":
         return not source.meta.get("grad", True)
     if name in ("aten.add", "aten.sub"):  # `position + 0`
-        return unchanged and isinstance(node.args[1], int | float) and node.args[1] == 0
+        return unchanged and isinstance(arguments(node)[1], int | float) and arguments(node)[1] == 0
     return False
 
 
@@ -114,13 +127,13 @@ def views_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """``reshape`` where the strides need one, ``view`` where they do not, in one walk that also renews every ``meta["val"]``."""
     for node in calls(gm):
         if node.target in (aten.view.default, aten.reshape.default):
-            source, sizes = val(node.args[0]), node.args[1]  # type: ignore[arg-type]
+            source, sizes = val(arguments(node)[0]), arguments(node)[1]
             try:
-                node.meta["val"] = source.view(sizes)  # type: ignore[arg-type]
+                node.meta["val"] = source.view(sizes)
                 node.target = aten.view.default
             except RuntimeError:
-                node.meta["val"] = source.reshape(sizes)  # type: ignore[arg-type]
+                node.meta["val"] = source.reshape(sizes)
                 node.target = aten.reshape.default
         else:
-            node.meta["val"] = evaluate(node.target, node.args, dict(node.kwargs))  # type: ignore[arg-type]
+            node.meta["val"] = evaluate(node.target, node.args, dict(node.kwargs))
     return gm

@@ -10,7 +10,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from autopar.errors import CaptureError
-from passes.clean.nodes import add, aten, copy_origin
+from passes.clean.nodes import add, arguments, aten, copy_origin
 
 # name of the higher-order op: how many leading arguments come before the sub-graph
 _REGIONS = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
@@ -42,19 +42,20 @@ def _inline(gm: fx.GraphModule, node: fx.Node) -> None:
     name = _region(node)
     assert name is not None
     head = _REGIONS[name]
-    if name == "wrap_with_autocast" and node.args[2] is not False:
+    if name == "wrap_with_autocast" and arguments(node)[2] is not False:
         raise CaptureError(
             "the model switches torch.autocast on inside forward; its casts are decided while running and are not in the graph",
             hint="remove the autocast block and ask for the precision instead: precision='bfloat16'",
         )
-    no_grad = name == "wrap_with_set_grad_enabled" and node.args[0] is False
-    body_node, operands = node.args[head], list(node.args[head + 1 :])
+    no_grad = name == "wrap_with_set_grad_enabled" and arguments(node)[0] is False
+    body_node, operands = arguments(node)[head], list(arguments(node)[head + 1 :])
     assert isinstance(body_node, fx.Node)
-    body: fx.GraphModule = gm.get_submodule(str(body_node.target))  # type: ignore[assignment]
+    body = gm.get_submodule(str(body_node.target))
+    assert isinstance(body, fx.GraphModule)
     results = _copy(gm, body, node, operands, no_grad)
     for user in list(node.users):
         assert user.target is operator.getitem, user
-        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+        user.replace_all_uses_with(results[arguments(user)[1]])
         gm.graph.erase_node(user)
     gm.graph.erase_node(node)
     if not body_node.users:

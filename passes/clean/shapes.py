@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from passes.clean.nodes import add, argument, aten, calls, packet, replace, shape
+from passes.clean.nodes import add, argument, arguments, aten, calls, packet, replace, shape
 
 _RESHAPES = frozenset(
     f"aten.{name}"
@@ -20,13 +20,13 @@ def reshapes_pass(gm: fx.GraphModule) -> fx.GraphModule:
     for node in calls(gm):
         name = packet(node)
         if name in ("aten.expand", "aten.expand_as", "aten.broadcast_to"):
-            node.target, node.args, node.kwargs = aten.expand.default, (node.args[0], list(shape(node))), {}
+            node.target, node.args, node.kwargs = aten.expand.default, (arguments(node)[0], list(shape(node))), {}
         if name not in _RESHAPES or node.target is aten.view.dtype:
             continue
-        source, sizes = node.args[0], list(shape(node))
+        source, sizes = arguments(node)[0], list(shape(node))
         assert isinstance(source, fx.Node)
         if source.target is aten.reshape.default:
-            source = source.args[0]  # type: ignore[assignment]
+            source = source.args[0]
         if list(shape(source)) == sizes:
             replace(node, source)
         else:
@@ -44,22 +44,22 @@ def splits_pass(gm: fx.GraphModule) -> fx.GraphModule:
             _unpack(node)
         elif name == "aten.broadcast_tensors":
             for user in list(node.users):
-                operand = node.args[0][user.args[1]]  # type: ignore[index]
+                operand = arguments(node)[0][arguments(user)[1]]
                 replace(user, add(user, aten.expand.default, (operand, list(shape(user)))))
             gm.graph.erase_node(node)
         elif name == "aten.narrow":
-            source, dim, start, length = node.args
-            new = add(node, aten.slice.Tensor, _slice_args(source, dim, start, start + length))  # type: ignore[operator]
+            source, dim, start, length = arguments(node)
+            new = add(node, aten.slice.Tensor, _slice_args(source, dim, start, start + length))
             replace(node, new)
         elif name == "aten.slice" and argument(node, 4, "step", 1) == 1:
-            source, dim = node.args[0], argument(node, 1, "dim", 0)
+            source, dim = arguments(node)[0], argument(node, 1, "dim", 0)
             start, end = argument(node, 2, "start"), argument(node, 3, "end")
             node.args, node.kwargs = _slice_args(source, dim, start, end), {}
         elif name == "aten.select":
-            source, dim, index = node.args
-            sizes = shape(source)  # type: ignore[arg-type]
-            dim = dim % len(sizes)  # type: ignore[operator]
-            node.args = (source, dim, index % sizes[dim])  # type: ignore[operator]
+            source, dim, index = arguments(node)
+            sizes = shape(source)
+            dim = dim % len(sizes)
+            node.args = (source, dim, index % sizes[dim])
     return gm
 
 
@@ -72,7 +72,7 @@ def _slice_args(source: Any, dim: int, start: int | None, end: int | None) -> tu
 
 def _unpack(node: fx.Node) -> None:
     """Replace each ``getitem`` of a node with several outputs by a slice or select of its operand."""
-    source, unbind = node.args[0], packet(node) == "aten.unbind"
+    source, unbind = arguments(node)[0], packet(node) == "aten.unbind"
     assert isinstance(source, fx.Node)
     dim = argument(node, 1 if unbind else 2, "dim", 0) % len(shape(source))
     start, pieces = 0, []
@@ -82,7 +82,7 @@ def _unpack(node: fx.Node) -> None:
         start += extent
     for user in list(node.users):
         assert user.target is operator.getitem, user
-        index, first, last = pieces[user.args[1]]  # type: ignore[index]
+        index, first, last = pieces[arguments(user)[1]]
         if unbind:
             replace(user, add(user, aten.select.int, (source, dim, index)))
         else:

@@ -1,0 +1,159 @@
+"""What capture says to a batch or a model that it cannot take, and how batches map to names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autopar.capture import capture, flatten_batch
+from autopar.errors import BatchError, CaptureError
+
+
+class Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> Any:
+        y = self.linear(x)
+        return y if scale is None else (y * scale).mean()
+
+
+class Branches(Linear):
+    def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
+        y = self.linear(x)
+        if y.sum() > 0:
+            y = y * 2
+        return y.mean()
+
+
+class Selects(Linear):
+    def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
+        return self.linear(x[x.sum(-1) > 0]).mean()
+
+
+class Reads(Linear):
+    def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
+        return self.linear(x).mean() * x.sum().item()
+
+
+class Returns(Linear):
+    """Returns what it is told to."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
+        loss, y = self.linear(x).mean(), self.linear(x)
+        kinds = {
+            "loss": loss,
+            "tuple": (loss, y),
+            "second": (y, loss),
+            "dict": {"loss": loss, "y": y},
+            "two": (y, loss, loss),
+        }
+        return kinds[self.kind]
+
+
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("model", [Branches(), Selects(), Reads()])
+def test_data_dependence_names_the_line_and_the_way_out(model: nn.Module) -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture(model, X)
+    assert __file__ in caught.value.message
+    assert "depends on the data" in caught.value.message
+    assert "autopar.opaque" in str(caught.value.hint)
+
+
+def test_nothing_is_printed_when_export_refuses(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CaptureError):
+        capture(Branches(), X)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("kind", ["loss", "tuple", "second", "dict"])
+def test_where_the_loss_may_be(kind: str) -> None:
+    graph = capture(Returns(kind), X)
+    assert graph.values[graph.loss].shape == ()
+    ops = [str(n.target) for cls in graph.classes.values() for n in cls.graph.graph.nodes if n.op == "call_function"]
+    assert ops == ["aten.linear.default", "aten.sum.default", "aten.mul.Tensor"]  # the other linear is dead
+
+
+def test_no_loss() -> None:
+    with pytest.raises(CaptureError, match=r"a tensor \[6, 4\].*no 0-d floating loss"):
+        capture(Linear(), X)
+    with pytest.raises(CaptureError, match="a tuple"):
+        capture(Returns("two"), X)
+    with pytest.raises(CaptureError, match="loss_fn returned a tensor"):
+        capture(Linear(), (X, X), lambda output, target: output - target)
+
+
+def test_the_loss_must_depend_on_a_parameter() -> None:
+    model = Returns("loss")
+    model.requires_grad_(False)
+    with pytest.raises(CaptureError, match="does not depend on any trainable parameter"):
+        capture(model, X)
+
+
+@pytest.mark.parametrize(
+    ("batch", "loss_fn", "message"),
+    [
+        (X, F.mse_loss, "must be the pair"),
+        ((X, X[:3]), F.mse_loss, "disagree on dim 0"),
+        ({"x": 1}, None, "holds no tensor"),
+        ((X, X, X), None, "3 positional tensors"),
+    ],
+)
+def test_batches_that_are_none(batch: Any, loss_fn: Any, message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        capture(Linear(), batch, loss_fn)
+
+
+def test_unknown_precision() -> None:
+    with pytest.raises(CaptureError, match="float31"):
+        capture(Linear(), (X, X), F.mse_loss, precision="float31")
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ((X, X[:3]), r"takes targets: float32\[6, 4\], and this is targets: float32\[3, 4\]"),
+        ((X, X.long()), r"this is targets: int64\[6, 4\]"),
+        ((X,), "must be a tuple of 2, but is a tuple of 1"),
+        ((X, None), "but is a NoneType"),
+    ],
+)
+def test_later_batches_must_fit(batch: Any, message: str) -> None:
+    graph = capture(Linear(), (X, X), F.mse_loss)
+    with pytest.raises(BatchError, match=message):
+        flatten_batch(graph.structure, batch)
+
+
+def test_names_follow_the_arguments() -> None:
+    graph = capture(Linear(), {"x": X, "scale": X[:, :1]})
+    assert [value.name for value in graph.inputs] == ["x", "scale"]
+    assert list(flatten_batch(graph.structure, {"scale": X[:, :1], "x": X})) == ["x", "scale"]
+    graph = capture(Linear(), (X, X[:, :1]))
+    assert [value.name for value in graph.inputs] == ["x", "scale"]
+    with pytest.raises(BatchError, match=r"keys \['scale', 'x'\]"):
+        flatten_batch(capture(Linear(), {"x": X, "scale": X}).structure, {"x": X})
+
+
+def test_one_tensor_given_twice_is_two_inputs() -> None:
+    graph = capture(Linear(), (X, X), F.mse_loss)
+    (layer,) = graph.layers
+    assert layer.inputs == ("x", "targets")
+
+
+def test_precision_casts_floating_tensors() -> None:
+    graph = capture(Linear(), (X, X), F.mse_loss, precision="bfloat16")
+    assert graph.dtype == torch.bfloat16
+    assert {value.dtype for value in (*graph.inputs, *graph.values.values())} == {torch.bfloat16}
+    assert flatten_batch(graph.structure, (X, X))["x"].dtype == torch.bfloat16

@@ -1,0 +1,97 @@
+"""Large models and long sequences: nothing of their size is allocated, and no mask is materialised."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from autopar.capture import capture
+from autopar.capture.constants import Evaluator
+from autopar.capture.masks import classify_mask
+
+transformers = pytest.importorskip("transformers")
+
+
+def meta_llama(**changes: Any) -> nn.Module:
+    sizes = {
+        "vocab_size": 128256,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    }
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **changes}))
+
+
+def batch(rows: int, length: int) -> dict[str, torch.Tensor]:
+    ids = torch.zeros(rows, length, dtype=torch.long, device="meta")
+    return {"input_ids": ids, "labels": ids}
+
+
+def attention(graph: Any) -> list[fx.Node]:
+    target = torch.ops.aten.scaled_dot_product_attention.default
+    return [n for cls in graph.classes.values() for n in cls.graph.graph.nodes if n.target is target]
+
+
+@pytest.mark.parametrize(("rows", "length"), [(1024, 8192), (8, 8), (1, 32), (4096, 4096)])
+def test_llama_needs_no_mask(rows: int, length: int) -> None:
+    start_s = time.perf_counter()
+    graph = capture(meta_llama(num_hidden_layers=3), batch(rows, length), precision="bfloat16")
+    print(f"3 layers of llama3-70b, batch {rows} x {length}: {time.perf_counter() - start_s:.2f} s")
+    assert list(graph.classes) == ["Embedding", "LlamaDecoderLayer", "LlamaForCausalLMHead"]
+    assert len(graph.layers) == 5
+    (node,) = attention(graph)
+    assert len(node.args) == 3 and node.kwargs["is_causal"] is True and node.kwargs["enable_gqa"] is True
+    assert {tuple(c.shape) for c in graph.constants.values()} == {(1, 1, length, 128)}
+    assert graph.dtype == torch.bfloat16 and graph.tokens == rows * length
+    assert any("inv_freq has no values" in note for note in graph.notes)
+
+
+def test_sliding_window_keeps_its_mask() -> None:
+    """A window shorter than the sequence is no causal mask, whatever the batch's extent."""
+    with torch.device("meta"):
+        config = transformers.MistralConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+            num_key_value_heads=2, sliding_window=100,
+        )  # fmt: skip
+        model = transformers.MistralForCausalLM(config)
+    for rows in (4, 100):
+        (node,) = attention(capture(model, batch(rows, 256)))
+        assert len(node.args) == 4 and "is_causal" not in node.kwargs
+    (node,) = attention(capture(model, batch(4, 64)))
+    assert len(node.args) == 3 and node.kwargs["is_causal"] is True
+
+
+def test_a_padded_long_batch_folds_no_square_table() -> None:
+    ids = batch(16, 8192)
+    ids["attention_mask"] = torch.ones_like(ids["input_ids"])
+    graph = capture(meta_llama(num_hidden_layers=1), ids)
+    assert max(c.numel() for c in graph.constants.values()) == 8192 * 128
+    block = graph.classes["LlamaDecoderLayer"]
+    assert [value.name for value in block.inputs] == ["attention_mask"]
+
+
+@pytest.mark.parametrize(("offset", "expected"), [(0, "causal"), (1, None), (-200, None)])
+def test_masks_are_told_apart(offset: int, expected: str | None) -> None:
+    aten = torch.ops.aten
+    graph = fx.Graph()
+    gm = fx.GraphModule(nn.Module(), graph)
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        node = graph.call_function(target, args)
+        values = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
+        node.meta["val"] = target(*values).to("meta")
+        return node
+
+    positions = call(aten.arange.default, 512)
+    rows = call(aten.add.Tensor, call(aten.unsqueeze.default, positions, 1), offset)
+    mask = call(
+        aten.expand.default, call(aten.le.Tensor, call(aten.unsqueeze.default, positions, 0), rows), [8, 1, 512, 512]
+    )
+    graph.output(mask)
+    assert classify_mask(Evaluator(gm, {}), mask, 8) == expected
