@@ -147,9 +147,13 @@ def plan_model(
     options = dataclasses.replace(
         options, precision=name_of(graph.dtype), progress=lambda text: _say(progress, "search", text)
     )
-    found = _on_rank_0(lambda: search(graph, cluster, Pricer(graph, cluster, options.precision), options))
-    found = dataclasses.replace(found, wall_time_s=time.perf_counter() - start, peak_memory_bytes=peak_memory_bytes())
-    return graph, found
+
+    def find() -> Plan:
+        found = search(graph, cluster, Pricer(graph, cluster, options.precision), options)
+        wall_time_s = time.perf_counter() - start
+        return dataclasses.replace(found, wall_time_s=wall_time_s, peak_memory_bytes=peak_memory_bytes())
+
+    return graph, _on_rank_0(find)
 
 
 def emit_program(graph: Graph, plan: Plan, folder: str | Path | None, progress: Progress | None = None) -> Path:
