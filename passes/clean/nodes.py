@@ -41,11 +41,38 @@ def like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
+# What `evaluate` found, by op and described operands: the layers of a deep model ask the same again and again.
+_FOUND: dict[Any, Any] = {}
+_FOUND_LIMIT = 4096
+
+
 def evaluate(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The node's value on the meta device, from its operands' ``meta["val"]``. Random ops draw nothing there.
 
     A call without tensors is a factory, and is told to make its tensor on meta.
     """
+    key = (target, _described(args), _described(kwargs))
+    if key not in _FOUND:
+        if len(_FOUND) >= _FOUND_LIMIT:
+            _FOUND.clear()
+        _FOUND[key] = _evaluate(target, args, kwargs)
+    return _FOUND[key]
+
+
+def _described(value: Any) -> Any:
+    """Hashable, and equal where the op's result has equal shape, strides and dtype."""
+    if isinstance(value, fx.Node):
+        value = value.meta["val"]
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), value.stride(), value.dtype)
+    if isinstance(value, tuple | list):
+        return tuple(_described(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((key, _described(item)) for key, item in value.items())
+    return (type(value), value)
+
+
+def _evaluate(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     real_args = map_arg(args, lambda n: n.meta["val"])
     real_kwargs = map_arg(kwargs, lambda n: n.meta["val"])
     if not any(isinstance(value, torch.Tensor) for value in _flat((real_args, list(real_kwargs.values())))):
