@@ -67,6 +67,8 @@ def _check_stage(kind: Any, records: list[dict[str, Any]], plan: dict[str, Any],
         for axis, dim in kind.INPUTS[name].items():
             local[dim] //= sizes[axis]
         inputs[name] = _declare(torch.empty(local, dtype=getattr(torch, dtype), device="meta"), kind.TYPES[name])
+    if kind.RANDOM:
+        inputs["key"] = torch.zeros(1, dtype=torch.long)
     for name in kind.SCALARS:
         inputs[name] = _declare(torch.empty((), device="meta"), everywhere)
     with typecheck(local=False):

@@ -12,7 +12,7 @@ from autopar.plan import Strategy
 from autopar.sharding import Sharding, local_shape
 from autopar.types import SpmdType
 from passes.collectives import MICROBATCH, insert_collectives_pass
-from passes.localise_layer import localise_pass
+from passes.localise_layer import localise_pass, random_seed
 from passes.runner import run
 
 
@@ -50,6 +50,11 @@ class LocalLayer:
             (c.parameters, "parameter"),
         )
         return tuple(kind for values, kind in groups for _ in values)
+
+    @property
+    def random(self) -> bool:
+        """Whether the layer draws random numbers."""
+        return any(node.target is random_seed for node in self.graph.graph.nodes)
 
     def border(self, index: int) -> tuple[SpmdType, ...]:
         """The mesh types in which the layer takes its ``index``-th placeholder."""

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from autopar.plan import Axis
 from autopar.program import kernels
 from autopar.rules import operands
-from autopar.rules.operands import arguments
+from autopar.rules.operands import arguments, op_name
 from autopar.sharding import Sharding, local_shape
 from autopar.types import P, SpmdType
 from passes.collectives import MICROBATCH, convert
@@ -28,6 +28,12 @@ _MASKED_EMBEDDING = "masked_embedding"
 def scale(x: Tensor, factor: float) -> Tensor:
     """A mean over a sharded dim is a sum times one over the global count; the emitter writes ``x * factor``."""
     return x * factor
+
+
+def random_seed(number: int, axes: tuple[str, ...]) -> int:
+    """Marks the seed of the layer's ``number``-th random op, which differs along ``axes`` (those that shard its operand) and with
+    the layer and the microbatch; the emitter writes ``kernels.seed(key, self.number, number, axes)``."""
+    raise AssertionError("stands in graphs only")
 
 
 def localise_pass(gm: fx.GraphModule, sharding: Sharding) -> fx.GraphModule:
@@ -61,6 +67,10 @@ def _call(
     kernel = _kernel_call(node, sharding)
     if kernel is not None:
         target, args, kwargs = kernel
+        if "seed" in kwargs:
+            number = sum(n.target is random_seed for n in graph.nodes)
+            kwargs["seed"] = graph.call_function(random_seed, (number, kwargs["seed"]))
+            made[kwargs["seed"]] = kwargs["seed"]
         return graph.call_function(target, fx.map_arg(args, made.__getitem__), fx.map_arg(kwargs, made.__getitem__))
     shapes = [local_shape(tuple(_first(o).shape), sharding.axes, o.meta["types"]) for o in operands(node)]
     call = localised(node, shapes, shape, partition(node, sharding))
@@ -104,6 +114,14 @@ def _kernel_call(node: fx.Node, sharding: Sharding) -> tuple[Any, tuple[Any, ...
         weight, ids = node.args[:2]
         padding = {"padding_idx": node.args[2]} if len(node.args) > 2 and node.args[2] != -1 else {}
         return kernels.masked_embedding, (ids, weight), {"axis": _one_or_all(axes), **padding}
+    name = op_name(node.target)
+    sharding_axes = tuple(axis.name for axis, t in _mesh_types(operands(node)[0], sharding) if t.sharded) if operands(node) else ()
+    if name == "aten.dropout":
+        return kernels.dropout, (node.args[0], node.args[1]), {"seed": sharding_axes}
+    if name == "aten.scaled_dot_product_attention" and arguments(node)["dropout_p"]:
+        given = arguments(node)
+        tensors = tuple(given.pop(key) for key in ("query", "key", "value"))
+        return kernels.attention, tensors, {**given, "seed": sharding_axes}
     if node.target is kernels.cross_entropy_sum:
         given = {**arguments(node), "partial_axes": partial}
         return node.target, (given.pop("logits"), given.pop("labels")), given

@@ -42,6 +42,7 @@ class Stage:
     scalars: tuple[str, ...]
     constants: tuple[str, ...]
     owned: dict[str, int]
+    random: bool
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ def _stage(graph: Graph, plan: Plan, layers: tuple[LocalLayer, ...], index: int)
         scalars=tuple(dict.fromkeys(name for i in own for name in graph.layers[i].scalars)),
         constants=tuple(dict.fromkeys(name for i in own for name in graph.layers[i].constants)),
         owned=owned,
+        random=any(layers[i].random for i in own),
     )
 
 

@@ -21,7 +21,7 @@ from autopar.rules.operands import arguments, op_name
 from autopar.torch_private import overload_schema
 from autopar.types import SpmdType
 from passes.collectives import convert
-from passes.localise_layer import scale
+from passes.localise_layer import random_seed, scale
 
 ATOM, UNARY, PRODUCT, SUM, COMPARE = 4, 3, 2, 1, 0
 _MAX_INT = 2**63 - 1
@@ -44,7 +44,7 @@ Texts = Mapping[fx.Node, Text]
 _FUNCTIONAL = frozenset(
     """linear silu gelu relu relu6 elu leaky_relu mish softplus hardswish hardsigmoid layer_norm group_norm rms_norm embedding
     scaled_dot_product_attention conv1d conv2d conv_transpose2d softmax log_softmax logsigmoid pad glu one_hot
-    max_pool2d avg_pool2d adaptive_avg_pool2d batch_norm dropout cross_entropy""".split()
+    max_pool2d avg_pool2d adaptive_avg_pool2d cross_entropy""".split()
 )
 _TORCH = frozenset(
     """rsqrt sqrt exp log tanh sigmoid abs sin cos pow cat stack matmul bmm mm addmm where cumsum minimum maximum erf square
@@ -94,6 +94,9 @@ def expression(node: fx.Node, texts: Texts) -> Text:
         return Text(_conversion(node, texts))
     if node.target is scale:
         return Text(f"{texts[node.args[0]].within(PRODUCT)} * {literal(node.args[1], texts)}", PRODUCT)
+    if node.target is random_seed:
+        number, axes = node.args
+        return Text(f"kernels.seed(key, self.number, {number}, {literal(axes, texts)})")
     if node.target is operator.getitem:
         return Text(f"{texts[node.args[0]].within(ATOM)}[{literal(node.args[1], texts)}]")
     if getattr(node.target, "__module__", "") == kernels.__name__:
@@ -235,6 +238,13 @@ def _embedding(node: fx.Node, texts: Texts) -> Text:
     return Text(f"F.embedding({literal(given['indices'], texts)}, {literal(given['weight'], texts)}{extra})")
 
 
+def _batch_norm(node: fx.Node, texts: Texts) -> Text:
+    """``F.batch_norm`` takes the running statistics before the weight."""
+    given = arguments(node)
+    order = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    return Text(f"F.batch_norm({', '.join(literal(given[key], texts) for key in order)})")
+
+
 def _ndim(node: Any) -> int:
     return int(node.meta["val"].dim())
 
@@ -246,4 +256,5 @@ _SPECIAL: dict[str, Callable[[fx.Node, Texts], Text | None]] = {
     "sum": _sum,
     "mean": _sum,
     "embedding": _embedding,
+    "batch_norm": _batch_norm,
 }

@@ -33,7 +33,10 @@ def types_text(axes: tuple[str, ...], types: tuple[SpmdType, ...]) -> str:
 
 def _constructor(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int]) -> list[str]:
     own = [(i, p) for i, p in enumerate(layer.parameters) if i not in shared]
-    lines = ["    def __init__(self, **factory: object) -> None:", "        super().__init__()"]
+    number = "number: int, " if layer.random else ""
+    lines = [f"    def __init__(self, {number}**factory: object) -> None:", "        super().__init__()"]
+    if layer.random:
+        lines.append("        self.number = number  # tells this layer's random numbers from another's")
     made: set[str] = set()
     for index, parameter in own:
         parts = [identifier(part) for part in parameter.name.split(".")]
@@ -68,6 +71,8 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int]) -
         texts[node] = Text(argument)
         arguments.append(argument)
         notes.append(f"        # {argument} {tuple(node.meta['val'].shape)}: {types_text(axes, layer.border(index))}")
+    if layer.random:
+        arguments.append("key")
     signature = ", ".join(["self", *(f"{argument}: torch.Tensor" for argument in arguments)])
     body = [*notes, *_body(nodes, texts, names)]
     count = len(layer.cls.outputs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import torch
@@ -53,8 +52,13 @@ def emit(graph: Graph, plan: Plan, folder: str | Path) -> LocalProgram:
         constants.unlink(missing_ok=True)
     for source in sorted(Path(str(support.__file__)).parent.glob("*.py")):
         if source.name != "__init__.py":
-            shutil.copyfile(source, path / source.name)
+            (path / source.name).write_text(standalone(source.read_text()))
     return local
+
+
+def standalone(source: str) -> str:
+    """A support file as it stands in a program's folder, where its siblings are top-level modules."""
+    return source.replace("from autopar.program import ", "import ").replace("from autopar.program.", "from ")
 
 
 def model_source(program: LocalProgram) -> str:

@@ -34,6 +34,7 @@ def stage_class(program: LocalProgram, stage: Stage, class_names: dict[int, str]
         f"    INPUTS = {_inputs(stage, axes)}",
         f"    SHAPES = {_shapes(program, stage)}",
         f"    TYPES = {_types(stage, axes)}",
+        f"    RANDOM = {stage.random}",
         f"    SCALARS = {literal(stage.scalars, {})}",
         f"    RECEIVES = {_borders(stage.receives)}",
         f"    SENDS = {_borders(stage.sends)}",
@@ -145,7 +146,8 @@ def _constructor(
         tensor = f"torch.empty({shape}, device=device, dtype={record.dtype})"
         lines.append(f"        self.{owned_attribute(name)} = nn.Parameter({tensor}{grad})  # {types}")
     for layer in stage.layers:
-        lines.append(f"        self.{layer_attribute(program, layer)} = {class_names[layer]}(device=device)")
+        number = f"number={layer}, " if program.layers[layer].random else ""
+        lines.append(f"        self.{layer_attribute(program, layer)} = {class_names[layer]}({number}device=device)")
     return lines
 
 
@@ -161,7 +163,7 @@ class _Forward:
 
     def lines(self) -> list[str]:
         stage, graph = self.stage, self.program.graph
-        for taken in ("hidden", "loss", "layer"):
+        for taken in ("hidden", "loss", "layer", "key"):
             self.names.fresh(taken)
         received = []
         for border in stage.receives:
@@ -185,7 +187,8 @@ class _Forward:
             del layers[:run]
         sends = [self.values[border.value.name].text for border in stage.sends] or [self.values[graph.loss].text]
         positional = ", ".join(["self", *(f"{name}: torch.Tensor" for name in received)])
-        keywords = ", ".join(f"{self.values[self._key(name)].text}: torch.Tensor" for name in inputs)
+        taken = [self.values[self._key(name)].text for name in inputs] + (["key"] if stage.random else [])
+        keywords = ", ".join(f"{name}: torch.Tensor" for name in taken)
         signature = f"{positional}, *, {keywords}" if keywords else positional
         result = sends[0] if not stage.sends else f"({', '.join(sends)},)"
         returns = "tuple[torch.Tensor, ...]" if stage.sends else "torch.Tensor"
@@ -227,6 +230,8 @@ class _Forward:
         ]
         arguments = [self._read(key, local.border(position)) for position, key in enumerate(keys)]
         arguments += [f"self.{owned_attribute(name)}" for name in this.parameters if name in self.stage.owned]
+        if local.random:
+            arguments.append("key")
         last = graph.layers[layer + run - 1]
         results = []
         for position, name in enumerate(last.outputs):

@@ -235,6 +235,25 @@ def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
         yield
 
 
+def seed(key: Tensor, layer: int, op: int, axes: Sequence[str] = ()) -> int:
+    """The seed of one random op: a function of the microbatch's key, the layer, the op, and this rank's place on ``axes``.
+
+    ``axes`` are those that shard what the op works on: their ranks draw differently, ranks that hold the same draw the same. A
+    recomputation asks with the same key and gets the same seed. ``key`` lives on the CPU, so that nothing waits for a device.
+    """
+    with spmd.no_typecheck():
+        places = [torch.arange(_size(axis)) for axis in axes]
+        slices = [spmd.convert(place, axis, src=R, dst=S(0)) for place, axis in zip(places, axes, strict=True)]
+        numbers = [int(key), layer, op, *(int(own) for own in slices)]
+    state = 0
+    for number in numbers:  # splitmix64 (Steele, Lea and Flood 2014), one round for every number
+        state = (state + number + 0x9E3779B97F4A7C15) % 2**64
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
+        state ^= state >> 31
+    return state >> 1
+
+
 def dropout(x: Tensor, p: float, seed: int) -> Tensor:
     """Dropout whose mask is a function of ``seed`` and the local shape.
 

@@ -54,9 +54,7 @@ class Trainer:
         self._pipeline = _Pipeline(program, world, stage)
         masters = [master.tensor for group in self._groups for master in group.masters]
         self.optimizer = optimizer(masters) if masters else None
-        torch.manual_seed(
-            seed + self._pipeline.data_index
-        )  # dropout: alike where the batch is, different where it is not
+        self._seed, self._steps = seed, 0
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
         """One update on the global ``batch`` (every rank gets the whole); the loss before the update, on every rank."""
@@ -67,13 +65,14 @@ class Trainer:
             self.optimizer.step()
         for group in self._groups:
             group.publish()
+        self._steps += 1
         return loss
 
     def forward_backward(self, batch: Mapping[str, Tensor]) -> float:
         """The global batch's loss; leaves its gradients, summed over ranks, microbatches and tied copies."""
         for group in self._groups:
             group.zero_grad()
-        loss = self._pipeline.run(batch)
+        loss = self._pipeline.run(batch, (self._seed << 40) + self._steps * self._pipeline.microbatches)
         for group in sorted(self._groups, key=lambda group: group.shared or ""):  # one order for all stages
             group.reduce_over_stages()
         for group in self._groups:
@@ -205,23 +204,19 @@ class _Pipeline:
         # scale_grads would divide the gradients by the number of microbatches
         return schedule(stage, self.microbatches, loss_fn=lambda loss, _: loss, scale_grads=False)
 
-    @property
-    def data_index(self) -> int:
-        """This rank's index among the slices of the batch's rows."""
-        index = 0
-        for axis, (own, size) in self.world.coordinates.items():
-            if any(axis in spec for kind in self.program.model.STAGES for spec in kind.INPUTS.values()):
-                index = index * size + own
-        return index
+    def run(self, batch: Mapping[str, Tensor], key: int) -> float:
+        """Forward and backward of all microbatches; the whole batch's loss, on every rank.
 
-    def run(self, batch: Mapping[str, Tensor]) -> float:
-        """Forward and backward of all microbatches; the whole batch's loss, on every rank."""
+        Microbatch ``i`` draws its random numbers from ``key + i``.
+        """
         batch = self._checked(batch)
         device = self.world.device
         prelude = self.program.model.PRELUDE
         scalars = prelude(batch) if prelude is not None else {}
         self._module.scalars = {name: scalars[name].to(device) for name in self._kind.SCALARS}
         inputs = {name: self._local(batch[name], spec).to(device) for name, spec in self._kind.INPUTS.items()}
+        if self._kind.RANDOM:
+            inputs["key"] = torch.arange(key, key + self.microbatches)
         losses: list[Tensor] = []
         with self.world.in_mesh():
             if self._schedule is None:
