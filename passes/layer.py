@@ -12,6 +12,7 @@ from autopar.plan import Strategy
 from autopar.sharding import Sharding, local_shape
 from autopar.types import SpmdType
 from passes.collectives import MICROBATCH, insert_collectives_pass
+from passes.fuse_bias import fuse_bias_pass
 from passes.localise_layer import localise_pass, random_seed
 from passes.runner import run
 
@@ -80,6 +81,7 @@ def local_layer(cls: LayerClass, sharding: Sharding, strategy: Strategy, paramet
         [
             ("insert_collectives", lambda gm: insert_collectives_pass(gm, sharding)),
             ("localise_shapes", lambda gm: localise_pass(gm, sharding)),
+            ("fuse_bias", fuse_bias_pass),
         ],
     )
     nodes = placeholders(cls)[len(placeholders(cls)) - len(cls.parameters) :]

@@ -6,6 +6,7 @@ on the ones before it.
 """
 
 from passes.clean.attention import grouped_query_pass
+from passes.clean.bias import split_bias_pass
 from passes.clean.broadcast import broadcast_pass
 from passes.clean.dead import dead_code_pass
 from passes.clean.functional import functionalise_pass
@@ -44,6 +45,7 @@ FINAL_STEPS = (
     ("no-ops", noops_pass),
     ("dead code", dead_code_pass),
     ("views", views_pass),
+    ("biases", split_bias_pass),
 )
 
 __all__ = [
@@ -64,6 +66,7 @@ __all__ = [
     "mean_losses_pass",
     "noops_pass",
     "reshapes_pass",
+    "split_bias_pass",
     "splits_pass",
     "views_pass",
 ]

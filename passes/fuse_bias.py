@@ -1,0 +1,25 @@
+"""Puts a product and its bias together again, where no conversion came between them."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+_LINEAR = torch.ops.aten.linear.default
+_ADD = torch.ops.aten.add.Tensor
+
+
+def fuse_bias_pass(gm: fx.GraphModule) -> fx.GraphModule:
+    """``linear(x, w) + b`` becomes ``linear(x, w, b)`` where the sum alone reads the product and ``b`` has one dim."""
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function" or node.target is not _ADD or node.kwargs or len(node.args) != 2:
+            continue
+        product, bias = node.args
+        if not isinstance(product, fx.Node) or not isinstance(bias, fx.Node) or product.target is not _LINEAR:
+            continue
+        if len(product.args) != 2 or len(product.users) != 1 or bias.meta["val"].dim() != 1:
+            continue
+        node.target = _LINEAR
+        node.args = (*product.args, bias)
+        gm.graph.erase_node(product)
+    return gm
