@@ -36,7 +36,9 @@ def conversion_steps(source: tuple[SpmdType, ...], target: tuple[SpmdType, ...])
         pending = [axis for axis in range(len(current)) if current[axis] != target[axis]]
         # Letting go goes inner to outer, taking hold outer to inner: gathers and reductions first, from the inside.
         order = sorted(pending, key=lambda axis: (target[axis].sharded, axis if target[axis].sharded else -axis))
-        ready = next((axis for axis in order if not _holders(axis, current, target) and not _waits(axis, current, target)), None)
+        ready = next(
+            (axis for axis in order if not _holders(axis, current, target) and not _waits(axis, current, target)), None
+        )
         if ready is not None:
             apply(ready, target[ready])
             continue

@@ -71,7 +71,9 @@ def mesh_types(sharding: Sharding, types: tuple[SpmdType, ...]) -> tuple[SpmdTyp
     return tuple(t for axis, t in zip(sharding.axes, types, strict=True) if axis.name != MICROBATCH)
 
 
-def local_layer(cls: LayerClass, sharding: Sharding, strategy: Strategy, parameters: tuple[Parameter, ...]) -> LocalLayer:
+def local_layer(
+    cls: LayerClass, sharding: Sharding, strategy: Strategy, parameters: tuple[Parameter, ...]
+) -> LocalLayer:
     """Run the passes. ``parameters`` are one layer's records, in the class's order."""
     flow = gradient_flow(cls)
     for node in cls.graph.graph.nodes:

@@ -115,7 +115,9 @@ def _kernel_call(node: fx.Node, sharding: Sharding) -> tuple[Any, tuple[Any, ...
         padding = {"padding_idx": node.args[2]} if len(node.args) > 2 and node.args[2] != -1 else {}
         return kernels.masked_embedding, (ids, weight), {"axis": _one_or_all(axes), **padding}
     name = op_name(node.target)
-    sharding_axes = tuple(axis.name for axis, t in _mesh_types(operands(node)[0], sharding) if t.sharded) if operands(node) else ()
+    sharding_axes = (
+        tuple(axis.name for axis, t in _mesh_types(operands(node)[0], sharding) if t.sharded) if operands(node) else ()
+    )
     if name == "aten.dropout":
         return kernels.dropout, (node.args[0], node.args[1]), {"seed": sharding_axes}
     if name == "aten.scaled_dot_product_attention" and arguments(node)["dropout_p"]:

@@ -44,13 +44,13 @@ Texts = Mapping[fx.Node, Text]
 _FUNCTIONAL = frozenset(
     """linear silu gelu relu relu6 elu leaky_relu mish softplus hardswish hardsigmoid layer_norm group_norm rms_norm embedding
     scaled_dot_product_attention conv1d conv2d conv_transpose2d softmax log_softmax logsigmoid pad glu one_hot
-    max_pool2d avg_pool2d adaptive_avg_pool2d cross_entropy""".split()
+    max_pool2d avg_pool2d adaptive_avg_pool2d cross_entropy""".split()  # noqa: SIM905  a list of words
 )
 _TORCH = frozenset(
     """rsqrt sqrt exp log tanh sigmoid abs sin cos pow cat stack matmul bmm mm addmm where cumsum minimum maximum erf square
-    clamp mean sum amax amin var einsum""".split()
+    clamp mean sum amax amin var einsum""".split()  # noqa: SIM905  a list of words
 )
-_METHODS = frozenset("transpose permute view reshape unsqueeze squeeze expand contiguous t clone detach flatten masked_fill".split())
+_METHODS = frozenset("transpose permute view reshape unsqueeze squeeze expand contiguous t clone detach flatten masked_fill".split()  # noqa: SIM905  a list of words)
 _INFIX: dict[str, tuple[str, int]] = {
     "add": ("+", SUM),
     "sub": ("-", SUM),
@@ -93,18 +93,25 @@ def expression(node: fx.Node, texts: Texts) -> Text:
     if node.target is convert:
         return Text(_conversion(node, texts))
     if node.target is scale:
-        return Text(f"{texts[node.args[0]].within(PRODUCT)} * {literal(node.args[1], texts)}", PRODUCT)
+        return Text(f"{texts[_operand(node)].within(PRODUCT)} * {literal(node.args[1], texts)}", PRODUCT)
     if node.target is random_seed:
         number, axes = node.args
         return Text(f"kernels.seed(key, self.number, {number}, {literal(axes, texts)})")
     if node.target is operator.getitem:
-        return Text(f"{texts[node.args[0]].within(ATOM)}[{literal(node.args[1], texts)}]")
+        return Text(f"{texts[_operand(node)].within(ATOM)}[{literal(node.args[1], texts)}]")
     if getattr(node.target, "__module__", "") == kernels.__name__:
-        return Text(f"kernels.{node.target.__name__}({_call_arguments(node, texts)})")
+        return Text(f"kernels.{getattr(node.target, '__name__', '')}({_call_arguments(node, texts)})")
     name = op_name(node.target)
     assert name.startswith("aten.") or "." in name, name
     form = _familiar(node, name.removeprefix("aten."), texts) if name.startswith("aten.") else None
     return form if form is not None else Text(f"{_qualified(node.target)}({_call_arguments(node, texts)})")
+
+
+def _operand(node: fx.Node) -> fx.Node:
+    """The first argument, where it is a value."""
+    first = node.args[0]
+    assert isinstance(first, fx.Node), node.format_node()
+    return first
 
 
 def _qualified(target: Any) -> str:
@@ -147,11 +154,13 @@ def _familiar(node: fx.Node, name: str, texts: Texts) -> Text | None:
     if name in _INFIX:
         return _infix(node, name, texts)
     if name == "neg":
-        return Text(f"-{texts[node.args[0]].within(UNARY)}", UNARY)
+        return Text(f"-{texts[_operand(node)].within(UNARY)}", UNARY)
     if name in _METHODS:
-        receiver = texts[node.args[0]].within(ATOM)
+        receiver = texts[_operand(node)].within(ATOM)
         rest = ", ".join([literal(a, texts) for a in _flat_sizes(name, node.args[1:])])
-        keywords = "".join(f", {k}={literal(v, texts)}" for k, v in node.kwargs.items()).removeprefix("" if rest else ", ")
+        keywords = "".join(f", {k}={literal(v, texts)}" for k, v in node.kwargs.items()).removeprefix(
+            "" if rest else ", "
+        )
         return Text(f"{receiver}.{name}({rest}{keywords})")
     if name in _FUNCTIONAL:
         return Text(f"F.{name}({_named_arguments(node, texts)})")
@@ -199,28 +208,28 @@ def _infix(node: fx.Node, name: str, texts: Texts) -> Text | None:
 
 def _slice(node: fx.Node, texts: Texts) -> Text:
     given = arguments(node)
-    ndim = _ndim(node.args[0])
+    ndim = _ndim(_operand(node))
     dim = int(given["dim"]) % ndim
     start = given["start"] or 0
     end = "" if given["end"] is None or given["end"] >= _MAX_INT else given["end"]
     step = "" if given["step"] == 1 else f":{given['step']}"
     window = f"{start or ''}:{end}{step}"
     index = ", ".join([":"] * dim + [window]) if dim < ndim - 1 or dim == 0 else f"..., {window}"
-    return Text(f"{texts[node.args[0]].within(ATOM)}[{index}]")
+    return Text(f"{texts[_operand(node)].within(ATOM)}[{index}]")
 
 
 def _select(node: fx.Node, texts: Texts) -> Text:
     given = arguments(node)
-    dim = int(given["dim"]) % _ndim(node.args[0])
+    dim = int(given["dim"]) % _ndim(_operand(node))
     index = ", ".join([":"] * dim + [literal(given["index"], texts)])
-    return Text(f"{texts[node.args[0]].within(ATOM)}[{index}]")
+    return Text(f"{texts[_operand(node)].within(ATOM)}[{index}]")
 
 
 def _to(node: fx.Node, texts: Texts) -> Text | None:
     dtype = arguments(node).get("dtype")
     if not isinstance(dtype, torch.dtype):
         return None
-    return Text(f"{texts[node.args[0]].within(ATOM)}.to({dtype})")
+    return Text(f"{texts[_operand(node)].within(ATOM)}.to({dtype})")
 
 
 def _sum(node: fx.Node, texts: Texts) -> Text:
@@ -228,7 +237,9 @@ def _sum(node: fx.Node, texts: Texts) -> Text:
     parts = [] if given.get("dim") is None else [literal(given["dim"], texts)]
     parts += ["keepdim=True"] if given.get("keepdim") else []
     parts += [f"dtype={given['dtype']}"] if given.get("dtype") is not None else []
-    return Text(f"{texts[node.args[0]].within(ATOM)}.{op_name(node.target).removeprefix('aten.')}({', '.join(parts)})")
+    return Text(
+        f"{texts[_operand(node)].within(ATOM)}.{op_name(node.target).removeprefix('aten.')}({', '.join(parts)})"
+    )
 
 
 def _embedding(node: fx.Node, texts: Texts) -> Text:
@@ -245,7 +256,7 @@ def _batch_norm(node: fx.Node, texts: Texts) -> Text:
     return Text(f"F.batch_norm({', '.join(literal(given[key], texts) for key in order)})")
 
 
-def _ndim(node: Any) -> int:
+def _ndim(node: fx.Node) -> int:
     return int(node.meta["val"].dim())
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
 from autopar.emit.expressions import Text, expression, literal
@@ -98,9 +100,8 @@ def _body(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Names) -> lis
         if node.op == "placeholder":
             continue
         if node.op == "output":
-            results = node.args[0]
-            text = ", ".join(literal(result, texts) for result in results)
-            lines.append(f"        return {text}")
+            results: Any = node.args[0]
+            lines.append("        return " + ", ".join(literal(result, texts) for result in results))
             break
         text = expression(node, texts)
         if _inline(node, text):

@@ -127,9 +127,7 @@ def owned_attribute(name: str) -> str:
     return identifier(name)
 
 
-def _constructor(
-    program: LocalProgram, stage: Stage, class_names: dict[int, str], axes: tuple[str, ...]
-) -> list[str]:
+def _constructor(program: LocalProgram, stage: Stage, class_names: dict[int, str], axes: tuple[str, ...]) -> list[str]:
     lines = [
         "    def __init__(self, device=None, dtype=None, constants=None) -> None:",
         "        super().__init__()",
@@ -187,8 +185,8 @@ class _Forward:
             del layers[:run]
         sends = [self.values[border.value.name].text for border in stage.sends] or [self.values[graph.loss].text]
         positional = ", ".join(["self", *(f"{name}: torch.Tensor" for name in received)])
-        taken = [self.values[self._key(name)].text for name in inputs] + (["key"] if stage.random else [])
-        keywords = ", ".join(f"{name}: torch.Tensor" for name in taken)
+        named = [self.values[self._key(name)].text for name in inputs] + (["key"] if stage.random else [])
+        keywords = ", ".join(f"{name}: torch.Tensor" for name in named)
         signature = f"{positional}, *, {keywords}" if keywords else positional
         result = sends[0] if not stage.sends else f"({', '.join(sends)},)"
         returns = "tuple[torch.Tensor, ...]" if stage.sends else "torch.Tensor"
@@ -204,7 +202,11 @@ class _Forward:
         count = 1
         for previous, layer in zip(layers, layers[1:], strict=False):
             this, before = graph.layers[layer], graph.layers[previous]
-            chained = this.activations == before.outputs and len(before.outputs) == 1 and self._readers(before.outputs[0]) == 1
+            chained = (
+                this.activations == before.outputs
+                and len(before.outputs) == 1
+                and self._readers(before.outputs[0]) == 1
+            )
             alike = (
                 self.class_names[layer] == self.class_names[layers[0]]
                 and (this.inputs, this.constants, this.scalars) == (first.inputs, first.constants, first.scalars)

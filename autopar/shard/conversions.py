@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from autopar.flow import output_nodes
 from autopar.graph import LayerClass
 from autopar.rules import operands
-from autopar.flow import output_nodes
 from autopar.sharding import AxisTypes
 from autopar.types import SpmdType
 

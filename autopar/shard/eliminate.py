@@ -2,7 +2,7 @@
 
 Bertele and Brioschi, *Nonserial Dynamic Programming* (1972), chapter 2. A transformer block's graph is nearly a chain, so the tables stay
 small: milliseconds. A value with several readers gets a variable of its own, (type as produced, set of types it is
-converted to), so that a conversion is paid once; sets of more than three types are left out. Raises ``TableTooLarge``
+converted to), so that a conversion is paid once; sets of more than three types are left out. Raises ``TableTooLargeError``
 where the graph is too entangled.
 """
 
@@ -23,7 +23,7 @@ MAX_CONVERSIONS = 3
 Table = NDArray[np.float64]
 
 
-class TableTooLarge(Exception):
+class TableTooLargeError(Exception):
     """An intermediate table would not fit."""
 
 
@@ -52,8 +52,8 @@ def eliminate(problem: Problem) -> dict[str, int] | None:
         return None
     chosen: dict[str, int] = {}
     for name, joined in reversed(steps):
-        at = tuple(chosen[v] for v in joined.variables[1:])
-        chosen[name] = int(np.argmin(joined.table[(slice(None), *at)]))
+        at: tuple[int | slice, ...] = (slice(None), *(chosen[v] for v in joined.variables[1:]))
+        chosen[name] = int(np.argmin(joined.table[at]))
     return {name: chosen[name] for name in problem.options}
 
 
@@ -70,7 +70,7 @@ def _join(name: str, touching: list[_Factor], sizes: dict[str, int]) -> _Factor:
     variables = (name, *others)
     shape = tuple(sizes[v] for v in variables)
     if int(np.prod([float(n) for n in shape])) > MAX_ENTRIES:
-        raise TableTooLarge(f"{name}: {shape}")
+        raise TableTooLargeError(f"{name}: {shape}")
     total = np.zeros(shape)
     for factor in touching:
         order = sorted(range(len(factor.variables)), key=lambda i: variables.index(factor.variables[i]))
@@ -116,7 +116,9 @@ def _single_reader(problem: Problem, name: str, reader: str) -> _Factor:
 def _shared_value(problem: Problem, name: str, readers: list[str], sizes: dict[str, int]) -> list[_Factor]:
     """A variable for the value itself, tied to its producer and to every reader."""
     produced = [option.result for option in problem.options[name]]
-    wanted = sorted({t for reader in readers for need in _needs(problem, name, reader) for t in need} | problem.demands[name])
+    wanted = sorted(
+        {t for reader in readers for need in _needs(problem, name, reader) for t in need} | problem.demands[name]
+    )
     domain: list[tuple[SpmdType, frozenset[SpmdType]]] = []
     costs: list[float] = []
     for source in sorted(set(produced)):
@@ -129,7 +131,10 @@ def _shared_value(problem: Problem, name: str, readers: list[str], sizes: dict[s
     variable = f"{name} as read"
     sizes[variable] = len(domain)
     legal = np.where(np.array([[d[0] == source for d in domain] for source in produced]), 0.0, np.inf)
-    factors = [_Factor((variable,), np.array(costs)), _Factor((name, variable), legal.reshape(len(produced), len(domain)))]
+    factors = [
+        _Factor((variable,), np.array(costs)),
+        _Factor((name, variable), legal.reshape(len(produced), len(domain))),
+    ]
     for reader in readers:
         needs = _needs(problem, name, reader)
         served = np.array([[need <= {d[0], *d[1]} for need in needs] for d in domain])

@@ -92,7 +92,9 @@ class Problem:
             target = boundary(role, value)
             if value.shape and target is not None:
                 self.demands[node.name].add(target)
-        seconds = [self._compute_s(self.nodes[name], option) for name, options in self.options.items() for option in options]
+        seconds = [
+            self._compute_s(self.nodes[name], option) for name, options in self.options.items() for option in options
+        ]
         self.dearest_s = max(seconds, default=0.0) or 1.0
 
     @property
@@ -115,7 +117,9 @@ class Problem:
             return math.inf
         wires = [pair[0], pair[1]] if self._flow[name] else [pair[0]]
         row = 1.0 if name in self._weights else self._row
-        seconds = sum(_WIRE_FACTOR[wire] for wire in wires) * row * _bytes(self.nodes[name]) / REFERENCE_LINK_BYTES_PER_S
+        seconds = (
+            sum(_WIRE_FACTOR[wire] for wire in wires) * row * _bytes(self.nodes[name]) / REFERENCE_LINK_BYTES_PER_S
+        )
         waits = sum(_WIRE_FACTOR[wire] > 0 for wire in wires) + (target == P and source != P)
         return seconds / self.dearest_s + waits * COLLECTIVE_SHARE + CONVERSION_SHARE
 
@@ -124,7 +128,9 @@ class Problem:
         total = 0.0
         for name, index in chosen.items():
             produced = self.options[name][index].result
-            needed = {self.options[reader][chosen[reader]].operands[i] for reader, i in self.reads[name]} | self.demands[name]
+            needed = {
+                self.options[reader][chosen[reader]].operands[i] for reader, i in self.reads[name]
+            } | self.demands[name]
             total += self.cost(name)[index] + sum(self.conversion_cost(name, produced, t) for t in needed)
         return total
 
@@ -170,7 +176,9 @@ class Problem:
             held = 1 / REFERENCE_AXIS if option.result.sharded else 1.0
             return BYTE_HELD_S * _bytes(node) * held if node.name in self._weights else 0.0
         flops, traffic = op_cost(node)
-        seconds = max(flops / REFERENCE_FLOPS_PER_S, FUSED_SHARE * traffic / REFERENCE_BYTES_PER_S) * (1 + _BACKWARD_FACTOR)
+        seconds = max(flops / REFERENCE_FLOPS_PER_S, FUSED_SHARE * traffic / REFERENCE_BYTES_PER_S) * (
+            1 + _BACKWARD_FACTOR
+        )
         return seconds * self._row / (REFERENCE_AXIS if option.letter is not None else 1)
 
 

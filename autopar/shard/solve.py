@@ -7,7 +7,7 @@ from functools import lru_cache
 from autopar.flow import output_nodes
 from autopar.graph import LayerClass
 from autopar.plan import Role
-from autopar.shard.eliminate import TableTooLarge, eliminate
+from autopar.shard.eliminate import TableTooLargeError, eliminate
 from autopar.shard.milp import solve_milp
 from autopar.shard.problem import Problem, boundary
 from autopar.sharding import AxisTypes
@@ -15,9 +15,7 @@ from autopar.types import SpmdType
 
 
 @lru_cache(maxsize=4096)
-def solve(
-    cls: LayerClass, role: Role, size: int = 2, fixed: tuple[tuple[str, SpmdType], ...] = ()
-) -> AxisTypes | None:
+def solve(cls: LayerClass, role: Role, size: int = 2, fixed: tuple[tuple[str, SpmdType], ...] = ()) -> AxisTypes | None:
     """The cheapest types for ``cls`` on axes in ``role`` whose sizes multiply to ``size``; ``None`` if there are none.
 
     ``fixed`` pins the types of parameters by placeholder name (a tied weight has one layout in all its layers).
@@ -31,7 +29,7 @@ def solve(
         return None
     try:
         chosen = eliminate(problem)
-    except TableTooLarge:
+    except TableTooLargeError:
         chosen = solve_milp(problem)
     return None if chosen is None else _solution(problem, chosen)
 
