@@ -23,9 +23,7 @@ class Error:
         return self.value <= EXACT
 
 
-def compare(
-    loss: float, gradients: Mapping[str, Tensor], loss0: float, gradients0: Mapping[str, Tensor]
-) -> Error:
+def compare(loss: float, gradients: Mapping[str, Tensor], loss0: float, gradients0: Mapping[str, Tensor]) -> Error:
     """``max|g - g0| / max(max|g0|, 1e-6 max|all gradients|)`` over all parameters, and the loss's relative error.
 
     The second term of the maximum stands for gradients that are zero in exact arithmetic, like that of an attention key's bias. A

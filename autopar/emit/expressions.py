@@ -48,9 +48,12 @@ _FUNCTIONAL = frozenset(
 )
 _TORCH = frozenset(
     """rsqrt sqrt exp log tanh sigmoid abs sin cos pow cat stack matmul bmm mm addmm where cumsum minimum maximum erf square
-    clamp mean sum amax amin var einsum""".split()  # noqa: SIM905  a list of words
+    clamp amax amin var einsum""".split()  # noqa: SIM905  a list of words
 )
-_METHODS = frozenset("transpose permute view reshape unsqueeze squeeze expand contiguous t clone detach flatten masked_fill".split()  # noqa: SIM905  a list of words)
+_METHODS = frozenset(
+    """transpose permute view reshape unsqueeze squeeze expand contiguous t clone detach flatten
+    masked_fill""".split()  # noqa: SIM905  a list of words
+)
 _INFIX: dict[str, tuple[str, int]] = {
     "add": ("+", SUM),
     "sub": ("-", SUM),
