@@ -136,10 +136,12 @@ def plan_model(
     from autopar.precision import name_of, normalise
     from autopar.price import Pricer
     from autopar.search import search
+    from autopar.shard import annotate
 
     start = time.perf_counter()
     _say(progress, "capture", "")
     graph = capture(model, batch, loss_fn, precision=None if precision is None else normalise(precision), name=name)
+    graph = annotate(graph)
     _say(progress, "capture", f"{len(graph.layers)} layers of {len(graph.classes)} classes")
     if plan is not None:
         return graph, _given_plan(plan, graph, cluster)
@@ -151,7 +153,9 @@ def plan_model(
     def find() -> Plan:
         found = search(graph, cluster, Pricer(graph, cluster, options.precision), options)
         wall_time_s = time.perf_counter() - start
-        return dataclasses.replace(found, wall_time_s=wall_time_s, peak_memory_bytes=peak_memory_bytes())
+        without_rule = f"replicated, because no sharding rule covers it: {', '.join(graph.replicated)}"
+        notes = (*found.notes, without_rule) if graph.replicated else found.notes
+        return dataclasses.replace(found, wall_time_s=wall_time_s, peak_memory_bytes=peak_memory_bytes(), notes=notes)
 
     return graph, _on_rank_0(find)
 

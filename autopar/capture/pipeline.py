@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -99,6 +100,7 @@ def _assemble(
     scalars, prelude = build_prelude(gm, inputs, constants)
     groups = segment(gm, classes)
     found = borders(gm, groups)
+    rows = inputs[0].shape[0]
     layers, library, values = build_layers(groups, found, classes, type(model).__name__)
     parameters = _parameters(gm, model)
     notes = list(gm.meta.get("notes", ()))
@@ -115,7 +117,7 @@ def _assemble(
         scalars=scalars,
         prelude=prelude,
         layers=layers,
-        classes=library,
+        classes={key: dataclasses.replace(cls, rows=rows) for key, cls in library.items()},
         values=values,
         loss=layers[-1].outputs[0],
         dtype=floating[0],

@@ -108,9 +108,6 @@ class FlatGroup:
         index = dist.get_rank(self._group) if self._scattered else 0
         self._own = slice(index * piece, (index + 1) * piece)
         self._mixed = trainable and wide != compute
-        # A tied copy may sit in a layer under FSDP2, whose first forward drops the gradients that it finds in place: such a
-        # parameter's gradients are taken from it one by one, and so are those that add up in a wider dtype.
-        self._taken = trainable and (self._mixed or self.shared is not None)
         self._values = torch.zeros(piece * self._parts, dtype=compute, device=world.device)
         self._grads = torch.zeros(piece * self._parts if trainable else 0, dtype=wide, device=world.device)
         self._owned = torch.zeros(piece, dtype=wide, device=world.device) if self._mixed else self._values[self._own]
@@ -127,15 +124,16 @@ class FlatGroup:
             start = stop
 
     def _add_master(self, slot: Slot) -> None:
-        if self._taken:
-            grad = self._grads[slot.start : slot.stop].view(slot.param.shape)
+        grad = self._grads[slot.start : slot.stop].view(slot.param.shape)
 
-            def accumulate(param: Tensor) -> None:
-                if param.grad is not None:
-                    grad.add_(param.grad)
-                    param.grad = None
+        def accumulate(param: Tensor) -> None:
+            if param.grad is not None:
+                grad.add_(param.grad)
+                param.grad = None
 
-            slot.param.register_post_accumulate_grad_hook(accumulate)
+        # Not param.grad = a view of the buffer: the first step of torch's schedules sets to None the gradients of all that is inside
+        # an FSDP module, and a tied copy may be there. Besides, the buffer may be of a wider dtype.
+        slot.param.register_post_accumulate_grad_hook(accumulate)
         low, high = self._overlap(slot)
         if low == high:
             return
@@ -164,9 +162,6 @@ class FlatGroup:
 
     def zero_grad(self) -> None:
         self._grads.zero_()
-        for slot in self._slots:
-            if slot.layout.trainable and not self._taken:  # autograd adds into what is there
-                slot.param.grad = self._grads[slot.start : slot.stop].view(slot.param.shape)
 
     def reduce_over_stages(self) -> None:
         """Sum a tied parameter's gradients over the stages that have a copy."""

@@ -57,14 +57,15 @@ _WIRE_FACTOR = {
 _BACKWARD_FACTOR = 2.0  # a matmul's backward is two matmuls
 
 
-def boundary(role: Role, value: Value) -> SpmdType | None:
+def boundary(cls: LayerClass, role: Role, value: Value) -> SpmdType | None:
     """The type of an activation at a layer's border under ``role``; ``None`` when the value has no such dim.
 
-    Dim 0 is the batch and dim 1 the sequence, which is how every captured layer hands its activations on.
+    Dim 0 is the batch and dim 1 the sequence, which is how every captured layer hands its activations on. What has no batch
+    (T5's position bias) is computed from parameters alone, and has their type.
     """
     if role is Role.DATA:
-        return S(0) if value.shape else None
-    if role is Role.TENSOR_SEQUENCE:
+        return None if not value.shape else S(0) if cls.batched(value) else R
+    if role is Role.TENSOR_SEQUENCE and cls.batched(value):
         return S(1) if len(value.shape) >= 3 else None
     return I
 
@@ -78,7 +79,7 @@ class Problem:
         self._inputs = placeholders(cls)
         self._weights = {node.name for node in self._inputs[len(self._inputs) - len(cls.parameters) :]}
         # Of activations, one row of the batch: what a layer weighs against its parameters must not grow with the batch.
-        self._row = 1.0 / next((v.shape[0] for v in (*cls.activations, *cls.inputs) if v.shape), 1)
+        self._row = 1.0 / max((v.shape[0] for v in (*cls.activations, *cls.inputs) if cls.batched(v)), default=1)
         self.nodes = {node.name: node for node in cls.graph.graph.nodes if node.op != "output"}
         self.options: dict[str, list[Candidate]] = {name: self._options(node) for name, node in self.nodes.items()}
         self._loss_options()
@@ -89,7 +90,7 @@ class Problem:
                     self.reads[operand.name].append((node.name, index))
         self.demands: dict[str, set[SpmdType]] = {name: set() for name in self.nodes}
         for node, value in zip(output_nodes(cls), cls.outputs, strict=True):
-            target = boundary(role, value)
+            target = boundary(cls, role, value)
             if value.shape and target is not None:
                 self.demands[node.name].add(target)
         seconds = [
@@ -149,7 +150,7 @@ class Problem:
         kind = next(k for k in range(5) if index < sum(counts[: k + 1]))
         shape = tuple(node.meta["val"].shape)
         if kind == 0:
-            t = boundary(role, cls.activations[index])
+            t = boundary(cls, role, cls.activations[index])
             return [] if t is None else [t]
         if node.name in self.fixed:
             return [self.fixed[node.name]]

@@ -21,7 +21,7 @@ def solve(cls: LayerClass, role: Role, size: int = 2, fixed: tuple[tuple[str, Sp
     ``fixed`` pins the types of parameters by placeholder name (a tied weight has one layout in all its layers).
     """
     for value in (*cls.activations, *cls.outputs):
-        t = boundary(role, value)
+        t = boundary(cls, role, value)
         if value.shape and (t is None or (t.dim is not None and value.shape[t.dim] % size)):
             return None
     problem = Problem(cls, role, size, dict(fixed))
@@ -38,7 +38,7 @@ def _solution(problem: Problem, chosen: dict[str, int]) -> AxisTypes:
     cls, role = problem.cls, problem.role
     options = {name: problem.options[name][index] for name, index in chosen.items()}
     outputs = tuple(
-        boundary(role, value) if value.shape else options[node.name].result
+        boundary(cls, role, value) if value.shape else options[node.name].result
         for node, value in zip(output_nodes(cls), cls.outputs, strict=True)
     )
     return AxisTypes(
