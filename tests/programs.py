@@ -53,6 +53,7 @@ class Mlp(nn.Module):
             )
             for _ in range(2)
         )
+        self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
 
@@ -61,7 +62,7 @@ class Mlp(nn.Module):
         for layer in self.layers:
             gate, up = layer["gate_up"](layer["norm"](hidden)).chunk(2, -1)
             hidden = hidden + SCALE * layer["down"](F.silu(gate) * up)
-        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten(), ignore_index=-100)
+        return F.cross_entropy(self.head(self.norm(hidden)).flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
 def mlp_model() -> Mlp:
@@ -107,6 +108,8 @@ def _layouts(shape: Shape) -> list[dict[str, Any]]:
             record(stage, f"{mine}.{name}.weight", f"{user}.gate_up.weight", size, "S(0)", whole=whole, part=part)
         record(stage, f"{mine}.down.weight", f"{user}.down.weight", (WIDTH, HIDDEN), "S(1)")
         record(stage, f"{mine}.down.bias", f"{user}.down.bias", (WIDTH,))
+    for name in ("norm.weight", "norm.bias"):
+        record(last, f"head.{name}", name, (WIDTH,))
     if last:
         record(1, "head.table", "embed.weight", (VOCABULARY, WIDTH), **tied)
     return records

@@ -57,30 +57,20 @@ def test_results_come_by_rank_from_warm_processes(workers2: WorkerPool) -> None:
     assert [r["pid"] for r in first] == [r["pid"] for r in second]
 
 
-@pytest.mark.parametrize(
-    ("target", "cause"),
-    [("raise_on", "rank 1: ValueError: the batch is empty"), ("die_on", "rank 1: was killed by signal 9")],
-)
-def test_a_failing_rank_is_the_cause_and_ends_all(target: str, cause: str) -> None:
+def test_a_failing_rank_is_the_cause_and_ends_all() -> None:
     pool = WorkerPool(2)
-    pids = [r["pid"] for r in pool.run("test_run_processes:add_ranks", torch.ones(1))]
-    start = time.monotonic()
-    with pytest.raises(LaunchError) as error:
-        pool.run(f"test_run_processes:{target}", 1)
-    assert error.value.message.startswith(cause)
-    assert time.monotonic() - start < 5
-    assert all(_gone(pid) for pid in pids)
-    if target == "die_on":  # and the pool is there again
-        assert len(pool.run("test_run_processes:add_ranks", torch.ones(1))) == 2
-    pool.close()
-
-
-def test_a_rank_that_hangs_is_ended() -> None:
-    pool = WorkerPool(2)
-    pids = [r["pid"] for r in pool.run("test_run_processes:add_ranks", torch.ones(1))]
-    with pytest.raises(LaunchError, match="no answer from rank 1"):
-        pool.run("test_run_processes:hang_on", 1, timeout_s=0.5)
-    assert all(_gone(pid) for pid in pids)
+    for target, cause, options in (
+        ("raise_on", "rank 1: ValueError: the batch is empty", {}),
+        ("die_on", "rank 1: was killed by signal 9", {}),
+        ("hang_on", "no answer from rank 1 ", {"timeout_s": 0.5}),
+    ):
+        pids = [r["pid"] for r in pool.run("test_run_processes:add_ranks", torch.ones(1))]  # a new pool each time
+        start = time.monotonic()
+        with pytest.raises(LaunchError) as error:
+            pool.run(f"test_run_processes:{target}", 1, **options)
+        assert error.value.message.startswith(cause)
+        assert time.monotonic() - start < 5
+        assert all(_gone(pid) for pid in pids)
 
 
 def test_a_taken_port_is_said_before_anything_starts() -> None:

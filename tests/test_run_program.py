@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import io
+import itertools
 import json
 import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from autopar.devices import parse
 from autopar.errors import BatchError, LaunchError, UsageError
 from autopar.run import Program
+from autopar.run.folder import program_modules
 
 
 def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -49,25 +51,28 @@ def one_process(steps: int) -> tuple[list[float], nn.Module]:
     return losses, model
 
 
-@pytest.mark.parametrize("shape", [Shape(), Shape(pipeline=2, microbatches=2, schedule="1f1b")], ids=str)
-def test_training_in_worker_processes_equals_one_process(tmp_path: Path, shape: Shape) -> None:
+def check_training(program: Program) -> None:
     losses, model = one_process(3)
     seen: list[tuple[int, float]] = []
-    with mlp(tmp_path, shape) as program:
-        found = program.train([mlp_batch(0), mlp_batch(1)], steps=3, on_step=lambda *step: seen.append(step))
-        trained = program.state_dict()
-        program.load_state_dict(state())
-        loss, grads = program.gradients(mlp_batch(0))
+    found = program.train([mlp_batch(0), mlp_batch(1)], steps=3, on_step=lambda *step: seen.append(step))
     assert found == pytest.approx(losses, rel=1e-12)
     assert seen == list(enumerate(found))
+    trained = program.state_dict()
     assert all((trained[name] - value).abs().max() < 1e-12 for name, value in model.state_dict().items())
+    program.load_state_dict(state())
+    loss, grads = program.gradients(mlp_batch(0))
     assert loss == pytest.approx(losses[0], rel=1e-12)
     assert set(grads) == {name for name, _ in model.named_parameters()}
 
 
-def test_a_worker_that_dies_is_named_and_ends_the_training(tmp_path: Path) -> None:
-    with mlp(tmp_path, Shape(data=2)) as program:
-        program.step(mlp_batch())
+def test_one_device_trains_as_the_model_does(tmp_path: Path) -> None:
+    with mlp(tmp_path, Shape()) as program:
+        check_training(program)
+
+
+def test_two_workers_train_alike_until_one_is_killed(tmp_path: Path) -> None:
+    with mlp(tmp_path, Shape(pipeline=2, microbatches=2, schedule="1f1b")) as program:
+        check_training(program)
         assert program._processes is not None
         pids = [worker.pid for worker in program._processes._workers]
         os.kill(pids[1], signal.SIGKILL)
@@ -102,55 +107,48 @@ def test_errors_before_anything_starts(tmp_path: Path) -> None:
             run()
 
 
-def test_the_folder_runs_under_torchrun_and_knows_nothing_of_autopar(tmp_path: Path) -> None:
+def test_the_folder_runs_under_torchrun_and_knows_nothing_of_autopar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     program = mlp(tmp_path / "program", Shape(data=2, zero=(1, 3)))
-    folder = program.emit(tmp_path / "emitted")
-    for file in folder.glob("*.py"):
+    program.folder = program.emit(tmp_path / "emitted")
+    for file in program.folder.glob("*.py"):
         assert not re.search(r"^\s*(from|import) autopar", file.read_text(), re.MULTILINE), file
-    torch.save({name: tensor.repeat(2, 1) for name, tensor in mlp_batch().items()}, tmp_path / "data.pt")
-    torch.save(state(), tmp_path / "state.pt")
-    options = [
-        "--steps",
-        "3",
-        "--data",
-        str(tmp_path / "data.pt"),
-        "--init",
-        str(tmp_path / "state.pt"),
-        "--lr",
-        "0.01",
-    ]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(folder / "train.py"), *options, "--save", str(tmp_path / "out.pt")],
-        capture_output=True, text=True, env=env, timeout=100, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.chdir(tmp_path)
+    torch.save({name: tensor.repeat(2, 1) for name, tensor in mlp_batch().items()}, "data.pt")
+    program.launch("--steps", "3", "--data", "data.pt", "--lr", "0.01", "--clip", "0.5", "--save", "out.pt")
+    out, err = capfd.readouterr()
     model, losses = mlp_model(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for _ in range(3):
         optimizer.zero_grad()
         loss = model(**mlp_batch())
         loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         losses.append(loss.item())
-    assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-10)
-    assert "step    2  loss" in done.stderr
-    saved = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert [json.loads(line)["loss"] for line in out.splitlines()] == pytest.approx(losses, rel=1e-10)
+    assert "step    2  loss" in err
+    saved = torch.load("out.pt", weights_only=True)
     assert all((saved[name] - value).abs().max() < 1e-10 for name, value in model.state_dict().items())
 
 
+def test_synthetic_data_has_the_programs_shapes(tmp_path: Path) -> None:
+    folder = write_mlp(tmp_path, Shape())
+    with program_modules(folder):
+        model, train = importlib.import_module("model"), importlib.import_module("train")
+        first, second = itertools.islice(train.synthetic(model.Whole.SHAPES, seed=3), 2)
+    sys.modules.pop("train")
+    for name, tensor in mlp_batch().items():
+        assert first[name].shape == tensor.shape and first[name].dtype == tensor.dtype
+        assert set(first[name].unique().tolist()) == {0, 1} and not torch.equal(first[name], second[name])
+
+
 def test_launch_says_why_train_failed(tmp_path: Path) -> None:
-    program = mlp(tmp_path, Shape(data=2))
+    program = mlp(tmp_path, Shape())
     torch.save({"input_ids": torch.zeros(8, 3, dtype=torch.long)}, tmp_path / "data.pt")
     talk = io.StringIO()
     with redirect_stderr(talk), pytest.raises(LaunchError, match="ValueError: the batch has no 'labels'"):
         program.launch("--data", str(tmp_path / "data.pt"))
     assert "Traceback" in talk.getvalue()
-
-
-def test_launch_streams_and_makes_data_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    mlp(tmp_path, Shape()).launch("--steps", "2", "--clip", "1.0")
-    losses = [json.loads(line)["loss"] for line in capfd.readouterr().out.splitlines()]
-    assert len(losses) == 2 and all(0 < loss < 20 for loss in losses)
