@@ -3,14 +3,16 @@
 It is also a factory for the command line: ``autopar plan examples/mlp.py:model --devices 2``.
 """
 
+from collections.abc import Callable
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
 
 
-def model(global_batch: int = 64) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor], object]:
+def model(global_batch: int = 64) -> tuple[nn.Module, tuple[Tensor, Tensor], Callable[..., Tensor]]:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
     inputs = torch.randn(global_batch, 32)

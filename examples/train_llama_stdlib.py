@@ -108,10 +108,8 @@ def plot(curves: dict[str, list[float]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for (name, losses), style in zip(
-        curves.items(), ({"lw": 4, "alpha": 0.45}, {"lw": 1.2, "color": "black"}), strict=True
-    ):
-        axes.plot(range(1, len(losses) + 1), losses, label=name, **style)
+    for (name, losses), width, color in zip(curves.items(), (4, 1.2), ("lightskyblue", "black"), strict=True):
+        axes.plot(range(1, len(losses) + 1), losses, label=name, lw=width, color=color)
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title="A byte-level Llama on Python's standard library")
     axes.legend()
     figure.savefig(path, dpi=120)
