@@ -132,11 +132,18 @@ def _conversion(node: fx.Node, texts: Texts) -> str:
     """A conversion as its ``spmd_types`` call."""
     value, axis, source, target = node.args
     assert isinstance(value, fx.Node) and isinstance(axis, str)
-    return conversion_text(texts[value].text, axis, str(source), str(target))
+    dtype = value.meta["val"].dtype if value.meta["gradient"] else None
+    return conversion_text(texts[value].text, axis, str(source), str(target), dtype)
 
 
-def conversion_text(value: str, axis: str, source: str, target: str) -> str:
-    """The ``spmd_types`` call that converts ``value`` on ``axis``."""
+_REDUCES_BACKWARD = frozenset(("IR", "SR", "PR"))
+
+
+def conversion_text(value: str, axis: str, source: str, target: str, dtype: torch.dtype | None) -> str:
+    """The ``spmd_types`` call that converts ``value`` on ``axis``; ``dtype`` is its dtype if a gradient flows through it.
+
+    A gradient in reduced precision is reduced as it is, like the activations and as Megatron does; ``spmd_types`` wants that said.
+    """
     kinds = SpmdType.parse(source).kind + SpmdType.parse(target).kind
     call = {
         "PI": "all_reduce",
@@ -147,7 +154,9 @@ def conversion_text(value: str, axis: str, source: str, target: str) -> str:
         "SS": "all_to_all",
     }.get(kinds, "convert")
     expert = ", expert_mode=True" if kinds in ("RI", "IP", "RP") else ""
-    return f'spmd.{call}({value}, "{axis}", src=spmd.{source}, dst=spmd.{target}{expert})'
+    reduced = dtype in (torch.bfloat16, torch.float16) and kinds in _REDUCES_BACKWARD
+    options = f', backward_options={{"op_dtype": {dtype}}}' if reduced else ""
+    return f'spmd.{call}({value}, "{axis}", src=spmd.{source}, dst=spmd.{target}{expert}{options})'
 
 
 def _familiar(node: fx.Node, name: str, texts: Texts) -> Text | None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from autopar.emit.expressions import conversion_text, literal
 from autopar.emit.names import Names, identifier
+from autopar.graph import Value
 from autopar.plan import Axis, Role
 from autopar.types import I, R, SpmdType
 from passes.conversions import conversion_steps
@@ -20,7 +23,7 @@ class _Variable:
 
     text: str
     types: Types
-    gradient: bool
+    dtype: torch.dtype | None  # if a gradient flows through it
 
 
 def stage_class(program: LocalProgram, stage: Stage, class_names: dict[int, str]) -> str:
@@ -96,7 +99,8 @@ def _borders(borders: tuple[Border, ...]) -> str:
     entries = []
     for border in borders:
         dtype = str(border.value.dtype).removeprefix("torch.")
-        entries.append(f'("{border.value.name}", {border.shape!r}, "{dtype}")')
+        flows = "" if border.value.requires_grad else ", False"  # whether a gradient comes back
+        entries.append(f'("{border.value.name}", {border.shape!r}, "{dtype}"{flows})')
     return "(" + "".join(f"{entry}, " for entry in entries).rstrip() + ")"
 
 
@@ -149,6 +153,10 @@ def _constructor(program: LocalProgram, stage: Stage, class_names: dict[int, str
     return lines
 
 
+def _gradient_dtype(value: Value) -> torch.dtype | None:
+    return value.dtype if value.requires_grad else None
+
+
 class _Forward:
     """Writes a stage's forward: a line per layer, a loop where a run of layers hands one value on."""
 
@@ -167,17 +175,17 @@ class _Forward:
         for border in stage.receives:
             name = self.names.fresh(border.value.name)
             received.append(name)
-            self.values[border.value.name] = _Variable(name, border.types, True)
+            self.values[border.value.name] = _Variable(name, border.types, _gradient_dtype(border.value))
         inputs = []
         whole = (R,) * len(self.mesh)
         for name, types in stage.inputs.items():
-            self.values[f"input {name}"] = _Variable(self.names.fresh(name), types, False)
+            self.values[f"input {name}"] = _Variable(self.names.fresh(name), types, None)
             inputs.append(name)
         for name in stage.scalars:
-            self.values[f"scalar {name}"] = _Variable(self.names.fresh(name), whole, False)
+            self.values[f"scalar {name}"] = _Variable(self.names.fresh(name), whole, None)
             inputs.append(name)
         for name in stage.constants:
-            self.values[f"constant {name}"] = _Variable(f"self.{identifier(name)}", whole, False)
+            self.values[f"constant {name}"] = _Variable(f"self.{identifier(name)}", whole, None)
         layers = list(stage.layers)
         while layers:
             run = self._run(layers)
@@ -236,10 +244,11 @@ class _Forward:
             arguments.append("key")
         last = graph.layers[layer + run - 1]
         results = []
+        dtypes = [_gradient_dtype(value) for value in local.cls.outputs]
         for position, name in enumerate(last.outputs):
             single = len(last.outputs) == 1 and name != graph.loss and self._readers(name) == 1
             text = "hidden" if single else "loss" if name == graph.loss else self.names.fresh(name)
-            self.values[name] = _Variable(text, local.output(position), True)
+            self.values[name] = _Variable(text, local.output(position), dtypes[position])
             results.append(text)
         target = ", ".join(results)
         if run == 1:
@@ -260,9 +269,10 @@ class _Forward:
         variable = self.values[key]
         text, types = variable.text, list(variable.types)
         for step in conversion_steps(tuple(types), needed):
-            if not variable.gradient and {step.source, step.target} == {I, R}:
+            if variable.dtype is None and {step.source, step.target} == {I, R}:
                 continue
-            call = conversion_text(text, self.mesh[step.axis].name, str(step.source), str(step.target))
+            axis = self.mesh[step.axis].name
+            call = conversion_text(text, axis, str(step.source), str(step.target), variable.dtype)
             name = self.names.fresh(text.removeprefix("self."))
             self.body.append(f"        {name} = {call}")
             text = name
