@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "check": set(),
     "run": {"capture", "devices"},
     "zoo": set(),
-    "compile": {"capture", "devices", "price", "search", "emit", "run"},
+    "compile": {"capture", "devices", "shard", "price", "search", "emit", "run"},
     "cli": {"compile", "devices", "search", "zoo"},
     "__init__": {"capture", "compile", "rules", "run"},
     "__main__": {"cli"},
