@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from autopar import program as support
 from autopar.emit.layer import layer_class
 from autopar.emit.names import Names, identifier
 from autopar.emit.prelude import prelude_function
 from autopar.emit.stage import layer_attribute, owned_attribute, stage_class
 from autopar.graph import Graph
 from autopar.plan import Plan
+from autopar.program import copy_runtime
 from autopar.shard import plan_shardings
 from passes.stages import LocalProgram, cut_stages
 
@@ -50,15 +50,8 @@ def emit(graph: Graph, plan: Plan, folder: str | Path) -> LocalProgram:
         torch.save(dict(graph.constants), constants)
     else:
         constants.unlink(missing_ok=True)
-    for source in sorted(Path(str(support.__file__)).parent.glob("*.py")):
-        if source.name != "__init__.py":
-            (path / source.name).write_text(standalone(source.read_text()))
+    copy_runtime(path)
     return local
-
-
-def standalone(source: str) -> str:
-    """A support file as it stands in a program's folder, where its siblings are top-level modules."""
-    return source.replace("from autopar.program import ", "import ").replace("from autopar.program.", "from ")
 
 
 def model_source(program: LocalProgram) -> str:
