@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autopar.capture import capture, flatten_batch
+from autopar.capture import capture, flatten_batch, reference
 from autopar.errors import BatchError, CaptureError
 
 
@@ -157,3 +157,12 @@ def test_precision_casts_floating_tensors() -> None:
     assert graph.dtype == torch.bfloat16
     assert {value.dtype for value in (*graph.inputs, *graph.values.values())} == {torch.bfloat16}
     assert flatten_batch(graph.structure, (X, X))["x"].dtype == torch.bfloat16
+
+
+def test_a_loss_fn_of_one_argument_takes_the_output_alone() -> None:
+    model = nn.Linear(3, 2)
+    graph = capture(model, (torch.randn(4, 3),), lambda output: output.square().mean())
+    assert [value.name for value in graph.inputs] == ["input"]
+    x = torch.randn(4, 3)
+    loss = reference.run(graph, dict(model.named_parameters()), {"input": x})
+    torch.testing.assert_close(loss, model(x).square().mean())

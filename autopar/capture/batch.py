@@ -8,7 +8,7 @@ a flag) is part of the structure and must stay the same.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,8 @@ def describe_batch(
     Raises ``BatchError`` when there is no tensor, when the tensors disagree on the batch extent (dim 0), or when
     ``loss_fn`` is given and the batch is not a pair.
     """
-    if loss_fn is not None:
+    paired = loss_fn is not None and takes_targets(loss_fn)
+    if paired:
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise BatchError(
                 f"with a loss_fn the batch must be the pair (inputs, targets), not {_kind(batch)}",
@@ -68,7 +69,7 @@ def describe_batch(
     else:
         names = _Names(dtype)
         tree = names.arguments(model, batch)
-    structure = BatchStructure(tree, paired=loss_fn is not None)
+    structure = BatchStructure(tree, paired=paired)
     leaves = structure.leaves
     if not leaves:
         raise BatchError(
@@ -81,6 +82,17 @@ def describe_batch(
                 hint="every tensor of a batch has one row per example in dim 0",
             )
     return structure
+
+
+def takes_targets(loss_fn: Callable[..., Any]) -> bool:
+    """Whether ``loss_fn`` is called with ``(output, targets)``; one that requires a single argument is called with the output alone."""
+    try:
+        parameters = inspect.signature(loss_fn).parameters.values()
+    except (TypeError, ValueError):  # a builtin that does not tell
+        return True
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [p for p in parameters if p.kind in positional and p.default is p.empty]
+    return len(required) != 1
 
 
 def flatten_batch(structure: BatchStructure, batch: Any) -> dict[str, torch.Tensor]:

@@ -53,7 +53,7 @@ class _Captured(nn.Module):
         arguments, targets = batch if self.structure.paired else (batch, None)
         output = self.module(**arguments) if isinstance(arguments, dict) else self.module(*arguments)
         if self.loss_fn is not None:
-            output = self.loss_fn(output, targets)
+            output = self.loss_fn(output, targets) if self.structure.paired else self.loss_fn(output)
         return find_loss(output, self.loss_fn is not None)
 
 

@@ -45,7 +45,8 @@ def capture(
     ``model`` may be on the CPU or on meta; it is not touched, and nothing of its size is allocated. ``batch`` is an
     example of one global batch (values do not matter, shapes do): a tensor, a tuple of positional or a dict of keyword
     arguments, dim 0 the batch. The model returns its loss, an object or dict with ``loss``, or a tuple that starts with it;
-    with ``loss_fn`` the batch is ``(inputs, targets)`` and the loss is ``loss_fn(model(inputs), targets)``. ``precision``
+    with ``loss_fn`` the batch is ``(inputs, targets)`` and the loss is ``loss_fn(model(inputs), targets)``; a ``loss_fn`` that takes one
+    argument gets the output alone, and the batch is the inputs. ``precision``
     (``"float64"``, ``"float32"``, ``"bfloat16"``, ``"float16"``) casts floating parameters, buffers and inputs; without it
     they keep their dtypes. ``progress`` is called with each stage's name.
 
