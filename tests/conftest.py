@@ -1,4 +1,4 @@
-"""Fixtures for every test: pools of warm gloo processes, one of each size for the whole run."""
+"""Fixtures for every test: pools of warm gloo processes, one of each size for the whole run; the golden programs' option."""
 
 from __future__ import annotations
 
@@ -24,3 +24,12 @@ def workers2() -> Iterator[WorkerPool]:
 def workers4() -> Iterator[WorkerPool]:
     """Four processes."""
     yield from _pool(4)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden with what is emitted now")
+
+
+@pytest.fixture
+def update_golden(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--update-golden"))

@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from autopar.emit.expressions import Text, expression, literal
-from autopar.emit.names import Names, identifier
+from autopar.emit.names import Names, attributes
 from autopar.types import SpmdType
 from passes.collectives import convert
 from passes.layer import LocalLayer
@@ -28,6 +28,11 @@ def layer_class(layer: LocalLayer, name: str, uses: str, axes: tuple[str, ...], 
     return "\n".join(lines) + "\n"
 
 
+def parameter_paths(layer: LocalLayer) -> dict[str, str]:
+    """For every parameter's class-local name, the attribute path that holds it."""
+    return attributes(tuple(parameter.name for parameter in layer.parameters))
+
+
 def types_text(axes: tuple[str, ...], types: tuple[SpmdType, ...]) -> str:
     """``S(0) on data, I on tensor``: a comment."""
     return ", ".join(f"{t} on {axis}" for axis, t in zip(axes, types, strict=True))
@@ -40,8 +45,10 @@ def _constructor(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int
     if layer.random:
         lines.append("        self.number = number  # tells this layer's random numbers from another's")
     made: set[str] = set()
+    paths = parameter_paths(layer)
     for index, parameter in own:
-        parts = [identifier(part) for part in parameter.name.split(".")]
+        path = paths[parameter.name]
+        parts = path.split(".")
         for depth in range(1, len(parts)):
             owner = ".".join(parts[:depth])
             if owner not in made:
@@ -51,7 +58,6 @@ def _constructor(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int
         shape = ", ".join(map(str, parameter.shape))
         grad = "" if value.requires_grad else ", requires_grad=False"
         tensor = f"torch.empty({shape or '()'}, **factory, dtype={value.dtype})"
-        path = ".".join(parts)
         lines.append(f"        self.{path} = nn.Parameter({tensor}{grad})  # {types_text(axes, parameter.types)}")
     return lines
 
@@ -67,7 +73,7 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int]) -
     for index, (node, kind) in enumerate(zip(inputs, layer.kinds, strict=True)):
         if kind == "parameter" and index - first_parameter not in shared:
             path = layer.parameters[index - first_parameter].name
-            texts[node] = Text("self." + ".".join(identifier(part) for part in path.split(".")))
+            texts[node] = Text("self." + parameter_paths(layer)[path])
             continue
         argument = names.fresh(node.name)
         texts[node] = Text(argument)

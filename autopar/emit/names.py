@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import keyword
 import re
+from collections.abc import Iterable
+from functools import lru_cache
+
+from torch import nn
 
 # What an emitted module defines or imports itself.
 _RESERVED = frozenset({"self", "torch", "nn", "F", "spmd", "kernels", "checkpoint", "key"})
+
+# What a module has besides the user's attributes: nothing of theirs may take its place.
+_MODULE = frozenset(dir(nn.Module())) | {"compute", "number"}
 
 
 def identifier(text: str) -> str:
@@ -18,10 +25,10 @@ def identifier(text: str) -> str:
 
 
 class Names:
-    """Hands out identifiers, each once."""
+    """Hands out identifiers, each once, and none of ``taken``."""
 
-    def __init__(self) -> None:
-        self._taken: set[str] = set()
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self._taken = set(taken)
 
     def fresh(self, text: str) -> str:
         """An identifier like ``text``, numbered when it is taken."""
@@ -32,3 +39,29 @@ class Names:
             name = f"{base}_{n}"
         self._taken.add(name)
         return name
+
+
+@lru_cache(maxsize=256)
+def attributes(paths: tuple[str, ...]) -> dict[str, str]:
+    """For the dotted names of a module's parameters, the attribute paths that hold them: ``0.weight`` is at ``_0.weight``.
+
+    Siblings whose identifiers would be alike (``scale`` and ``_scale``) are numbered, and so is one called like a method.
+    """
+    made = {"": ""}
+    names: dict[str, Names] = {}
+    for path in paths:
+        parent = ""
+        for part in path.split("."):
+            here = f"{parent}.{part}" if parent else part
+            if here not in made:
+                fresh = names.setdefault(parent, Names(_MODULE)).fresh(part)
+                made[here] = f"{made[parent]}.{fresh}" if parent else fresh
+            parent = here
+    return {path: made[path] for path in paths}
+
+
+@lru_cache(maxsize=256)
+def flat_attributes(names: tuple[str, ...]) -> tuple[str, ...]:
+    """One attribute of a module for each of ``names``, in order: ``model.layers.0`` is ``model_layers_0``."""
+    taken = Names(_MODULE)
+    return tuple(taken.fresh(name) for name in names)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from autopar.emit.layer import layer_class
-from autopar.emit.names import Names, identifier
+from autopar.emit.layer import layer_class, parameter_paths
+from autopar.emit.names import Names
 from autopar.emit.prelude import prelude_function
 from autopar.emit.stage import layer_attribute, owned_attribute, stage_class
 from autopar.graph import Graph
@@ -153,4 +153,4 @@ def layouts(program: LocalProgram) -> list[dict[str, object]]:
 
 
 def _path(program: LocalProgram, layer: int, name: str) -> str:
-    return ".".join([layer_attribute(program, layer), *(identifier(part) for part in name.split("."))])
+    return f"{layer_attribute(program, layer)}.{parameter_paths(program.layers[layer])[name]}"

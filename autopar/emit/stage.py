@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from autopar.emit.expressions import conversion_text, literal
-from autopar.emit.names import Names, identifier
+from autopar.emit.names import Names, flat_attributes, identifier
 from autopar.graph import Value
 from autopar.plan import Axis, Role
 from autopar.types import I, R, SpmdType
@@ -54,7 +54,7 @@ def stage_class(program: LocalProgram, stage: Stage, class_names: dict[int, str]
 
 def layer_attribute(program: LocalProgram, layer: int) -> str:
     """The stage's attribute that holds a layer."""
-    return identifier(program.graph.layers[layer].name)
+    return flat_attributes(tuple(each.name for each in program.graph.layers))[layer]
 
 
 def data_axes(program: LocalProgram, layer: int) -> tuple[str, ...]:

@@ -1,0 +1,193 @@
+"""llama on 8: 8 device(s).
+
+2 stage(s), 2 microbatch(es) of 4 rows, schedule 1f1b; mesh of a stage: data 2 x tensor 2.
+Types: I same value and gradient, R same value and terms of the gradient, S(d) a slice of dim d, P a term of the sum.
+Collectives are calls of spmd_types that name the axis and both types. Written by autopar; yours to edit.
+"""
+
+from __future__ import annotations
+
+import spmd_types as spmd
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import kernels
+
+MESH = {"data": 2, "tensor": 2}  # axes of a stage's mesh, outermost first
+
+
+class Embedding(nn.Module):
+    """model.embed_tokens: data on data, tensor on tensor; ZeRO 0."""
+
+    def __init__(self, **factory: object) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(96, 16, **factory, dtype=torch.float64))  # R on data, S(1) on tensor
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        # input_ids (2, 16): S(0) on data, R on tensor
+        # module.model.embed_tokens
+        embedding_i = spmd.all_gather(F.embedding(input_ids, self.weight), "tensor", src=spmd.S(2), dst=spmd.I)
+        return embedding_i
+
+
+class LlamaDecoderLayer(nn.Module):
+    """model.layers.0 to model.layers.3 (4 layers): data on data, tensor on tensor; ZeRO 0."""
+
+    def __init__(self, **factory: object) -> None:
+        super().__init__()
+        self.input_layernorm = nn.Module()
+        self.input_layernorm.weight = nn.Parameter(torch.empty(32, **factory, dtype=torch.float64))  # R on data, I on tensor
+        self.self_attn = nn.Module()
+        self.self_attn.q_proj = nn.Module()
+        self.self_attn.q_proj.weight = nn.Parameter(torch.empty(16, 32, **factory, dtype=torch.float64))  # R on data, S(0) on tensor
+        self.self_attn.k_proj = nn.Module()
+        self.self_attn.k_proj.weight = nn.Parameter(torch.empty(8, 32, **factory, dtype=torch.float64))  # R on data, S(0) on tensor
+        self.self_attn.v_proj = nn.Module()
+        self.self_attn.v_proj.weight = nn.Parameter(torch.empty(8, 32, **factory, dtype=torch.float64))  # R on data, S(0) on tensor
+        self.self_attn.o_proj = nn.Module()
+        self.self_attn.o_proj.weight = nn.Parameter(torch.empty(32, 16, **factory, dtype=torch.float64))  # R on data, S(1) on tensor
+        self.post_attention_layernorm = nn.Module()
+        self.post_attention_layernorm.weight = nn.Parameter(torch.empty(32, **factory, dtype=torch.float64))  # R on data, I on tensor
+        self.mlp = nn.Module()
+        self.mlp.gate_proj = nn.Module()
+        self.mlp.gate_proj.weight = nn.Parameter(torch.empty(32, 32, **factory, dtype=torch.float64))  # R on data, S(0) on tensor
+        self.mlp.up_proj = nn.Module()
+        self.mlp.up_proj.weight = nn.Parameter(torch.empty(32, 32, **factory, dtype=torch.float64))  # R on data, S(0) on tensor
+        self.mlp.down_proj = nn.Module()
+        self.mlp.down_proj.weight = nn.Parameter(torch.empty(32, 32, **factory, dtype=torch.float64))  # R on data, S(1) on tensor
+
+    def forward(self, x: torch.Tensor, constant_0: torch.Tensor, constant_1: torch.Tensor) -> torch.Tensor:
+        # x (2, 16, 32): S(0) on data, I on tensor
+        # constant_0 (1, 1, 16, 4): R on data, R on tensor
+        # constant_1 (1, 1, 16, 4): R on data, R on tensor
+        # input_layernorm
+        rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
+        mul_1_r = spmd.convert(self.input_layernorm.weight * (x * rsqrt), "tensor", src=spmd.I, dst=spmd.R)
+        # self_attn
+        view = kernels.reshape(F.linear(mul_1_r, self.self_attn.q_proj.weight), [2, 16, 4, 4], ("data", None, "tensor", None))
+        transpose = view.transpose(1, 2)
+        view_1 = kernels.reshape(F.linear(mul_1_r, self.self_attn.k_proj.weight), [2, 16, 2, 4], ("data", None, "tensor", None))
+        transpose_1 = view_1.transpose(1, 2)
+        view_2 = kernels.reshape(F.linear(mul_1_r, self.self_attn.v_proj.weight), [2, 16, 2, 4], ("data", None, "tensor", None))
+        cat = torch.cat([-transpose[..., 2:4], transpose[..., :2]], -1)
+        cat_1 = torch.cat([-transpose_1[..., 2:4], transpose_1[..., :2]], -1)
+        scaled_dot_product_attention = kernels.attention(transpose * constant_0 + cat * constant_1, transpose_1 * constant_0 + cat_1 * constant_1, view_2.transpose(1, 2), scale=0.5, enable_gqa=True, is_causal=True)
+        reshape = scaled_dot_product_attention.transpose(1, 2).reshape(2, 16, 16)
+        # self_attn.o_proj
+        linear_3_i = spmd.all_reduce(F.linear(reshape, self.self_attn.o_proj.weight), "tensor", src=spmd.P, dst=spmd.I)
+        add_3 = x + linear_3_i
+        # post_attention_layernorm
+        rsqrt_1 = torch.rsqrt(torch.pow(add_3, 2).mean([-1], keepdim=True) + 1e-06)
+        mul_7 = self.post_attention_layernorm.weight * (add_3 * rsqrt_1)
+        mul_7_r = spmd.convert(mul_7, "tensor", src=spmd.I, dst=spmd.R)
+        # mlp
+        mul_8 = F.silu(F.linear(mul_7_r, self.mlp.gate_proj.weight)) * F.linear(mul_7_r, self.mlp.up_proj.weight)
+        # mlp.down_proj
+        linear_6_i = spmd.all_reduce(F.linear(mul_8, self.mlp.down_proj.weight), "tensor", src=spmd.P, dst=spmd.I)
+        add_5 = add_3 + linear_6_i
+        return add_5
+
+
+class LlamaForCausalLMHead(nn.Module):
+    """lm_head: data on data, tensor on tensor; ZeRO 0."""
+
+    def __init__(self, **factory: object) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        self.model.norm = nn.Module()
+        self.model.norm.weight = nn.Parameter(torch.empty(32, **factory, dtype=torch.float64))  # R on data, I on tensor
+        self.lm_head = nn.Module()
+        self.lm_head.weight = nn.Parameter(torch.empty(48, 32, **factory, dtype=torch.float64))  # R on data, S(0) on tensor
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, valid_labels: torch.Tensor) -> torch.Tensor:
+        # x (2, 16, 32): S(0) on data, I on tensor
+        # labels (2, 16): S(0) on data, R on tensor
+        # valid_labels (): R on data, I on tensor
+        # module.model.norm
+        rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
+        mul_1_r = spmd.convert(self.model.norm.weight * (x * rsqrt), "tensor", src=spmd.I, dst=spmd.R)
+        # module
+        cross_entropy_sum = kernels.vocab_parallel_cross_entropy_sum(F.linear(mul_1_r, self.lm_head.weight), F.pad(labels, [0, 1], value=-100.0)[..., 1:17], "tensor", ignore_index=-100, label_smoothing=0.0, partial_axes=("data",))
+        div = cross_entropy_sum / valid_labels
+        return div
+
+
+class Stage0(nn.Module):
+    """model.embed_tokens to model.layers.1."""
+
+    INPUTS = {"input_ids": {"data": 0}}
+    SHAPES = {"input_ids": ((8, 16), "int64")}
+    TYPES = {"input_ids": {"data": "S(0)", "tensor": "R"}}
+    RANDOM = False
+    SCALARS = ()
+    RECEIVES = ()
+    SENDS = (("model.layers.1", (2, 16, 32), "float64"),)
+    BORDERS = {"model.layers.1": {"data": "S(0)", "tensor": "I"}}
+    LOSS = {}
+    GROUPS = {
+        "model_embed_tokens": {"zero": 0, "data_axes": ("data",)},
+        "model_layers_0": {"zero": 0, "data_axes": ("data",)},
+        "model_layers_1": {"zero": 0, "data_axes": ("data",)},
+    }
+
+    def __init__(self, device=None, dtype=None, constants=None) -> None:
+        super().__init__()
+        self.register_buffer("constant_0", constants["constant_0"], persistent=False)
+        self.register_buffer("constant_1", constants["constant_1"], persistent=False)
+        self.model_embed_tokens = Embedding(device=device)
+        self.model_layers_0 = LlamaDecoderLayer(device=device)
+        self.model_layers_1 = LlamaDecoderLayer(device=device)
+
+    def forward(self, *, input_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = self.model_embed_tokens(input_ids)
+        hidden = self.model_layers_0(hidden, self.constant_0, self.constant_1)
+        hidden = self.model_layers_1(hidden, self.constant_0, self.constant_1)
+        return (hidden,)
+
+
+class Stage1(nn.Module):
+    """model.layers.2 to lm_head."""
+
+    INPUTS = {"labels": {"data": 0}}
+    SHAPES = {"labels": ((8, 16), "int64")}
+    TYPES = {"labels": {"data": "S(0)", "tensor": "R"}}
+    RANDOM = False
+    SCALARS = ("valid_labels",)
+    RECEIVES = (("model.layers.1", (2, 16, 32), "float64"),)
+    SENDS = ()
+    BORDERS = {"model.layers.1": {"data": "S(0)", "tensor": "I"}}
+    LOSS = {"data": "P", "tensor": "I"}
+    GROUPS = {
+        "model_layers_2": {"zero": 0, "data_axes": ("data",)},
+        "model_layers_3": {"zero": 0, "data_axes": ("data",)},
+        "lm_head": {"zero": 0, "data_axes": ("data",)},
+    }
+
+    def __init__(self, device=None, dtype=None, constants=None) -> None:
+        super().__init__()
+        self.register_buffer("constant_0", constants["constant_0"], persistent=False)
+        self.register_buffer("constant_1", constants["constant_1"], persistent=False)
+        self.model_layers_2 = LlamaDecoderLayer(device=device)
+        self.model_layers_3 = LlamaDecoderLayer(device=device)
+        self.lm_head = LlamaForCausalLMHead(device=device)
+
+    def forward(self, model_layers_1: torch.Tensor, *, labels: torch.Tensor, valid_labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.model_layers_2(model_layers_1, self.constant_0, self.constant_1)
+        hidden = self.model_layers_3(hidden, self.constant_0, self.constant_1)
+        loss = self.lm_head(hidden, labels, valid_labels)
+        return loss
+
+
+def PRELUDE(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # noqa: N802
+    """Scalars of the whole global batch, such as its number of valid tokens."""
+    pad = F.pad(batch["labels"], [0, 1], value=-100.0)
+    slice_1 = pad[..., 1:17]
+    ne = slice_1 != -100
+    sum_1 = ne.sum()
+    to = sum_1.to(torch.float64)
+    return {"valid_labels": to}
+
+
+STAGES = (Stage0, Stage1,)
