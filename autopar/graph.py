@@ -80,7 +80,9 @@ class LayerClass:
 
     def batched(self, value: Value) -> bool:
         """Whether dim 0 of a border value is the batch: a table that a layer computes from parameters alone has none."""
-        rows = self.rows or max((v.shape[0] for v in (*self.activations, *self.inputs, *self.outputs) if v.shape), default=1)
+        rows = self.rows or max(
+            (v.shape[0] for v in (*self.activations, *self.inputs, *self.outputs) if v.shape), default=1
+        )
         return bool(value.shape) and value.shape[0] == rows
 
 

@@ -16,6 +16,7 @@ from autopar.graph import Parameter
 from autopar.program import kernels
 from passes import clean
 from passes.clean.nodes import evaluate, note
+from passes.fuse_bias import fuse_bias_pass
 from passes.runner import run
 
 aten = torch.ops.aten
@@ -338,6 +339,29 @@ class TestLinear:
             b, b.module(*[b.call(aten.slice.Tensor, y, 1, i, i + 2) for i in (0, 4)]), clean.fused_projections_pass
         )
         assert ops(gm).count("linear") == 1
+
+
+class TestBias:
+    def test_a_bias_is_an_op_of_its_own_and_comes_back(self) -> None:
+        b = Build()
+        x, w, bias = b.input("x", 2, 3, 4), b.parameter("w", 5, 4), b.parameter("b", 5)
+        y = b.call(aten.linear.default, x, w, bias)
+        gm = apply(b, b.module(y), clean.split_bias_pass, exact=False)
+        assert ops(gm) == ["linear", "add.Tensor"]
+        assert ops(apply(b, gm, fuse_bias_pass, exact=False)) == ["linear"]
+
+    def test_a_product_that_is_read_twice_keeps_its_bias_apart(self) -> None:
+        b = Build()
+        x, w, bias = b.input("x", 2, 4), b.parameter("w", 5, 4), b.parameter("b", 5)
+        product = b.call(aten.linear.default, x, w)
+        gm = b.module(b.call(aten.add.Tensor, product, bias), product)
+        assert ops(apply(b, gm, fuse_bias_pass)) == ["linear", "add.Tensor"]
+
+    def test_what_is_no_bias_stays(self) -> None:
+        b = Build()
+        x, w, residual = b.input("x", 2, 4), b.parameter("w", 5, 4), b.input("r", 2, 5)
+        gm = b.module(b.call(aten.add.Tensor, b.call(aten.linear.default, x, w), residual))
+        assert ops(apply(b, gm, fuse_bias_pass)) == ["linear", "add.Tensor"]
 
 
 class TestAttention:
