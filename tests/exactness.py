@@ -135,7 +135,7 @@ def subject(name: str) -> Subject:
     assert isinstance(graph.structure, BatchStructure)
     flat = flatten_batch(graph.structure, batch)
     state = {n: t.detach() for n, t in model.state_dict().items()}
-    return Subject(graph, state, flat, float(loss), gradients)
+    return Subject(graph, state, flat, float(loss.detach()), gradients)
 
 
 # -- kinds of plans ---------------------------------------------------------------------------------------------------

@@ -152,13 +152,11 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=ROOT / "docs" / "exactness.jsonl")
     parser.add_argument("--resume", action="store_true", help="keep what passed with this torch, and do the rest")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     return parser.parse_args()
 
 
 def quiet() -> None:
     """What libraries say at every capture is not about the cases."""
-    warnings.filterwarnings("ignore", category=UserWarning, message="Converting a tensor with requires_grad")
     warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")
     from transformers.utils import logging
 
@@ -173,7 +171,7 @@ def main() -> int:
     torch.set_num_threads(1)
     kept = [line for line in read(args.results) if passed(line) and line["torch"] == torch.__version__]
     done = {(line["model"], line["kind"]): line for line in kept} if args.resume else {}
-    order = [(model, kind) for model in args.models for kind in KINDS]
+    order = [(model, kind) for model in MODELS for kind in KINDS]
     columns = (TextColumn("{task.description:50}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     pools = {count: WorkerPool(count) for count in sorted({kind.devices for kind in KINDS})}
     try:
