@@ -83,6 +83,9 @@ def convert_value(graph: fx.Graph, value: fx.Node, needed: Types, sharding: Shar
         axis = sharding.axes[step.axis]
         if not gradient and {step.source, step.target} == {I, R}:
             continue  # the two differ in the gradient alone
+        if axis.name == MICROBATCH and axis.size == 1:
+            current[step.axis] = step.target  # on one microbatch all types are the whole value
+            continue
         if axis.name == MICROBATCH:
             raise ProgramError(
                 f"{value.name} would need a conversion {step.source} to {step.target} over the microbatches, which are "

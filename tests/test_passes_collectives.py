@@ -166,6 +166,8 @@ class TestInsertCollectives:
         with pytest.raises(ProgramError, match=r"x would need a conversion S\(0\) to R over the microbatches") as error:
             inserted(cls, (Axis(MICROBATCH, 2, 0), types), (TENSOR, axis_types(cls, {})))
         assert error.value.hint == "plan with one microbatch"
+        gm = inserted(cls, (Axis(MICROBATCH, 1, 0), types), (TENSOR, axis_types(cls, {})))
+        assert converts(gm) == []  # one microbatch is the whole batch
 
     def test_meta_of_the_module_is_kept(self) -> None:
         cls = two_products(Sketch())

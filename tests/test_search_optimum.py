@@ -59,7 +59,7 @@ def test_pinned_schedule_and_pipeline(schedule: str) -> None:
     checked = 0
     for seed in range(2000, 2060):
         graph, cluster, pricer = random_problem(seed)
-        if cluster.count < 2 or len(graph.layers) < 2:
+        if cluster.count < 2 or len(graph.layers) < 2 or graph.batch_size < 2:
             continue
         options = SearchOptions(target_gap=0.0, schedule=schedule, pipeline=2)
         best = brute_force(graph, cluster, pricer, options)

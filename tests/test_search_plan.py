@@ -140,6 +140,16 @@ class TestPlans:
             assert strategy.degree(plan.mesh, T, TS) == 2 and strategy.degree(plan.mesh, D) == 2
             assert strategy.zero == 1 and strategy.recompute
 
+    def test_1f1b_has_a_microbatch_for_every_stage(self) -> None:
+        graph, cluster = chain(["a", "b", "b", "a"], 8), Devices(4, 10_000)
+        pricer = RandomPricer(graph, 3, 1.0, 0.0)
+        few = search(graph, cluster, pricer, SearchOptions(pipeline=4, microbatches=2))
+        assert few.schedule == "gpipe"
+        pinned = search(graph, cluster, pricer, SearchOptions(pipeline=4, schedule="1f1b"))
+        assert pinned.schedule == "1f1b" and pinned.microbatches >= 4
+        with pytest.raises(UsageError, match="4 stages, at most 2 microbatches"):
+            search(graph, cluster, pricer, SearchOptions(pipeline=4, microbatches=2, schedule="1f1b"))
+
     def test_progress_is_told(self) -> None:
         told: list[str] = []
         graph = chain(["a", "a"], 2)

@@ -69,6 +69,7 @@ def emit_command(output: str, **request: Any) -> None:
             f"torchrun --nnodes {cluster.nodes} --nproc-per-node {min(plan.device_count, cluster.gpus_per_node)} "
             f"{folder / 'train.py'}",
             highlight=False,
+            soft_wrap=True,  # to be copied
         )
     print(folder)
 

@@ -34,6 +34,11 @@ def even_cuts(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(cuts)
 
 
+def default_schedule(stages: int, microbatches: int) -> str:
+    """1F1B where it can be: with fewer microbatches than stages it has no advantage over GPipe, and torch's refuses them."""
+    return "none" if stages == 1 else "1f1b" if microbatches >= stages else "gpipe"
+
+
 def hand_plan(
     graph: Graph,
     *,
@@ -102,7 +107,7 @@ def hand_plan(
             StagePlan(bounds[i], bounds[i + 1], (i * size, size), Memory(0, 0, 0, 0, 0), 0, 0.0)
             for i in range(pipeline)
         ),
-        schedule=("none" if pipeline == 1 else "1f1b") if schedule is None else schedule,
+        schedule=default_schedule(pipeline, microbatches) if schedule is None else schedule,
         microbatches=microbatches,
         global_batch=graph.batch_size,
         precision=precision,

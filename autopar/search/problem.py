@@ -29,7 +29,7 @@ from typing import Protocol
 from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.plan import Axis, Role, Strategy
-from autopar.search.hand import make_mesh
+from autopar.search.hand import default_schedule, make_mesh
 
 Mesh = tuple[Axis, ...]
 
@@ -263,8 +263,14 @@ def choices(graph: Graph, devices: int, options: SearchOptions) -> list[Choice]:
     for p in pipelines:
         for mesh in meshes(devices // p):
             for m in counts:
-                schedule = "none" if p == 1 else options.schedule or "1f1b"
-                found.append(Choice(mesh, p, m, schedule))
+                schedule = options.schedule or default_schedule(p, m) if p > 1 else "none"
+                if schedule != "1f1b" or m >= p:
+                    found.append(Choice(mesh, p, m, schedule))
+    if not found:
+        raise UsageError(
+            f"1f1b needs a microbatch for every stage: {min(pipelines)} stages, at most {max(counts)} microbatches",
+            "use gpipe, more microbatches or fewer stages",
+        )
     return found
 
 
