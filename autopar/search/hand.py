@@ -85,17 +85,7 @@ def hand_plan(
     if len(bounds) != pipeline + 1 or any(a >= b for a, b in itertools.pairwise(bounds)):
         raise UsageError(f"cuts {cuts} do not make {pipeline} stages of {count} layers")
     for index, strategy in chosen.items():
-        if len(strategy.roles) != len(mesh):
-            raise UsageError(
-                f"the strategy of layer {index} has {len(strategy.roles)} roles for a mesh of {len(mesh)} axes"
-            )
-        shares = microbatches * strategy.degree(mesh, Role.DATA)
-        if graph.batch_size % shares:
-            raise BatchError(
-                f"a global batch of {graph.batch_size} does not divide into {microbatches} microbatches "
-                f"on {strategy.degree(mesh, Role.DATA)} data-parallel devices (layer {index}, {graph.layers[index].name})",
-                f"use a global batch that is a multiple of {shares}",
-            )
+        _check_strategy(graph, mesh, microbatches, index, strategy)
     size = 1
     for axis in mesh:
         size *= axis.size
@@ -117,3 +107,18 @@ def hand_plan(
         gap=1.0,
         solver="by hand",
     )
+
+
+def _check_strategy(graph: Graph, mesh: tuple[Axis, ...], microbatches: int, index: int, strategy: Strategy) -> None:
+    """Raise if a layer's strategy does not fit the mesh, or the batch its data axes."""
+    if len(strategy.roles) != len(mesh):
+        raise UsageError(
+            f"the strategy of layer {index} has {len(strategy.roles)} roles for a mesh of {len(mesh)} axes"
+        )
+    shares = microbatches * strategy.degree(mesh, Role.DATA)
+    if graph.batch_size % shares:
+        raise BatchError(
+            f"a global batch of {graph.batch_size} does not divide into {microbatches} microbatches "
+            f"on {strategy.degree(mesh, Role.DATA)} data-parallel devices (layer {index}, {graph.layers[index].name})",
+            f"use a global batch that is a multiple of {shares}",
+        )
