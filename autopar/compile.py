@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.errors import AutoparError, UsageError
+from autopar.errors import AutoparError, ModelError, UsageError
 from autopar.plan import Plan
 
 if TYPE_CHECKING:
@@ -132,12 +132,16 @@ def plan_model(
 
     The plan's ``wall_time_s`` and ``peak_memory_bytes`` are those of this process from the call on.
     """
+    from torch import nn
+
     from autopar.capture import capture
     from autopar.precision import name_of, normalise
     from autopar.price import Pricer
     from autopar.search import search
     from autopar.shard import annotate
 
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"the model is {type(model).__name__}, not a torch.nn.Module", "wrap a function in a module")
     start = time.perf_counter()
     _say(progress, "capture", "")
     graph = capture(model, batch, loss_fn, precision=None if precision is None else normalise(precision), name=name)
@@ -154,7 +158,7 @@ def plan_model(
         found = search(graph, cluster, Pricer(graph, cluster, options.precision), options)
         wall_time_s = time.perf_counter() - start
         without_rule = f"replicated, because no sharding rule covers it: {', '.join(graph.replicated)}"
-        notes = (*found.notes, without_rule) if graph.replicated else found.notes
+        notes = (*found.notes, *graph.notes, *([without_rule] if graph.replicated else []))
         return dataclasses.replace(found, wall_time_s=wall_time_s, peak_memory_bytes=peak_memory_bytes(), notes=notes)
 
     return graph, _on_rank_0(find)
@@ -166,7 +170,13 @@ def emit_program(graph: Graph, plan: Plan, folder: str | Path | None, progress: 
 
     _say(progress, "emit", "")
     home = Path(tempfile.mkdtemp(prefix="autopar-program-")) if folder is None else Path(folder)
-    emit(graph, plan, home)
+    try:
+        emit(graph, plan, home)
+    except OSError as error:
+        raise UsageError(
+            f"the program cannot be written to {home}: {error.strerror}",
+            "give a folder that can be made and written to",
+        ) from error
     return home
 
 
@@ -253,7 +263,9 @@ def read_plan(path: str | Path) -> Plan:
         data = json.loads(Path(path).read_text())
         return Plan.from_json(data)
     except OSError as error:
-        raise UsageError(f"the plan {path} cannot be read: {error.strerror}") from error
+        raise UsageError(
+            f"the plan {path} cannot be read: {error.strerror}", "`autopar plan MODEL --devices ... --json` writes one"
+        ) from error
     except (ValueError, KeyError, TypeError, IndexError, AssertionError, AttributeError) as error:
         raise UsageError(
             f"{path} holds no plan ({type(error).__name__}: {error})",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,7 @@ class Graph:
     (see ``capture.flatten_batch``). ``prelude`` maps the whole batch's inputs to ``scalars``: 0-d values that depend on inputs only,
     such as the number of valid tokens. ``constants`` are folded tensors, on the CPU. ``values`` describes every activation by name.
     ``replicated`` names ops that no rule covers. ``unmicrobatchable`` says why the batch may not be split in time (empty: it may).
+    ``opaque`` holds the modules that are kept whole, by the name of the op that stands for each (``"autopar.opaque_0"``).
     """
 
     name: str
@@ -126,6 +127,7 @@ class Graph:
     notes: tuple[str, ...] = ()
     unmicrobatchable: str = ""
     replicated: tuple[str, ...] = field(default=())
+    opaque: dict[str, nn.Module] = field(default_factory=dict)
 
     @property
     def batch_size(self) -> int:

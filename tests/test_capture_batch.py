@@ -171,3 +171,15 @@ def test_a_loss_fn_of_one_argument_takes_the_output_alone() -> None:
     x = torch.randn(4, 3)
     loss = reference.run(graph, dict(model.named_parameters()), {"input": x})
     torch.testing.assert_close(loss, model(x).square().mean())
+
+
+def test_a_keyword_that_forward_does_not_take() -> None:
+    with pytest.raises(BatchError, match="Linear.forward has no parameter y") as error:
+        capture(Linear(), {"x": torch.zeros(2, 4), "y": torch.zeros(2, 4)})
+    assert error.value.hint == "it takes x, scale"
+
+
+def test_a_shape_that_does_not_fit_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CaptureError, match="test_capture_batch.py"):
+        capture(Linear(), (torch.zeros(2, 3), torch.ones(2, 4)))
+    assert "Traceback" not in capfd.readouterr().err

@@ -16,7 +16,7 @@ import autopar
 from autopar.cli import main
 from autopar.compile import STAGES, plan_model, read_plan
 from autopar.devices import parse
-from autopar.errors import BatchError, UsageError
+from autopar.errors import BatchError, ModelError, UsageError
 from autopar.search import SearchOptions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -161,3 +161,44 @@ def test_under_torchrun_every_rank_has_rank_0s_plan(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     plans = {line for line in done.stdout.splitlines() if line.startswith("{")}
     assert len(plans) == 1 and done.stdout.count("learned True") == 2
+
+
+class Extras(nn.Module):
+    """A parameter that nothing reads, a buffer, and running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear, self.unused = nn.BatchNorm1d(8), nn.Linear(8, 4), nn.Linear(2, 2)
+        self.register_buffer("scale", torch.full((8,), 2.0))
+
+    def forward(self, x, y):
+        return nn.functional.cross_entropy(self.linear(self.norm(x * self.scale)), y)
+
+
+def test_the_state_dict_loads_into_the_model_with_what_does_not_train():
+    torch.manual_seed(0)
+    module, batch = Extras(), (torch.randn(8, 8), torch.randint(0, 4, (8,)))
+    with autopar.compile(module, 1, batch) as program:
+        program.step(batch)
+        state = program.state_dict()
+        assert any("running statistics" in note for note in program.plan.notes)
+        program.load_state_dict({name: value + 1 for name, value in state.items()})
+        assert torch.equal(program.state_dict()["unused.weight"], state["unused.weight"] + 1)
+    before = module.unused.weight.detach().clone()
+    module.load_state_dict(state, strict=True)
+    assert torch.equal(module.unused.weight, before)
+
+
+def test_a_batch_on_meta_plans_and_does_not_train():
+    module, batch = Extras(), (torch.randn(8, 8, device="meta"), torch.zeros(8, dtype=torch.long, device="meta"))
+    with autopar.compile(module, 1, batch) as program, pytest.raises(BatchError, match="on meta"):
+        program.step(batch)
+
+
+def test_what_is_no_module_and_where_nothing_can_be_written(tmp_path):
+    module, batch = small()
+    with pytest.raises(ModelError, match="not a torch.nn.Module"):
+        autopar.compile(lambda x: x, 1, batch)
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="cannot be written"):
+        autopar.compile(module, 1, batch, nn.functional.cross_entropy, folder=tmp_path / "file" / "program")

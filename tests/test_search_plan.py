@@ -187,6 +187,8 @@ class TestInfeasible:
             search(graph, Devices(4, 100), pricer, SearchOptions(pipeline=4))
         with pytest.raises(UsageError, match="4 microbatches"):
             search(graph, Devices(4, 100), pricer, SearchOptions(microbatches=4))
+        with pytest.raises(UsageError, match=r"a stage \(2\) do not divide into groups for data 2, tensor 2"):
+            search(graph, Devices(4, 100), pricer, SearchOptions(pipeline=2, data=2, tensor=2))
         with pytest.raises(UsageError, match="tensor is 0"):
             SearchOptions(tensor=0)
 

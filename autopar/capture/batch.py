@@ -160,7 +160,9 @@ def _flatten(tree: Any, batch: Any, where: str, out: dict[str, torch.Tensor]) ->
 
 def _checked(leaf: Leaf, tensor: Any, where: str) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
-        raise BatchError(f"{where} must be the tensor {leaf}, but is {_kind(tensor)}")
+        raise BatchError(
+            f"{where} must be the tensor {leaf}, but is {_kind(tensor)}", hint="give what the model was captured with"
+        )
     if tensor.is_floating_point() and leaf.dtype.is_floating_point and tensor.dtype != leaf.dtype:
         tensor = tensor.to(leaf.dtype)
     if tuple(tensor.shape) != leaf.shape or tensor.dtype != leaf.dtype:
@@ -182,6 +184,7 @@ class _Names:
     def arguments(self, model: nn.Module, batch: Any) -> Any:
         """The model's arguments: named after ``forward``'s parameters."""
         if _is_mapping(batch):
+            _check_keywords(model, [str(key) for key in batch])
             return {str(key): self.walk(str(key), value) for key, value in batch.items()}
         positional = batch if isinstance(batch, tuple | list) else (batch,)
         names = _forward_names(model, len(positional))
@@ -205,6 +208,17 @@ class _Names:
             candidate = f"{name}_{k}"
         self.taken.add(candidate)
         return candidate
+
+
+def _check_keywords(model: nn.Module, keys: list[str]) -> None:
+    parameters = inspect.signature(model.forward).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    if unknown := [key for key in keys if key not in parameters]:
+        raise BatchError(
+            f"the batch has the keys {keys}, but {type(model).__name__}.forward has no parameter {', '.join(unknown)}",
+            hint=f"it takes {', '.join(parameters)}",
+        )
 
 
 def _forward_names(model: nn.Module, count: int) -> list[str]:
@@ -231,4 +245,5 @@ def _kind(value: Any) -> str:
         return f"a tensor {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)}"
-    return f"a {type(value).__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

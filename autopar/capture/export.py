@@ -108,7 +108,8 @@ def export(
 
 
 def _export(captured: nn.Module, tensors: tuple[torch.Tensor, ...]) -> Any:
-    noisy = [logging.getLogger(name) for name in ("torch.export", "torch.fx.experimental.symbolic_shapes")]
+    names = ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
+    noisy = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in noisy]
     for logger in noisy:
         logger.setLevel(logging.CRITICAL)

@@ -4,8 +4,8 @@ The way out for a module that ``torch.export`` refuses (control flow that depend
 see into). The module becomes a custom op of torch's with its parameters among the operands, so that they stay
 parameters of the graph and their gradients flow. The op has no sharding rule: every axis replicates it.
 
-Limits: tensors in, one tensor out; backward runs the module again, so it must not draw random numbers; and the op lives in the process that
-wrapped the module, so a program that contains it cannot be run from an emitted folder alone.
+Limits: tensors in, one tensor out; backward runs the module again, so it must not draw random numbers or change its buffers. An emitted
+program makes the module again from its class's name and its attributes (``autopar.emit.opaque``), which must be plain data.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.func import functional_call
 
-# By op name: the op. Module-level, because the capture's copies of a wrapped module must find the one op of their original.
-_OPS: dict[str, Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]] = {}
+from autopar.errors import UsageError
+
+# By op name: the op and its module. Module-level, because the capture's copies of a wrapped module must find the one op of their
+# original, and the emitter the original itself.
+_OPS: dict[str, tuple[Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor], nn.Module]] = {}
 
 
 class Opaque(nn.Module):
@@ -30,29 +33,40 @@ class Opaque(nn.Module):
         self.op = op
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        return _OPS[self.op](list(inputs), list(self.module.parameters()))
+        op, original = _OPS[self.op]
+        # The original's names: its copies have buffers for tensors that it holds as plain attributes.
+        buffers = [self.module.get_buffer(name) for name, _ in original.named_buffers()]
+        return op(list(inputs), [*self.module.parameters(), *buffers])
+
+
+def opaque_modules(graph: fx.Graph) -> dict[str, nn.Module]:
+    """The wrapped modules whose ops the graph calls, by op name."""
+    names = [str(node.target).removesuffix(".default") for node in graph.nodes if node.op == "call_function"]
+    return {name: _OPS[name][1] for name in names if name in _OPS}
 
 
 def opaque(module: nn.Module, output: Callable[..., Tensor] | None = None) -> nn.Module:
     """Wrap ``module`` so that capture keeps it whole and every rank executes it alike.
 
     ``output`` is called with the inputs (without values) and returns a tensor of the output's shape and dtype
-    (``torch.empty``); without it the output is like the first input.
+    (``torch.empty``); without it the output is like the first input. A module is wrapped once: not inside another opaque one.
     """
-    name = f"autopar::opaque_{len(_OPS)}"
-    names = [key for key, _ in module.named_parameters()]
+    if any(isinstance(child, Opaque) for child in module.modules()):
+        raise UsageError(f"{type(module).__name__} has an opaque module inside already", "wrap the outer one alone")
+    name = f"autopar.opaque_{len(_OPS)}"
+    names = [key for key, _ in (*module.named_parameters(), *module.named_buffers())]
 
-    def compute(inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
-        result = functional_call(module, dict(zip(names, parameters, strict=True)), tuple(inputs))
+    def compute(inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
+        result = functional_call(module, dict(zip(names, tensors, strict=True)), tuple(inputs))
         assert isinstance(result, Tensor), f"an opaque module must return one tensor, not {type(result).__name__}"
         return result
 
-    @torch.library.custom_op(name, mutates_args=())
-    def op(inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
-        return compute(inputs, parameters).clone()  # an op may not return its operand, and a module may
+    @torch.library.custom_op(name.replace(".", "::"), mutates_args=())
+    def op(inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
+        return compute(inputs, tensors).clone()  # an op may not return its operand, and a module may
 
     @op.register_fake
-    def _(inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
+    def _(inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
         return torch.empty_like(inputs[0]) if output is None else output(*inputs)
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -69,5 +83,5 @@ def opaque(module: nn.Module, output: Callable[..., Tensor] | None = None) -> nn
         return gradients[: ctx.split], gradients[ctx.split :]
 
     op.register_autograd(backward, setup_context=remember)
-    _OPS[name] = op
+    _OPS[name] = op, module
     return Opaque(module, name)

@@ -21,6 +21,7 @@ from autopar.capture.constants import (
 from autopar.capture.export import export
 from autopar.capture.layers import borders, build_layers, build_prelude
 from autopar.capture.masks import recognise_masks
+from autopar.capture.opaque import opaque_modules
 from autopar.capture.segment import mark_main, segment
 from autopar.errors import CaptureError
 from autopar.graph import Graph, Parameter, Value
@@ -125,6 +126,7 @@ def _assemble(
         tokens=_tokens(inputs),
         notes=tuple(notes),
         unmicrobatchable=gm.meta.get("unmicrobatchable", ""),
+        opaque=opaque_modules(gm.graph),
     )
 
 

@@ -60,7 +60,12 @@ _pin_options = _options(
     ),
     click.option("--memory-limit", metavar="SIZE", help="What may be filled of one device, such as 40GB or 37GiB."),
     click.option(
-        "--time-limit", type=float, default=20.0, show_default=True, metavar="SECONDS", help="How long to search."
+        "--time-limit",
+        type=click.FloatRange(0),
+        default=20.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="How long to search.",
     ),
 )
 _plan_file_option = click.option(

@@ -148,7 +148,10 @@ def _guarded(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any)
         library = [f for f in frames if "site-packages" in f.filename]
         users = [f for f in frames if f not in library] or frames
         where = f"{users[-1].filename}:{users[-1].lineno}: " if users else ""
-        raise ModelError(f"{where}{what} raised {type(error).__name__}: {error}") from error
+        raise ModelError(
+            f"{where}{what} raised {type(error).__name__}: {error}",
+            "the error is the model's own: run it without autopar first",
+        ) from error
 
 
 def _arguments(function: Callable[..., Any], sizes: Sizes) -> dict[str, Any]:

@@ -105,6 +105,8 @@ def expression(node: fx.Node, texts: Texts) -> Text:
     if getattr(node.target, "__module__", "") == kernels.__name__:
         return Text(f"kernels.{getattr(node.target, '__name__', '')}({_call_arguments(node, texts)})")
     name = op_name(node.target)
+    if name.startswith("autopar.opaque_"):
+        return Text(_opaque(node, name, texts))
     assert name.startswith("aten.") or "." in name, name
     form = _familiar(node, name.removeprefix("aten."), texts) if name.startswith("aten.") else None
     return form if form is not None else Text(f"{_qualified(node.target)}({_call_arguments(node, texts)})")
@@ -126,6 +128,13 @@ def _call_arguments(node: fx.Node, texts: Texts) -> str:
     parts = [literal(arg, texts) for arg in node.args]
     parts += [f"{key}={literal(value, texts)}" for key, value in node.kwargs.items()]
     return ", ".join(parts)
+
+
+def _opaque(node: fx.Node, name: str, texts: Texts) -> str:
+    """A module that runs as it is written: nothing of it is sharded, and so its result has the shape that capture saw."""
+    inputs, tensors = (literal(arg, texts) for arg in node.args)
+    value = node.meta["val"]
+    return f'opaque.call("{name}", {inputs}, {tensors}, {tuple(value.shape)}, {value.dtype})'
 
 
 def _conversion(node: fx.Node, texts: Texts) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 
 from autopar.emit.layer import layer_class, parameter_paths
 from autopar.emit.names import Names
+from autopar.emit.opaque import describe_opaque, imported_modules
 from autopar.emit.prelude import prelude_function
 from autopar.emit.stage import layer_attribute, owned_attribute, stage_class
 from autopar.graph import Graph
@@ -33,7 +35,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import kernels
-
+{opaque}
 '''
 
 
@@ -42,9 +44,18 @@ def emit(graph: Graph, plan: Plan, folder: str | Path) -> LocalProgram:
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     local = cut_stages(graph, plan, plan_shardings(graph, plan))
-    (path / "model.py").write_text(model_source(local))
+    modules = describe_opaque(graph)
+    imports = imported_modules(modules)
+    note = f"the program imports {', '.join(imports)} for opaque modules"
+    if imports and note not in plan.notes:
+        plan = dataclasses.replace(plan, notes=(*plan.notes, note))
+    (path / "model.py").write_text(model_source(local, bool(modules)))
     (path / "plan.json").write_text(plan.dumps() + "\n")
     (path / "layouts.json").write_text(json.dumps({"parameters": layouts(local)}, indent=1) + "\n")
+    if modules:
+        (path / "opaque.json").write_text(json.dumps(modules, indent=1) + "\n")
+    else:
+        (path / "opaque.json").unlink(missing_ok=True)
     constants = path / "constants.pt"
     if graph.constants:
         torch.save(dict(graph.constants), constants)
@@ -54,11 +65,12 @@ def emit(graph: Graph, plan: Plan, folder: str | Path) -> LocalProgram:
     return local
 
 
-def model_source(program: LocalProgram) -> str:
-    """The text of ``model.py``."""
+def model_source(program: LocalProgram, opaque: bool = False) -> str:
+    """The text of ``model.py``; ``opaque`` says that it calls opaque modules."""
     plan = program.plan
     axes = tuple(axis.name for axis in plan.mesh)
     header = _HEADER.format(
+        opaque="import opaque\n" if opaque else "",
         model=plan.model,
         devices=plan.devices,
         summary=f"{plan.device_count} device(s)",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-FILES = ("kernels.py", "world.py", "parameters.py", "runtime.py", "train.py")
+FILES = ("kernels.py", "opaque.py", "world.py", "parameters.py", "runtime.py", "train.py")
 
 
 def copy_runtime(folder: str | os.PathLike[str]) -> None:

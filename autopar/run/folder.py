@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-_NAMES = ("kernels", "model", "parameters", "runtime", "world")
+_NAMES = ("kernels", "model", "opaque", "parameters", "runtime", "world")
 
 
 @contextmanager

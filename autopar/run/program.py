@@ -72,6 +72,7 @@ class Program:
         self._cluster = cluster or devices.parse(plan.devices)
         has_values = state is not None and not any(tensor.is_meta for tensor in state.values())
         self._state = state if has_values else None
+        self._given = dict(self._state or {})
         self._optimizer = optimizer
         self._options = {"lr": lr, "seed": seed, "max_norm": max_norm}
         self._port, self._timeout_s = port, timeout_s
@@ -118,9 +119,16 @@ class Program:
         return loss, grads
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The parameters under the names of the user's model, whole, on the CPU; under ``torchrun`` on rank 0 only."""
-        state: dict[str, Tensor] = self._call("state_dict")
-        return state
+        """The parameters under the names of the user's model, whole, on the CPU; under ``torchrun`` on rank 0 only.
+
+        What does not train, buffers and unused parameters, has the values that the program was given: running statistics are not
+        updated.
+        """
+        trained: dict[str, Tensor] = self._call("state_dict")
+        if not trained:
+            return trained
+        rest = {name: tensor for name, tensor in self._given.items() if name not in trained}
+        return {name: tensor.detach().cpu().clone() for name, tensor in rest.items()} | trained
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Set the parameters from a state dict of the user's model."""
@@ -128,6 +136,7 @@ class Program:
             path = Path(folder) / "state.pt"
             torch.save(dict(state), path)
             self._call("load_state_dict", str(path))
+        self._given = {name: state.get(name, tensor) for name, tensor in self._given.items()}
 
     # -- the folder --
 
@@ -162,7 +171,10 @@ class Program:
             ]
             command += [str(self.folder / "train.py"), "--device", self._cluster.kind, *init, *args]
             threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-            status, error = _stream(command, {**os.environ, **threads, **self._visible()})
+            # A folder with opaque modules imports their classes: from wherever this process can.
+            own = (self.folder / "opaque.json").exists()
+            path = {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)} if own else {}
+            status, error = _stream(command, {**os.environ, **threads, **path, **self._visible()})
         if status != 0:
             raise LaunchError(
                 f"train.py ended with status {status}: {error}", "the output above has every rank's traceback"
@@ -187,6 +199,10 @@ class Program:
     def _inputs(self, batch: Any) -> dict[str, Tensor]:
         inputs = dict(batch) if self._structure is None else flatten_batch(self._structure, batch)
         for name, tensor in inputs.items():
+            if tensor.is_meta:
+                raise BatchError(
+                    f"{name!r} is on meta and has no values", "a model on meta will do, a batch on meta only plans"
+                )
             if tensor.dim() == 0 or tensor.shape[0] != self.plan.global_batch:
                 raise BatchError(
                     f"{name!r} has shape {tuple(tensor.shape)}, and the plan is for a global batch of {self.plan.global_batch}",

@@ -128,7 +128,7 @@ class SearchOptions:
         for name in ("pipeline", "microbatches", "data", "tensor"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise UsageError(f"{name} is {value}, it must be at least 1")
+                raise UsageError(f"{name} is {value}, it must be at least 1", "leave it out to leave it to the search")
         if self.schedule not in (None, "none", "gpipe", "1f1b"):
             raise UsageError(f"there is no schedule {self.schedule!r}", "the schedules are none, gpipe and 1f1b")
         if self.zero not in (None, 0, 1, 2, 3):
@@ -249,11 +249,22 @@ def choices(graph: Graph, devices: int, options: SearchOptions) -> list[Choice]:
                 f"the pipeline degrees that fit are {', '.join(map(str, pipelines))}",
             )
         pipelines = [options.pipeline]
+    group = (options.data or 1) * (options.tensor or 1)
+    pipelines = [p for p in pipelines if devices // p % group == 0]
+    if not pipelines:
+        pins = [f"{name} {n}" for name, n in (("data", options.data), ("tensor", options.tensor)) if n is not None]
+        raise UsageError(
+            f"the devices of a stage ({devices // (options.pipeline or 1)}) do not divide into groups for {', '.join(pins)}",
+            "the product of the pinned degrees must divide the number of devices",
+        )
     counts = [1] if graph.unmicrobatchable else divisors(graph.batch_size)
     if options.microbatches is not None:
         if options.microbatches not in counts:
             why = graph.unmicrobatchable or f"a global batch of {graph.batch_size} does not divide into that many"
-            raise UsageError(f"{options.microbatches} microbatches are not possible: {why}")
+            raise UsageError(
+                f"{options.microbatches} microbatches are not possible: {why}",
+                f"the numbers that fit are {', '.join(map(str, counts))}",
+            )
         counts = [options.microbatches]
     if options.schedule == "none":
         pipelines = [p for p in pipelines if p == 1]

@@ -1,0 +1,132 @@
+"""The description of a graph's opaque modules, from which the program makes them again: ``opaque.json``.
+
+Data only, no pickle: classes by name, attributes that JSON can hold. What cannot be said so is refused with its name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import AutoparError, ProgramError
+from autopar.graph import Graph
+from autopar.program import FILES
+
+# What the program's folder itself defines, next to which a user's module of the same name could not be imported.
+_TAKEN = frozenset({"model", *(name.removesuffix(".py") for name in FILES)})
+
+_OWN = frozenset(vars(nn.Module()))  # attributes of every module; all but ``training`` are described otherwise
+
+
+def describe_opaque(graph: Graph) -> dict[str, list[dict[str, Any]]]:
+    """By op name, the records of the module objects, the outermost first; empty for a graph without opaque modules.
+
+    Raises:
+        ProgramError: a class that cannot be imported by name, or an attribute that is not plain data.
+    """
+    return {op: _describe(module) for op, module in graph.opaque.items()}
+
+
+def imported_modules(descriptions: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Names of the Python modules that define the described classes, torch's own left out."""
+    names = {record["class"].partition(":")[0] for records in descriptions.values() for record in records}
+    return sorted(name for name in names if name.partition(".")[0] != "torch")
+
+
+def _describe(module: nn.Module) -> list[dict[str, Any]]:
+    tensors: Sequence[Tensor] = [*module.parameters(), *module.buffers()]
+    operands = {id(tensor): i for i, tensor in enumerate(tensors)}
+    modules = list(module.named_modules())
+    indices = {id(each): i for i, (_, each) in enumerate(modules)}
+
+    def tensor(value: Tensor | None) -> dict[str, Any] | None:
+        if value is None:
+            return None
+        return {"operand": operands[id(value)], "shape": list(value.shape), "dtype": _dtype(value.dtype)}
+
+    records = []
+    for path, each in modules:
+        where = f"{type(module).__name__}.{path}" if path else type(module).__name__
+        records.append(
+            {
+                "class": _class(each, where),
+                "attributes": _attributes(each, where),
+                "parameters": {name: tensor(value) for name, value in each._parameters.items()},
+                "buffers": {name: tensor(value) for name, value in each._buffers.items()},
+                "children": {
+                    name: None if value is None else indices[id(value)] for name, value in each._modules.items()
+                },
+            }
+        )
+    return records
+
+
+def _class(module: nn.Module, where: str) -> str:
+    cls = type(module)
+    name, path = cls.__module__, cls.__qualname__
+    if name == "__main__" or "<locals>" in path:
+        place = "the script itself" if name == "__main__" else "a function"
+        raise _refusal(where, f"its class {path} is defined in {place}, where the program's processes cannot import it")
+    if name.partition(".")[0] in _TAKEN:
+        raise _refusal(where, f"its class {path} is in a module named {name}, as a file of the program's folder is")
+    try:
+        found: Any = importlib.import_module(name)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        found = None
+    if found is not cls:
+        raise _refusal(where, f"its class cannot be imported as {name}:{path}")
+    return f"{name}:{path}"
+
+
+def _refusal(where: str, why: str) -> AutoparError:
+    return ProgramError(
+        f"the opaque module {where} cannot be written into a program: {why}",
+        "move the class to a Python file of its own, under another name than the program's files have, and import it",
+    )
+
+
+def _attributes(module: nn.Module, where: str) -> dict[str, Any]:
+    fresh, attributes = nn.Module(), {}
+    for name, value in vars(module).items():
+        if name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            continue
+        if name in _OWN and name != "training":
+            if value != vars(fresh)[name]:
+                raise _unplain(where, name, "a hook")
+            continue
+        attributes[name] = _data(value, where, name)
+    return attributes
+
+
+def _data(value: Any, where: str, name: str) -> Any:
+    """The JSON form of plain data, as ``autopar.program.opaque`` reads it; exact types, since a subclass is more than its items."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind is torch.dtype:
+        return {"dtype": _dtype(value)}
+    if kind is list:
+        return [_data(item, where, name) for item in value]
+    if kind is dict:
+        return {"dict": [[_data(key, where, name), _data(item, where, name)] for key, item in value.items()]}
+    if kind in (tuple, torch.Size):
+        return {"tuple" if kind is tuple else "size": [_data(item, where, name) for item in value]}
+    raise _unplain(where, name, f"a {kind.__name__}")
+
+
+def _unplain(where: str, name: str, what: str) -> AutoparError:
+    return ProgramError(
+        f"the opaque module {where} cannot be written into a program: its attribute {name} holds {what}",
+        "keep numbers, text, dtypes and lists, tuples or dicts of them as attributes; register tensors as buffers and modules as "
+        "children, and make anything else in forward",
+    )
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

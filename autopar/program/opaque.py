@@ -1,0 +1,122 @@
+"""Modules that the program runs as their authors wrote them, whole and alike on every rank (``autopar.opaque``).
+
+``opaque.json`` describes them: for every op the module objects it consists of, each with its class, its plain attributes, its
+children, and which tensor of the op each parameter and buffer is. They are made without their constructors.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import spmd_types as spmd
+import torch
+from spmd_types import I, R, SpmdTypeError
+from torch import Tensor, nn
+from torch.func import functional_call
+
+
+def call(
+    op: str, inputs: Sequence[Tensor], tensors: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """The op's module of ``inputs``, with ``tensors`` as its parameters and then its buffers; a tensor of ``shape`` and ``dtype``.
+
+    Where types are checked, nothing may be sharded or a term of a sum, and what gradients flow through must be I or R alike: so is
+    the result. On the meta device the module, whose control flow may need values, does not run.
+    """
+    types = _common_types(op, [*inputs, *tensors]) if spmd.is_type_checking() else {}
+    with spmd.no_typecheck():
+        if inputs[0].is_meta:
+            gradient = any(t.requires_grad for t in (*inputs, *tensors))
+            result = torch.empty(tuple(shape), dtype=dtype, device="meta", requires_grad=gradient)
+        else:
+            module, names = _module(op, Path(__file__).with_name("opaque.json"))
+            versions = [t._version for t in tensors]
+            result = functional_call(module, {name: tensors[i] for name, i in names.items()}, tuple(inputs))
+            if (tuple(result.shape), result.dtype) != (tuple(shape), dtype):
+                raise ValueError(f"{op} gave {tuple(result.shape)} {result.dtype}, not {tuple(shape)} {dtype}")
+            if versions != [t._version for t in tensors]:
+                raise ValueError(f"{op} changed a parameter or a buffer of its own, which a rerun would repeat")
+            result = result.view_as(result)  # types are the tensor object's, and a module may return its operand
+    if spmd.is_type_checking():
+        spmd.assert_type(result, types)
+    return result
+
+
+def _common_types(op: str, tensors: Sequence[Tensor]) -> dict[Any, Any]:
+    """The types of the operands that gradients flow through; of all where none is."""
+    flowing = [t for t in tensors if t.requires_grad] or list(tensors)
+    found = [spmd.get_local_type(t) for t in flowing]
+    for t in tensors:
+        if any(each is not I and each is not R for each in spmd.get_local_type(t).values()):
+            raise SpmdTypeError(f"{op}: an operand is not whole on every rank: {spmd.get_local_type(t)}")
+    if any(types != found[0] for types in found):
+        raise SpmdTypeError(f"{op}: operands are neither all I nor all R on an axis: {found}")
+    return dict(found[0])
+
+
+@cache
+def _module(op: str, file: Path) -> tuple[nn.Module, dict[str, int]]:
+    """The module that ``file`` describes, its tensors left out, and for each of their names the operand that it is."""
+    records = json.loads(file.read_text())[op]
+    modules: list[nn.Module] = []
+    for record in records:
+        kind = _class(record["class"])
+        module = kind.__new__(kind)
+        nn.Module.__init__(module)
+        module.__dict__.update({name: _value(text) for name, text in record["attributes"].items()})
+        for name, tensor in record["parameters"].items():
+            held = None if tensor is None else nn.Parameter(_placeholder(tensor), requires_grad=False)
+            module.register_parameter(name, held)
+        for name, tensor in record["buffers"].items():
+            module.register_buffer(name, None if tensor is None else _placeholder(tensor), persistent=False)
+        modules.append(module)
+    for module, record in zip(modules, records, strict=True):
+        for name, index in record["children"].items():
+            module.add_module(name, None if index is None else modules[index])
+    names = {}
+    for path, module in modules[0].named_modules():
+        record = records[modules.index(module)]
+        for name, tensor in (*record["parameters"].items(), *record["buffers"].items()):
+            if tensor is not None:
+                names[f"{path}.{name}" if path else name] = tensor["operand"]
+    return modules[0], names
+
+
+def _class(text: str) -> type[nn.Module]:
+    """The class that ``"package.module:Outer.Inner"`` names."""
+    name, _, path = text.partition(":")
+    try:
+        found: Any = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"the program runs {text} as it is, and {error.name} cannot be imported: put its folder on PYTHONPATH",
+            name=error.name,
+        ) from error
+    for part in path.split("."):
+        found = getattr(found, part)
+    assert isinstance(found, type) and issubclass(found, nn.Module), text
+    return found
+
+
+def _placeholder(tensor: dict[str, Any]) -> Tensor:
+    return torch.empty(tensor["shape"], dtype=getattr(torch, tensor["dtype"]), device="meta")
+
+
+def _value(text: Any) -> Any:
+    """An attribute from its JSON form: what JSON has no form of is an object with one key, which says what it is."""
+    if isinstance(text, list):
+        return [_value(item) for item in text]
+    if not isinstance(text, dict):
+        return text
+    ((kind, inner),) = text.items()
+    if kind == "dtype":
+        return getattr(torch, inner)
+    if kind == "dict":
+        return {_value(key): _value(value) for key, value in inner}
+    items = [_value(item) for item in inner]
+    return torch.Size(items) if kind == "size" else tuple(items)

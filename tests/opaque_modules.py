@@ -1,0 +1,63 @@
+"""Modules for ``test_opaque_program``: in a file of their own, because a program's processes import them by name."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+
+
+class Branching(nn.Module):
+    """Control flow that depends on the data, a buffer, a tied weight, a shared child, plain attributes; no constructor argument
+    has a default, so that it cannot be made by calling the class."""
+
+    def __init__(self, width: int, scales: dict[str, tuple[float, ...]]) -> None:
+        super().__init__()
+        self.scales, self.kind, self.limits = scales, torch.float64, [None, 3]
+        self.first = nn.Linear(width, width)
+        self.second = nn.Linear(width, width)
+        self.second.weight = self.first.weight
+        self.blocks = nn.Sequential(self.first, nn.Tanh(), nn.LayerNorm(width), self.first)
+        self.register_buffer("shift", torch.linspace(0, 1, width))
+        self.register_parameter("nothing", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.scales["both"]
+        if x.sum() > 0:
+            return self.blocks(x) * a + self.shift.to(self.kind)
+        return self.second(-x) * b - self.shift
+
+
+class Model(nn.Module):
+    """Linear layers around an opaque module (or the module itself: the reference)."""
+
+    def __init__(self, module: nn.Module, opaque: bool = True) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.w = autopar.opaque(module) if opaque else module
+        self.b = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.b(self.w(self.a(x)).relu()), y)
+
+
+class Holding(nn.Linear):
+    """A linear layer with one more attribute."""
+
+    def __init__(self, held: object) -> None:
+        super().__init__(8, 8)
+        self.held = held
+
+
+class Counting(nn.Linear):
+    """Writes to its buffer in forward, which an opaque module must not."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return super().forward(x)
