@@ -15,11 +15,37 @@ class Role(Enum):
     DATA = "data"
     TENSOR = "tensor"
     TENSOR_SEQUENCE = "tensor+sequence"
+    TENSOR_BATCH = (
+        "tensor+batch"  # activations cut along the batch, parameters along one of their dims: 2D and 3D grids
+    )
+    TENSOR_HIDDEN = "tensor+hidden"  # activations cut along their last dim, likewise
+    ULYSSES = "ulysses"  # activations cut along the sequence, attention along the heads
+    RING = "ring"  # activations cut along the sequence, keys and values rotate
+    EXPERT = "expert"  # activations cut along the batch, experts dealt out
     IDLE = "idle"  # every rank of the axis does the same work
 
     @property
+    def replicates_parameters(self) -> bool:
+        """Whether every parameter of the layer is R on the axis: ZeRO may spread it there, and the loss is a term of a sum."""
+        return self in (Role.DATA, Role.ULYSSES, Role.RING)
+
+    @property
     def shards_parameters(self) -> bool:
-        return self in (Role.TENSOR, Role.TENSOR_SEQUENCE)
+        return not self.replicates_parameters and self is not Role.IDLE
+
+    @property
+    def shards_batch(self) -> bool:
+        """Whether activations are cut along the batch between layers."""
+        return self in (Role.DATA, Role.EXPERT, Role.TENSOR_BATCH)
+
+    @property
+    def shards_sequence(self) -> bool:
+        """Whether activations are cut along the sequence between layers."""
+        return self in (Role.TENSOR_SEQUENCE, Role.ULYSSES, Role.RING)
+
+
+REPLICATING = tuple(role for role in Role if role.replicates_parameters)
+BATCHES = tuple(role for role in Role if role.shards_batch)
 
 
 @dataclass(frozen=True, slots=True)

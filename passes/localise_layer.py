@@ -5,24 +5,16 @@ Runs after ``passes.collectives``: operands already have the types that their op
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from autopar.plan import Axis
-from autopar.program import kernels
 from autopar.rules import operands
-from autopar.rules.operands import arguments, op_name
 from autopar.sharding import Sharding, local_shape
-from autopar.types import P, SpmdType
-from passes.collectives import MICROBATCH, convert
+from passes.collectives import convert
+from passes.kernel_calls import kernel_call, mesh_types
 from passes.localise import Partition, localised, verify
-
-# Kernels that a letter of a rule names, and how they are called in place of the op.
-_VOCABULARY_LOSS = "vocab_parallel_cross_entropy_sum"
-_MASKED_EMBEDDING = "masked_embedding"
 
 
 def scale(x: Tensor, factor: float) -> Tensor:
@@ -64,7 +56,7 @@ def localise_pass(gm: fx.GraphModule, sharding: Sharding) -> fx.GraphModule:
 def _call(
     graph: fx.Graph, node: fx.Node, shape: tuple[int, ...], sharding: Sharding, made: dict[fx.Node, fx.Node]
 ) -> fx.Node:
-    kernel = _kernel_call(node, sharding)
+    kernel = kernel_call(node, sharding)
     if kernel is not None:
         target, args, kwargs = kernel
         if "seed" in kwargs:
@@ -87,51 +79,9 @@ def partition(node: fx.Node, sharding: Sharding) -> Partition:
     """For every dim of the node's value, the mesh axes that shard it (``None``, a name, or a tuple, outermost first)."""
     entries: list[Any] = []
     for dim in range(_first(node).dim()):
-        names = [a.name for a, t in _mesh_types(node, sharding) if t.dim == dim]
+        names = [a.name for a, t in mesh_types(node, sharding) if t.dim == dim]
         entries.append(None if not names else names[0] if len(names) == 1 else tuple(names))
     return tuple(entries)
-
-
-def _mesh_types(node: fx.Node, sharding: Sharding) -> Iterable[tuple[Axis, SpmdType]]:
-    pairs = zip(sharding.axes, node.meta["types"], strict=True)
-    return [(axis, t) for axis, t in pairs if axis.name != MICROBATCH]
-
-
-def _kernel_call(node: fx.Node, sharding: Sharding) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
-    """The kernel that stands for the node, where one of its axes asks for one or its result is a term of a sum."""
-    named = {
-        axis.name: types.kernel[node.name]
-        for axis, types in zip(sharding.axes, sharding.types, strict=True)
-        if node.name in types.kernel
-    }
-    axes = tuple(named)
-    partial = tuple(axis.name for axis, t in _mesh_types(node, sharding) if t == P)
-    if _VOCABULARY_LOSS in named.values():
-        given = {**arguments(node), "partial_axes": partial}
-        logits, labels = given.pop("logits"), given.pop("labels")
-        return kernels.vocab_parallel_cross_entropy_sum, (logits, labels, _one_or_all(axes)), given
-    if _MASKED_EMBEDDING in named.values():
-        weight, ids = node.args[:2]
-        padding = {"padding_idx": node.args[2]} if len(node.args) > 2 and node.args[2] != -1 else {}
-        return kernels.masked_embedding, (ids, weight), {"axis": _one_or_all(axes), **padding}
-    name = op_name(node.target)
-    sharding_axes = (
-        tuple(axis.name for axis, t in _mesh_types(operands(node)[0], sharding) if t.sharded) if operands(node) else ()
-    )
-    if name == "aten.dropout":
-        return kernels.dropout, (node.args[0], node.args[1]), {"seed": sharding_axes}
-    if name == "aten.scaled_dot_product_attention" and arguments(node)["dropout_p"]:
-        given = arguments(node)
-        tensors = tuple(given.pop(key) for key in ("query", "key", "value"))
-        return kernels.attention, tensors, {**given, "seed": sharding_axes}
-    if node.target is kernels.cross_entropy_sum:
-        given = {**arguments(node), "partial_axes": partial}
-        return node.target, (given.pop("logits"), given.pop("labels")), given
-    return None
-
-
-def _one_or_all(axes: tuple[str, ...]) -> str | tuple[str, ...]:
-    return axes[0] if len(axes) == 1 else axes
 
 
 def _first(node: fx.Node) -> Tensor:

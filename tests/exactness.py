@@ -155,7 +155,7 @@ class Kind:
 
 
 def _kind(name: str, **options: Any) -> Kind:
-    devices = math.prod(options.get(k, 1) for k in ("pipeline", "data", "tensor"))
+    devices = math.prod(options.get(k, 1) for k in ("pipeline", "data", "tensor", "expert", "ring", "ulysses"))
     return Kind(name, devices, options)
 
 

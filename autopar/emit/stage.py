@@ -9,7 +9,7 @@ import torch
 from autopar.emit.expressions import conversion_text, literal
 from autopar.emit.names import Names, flat_attributes, identifier
 from autopar.graph import Value
-from autopar.plan import Axis, Role
+from autopar.plan import Axis
 from autopar.types import I, R, SpmdType
 from passes.conversions import conversion_steps
 from passes.stages import Border, LocalProgram, Stage
@@ -60,7 +60,9 @@ def layer_attribute(program: LocalProgram, layer: int) -> str:
 def data_axes(program: LocalProgram, layer: int) -> tuple[str, ...]:
     """The axes over which the layer's parameters are R."""
     strategy = program.plan.layers[layer].strategy
-    return tuple(a.name for a, role in zip(program.plan.mesh, strategy.roles, strict=True) if role is Role.DATA)
+    return tuple(
+        a.name for a, role in zip(program.plan.mesh, strategy.roles, strict=True) if role.replicates_parameters
+    )
 
 
 def _summary(program: LocalProgram, stage: Stage) -> str:

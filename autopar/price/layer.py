@@ -18,7 +18,7 @@ import numpy as np
 
 from autopar.devices import Cluster
 from autopar.graph import LayerClass
-from autopar.plan import Axis, Role, Strategy
+from autopar.plan import Axis, Strategy
 from autopar.price.collectives import group, group_time_s
 from autopar.price.memory import Precision, precision, state_bytes
 from autopar.price.table import AxisFlags, ClassTable, Floats, Rows, build, flags
@@ -212,7 +212,7 @@ def move_s(move: Move, collective: Collective, axes: tuple[Axis, ...], cluster: 
 
 def assemble(c: Core, mesh: tuple[Axis, ...], strategy: Strategy, cluster: Cluster, numbers: Precision) -> LayerPrice:
     """Adds ZeRO over the data axes and recomputation."""
-    members = group(tuple(a for a, r in zip(mesh, strategy.roles, strict=True) if r is Role.DATA), cluster)
+    members = group(tuple(a for a, r in zip(mesh, strategy.roles, strict=True) if r.replicates_parameters), cluster)
     data, zero = members.size, strategy.zero if members.size > 1 else 0
     parameters, trainable = math.ceil(c.parameters), math.ceil(c.trainable)
     whole_bytes, gradient_bytes = parameters * numbers.parameter, trainable * numbers.gradient

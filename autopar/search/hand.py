@@ -10,7 +10,7 @@ import itertools
 
 from autopar.errors import BatchError, UsageError
 from autopar.graph import Graph
-from autopar.plan import Axis, LayerPlan, Memory, Plan, Prediction, Role, StagePlan, Strategy
+from autopar.plan import BATCHES, REPLICATING, Axis, LayerPlan, Memory, Plan, Prediction, Role, StagePlan, Strategy
 
 
 def make_mesh(*axes: tuple[str, int]) -> tuple[Axis, ...]:
@@ -46,6 +46,9 @@ def hand_plan(
     pipeline: int = 1,
     data: int = 1,
     tensor: int = 1,
+    expert: int = 1,
+    ring: int = 1,
+    ulysses: int = 1,
     sequence: bool = False,
     zero: int = 0,
     recompute: bool = False,
@@ -57,9 +60,9 @@ def hand_plan(
 ) -> Plan:
     """A plan in which every layer has the same strategy, except those that ``strategies`` gives by index.
 
-    Without ``mesh`` a stage's mesh is ("data", "tensor"), outermost first, and axes of size 1 are left out (a single axis
-    ("data", size 1) stands when all are). With ``mesh``, ``data`` and ``tensor`` are not used: an axis whose name starts with
-    ``tensor`` takes the tensor role, every other one data. ``cuts`` are the first layers of the stages after the first
+    Without ``mesh`` a stage's mesh is ("data", "expert", "ring", "ulysses", "tensor"), outermost first, and axes of size 1 are left out (a
+    single axis ("data", size 1) stands when all are). With ``mesh`` those five are not used: an axis takes the role that its
+    name begins with (``tensor0``, ``ring``), or data. ``cuts`` are the first layers of the stages after the first
     (default: even numbers of layers). ``zero`` takes effect where a layer has a data axis of more than one device.
 
     Raises:
@@ -67,11 +70,18 @@ def hand_plan(
         BatchError: a global batch that the microbatches and the data axes do not divide.
     """
     count = len(graph.layers)
-    mesh = make_mesh(("data", data), ("tensor", tensor)) if mesh is None else mesh
-    tensor_role = Role.TENSOR_SEQUENCE if sequence else Role.TENSOR
-    roles = tuple(tensor_role if axis.name.startswith("tensor") else Role.DATA for axis in mesh)
+    mesh = mesh or make_mesh(
+        ("data", data), ("expert", expert), ("ring", ring), ("ulysses", ulysses), ("tensor", tensor)
+    )
+    named = {
+        "tensor": Role.TENSOR_SEQUENCE if sequence else Role.TENSOR,
+        "expert": Role.EXPERT,
+        "ring": Role.RING,
+        "ulysses": Role.ULYSSES,
+    }
+    roles = tuple(next((r for name, r in named.items() if axis.name.startswith(name)), Role.DATA) for axis in mesh)
     common = Strategy(roles, recompute=recompute)
-    if common.degree(mesh, Role.DATA) > 1:
+    if common.degree(mesh, *REPLICATING) > 1:
         common = Strategy(roles, zero, recompute)
     chosen = dict.fromkeys(range(count), common) | (strategies or {})
     if len(chosen) != count:
@@ -115,10 +125,11 @@ def _check_strategy(graph: Graph, mesh: tuple[Axis, ...], microbatches: int, ind
         raise UsageError(
             f"the strategy of layer {index} has {len(strategy.roles)} roles for a mesh of {len(mesh)} axes"
         )
-    shares = microbatches * strategy.degree(mesh, Role.DATA)
+    ways = strategy.degree(mesh, *BATCHES)
+    shares = microbatches * ways
     if graph.batch_size % shares:
         raise BatchError(
             f"a global batch of {graph.batch_size} does not divide into {microbatches} microbatches "
-            f"on {strategy.degree(mesh, Role.DATA)} data-parallel devices (layer {index}, {graph.layers[index].name})",
+            f"on {ways} data-parallel devices (layer {index}, {graph.layers[index].name})",
             f"use a global batch that is a multiple of {shares}",
         )

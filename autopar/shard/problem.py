@@ -60,13 +60,17 @@ _BACKWARD_FACTOR = 2.0  # a matmul's backward is two matmuls
 def boundary(cls: LayerClass, role: Role, value: Value) -> SpmdType | None:
     """The type of an activation at a layer's border under ``role``; ``None`` when the value has no such dim.
 
-    Dim 0 is the batch and dim 1 the sequence, which is how every captured layer hands its activations on. What has no batch
+    Dim 0 is the batch, dim 1 the sequence, which is how every captured layer hands its activations on. What has no batch
     (T5's position bias) is computed from parameters alone, and has their type.
     """
-    if role is Role.DATA:
-        return None if not value.shape else S(0) if cls.batched(value) else R
-    if role is Role.TENSOR_SEQUENCE and cls.batched(value):
+    if not cls.batched(value):
+        return I if not role.replicates_parameters else R if value.shape else None
+    if role.shards_batch:
+        return S(0)
+    if role.shards_sequence:
         return S(1) if len(value.shape) >= 3 else None
+    if role is Role.TENSOR_HIDDEN:
+        return S(len(value.shape) - 1) if len(value.shape) >= 2 else None
     return I
 
 
@@ -156,18 +160,18 @@ class Problem:
             return [self.fixed[node.name]]
         if role is Role.IDLE:
             return [I]
-        if kind == 1 and role is Role.DATA and shape:
+        if kind == 1 and role.shards_batch and shape:
             return [S(0)]
         if kind in (1, 2, 3):
             return [R, I]
-        if role is Role.DATA:
+        if role.replicates_parameters:
             return [R]
         return [I, *(S(d) for d, extent in enumerate(shape) if extent % self.size == 0 and extent > 1)]
 
     def _loss_options(self) -> None:
-        """The loss starts the backward pass with gradient 1 on every rank, which is right for P and I alone; on data (and
-        microbatch) axes it must be a term of the sum."""
-        allowed = {P} if self.role is Role.DATA else {P, I}
+        """The loss starts the backward pass with gradient 1 on every rank, which is right for P and I alone; where
+        gradients of replicated parameters are summed it must be a term of the sum."""
+        allowed = {P} if self.role.replicates_parameters else {P, I}
         for node, value in zip(output_nodes(self.cls), self.cls.outputs, strict=True):
             if not value.shape:
                 self.options[node.name] = [option for option in self.options[node.name] if option.result in allowed]

@@ -1,0 +1,111 @@
+"""Kernel calls: what stands in a rank's graph for an op that a kernel replaces.
+
+Two ways lead here. A rule's letter names a kernel (``BY_KERNEL``, keyed by that name), or the op always runs as one of ours
+(``BY_OP``, keyed by the op's name): because it draws random numbers, or sums over shards. Each entry is a function
+of a ``Request`` and gives the call, or ``None`` where the op stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from autopar.plan import Axis
+from autopar.program import kernels
+from autopar.rules import operands
+from autopar.rules.operands import arguments, op_name
+from autopar.sharding import Sharding
+from autopar.types import P, SpmdType
+from passes.collectives import MICROBATCH
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The node, the axes on which its rule names the kernel (outermost first), those on which its result is a term of a sum, and those
+    that shard its first operand."""
+
+    node: fx.Node
+    axes: tuple[str, ...]
+    partial: tuple[str, ...]
+    sharding: tuple[str, ...]
+
+
+KernelCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""Target, arguments, keyword arguments. ``seed`` among the latter is a tuple of axes, and becomes the op's seed along them."""
+
+
+def kernel_call(node: fx.Node, sharding: Sharding) -> KernelCall | None:
+    """The call that stands for the node, where one of its axes asks for a kernel or its op always runs as one."""
+    named = {
+        axis.name: types.kernel[node.name]
+        for axis, types in zip(sharding.axes, sharding.types, strict=True)
+        if node.name in types.kernel
+    }
+    assert len(set(named.values())) <= 1, f"{node.name}: several kernels at once, {named}"
+    entry = BY_KERNEL[next(iter(named.values()))] if named else BY_OP.get(op_name(node.target))
+    if entry is None:
+        return None
+    first = operands(node)[:1]
+    return entry(
+        Request(
+            node,
+            tuple(named),
+            tuple(axis.name for axis, t in mesh_types(node, sharding) if t == P),
+            tuple(axis.name for n in first for axis, t in mesh_types(n, sharding) if t.sharded),
+        )
+    )
+
+
+def mesh_types(node: fx.Node, sharding: Sharding) -> list[tuple[Axis, SpmdType]]:
+    """The node's type on every axis of the mesh."""
+    pairs = zip(sharding.axes, node.meta["types"], strict=True)
+    return [(axis, t) for axis, t in pairs if axis.name != MICROBATCH]
+
+
+def _vocabulary_loss(request: Request) -> KernelCall:
+    given = {**arguments(request.node), "partial_axes": request.partial}
+    logits, labels = given.pop("logits"), given.pop("labels")
+    return kernels.vocab_parallel_cross_entropy_sum, (logits, labels, _one_or_all(request.axes)), given
+
+
+def _masked_embedding(request: Request) -> KernelCall:
+    args = request.node.args
+    padding = {"padding_idx": args[2]} if len(args) > 2 and args[2] != -1 else {}
+    return kernels.masked_embedding, (args[1], args[0]), {"axis": _one_or_all(request.axes), **padding}
+
+
+def _dropout(request: Request) -> KernelCall:
+    return kernels.dropout, request.node.args[:2], {"seed": request.sharding}
+
+
+def _attention(request: Request) -> KernelCall | None:
+    given = arguments(request.node)
+    if not given["dropout_p"]:
+        return None
+    tensors = tuple(given.pop(key) for key in ("query", "key", "value"))
+    return kernels.attention, tensors, {**given, "seed": request.sharding}
+
+
+def _sum_of_losses(request: Request) -> KernelCall:
+    given = {**arguments(request.node), "partial_axes": request.partial}
+    return kernels.cross_entropy_sum, (given.pop("logits"), given.pop("labels")), given
+
+
+def _one_or_all(axes: tuple[str, ...]) -> str | tuple[str, ...]:
+    return axes[0] if len(axes) == 1 else axes
+
+
+Entry = Callable[[Request], KernelCall | None]
+
+BY_KERNEL: dict[str, Entry] = {
+    "masked_embedding": _masked_embedding,
+    "vocab_parallel_cross_entropy_sum": _vocabulary_loss,
+}
+BY_OP: dict[str, Entry] = {
+    "aten.dropout": _dropout,
+    "aten.scaled_dot_product_attention": _attention,
+    "kernels.cross_entropy_sum": _sum_of_losses,
+}
