@@ -73,13 +73,7 @@ def hand_plan(
     mesh = mesh or make_mesh(
         ("data", data), ("expert", expert), ("ring", ring), ("ulysses", ulysses), ("tensor", tensor)
     )
-    named = {
-        "tensor": Role.TENSOR_SEQUENCE if sequence else Role.TENSOR,
-        "expert": Role.EXPERT,
-        "ring": Role.RING,
-        "ulysses": Role.ULYSSES,
-    }
-    roles = tuple(next((r for name, r in named.items() if axis.name.startswith(name)), Role.DATA) for axis in mesh)
+    roles = _roles(mesh, sequence)
     common = Strategy(roles, recompute=recompute)
     if common.degree(mesh, *REPLICATING) > 1:
         common = Strategy(roles, zero, recompute)
@@ -88,12 +82,7 @@ def hand_plan(
         raise UsageError(
             f"strategies are given for layers {sorted(set(chosen) - set(range(count)))}, the model has {count} layers"
         )
-    if not 1 <= pipeline <= count:
-        raise UsageError(f"{count} layers cannot be cut into {pipeline} pipeline stages")
-    cuts = even_cuts(count, pipeline) if cuts is None else cuts
-    bounds = (0, *cuts, count)
-    if len(bounds) != pipeline + 1 or any(a >= b for a, b in itertools.pairwise(bounds)):
-        raise UsageError(f"cuts {cuts} do not make {pipeline} stages of {count} layers")
+    bounds = _bounds(count, pipeline, cuts)
     for index, strategy in chosen.items():
         _check_strategy(graph, mesh, microbatches, index, strategy)
     size = 1
@@ -117,6 +106,27 @@ def hand_plan(
         gap=1.0,
         solver="by hand",
     )
+
+
+def _roles(mesh: tuple[Axis, ...], sequence: bool) -> tuple[Role, ...]:
+    """The role that each axis's name begins with; data where it begins with none."""
+    named = {
+        "tensor": Role.TENSOR_SEQUENCE if sequence else Role.TENSOR,
+        "expert": Role.EXPERT,
+        "ring": Role.RING,
+        "ulysses": Role.ULYSSES,
+    }
+    return tuple(next((r for name, r in named.items() if axis.name.startswith(name)), Role.DATA) for axis in mesh)
+
+
+def _bounds(count: int, pipeline: int, cuts: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Where the stages begin, and the end of the last."""
+    if not 1 <= pipeline <= count:
+        raise UsageError(f"{count} layers cannot be cut into {pipeline} pipeline stages")
+    bounds = (0, *(even_cuts(count, pipeline) if cuts is None else cuts), count)
+    if len(bounds) != pipeline + 1 or any(a >= b for a, b in itertools.pairwise(bounds)):
+        raise UsageError(f"cuts {cuts} do not make {pipeline} stages of {count} layers")
+    return bounds
 
 
 def _check_strategy(graph: Graph, mesh: tuple[Axis, ...], microbatches: int, index: int, strategy: Strategy) -> None:
