@@ -60,7 +60,10 @@ def S(dim: int) -> SpmdType:  # noqa: N802  the type system's own name
 
 
 class Collective(Enum):
-    """What a conversion does on the wire; ``NONE`` and ``LOCAL`` (slice, zero, pad) move no bytes between ranks."""
+    """What a conversion or a kernel does on the wire; ``NONE`` and ``LOCAL`` (slice, zero, pad) move no bytes between ranks.
+
+    ``ROTATE`` and ``SHIFT`` are point to point: every rank's slice goes all the way round the axis, or to one other rank.
+    """
 
     NONE = "none"
     LOCAL = "local"
@@ -68,6 +71,8 @@ class Collective(Enum):
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_TO_ALL = "all_to_all"
+    ROTATE = "rotate"
+    SHIFT = "shift"
 
 
 _CONVERSIONS: dict[str, tuple[Collective, Collective]] = {

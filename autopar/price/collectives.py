@@ -13,6 +13,8 @@ that the axis makes whole: all-gather's result, reduce-scatter's input, the tens
       all-reduce                   twice the hops and the bytes, or a double binary tree, whichever is faster:
                                    t = c + 2 ((k-1) a_intra + ceil(log2 N) a_inter) + 2 B / beta
 
+* A rotation passes every rank's slice on *n - 1* times, as the ring does for an all-gather, and costs the same. A shift is one such
+  hop, *B / n* from every rank to some other, at the speed of the slowest link.
 * An all-to-all sends *B (n-1)/n^2* from every rank, *(n-k)/n* of its *B / n* over its own share of the network, both levels
   at once.
 
@@ -74,6 +76,11 @@ def group_time_s(collective: Collective, bytes_total: float, members: Group, clu
     else:
         beta = min(cluster.intra.bytes_per_s, k * cluster.inter.bytes_per_s)
         hops_s = (n - nodes) * cluster.intra.latency_s + nodes * cluster.inter.latency_s
+    if collective is Collective.SHIFT:
+        hop_s = cluster.inter.latency_s if nodes > 1 else cluster.intra.latency_s
+        return (
+            cluster.collective_s + hop_s + bytes_total / n / (cluster.inter if nodes > 1 else cluster.intra).bytes_per_s
+        )
     ring = hops_s + bytes_total * (n - 1) / n / beta
     if collective is not Collective.ALL_REDUCE:
         return cluster.collective_s + ring

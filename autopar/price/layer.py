@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
+from torch import fx
 
 from autopar.devices import Cluster
 from autopar.graph import LayerClass
@@ -23,14 +24,12 @@ from autopar.price.collectives import group, group_time_s
 from autopar.price.memory import Precision, precision, state_bytes
 from autopar.price.table import AxisFlags, ClassTable, Floats, Rows, build, flags
 from autopar.rules.operands import operands
+from autopar.rules.traffic import kernel_traffic
 from autopar.sharding import AxisTypes, Sharding
 from autopar.types import Collective, SpmdType, conversion
 from passes.conversions import conversion_steps
 
 MICROBATCH = "microbatch"
-# Kernels that exchange something themselves. The vocabulary-parallel loss: every rank's maxima are gathered, then two sums are
-# reduced, all in float32, one per token. The masked embedding leaves a partial sum, whose conversion is priced as any other.
-_VOCABULARY_PARALLEL = "vocab_parallel_cross_entropy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +139,28 @@ def _moves(table: ClassTable, types: tuple[AxisTypes, ...]) -> tuple[Move, ...]:
 
 
 def _kernel_moves(table: ClassTable, types: tuple[AxisTypes, ...]) -> list[Move]:
+    """What kernels exchange by themselves, over the axes that run them."""
     moves = []
     for node in table.ops:
-        axes = tuple(i for i, t in enumerate(types) if t.kernel.get(node.name, "").startswith(_VOCABULARY_PARALLEL))
-        if axes:
-            labels = operands(node)[1]
-            others = tuple(i for i, t in enumerate(types) if t.needed[node.name][1].sharded and i not in axes)
-            tokens = 4.0 * math.prod(table.value_shape[labels.name])
-            moves.append(Move(tokens, axes, others, Collective.ALL_GATHER, Collective.NONE, per_rank=True))
-            moves.append(Move(2 * tokens, axes, others, Collective.ALL_REDUCE, Collective.NONE))
+        kernels = {i: t.kernel[node.name] for i, t in enumerate(types) if node.name in t.kernel}
+        for kernel in dict.fromkeys(kernels.values()):
+            axes = tuple(i for i, name in kernels.items() if name == kernel)
+            for one in kernel_traffic(kernel, node):
+                found = _types_at(one.value, node, types)
+                others = tuple(i for i, t in enumerate(found) if t.sharded and i not in axes)
+                whole = one.bytes(
+                    table.value_bytes[one.value.name] / max(1, math.prod(table.value_shape[one.value.name]))
+                )
+                moves.append(Move(whole, axes, others, one.forward, one.backward, one.per_rank))
     return moves
+
+
+def _types_at(value: fx.Node, node: fx.Node, types: tuple[AxisTypes, ...]) -> tuple[SpmdType, ...]:
+    """The types in which ``node`` reads ``value``, or in which it leaves it."""
+    if value is node:
+        return tuple(t.produced[node.name] for t in types)
+    index = operands(node).index(value)
+    return tuple(t.needed[node.name][index] for t in types)
 
 
 def divisible(bound: Bound, axes: tuple[Axis, ...]) -> bool:

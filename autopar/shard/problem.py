@@ -9,7 +9,8 @@ For a layer class, a role (which fixes the types at the layer's border) and an a
   are the types in which it may enter;
 * ``needed(v)`` is the *set* of types in which the readers of ``v`` take it: a conversion is paid once per value and target type
   however many operands want it (q, k and v share one all-reduce);
-* ``cost`` is the op's compute, divided by *n* where a letter is sharded; for a stored parameter ``BYTE_HELD_S`` per byte held;
+* ``cost`` is the op's compute, divided by *n* where a letter is sharded, and what its kernel exchanges; for a stored
+  parameter ``BYTE_HELD_S`` per byte held;
 * ``conversion`` is the time on the wire, forward plus (where a gradient flows) backward; infinite where there is none.
 
 Times are of a reference device: they rank alternatives inside one layer; a plan's price is computed elsewhere. Costs are
@@ -27,6 +28,7 @@ from autopar.graph import LayerClass, Value
 from autopar.plan import Role
 from autopar.price.roofline import op_cost
 from autopar.rules import Candidate, candidates, operands
+from autopar.rules.traffic import kernel_traffic
 from autopar.types import Collective, I, P, R, S, SpmdType, conversion
 
 REFERENCE_FLOPS_PER_S = 4e14  # about what a matmul reaches on one H100 in bfloat16
@@ -53,6 +55,8 @@ _WIRE_FACTOR = {
     Collective.ALL_GATHER: (REFERENCE_AXIS - 1) / REFERENCE_AXIS,
     Collective.REDUCE_SCATTER: (REFERENCE_AXIS - 1) / REFERENCE_AXIS,
     Collective.ALL_TO_ALL: (REFERENCE_AXIS - 1) / REFERENCE_AXIS**2,
+    Collective.ROTATE: (REFERENCE_AXIS - 1) / REFERENCE_AXIS,
+    Collective.SHIFT: 1 / REFERENCE_AXIS,
 }
 _BACKWARD_FACTOR = 2.0  # a matmul's backward is two matmuls
 
@@ -184,7 +188,13 @@ class Problem:
         seconds = max(flops / REFERENCE_FLOPS_PER_S, FUSED_SHARE * traffic / REFERENCE_BYTES_PER_S) * (
             1 + _BACKWARD_FACTOR
         )
-        return seconds * self._row / (REFERENCE_AXIS if option.letter is not None else 1)
+        seconds /= REFERENCE_AXIS if option.letter is not None else 1
+        if option.kernel is not None:
+            for wire in kernel_traffic(option.kernel, node):
+                backward = wire.backward if self._flow[node.name] else Collective.NONE
+                share = _WIRE_FACTOR[wire.forward] + _WIRE_FACTOR[backward]
+                seconds += share * wire.bytes() / REFERENCE_LINK_BYTES_PER_S
+        return seconds * self._row
 
 
 def _bytes(node: fx.Node) -> float:
