@@ -44,7 +44,8 @@ ALLOWED: dict[str, set[str]] = {
     "run": {"capture", "devices"},
     "zoo": set(),
     "compile": {"capture", "devices", "shard", "price", "search", "emit", "run"},
-    "cli": {"compile", "devices", "search", "zoo"},
+    "bench": {"compile", "devices", "run", "search"},
+    "cli": {"bench", "compile", "devices", "search", "zoo"},
     "__init__": {"capture", "compile", "rules", "run"},
     "__main__": {"cli"},
 }

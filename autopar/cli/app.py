@@ -126,6 +126,29 @@ def run(**request: Any) -> None:
     run_command(**request)
 
 
+@cli.command(
+    short_help="Measure automatic plans against hand-tuned ones on this machine.",
+    help="Train the benchmark's models (llama, wide-mlp, long-sequence; default: all) on local processes: the automatic program and "
+    "hand-written ones of PyTorch's own parts, in turns, and compare the measured step times.",
+)
+@click.argument("names", nargs=-1, metavar="[MODEL]...")
+@click.option("--processes", type=click.IntRange(2), default=2, show_default=True, metavar="N", help="Local processes.")
+@click.option(
+    "--rounds", type=click.IntRange(2), default=7, show_default=True, metavar="N", help="Visits of each program."
+)
+@click.option(
+    "--steps", type=click.IntRange(1), default=3, show_default=True, metavar="N", help="Timed steps of a visit."
+)
+@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of the order of visits.")
+@click.option("-o", "--output", metavar="FILE", help="Also write one JSON object a line here.")
+@click.option("--plot", "plot_file", metavar="FILE", help="Also draw the step times (.png, .svg or .pdf).")
+@click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object.")
+def bench(**request: Any) -> None:
+    from autopar.cli.bench import bench_command
+
+    bench_command(**request)
+
+
 @cli.command()
 @click.option("--json", "as_json", is_flag=True, help="Print the list as one JSON array.")
 def models(as_json: bool) -> None:

@@ -1,0 +1,10 @@
+"""The benchmark: automatic plans against hand-tuned ones, measured on this machine's devices.
+
+``models`` are what is trained, ``baselines`` the hand-written programs, built with PyTorch's own parts alone; ``contest``
+runs all of them in the same processes, interleaved; ``report`` turns the times into tables, lines and a plot.
+"""
+
+from autopar.bench.contest import contest
+from autopar.bench.models import MODELS
+
+__all__ = ["MODELS", "contest"]

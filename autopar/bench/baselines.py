@@ -1,0 +1,198 @@
+"""Hand-written training programs, as an expert builds them with PyTorch's own parts: DDP, FSDP2, tensor parallelism by
+``parallelize_module``, 1F1B pipelines, and two-way mixtures of them.
+
+Everything here runs inside the worker processes. A program is made from a ``Recipe`` and steps on whole global batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from autopar.bench.models import Stack, Subject
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A hand-tuned choice. ``sharding`` of the data-parallel part: ``ddp``, ``fsdp`` (ZeRO-3) or ``fsdp-keep`` (ZeRO-2)."""
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    sharding: str = "ddp"
+    microbatches: int = 1
+
+    @property
+    def name(self) -> str:
+        parts = [f"{self.sharding} {self.data}"] if self.data > 1 else []
+        parts += [f"{kind} {n}" for kind, n in (("tensor", self.tensor), ("pipeline", self.pipeline)) if n > 1]
+        return " x ".join(parts or ["one device"]) + (f", {self.microbatches} microbatches" * (self.microbatches > 1))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def recipes(processes: int, subject: Subject) -> list[Recipe]:
+    """What an expert would try on ``processes`` devices: each kind alone, the two-way mixtures, a few microbatch sizes."""
+    found: list[Recipe] = []
+    factors = [n for n in range(1, processes + 1) if processes % n == 0]
+    for pipeline in factors:
+        for tensor in (n for n in factors if processes // pipeline % n == 0):
+            data = processes // pipeline // tensor
+            if sum(n > 1 for n in (pipeline, tensor, data)) > 2 or subject.rows % data:
+                continue
+            counts = [pipeline * k for k in (1, 2, 4)] if pipeline > 1 else [1, 2, 4] if tensor == 1 else [1, 2]
+            kinds = ["ddp"] if data == 1 else ["ddp", "fsdp"] if pipeline > 1 else ["ddp", "fsdp", "fsdp-keep"]
+            if tensor > 1 and data > 1:
+                kinds = kinds[1:]  # FSDP2 composes with tensor parallelism; DDP takes no DTensors
+            found += [
+                Recipe(data, tensor, pipeline, kind, m)
+                for kind in kinds
+                for m in counts
+                if subject.rows // data % m == 0
+            ]
+    return found
+
+
+class HandTuned:
+    """A recipe at work on this rank. ``step`` takes the whole global batch, updates, and gives the loss back."""
+
+    def __init__(self, subject: Subject, recipe: Recipe, lr: float) -> None:
+        self.subject, self.recipe = subject, recipe
+        sizes = {"pipeline": recipe.pipeline, "data": recipe.data, "tensor": recipe.tensor}
+        self.mesh: DeviceMesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        self.place = dict(zip(sizes, self.mesh.get_coordinate() or (), strict=True))
+        torch.manual_seed(0)
+        module: nn.Module = subject.build()
+        assert isinstance(module, Stack)
+        if recipe.tensor > 1:
+            _shard_tensors(module, self.mesh["tensor"])
+        if recipe.pipeline > 1:
+            module = _stage_of(module, self.place["pipeline"], recipe.pipeline)
+        self.module = self._spread(module)
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=lr)
+        self._schedule = self._pipeline() if recipe.pipeline > 1 else None
+
+    def step(self, inputs: Tensor, targets: Tensor) -> float:
+        self.optimizer.zero_grad(set_to_none=True)
+        mine = [tensor.chunk(self.recipe.data)[self.place["data"]] for tensor in (inputs, targets)]
+        with self._vocabulary_parallel():
+            loss = self._accumulate(*mine) if self._schedule is None else self._run_schedule(*mine)
+        self.optimizer.step()
+        return loss
+
+    def _spread(self, module: nn.Module) -> nn.Module:
+        recipe = self.recipe
+        if recipe.data == 1:
+            return module
+        if recipe.sharding == "ddp":
+            return DistributedDataParallel(module, process_group=self.mesh.get_group("data"))
+        for part in (*_children(module), module):
+            fully_shard(part, mesh=self.mesh["data"], reshard_after_forward=recipe.sharding == "fsdp")
+        return module
+
+    def _accumulate(self, inputs: Tensor, targets: Tensor) -> float:
+        count, total = self.recipe.microbatches, 0.0
+        for i, (x, y) in enumerate(zip(inputs.chunk(count), targets.chunk(count), strict=True)):
+            with self._sync(i == count - 1):
+                loss = self.subject.loss_fn(self.module(x), y) / count
+                loss.backward()
+                total += float(loss.detach())
+        return total
+
+    @contextlib.contextmanager
+    def _sync(self, last: bool) -> Iterator[None]:
+        """Gradients are reduced with the last microbatch alone."""
+        if isinstance(self.module, DistributedDataParallel) and not last:
+            with self.module.no_sync():
+                yield
+            return
+        if self.recipe.data > 1 and self.recipe.sharding != "ddp":
+            self.module.set_requires_gradient_sync(last)  # type: ignore[operator]  # FSDP2 adds it
+        yield
+
+    def _vocabulary_parallel(self) -> Any:
+        return loss_parallel() if self.recipe.tensor > 1 else contextlib.nullcontext()
+
+    def _pipeline(self) -> Schedule1F1B:
+        group = self.mesh.get_group("pipeline")
+        stage = PipelineStage(
+            self.module, self.place["pipeline"], self.recipe.pipeline, torch.device("cpu"), group=group
+        )
+        return Schedule1F1B(stage, self.recipe.microbatches, loss_fn=self.subject.loss_fn)
+
+    def _run_schedule(self, inputs: Tensor, targets: Tensor) -> float:
+        assert self._schedule is not None
+        first, last = self.place["pipeline"] == 0, self.place["pipeline"] == self.recipe.pipeline - 1
+        losses: list[Tensor] = []
+        given = (inputs,) if first else ()
+        if last:
+            self._schedule.step(*given, target=targets, losses=losses)
+        else:
+            self._schedule.step(*given)
+        return sum(float(loss.detach()) for loss in losses) / len(losses) if losses else float("nan")
+
+
+def _children(module: nn.Module) -> list[nn.Module]:
+    return [block for block in module.modules() if type(block).__name__.endswith("Block")]
+
+
+def _shard_tensors(module: Stack, mesh: DeviceMesh) -> None:
+    """Megatron's columns and rows; the head's vocabulary stays sharded for the loss where it is large."""
+    plan: dict[str, Any] = {}
+    for name, child in module.named_modules():
+        last = name.rpartition(".")[2]
+        if name.startswith("blocks.") and isinstance(child, nn.Linear):
+            plan[name] = RowwiseParallel() if last in ("o", "down") else ColwiseParallel()
+    if isinstance(module.embedding, nn.Embedding):
+        plan["embedding"] = RowwiseParallel(input_layouts=Replicate())
+        plan["head.1"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(module, mesh, plan)
+
+
+class _Stage(nn.Module):
+    """A run of a stack's children."""
+
+    def __init__(self, parts: list[tuple[str, nn.Module]]) -> None:
+        super().__init__()
+        for name, part in parts:
+            self.add_module(name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.children():
+            x = part(x)
+        return x
+
+
+def _stage_of(module: Stack, index: int, count: int) -> _Stage:
+    """Blocks dealt out evenly, the embedding in the first stage and the head in the last."""
+    blocks = [(f"block{i}", block) for i, block in enumerate(module.blocks)]
+    ends = [round(i * len(blocks) / count) for i in range(count + 1)]
+    first: list[tuple[str, nn.Module]] = [("embedding", module.embedding)] if index == 0 else []
+    last: list[tuple[str, nn.Module]] = [("head", module.head)] if index == count - 1 else []
+    return _Stage([*first, *blocks[ends[index] : ends[index + 1]], *last])
+
+
+Step = Callable[[Tensor, Tensor], float]
+
+
+def barrier() -> None:
+    """All ranks are here."""
+    dist.barrier()

@@ -1,0 +1,58 @@
+"""What the contest calls in its worker processes: contenders are opened once and stepped in turns."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from autopar.bench.baselines import HandTuned, Recipe, Step, barrier
+from autopar.bench.models import MODELS
+from autopar.run import remote
+
+_contenders: dict[str, Step] = {}
+
+
+def open_hand_tuned(name: str, model: str, recipe: dict[str, Any], lr: float) -> None:
+    """A hand-written program for ``model``."""
+    _contenders[name] = HandTuned(MODELS[model], Recipe(**recipe), lr).step
+
+
+def open_automatic(name: str, folder: str, inputs: list[str], lr: float, state: str) -> None:
+    """An emitted program, with the values of the file ``state``; ``inputs`` are its names of the batch's two tensors."""
+    options = {"optimizer": None, "lr": lr, "seed": 0, "max_norm": None, "state": state}
+    trainer = remote.open_trainer(folder, options, device="cpu", timeout_s=300)
+    _contenders[name] = lambda *batch: float(trainer.step(dict(zip(inputs, batch, strict=True))))
+
+
+def steps(name: str, model: str, seed: int, count: int) -> dict[str, list[float]]:
+    """``count`` timed steps: seconds from when all ranks are ready to when this one has updated, and the losses."""
+    batch = MODELS[model].batch(seed)
+    seconds, losses = [], []
+    for _ in range(count):
+        barrier()
+        start = time.perf_counter()
+        losses.append(_contenders[name](*batch))
+        barrier()
+        seconds.append(time.perf_counter() - start)
+    return {"seconds": seconds, "losses": losses}
+
+
+def forget(name: str) -> None:
+    """Free a contender."""
+    _contenders.pop(name, None)
+
+
+def join() -> None:
+    """Meet the other workers: the default process group of everything that follows."""
+    import datetime
+    import os
+
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    timeout = datetime.timedelta(seconds=300)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timeout)

@@ -1,0 +1,81 @@
+"""What a contest found: a table for people, lines for programs, a plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from autopar.bench.contest import AUTOMATIC, Contender, Result
+
+
+def table(result: Result) -> Any:
+    """A rich table: the automatic program first, then the hand-tuned ones, fastest first."""
+    from rich.table import Table
+
+    title = f"{result.name} on {result.processes} processes"
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    made.add_column("program", no_wrap=True)
+    for name in ("ms a step", "fastest to slowest round", "predicted", "tokens/s", "automatic is"):
+        made.add_column(name, justify="right", no_wrap=True)
+    for contender in (result.automatic, *sorted(result.hand_tuned, key=lambda c: c.step_s)):
+        made.add_row(*_row(result, contender))
+    return made
+
+
+def verdict(result: Result) -> str:
+    """The ratio in one sentence."""
+    low, high = result.ratio_interval
+    return (
+        f"automatic / best hand-tuned ({result.best}) = {result.ratio:.2f}, 95 % interval {low:.2f} to {high:.2f}, "
+        f"{len(result.hand_tuned)} hand-tuned candidates"
+    )
+
+
+def write_lines(results: Iterable[Result], path: Path) -> None:
+    """One JSON object a line."""
+    path.write_text("".join(json.dumps(result.to_json()) + "\n" for result in results))
+
+
+def markdown(lines: Iterable[dict[str, Any]]) -> str:
+    """The README's table, from the objects of ``Result.to_json``."""
+    rows = ["| model | processes | automatic | best of hand-tuned | ratio (95 % interval) |", "|---|---|---|---|---|"]
+    for line in lines:
+        low, high = line["ratio_interval"]
+        rows.append(
+            f"| {line['name']} | {line['processes']} | {line['automatic_s'] * 1e3:.0f} ms "
+            f"| {line['best_hand_tuned_s'] * 1e3:.0f} ms: {line['best_hand_tuned']}, of {line['candidates']} "
+            f"| {line['ratio']:.2f} ({low:.2f} to {high:.2f}) |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def plot(results: list[Result], path: Path) -> None:
+    """Bars of the measured step times, the automatic program's in another colour, one panel a contest."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(len(results), 1, figsize=(8, 3.2 * len(results)), squeeze=False)
+    for panel, result in zip(panels[:, 0], results, strict=True):
+        running = sorted((c for c in result.contenders if c.rounds_s), key=lambda c: c.step_s)[:12]
+        colours = ["tab:orange" if c.name == AUTOMATIC else "tab:blue" for c in running]
+        panel.barh([c.name for c in running], [c.step_s * 1e3 for c in running], color=colours)
+        panel.invert_yaxis()
+        panel.set_xlabel("measured step time (ms)")
+        panel.set_title(f"{result.name}, {result.processes} processes", loc="left")
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _row(result: Result, contender: Contender) -> tuple[str, ...]:
+    if not contender.rounds_s:
+        return contender.name, "-", "-", "-", "-", contender.error.splitlines()[0][:60] if contender.error else "-"
+    step_s = contender.step_s
+    predicted = "-" if contender.predicted_s is None else f"{contender.predicted_s * 1e3:.1f}"
+    share = "" if contender.name == AUTOMATIC else f"{result.automatic.step_s / step_s:.2f} of it"
+    spread = f"{min(contender.rounds_s) * 1e3:.1f} to {max(contender.rounds_s) * 1e3:.1f}"
+    return contender.name, f"{step_s * 1e3:.1f}", spread, predicted, f"{result.tokens / step_s:,.0f}", share
