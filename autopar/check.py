@@ -12,7 +12,7 @@ import json
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +24,7 @@ from spmd_types.checker import typecheck
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.errors import ProgramError
+from autopar.program.world import flat_groups
 from autopar.torch_private import fake_store
 
 
@@ -41,6 +42,7 @@ def check_program(folder: str | Path) -> int:
         _imported(path) as model,
         _fake_world(model.MESH) as mesh,
         spmd.set_current_mesh(mesh),
+        _flattened(model, mesh),
     ):
         # spmd-types calls two collectives by the names that torch 2.13 deprecates
         warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")
@@ -131,6 +133,16 @@ def _imported(path: Path) -> Iterator[ModuleType]:
         for name in names:
             sys.modules.pop(name, None)
         sys.modules.update(hidden)
+
+
+def _flattened(model: ModuleType, mesh: Any) -> AbstractContextManager[None]:
+    """The program's groups over several axes, known to the program's own copy of ``flattened``."""
+    axes = getattr(model, "FLATTENED", ())
+    if not axes:
+        return nullcontext()
+    names, ranks = list(model.MESH), mesh.mesh.unsqueeze(0)
+    groups: AbstractContextManager[None] = model.flattened.use(flat_groups(axes, names, ranks))
+    return groups
 
 
 @contextmanager

@@ -12,15 +12,18 @@ from torch import Tensor, fx
 from autopar.errors import ProgramError
 from autopar.rules import operands
 from autopar.sharding import Sharding
-from autopar.types import I, R, SpmdType
-from passes.conversions import conversion_steps
+from autopar.types import SpmdType
+from passes.conversions import effective_steps
 
 MICROBATCH = "microbatch"  # the axis of time: no collective is legal on it
 
 
-def convert(x: Tensor, axis: str, source: str, target: str) -> Tensor:
-    """Marks a conversion in a graph; the emitter writes it as the ``spmd_types`` call. The value itself is unchanged."""
-    del axis, source, target
+def convert(x: Tensor, axes: tuple[str, ...], source: str, target: str) -> Tensor:
+    """Marks a conversion on one axis, or on several flattened (outermost first); the emitter writes it as the ``spmd_types`` call.
+
+    The value itself is unchanged.
+    """
+    del axes, source, target
     return x
 
 
@@ -76,24 +79,23 @@ def _rebind(node: fx.Node, needed: dict[int, fx.Node]) -> None:
 
 
 def convert_value(graph: fx.Graph, value: fx.Node, needed: Types, sharding: Sharding) -> fx.Node:
-    """Appends the conversions of ``value`` to ``needed``, one node per axis that changes."""
+    """Appends the conversions of ``value`` to ``needed``: one node for each, equal ones on several axes together."""
     current: list[SpmdType] = list(value.meta["types"])
     gradient = value.meta["gradient"]
-    for step in conversion_steps(tuple(current), needed):
-        axis = sharding.axes[step.axis]
-        if not gradient and {step.source, step.target} == {I, R}:
-            continue  # the two differ in the gradient alone
-        if axis.name == MICROBATCH and axis.size == 1:
-            current[step.axis] = step.target  # on one microbatch all types are the whole value
-            continue
-        if axis.name == MICROBATCH:
+    for step in effective_steps(tuple(current), needed, gradient):
+        for axis in step.axes:
+            current[axis] = step.target
+        axes = [sharding.axes[axis] for axis in step.axes]
+        if any(axis.name == MICROBATCH and axis.size > 1 for axis in axes):
             raise ProgramError(
                 f"{value.name} would need a conversion {step.source} to {step.target} over the microbatches, which are "
                 "not on different devices",
                 hint="plan with one microbatch",
             )
-        new = graph.call_function(convert, (value, axis.name, str(step.source), str(step.target)))
-        current[step.axis] = step.target
+        names = tuple(axis.name for axis in axes if axis.name != MICROBATCH)
+        if not names:
+            continue  # on one microbatch all types are the whole value
+        new = graph.call_function(convert, (value, names, str(step.source), str(step.target)))
         new.meta = {**value.meta, "types": tuple(current)}
         value = new
     return value

@@ -1,8 +1,12 @@
-"""How a value of one type on every axis becomes another: an ordered list of one-axis conversions.
+"""How a value of one type on every axis becomes another: an ordered list of conversions, each on one axis or on several at once.
 
 Several axes may shard one dim; its slices are then nested, outermost axis first. A conversion on an axis that touches a
 dim which an inner axis holds would interleave the slices, so inner axes let go of a dim before outer ones change it, and
 outer axes take hold of it first.
+
+Axes that make the same conversion make it together, as one axis does that runs over all their ranks (the *flattened* axis, outermost
+first): one collective instead of several, and less on the wire. That is the same value as one after the other, as long as no axis
+between them holds a dim that the conversion touches.
 """
 
 from __future__ import annotations
@@ -14,48 +18,82 @@ from autopar.types import I, R, SpmdType, conversion
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One conversion on one axis (by its index in the mesh)."""
+    """One conversion on the axes ``axes`` (indices in the mesh, outermost first) flattened."""
 
-    axis: int
+    axes: tuple[int, ...]
     source: SpmdType
+    target: SpmdType
+
+
+def effective_steps(source: tuple[SpmdType, ...], target: tuple[SpmdType, ...], gradient: bool) -> tuple[Step, ...]:
+    """``conversion_steps`` without those that do nothing to a value without gradient: I and R differ in the gradient alone."""
+    steps = conversion_steps(source, target)
+    return tuple(step for step in steps if gradient or {step.source, step.target} != {I, R})
+
+
+@dataclass
+class _Unit:
+    """Axes that convert together: what they have now and what they want."""
+
+    axes: tuple[int, ...]
+    current: SpmdType
     target: SpmdType
 
 
 def conversion_steps(source: tuple[SpmdType, ...], target: tuple[SpmdType, ...]) -> tuple[Step, ...]:
     """The conversions, in order, from ``source[axis]`` to ``target[axis]`` on every axis (outer to inner)."""
     assert len(source) == len(target), (source, target)
-    current = list(source)
+    units = _units(source, target)
     steps: list[Step] = []
 
-    def apply(axis: int, to: SpmdType) -> None:
-        assert conversion(current[axis], to) is not None, (source, target, axis)
-        steps.append(Step(axis, current[axis], to))
-        current[axis] = to
+    def apply(unit: _Unit, to: SpmdType) -> None:
+        assert conversion(unit.current, to) is not None, (source, target, unit)
+        last = steps[-1] if steps else None
+        if last is not None and (last.source, last.target) == (unit.current, to):
+            # Neighbours in time that let go of a dim are its innermost holders, and those that take hold become them.
+            steps[-1] = Step(tuple(sorted((*last.axes, *unit.axes))), unit.current, to)
+        else:
+            steps.append(Step(unit.axes, unit.current, to))
+        unit.current = to
 
-    while current != list(target):
-        pending = [axis for axis in range(len(current)) if current[axis] != target[axis]]
+    while pending := [i for i, unit in enumerate(units) if unit.current != unit.target]:
         # Letting go goes inner to outer, taking hold outer to inner: gathers and reductions first, from the inside.
-        order = sorted(pending, key=lambda axis: (target[axis].sharded, axis if target[axis].sharded else -axis))
-        ready = next(
-            (axis for axis in order if not _holders(axis, current, target) and not _waits(axis, current, target)), None
-        )
+        order = sorted(pending, key=lambda i: (units[i].target.sharded, i if units[i].target.sharded else -i))
+        ready = next((i for i in order if not _holders(i, units) and not _waits(i, units)), None)
         if ready is not None:
-            apply(ready, target[ready])
+            apply(units[ready], units[ready].target)
             continue
-        stuck = next(axis for axis in order if not _waits(axis, current, target))
-        for axis in _holders(stuck, current, target):
-            apply(axis, I if target[axis] == I else R)
-        apply(stuck, target[stuck])
+        stuck = next(i for i in order if not _waits(i, units))
+        for holder in _holders(stuck, units):
+            apply(units[holder], I if units[holder].target == I else R)
+        apply(units[stuck], units[stuck].target)
     return tuple(steps)
 
 
-def _holders(axis: int, current: list[SpmdType], target: tuple[SpmdType, ...]) -> list[int]:
-    """The inner axes, innermost first, that hold a dim which the axis's conversion touches."""
-    touched = {t.dim for t in (current[axis], target[axis]) if t.dim is not None}
-    return [other for other in reversed(range(axis + 1, len(current))) if current[other].dim in touched]
+def _units(source: tuple[SpmdType, ...], target: tuple[SpmdType, ...]) -> list[_Unit]:
+    """The axes, those that make the same conversion together; a unit stands where its outermost axis does."""
+    units: list[_Unit] = []
+    for axis, (now, wanted) in enumerate(zip(source, target, strict=True)):
+        same = next((u for u in units if (u.current, u.target) == (now, wanted) and now != wanted), None)
+        dims = {t.dim for t in (now, wanted) if t.dim is not None}
+        if same is not None:
+            between = range(same.axes[0] + 1, axis)
+            others = [a for a in between if a not in same.axes]
+            if not any(t.dim in dims for a in others for t in (source[a], target[a])):
+                same.axes = (*same.axes, axis)
+                continue
+        units.append(_Unit((axis,), now, wanted))
+    return units
 
 
-def _waits(axis: int, current: list[SpmdType], target: tuple[SpmdType, ...]) -> bool:
-    """Whether an outer axis has still to take hold of the dim that this axis wants."""
-    wanted = target[axis].dim
-    return wanted is not None and any(target[o].dim == wanted and current[o].dim != wanted for o in range(axis))
+def _holders(index: int, units: list[_Unit]) -> list[int]:
+    """The inner units, innermost first, that hold a dim which the unit's conversion touches."""
+    unit = units[index]
+    touched = {t.dim for t in (unit.current, unit.target) if t.dim is not None}
+    return [other for other in reversed(range(index + 1, len(units))) if units[other].current.dim in touched]
+
+
+def _waits(index: int, units: list[_Unit]) -> bool:
+    """Whether an outer unit has still to take hold of the dim that this one wants."""
+    wanted = units[index].target.dim
+    return wanted is not None and any(u.target.dim == wanted and u.current.dim != wanted for u in units[:index])

@@ -11,7 +11,7 @@ from autopar.graph import LayerClass, Parameter
 from autopar.plan import Strategy
 from autopar.sharding import Sharding, local_shape
 from autopar.types import SpmdType
-from passes.collectives import MICROBATCH, insert_collectives_pass
+from passes.collectives import MICROBATCH, convert, insert_collectives_pass
 from passes.fuse_bias import fuse_bias_pass
 from passes.localise_layer import localise_pass, random_seed
 from passes.runner import run
@@ -56,6 +56,15 @@ class LocalLayer:
     def random(self) -> bool:
         """Whether the layer draws random numbers."""
         return any(node.target is random_seed for node in self.graph.graph.nodes)
+
+    @property
+    def flattened(self) -> set[tuple[str, ...]]:
+        """The axes (outermost first) that some collective of the layer runs over together, a kernel's own among them."""
+        found = {tuple(node.args[1]) for node in self.graph.graph.nodes if node.target is convert}
+        for name in {name for types in self.sharding.types for name in types.kernel}:
+            pairs = zip(self.sharding.axes, self.sharding.types, strict=True)
+            found.add(tuple(axis.name for axis, types in pairs if name in types.kernel))
+        return {axes for axes in found if len(axes) > 1}
 
     def border(self, index: int) -> tuple[SpmdType, ...]:
         """The mesh types in which the layer takes its ``index``-th placeholder."""

@@ -6,12 +6,14 @@ receiving stage converts, as it does between two of its own layers.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autopar.graph import Graph, Value
+from autopar.graph import Graph, Layer, Value
 from autopar.plan import Plan
 from autopar.sharding import Sharding, local_shape
 from autopar.types import I, R, S, SpmdType
+from passes.conversions import Step, effective_steps
 from passes.layer import LocalLayer, local_layer, mesh_types
 
 Types = tuple[SpmdType, ...]
@@ -24,6 +26,21 @@ class Border:
     value: Value
     shape: tuple[int, ...]
     types: Types
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value that a layer takes in other types than it has: the conversions between the layers, on the mesh's axes.
+
+    ``key`` is the value's name among the stage's (``argument_keys``). A later layer that takes it in the same types finds it converted.
+    """
+
+    layer: int
+    key: str
+    value: Value | None  # of an activation
+    source: Types
+    target: Types
+    steps: tuple[Step, ...]
 
 
 @dataclass(frozen=True)
@@ -43,6 +60,7 @@ class Stage:
     constants: tuple[str, ...]
     owned: dict[str, int]
     random: bool
+    crossings: tuple[Crossing, ...]
 
 
 @dataclass(frozen=True)
@@ -53,6 +71,16 @@ class LocalProgram:
     plan: Plan
     layers: tuple[LocalLayer, ...]
     stages: tuple[Stage, ...]
+
+    @property
+    def flattened(self) -> tuple[tuple[str, ...], ...]:
+        """The axes (outermost first) that some collective of the program runs over together."""
+        names = [axis.name for axis in self.plan.mesh]
+        found = {axes for layer in {id(layer): layer for layer in self.layers}.values() for axes in layer.flattened}
+        for stage in self.stages:
+            steps = [step for crossing in stage.crossings for step in crossing.steps]
+            found |= {tuple(names[axis] for axis in step.axes) for step in steps if len(step.axes) > 1}
+        return tuple(sorted(found))
 
 
 def cut_stages(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> LocalProgram:
@@ -79,17 +107,48 @@ def _stage(graph: Graph, plan: Plan, layers: tuple[LocalLayer, ...], index: int)
         users = [i for i in own if name in graph.layers[i].parameters]
         if len(users) > 1:
             owned[name] = users[0]
+    receives = _crossing(graph, plan, layers, span.start)
+    inputs = _inputs(graph, layers, own, len(plan.mesh))
     return Stage(
         index=index,
         layers=tuple(own),
-        receives=_crossing(graph, plan, layers, span.start),
+        receives=receives,
         sends=() if last else _crossing(graph, plan, layers, span.stop),
-        inputs=_inputs(graph, layers, own, len(plan.mesh)),
+        inputs=inputs,
         scalars=tuple(dict.fromkeys(name for i in own for name in graph.layers[i].scalars)),
         constants=tuple(dict.fromkeys(name for i in own for name in graph.layers[i].constants)),
         owned=owned,
         random=any(layers[i].random for i in own),
+        crossings=tuple(_crossings(graph, layers, own, receives, inputs)),
     )
+
+
+def argument_keys(layer: Layer) -> list[str]:
+    """What a layer takes besides parameters, by the stage's names for them."""
+    return [
+        *layer.activations,
+        *(f"input {name}" for name in layer.inputs),
+        *(f"constant {name}" for name in layer.constants),
+        *(f"scalar {name}" for name in layer.scalars),
+    ]
+
+
+def _crossings(
+    graph: Graph, layers: tuple[LocalLayer, ...], own: range, receives: tuple[Border, ...], inputs: dict[str, Types]
+) -> Iterator[Crossing]:
+    made = {border.value.name: border.types for border in receives}
+    made |= {f"input {name}": types for name, types in inputs.items()}
+    converted: set[tuple[str, Types]] = set()
+    for i in own:
+        for position, key in enumerate(argument_keys(graph.layers[i])):
+            needed = layers[i].border(position)
+            source = made.get(key, (R,) * len(needed))
+            value = graph.values.get(key)
+            steps = effective_steps(source, needed, value is not None and value.requires_grad)
+            if steps and (key, needed) not in converted:
+                converted.add((key, needed))
+                yield Crossing(i, key, value, source, needed, steps)
+        made |= {name: layers[i].output(position) for position, name in enumerate(graph.layers[i].outputs)}
 
 
 def _crossing(graph: Graph, plan: Plan, layers: tuple[LocalLayer, ...], cut: int) -> tuple[Border, ...]:
@@ -110,7 +169,8 @@ def _crossing(graph: Graph, plan: Plan, layers: tuple[LocalLayer, ...], cut: int
 
 def _inputs(graph: Graph, layers: tuple[LocalLayer, ...], own: range, axes: int) -> dict[str, Types]:
     """An input is taken sliced along the batch on the axes where all layers of the stage that read it want that, whole on the
-    others: slicing a batch costs nothing, and gathering it again would."""
+    others: slicing a batch costs nothing, and gathering it again would. For the same reason it is not sliced on an axis inside of
+    one that some layer has yet to slice it on."""
     wanted: dict[str, list[Types]] = {}
     for i in own:
         first = len(graph.layers[i].activations)
@@ -120,5 +180,7 @@ def _inputs(graph: Graph, layers: tuple[LocalLayer, ...], own: range, axes: int)
     for value in graph.inputs:
         if value.name in wanted:
             columns = [{types[axis] for types in wanted[value.name]} for axis in range(axes)]
-            result[value.name] = tuple(S(0) if kinds == {S(0)} else I if kinds == {I} else R for kinds in columns)
+            taken = [S(0) if kinds == {S(0)} else I if kinds == {I} else R for kinds in columns]
+            open_ = next((axis for axis, kinds in enumerate(columns) if S(0) in kinds and kinds != {S(0)}), axes)
+            result[value.name] = tuple(R if t == S(0) and axis > open_ else t for axis, t in enumerate(taken))
     return result

@@ -155,6 +155,8 @@ class Kind:
 
 
 def _kind(name: str, **options: Any) -> Kind:
+    if "mesh" in options:
+        return Kind(name, math.prod(axis.size for axis in options["mesh"]) * options.get("pipeline", 1), options)
     devices = math.prod(options.get(k, 1) for k in ("pipeline", "data", "tensor", "expert", "ring", "ulysses"))
     return Kind(name, devices, options)
 
@@ -229,6 +231,8 @@ KINDS: tuple[Kind, ...] = (
         microbatches=2,
         schedule="gpipe",
     ),
+    _kind("tensor 2 x 2", mesh=make_mesh(("tensor0", 2), ("tensor1", 2)), microbatches=2),
+    _kind("tensor+sequence 2 x 2", mesh=make_mesh(("tensor0", 2), ("tensor1", 2)), sequence=True),
     Kind("mixed: zero-3 ends, tensor blocks", 4, {}, _alternating),
     Kind("mixed: tensor 1, 2 and 4", 4, {}, _three_degrees),
 )

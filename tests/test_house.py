@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "price": {"devices", "rules", "shard", "passes"},
     "search": set(),
     "emit": {"passes", "program", "rules", "shard"},
-    "check": set(),
+    "check": {"program"},
     "run": {"capture", "devices"},
     "zoo": set(),
     "compile": {"capture", "devices", "shard", "price", "search", "emit", "run"},

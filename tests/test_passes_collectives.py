@@ -52,8 +52,8 @@ def converts(gm: fx.GraphModule) -> list[tuple[str, str, str, str]]:
     found = []
     for node in gm.graph.nodes:
         if node.target is convert:
-            value, axis, source, target = node.args
-            found.append((value.name, axis, source, target))
+            value, axes, source, target = node.args
+            found.append((value.name, "+".join(axes), source, target))
     return found
 
 
@@ -134,11 +134,18 @@ class TestInsertCollectives:
         assert converted.meta["types"] == (S(0), R)
         gm.graph.lint()
 
-    def test_two_axes_convert_inner_first_when_a_dim_is_let_go(self) -> None:
+    def test_equal_conversions_on_two_axes_are_one(self) -> None:
         draw = Sketch()
         cls = draw.layer(draw.call(aten.gelu.default, draw.activation("x", 4, 8)))
         nested = axis_types(cls, {}, default=S(0), outputs=(I,))
         gm = inserted(cls, (OUTER, nested), (TENSOR, nested))
+        assert converts(gm) == [("gelu_default", "outer+tensor", "S(0)", "I")]
+
+    def test_two_axes_convert_inner_first_when_a_dim_is_let_go(self) -> None:
+        draw = Sketch()
+        cls = draw.layer(draw.call(aten.gelu.default, draw.activation("x", 4, 8)))
+        outer, inner = (axis_types(cls, {}, default=S(0), outputs=(t,)) for t in (I, R))
+        gm = inserted(cls, (OUTER, outer), (TENSOR, inner))
         assert [axis for _, axis, _, _ in converts(gm)] == ["tensor", "outer"]
 
     def test_invariant_and_replicated_are_one_without_a_gradient(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autopar.types import I, P, R, S, SpmdType, conversion
-from passes.conversions import conversion_steps
+from passes.conversions import Step, conversion_steps
 
 SIZES = (2, 2, 3)  # a mesh of three axes, outer to inner
 
@@ -21,13 +21,14 @@ def slice_of(whole: torch.Tensor, types: tuple[SpmdType, ...], position: tuple[i
     return whole
 
 
-def convert_all(ranks: dict[tuple[int, ...], torch.Tensor], axis: int, source: SpmdType, target: SpmdType):
-    """One conversion on every rank, by its definition: unshard along the axis, then take the axis's slice."""
+def convert_all(ranks: dict[tuple[int, ...], torch.Tensor], step: Step):
+    """One conversion on every rank, by its definition: unshard along the flattened axis, then take its slice."""
     result = {}
     for position in ranks:
-        group = [position[:axis] + (i,) + position[axis + 1 :] for i in range(SIZES[axis])]
-        whole = ranks[position] if source.dim is None else torch.cat([ranks[p] for p in group], source.dim)
-        result[position] = whole if target.dim is None else whole.chunk(SIZES[axis], target.dim)[position[axis]]
+        group = sorted(p for p in ranks if all(p[a] == position[a] for a in range(len(SIZES)) if a not in step.axes))
+        whole = ranks[position] if step.source.dim is None else torch.cat([ranks[p] for p in group], step.source.dim)
+        mine = group.index(position)
+        result[position] = whole if step.target.dim is None else whole.chunk(len(group), step.target.dim)[mine]
     return result
 
 
@@ -41,14 +42,31 @@ def test_every_pair_of_types_ends_in_the_target_slices(source: tuple[SpmdType, .
     for target in itertools.product(TYPES, repeat=3):
         ranks = {p: slice_of(whole, source, p) for p in positions}
         for step in conversion_steps(source, target):
-            ranks = convert_all(ranks, step.axis, step.source, step.target)
+            ranks = convert_all(ranks, step)
         for p in positions:
             assert torch.equal(ranks[p], slice_of(whole, target, p)), (source, target, p)
 
 
 def test_a_partial_sum_is_scattered_directly() -> None:
     steps = conversion_steps((S(0), P), (S(0), S(1)))
-    assert [(s.axis, str(s.source), str(s.target)) for s in steps] == [(1, "P", "S(1)")]
+    assert steps == (Step((1,), P, S(1)),)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "expected"),
+    [
+        ((P, P, R), (I, I, R), [((0, 1), P, I)]),
+        ((P, S(0), P), (I, S(0), I), [((0, 2), P, I)]),  # what stands between them is another dim's
+        ((S(0), S(0), R), (R, R, R), [((0, 1), S(0), R)]),
+        ((S(0), S(0), R), (S(1), S(1), R), [((0, 1), S(0), S(1))]),  # one all-to-all
+        ((P, P, R), (S(0), S(0), R), [((0, 1), P, S(0))]),
+        ((S(0), S(0), S(0)), (R, R, S(0)), [((0, 1, 2), S(0), R), ((2,), R, S(0))]),
+        ((P, S(0), P), (S(0), S(0), S(0)), [((1,), S(0), R), ((0,), P, S(0)), ((1,), R, S(0)), ((2,), P, S(0))]),
+    ],
+    ids=str,
+)
+def test_equal_conversions_are_one_on_the_flattened_axis(source, target, expected) -> None:
+    assert conversion_steps(source, target) == tuple(Step(*step) for step in expected)
 
 
 def test_nothing_to_do_is_nothing() -> None:

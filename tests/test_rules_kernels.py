@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar import types
 from autopar.emit.expressions import Text, expression
-from autopar.program import kernels
+from autopar.program import flattened, kernels
 from autopar.rules import candidates, operands
 from autopar.rules.check import RANDOM, Sample, build
 from autopar.rules.operands import op_name, shape_of
@@ -67,7 +67,8 @@ def vocabulary_loss(smoothing: float, *shape: int) -> None:
     expected = F.cross_entropy(whole.flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=smoothing)
     expected.backward()
     mine = logits.chunk(world, -1)[dist.get_rank()].clone().requires_grad_()
-    with spmd.set_current_mesh(mesh):
+    several = {names: dist.group.WORLD} if shape == (2, 2) else {}
+    with spmd.set_current_mesh(mesh), flattened.use(several):
         axis = names[0] if len(names) == 1 else names
         loss = kernels.vocab_parallel_cross_entropy_sum(mine, labels, axis, -100, smoothing)
         loss.backward()

@@ -139,17 +139,18 @@ def _opaque(node: fx.Node, name: str, texts: Texts) -> str:
 
 def _conversion(node: fx.Node, texts: Texts) -> str:
     """A conversion as its ``spmd_types`` call."""
-    value, axis, source, target = node.args
-    assert isinstance(value, fx.Node) and isinstance(axis, str)
+    value, axes, source, target = node.args
+    assert isinstance(value, fx.Node) and isinstance(axes, (list, tuple))
     dtype = value.meta["val"].dtype if value.meta["gradient"] else None
-    return conversion_text(texts[value].text, axis, str(source), str(target), dtype)
+    return conversion_text(texts[value].text, tuple(map(str, axes)), str(source), str(target), dtype)
 
 
 _REDUCES_BACKWARD = frozenset(("IR", "SR", "PR"))
 
 
-def conversion_text(value: str, axis: str, source: str, target: str, dtype: torch.dtype | None) -> str:
-    """The ``spmd_types`` call that converts ``value`` on ``axis``; ``dtype`` is its dtype if a gradient flows through it.
+def conversion_text(value: str, axes: tuple[str, ...], source: str, target: str, dtype: torch.dtype | None) -> str:
+    """The call that converts ``value``: ``spmd_types``'s on one axis, ``flattened``'s on several. ``dtype`` is the value's if a gradient
+    flows through it.
 
     A gradient in reduced precision is reduced as it is, like the activations and as Megatron does; ``spmd_types`` wants that said.
     """
@@ -165,7 +166,8 @@ def conversion_text(value: str, axis: str, source: str, target: str, dtype: torc
     expert = ", expert_mode=True" if kinds in ("RI", "IP", "RP") else ""
     reduced = dtype in (torch.bfloat16, torch.float16) and kinds in _REDUCES_BACKWARD
     options = f', backward_options={{"op_dtype": {dtype}}}' if reduced else ""
-    return f'spmd.{call}({value}, "{axis}", src=spmd.{source}, dst=spmd.{target}{expert}{options})'
+    where, over = ("spmd", f'"{axes[0]}"') if len(axes) == 1 else ("flattened", literal(axes, {}))
+    return f"{where}.{call}({value}, {over}, src=spmd.{source}, dst=spmd.{target}{expert}{options})"
 
 
 def _familiar(node: fx.Node, name: str, texts: Texts) -> Text | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from autopar.emit.expressions import literal
 from autopar.emit.layer import layer_class, parameter_paths
 from autopar.emit.names import Names
 from autopar.emit.opaque import describe_opaque, imported_modules
@@ -34,7 +35,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import kernels
+{flattened}import kernels
 {opaque}
 '''
 
@@ -70,6 +71,7 @@ def model_source(program: LocalProgram, opaque: bool = False) -> str:
     plan = program.plan
     axes = tuple(axis.name for axis in plan.mesh)
     header = _HEADER.format(
+        flattened="import flattened\n" if program.flattened else "",
         opaque="import opaque\n" if opaque else "",
         model=plan.model,
         devices=plan.devices,
@@ -84,8 +86,12 @@ def model_source(program: LocalProgram, opaque: bool = False) -> str:
     mesh = ", ".join(f'"{axis.name}": {axis.size}' for axis in plan.mesh)
     stages = [stage_class(program, stage, class_names) for stage in program.stages]
     tuple_text = ", ".join(f"Stage{stage.index}" for stage in program.stages)
+    head = f"{header}MESH = {{{mesh}}}  # axes of a stage's mesh, outermost first\n"
+    if program.flattened:
+        several = literal(program.flattened, {})
+        head += f"FLATTENED = {several}  # axes that collectives run over together, outermost first\n"
     parts = [
-        header + f"MESH = {{{mesh}}}  # axes of a stage's mesh, outermost first\n",
+        head,
         *sources,
         *stages,
         prelude_function(program.graph),

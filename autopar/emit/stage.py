@@ -10,9 +10,8 @@ from autopar.emit.expressions import conversion_text, literal
 from autopar.emit.names import Names, flat_attributes, identifier
 from autopar.graph import Value
 from autopar.plan import Axis
-from autopar.types import I, R, SpmdType
-from passes.conversions import conversion_steps
-from passes.stages import Border, LocalProgram, Stage
+from autopar.types import R, SpmdType
+from passes.stages import Border, LocalProgram, Stage, argument_keys
 
 Types = tuple[SpmdType, ...]
 
@@ -167,6 +166,8 @@ class _Forward:
         self.mesh: tuple[Axis, ...] = program.plan.mesh
         self.names = Names()
         self.values: dict[str, _Variable] = {}
+        self.crossings = {(crossing.layer, crossing.key): crossing for crossing in stage.crossings}
+        self.converted: dict[tuple[str, Types], str] = {}
         self.body: list[str] = []
 
     def lines(self) -> list[str]:
@@ -234,13 +235,7 @@ class _Forward:
     def _call(self, layer: int, run: int) -> None:
         graph, local = self.program.graph, self.program.layers[layer]
         this = graph.layers[layer]
-        keys = [
-            *this.activations,
-            *(f"input {name}" for name in this.inputs),
-            *(f"constant {name}" for name in this.constants),
-            *(f"scalar {name}" for name in this.scalars),
-        ]
-        arguments = [self._read(key, local.border(position)) for position, key in enumerate(keys)]
+        arguments = [self._read(layer, key, local.border(position)) for position, key in enumerate(argument_keys(this))]
         arguments += [f"self.{owned_attribute(name)}" for name in this.parameters if name in self.stage.owned]
         if local.random:
             arguments.append("key")
@@ -266,16 +261,17 @@ class _Forward:
         if target != "hidden":
             self.body.append(f"        {target} = hidden")
 
-    def _read(self, key: str, needed: Types) -> str:
+    def _read(self, layer: int, key: str, needed: Types) -> str:
         """The text of a value in the types that a layer takes, after the lines that convert it."""
         variable = self.values[key]
-        text, types = variable.text, list(variable.types)
-        for step in conversion_steps(tuple(types), needed):
-            if variable.dtype is None and {step.source, step.target} == {I, R}:
-                continue
-            axis = self.mesh[step.axis].name
-            call = conversion_text(text, axis, str(step.source), str(step.target), variable.dtype)
-            name = self.names.fresh(text.removeprefix("self."))
-            self.body.append(f"        {name} = {call}")
-            text = name
-        return text
+        crossing = self.crossings.get((layer, key))
+        if crossing is not None:
+            text = variable.text
+            for step in crossing.steps:
+                axes = tuple(self.mesh[axis].name for axis in step.axes)
+                call = conversion_text(text, axes, str(step.source), str(step.target), variable.dtype)
+                name = self.names.fresh(text.removeprefix("self."))
+                self.body.append(f"        {name} = {call}")
+                text = name
+            self.converted[key, needed] = text
+        return self.converted.get((key, needed), variable.text)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 from torch import fx
@@ -105,18 +104,16 @@ def bind(table: ClassTable, rows: Rows, types: tuple[AxisTypes, ...], axis_flags
 
 
 def wire(value_bytes: float, source: tuple[SpmdType, ...], target: tuple[SpmdType, ...], gradient: bool) -> list[Move]:
-    """The collectives from ``source`` to ``target``; equal neighbours are one collective on the flattened axis."""
+    """The collectives from ``source`` to ``target``; equal conversions are one collective on the flattened axis."""
     current = list(source)
     moves = []
-    steps = conversion_steps(source, target)
-    for (kind_from, kind_to), run in groupby(steps, key=lambda step: (step.source, step.target)):
-        axes = tuple(sorted(step.axis for step in run))
-        pair = conversion(kind_from, kind_to)
-        assert pair is not None, (kind_from, kind_to)
-        others = tuple(i for i, t in enumerate(current) if t.sharded and i not in axes)
-        moves.append(Move(value_bytes, axes, others, pair[0], pair[1] if gradient else Collective.NONE))
-        for axis in axes:
-            current[axis] = kind_to
+    for step in conversion_steps(source, target):
+        pair = conversion(step.source, step.target)
+        assert pair is not None, step
+        others = tuple(i for i, t in enumerate(current) if t.sharded and i not in step.axes)
+        moves.append(Move(value_bytes, step.axes, others, pair[0], pair[1] if gradient else Collective.NONE))
+        for axis in step.axes:
+            current[axis] = step.target
     silent = (Collective.NONE, Collective.LOCAL)
     return [move for move in moves if move.forward not in silent or move.backward not in silent]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-FILES = ("kernels.py", "opaque.py", "world.py", "parameters.py", "runtime.py", "train.py")
+FILES = ("flattened.py", "kernels.py", "opaque.py", "world.py", "parameters.py", "runtime.py", "train.py")
 
 
 def copy_runtime(folder: str | os.PathLike[str]) -> None:
@@ -17,4 +17,9 @@ def copy_runtime(folder: str | os.PathLike[str]) -> None:
     here, there = Path(__file__).parent, Path(folder)
     there.mkdir(parents=True, exist_ok=True)
     for name in FILES:
-        (there / name).write_text((here / name).read_text().replace("from autopar.program.", "from "))
+        (there / name).write_text(
+            (here / name)
+            .read_text()
+            .replace("from autopar.program.", "from ")
+            .replace("from autopar.program import", "import")
+        )

@@ -21,6 +21,8 @@ import torch.nn.functional as F  # noqa: N812  torch's own convention
 from spmd_types import I, P, PartitionSpec, R, S, SpmdTypeError, V
 from torch import Tensor
 
+from autopar.program import flattened
+
 Axis = str | dist.ProcessGroup
 Axes = Axis | Sequence[Axis]
 Partition = Sequence[str | tuple[str, ...] | None]
@@ -373,8 +375,7 @@ def vocab_parallel_cross_entropy_sum(
         width = logits.shape[-1]
         wide = torch.promote_types(logits.dtype, torch.float32)
         shift = logits.detach().amax(1, keepdim=True).to(wide)
-        for one in axes:
-            shift = spmd.all_gather(shift, one, src=S(1), dst=R).amax(1, keepdim=True)
+        shift = flattened.all_gather(shift, axes, src=S(1), dst=R).amax(1, keepdim=True)
         target = labels - _start(axes, width, labels.device)
         elsewhere = (target < 0) | (target >= width)
         off = label_smoothing / (width * prod(_size(one) for one in axes))
@@ -382,8 +383,7 @@ def vocab_parallel_cross_entropy_sum(
             logits, shift, target.masked_fill(elsewhere, 0), elsewhere, 1.0 - label_smoothing, off
         )
         terms = _terms(terms, axes)
-        for one in axes:
-            terms = spmd.all_reduce(terms, one, src=P, dst=I)
+        terms = flattened.all_reduce(terms, axes, src=P, dst=I)
         total, picked = terms.unbind(0)
         loss = (total.log() - picked).masked_fill(labels == ignore_index, 0.0).sum().to(logits.dtype)
         return _terms(loss, partial_axes)

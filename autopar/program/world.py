@@ -11,8 +11,8 @@ import importlib
 import json
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar.program import flattened
 
 # spmd-types calls two collectives by the names that torch 2.13 deprecates
 warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")
@@ -160,9 +162,11 @@ class World:
     groups: Mapping[tuple[str, ...], dist.ProcessGroup]  # over several axes flattened, outermost first
     shared: Mapping[str, dist.ProcessGroup]  # the stages that hold a copy of a tied parameter
 
-    def in_mesh(self) -> AbstractContextManager[None]:
-        """Inside this, collectives know the stage's axes by name."""
-        return spmd_types.set_current_mesh(self.stage_mesh)
+    @contextmanager
+    def in_mesh(self) -> Iterator[None]:
+        """Inside this, collectives know the stage's axes by name, one by one and flattened."""
+        with spmd_types.set_current_mesh(self.stage_mesh), flattened.use(self.groups):
+            yield
 
     def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
         return self.mesh.get_group(axes[0]) if len(axes) == 1 else self.groups[axes]
@@ -225,9 +229,19 @@ def _subgroups(ranks: Tensor) -> dist.ProcessGroup | None:
 
 
 def _axis_groups(program: Program, ranks: Tensor) -> dict[tuple[str, ...], dist.ProcessGroup]:
-    """A group for every combination of axes that gradients are reduced over."""
-    names = list(program.model.MESH)
+    """A group for every combination of axes that gradients are reduced over or that model.py names."""
     wanted = {axes for layout in program.layouts if len(axes := program.group(layout)[2]) > 1}
+    names = list(program.model.MESH)
+    return flat_groups(wanted | set(getattr(program.model, "FLATTENED", ())), names, ranks)
+
+
+def flat_groups(
+    wanted: Iterable[tuple[str, ...]], names: Sequence[str], ranks: Tensor
+) -> dict[tuple[str, ...], dist.ProcessGroup]:
+    """A group over each of ``wanted`` (axes outermost first); ``ranks`` has a dim of stages, then one for every axis of ``names``.
+
+    All ranks of the world must call this.
+    """
     groups = {}
     for axes in sorted(wanted):
         inner = [1 + names.index(axis) for axis in axes]

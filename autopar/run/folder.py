@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-_NAMES = ("kernels", "model", "opaque", "parameters", "runtime", "world")
-
 
 @contextmanager
 def program_modules(folder: str | os.PathLike[str]) -> Iterator[None]:
@@ -20,14 +18,15 @@ def program_modules(folder: str | os.PathLike[str]) -> Iterator[None]:
     Names as ordinary as ``model`` are likely to be taken by the user's own files, and one process may run several programs.
     """
     path = str(Path(folder).resolve())
-    before = {name: sys.modules.pop(name) for name in _NAMES if name in sys.modules}
+    names = [source.stem for source in Path(path).glob("*.py")]
+    before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     sys.path.insert(0, path)
     importlib.invalidate_caches()
     try:
         yield
     finally:
         sys.path.remove(path)
-        for name in _NAMES:
+        for name in names:
             sys.modules.pop(name, None)
         sys.modules.update(before)
 

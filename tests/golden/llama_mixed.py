@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import flattened
 import kernels
 
 MESH = {"outer": 2, "inner": 2}  # axes of a stage's mesh, outermost first
+FLATTENED = (("outer", "inner"),)  # axes that collectives run over together, outermost first
 
 
 class Embedding(nn.Module):
@@ -126,33 +128,29 @@ class LlamaDecoderLayer_2(nn.Module):
         # constant_1 (1, 1, 16, 4): R on outer, R on inner
         # input_layernorm
         rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
-        mul_1_r = spmd.convert(self.input_layernorm.weight * (x * rsqrt), "inner", src=spmd.I, dst=spmd.R)
-        mul_1_r_r = spmd.convert(mul_1_r, "outer", src=spmd.I, dst=spmd.R)
+        mul_1_r = flattened.convert(self.input_layernorm.weight * (x * rsqrt), ("outer", "inner"), src=spmd.I, dst=spmd.R)
         # self_attn
-        view = kernels.reshape(F.linear(mul_1_r_r, self.self_attn.q_proj.weight), [8, 16, 2, 4], (None, None, ("outer", "inner"), None))
+        view = kernels.reshape(F.linear(mul_1_r, self.self_attn.q_proj.weight), [8, 16, 2, 4], (None, None, ("outer", "inner"), None))
         transpose = view.transpose(1, 2)
-        view_1 = kernels.reshape(F.linear(mul_1_r_r, self.self_attn.k_proj.weight), [8, 16, 1, 4], (None, None, ("outer", "inner"), None))
+        view_1 = kernels.reshape(F.linear(mul_1_r, self.self_attn.k_proj.weight), [8, 16, 1, 4], (None, None, ("outer", "inner"), None))
         transpose_1 = view_1.transpose(1, 2)
-        view_2 = kernels.reshape(F.linear(mul_1_r_r, self.self_attn.v_proj.weight), [8, 16, 1, 4], (None, None, ("outer", "inner"), None))
+        view_2 = kernels.reshape(F.linear(mul_1_r, self.self_attn.v_proj.weight), [8, 16, 1, 4], (None, None, ("outer", "inner"), None))
         cat = torch.cat([-transpose[..., 2:4], transpose[..., :2]], -1)
         cat_1 = torch.cat([-transpose_1[..., 2:4], transpose_1[..., :2]], -1)
         scaled_dot_product_attention = kernels.attention(transpose * constant_0 + cat * constant_1, transpose_1 * constant_0 + cat_1 * constant_1, view_2.transpose(1, 2), scale=0.5, enable_gqa=True, is_causal=True)
         reshape = scaled_dot_product_attention.transpose(1, 2).reshape(8, 16, 8)
         # self_attn.o_proj
-        linear_3_i = spmd.all_reduce(F.linear(reshape, self.self_attn.o_proj.weight), "inner", src=spmd.P, dst=spmd.I)
-        linear_3_i_i = spmd.all_reduce(linear_3_i, "outer", src=spmd.P, dst=spmd.I)
-        add_3 = x + linear_3_i_i
+        linear_3_i = flattened.all_reduce(F.linear(reshape, self.self_attn.o_proj.weight), ("outer", "inner"), src=spmd.P, dst=spmd.I)
+        add_3 = x + linear_3_i
         # post_attention_layernorm
         rsqrt_1 = torch.rsqrt(torch.pow(add_3, 2).mean([-1], keepdim=True) + 1e-06)
         mul_7 = self.post_attention_layernorm.weight * (add_3 * rsqrt_1)
-        mul_7_r = spmd.convert(mul_7, "inner", src=spmd.I, dst=spmd.R)
-        mul_7_r_r = spmd.convert(mul_7_r, "outer", src=spmd.I, dst=spmd.R)
+        mul_7_r = flattened.convert(mul_7, ("outer", "inner"), src=spmd.I, dst=spmd.R)
         # mlp
-        mul_8 = F.silu(F.linear(mul_7_r_r, self.mlp.gate_proj.weight)) * F.linear(mul_7_r_r, self.mlp.up_proj.weight)
+        mul_8 = F.silu(F.linear(mul_7_r, self.mlp.gate_proj.weight)) * F.linear(mul_7_r, self.mlp.up_proj.weight)
         # mlp.down_proj
-        linear_6_i = spmd.all_reduce(F.linear(mul_8, self.mlp.down_proj.weight), "inner", src=spmd.P, dst=spmd.I)
-        linear_6_i_i = spmd.all_reduce(linear_6_i, "outer", src=spmd.P, dst=spmd.I)
-        add_5 = add_3 + linear_6_i_i
+        linear_6_i = flattened.all_reduce(F.linear(mul_8, self.mlp.down_proj.weight), ("outer", "inner"), src=spmd.P, dst=spmd.I)
+        add_5 = add_3 + linear_6_i
         return add_5
 
 

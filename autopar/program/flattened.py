@@ -1,0 +1,91 @@
+"""Collectives over several axes at once: as on one axis that runs over all their ranks, the outermost slowest.
+
+One collective on the flattened axis moves less than one collective per axis, and waits once. Each function is ``spmd_types``'s of the
+same name with a tuple of axis names (outermost first) in the place of one; the types at both ends are the same on all of them, and a
+dim that they shard is nested in their order. The process groups are made when the program starts (``World.in_mesh`` hands them in).
+
+This file is copied into every emitted program; it needs torch and spmd-types alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import spmd_types as spmd
+import torch.distributed as dist
+from torch import Tensor
+
+Groups = Mapping[tuple[str, ...], dist.ProcessGroup]
+Axes = Sequence[str | dist.ProcessGroup]  # several are names; one may be a group
+
+_groups: ContextVar[Groups | None] = ContextVar("flattened groups", default=None)
+
+
+@contextlib.contextmanager
+def use(groups: Groups) -> Iterator[None]:
+    """Inside, axes (outermost first) are flattened by these groups."""
+    token = _groups.set(groups)
+    try:
+        yield
+    finally:
+        _groups.reset(token)
+
+
+def group(axes: Axes) -> dist.ProcessGroup:
+    """The process group of the ranks that differ on ``axes`` alone."""
+    names = tuple(axis for axis in axes if isinstance(axis, str))
+    found = (_groups.get() or {}).get(names)
+    if found is None or len(names) != len(axes):
+        raise RuntimeError(
+            f"no process group runs over {', '.join(map(str, axes))}: name them in FLATTENED of model.py"
+        )
+    return found
+
+
+def all_reduce(x: Tensor, axes: Axes, **options: Any) -> Tensor:
+    """P to I or R."""
+    return _over(spmd.all_reduce, x, axes, options)
+
+
+def all_gather(x: Tensor, axes: Axes, **options: Any) -> Tensor:
+    """S(d) to I or R."""
+    return _over(spmd.all_gather, x, axes, options)
+
+
+def reduce_scatter(x: Tensor, axes: Axes, **options: Any) -> Tensor:
+    """P to S(d)."""
+    return _over(spmd.reduce_scatter, x, axes, options)
+
+
+def all_to_all(x: Tensor, axes: Axes, **options: Any) -> Tensor:
+    """S(i) to S(j)."""
+    return _over(spmd.all_to_all, x, axes, options)
+
+
+def convert(x: Tensor, axes: Axes, **options: Any) -> Tensor:
+    """The conversions that move nothing forward, such as I to R."""
+    return _over(spmd.convert, x, axes, options)
+
+
+def _over(collective: Callable[..., Tensor], x: Tensor, axes: Axes, options: dict[str, Any]) -> Tensor:
+    """The collective on the flattened axis. The checker sees a mesh in which the axes are one, and afterwards the old one."""
+    if len(axes) < 2:
+        return collective(x, axes[0], **options) if axes else x
+    flat = group(axes)
+    if not spmd.is_type_checking():
+        return collective(x, flat, **options)
+    names, mesh = spmd.current_mesh_names(), spmd.current_mesh()
+    assert names is not None and mesh is not None
+    several = {names[axis] for axis in axes if isinstance(axis, str) and axis in names}
+    if len(several) < 2:
+        return collective(x, flat, **options)
+    merged = frozenset((mesh - several) | {spmd.MeshAxis.of(flat)})
+    with spmd.no_typecheck():  # reinterpret_mesh checks its types itself; its alias of a P would be refused
+        x = spmd.reinterpret_mesh(x, merged)
+    with spmd.set_current_mesh(merged):
+        x = collective(x, flat, **options)
+    with spmd.no_typecheck():
+        return spmd.reinterpret_mesh(x, mesh)
