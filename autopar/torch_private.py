@@ -41,3 +41,16 @@ def fake_store() -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+def forget_meshes() -> None:
+    """Clear DTensor's caches of what its ops give, which hold device meshes.
+
+    A process that destroys its process groups and makes a mesh like an earlier one would be given the earlier one from there, whose
+    groups are gone. (torch 2.13; a torch without the function has nothing to clear it by)
+    """
+    from torch.distributed.tensor import debug
+
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()

@@ -1,87 +1,164 @@
-"""The exactness matrix's default tier: every model under several kinds of plans, every kind under some model, on real processes."""
+"""The exactness matrix's default tier: every kind on some model, every model under some kinds, on real processes; and its page."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import matrix
 import pytest
-from exactness import KINDS, MODELS, Kind, run_case
-from matrix import ROOT, page, passed, read
+from exactness import KINDS, MODELS, subject
+from matrix import RESULTS, Case, append, arguments, chosen, kind_cases, mixture_cases, read, tidy
+from matrix_page import page, passed
 from workers import WorkerPool
 
-BY_NAME = {kind.name: kind for kind in KINDS}
+from autopar.errors import UsageError
+from autopar.verify import check_plan
+from autopar.verify.mixtures import draw
 
-# Which models run which kind: each kind once, on the model whose structure it strains most (tied weights across stages and
-# data axes on gpt2, grouped heads on llama, biases and padding on bert, cuts inside a block on mlp).
-PAIRS: dict[str, tuple[str, ...]] = {
-    "data 2": ("bert",),
-    "data 4": ("llama",),
-    "data 2, zero 1": ("gpt2",),
-    "data 2, zero 2": ("mlp",),
-    "data 2, zero 3": ("llama", "gpt2"),
-    "data 4, zero 1": ("mlp",),
-    "data 4, zero 2": ("bert",),
-    "data 4, zero 3": ("mlp",),
-    "tensor 2": ("bert", "gpt2"),
-    "tensor 4": ("llama",),
-    "tensor+sequence 2": ("llama", "mlp"),
-    "tensor+sequence 4": ("bert",),
-    "pipeline 2": ("gpt2",),
-    "pipeline 4": ("mlp",),
-    "pipeline 2, gpipe": ("bert",),
-    "pipeline 4, gpipe": ("llama",),
-    "recompute, data 2": ("mlp",),
-    "recompute, tensor 2": ("gpt2",),
-    "recompute, data 4, zero 3": ("gpt2",),
-    "pipeline 2 x tensor 2": ("bert",),
-    "pipeline 2 x data 2, zero 2": ("gpt2",),
-    "pipeline 2 x data 2, zero 3, recompute": ("llama",),
-    "data 2 x tensor 2, zero 3": ("gpt2",),
-    "data 2 x tensor+sequence 2, zero 1": ("llama",),
-    "pipeline 2 x tensor+sequence 2, recompute": ("mlp",),
-    "mixed: zero-3 ends, tensor blocks": ("bert",),
-    "mixed: tensor 1, 2 and 4": ("llama", "mlp"),
+# Pairs that strain most: tied weights across stages and under ZeRO on gpt2, grouped heads on llama, biases and padding on bert.
+STRAINS = {
+    ("gpt2", "pipeline 2"),
+    ("gpt2", "data 2, zero 3"),
+    ("gpt2", "recompute, data 4, zero 3"),
+    ("gpt2", "pipeline 2 x data 2, zero 2"),
+    ("llama", "tensor 4"),
+    ("llama", "pipeline 2 x data 2, zero 3, recompute"),
+    ("bert", "tensor+sequence 4"),
+    ("bert", "pipeline 2, gpipe"),
+    ("mlp", "mixed: tensor 1, 2 and 4"),
 }
-CASES = [(model, BY_NAME[kind]) for kind, models in PAIRS.items() for model in models]
+KINDS_PER_MODEL = 3
+MIXTURES_HERE = 6
+RECORDED = read()
 
 
-@pytest.mark.parametrize(("model", "kind"), CASES, ids=lambda value: value.name if isinstance(value, Kind) else value)
-def test_exact(model: str, kind: Kind, request: pytest.FixtureRequest) -> None:
-    pool: WorkerPool = request.getfixturevalue(f"workers{kind.devices}")
-    outcome = run_case(model, kind, pool)
+def admitted(case: Case) -> bool:
+    """As far as is recorded: a case that was never tried is tried."""
+    return "reason" not in RECORDED.get(case.key, {})
+
+
+def tier() -> list[Case]:
+    """The strains; then each kind on the model that has had least so far; then more for models with fewer than ``KINDS_PER_MODEL``."""
+    cases = {case.key: case for case in kind_cases() if case.devices <= 4 and admitted(case)}
+    picked = {key: cases[key] for key in sorted(STRAINS) if key in cases}
+    count = Counter(model for model, _ in picked)
+    for kind in dict.fromkeys(name for _, name in cases):
+        if not any(name == kind for _, name in picked):
+            model = min((m for m, name in cases if name == kind), key=lambda m: count[m])
+            picked[model, kind] = cases[model, kind]
+            count[model] += 1
+    for number, model in enumerate(MODELS):
+        mine = [key for key in cases if key[0] == model and key not in picked]
+        for step in range(max(0, min(KINDS_PER_MODEL - count[model], len(mine)))):
+            key = mine[(number * 7 + step * 11) % len(mine)]
+            picked[key] = cases[key]
+    return sorted(picked.values(), key=lambda case: list(MODELS).index(case.model))
+
+
+@pytest.mark.parametrize("case", tier(), ids=lambda case: f"{case.model}: {case.kind}")
+def test_exact(case: Case, request: pytest.FixtureRequest) -> None:
+    given = subject(case.model)
+    try:
+        plan = case.plan(given.graph)
+    except UsageError as error:
+        pytest.skip(error.message)
+    pool: WorkerPool = request.getfixturevalue(f"workers{case.devices}")
+    outcome = check_plan(given, plan, pool)
     assert outcome.error.exact, outcome.error
-    assert outcome.stages_typed == kind.options.get("pipeline", 1)
+    assert outcome.stages_typed == plan.pipeline
+
+
+@pytest.mark.parametrize("number", range(MIXTURES_HERE))
+def test_a_plan_drawn_at_random_is_exact(number: int, request: pytest.FixtureRequest) -> None:
+    case = [
+        case for case in mixture_cases(200, 3) if case.devices <= 4 and case.model in ("mlp", "gpt2", "llama", "bert")
+    ][number]
+    given = subject(case.model)
+    outcome = check_plan(given, case.plan(given.graph), request.getfixturevalue(f"workers{case.devices}"))
+    assert outcome.error.exact, outcome.error
+
+
+def test_draws_are_a_function_of_the_seed_and_differ() -> None:
+    import random
+
+    graph = subject("gpt2").graph
+    plans = [draw(graph, 4, random.Random(number)) for number in (1, 1, 2, 3, 4, 5)]
+    assert plans[0] == plans[1] and len(set(plans)) >= 4
+    assert all(plan.device_count == 4 for plan in plans)
 
 
 def test_every_kind_and_every_model_is_tried() -> None:
-    assert set(PAIRS) == set(BY_NAME)
-    counts = Counter(model for model, _ in CASES)
-    assert set(counts) == set(MODELS) and min(counts.values()) >= 5, counts
+    counts = Counter(case.model for case in tier())
+    assert {case.kind for case in tier()} == {kind.name for kind in KINDS if kind.devices <= 4}
+    assert set(counts) == set(MODELS), set(MODELS) - set(counts)
 
 
 # -- the full matrix's results, which are kept with the code ----------------------------------------------------------
 
 
-def test_the_results_are_of_the_whole_matrix_and_exact() -> None:
-    results = read(ROOT / "docs" / "exactness.jsonl")
-    assert [json.dumps(line) for line in results if not passed(line)] == []
-    tried = {(line["model"], line["kind"]) for line in results}
-    missing = {(model, kind) for model in MODELS for kind in BY_NAME} - tried
-    assert not missing, f"{len(missing)} cases, such as {min(missing)}: python tests/matrix.py --resume does them"
+def test_the_results_are_exact() -> None:
+    assert [json.dumps(line) for line in RECORDED.values() if not passed(line)] == []
 
 
 def test_the_page_is_what_the_results_say() -> None:
-    assert (ROOT / "docs" / "exactness.md").read_text() == page(read(ROOT / "docs" / "exactness.jsonl"))
+    lines = list(RECORDED.values())
+    assert RESULTS.with_suffix(".md").read_text() == page(lines, [kind.name for kind in KINDS])
 
 
 def line(**changes: Any) -> dict[str, Any]:
     base = {"model": "m", "kind": "k", "devices": 2, "error": 1e-15, "where": "loss", "seconds": 1.0, "torch": "2"}
-    return base | {"stages_typed": 1, "stages_typed_at_64": 1} | changes
+    return base | {"stages_typed": 1, "code": "c"} | changes
 
 
 def test_a_case_that_is_not_exact_shows_on_the_page() -> None:
-    text = page([line(), line(kind="l", error=1e-3, where="w"), line(kind="n", failure="ProgramError: a|b")])
-    assert "1 of 3 cases" in text and "**1.0e-03** in w" in text and "ProgramError: a/b" in text
+    lines = [
+        line(),
+        line(kind="l", error=1e-3, where="w"),
+        line(kind="n", failure="ProgramError: a|b"),
+        line(kind="o", reason="m has no o"),
+        line(kind="mixture 1.0", plan="a mesh"),
+    ]
+    text = page(lines, ["k", "l", "n", "o"])
+    assert "2 of 4 cases" in text and "**1.0e-03** in w" in text and "ProgramError: a/b" in text
+    assert "| o | [1] |" in text and "1. m has no o" in text and "| m | 2 | a mesh | 1.0e-15 |" in text
     assert not passed(line(error=float("nan"))) and not passed(line(error=float("inf")))
+
+
+def test_a_run_does_what_the_file_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    code = matrix.fingerprint()
+    for changes in (
+        {"kind": "a", "error": 1.0},
+        {"kind": "a"},
+        {"kind": "b", "code": "old"},
+        {"kind": "c", "error": 1.0},
+    ):
+        append(path, line(**({"code": code} | changes)))
+    args = ["--results", str(path)]
+    assert matrix.kept(arguments(args)) == {("m", "a")}
+    assert matrix.kept(arguments([*args, "--keep"])) == {("m", "a"), ("m", "b")}
+    assert matrix.kept(arguments([*args, "--fresh"])) == set()
+    assert [each["error"] for each in tidy(path, [("m", "c"), ("m", "a"), ("m", "d")])] == [1.0, 1e-15]
+
+
+def test_parts_make_a_whole() -> None:
+    whole = {case.key for case in chosen(arguments([]))}
+    halves = [{case.key for case in chosen(arguments(["--part", part]))} for part in ("1/2", "2/2")]
+    assert halves[0] | halves[1] == whole and not halves[0] & halves[1]
+
+
+def test_a_case_that_cannot_be_run_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(graph: Any) -> Any:
+        raise UsageError("m has no such thing")
+
+    def hang(graph: Any) -> Any:
+        import time
+
+        time.sleep(5)
+
+    monkeypatch.setattr(matrix, "CASE_S", 1)
+    assert matrix.case_line(Case("mlp", "k", 2, refuse), {})["reason"] == "m has no such thing"
+    assert "TimeoutError" in matrix.case_line(Case("mlp", "k", 2, hang), {})["failure"]

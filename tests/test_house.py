@@ -43,6 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "check": {"program"},
     "run": {"capture", "devices"},
     "zoo": set(),
+    "verify": {"capture", "check", "emit", "rules", "run", "search", "shard"},
     "compile": {"capture", "devices", "shard", "price", "search", "emit", "run"},
     "bench": {"compile", "devices", "run", "search"},
     "cli": {"bench", "compile", "devices", "search", "zoo"},

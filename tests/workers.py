@@ -1,4 +1,4 @@
-"""A pool of warm gloo processes for tests: torch is imported once, each call gets a fresh default process group.
+"""The pool of warm gloo processes, as tests use it.
 
     def check(x):                       # module-level function of a test module
         dist.all_reduce(x)
@@ -7,65 +7,9 @@
     def test_sum(workers2):
         assert workers2.run("test_mine:check", torch.ones(1))[0] == 2
 
-Arguments and results are tensors, numbers, text, lists, tuples and dicts of such. A rank that raises, dies or hangs fails the
-test with its error; the next call finds a new pool.
+A rank that raises, dies or hangs fails the test with its error; the next call finds a new pool.
 """
 
-from __future__ import annotations
+from autopar.run.pool import WorkerPool
 
-import datetime
-import os
-import random
-import warnings
-from typing import Any
-
-import torch
-import torch.distributed as dist
-
-from autopar.run.processes import Processes
-from autopar.run.worker import resolve
-
-
-class WorkerPool:
-    """``count`` processes, started at the first call and again after a failure."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._processes: Processes | None = None
-
-    def run(self, target: str, *args: Any, timeout_s: float = 60, **kwargs: Any) -> list[Any]:
-        """Run ``"module:function"`` on every rank with the same arguments; the results by rank."""
-        if self._processes is None or not self._processes.alive:
-            self.close()
-            self._processes = Processes(self.count)
-        return self._processes.call("workers:in_fresh_group", target, args, kwargs, timeout_s=timeout_s)
-
-    def close(self) -> None:
-        if self._processes is not None:
-            self._processes.close()
-            self._processes = None
-
-
-_calls = 0
-
-
-def in_fresh_group(target: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """In a worker: the call, inside a default gloo group of its own (so that no group or mesh outlives a test)."""
-    global _calls
-    _calls += 1
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    random.seed(0)
-    timeout = datetime.timedelta(seconds=60)
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
-    # spmd-types still calls the names of the collectives that 2.13 deprecates
-    warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")
-    dist.init_process_group(
-        "gloo", store=dist.PrefixStore(str(_calls), store), rank=rank, world_size=world, timeout=timeout
-    )
-    try:
-        return resolve(target)(*args, **kwargs)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+__all__ = ["WorkerPool"]

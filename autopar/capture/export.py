@@ -44,17 +44,21 @@ class _Captured(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
         try:
-            return self._loss(tensors)
+            return call_model(self.module, self.structure, self.loss_fn, tensors)
         except Exception as error:
             raise _RefusedError(error) from error
 
-    def _loss(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        batch = rebuild_batch(self.structure, tensors)
-        arguments, targets = batch if self.structure.paired else (batch, None)
-        output = self.module(**arguments) if isinstance(arguments, dict) else self.module(*arguments)
-        if self.loss_fn is not None:
-            output = self.loss_fn(output, targets) if self.structure.paired else self.loss_fn(output)
-        return find_loss(output, self.loss_fn is not None)
+
+def call_model(
+    module: nn.Module, structure: BatchStructure, loss_fn: Callable[..., Any] | None, tensors: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """The loss of a batch given as its tensors, in the order of the structure's leaves: what a training step computes."""
+    batch = rebuild_batch(structure, tensors)
+    arguments, targets = batch if structure.paired else (batch, None)
+    output = module(**arguments) if isinstance(arguments, dict) else module(*arguments)
+    if loss_fn is not None:
+        output = loss_fn(output, targets) if structure.paired else loss_fn(output)
+    return find_loss(output, loss_fn is not None)
 
 
 def find_loss(output: Any, from_loss_fn: bool) -> torch.Tensor:

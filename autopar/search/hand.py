@@ -85,6 +85,8 @@ def hand_plan(
     bounds = _bounds(count, pipeline, cuts)
     for index, strategy in chosen.items():
         _check_strategy(graph, mesh, microbatches, index, strategy)
+    schedule = default_schedule(pipeline, microbatches) if schedule is None else schedule
+    _check_schedule(schedule, pipeline, microbatches)
     size = 1
     for axis in mesh:
         size *= axis.size
@@ -96,7 +98,7 @@ def hand_plan(
             StagePlan(bounds[i], bounds[i + 1], (i * size, size), Memory(0, 0, 0, 0, 0), 0, 0.0)
             for i in range(pipeline)
         ),
-        schedule=default_schedule(pipeline, microbatches) if schedule is None else schedule,
+        schedule=schedule,
         microbatches=microbatches,
         global_batch=graph.batch_size,
         precision=precision,
@@ -127,6 +129,14 @@ def _bounds(count: int, pipeline: int, cuts: tuple[int, ...] | None) -> tuple[in
     if len(bounds) != pipeline + 1 or any(a >= b for a, b in itertools.pairwise(bounds)):
         raise UsageError(f"cuts {cuts} do not make {pipeline} stages of {count} layers")
     return bounds
+
+
+def _check_schedule(schedule: str, pipeline: int, microbatches: int) -> None:
+    if schedule == "1f1b" and microbatches < pipeline:
+        raise UsageError(
+            f"1F1B over {pipeline} stages needs a microbatch for each of them, and there are {microbatches}",
+            f"take {pipeline} microbatches or more, or the schedule gpipe",
+        )
 
 
 def _check_strategy(graph: Graph, mesh: tuple[Axis, ...], microbatches: int, index: int, strategy: Strategy) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from autopar.errors import UsageError
 from autopar.flow import placeholders
 from autopar.graph import Graph
 from autopar.plan import Axis, Plan, Role, Strategy
+from autopar.shard.refusal import refusal
 from autopar.shard.solve import solve
 from autopar.sharding import AxisTypes, Sharding
 from autopar.types import SpmdType
@@ -57,10 +59,43 @@ def layer_sharding(
 
 
 def plan_shardings(graph: Graph, plan: Plan) -> tuple[Sharding, ...]:
-    """One sharding per layer of the plan."""
+    """One sharding per layer of the plan.
+
+    Raises:
+        UsageError: a layer does not admit a role, or layers that share a parameter would hold it differently.
+    """
     found = []
     for index, layer in enumerate(plan.layers):
         sharding = layer_sharding(graph, index, plan.mesh, layer.strategy, plan.microbatches)
-        assert sharding is not None, f"the plan gives {layer.name} a role that it does not admit: {layer.strategy}"
+        if sharding is None:
+            raise UsageError(_refused(graph, plan, index), "give the layer another role, or fewer devices")
         found.append(sharding)
+    for name, uses in graph.shared_parameters.items():
+        types = {layer: _stored(graph, layer, name, found[layer]) for layer in uses}
+        other = next((layer for layer in uses if types[layer] != types[uses[0]]), None)
+        if other is not None:
+            raise UsageError(
+                f"{graph.layers[uses[0]].name} and {graph.layers[other].name} share the parameter {name}, which one would "
+                f"hold as {_texts(types[uses[0]])} and the other as {_texts(types[other])}",
+                "give them the same roles",
+            )
     return tuple(found)
+
+
+def _refused(graph: Graph, plan: Plan, layer: int) -> str:
+    """The first role of the layer's strategy that it does not admit, and why."""
+    strategy = plan.layers[layer].strategy
+    for role in (Role.DATA, *strategy.roles):
+        size = strategy.degree(plan.mesh, role) * (plan.microbatches if role is Role.DATA else 1)
+        if role_types(graph, layer, role, size) is None:
+            return refusal(graph, layer, role, size)
+    raise AssertionError(f"layer {layer} admits every role of {strategy}")
+
+
+def _stored(graph: Graph, layer: int, name: str, sharding: Sharding) -> tuple[SpmdType, ...]:
+    """The types of a parameter on every axis of the mesh, in one of its layers."""
+    return tuple(_parameter_type(graph, layer, name, types) for types in sharding.types[1:])
+
+
+def _texts(types: tuple[SpmdType, ...]) -> str:
+    return ", ".join(map(str, types))

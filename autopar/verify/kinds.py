@@ -1,0 +1,135 @@
+"""Kinds of plans: each way to parallelize, alone and with others, as a plan for any model that admits it.
+
+A kind asks for roles, degrees and a schedule; how many microbatches it takes follows from the model and the batch. What a model
+does not admit raises ``UsageError`` with the reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.errors import UsageError
+from autopar.graph import Graph
+from autopar.plan import Plan, Role, Strategy
+from autopar.search.hand import hand_plan, make_mesh
+from autopar.shard import plan_shardings
+
+DEGREES = ("pipeline", "data", "expert", "ring", "ulysses", "tensor")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of plan for ``devices``: ``options`` for ``hand_plan``, or ``mixed``, which makes a plan of layers with different strategies.
+
+    ``options["microbatches"]`` is a wish: as many of them are taken as the model and its batch admit.
+    """
+
+    name: str
+    devices: int
+    options: dict[str, Any] = field(default_factory=dict)
+    mixed: Callable[[Graph], Plan] | None = None
+
+    def plan(self, graph: Graph) -> Plan:
+        """The plan for a captured and annotated model.
+
+        Raises:
+            UsageError: the model or its batch does not admit it, and why.
+        """
+        plan = self.mixed(graph) if self.mixed is not None else hand_plan(graph, **self._fitted(graph))
+        assert plan.device_count == self.devices, (self, plan.device_count)
+        plan_shardings(graph, plan)
+        return plan
+
+    def _fitted(self, graph: Graph) -> dict[str, Any]:
+        wanted = self.options.get("microbatches", 1)
+        return self.options | {"microbatches": microbatches(graph, wanted, self._ways())}
+
+    def _ways(self) -> int:
+        """Into how many shares the roles cut a microbatch along the batch."""
+        mesh = self.options.get("mesh")
+        if mesh is None:
+            return math.prod(self.options.get(name, 1) for name in ("data", "expert"))
+        return math.prod(axis.size for axis in mesh if not axis.name.startswith(("ring", "ulysses", "tensor")))
+
+
+def microbatches(graph: Graph, wanted: int, ways: int = 1) -> int:
+    """The most microbatches up to ``wanted`` that the model admits and its batch divides into, on ``ways`` data-parallel devices."""
+    if graph.unmicrobatchable:
+        return 1
+    return next((m for m in range(wanted, 1, -1) if graph.batch_size % (m * ways) == 0), 1)
+
+
+def kind(name: str, **options: Any) -> Kind:
+    """A kind in which all layers have the same strategy, by the options of ``hand_plan``."""
+    if "mesh" in options:
+        return Kind(name, math.prod(axis.size for axis in options["mesh"]) * options.get("pipeline", 1), options)
+    return Kind(name, math.prod(options.get(degree, 1) for degree in DEGREES), options)
+
+
+def kinds(devices: int) -> tuple[Kind, ...]:
+    """At least one kind for every way to parallelize over ``devices`` processes, then combinations and plans of mixed layers."""
+    if devices == 1:
+        return (kind("one device"), kind("one device, recompute", recompute=True, microbatches=2))
+    return (*_single(devices), *_combined(devices), *_mixed(devices))
+
+
+def _single(n: int) -> tuple[Kind, ...]:
+    return (
+        kind(f"data {n}", data=n, microbatches=2),
+        *(kind(f"data {n}, zero {zero}", data=n, zero=zero, microbatches=2) for zero in (1, 2, 3)),
+        kind(f"tensor {n}", tensor=n),
+        kind(f"tensor+sequence {n}", tensor=n, sequence=True),
+        kind(f"ulysses {n}", ulysses=n),
+        kind(f"ring {n}", ring=n),
+        kind(f"expert {n}", expert=n),
+        kind(f"pipeline {n}", pipeline=n, microbatches=4 if n <= 4 else n, schedule="1f1b"),
+        kind(f"pipeline {n}, gpipe", pipeline=n, microbatches=2, schedule="gpipe"),
+        kind(f"recompute, data {n}, zero 3", data=n, zero=3, recompute=True),
+        kind(f"recompute, tensor {n}", tensor=n, recompute=True, microbatches=2),
+    )
+
+
+def _combined(n: int) -> tuple[Kind, ...]:
+    if n % 2 or n < 4:
+        return ()
+    half = n // 2
+    grid = make_mesh(("tensor0", 2), ("tensor1", half))
+    pipelined = {"pipeline": 2, "microbatches": 2, "schedule": "1f1b"}
+    return (
+        kind(f"data 2 x tensor {half}, zero 3", data=2, tensor=half, zero=3),
+        kind(f"data 2 x tensor+sequence {half}, zero 1", data=2, tensor=half, sequence=True, zero=1, microbatches=2),
+        kind(f"tensor 2 x {half}", mesh=grid, microbatches=2),
+        kind(f"tensor+sequence 2 x {half}", mesh=grid, sequence=True),
+        kind(f"ulysses 2 x ring {half}", ulysses=2, ring=half),
+        kind(f"data 2 x ulysses {half}, zero 3", data=2, ulysses=half, zero=3),
+        kind(f"data 2 x expert {half}, zero 2", data=2, expert=half, zero=2),
+        kind(f"pipeline 2 x tensor {half}", tensor=half, **pipelined),
+        kind(f"pipeline 2 x data {half}, zero 2", data=half, zero=2, **pipelined),
+        kind(f"pipeline 2 x data {half}, zero 3, recompute", data=half, zero=3, recompute=True, **pipelined),
+    )
+
+
+def _mixed(n: int) -> tuple[Kind, ...]:
+    if n % 2:
+        return ()
+    return (Kind(f"mixed on {n}: zero-3 ends, tensor blocks", n, mixed=lambda graph: alternating(graph, n)),)
+
+
+def ends(graph: Graph) -> set[int]:
+    """The layers that share a parameter, and the first and the last."""
+    return {0, len(graph.layers) - 1} | {i for uses in graph.shared_parameters.values() for i in uses}
+
+
+def alternating(graph: Graph, n: int) -> Plan:
+    """Embedding and head data-parallel under ZeRO-3 on both axes; blocks tensor-parallel on the inner one under ZeRO-2."""
+    mesh = make_mesh(("outer", n // 2), ("inner", 2))
+    data = Strategy((Role.DATA,) * len(mesh), zero=3)
+    tensor = Strategy((Role.DATA, Role.TENSOR)[-len(mesh) :], zero=2 if len(mesh) > 1 else 0)
+    blocks = set(range(len(graph.layers))) - ends(graph)
+    if not blocks:
+        raise UsageError("every layer is an end or shares a parameter with one, so no layers are left to differ")
+    strategies = {i: tensor if i in blocks else data for i in range(len(graph.layers))}
+    return hand_plan(graph, mesh=mesh, strategies=strategies, microbatches=microbatches(graph, 2, n))

@@ -1,0 +1,121 @@
+"""Plans drawn at random: a mesh, cuts, a schedule, microbatches, and for every layer its roles, ZeRO stage and recomputation.
+
+People find the combinations they think of; a seeded draw finds the others. What is drawn is admitted by the model, by construction:
+a draw that is not is drawn again.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+
+from autopar.errors import UsageError
+from autopar.graph import Graph
+from autopar.plan import Axis, Plan, Role, Strategy
+from autopar.search.hand import default_schedule, hand_plan, make_mesh
+from autopar.shard import layer_sharding, plan_shardings
+
+_TRIES = 200  # most draws of a model with ordinary sizes are admitted; a model that admits none of 200 admits hardly anything
+_PALETTE = 3  # strategies in one plan: layers of one kind, of another, and the ends
+_AXES = ("outer", "middle", "inner")
+
+
+def draw(graph: Graph, devices: int, rng: random.Random) -> Plan:
+    """A plan of ``graph`` (annotated) for ``devices``, from the generator's state alone.
+
+    Raises:
+        UsageError: no draw was admitted.
+    """
+    for _ in range(_TRIES):
+        try:
+            plan = _draw(graph, devices, rng)
+            plan_shardings(graph, plan)
+        except UsageError:
+            continue
+        return plan
+    raise UsageError(f"none of {_TRIES} random plans for {devices} devices is admitted by {graph.name}")
+
+
+def describe(plan: Plan) -> str:
+    """The plan in one line: ``2 stages (cut 3) of outer 2 x inner 2, 1f1b, 4 microbatches: data+tensor zero 2 recomputed, ...``."""
+    cuts = ", ".join(str(stage.start) for stage in plan.stages[1:])
+    stages = f"{plan.pipeline} stages (cut at {cuts}) of " if plan.pipeline > 1 else ""
+    mesh = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh)
+    runs = "; ".join(f"{count} of {text}" for text, count in _runs(plan))
+    return f"{stages}{mesh}, {plan.schedule}, {plan.microbatches} microbatches: {runs}"
+
+
+def _runs(plan: Plan) -> list[tuple[str, int]]:
+    runs: list[tuple[str, int]] = []
+    for layer in plan.layers:
+        s = layer.strategy
+        text = "/".join(role.value for role in s.roles)
+        text += (f" zero {s.zero}" if s.zero else "") + (" recomputed" if s.recompute else "")
+        if runs and runs[-1][0] == text:
+            runs[-1] = (text, runs[-1][1] + 1)
+        else:
+            runs.append((text, 1))
+    return runs
+
+
+def _draw(graph: Graph, devices: int, rng: random.Random) -> Plan:
+    layers = len(graph.layers)
+    pipeline = rng.choice([p for p in range(1, min(devices, layers) + 1) if devices % p == 0])
+    mesh = _mesh(devices // pipeline, rng)
+    counts = [m for m in (1, 2, 4, 8) if graph.batch_size % m == 0] if not graph.unmicrobatchable else [1]
+    microbatches = rng.choice(counts)
+    palette = [_strategy(mesh, rng) for _ in range(_PALETTE)]
+    strategies: dict[int, Strategy] = {}
+    for group in _tied(graph):
+        fit = [s for s in palette if all(_admits(graph, i, mesh, s, microbatches) for i in group)]
+        if not fit:
+            raise UsageError("no strategy of the palette suits a layer")
+        strategies.update(dict.fromkeys(group, rng.choice(fit)))
+    schedules = {default_schedule(pipeline, microbatches), "none" if pipeline == 1 else "gpipe"}
+    return hand_plan(
+        graph,
+        mesh=mesh,
+        pipeline=pipeline,
+        microbatches=microbatches,
+        schedule=rng.choice(sorted(schedules)),
+        cuts=tuple(sorted(rng.sample(range(1, layers), pipeline - 1))),
+        strategies=strategies,
+    )
+
+
+def _mesh(devices: int, rng: random.Random) -> tuple[Axis, ...]:
+    sizes = rng.choice(list(_factorisations(devices, len(_AXES))))
+    return make_mesh(*zip(_AXES, sizes, strict=False)) if sizes else make_mesh()
+
+
+def _factorisations(n: int, most: int) -> Iterator[tuple[int, ...]]:
+    """The ordered factorisations of ``n`` into at most ``most`` factors above one."""
+    if n == 1:
+        yield ()
+    elif most == 1:
+        yield (n,)
+    else:
+        for first in range(2, n + 1):
+            if n % first == 0:
+                yield from ((first, *rest) for rest in _factorisations(n // first, most - 1))
+
+
+def _strategy(mesh: tuple[Axis, ...], rng: random.Random) -> Strategy:
+    roles = tuple(rng.choice(list(Role)) for _ in mesh)
+    replicated = math.prod(a.size for a, r in zip(mesh, roles, strict=True) if r.replicates_parameters) > 1
+    return Strategy(roles, rng.randrange(4) if replicated else 0, rng.random() < 0.3)
+
+
+def _tied(graph: Graph) -> list[list[int]]:
+    """The layers in groups that must be alike because they share parameters, in the order of their first layers."""
+    home = list(range(len(graph.layers)))
+    for uses in graph.shared_parameters.values():
+        first = min(home[i] for i in uses)
+        merged = {home[i] for i in uses}
+        home = [first if h in merged else h for h in home]
+    return [[i for i, h in enumerate(home) if h == first] for first in sorted(set(home))]
+
+
+def _admits(graph: Graph, layer: int, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> bool:
+    return layer_sharding(graph, layer, mesh, strategy, microbatches) is not None
