@@ -20,6 +20,8 @@ from autopar.run.processes import Processes
 from autopar.run.worker import resolve
 from autopar.torch_private import forget_meshes
 
+START_S = 300  # importing torch takes seconds, and on a machine that is busy a minute
+
 
 class WorkerPool:
     """``count`` processes, started at the first call and again after a failure."""
@@ -36,6 +38,7 @@ class WorkerPool:
         if self._processes is None or not self._processes.alive:
             self.close()
             self._processes = Processes(self.count)
+            self._processes.call("autopar.run.pool:ready", timeout_s=START_S)
         return self._processes.call("autopar.run.pool:in_fresh_group", target, args, kwargs, timeout_s=timeout_s)
 
     def close(self) -> None:
@@ -54,6 +57,10 @@ class WorkerPool:
 
 
 _calls = 0
+
+
+def ready() -> None:
+    """In a worker: nothing; the process has started and imported torch when it answers."""
 
 
 def in_fresh_group(target: str, args: Any, kwargs: dict[str, Any]) -> Any:
