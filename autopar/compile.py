@@ -167,11 +167,12 @@ def plan_model(
 def emit_program(graph: Graph, plan: Plan, folder: str | Path | None, progress: Progress | None = None) -> Path:
     """The third stage: writes the program into ``folder`` (a new temporary one if ``None``) and gives back its path."""
     from autopar.emit import emit
+    from autopar.structure import check_structure
 
     _say(progress, "emit", "")
     home = Path(tempfile.mkdtemp(prefix="autopar-program-")) if folder is None else Path(folder)
     try:
-        emit(graph, plan, home)
+        check_structure(emit(graph, plan, home))
     except OSError as error:
         raise UsageError(
             f"the program cannot be written to {home}: {error.strerror}",

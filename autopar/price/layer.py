@@ -14,19 +14,16 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from torch import fx
 
 from autopar.devices import Cluster
 from autopar.graph import LayerClass
 from autopar.plan import Axis, Strategy
 from autopar.price.collectives import group, group_time_s
 from autopar.price.memory import Precision, precision, state_bytes
+from autopar.price.moves import Move, layer_moves
 from autopar.price.table import AxisFlags, ClassTable, Floats, Rows, build, flags
-from autopar.rules.operands import operands
-from autopar.rules.traffic import kernel_traffic
 from autopar.sharding import AxisTypes, Sharding
-from autopar.types import Collective, SpmdType, conversion
-from passes.conversions import conversion_steps
+from autopar.types import Collective
 
 MICROBATCH = "microbatch"
 
@@ -50,21 +47,6 @@ class LayerPrice:
     saved_bytes: int
     transient_bytes: int
     flops: float
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """One collective over ``axes`` on a value of ``bytes`` globally, of which ``sharded`` are the other axes that divide it.
-
-    With ``per_rank`` the bytes are what each rank contributes to a gather.
-    """
-
-    bytes: float
-    axes: tuple[int, ...]
-    sharded: tuple[int, ...]
-    forward: Collective
-    backward: Collective
-    per_rank: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,64 +82,8 @@ def bind(table: ClassTable, rows: Rows, types: tuple[AxisTypes, ...], axis_flags
     for i, entry in enumerate(table.saved):
         # a value that is read as it is and gathered too is held twice; one that many ops read the same way, once
         seen.setdefault((entry.storage, tuple(bool(f.saved[i]) for f in axis_flags)), i)
-    return Bound(table, rows, axis_flags, _moves(table, types), tuple(seen.values()))
-
-
-def wire(value_bytes: float, source: tuple[SpmdType, ...], target: tuple[SpmdType, ...], gradient: bool) -> list[Move]:
-    """The collectives from ``source`` to ``target``; equal conversions are one collective on the flattened axis."""
-    current = list(source)
-    moves = []
-    for step in conversion_steps(source, target):
-        pair = conversion(step.source, step.target)
-        assert pair is not None, step
-        others = tuple(i for i, t in enumerate(current) if t.sharded and i not in step.axes)
-        moves.append(Move(value_bytes, step.axes, others, pair[0], pair[1] if gradient else Collective.NONE))
-        for axis in step.axes:
-            current[axis] = step.target
-    silent = (Collective.NONE, Collective.LOCAL)
-    return [move for move in moves if move.forward not in silent or move.backward not in silent]
-
-
-def _moves(table: ClassTable, types: tuple[AxisTypes, ...]) -> tuple[Move, ...]:
-    """Every collective of the layer: a value is converted once per target, however many operands want it."""
-    wanted: dict[tuple[str, tuple[SpmdType, ...]], None] = {}
-    for node in table.ops:
-        for i, operand in enumerate(operands(node)):
-            wanted[operand.name, tuple(t.needed[node.name][i] for t in types)] = None
-    (output,) = [node for node in table.cls.graph.graph.nodes if node.op == "output"]
-    for i, node in enumerate(output.args[0]):
-        wanted[node.name, tuple(t.outputs[i] for t in types)] = None
-    moves: list[Move] = []
-    for value, target in wanted:
-        source = tuple(t.produced[value] for t in types)
-        if source != target:
-            moves += wire(table.value_bytes[value], source, target, table.value_gradient[value])
-    return (*moves, *_kernel_moves(table, types))
-
-
-def _kernel_moves(table: ClassTable, types: tuple[AxisTypes, ...]) -> list[Move]:
-    """What kernels exchange by themselves, over the axes that run them."""
-    moves = []
-    for node in table.ops:
-        kernels = {i: t.kernel[node.name] for i, t in enumerate(types) if node.name in t.kernel}
-        for kernel in dict.fromkeys(kernels.values()):
-            axes = tuple(i for i, name in kernels.items() if name == kernel)
-            for one in kernel_traffic(kernel, node):
-                found = _types_at(one.value, node, types)
-                others = tuple(i for i, t in enumerate(found) if t.sharded and i not in axes)
-                whole = one.bytes(
-                    table.value_bytes[one.value.name] / max(1, math.prod(table.value_shape[one.value.name]))
-                )
-                moves.append(Move(whole, axes, others, one.forward, one.backward, one.per_rank))
-    return moves
-
-
-def _types_at(value: fx.Node, node: fx.Node, types: tuple[AxisTypes, ...]) -> tuple[SpmdType, ...]:
-    """The types in which ``node`` reads ``value``, or in which it leaves it."""
-    if value is node:
-        return tuple(t.produced[node.name] for t in types)
-    index = operands(node).index(value)
-    return tuple(t.needed[node.name][index] for t in types)
+    moves = layer_moves(table.cls, types, table.value_bytes, table.value_gradient)
+    return Bound(table, rows, axis_flags, moves, tuple(seen.values()))
 
 
 def divisible(bound: Bound, axes: tuple[Axis, ...]) -> bool:

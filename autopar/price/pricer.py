@@ -10,8 +10,9 @@ from autopar.graph import Graph, LayerClass
 from autopar.plan import Axis, Role, Strategy
 from autopar.price import table as tables
 from autopar.price.collectives import p2p_s
-from autopar.price.layer import MICROBATCH, Bound, Core, LayerPrice, assemble, bind, core, divisible, move_s, wire
+from autopar.price.layer import MICROBATCH, Bound, Core, LayerPrice, assemble, bind, core, divisible, move_s
 from autopar.price.memory import precision
+from autopar.price.moves import wire
 from autopar.sharding import AxisTypes
 from autopar.types import SpmdType
 
@@ -179,5 +180,5 @@ def edge_s(
 
     ``source`` and ``target`` have a type per axis of ``axes``, the microbatch axis included.
     """
-    moves = wire(value_bytes, source, target, gradient)
+    moves = wire("", value_bytes, source, target, gradient)
     return sum(move_s(m, m.forward, axes, cluster) + move_s(m, m.backward, axes, cluster) for m in moves)

@@ -1,0 +1,97 @@
+"""The collectives that a layer's types imply: what is priced, and what the program is held to (``autopar.structure``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.flow import output_nodes
+from autopar.graph import LayerClass
+from autopar.price.roofline import tensors
+from autopar.rules.operands import operands, shape_of
+from autopar.rules.traffic import kernel_traffic
+from autopar.sharding import AxisTypes
+from autopar.types import Collective, SpmdType, conversion
+from passes.conversions import conversion_steps
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One collective over ``axes`` on a value of ``bytes`` globally, of which ``sharded`` are the other axes that divide it.
+
+    With ``per_rank`` the bytes are what each rank contributes to a gather. ``value`` is the value's name.
+    """
+
+    value: str
+    bytes: float
+    axes: tuple[int, ...]
+    sharded: tuple[int, ...]
+    forward: Collective
+    backward: Collective
+    per_rank: bool = False
+
+
+def wire(
+    value: str, value_bytes: float, source: tuple[SpmdType, ...], target: tuple[SpmdType, ...], gradient: bool
+) -> list[Move]:
+    """The collectives from ``source`` to ``target``; equal conversions are one collective on the flattened axis."""
+    current = list(source)
+    moves = []
+    for step in conversion_steps(source, target):
+        pair = conversion(step.source, step.target)
+        assert pair is not None, step
+        others = tuple(i for i, t in enumerate(current) if t.sharded and i not in step.axes)
+        moves.append(Move(value, value_bytes, step.axes, others, pair[0], pair[1] if gradient else Collective.NONE))
+        for axis in step.axes:
+            current[axis] = step.target
+    silent = (Collective.NONE, Collective.LOCAL)
+    return [move for move in moves if move.forward not in silent or move.backward not in silent]
+
+
+def layer_moves(
+    cls: LayerClass, types: tuple[AxisTypes, ...], value_bytes: Mapping[str, float], gradient: Mapping[str, bool]
+) -> tuple[Move, ...]:
+    """Every collective of the layer: a value is converted once per target, however many operands want it.
+
+    ``value_bytes`` are those of whole values by name; ``gradient`` says of which a gradient flows back.
+    """
+    ops = [n for n in cls.graph.graph.nodes if n.op == "call_function" and tensors(n.meta.get("val"))]
+    wanted: dict[tuple[str, tuple[SpmdType, ...]], None] = {}
+    for node in ops:
+        for i, operand in enumerate(operands(node)):
+            wanted[operand.name, tuple(t.needed[node.name][i] for t in types)] = None
+    for i, node in enumerate(output_nodes(cls)):
+        wanted[node.name, tuple(t.outputs[i] for t in types)] = None
+    moves: list[Move] = []
+    for value, target in wanted:
+        source = tuple(t.produced[value] for t in types)
+        if source != target:
+            moves += wire(value, value_bytes[value], source, target, gradient[value])
+    return (*moves, *_kernel_moves(ops, types, value_bytes))
+
+
+def _kernel_moves(ops: list[fx.Node], types: tuple[AxisTypes, ...], value_bytes: Mapping[str, float]) -> list[Move]:
+    """What kernels exchange by themselves, over the axes that run them."""
+    moves = []
+    for node in ops:
+        kernels = {i: t.kernel[node.name] for i, t in enumerate(types) if node.name in t.kernel}
+        for kernel in dict.fromkeys(kernels.values()):
+            axes = tuple(i for i, name in kernels.items() if name == kernel)
+            for one in kernel_traffic(kernel, node):
+                found = _types_at(one.value, node, types)
+                others = tuple(i for i, t in enumerate(found) if t.sharded and i not in axes)
+                name = one.value.name
+                whole = one.bytes(value_bytes[name] / max(1, math.prod(shape_of(one.value))))
+                moves.append(Move(name, whole, axes, others, one.forward, one.backward, one.per_rank))
+    return moves
+
+
+def _types_at(value: fx.Node, node: fx.Node, types: tuple[AxisTypes, ...]) -> tuple[SpmdType, ...]:
+    """The types in which ``node`` reads ``value``, or in which it leaves it."""
+    if value is node:
+        return tuple(t.produced[node.name] for t in types)
+    index = operands(node).index(value)
+    return tuple(t.needed[node.name][index] for t in types)

@@ -1,0 +1,296 @@
+"""The structural check of an emitted program: what the search decided is there, and nothing else.
+
+Two statements, for every layer and every border between layers, from the graphs that the emitter writes down:
+
+* *types*: started from the types in which the search's solution produces each value, and changed by nothing but the conversions that
+  stand in the graph, every operand arrives in the type that its op needs, and every conversion starts from the type that is there;
+* *collectives*: the collectives that were priced (``price.moves``) and those in the graph are the same: the same number, of the same
+  values, over the same axes, with the same bytes on each device, forward and backward, kernels' own among them.
+
+Equal layers share a graph and are checked once: milliseconds per layer class. A disagreement is a fault of autopar's, and is raised as
+``ProgramError`` with the layer, the axes and the value.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.errors import ProgramError
+from autopar.flow import gradient_flow, placeholders
+from autopar.plan import Axis
+from autopar.price.moves import Move, layer_moves, wire
+from autopar.price.roofline import tensors
+from autopar.program import kernels
+from autopar.rules.operands import operands
+from autopar.rules.traffic import kernel_traffic
+from autopar.sharding import Sharding, local_shape
+from autopar.types import Collective, I, R, S, SpmdType, conversion
+from passes.collectives import MICROBATCH, convert
+from passes.layer import LocalLayer
+from passes.stages import Crossing, LocalProgram
+
+Types = tuple[SpmdType, ...]
+_SILENT = (Collective.NONE, Collective.LOCAL)
+_KERNELS = kernels.__name__
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Exchange:
+    """One collective on one device: the value's name, the mesh axes (outermost first), what and in which pass, and bytes.
+
+    The bytes are those of the tensor that the axes make whole: all-gather's result, reduce-scatter's input, the tensor of an all-reduce,
+    and for all others the slices of all the axes' ranks together.
+    """
+
+    value: str
+    axes: tuple[str, ...]
+    collective: str
+    backward: bool
+    bytes: int
+
+    def __str__(self) -> str:
+        which = "backward" if self.backward else "forward"
+        return f"{which} {self.collective} of {self.value} on {', '.join(self.axes)} ({self.bytes} bytes)"
+
+
+def check_structure(program: LocalProgram) -> int:
+    """Check every layer and border of the program; the number of collectives found (equal layers counted once).
+
+    Raises ``ProgramError`` naming the layer, the value and the axes where the program is not what was decided and priced.
+    """
+    found = 0
+    names = {id(layer): program.graph.layers[i].name for i, layer in reversed(list(enumerate(program.layers)))}
+    for layer in {id(layer): layer for layer in program.layers}.values():
+        name = names[id(layer)]
+        _check_types(layer, name)
+        emitted = list(exchanges(layer))
+        _compare(Counter(priced(layer)), Counter(emitted), name)
+        found += len(emitted)
+    for stage in program.stages:
+        for crossing in stage.crossings:
+            where = f"the way into {program.graph.layers[crossing.layer].name}"
+            emitted = list(_crossing_exchanges(crossing, program))
+            _compare(Counter(_crossing_moves(crossing, program)), Counter(emitted), where)
+            found += len(emitted)
+    return found
+
+
+def _compare(expected: Counter[Exchange], found: Counter[Exchange], where: str) -> None:
+    missing, extra = sorted((expected - found).elements()), sorted((found - expected).elements())
+    if missing or extra:
+        parts = [f"priced, but not in the program: {one}" for one in missing[:3]]
+        parts += [f"in the program, but not priced: {one}" for one in extra[:3]]
+        raise ProgramError(
+            f"{where}: the program's collectives are not those that were priced: {'; '.join(parts)}", hint=_HINT
+        )
+
+
+_HINT = "this is a fault of autopar's, not of the model's: please report it with the plan"
+
+
+# -- what was priced --------------------------------------------------------------------------------------------------
+
+
+def priced(layer: LocalLayer) -> Iterator[Exchange]:
+    """The collectives that the price of the layer is made of, at the captured dtypes."""
+    nodes = [node for node in layer.cls.graph.graph.nodes if node.op != "output"]
+    sizes = {n.name: sum(t.numel() * t.element_size() for t in tensors(n.meta.get("val"))) for n in nodes}
+    for move in layer_moves(layer.cls, layer.sharding.types, sizes, gradient_flow(layer.cls)):
+        yield from _exchanges_of(move, layer.sharding.axes)
+
+
+def _crossing_moves(crossing: Crossing, program: LocalProgram) -> Iterator[Exchange]:
+    if crossing.value is None:
+        return  # a batch's tensor is taken whole or in slices; neither moves anything, which the comparison holds it to
+    value, axes = crossing.value, (Axis(MICROBATCH, program.plan.microbatches, 0), *program.plan.mesh)
+    maker = next(i for i, layer in enumerate(program.graph.layers) if value.name in layer.outputs)
+    position = program.graph.layers[maker].outputs.index(value.name)
+    index = program.graph.layers[crossing.layer].activations.index(value.name)
+    source = program.layers[maker].sharding.output(position)
+    reader = program.layers[crossing.layer]
+    target = reader.sharding.produced(placeholders(reader.cls)[index].name)
+    size = float(value.numel * value.dtype.itemsize)
+    for move in wire(value.name, size, source, target, value.requires_grad):
+        yield from _exchanges_of(move, axes)
+
+
+def _exchanges_of(move: Move, axes: tuple[Axis, ...]) -> Iterator[Exchange]:
+    names = tuple(axes[i].name for i in move.axes if axes[i].name != MICROBATCH)
+    size = round(move.bytes / math.prod(axes[i].size for i in move.sharded))
+    for collective, backward in ((move.forward, False), (move.backward, True)):
+        if collective not in _SILENT and names:
+            yield Exchange(move.value, names, collective.value, backward, size)
+
+
+# -- what is in the program -------------------------------------------------------------------------------------------
+
+
+def exchanges(layer: LocalLayer) -> Iterator[Exchange]:
+    """The collectives in the layer's local graph: of its conversions and of its kernels."""
+    sizes = {axis.name: axis.size for axis in layer.sharding.axes}
+    originals = {node.name: node for node in layer.cls.graph.graph.nodes}
+    for node in layer.graph.graph.nodes:
+        if node.target is convert:
+            value, axes, source, target = node.args
+            assert isinstance(value, fx.Node) and isinstance(axes, tuple)
+            before, after = _bytes(value), _bytes(node)
+            pair = conversion(SpmdType.parse(str(source)), SpmdType.parse(str(target)))
+            assert pair is not None, node.format_node()
+            ranks = math.prod(sizes[axis] for axis in axes)
+            yield from _conversion(_origin(node).name, axes, pair, before, after, ranks, node.meta["gradient"])
+        elif node.name in originals and str(getattr(node.target, "__module__", "")).startswith(_KERNELS):
+            yield from _kernel(node, originals[node.name], layer.sharding.axes)
+
+
+def _conversion(
+    value: str,
+    axes: tuple[str, ...],
+    pair: tuple[Collective, Collective],
+    before: int,
+    after: int,
+    ranks: int,
+    gradient: bool,
+) -> Iterator[Exchange]:
+    """Of one conversion, from its local bytes before and after."""
+    for collective, backward in ((pair[0], False), (pair[1] if gradient else Collective.NONE, True)):
+        if collective not in _SILENT:
+            whole = before * ranks if collective is Collective.ALL_TO_ALL else max(before, after)
+            yield Exchange(value, axes, collective.value, backward, whole)
+
+
+def _kernel(node: fx.Node, original: fx.Node, axes: tuple[Axis, ...]) -> Iterator[Exchange]:
+    """What a kernel's call exchanges over the axes that it is given."""
+    assert callable(node.target)
+    traffic = kernel_traffic(node.target.__name__, original)
+    if not traffic:
+        return
+    given = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments["axis"]
+    names = (given,) if isinstance(given, str) else tuple(given)
+    local = {_origin(operand).name: operand for operand in node.all_input_nodes} | {original.name: node}
+    for one in traffic:
+        value = local[one.value.name]
+        tensor = tensors(value.meta["val"])[0]
+        pairs = list(zip(axes, value.meta["types"], strict=True))
+        slices = math.prod(axis.size for axis, t in pairs if t.sharded and axis.name in names)
+        size = tensor.numel() * slices * (one.itemsize or tensor.element_size()) * one.times
+        for collective, backward in ((one.forward, False), (one.backward, True)):
+            if collective not in _SILENT:
+                yield Exchange(one.value.name, names, collective.value, backward, round(size))
+
+
+def _crossing_exchanges(crossing: Crossing, program: LocalProgram) -> Iterator[Exchange]:
+    mesh, types = program.plan.mesh, list(crossing.source)
+    value = crossing.value or next(v for v in program.graph.inputs if f"input {v.name}" == crossing.key)
+    time = (Axis(MICROBATCH, program.plan.microbatches, 0),)
+    rows = local_shape(value.shape, time, (_in_time(crossing, program),))
+
+    def local_bytes() -> int:
+        return math.prod(local_shape(rows, mesh, types)) * value.dtype.itemsize
+
+    for step in crossing.steps:
+        before = local_bytes()
+        for axis in step.axes:
+            types[axis] = step.target
+        pair = conversion(step.source, step.target)
+        assert pair is not None, step
+        axes = tuple(mesh[axis].name for axis in step.axes)
+        ranks = math.prod(mesh[axis].size for axis in step.axes)
+        yield from _conversion(value.name, axes, pair, before, local_bytes(), ranks, value.requires_grad)
+
+
+def _in_time(crossing: Crossing, program: LocalProgram) -> SpmdType:
+    """The value's type over the microbatches."""
+    if crossing.value is None:
+        return S(0)
+    name = crossing.value.name
+    maker = next(i for i, layer in enumerate(program.graph.layers) if name in layer.outputs)
+    sharding = program.layers[maker].sharding
+    types = sharding.output(program.graph.layers[maker].outputs.index(name))
+    return next(t for axis, t in zip(sharding.axes, types, strict=True) if axis.name == MICROBATCH)
+
+
+def _bytes(node: fx.Node) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors(node.meta["val"]))
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """The value that conversions were made of."""
+    while node.target is convert:
+        value = node.args[0]
+        assert isinstance(value, fx.Node)
+        node = value
+    return node
+
+
+# -- types ------------------------------------------------------------------------------------------------------------
+
+
+def _check_types(layer: LocalLayer, name: str) -> None:
+    """Follow the types through the graph, changed by its conversions alone."""
+    sharding, originals = layer.sharding, {node.name: node for node in layer.cls.graph.graph.nodes}
+    flow = gradient_flow(layer.cls)
+    place = {axis.name: i for i, axis in enumerate(sharding.axes)}
+    held: dict[fx.Node, Types] = {}
+    for node in layer.graph.graph.nodes:
+        if node.target is convert:
+            value, axes, source, target = node.args
+            assert isinstance(value, fx.Node) and isinstance(axes, tuple)
+            now = list(held[value])
+            for axis in axes:
+                if not _alike(now[place[axis]], SpmdType.parse(str(source)), flow[_origin(node).name]):
+                    _fault(name, f"{value.name} is {now[place[axis]]} on {axis} and is converted from {source}")
+                now[place[axis]] = SpmdType.parse(str(target))
+            if not node.users:
+                _fault(name, f"nothing reads {value.name} as {target} on {', '.join(axes)}")
+            held[node] = tuple(now)
+        elif node.op == "output":
+            for i, value in enumerate(node.args[0]):
+                _arrives(name, held[value], sharding.output(i), value, flow, sharding)
+        elif node.name in originals:
+            held[node] = sharding.produced(node.name)
+            inputs = [inner for n in node.all_input_nodes for inner in ([n] if n in held else n.all_input_nodes)]
+            for i, operand in enumerate(operands(originals[node.name]) if node.op != "placeholder" else ()):
+                arriving = [n for n in inputs if _origin(n).name == operand.name]
+                wanted = sharding.needed(node.name, i)
+                if arriving and not any(_same(held[n], wanted, flow[operand.name], sharding) for n in arriving):
+                    _arrives(name, held[arriving[0]], wanted, arriving[0], flow, sharding, node.name)
+
+
+def _arrives(
+    layer: str,
+    types: Types,
+    wanted: Types,
+    value: fx.Node,
+    flow: dict[str, bool],
+    sharding: Sharding,
+    reader: str = "the layer's output",
+) -> None:
+    origin = _origin(value).name
+    if not _same(types, wanted, flow[origin], sharding):
+        text = ", ".join(
+            f"{t} on {axis.name} where {w} was decided"
+            for axis, t, w in zip(sharding.axes, types, wanted, strict=True)
+            if not _alike(t, w, flow[origin])
+        )
+        _fault(layer, f"{origin} reaches {reader} as {text}")
+
+
+def _same(types: Types, wanted: Types, gradient: bool, sharding: Sharding) -> bool:
+    pairs = zip(sharding.axes, types, wanted, strict=True)
+    # on one microbatch all types are the whole value
+    return all(_alike(t, w, gradient) or (axis.name == MICROBATCH and axis.size == 1) for axis, t, w in pairs)
+
+
+def _alike(a: SpmdType, b: SpmdType, gradient: bool) -> bool:
+    """Without a gradient I and R say the same."""
+    return a == b or (not gradient and {a, b} == {I, R})
+
+
+def _fault(layer: str, what: str) -> None:
+    raise ProgramError(f"{layer}: {what}", hint=_HINT)
