@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "passes": {"program", "rules", "flow"},
     "shard": {"rules", "flow", "price"},
     "capture": {"passes"},
-    "price": {"devices", "rules", "shard", "passes"},
+    "price": {"devices", "rules", "shard", "passes", "flow"},
     "search": set(),
     "emit": {"passes", "program", "rules", "shard"},
     "check": {"program"},
