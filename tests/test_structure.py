@@ -11,7 +11,7 @@ import pytest
 from exactness import KINDS, subject
 from torch import fx
 
-from autopar.errors import ProgramError
+from autopar.errors import ProgramError, UsageError
 from autopar.flow import gradient_flow
 from autopar.price.layer import build
 from autopar.price.memory import precision
@@ -33,7 +33,10 @@ def test_every_kind_of_plan_is_emitted_as_it_was_priced(model: str) -> None:
     graph = subject(model).graph
     counts = {}
     for kind in KINDS:
-        plan = kind.plan(graph)
+        try:
+            plan = kind.plan(graph)
+        except UsageError:  # not every model admits every kind
+            continue
         counts[kind.name] = check_structure(cut_stages(graph, plan, plan_shardings(graph, plan)))
     assert counts["data 2"] == 0 and counts["tensor 2"] > 0 and counts["mixed: tensor 1, 2 and 4"] > counts["tensor 4"]
 

@@ -13,6 +13,7 @@ from autopar.emit import emit
 from autopar.measure import Error, compare
 from autopar.plan import Plan
 from autopar.run.pool import WorkerPool
+from autopar.structure import check_structure
 from autopar.verify.subject import Subject
 
 
@@ -29,13 +30,13 @@ def check_plan(subject: Subject, plan: Plan, pool: WorkerPool, *, typed: bool = 
 
     Raises:
         UsageError: the model does not admit the plan.
-        ProgramError: the program does not type-check.
+        ProgramError: the program is not what was priced, or does not type-check.
         LaunchError: a rank raised, died or hung.
     """
     assert plan.device_count == pool.count, (plan.device_count, pool.count)
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
         program = Path(folder) / "program"
-        emit(subject.graph, plan, program)
+        check_structure(emit(subject.graph, plan, program))
         stages = check_program(program) if typed else 0
         state = Path(folder) / "initial.pt"
         torch.save(subject.state, state)
