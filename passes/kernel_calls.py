@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from autopar.plan import Axis
-from autopar.program import kernels
+from autopar.program import kernels, kernels_ring
 from autopar.rules import operands
 from autopar.rules.operands import arguments, op_name
 from autopar.sharding import Sharding
@@ -89,6 +89,14 @@ def _attention(request: Request) -> KernelCall | None:
     return kernels.attention, tensors, {**given, "seed": request.sharding}
 
 
+def _ring_attention(request: Request) -> KernelCall:
+    given = arguments(request.node)
+    tensors = tuple(given.pop(key) for key in ("query", "key", "value"))
+    kept = {key: value for key, value in given.items() if value not in (None, False, 0.0)}
+    seed = {"seed": request.sharding} if given["dropout_p"] else {}
+    return kernels_ring.ring_attention, (*tensors, _one_or_all(request.axes)), {**kept, **seed}
+
+
 def _sum_of_losses(request: Request) -> KernelCall:
     given = {**arguments(request.node), "partial_axes": request.partial}
     return kernels.cross_entropy_sum, (given.pop("logits"), given.pop("labels")), given
@@ -101,6 +109,7 @@ def _one_or_all(axes: tuple[str, ...]) -> str | tuple[str, ...]:
 Entry = Callable[[Request], KernelCall | None]
 
 BY_KERNEL: dict[str, Entry] = {
+    "ring_attention": _ring_attention,
     "masked_embedding": _masked_embedding,
     "vocab_parallel_cross_entropy_sum": _vocabulary_loss,
 }

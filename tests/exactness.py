@@ -124,6 +124,21 @@ def _three_degrees(graph: Graph) -> Plan:
     return hand_plan(graph, mesh=mesh, strategies=strategies)
 
 
+def _sequence_roles(graph: Graph) -> Plan:
+    """Ring, Ulysses, data and tensor+sequence parallelism in one model, on two axes."""
+    mesh = make_mesh(("outer", 2), ("inner", 2))
+    cycle = [
+        Strategy((Role.DATA, Role.DATA), zero=3),
+        Strategy((Role.RING, Role.ULYSSES), zero=2),
+        Strategy((Role.RING, Role.RING), zero=1, recompute=True),
+        Strategy((Role.RING, Role.TENSOR_SEQUENCE)),
+        Strategy((Role.DATA, Role.RING), zero=3),
+    ]
+    outer = ends(graph)
+    strategies = {i: cycle[1] if i in outer else cycle[i % len(cycle)] for i in range(len(graph.layers))}
+    return hand_plan(graph, mesh=mesh, strategies=strategies)
+
+
 KINDS: tuple[Kind, ...] = (
     *kinds(2),
     *kinds(4),
@@ -139,6 +154,7 @@ KINDS: tuple[Kind, ...] = (
         schedule="gpipe",
     ),
     Kind("mixed: tensor 1, 2 and 4", 4, mixed=_three_degrees),
+    Kind("mixed: ring, ulysses, data and tensor+sequence", 4, mixed=_sequence_roles),
     # eight processes
     kind("tensor 8", tensor=8),
     kind("pipeline 2 x data 2 x tensor 2", pipeline=2, data=2, tensor=2, microbatches=2, schedule="1f1b"),

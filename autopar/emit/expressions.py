@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.program import kernels
+from autopar import program
 from autopar.rules.operands import arguments, op_name
 from autopar.torch_private import overload_schema
 from autopar.types import SpmdType
@@ -91,6 +91,12 @@ def literal(value: Any, texts: Texts) -> str:
     return repr(value)
 
 
+def kernel_module(node: fx.Node) -> str | None:
+    """The module of the program, a sibling of ``model.py``, whose function the node calls; ``None`` for torch's."""
+    package, _, module = str(getattr(node.target, "__module__", "")).rpartition(".")
+    return module if package == program.__name__ else None
+
+
 def expression(node: fx.Node, texts: Texts) -> Text:
     """The call as text; ``texts`` holds the expressions of its operands."""
     if node.target is convert:
@@ -102,8 +108,9 @@ def expression(node: fx.Node, texts: Texts) -> Text:
         return Text(f"kernels.seed(key, self.number, {number}, {literal(axes, texts)})")
     if node.target is operator.getitem:
         return Text(f"{texts[_operand(node)].within(ATOM)}[{literal(node.args[1], texts)}]")
-    if getattr(node.target, "__module__", "") == kernels.__name__:
-        return Text(f"kernels.{getattr(node.target, '__name__', '')}({_call_arguments(node, texts)})")
+    module = kernel_module(node)
+    if module is not None:
+        return Text(f"{module}.{getattr(node.target, '__name__', '')}({_call_arguments(node, texts)})")
     name = op_name(node.target)
     if name.startswith("autopar.opaque_"):
         return Text(_opaque(node, name, texts))

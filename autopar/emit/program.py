@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from autopar.emit.expressions import literal
+from autopar.emit.expressions import kernel_module, literal
 from autopar.emit.layer import layer_class, parameter_paths
 from autopar.emit.names import Names
 from autopar.emit.opaque import describe_opaque, imported_modules
@@ -35,8 +35,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-{flattened}import kernels
-{opaque}
+{imports}
+
 '''
 
 
@@ -71,8 +71,7 @@ def model_source(program: LocalProgram, opaque: bool = False) -> str:
     plan = program.plan
     axes = tuple(axis.name for axis in plan.mesh)
     header = _HEADER.format(
-        flattened="import flattened\n" if program.flattened else "",
-        opaque="import opaque\n" if opaque else "",
+        imports="\n".join(f"import {name}" for name in _siblings(program, opaque)),
         model=plan.model,
         devices=plan.devices,
         summary=f"{plan.device_count} device(s)",
@@ -98,6 +97,14 @@ def model_source(program: LocalProgram, opaque: bool = False) -> str:
         f"STAGES = ({tuple_text},)\n",
     ]
     return "\n\n".join(parts)
+
+
+def _siblings(program: LocalProgram, opaque: bool) -> list[str]:
+    """The files of the program that its model calls."""
+    nodes = (node for layer in program.layers for node in layer.graph.graph.nodes)
+    called = {name for node in nodes if (name := kernel_module(node)) is not None}
+    others = {"flattened": bool(program.flattened), "kernels": True, "opaque": opaque}
+    return sorted(called | {name for name, used in others.items() if used})
 
 
 def _layer_classes(program: LocalProgram, axes: tuple[str, ...]) -> tuple[list[str], dict[int, str]]:

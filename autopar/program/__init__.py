@@ -9,7 +9,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-FILES = ("flattened.py", "kernels.py", "opaque.py", "world.py", "parameters.py", "runtime.py", "train.py")
+FILES = (
+    "flattened.py",
+    "kernels.py",
+    "kernels_ring.py",
+    "opaque.py",
+    "world.py",
+    "parameters.py",
+    "runtime.py",
+    "train.py",
+)
 
 
 def copy_runtime(folder: str | os.PathLike[str]) -> None:

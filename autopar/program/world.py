@@ -18,13 +18,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import spmd_types
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.program import flattened
+from autopar.program.kernels import on_mesh
 
 # spmd-types calls two collectives by the names that torch 2.13 deprecates
 warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")
@@ -165,7 +165,7 @@ class World:
     @contextmanager
     def in_mesh(self) -> Iterator[None]:
         """Inside this, collectives know the stage's axes by name, one by one and flattened."""
-        with spmd_types.set_current_mesh(self.stage_mesh), flattened.use(self.groups):
+        with on_mesh(self.stage_mesh), flattened.use(self.groups):
             yield
 
     def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -10,7 +10,7 @@ from torch import fx
 from autopar.errors import RuleError
 from autopar.rules.notation import Atom, Dim, Line, Operand, parse
 from autopar.rules.operands import op_name, operands, shape_of
-from autopar.rules.table import TABLE
+from autopar.rules.table import KERNELS, TABLE, Entry
 from autopar.types import I, P, R, S, SpmdType
 
 Shape = tuple[int, ...]
@@ -53,9 +53,9 @@ class Bound:
         return places[0] if len(places) == 1 and outermost.letter == letter else -1
 
 
-def line_of(node: fx.Node) -> Line | None:
+def line_of(node: fx.Node, table: Mapping[str, Entry] = TABLE) -> Line | None:
     """The node's rule; ``None`` where the table has no line for its op or for these arguments."""
-    entry = TABLE.get(op_name(node.target))
+    entry = table.get(op_name(node.target))
     if entry is None:
         return None
     text = entry if isinstance(entry, str) else entry(node)
@@ -82,6 +82,9 @@ def candidates(node: fx.Node) -> tuple[Candidate, ...]:
         bound = bind(line, _operand_shapes(node), shape_of(node), op_name(node.target))
         found += sharded(bound)
         found += _partial(bound)
+    other = line_of(node, KERNELS)
+    if other is not None:
+        found += sharded(bind(other, _operand_shapes(node), shape_of(node), op_name(node.target)))
     return tuple(dict.fromkeys(found))
 
 

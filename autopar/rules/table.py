@@ -118,3 +118,6 @@ TABLE: dict[str, Entry] = {
     **dict.fromkeys(aten_names("new_zeros new_ones new_full new_empty"), v.made_anew),
 }
 """Op name to its line, or to the function that writes it."""
+
+KERNELS: dict[str, Entry] = {"aten.scaled_dot_product_attention": v.ring_attention}
+"""A second line for an op: a kernel that shards it otherwise than its own line does."""

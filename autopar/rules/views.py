@@ -304,6 +304,23 @@ def attention(node: fx.Node) -> str:
     return line(dims, [*batch, *head, row, "v!"])
 
 
+def ring_attention(node: fx.Node) -> str | None:
+    """scaled_dot_product_attention with the sequence sharded in query, key and value alike: keys and values go round."""
+    given = arguments(node)
+    query, key, value = (shape_of(given[name]) for name in ("query", "key", "value"))
+    if len(query) < 3 or query[-2] != key[-2] or not query[:-3] == key[:-3] == value[:-3]:
+        return None
+    rest = [f"{name}!" for name in names(len(query) - 3)]
+    heads = f"(h={key[-3]}! r={query[-3] // key[-3]}!)" if query[-3] != key[-3] else "h!"
+    key_heads = "h!"
+    dims = [[*rest, heads, "t", "x!"], [*rest, key_heads, "t", "x!"], [*rest, key_heads, "t", "y!"]]
+    mask = given.get("attn_mask")
+    if isinstance(mask, fx.Node):
+        all_dims = [*rest, heads, "t", "z!"]
+        dims.append(all_dims[len(all_dims) - len(shape_of(mask)) :])
+    return line(dims, [*rest, heads, "t", "y!"], "t = ring_attention")
+
+
 # -- normalisation, losses, convolution ------------------------------------------------------------------------------
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from autopar.errors import UsageError
 from autopar.flow import placeholders
 from autopar.graph import Graph
 from autopar.plan import Axis, Plan, Role, Strategy
+from autopar.rules.operands import is_tensor, operands, shape_of
 from autopar.shard.refusal import refusal
 from autopar.shard.solve import solve
 from autopar.sharding import AxisTypes, Sharding
@@ -62,13 +65,14 @@ def plan_shardings(graph: Graph, plan: Plan) -> tuple[Sharding, ...]:
     """One sharding per layer of the plan.
 
     Raises:
-        UsageError: a layer does not admit a role, or layers that share a parameter would hold it differently.
+        UsageError: a layer does not admit a role, its roles do not go together, or layers that share a parameter would hold it differently.
     """
     found = []
     for index, layer in enumerate(plan.layers):
         sharding = layer_sharding(graph, index, plan.mesh, layer.strategy, plan.microbatches)
         if sharding is None:
             raise UsageError(_refused(graph, plan, index), "give the layer another role, or fewer devices")
+        _check_shapes(graph, index, sharding)
         found.append(sharding)
     for name, uses in graph.shared_parameters.items():
         types = {layer: _stored(graph, layer, name, found[layer]) for layer in uses}
@@ -90,6 +94,24 @@ def _refused(graph: Graph, plan: Plan, layer: int) -> str:
         if role_types(graph, layer, role, size) is None:
             return refusal(graph, layer, role, size)
     raise AssertionError(f"layer {layer} admits every role of {strategy}")
+
+
+def _check_shapes(graph: Graph, index: int, sharding: Sharding) -> None:
+    """Raise unless what all axes together take of every value is whole."""
+    layer = graph.layers[index]
+    for node in graph.classes[layer.cls].graph.graph.nodes:
+        if node.op == "output":
+            continue
+        read = [(operand, sharding.needed(node.name, i)) for i, operand in enumerate(operands(node))]
+        for value, types in [(node, sharding.produced(node.name)), *(read if node.op == "call_function" else [])]:
+            for dim, extent in enumerate(shape_of(value) if is_tensor(value) else ()):
+                holders = [axis for axis, t in zip(sharding.axes, types, strict=True) if t.dim == dim and axis.size > 1]
+                if extent % math.prod(axis.size for axis in holders):
+                    names = " and ".join(f"{axis.name} {axis.size}" for axis in holders)
+                    raise UsageError(
+                        f"{layer.name}: dim {dim} of {value.name}, of {extent}, does not divide by {names} together",
+                        "give the layer other roles, or the axes other sizes",
+                    )
 
 
 def _stored(graph: Graph, layer: int, name: str, sharding: Sharding) -> tuple[SpmdType, ...]:

@@ -20,6 +20,7 @@ divided by the dearest one, so that solvers see numbers near 1 for tiny and huge
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from torch import fx
 
@@ -28,6 +29,7 @@ from autopar.graph import LayerClass, Value
 from autopar.plan import Role
 from autopar.price.roofline import op_cost
 from autopar.rules import Candidate, candidates, operands
+from autopar.rules.operands import op_name
 from autopar.rules.traffic import kernel_traffic
 from autopar.types import Collective, I, P, R, S, SpmdType, conversion
 
@@ -81,11 +83,21 @@ def boundary(cls: LayerClass, role: Role, value: Value) -> SpmdType | None:
 class Problem:
     """Options, costs and readers of every node. ``feasible`` is false where some node has no option at all."""
 
-    def __init__(self, cls: LayerClass, role: Role, size: int, fixed: dict[str, SpmdType]) -> None:
+    def __init__(
+        self,
+        cls: LayerClass,
+        role: Role,
+        size: int,
+        fixed: dict[str, SpmdType],
+        batched: Mapping[str, SpmdType] | None = None,
+    ) -> None:
+        """``batched`` are the types under data parallelism, for the roles that leave the batch alone."""
         self.cls, self.role, self.size, self.fixed = cls, role, size, fixed
+        self._batched = batched or {}
         self._flow = gradient_flow(cls)
         self._inputs = placeholders(cls)
         self._weights = {node.name for node in self._inputs[len(self._inputs) - len(cls.parameters) :]}
+        self._replicated = self._from_weights() if role in (Role.ULYSSES, Role.RING) else set()
         # Of activations, one row of the batch: what a layer weighs against its parameters must not grow with the batch.
         self._row = 1.0 / max((v.shape[0] for v in (*cls.activations, *cls.inputs) if cls.batched(v)), default=1)
         self.nodes = {node.name: node for node in cls.graph.graph.nodes if node.op != "output"}
@@ -112,7 +124,17 @@ class Problem:
 
     def cost(self, name: str) -> list[float]:
         """Of every option of the node, in units of the dearest."""
-        return [self._compute_s(self.nodes[name], option) / self.dearest_s for option in self.options[name]]
+        return [
+            self._compute_s(self.nodes[name], option) / self.dearest_s + self._repetition(name, option)
+            for option in self.options[name]
+        ]
+
+    def _repetition(self, name: str, option: Candidate) -> float:
+        """A role that replicates parameters divides nothing but activations: there every op done by all ranks counts as a dearest one, lest
+        small sizes, where collectives' waits outweigh arithmetic, find something else."""
+        alone = option.letter is None and not option.linear and bool(option.operands)
+        sequence = self.role in (Role.ULYSSES, Role.RING)
+        return 1.0 if sequence and alone and self._flow[name] and name not in self._replicated else 0.0
 
     def conversion_cost(self, name: str, source: SpmdType, target: SpmdType) -> float:
         """Of turning the node's value from ``source`` into ``target``, in units of the dearest; infinite where that cannot be."""
@@ -121,6 +143,8 @@ class Problem:
         value = self.nodes[name].meta["val"]
         pair = conversion(source, target)
         if pair is None or not hasattr(value, "shape"):
+            return math.inf
+        if name in self._replicated and target.sharded:
             return math.inf
         if target.dim is not None and value.shape[target.dim] % self.size:
             return math.inf
@@ -149,7 +173,35 @@ class Problem:
         found = candidates(node)
         if self.role is Role.IDLE:
             return [option for option in found if not option.operands or set(option.operands) == {I}]
-        return [option for option in found if option.letter is None or option.extent % self.size == 0]
+        whole = [option for option in found if option.letter is None or option.extent % self.size == 0]
+        return [option for option in whole if self._plays(node, option)]
+
+    def _from_weights(self) -> set[str]:
+        """The values that are computed from parameters alone. Roles that replicate parameters do not slice them: gathering what they are
+        multiplied with would cost fewer collectives and more bytes, which small sizes cannot tell."""
+        found = set(self._weights)
+        for node in self.cls.graph.graph.nodes:
+            if node.op == "call_function" and operands(node) and all(value.name in found for value in operands(node)):
+                found.add(node.name)
+        return found
+
+    def _plays(self, node: fx.Node, option: Candidate) -> bool:
+        """Whether the option is of the role's kind.
+
+        Keys and values rotate under ``RING`` alone, and there always. Under Ulysses attention goes by heads. Neither takes the
+        batch for the sequence: exchanging the one for the other moves less in a layer, and is data parallelism, which the batch
+        has to be large enough for.
+        """
+        if self.role not in (Role.ULYSSES, Role.RING):
+            return option.kernel != "ring_attention"
+        pairs = [*zip(operands(node), option.operands, strict=True), (node, option.result)]
+        if any(t.sharded and t == self._batched.get(value.name) for value, t in pairs):
+            return False
+        if op_name(node.target) != "aten.scaled_dot_product_attention":
+            return True
+        if self.role is Role.RING:
+            return option.kernel == "ring_attention"
+        return option.result.dim == len(node.meta["val"].shape) - 3
 
     def _placeholder_types(self, node: fx.Node) -> list[SpmdType]:
         cls, role = self.cls, self.role

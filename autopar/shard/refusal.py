@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from torch import fx
+
 from autopar.graph import Graph
 from autopar.plan import Role
-from autopar.rules.operands import op_name
+from autopar.rules.operands import op_name, operands, shape_of
 from autopar.shard.problem import Problem, boundary
 
 
@@ -21,6 +23,10 @@ def refusal(graph: Graph, layer: int, role: Role, size: int) -> str:
                 f"{name}: dim {t.dim} of the activation {value.name} {list(value.shape)} does not divide by {size} "
                 f"for {role.value}"
             )
+    for node in cls.graph.graph.nodes:
+        reason = _attention(node, role, size)
+        if reason:
+            return f"{name}: {reason}"
     problem = Problem(cls, role, size, {})
     for node, options in problem.options.items():
         if not options:
@@ -29,3 +35,17 @@ def refusal(graph: Graph, layer: int, role: Role, size: int) -> str:
             what = op_name(found.target) if found.op == "call_function" else "the value"
             return f"{name}: {what} {node} {shape} has no types for {role.value} on {size} devices"
     return f"{name}: no types of its ops go together for {role.value} on {size} devices"
+
+
+def _attention(node: fx.Node, role: Role, size: int) -> str:
+    """What an attention lacks for a role that shards the sequence; empty where it lacks nothing."""
+    if op_name(node.target) != "aten.scaled_dot_product_attention":
+        return ""
+    query, key = (shape_of(operand) for operand in operands(node)[:2])
+    if role is Role.ULYSSES:
+        for what, heads in (("heads", query[-3]), ("heads of keys", key[-3])):
+            if heads % size:
+                return f"attention has {heads} {what}, which do not divide by {size} for {role.value}"
+    if role is Role.RING and query[-2] != key[-2]:
+        return f"attention has {query[-2]} queries and {key[-2]} keys, and a ring passes on as many as it has"
+    return ""

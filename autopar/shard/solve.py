@@ -24,7 +24,8 @@ def solve(cls: LayerClass, role: Role, size: int = 2, fixed: tuple[tuple[str, Sp
         t = boundary(cls, role, value)
         if value.shape and (t is None or (t.dim is not None and value.shape[t.dim] % size)):
             return None
-    problem = Problem(cls, role, size, dict(fixed))
+    data = solve(cls, Role.DATA, 1) if role in (Role.ULYSSES, Role.RING) else None
+    problem = Problem(cls, role, size, dict(fixed), data.produced if data is not None else None)
     if not problem.feasible:
         return None
     try:

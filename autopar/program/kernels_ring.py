@@ -1,0 +1,425 @@
+"""Ring attention: the sequence is sharded over an axis, and keys and values go round it.
+
+Every rank keeps its queries. Keys and values pass from rank to rank, each step's attention is folded into a running softmax, and the
+next block travels while one is worked on (Liu, Zaharia and Abbeel 2023). The backward sends keys and values round again, and with
+them their gradients, which end where they belong. Kept for it are query, key, value, result and the logarithm of the
+softmax's sum, no scores.
+
+Under a causal mask a rank with late queries has more to do than one with early ones. The sequence is then cut into *2n* chunks and
+rank *r* works on chunks *r* and *2n - 1 - r*, so that every step costs every rank the same. That order exists inside of
+the kernel alone: what is sharded over the sequence is exchanged on the way in and on the way out, and nothing else in a
+program has to know. A local length that is odd is worked on in the order it has.
+
+An axis may be several, outermost first: blocks then go round the inner one before they move on the outer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import spmd_types as spmd
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  torch's own convention
+from torch import Tensor
+
+from autopar.program.kernels import Axes, _declare, _group, _places, _require, _split
+
+SCORES = 2**26
+"""Scores that exist at once: queries are worked on in runs of rows, as many as stay below."""
+
+
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    axis: Axes,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    seed: int | None = None,
+) -> Tensor:
+    """``scaled_dot_product_attention`` on ``[..., heads, length / n, size]``, the length of all three S on ``axis`` (or axes, outermost
+    first); other axes may shard batch and heads, alike in the three.
+
+    ``attn_mask`` is ``[..., length / n, length]`` (or broadcasts to it): its rows are sharded like the queries, its columns whole. Key
+    and value have as many heads as the query, or (``enable_gqa``) fewer. ``seed`` makes the dropout a function of it; it must
+    differ between the ranks of ``axis``. Adds up in float32 or wider.
+    """
+    axes = _split(axis)
+    if spmd.is_type_checking():
+        _check(query, key, value, attn_mask, axes)
+    with spmd.local():
+        if query.device.type == "meta" or not axes:
+            mask = attn_mask if attn_mask is None else attn_mask[..., : key.shape[-2]]
+            out = F.scaled_dot_product_attention(
+                query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        else:
+            ring = Ring(tuple(_group(one) for one in axes))
+            scale = query.shape[-1] ** -0.5 if scale is None else scale
+            out = _RingAttention.apply(query, key, value, attn_mask, ring, is_causal, scale, dropout_p, seed)
+    return _declare(out, _places(query)) if spmd.is_type_checking() else out
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, axes: Sequence[Any]) -> None:
+    """Raise ``SpmdTypeError`` unless the operands are sharded as the ring takes them."""
+    q, k, v = _places(query), _places(key), _places(value)
+    _require(q == k == v and not q[-1], f"ring_attention: operands are sharded as {q}, {k} and {v}")
+    _require(len(q[-2]) == len(axes), f"ring_attention: lengths are sharded over {q[-2]}, the ring is {axes}")
+    if mask is not None:
+        for size, has, wants in zip(mask.shape, _places(mask), [*q[:-1], ()][-mask.ndim :], strict=True):
+            _require(has == (wants if size > 1 else ()), f"ring_attention: the mask is sharded as {has}, not {wants}")
+
+
+# -- the ring ---------------------------------------------------------------------------------------------------------
+
+Arrival = tuple[list[Tensor], list[dist.Work]]
+"""Tensors that are on their way, and what to wait for."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The ranks of one or several axes in a row: the last axis varies fastest."""
+
+    groups: tuple[dist.ProcessGroup, ...]
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(dist.get_world_size(group) for group in self.groups)
+
+    @cached_property
+    def place(self) -> tuple[int, ...]:
+        """This rank's coordinate on every axis."""
+        return tuple(dist.get_rank(group) for group in self.groups)
+
+    @property
+    def size(self) -> int:
+        return prod(self.sizes)
+
+    def index(self, place: Sequence[int]) -> int:
+        """A rank's position in the row."""
+        at = 0
+        for coordinate, size in zip(place, self.sizes, strict=True):
+            at = at * size + coordinate
+        return at
+
+    def at(self, index: int) -> tuple[int, ...]:
+        """The inverse of ``index``."""
+        place = []
+        for size in reversed(self.sizes):
+            index, coordinate = divmod(index, size)
+            place.append(coordinate)
+        return tuple(reversed(place))
+
+    def hop(self, step: int) -> int:
+        """The axis along which blocks move on before step ``step`` (1 and up)."""
+        axis, turns = len(self.sizes) - 1, self.sizes[-1]
+        while step % turns == 0:
+            axis -= 1
+            turns *= self.sizes[axis]
+        return axis
+
+    def origins(self) -> Iterator[tuple[int, ...]]:
+        """Of every step, the place of the rank whose block is here."""
+        place = list(self.place)
+        yield tuple(place)
+        for step in range(1, self.size):
+            axis = self.hop(step)
+            place[axis] = (place[axis] - 1) % self.sizes[axis]
+            yield tuple(place)
+
+    def shift(self, tensors: Sequence[Tensor], axis: int, distance: int = 1) -> Arrival:
+        """Start sending ``tensors`` to the rank ``distance`` further on an axis, and receiving those of the rank as far behind."""
+        group, n, here = self.groups[axis], self.sizes[axis], self.place[axis]
+        arriving = [torch.empty_like(tensor) for tensor in tensors]
+        operations = []
+        for tensor, into in zip(tensors, arriving, strict=True):
+            operations.append(dist.P2POp(dist.isend, tensor, group=group, group_peer=(here + distance) % n))
+            operations.append(dist.P2POp(dist.irecv, into, group=group, group_peer=(here - distance) % n))
+        return arriving, dist.batch_isend_irecv(operations)
+
+    def rearrange(
+        self, parts: Sequence[Tensor], held: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]
+    ) -> list[Tensor]:
+        """Exchange equal parts: rank i (in the row) holds those numbered ``held[i]``, in that order, and gets ``wanted[i]``."""
+        me = self.index(self.place)
+        mine = dict(zip(held[me], (part.contiguous() for part in parts), strict=True))
+        where = {part: self.at(i) for i, numbers in enumerate(held) for part in numbers}
+        goal = {part: self.at(i) for i, numbers in enumerate(wanted) for part in numbers}
+        for axis, group in enumerate(self.groups):
+            operations, arrived = [], {}
+            for part in sorted(where):
+                source = where[part]
+                target = (*source[:axis], goal[part][axis], *source[axis + 1 :])
+                where[part] = target
+                if source == target:
+                    continue
+                if source == self.place:
+                    operations.append(dist.P2POp(dist.isend, mine.pop(part), group=group, group_peer=target[axis]))
+                elif target == self.place:
+                    arrived[part] = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+                    operations.append(dist.P2POp(dist.irecv, arrived[part], group=group, group_peer=source[axis]))
+            _wait(dist.batch_isend_irecv(operations) if operations else [])
+            mine |= arrived
+        return [mine[part] for part in wanted[me]]
+
+
+def _wait(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _received(arrival: Arrival) -> list[Tensor]:
+    _wait(arrival[1])
+    return arrival[0]
+
+
+# -- who works on what ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Order:
+    """The chunks of the sequence that each rank of the row works on, ascending."""
+
+    ring: Ring
+    chunks: tuple[tuple[int, ...], ...]
+    balanced: bool
+
+    @staticmethod
+    def of(ring: Ring, length: int, causal: bool) -> _Order:
+        n = ring.size
+        if causal and length % 2 == 0:
+            return _Order(ring, tuple((i, 2 * n - 1 - i) for i in range(n)), balanced=True)
+        return _Order(ring, tuple((i,) for i in range(n)), balanced=False)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """From the program's order, in which rank i has chunks 2i and 2i + 1, to this one."""
+        return self._exchange(x, forward=True)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The inverse of ``enter``."""
+        return self._exchange(x, forward=False)
+
+    def _exchange(self, x: Tensor, *, forward: bool) -> Tensor:
+        if not self.balanced:
+            return x.contiguous()
+        natural = tuple((2 * i, 2 * i + 1) for i in range(self.ring.size))
+        held, wanted = (natural, self.chunks) if forward else (self.chunks, natural)
+        return torch.cat(self.ring.rearrange(x.chunk(2, -2), held, wanted), -2)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """One run of queries against the keys that it sees of one rank's: rows ``start`` to ``stop``, the first ``keys`` keys. ``offset`` is
+    how many keys the first row of the queries sees before its own place, ``None`` where every row sees all."""
+
+    start: int
+    stop: int
+    keys: int
+    offset: int | None
+
+
+def _blocks(order: _Order, origin: int, causal: bool, length: int, scores_per_pair: int) -> Iterator[_Block]:
+    """What this rank computes against the block of the ``origin``-th rank."""
+    mine, theirs = order.chunks[order.ring.index(order.ring.place)], order.chunks[origin]
+    chunk = length // len(mine)
+    for i, number in enumerate(mine):
+        seen = [other for other in theirs if other <= number] if causal else theirs
+        if not seen:
+            continue
+        keys = chunk * len(seen)
+        run = max(1, SCORES // (keys * scores_per_pair))
+        for row in range(0, chunk, run):
+            stop = min(row + run, chunk)
+            offset = keys - chunk + row if causal and seen[-1] == number else None
+            yield _Block(i * chunk + row, i * chunk + stop, keys, offset)
+
+
+# -- arithmetic -------------------------------------------------------------------------------------------------------
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
+    """``a @ b`` added up in ``wide``. On a GPU its factors are rounded to ``dtype`` first, as fused kernels do, to be fast."""
+    if dtype == wide or a.device.type != "cuda":
+        return a.to(wide) @ b.to(wide)
+    lead = a.shape[:-2]
+    product = torch.bmm(a.to(dtype).flatten(0, -3), b.to(dtype).flatten(0, -3), out_dtype=wide)
+    return product.unflatten(0, lead)
+
+
+def _grouped(x: Tensor, heads: int) -> Tensor:
+    """``[..., h, l, e]`` as ``[..., heads, h / heads * l, e]``: the queries that read one key."""
+    return x.reshape(*x.shape[:-3], heads, -1, x.shape[-1])
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """What scores are made of: shared by the two passes."""
+
+    mask: Tensor | None
+    scale: float
+    dropout_p: float
+    generator: torch.Generator | None
+    dtype: torch.dtype
+    wide: torch.dtype
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        return _product(a, b, self.dtype, self.wide)
+
+    def of(self, query: Tensor, key: Tensor, block: _Block, column: int) -> Tensor:
+        """``[..., h, l, s]``: a block's scores, with the mask; ``column`` is where its keys begin in the whole sequence."""
+        heads = key.shape[-3]
+        rows = _grouped(query[..., block.start : block.stop, :], heads)
+        scores = self.product(rows, key[..., : block.keys, :].mT).mul_(self.scale)
+        scores = scores.reshape(*query.shape[:-2], block.stop - block.start, block.keys)
+        if block.offset is not None:
+            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril_(block.offset)
+            scores.masked_fill_(~seen, float("-inf"))
+        if self.mask is not None:
+            mask = self.window(self.mask, block, column)
+            scores = scores.masked_fill_(~mask, float("-inf")) if mask.dtype == torch.bool else scores.add_(mask)
+        return scores
+
+    def window(self, mask: Tensor, block: _Block, column: int) -> Tensor:
+        """The rows and columns of a mask that a block reads."""
+        rows = mask if mask.shape[-2] == 1 else mask[..., block.start : block.stop, :]
+        return rows if mask.shape[-1] == 1 else rows[..., column : column + block.keys]
+
+    def kept(self, scores: Tensor) -> Tensor | None:
+        """The next dropout mask, scaled; ``None`` without dropout. The passes must ask in the same order."""
+        if self.generator is None:
+            return None
+        keep = torch.empty_like(scores).bernoulli_(1.0 - self.dropout_p, generator=self.generator)
+        return keep.div_(1.0 - self.dropout_p)
+
+
+class _RingAttention(torch.autograd.Function):
+    """The two passes. Tensors other than the result and the gradients are in the ring's order."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, mask, ring, causal, scale, dropout_p, seed):  # type: ignore[no-untyped-def]
+        order = _Order.of(ring, query.shape[-2], causal)
+        query, key, value = order.enter(query), order.enter(key), order.enter(value)
+        generator = _generator(query, dropout_p, seed)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        scores = _Scores(mask, scale, dropout_p, generator, query.dtype, wide)
+        out, lse = _forward(order, causal, scores, query, key, value)
+        ctx.save_for_backward(query, key, value, out, lse, mask)
+        ctx.order, ctx.causal, ctx.scale, ctx.dropout_p, ctx.seed = order, causal, scale, dropout_p, seed
+        return order.leave(out)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        query, key, value, out, lse, mask = ctx.saved_tensors
+        order = ctx.order
+        generator = _generator(query, ctx.dropout_p, ctx.seed)
+        scores = _Scores(mask, ctx.scale, ctx.dropout_p, generator, query.dtype, lse.dtype)
+        grad_mask = torch.zeros_like(mask, dtype=lse.dtype) if ctx.needs_input_grad[3] else None
+        grads = _backward(order, ctx.causal, scores, (query, key, value, out, lse), order.enter(grad), grad_mask)
+        given = [order.leave(g.to(query.dtype)) for g in grads]
+        return *given, None if grad_mask is None else grad_mask.to(mask.dtype), None, None, None, None, None
+
+
+spmd.register_local_autograd_function(_RingAttention)
+
+
+def _generator(like: Tensor, dropout_p: float, seed: int | None) -> torch.Generator | None:
+    if not dropout_p:
+        return None
+    assert seed is not None, "dropout in ring attention is a function of a seed"
+    generator = torch.Generator(like.device)
+    generator.manual_seed(seed)
+    return generator
+
+
+def _rotation(order: _Order, tensors: list[Tensor]) -> Iterator[tuple[int, int, list[Tensor]]]:
+    """Every step: its number, the rank in the row whose block is here, and the block; the next one is already on its way."""
+    ring = order.ring
+    for step, origin in enumerate(ring.origins()):
+        last = step + 1 == ring.size
+        arrival: Arrival = ([], []) if last else ring.shift(tensors, ring.hop(step + 1))
+        yield step, ring.index(origin), tensors
+        tensors = _received(arrival)
+
+
+def _pairs(query: Tensor) -> int:
+    return prod(query.shape[:-2])
+
+
+def _forward(
+    order: _Order, causal: bool, scores: _Scores, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The result and the logarithm of every row's sum; infinite for a row that sees nothing, whose result is zero."""
+    wide, length = scores.wide, query.shape[-2]
+    top = query.new_full(query.shape[:-1], float("-inf"), dtype=wide)
+    total = torch.zeros_like(top)
+    out = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=wide)
+    for _, origin, (k, v) in _rotation(order, [key, value]):
+        for block in _blocks(order, origin, causal, length, _pairs(query)):
+            rows = (..., slice(block.start, block.stop))
+            s = scores.of(query, k, block, origin * length)
+            high = torch.maximum(top[rows], s.amax(-1))
+            base = high.masked_fill(high == float("-inf"), 0.0)
+            fade = (top[rows] - base).exp_()
+            p = s.sub_(base.unsqueeze(-1)).exp_()
+            total[rows] = total[rows] * fade + p.sum(-1)
+            keep = scores.kept(p)
+            p = p if keep is None else p.mul_(keep)
+            o = scores.product(_grouped(p, k.shape[-3]), v[..., : block.keys, :])
+            where = (*rows, slice(None))
+            out[where] = out[where] * fade.unsqueeze(-1) + o.reshape(out[where].shape)
+            top[rows] = high
+    empty = total == 0
+    out = out.div_(total.masked_fill(empty, 1.0).unsqueeze(-1))
+    lse = (top + total.log()).masked_fill(empty, float("inf"))
+    return out.to(query.dtype), lse
+
+
+def _backward(
+    order: _Order, causal: bool, scores: _Scores, saved: tuple[Tensor, ...], grad: Tensor, grad_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value in the wide dtype; that of the mask is added to ``grad_mask``."""
+    query, key, value, out, lse = saved
+    wide, length, ring = scores.wide, query.shape[-2], order.ring
+    delta = (grad.to(wide) * out.to(wide)).sum(-1)
+    grad_query = torch.zeros_like(query, dtype=wide)
+    travelling: Arrival = ([], [])
+    gone = [0] * len(ring.sizes)
+    grads: list[Tensor] = []
+    for step, origin, (k, v) in _rotation(order, [key, value]):
+        grads = [torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)]
+        for block in _blocks(order, origin, causal, length, _pairs(query)):
+            rows, heads = (..., slice(block.start, block.stop), slice(None)), k.shape[-3]
+            keys = (..., slice(0, block.keys), slice(None))
+            s = scores.of(query, k, block, origin * length)
+            p = s.sub_(lse[rows[:-1]].unsqueeze(-1)).exp_()
+            keep = scores.kept(p)
+            dropped = p if keep is None else p * keep
+            g, q = _grouped(grad[rows], heads), _grouped(query[rows], heads)
+            grads[1][keys] += scores.product(_grouped(dropped, heads).mT, g)
+            dp = scores.product(g, v[keys].mT).reshape(p.shape)
+            dp = dp if keep is None else dp.mul_(keep)
+            ds = dp.sub_(delta[rows[:-1]].unsqueeze(-1)).mul_(p)
+            if grad_mask is not None:
+                window = scores.window(grad_mask, block, origin * length)
+                window += ds.sum_to_size(window.shape)
+            ds = _grouped(ds.mul_(scores.scale), heads)
+            grad_query[rows] += scores.product(ds, k[keys]).reshape(grad_query[rows].shape)
+            grads[0][keys] += scores.product(ds.mT, q)
+        grads = [mine + before for mine, before in zip(grads, _received(travelling), strict=True)] if step else grads
+        if step + 1 < ring.size:
+            axis = ring.hop(step + 1)
+            gone[axis] += 1
+            travelling = ring.shift(grads, axis)
+    for axis, (hops, n) in enumerate(zip(gone, ring.sizes, strict=True)):
+        if hops % n:
+            grads = _received(ring.shift(grads, axis, n - hops % n))
+    return grad_query, grads[0], grads[1]

@@ -1,0 +1,214 @@
+"""Ring attention on real process groups against attention on one device, in float64, and under the type checker."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import pytest
+import spmd_types as spmd
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from spmd_types.checker import typecheck
+from test_rules_kernels import close, values
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar.program import kernels, kernels_ring
+from autopar.program.kernels_ring import ring_attention
+from autopar.torch_private import fake_store
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:spmd_types")
+
+
+# -- on ranks ---------------------------------------------------------------------------------------------------------
+
+
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh | None:
+    """A mesh of the first ranks with axes outer and inner, or inner alone; None on the ranks that it leaves out."""
+    mesh = DeviceMesh("cpu", torch.arange(prod(shape)).view(shape), mesh_dim_names=("outer", "inner")[-len(shape) :])
+    return mesh if dist.get_rank() < prod(shape) else None
+
+
+def slices(x: Tensor, n: int, dim: int = -2) -> Tensor:
+    return x.chunk(n, dim)[dist.get_rank()].clone()
+
+
+def axes_of(mesh: DeviceMesh) -> Any:
+    names = mesh.mesh_dim_names
+    return names[0] if len(names) == 1 else names
+
+
+def against_one_device(
+    shape: tuple[int, ...], heads: int, key_heads: int, length: int, mask: Tensor | None, causal: bool, scores: int
+) -> None:
+    """Result and gradients (the mask's too, if it has one) of every slice."""
+    mesh, n = mesh_of(shape), prod(shape)
+    if mesh is None:
+        return
+    kernels_ring.SCORES = scores
+    whole = [values(2, h, length, e, seed=i) for i, (h, e) in enumerate([(heads, 6), (key_heads, 6), (key_heads, 4)])]
+    whole = [x.requires_grad_() for x in whole]
+    floating = mask is not None and mask.is_floating_point()
+    if floating:
+        mask.requires_grad_()
+    given = {"is_causal": causal, "scale": 0.3, "enable_gqa": heads != key_heads}
+    expected = F.scaled_dot_product_attention(*whole, mask, **given)
+    g = values(*expected.shape, seed=9)
+    expected.backward(g)
+    mine = [slices(x.detach(), n).requires_grad_() for x in whole]
+    rows = None
+    if mask is not None:
+        rows = slices(mask.detach(), n) if mask.shape[-2] > 1 else mask.detach().clone()
+        rows.requires_grad_(floating)
+    with kernels.on_mesh(mesh):
+        out = ring_attention(*mine, axes_of(mesh), rows, **given)
+        out.backward(slices(g, n))
+    close(out.detach(), slices(expected.detach(), n))
+    for got, x in zip(mine, whole, strict=True):
+        close(got.grad, slices(x.grad, n))
+    if floating:
+        close(rows.grad, slices(mask.grad, n))
+
+
+def dropped(p: float) -> None:
+    """With one dropout mask throughout, the gradient is the slope: checked along random directions, by central differences."""
+    mesh, rank = mesh_of((2,)), dist.get_rank()
+    mine = [values(2, 2, 6, 4, seed=i + 10 * rank).requires_grad_() for i in range(3)]
+    directions = [values(2, 2, 6, 4, seed=i + 50 + 10 * rank) for i in range(3)]
+    g = values(2, 2, 6, 4, seed=99 + rank)
+
+    def loss(at: float) -> Tensor:
+        moved = [x.detach() + at * d for x, d in zip(mine, directions, strict=True)]
+        return (ring_attention(*moved, "inner", is_causal=True, dropout_p=p, seed=7 + rank) * g).sum()
+
+    with kernels.on_mesh(mesh):
+        first = ring_attention(*mine, "inner", is_causal=True, dropout_p=p, seed=7 + rank)
+        again = ring_attention(*mine, "inner", is_causal=True, dropout_p=p, seed=7 + rank)
+        other = ring_attention(*mine, "inner", is_causal=True, dropout_p=p, seed=70 + rank)
+        (first * g).sum().backward()
+        numbers = torch.stack(
+            [(loss(1e-5) - loss(-1e-5)) / 2e-5, sum((x.grad * d).sum() for x, d in zip(mine, directions, strict=True))]
+        )
+    dist.all_reduce(numbers)
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert abs(float(numbers[0] / numbers[1]) - 1) < 1e-6, numbers
+
+
+def mean_of_dropout(p: float, draws: int) -> float:
+    """The largest distance between attention and the mean of many draws, in standard errors of the mean."""
+    mesh, rank = mesh_of((2,)), dist.get_rank()
+    whole = [values(1, 1, 8, 2, seed=i) for i in range(3)]
+    mine = [slices(x, 2) for x in whole]
+    with kernels.on_mesh(mesh):
+        out = torch.stack([ring_attention(*mine, "inner", dropout_p=p, seed=2 * i + rank) for i in range(draws)])
+    expected = slices(F.scaled_dot_product_attention(*whole), 2)
+    return float(((out.mean(0) - expected).abs() / (out.std(0) / draws**0.5)).max())
+
+
+def in_16_bits() -> None:
+    """Accumulated in 32: as near to exact attention as one rounding of the result."""
+    mesh = mesh_of((2,))
+    whole = [values(1, 2, 64, 16, seed=i).bfloat16().requires_grad_() for i in range(3)]
+    exact = F.scaled_dot_product_attention(*(x.double() for x in whole), is_causal=True)
+    mine = [slices(x.detach(), 2).requires_grad_() for x in whole]
+    with kernels.on_mesh(mesh):
+        out = ring_attention(*mine, "inner", is_causal=True)
+        out.sum().backward()
+    assert out.dtype == mine[0].grad.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), slices(exact, 2), rtol=2**-8, atol=1e-6)
+
+
+def kept_for_the_backward() -> set[tuple[int, ...]]:
+    """The shapes of what autograd saves."""
+    mesh, found = mesh_of((2,)), []
+    mine = [values(2, 2, 8, 4, seed=i).requires_grad_() for i in range(3)]
+    with (
+        kernels.on_mesh(mesh),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(tuple(t.shape)) or t, lambda t: t),
+    ):
+        ring_attention(*mine, "inner", is_causal=True)
+    return found
+
+
+# -- tests ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(2,), (3,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_as_on_one_device(shape, causal, workers4):
+    n = prod(shape)
+    workers4.run("test_program_ring:against_one_device", shape, 4, 4, 4 * n, None, causal, 2**26)
+    workers4.run("test_program_ring:against_one_device", shape, 6, 2, 4 * n, None, causal, 2**26)
+
+
+def test_lengths_that_do_not_halve_and_few_rows_at_once(workers4):
+    workers4.run("test_program_ring:against_one_device", (3,), 2, 1, 15, None, True, 2**26)
+    workers4.run("test_program_ring:against_one_device", (2,), 4, 2, 24, None, True, 100)
+
+
+def documents(length: int) -> Tensor:
+    """Rows see their own document's earlier keys; one row sees nothing."""
+    document = torch.arange(length) // 5
+    allowed = (document[:, None] == document) & torch.ones(length, length, dtype=torch.bool).tril()
+    allowed[7] = False
+    return allowed
+
+
+@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
+def test_masks(shape, workers4):
+    length = 16
+    packed = documents(length).expand(2, 1, length, length).contiguous()
+    bias = values(2, 4, length, length, seed=5)
+    padding = torch.ones(2, 1, 1, length, dtype=torch.bool)
+    padding[1, :, :, 11:] = False
+    for mask in (packed, bias, padding, values(length, length, seed=3)):
+        workers4.run("test_program_ring:against_one_device", shape, 4, 2, length, mask, False, 300)
+
+
+def test_dropout(workers2):
+    workers2.run("test_program_ring:dropped", 0.4)
+    assert max(workers2.run("test_program_ring:mean_of_dropout", 0.5, 100)) < 5
+
+
+def test_16_bits(workers2):
+    workers2.run("test_program_ring:in_16_bits")
+
+
+def test_no_scores_are_kept(workers2):
+    tensor, rows = (2, 2, 8, 4), (2, 2, 8)
+    assert sorted(workers2.run("test_program_ring:kept_for_the_backward")[0]) == sorted([tensor] * 4 + [rows])
+
+
+# -- types ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake_mesh():
+    dist.init_process_group("fake", rank=0, world_size=4, store=fake_store())
+    try:
+        yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "ring"))
+    finally:
+        dist.destroy_process_group()
+
+
+def typed(shape: tuple[int, ...], *places: Any) -> Tensor:
+    x = torch.empty(shape, device="meta", requires_grad=True)
+    local = {axis: spmd.V if any(axis == place for place in places) else spmd.R for axis in ("data", "ring")}
+    return spmd.assert_type(x, local, spmd.PartitionSpec(*places))
+
+
+def test_types(fake_mesh):
+    whole = ("data", None, "ring", None)
+    with kernels.on_mesh(fake_mesh), typecheck(local=False):
+        q, k, v = (typed((2, 4, 8, 6), *whole) for _ in range(3))
+        rows = typed((2, 1, 8, 16), "data", None, "ring", None)
+        out = ring_attention(q, k, v, "ring", rows)
+        assert spmd.get_partition_spec(out) == spmd.get_partition_spec(q) and out.shape == q.shape
+        with pytest.raises(spmd.SpmdTypeError, match="operands are sharded"):
+            ring_attention(q, typed((2, 4, 16, 6), "data", None, None, None), v, "ring")
+        with pytest.raises(spmd.SpmdTypeError, match="the ring is"):
+            ring_attention(*(typed((2, 4, 16, 6), "data", None, None, None) for _ in range(3)), "ring")
+        with pytest.raises(spmd.SpmdTypeError, match="the mask is sharded"):
+            ring_attention(q, k, v, "ring", typed((2, 1, 16, 8), "data", None, None, "ring"))
