@@ -30,8 +30,8 @@ from autopar.program import kernels
 from autopar.rules.operands import operands
 from autopar.rules.traffic import kernel_traffic
 from autopar.sharding import Sharding, local_shape
-from autopar.types import Collective, I, R, S, SpmdType, conversion
-from passes.collectives import MICROBATCH, convert
+from autopar.types import Collective, I, P, R, S, SpmdType, conversion
+from passes.collectives import MICROBATCH, convert, share
 from passes.layer import LocalLayer
 from passes.stages import Crossing, LocalProgram
 
@@ -221,7 +221,7 @@ def _bytes(node: fx.Node) -> int:
 
 def _origin(node: fx.Node) -> fx.Node:
     """The value that conversions were made of."""
-    while node.target is convert:
+    while node.target in (convert, share):
         value = node.args[0]
         assert isinstance(value, fx.Node)
         node = value
@@ -249,6 +249,11 @@ def _check_types(layer: LocalLayer, name: str) -> None:
             if not node.users:
                 _fault(name, f"nothing reads {value.name} as {target} on {', '.join(axes)}")
             held[node] = tuple(now)
+        elif node.target is share:
+            value = node.args[0]
+            assert isinstance(value, fx.Node)
+            types = zip(sharding.axes, held[value], strict=True)
+            held[node] = tuple(P if axis.name == MICROBATCH else t for axis, t in types)
         elif node.op == "output":
             for i, value in enumerate(node.args[0]):
                 _arrives(name, held[value], sharding.output(i), value, flow, sharding)

@@ -100,3 +100,16 @@ def conversion(source: SpmdType, target: SpmdType) -> tuple[Collective, Collecti
     if source == target:
         return Collective.NONE, Collective.NONE
     return _CONVERSIONS.get(source.kind + target.kind)
+
+
+def legal_in_time(source: SpmdType, target: SpmdType, gradient: bool) -> bool:
+    """Whether a value can be turned from ``source`` into ``target`` over the microbatches, which one device runs one after the other.
+
+    Nothing is exchanged between them. A value without ``gradient`` is the same as I and as R, and what every microbatch has alike (a
+    penalty on the weights) is a term of the sum when it is divided by their number; where it is I its gradient is not.
+    """
+    if source == target:
+        return True
+    if not gradient:
+        return source in (I, R) and target in (I, R, P)
+    return source == R and target == P

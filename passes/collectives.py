@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from autopar.errors import ProgramError
 from autopar.rules import operands
 from autopar.sharding import Sharding
-from autopar.types import SpmdType
+from autopar.types import SpmdType, legal_in_time
 from passes.conversions import effective_steps
 
 MICROBATCH = "microbatch"  # the axis of time: no collective is legal on it
@@ -25,6 +25,11 @@ def convert(x: Tensor, axes: tuple[str, ...], source: str, target: str) -> Tenso
     """
     del axes, source, target
     return x
+
+
+def share(x: Tensor, microbatches: int) -> Tensor:
+    """What every microbatch has alike, as a term of the sum over them."""
+    return x / microbatches
 
 
 Types = tuple[SpmdType, ...]
@@ -86,7 +91,12 @@ def convert_value(graph: fx.Graph, value: fx.Node, needed: Types, sharding: Shar
         for axis in step.axes:
             current[axis] = step.target
         axes = [sharding.axes[axis] for axis in step.axes]
-        if any(axis.name == MICROBATCH and axis.size > 1 for axis in axes):
+        steps_in_time = [axis.size for axis in axes if axis.name == MICROBATCH and axis.size > 1]
+        if steps_in_time and legal_in_time(step.source, step.target, gradient):
+            meta = {**value.meta, "types": tuple(current)}
+            value = graph.call_function(share, (value, steps_in_time[0]))
+            value.meta = meta
+        elif steps_in_time:
             raise ProgramError(
                 f"{value.name} would need a conversion {step.source} to {step.target} over the microbatches, which are "
                 "not on different devices",

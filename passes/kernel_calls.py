@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx
 
+from autopar.errors import ProgramError
 from autopar.plan import Axis
 from autopar.program import kernels, kernels_ring
 from autopar.rules import operands
@@ -42,8 +43,13 @@ def kernel_call(node: fx.Node, sharding: Sharding) -> KernelCall | None:
     named = {
         axis.name: types.kernel[node.name]
         for axis, types in zip(sharding.axes, sharding.types, strict=True)
-        if node.name in types.kernel
+        if node.name in types.kernel and not (axis.name == MICROBATCH and axis.size == 1)
     }
+    if MICROBATCH in named:
+        raise ProgramError(
+            f"{node.name} would need the kernel {named[MICROBATCH]} over the microbatches, which are not on different devices",
+            hint="plan with one microbatch",
+        )
     assert len(set(named.values())) <= 1, f"{node.name}: several kernels at once, {named}"
     entry = BY_KERNEL[next(iter(named.values()))] if named else BY_OP.get(op_name(node.target))
     if entry is None:
@@ -66,7 +72,7 @@ def mesh_types(node: fx.Node, sharding: Sharding) -> list[tuple[Axis, SpmdType]]
 
 
 def _vocabulary_loss(request: Request) -> KernelCall:
-    given = {**arguments(request.node), "partial_axes": request.partial}
+    given = _loss_arguments(request)
     logits, labels = given.pop("logits"), given.pop("labels")
     return kernels.vocab_parallel_cross_entropy_sum, (logits, labels, _one_or_all(request.axes)), given
 
@@ -98,8 +104,13 @@ def _ring_attention(request: Request) -> KernelCall:
 
 
 def _sum_of_losses(request: Request) -> KernelCall:
-    given = {**arguments(request.node), "partial_axes": request.partial}
+    given = _loss_arguments(request)
     return kernels.cross_entropy_sum, (given.pop("logits"), given.pop("labels")), given
+
+
+def _loss_arguments(request: Request) -> dict[str, Any]:
+    given = {**arguments(request.node), "partial_axes": request.partial}
+    return {name: value for name, value in given.items() if name != "weight" or value is not None}
 
 
 def _one_or_all(axes: tuple[str, ...]) -> str | tuple[str, ...]:

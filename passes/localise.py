@@ -26,7 +26,12 @@ Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], float | None]
 
 _RESHAPES = frozenset(aten_names("view reshape _unsafe_view view_copy unflatten reshape_as view_as flatten"))
 _EXPANDS = frozenset(aten_names("expand expand_as broadcast_to"))
-_POINTWISE_LOSSES = frozenset(aten_names("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits"))
+_POINTWISE_LOSSES = frozenset(
+    aten_names("""
+        mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss binary_cross_entropy
+        binary_cross_entropy_with_logits
+    """)
+)
 _CONVOLUTIONS = frozenset(aten_names("conv1d conv2d conv3d"))
 _TO_THE_END = 2**63 - 1
 
@@ -62,7 +67,9 @@ def localised(
         return _mean(node, operand_shapes)
     if name in _POINTWISE_LOSSES and arguments(node)["reduction"] == 1 and _is_sharded(node, operand_shapes):
         given = arguments(node) | {"reduction": 2}
-        return target, tuple(given.values()), {}, 1.0 / prod(shape_of(operands(node)[0]))
+        split = list(given).index("reduction") + 1  # some of what follows is taken by keyword alone
+        rest = dict(list(given.items())[split:])
+        return target, tuple(given.values())[:split], rest, 1.0 / prod(shape_of(operands(node)[0]))
     if name in ("aten.slice", "aten.narrow"):
         return _slice(node, operand_shapes[0], result_shape)
     if name in ("aten.linear", "aten.addmm", "aten.baddbmm") and len(operand_shapes) == 3:

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from autopar.rules import operands
 from autopar.sharding import Sharding, local_shape
-from passes.collectives import convert
+from passes.collectives import convert, share
 from passes.kernel_calls import kernel_call, mesh_types
 from passes.localise import Partition, localised, verify
 
@@ -39,7 +39,7 @@ def localise_pass(gm: fx.GraphModule, sharding: Sharding) -> fx.GraphModule:
         shape = local_shape(tuple(_first(node).shape), sharding.axes, node.meta["types"])
         if node.op == "placeholder":
             new = graph.placeholder(node.target)
-        elif node.target is convert:
+        elif node.target in (convert, share):
             new = graph.node_copy(node, made.__getitem__)
         else:
             new = _call(graph, node, shape, sharding, made)

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from text_models import TEXT
 from torch import Tensor, nn
 from workers import WorkerPool
+from written_models import WRITTEN
 
 from autopar.graph import Graph
 from autopar.plan import Plan, Role, Strategy
@@ -103,7 +105,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {"mlp": mlp, "gpt2
 def subject(name: str) -> Subject:
     """Capture the model and run it eagerly, once."""
     torch.manual_seed(0)
-    model, batch, loss_fn = MODELS[name]()
+    model, batch, loss_fn = (MODELS | TEXT | WRITTEN)[name]()
     return make_subject(model, batch, loss_fn, name=name)
 
 

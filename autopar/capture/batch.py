@@ -8,6 +8,7 @@ a flag) is part of the structure and must stay the same.
 from __future__ import annotations
 
 import inspect
+import keyword
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -174,12 +175,18 @@ def _checked(leaf: Leaf, tensor: Any, where: str) -> torch.Tensor:
     return tensor
 
 
+# What a stage's forward and the schedule's step call other things: a tensor of the user's may have any name.
+_RESERVED = frozenset(
+    ("self", "key", "hidden", "loss", "layer", "target", "losses", "return_outputs", "batch", "constants")
+).union(("torch", "nn", "F", "spmd", "kernels", "opaque"), keyword.kwlist)
+
+
 class _Names:
     """Gives every tensor of a nest a name of its own."""
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
-        self.taken: set[str] = set()
+        self.taken: set[str] = set(_RESERVED)
 
     def arguments(self, model: nn.Module, batch: Any) -> Any:
         """The model's arguments: named after ``forward``'s parameters."""

@@ -20,7 +20,7 @@ from autopar import program
 from autopar.rules.operands import arguments, op_name
 from autopar.torch_private import overload_schema
 from autopar.types import SpmdType
-from passes.collectives import convert
+from passes.collectives import convert, share
 from passes.localise_layer import random_seed, scale
 
 ATOM, UNARY, PRODUCT, SUM, COMPARE = 4, 3, 2, 1, 0
@@ -101,6 +101,8 @@ def expression(node: fx.Node, texts: Texts) -> Text:
     """The call as text; ``texts`` holds the expressions of its operands."""
     if node.target is convert:
         return Text(_conversion(node, texts))
+    if node.target is share:
+        return Text(f"{texts[_operand(node)].within(PRODUCT)} / {node.args[1]}", PRODUCT)
     if node.target is scale:
         return Text(f"{texts[_operand(node)].within(PRODUCT)} * {literal(node.args[1], texts)}", PRODUCT)
     if node.target is random_seed:
@@ -219,7 +221,8 @@ def _named_arguments(node: fx.Node, texts: Texts) -> str:
         if key in ("cudnn_enable", "cudnn_enabled"):
             by_position = False
             continue
-        first = by_position and (isinstance(value, fx.Node) or index < 2)
+        # numbers may follow the first tensor by position; words (gelu's approximation) torch takes by keyword alone
+        first = by_position and (isinstance(value, fx.Node) or (index < 2 and not isinstance(value, str)))
         parts.append(literal(value, texts) if first else f"{key}={literal(value, texts)}")
         by_position = first
     return ", ".join(parts)

@@ -10,18 +10,20 @@ from autopar.graph import Graph
 
 
 def prelude_function(graph: Graph) -> str:
-    """The source of ``PRELUDE``: a function of the batch's tensors by name, or ``None``."""
+    """The source of ``PRELUDE``: a function of the batch's tensors and the folded constants, both by name, or ``None``."""
     if graph.prelude is None or not graph.scalars:
         return "PRELUDE = None\n"
     texts: dict[fx.Node, Text] = {}
     names = Names()
     lines = [
-        "def PRELUDE(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # noqa: N802",
+        "def PRELUDE(batch: dict[str, torch.Tensor], constants: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # noqa: N802",
         '    """Scalars of the whole global batch, such as its number of valid tokens."""',
     ]
     for node in graph.prelude.graph.nodes:
         if node.op == "placeholder":
             texts[node] = Text(f'batch["{node.target}"]')
+        elif node.op == "get_attr":
+            texts[node] = Text(f'constants["{node.target}"].to(batch["{graph.inputs[0].name}"].device)')
         elif node.op == "output":
             results = node.args[0]
             pairs = zip(graph.scalars, results, strict=True)

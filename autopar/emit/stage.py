@@ -244,7 +244,10 @@ class _Forward:
         dtypes = [_gradient_dtype(value) for value in local.cls.outputs]
         for position, name in enumerate(last.outputs):
             single = len(last.outputs) == 1 and name != graph.loss and self._readers(name) == 1
-            text = "hidden" if single else "loss" if name == graph.loss else self.names.fresh(name)
+            # "hidden" is written again by the next layer: what that one does not read has a name of its own
+            following = layer + run
+            passed = following not in self.stage.layers or name in graph.layers[following].activations
+            text = "hidden" if single and passed else "loss" if name == graph.loss else self.names.fresh(name)
             self.values[name] = _Variable(text, local.output(position), dtypes[position])
             results.append(text)
         target = ", ".join(results)

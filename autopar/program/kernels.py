@@ -330,9 +330,12 @@ def cross_entropy_sum(
     labels: Tensor,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    weight: Tensor | None = None,
     partial_axes: Sequence[Axis] = (),
 ) -> Tensor:
     """The cross entropy of ``logits [..., v]`` and ``labels [...]``, summed over the labels that are not ``ignore_index``: 0-d.
+
+    ``weight [v]`` weighs the classes, as in torch.
 
     ``partial_axes`` are the axes that shard the leading dims: there the result is a term of the sum (P).
     """
@@ -340,6 +343,7 @@ def cross_entropy_sum(
         loss = F.cross_entropy(
             logits.reshape(-1, logits.shape[-1]),
             labels.reshape(-1),
+            weight,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
             reduction="sum",

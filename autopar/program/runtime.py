@@ -212,7 +212,7 @@ class _Pipeline:
         batch = self._checked(batch)
         device = self.world.device
         prelude = self.program.model.PRELUDE
-        scalars = prelude(batch) if prelude is not None else {}
+        scalars = prelude(batch, self.program.constants) if prelude is not None else {}
         self._module.scalars = {name: scalars[name].to(device) for name in self._kind.SCALARS}
         inputs = {name: self._local(batch[name], spec).to(device) for name, spec in self._kind.INPUTS.items()}
         if self._kind.RANDOM:

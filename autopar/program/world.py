@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import importlib
 import json
+import math
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -100,7 +101,8 @@ class Program:
         on which it is ``R`` and its gradient a term of the sum.
 
         FSDP2 takes a layer over the layer's data axes. Explicitly, after the schedule and so with ZeRO 1 at most, goes what several
-        layers or stages share, or what is ``R`` on other axes. Tied copies all take the lowest ZeRO stage, to be updated alike.
+        layers or stages share, or what is ``R`` on other axes, and what FSDP2 does not take: numbers, and other dtypes than that of
+        most of the layer. Tied copies all take the lowest ZeRO stage, to be updated alike.
         """
         child, zero = self._home(layout)
         data = self.model.STAGES[layout.stage].GROUPS[child]["data_axes"]
@@ -108,7 +110,8 @@ class Program:
         usual = set(axes) == {axis for axis in data if self.model.MESH[axis] > 1}
         if layout.shared is not None:
             zero = min(self._home(copy)[1] for copy in self.layouts if copy.shared == layout.shared)
-        explicit = child == "" or layout.shared is not None or not usual
+        odd = layout.original_shape == () or layout.dtype != self._main_dtype(layout.stage, child)
+        explicit = child == "" or layout.shared is not None or not usual or odd
         return child, min(zero, 1 if explicit else 3) if axes else 0, axes
 
     def _home(self, layout: Layout) -> tuple[str, int]:
@@ -119,9 +122,17 @@ class Program:
             raise ValueError(f"stage {layout.stage}'s GROUPS in model.py has no entry for its parameter {layout.name}")
         return child, int(groups[child]["zero"])
 
+    def _main_dtype(self, stage: int, child: str) -> torch.dtype:
+        """The dtype of most of the elements in a stage's child."""
+        elements: dict[torch.dtype, int] = {}
+        for layout in self.layouts:
+            if layout.stage == stage and layout.name.split(".")[0] == child:
+                elements[layout.dtype] = elements.get(layout.dtype, 0) + math.prod(layout.original_shape)
+        return max(elements, key=lambda dtype: elements[dtype]) if elements else torch.float32
+
     def dtypes(self, layout: Layout) -> tuple[torch.dtype, torch.dtype]:
         """What the optimizer updates and gradients add up in, and what the stage computes in."""
-        if self.plan["precision"] == "bfloat16" and layout.dtype.is_floating_point:
+        if self.plan["precision"] == "bfloat16" and layout.dtype == torch.bfloat16:
             return torch.float32, torch.bfloat16
         return layout.dtype, layout.dtype
 

@@ -256,23 +256,26 @@ def reductions() -> list[Sample]:
         held(sample(aten.cross_entropy_loss.default, r(6, 5, 12), n(5, 6, 12), u(5), 0), 2),
         sample(aten.cross_entropy_loss.default, r(6, 5), n(5, 6)),
         sample(aten.nll_loss.default, r(6, 5), n(5, 6), None, 2),
+        sample(aten.rnn_tanh_cell.default, r(6, 5), r(6, 4), r(4, 5), r(4, 4), r(4), r(4)),
+        sample(aten.rnn_relu_cell.default, r(6, 5), r(6, 4), r(4, 5), r(4, 4)),
+        sample(aten.gru_cell.default, r(6, 5), r(6, 4), r(12, 5), r(12, 4), r(12), r(12)),
+        sample(aten.lstm_cell.default, r(6, 5), [r(6, 4), r(6, 4)], r(16, 5), r(16, 4), r(16), r(16)),
         sample(aten.nll_loss_nd.default, r(6, 5, 12), n(5, 6, 12), None, 2),
-        *(
-            sample(_overload(name), u(6, 12), u(6, 12), *more)
-            for name in _LOSSES
-            for more in ((), (0,), (2,))
-            if "binary" not in name
-        ),
+        *(held(sample(_overload(name), u(6, 12), u(6, 12), *more), 1) for name in _LOSSES for more in ((), (0,), (2,))),
         *(
             sample(aten.binary_cross_entropy_with_logits.default, r(6, 12), u(6, 12), None, None, reduction)
             for reduction in (0, 1, 2)
         ),
+        held(sample(aten.binary_cross_entropy_with_logits.default, r(6, 12), u(6, 12), None, u(12), 2), 2),
+        held(sample(aten.binary_cross_entropy_with_logits.default, r(6, 12), u(6, 12), u(6, 1), None, 0), 2),
+        sample(aten.binary_cross_entropy.default, u(6, 12), u(6, 12), None, 2),
         sample(kernels.cross_entropy_sum, r(6, 12, 5), n(5, 6, 12)),
         sample(kernels.cross_entropy_sum, r(6, 5), n(5, 6), 0, 0.1),
+        held(sample(kernels.cross_entropy_sum, r(6, 12, 5), n(5, 6, 12), 0, 0.1, u(5)), 2),
     ]
 
 
-_LOSSES = _words("mse_loss l1_loss smooth_l1_loss huber_loss")
+_LOSSES = _words("mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss")
 
 
 def spatial() -> list[Sample]:

@@ -36,7 +36,9 @@ _ALONG_DIM = aten_names("""
 _REDUCTIONS = aten_names("""
     amax amin max min argmax argmin var std prod any all norm linalg_vector_norm var_mean median count_nonzero
 """)
-_LOSSES = aten_names("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits")
+_LOSSES = aten_names("""
+    mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits
+""")
 _POOLS = aten_names("""
     max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d
     adaptive_max_pool2d upsample_nearest2d upsample_bilinear2d
@@ -69,6 +71,7 @@ TABLE: dict[str, Entry] = {
     "aten.batch_norm": v.batch_norm,
     "aten.instance_norm": v.batch_norm,
     "aten.scaled_dot_product_attention": v.attention,
+    **dict.fromkeys(aten_names("rnn_tanh_cell rnn_relu_cell gru_cell lstm_cell"), v.cell),
     **dict.fromkeys(_ALONG_DIM, v.same_but("dim")),
     "aten.glu": v.halved,
     # views

@@ -227,6 +227,8 @@ def reduction(linear: bool) -> Callable[[fx.Node], str | None]:
         if len(operands(node)) > 1:  # max(x, y)
             return "*, * -> *"
         words = names(len(source(node)))
+        if not words:  # of a number
+            return line([["*"]], ["*"], *(["linear 0"] if linear else []))
         given = arguments(node)
         dims = dims_of(given.get("dim"), len(words))
         kept = len(shape_of(node)) == len(words)
@@ -387,8 +389,20 @@ def cross_entropy(node: fx.Node) -> str | None:
 
 
 def pointwise_loss(node: fx.Node) -> str:
-    """mse_loss, l1_loss, ...: elementwise, then kept, or summed (a mean is a sum times a constant)."""
-    return "*, * -> *" if arguments(node)["reduction"] == 0 else line([names(len(source(node)))] * 2, [])
+    """mse_loss, kl_div, ...: elementwise, then kept, or summed (a mean is a sum times a constant). Weights align with the last dims."""
+    if arguments(node)["reduction"] == 0:
+        return line([["*"]] * len(operands(node)), ["*"])
+    words = names(max(len(shape_of(operand)) for operand in operands(node)))
+    return line([words[len(words) - len(shape_of(operand)) :] for operand in operands(node)], [])
+
+
+def cell(node: fx.Node) -> str:
+    """rnn_tanh_cell, rnn_relu_cell, gru_cell, lstm_cell: examples; features and gates are held."""
+    batch = ["b"] if len(source(node)) == 2 else []
+    states = 2 if "lstm" in op_name(node.target) else 1
+    biases = len(operands(node)) - 3 - states
+    weights = [["g!", "i!"], ["g!", "h!"], *([["g!"]] * biases)]
+    return line([[*batch, "i!"], *([[*batch, "h!"]] * states), *weights], [*batch, "h!"])
 
 
 # -- indexing --------------------------------------------------------------------------------------------------------
@@ -466,7 +480,11 @@ def division(node: fx.Node) -> str:
 
 
 def sum_of_losses(node: fx.Node) -> str:
-    """kernels.cross_entropy_sum: examples and positions leave terms; the vocabulary is the vocabulary-parallel kernel's."""
+    """kernels.cross_entropy_sum: examples and positions leave terms; the vocabulary is the vocabulary-parallel kernel's,
+    which takes no class weights.
+    """
+    if arguments(node)["weight"] is not None:
+        return "* v!, *, v! -> "
     return "* v, * -> ; v = vocab_parallel_cross_entropy_sum -> I"
 
 

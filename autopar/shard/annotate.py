@@ -11,7 +11,7 @@ from autopar.rules import has_rule
 from autopar.rules.operands import op_name
 from autopar.shard.conversions import conversions
 from autopar.shard.plan import role_types
-from autopar.types import I, R
+from autopar.types import legal_in_time
 
 
 def annotate(graph: Graph) -> Graph:
@@ -38,8 +38,11 @@ def _couples_batch(graph: Graph, index: int, cls: LayerClass) -> str:
     types = role_types(graph, index, Role.DATA, 1)
     if types is None:
         return f"{name} has no way to compute on a part of the batch"
+    if types.kernel:
+        value, kernel = next(iter(types.kernel.items()))
+        return f"{name} needs the whole batch for {value} ({kernel})"
     flow = gradient_flow(cls)
     for value, source, target in conversions(cls, types):
-        if flow[value] or {source, target} != {I, R}:
+        if not legal_in_time(source, target, flow[value]):
             return f"{name} needs the whole batch's {value} ({source} to {target})"
     return ""

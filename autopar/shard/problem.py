@@ -31,7 +31,7 @@ from autopar.price.roofline import op_cost
 from autopar.rules import Candidate, candidates, operands
 from autopar.rules.operands import op_name
 from autopar.rules.traffic import kernel_traffic
-from autopar.types import Collective, I, P, R, S, SpmdType, conversion
+from autopar.types import Collective, I, P, R, S, SpmdType, conversion, legal_in_time
 
 REFERENCE_FLOPS_PER_S = 4e14  # about what a matmul reaches on one H100 in bfloat16
 REFERENCE_BYTES_PER_S = 2e12  # device memory, likewise
@@ -67,10 +67,13 @@ def boundary(cls: LayerClass, role: Role, value: Value) -> SpmdType | None:
     """The type of an activation at a layer's border under ``role``; ``None`` when the value has no such dim.
 
     Dim 0 is the batch, dim 1 the sequence, which is how every captured layer hands its activations on. What has no batch
-    (T5's position bias) is computed from parameters alone, and has their type.
+    (T5's position bias) is computed from parameters alone, and has their type. A number (a layer's own loss) is a term of the whole
+    batch's where the batch is cut.
     """
+    if not value.shape:
+        return P if role.replicates_parameters else I
     if not cls.batched(value):
-        return I if not role.replicates_parameters else R if value.shape else None
+        return R if role.replicates_parameters else I
     if role.shards_batch:
         return S(0)
     if role.shards_sequence:
@@ -81,7 +84,10 @@ def boundary(cls: LayerClass, role: Role, value: Value) -> SpmdType | None:
 
 
 class Problem:
-    """Options, costs and readers of every node. ``feasible`` is false where some node has no option at all."""
+    """Options, costs and readers of every node. ``feasible`` is false where some node has no option at all.
+
+    With ``in_time`` only what microbatches can do one after the other is allowed: no kernel, and no collective.
+    """
 
     def __init__(
         self,
@@ -90,9 +96,11 @@ class Problem:
         size: int,
         fixed: dict[str, SpmdType],
         batched: Mapping[str, SpmdType] | None = None,
+        *,
+        in_time: bool = False,
     ) -> None:
         """``batched`` are the types under data parallelism, for the roles that leave the batch alone."""
-        self.cls, self.role, self.size, self.fixed = cls, role, size, fixed
+        self.cls, self.role, self.size, self.fixed, self.in_time = cls, role, size, fixed, in_time
         self._batched = batched or {}
         self._flow = gradient_flow(cls)
         self._inputs = placeholders(cls)
@@ -102,7 +110,6 @@ class Problem:
         self._row = 1.0 / max((v.shape[0] for v in (*cls.activations, *cls.inputs) if cls.batched(v)), default=1)
         self.nodes = {node.name: node for node in cls.graph.graph.nodes if node.op != "output"}
         self.options: dict[str, list[Candidate]] = {name: self._options(node) for name, node in self.nodes.items()}
-        self._loss_options()
         self.reads: dict[str, list[tuple[str, int]]] = {name: [] for name in self.nodes}
         for node in self.nodes.values():
             if node.op != "placeholder":
@@ -111,7 +118,9 @@ class Problem:
         self.demands: dict[str, set[SpmdType]] = {name: set() for name in self.nodes}
         for node, value in zip(output_nodes(cls), cls.outputs, strict=True):
             target = boundary(cls, role, value)
-            if value.shape and target is not None:
+            if not value.shape:
+                self._loss(node.name)
+            elif target is not None:
                 self.demands[node.name].add(target)
         seconds = [
             self._compute_s(self.nodes[name], option) for name, options in self.options.items() for option in options
@@ -142,6 +151,8 @@ class Problem:
             return 0.0
         value = self.nodes[name].meta["val"]
         pair = conversion(source, target)
+        if self.in_time and not legal_in_time(source, target, self._flow[name]):
+            return math.inf
         if pair is None or not hasattr(value, "shape"):
             return math.inf
         if name in self._replicated and target.sharded:
@@ -173,6 +184,8 @@ class Problem:
         found = candidates(node)
         if self.role is Role.IDLE:
             return [option for option in found if not option.operands or set(option.operands) == {I}]
+        if self.in_time:
+            found = tuple(option for option in found if option.kernel is None)
         whole = [option for option in found if option.letter is None or option.extent % self.size == 0]
         return [option for option in whole if self._plays(node, option)]
 
@@ -224,13 +237,13 @@ class Problem:
             return [R]
         return [I, *(S(d) for d, extent in enumerate(shape) if extent % self.size == 0 and extent > 1)]
 
-    def _loss_options(self) -> None:
-        """The loss starts the backward pass with gradient 1 on every rank, which is right for P and I alone; where
-        gradients of replicated parameters are summed it must be a term of the sum."""
-        allowed = {P} if self.role.replicates_parameters else {P, I}
-        for node, value in zip(output_nodes(self.cls), self.cls.outputs, strict=True):
-            if not value.shape:
-                self.options[node.name] = [option for option in self.options[node.name] if option.result in allowed]
+    def _loss(self, name: str) -> None:
+        """The loss starts the backward pass with gradient 1 on every rank, which is right for P and I alone; where gradients of
+        replicated parameters are summed it must be a term of the sum, and a whole loss is kept on one rank."""
+        if self.role.replicates_parameters:
+            self.demands[name].add(P)
+        else:
+            self.options[name] = [option for option in self.options[name] if option.result in {P, I}]
 
     def _compute_s(self, node: fx.Node, option: Candidate) -> float:
         if node.op == "placeholder":

@@ -24,8 +24,15 @@ def solve(cls: LayerClass, role: Role, size: int = 2, fixed: tuple[tuple[str, Sp
         t = boundary(cls, role, value)
         if value.shape and (t is None or (t.dim is not None and value.shape[t.dim] % size)):
             return None
+    if role is Role.DATA:  # microbatches have its types too: what they allow comes before what would be cheaper
+        found = _optimum(Problem(cls, role, size, dict(fixed), in_time=True))
+        if found is not None:
+            return found
     data = solve(cls, Role.DATA, 1) if role in (Role.ULYSSES, Role.RING) else None
-    problem = Problem(cls, role, size, dict(fixed), data.produced if data is not None else None)
+    return _optimum(Problem(cls, role, size, dict(fixed), data.produced if data is not None else None))
+
+
+def _optimum(problem: Problem) -> AxisTypes | None:
     if not problem.feasible:
         return None
     try:
@@ -38,8 +45,9 @@ def solve(cls: LayerClass, role: Role, size: int = 2, fixed: tuple[tuple[str, Sp
 def _solution(problem: Problem, chosen: dict[str, int]) -> AxisTypes:
     cls, role = problem.cls, problem.role
     options = {name: problem.options[name][index] for name, index in chosen.items()}
+    loss = {node.name: next(iter(problem.demands[node.name]), options[node.name].result) for node in output_nodes(cls)}
     outputs = tuple(
-        boundary(cls, role, value) if value.shape else options[node.name].result
+        boundary(cls, role, value) if value.shape else loss[node.name]
         for node, value in zip(output_nodes(cls), cls.outputs, strict=True)
     )
     return AxisTypes(

@@ -12,11 +12,13 @@ from passes.clean.nodes import add, arguments, aten, calls, copy_origin, like, p
 
 
 def linear_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """``addmm``, ``mm`` and ``matmul`` with a parameter become ``linear``.
+    """``addmm``, ``mm`` and ``matmul`` with a parameter become ``linear``, and ``bilinear`` an einsum.
 
     The parameter enters through ``aten.t`` where it is stored input-first (GPT-2's Conv1D), and the flattening around a two-dimensional
     product is undone: ``reshape(x, [-1, h]) -> addmm -> reshape`` is a linear on ``[b, s, h]``.
     """
+    for node in calls(gm, aten.bilinear.default):
+        _emit_bilinear(node)
     for node in calls(gm):
         name = packet(node)
         if name == "aten.addmm" and arguments(node)[0].op == "placeholder" and not node.kwargs:
@@ -35,6 +37,16 @@ def linear_pass(gm: fx.GraphModule) -> fx.GraphModule:
             weight = arguments(weight)[0] if stored_output_first else add(node, aten.t.default, (weight,))
         _emit_linear(node, x, weight, bias)
     return gm
+
+
+def _emit_bilinear(node: fx.Node) -> None:
+    """``sum over i, j of x[i] w[o, i, j] y[j] + b[o]``, as a product with the weight and one with ``y``."""
+    x, y, weight, bias = (*node.args, None)[:4]
+    assert isinstance(x, fx.Node) and isinstance(y, fx.Node) and isinstance(weight, fx.Node)
+    lead = "abcdefgh"[: len(shape(x)) - 1]
+    product = add(node, aten.einsum.default, (f"{lead}i,oij->{lead}oj", [x, weight]))
+    new = add(node, aten.einsum.default, (f"{lead}oj,{lead}j->{lead}o", [product, y]))
+    replace(node, new if bias is None else add(node, aten.add.Tensor, (new, bias)))
 
 
 def _is_parameter(node: fx.Node) -> bool:

@@ -21,21 +21,28 @@ _SUM = 2
 def cross_entropy_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """``cross_entropy_loss`` with integer labels becomes ``kernels.cross_entropy_sum`` (over the count of valid labels, if it was a mean).
 
-    The flattening before it is undone, so that batch and sequence are plain dims: ``[b, s, v]`` and ``[b, s]``. Class weights and
-    class-probability targets stay torch's op. All labels ignored gives 0/0 = nan, as in torch.
+    The flattening before it is undone, so that batch and sequence are plain dims: ``[b, s, v]`` and ``[b, s]``. With class weights
+    the mean is over the weights of the valid labels; they stay torch's op where a weight is trained, and so do class-probability
+    targets. All labels ignored gives 0/0 = nan, as in torch.
     """
     for node in calls(gm, aten.cross_entropy_loss.default):
         logits, labels = arguments(node)[:2]
         assert isinstance(logits, fx.Node) and isinstance(labels, fx.Node)
         reduction = argument(node, 3, "reduction", _MEAN)
-        if argument(node, 2, "weight") is not None or dtype(labels).is_floating_point or reduction not in (_MEAN, _SUM):
+        weight = argument(node, 2, "weight")
+        trained = weight is not None and weight.meta.get("grad", True)
+        if trained or dtype(labels).is_floating_point or reduction not in (_MEAN, _SUM):
             continue
         ignore_index = argument(node, 4, "ignore_index", -100)
         smoothing = argument(node, 5, "label_smoothing", 0.0)
         logits, labels = _plain_dims(node, logits, labels)
-        new = add(node, kernels.cross_entropy_sum, (logits, labels, ignore_index, smoothing))
+        weights = () if weight is None else (weight,)
+        new = add(node, kernels.cross_entropy_sum, (logits, labels, ignore_index, smoothing, *weights))
         if reduction == _MEAN:
             valid = add(node, aten.ne.Scalar, (labels, ignore_index))
+            if weight is not None:
+                chosen = add(node, aten.mul.Tensor, (labels, valid))  # an ignored label need not be a class
+                valid = add(node, aten.mul.Tensor, (add(node, aten.index.Tensor, (weight, [chosen])), valid))
             count = add(node, aten.sum.default, (valid,))
             count = add(node, aten.to.dtype, (count, dtype(new)))
             count.meta["scalar_name"] = "valid_labels"
@@ -104,6 +111,8 @@ _ELEMENTWISE_LOSSES = {
     "aten.l1_loss": 2,
     "aten.smooth_l1_loss": 2,
     "aten.huber_loss": 2,
+    "aten.soft_margin_loss": 2,
+    "aten.kl_div": 2,
     "aten.binary_cross_entropy": 3,
     "aten.binary_cross_entropy_with_logits": 4,
 }

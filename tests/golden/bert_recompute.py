@@ -199,7 +199,7 @@ class Stage0(nn.Module):
         return loss
 
 
-def PRELUDE(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # noqa: N802
+def PRELUDE(batch: dict[str, torch.Tensor], constants: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # noqa: N802
     """Scalars of the whole global batch, such as its number of valid tokens."""
     ne = batch["labels"] != -100
     sum_1 = ne.sum()

@@ -341,7 +341,7 @@ class Stage0(nn.Module):
         return loss
 
 
-def PRELUDE(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # noqa: N802
+def PRELUDE(batch: dict[str, torch.Tensor], constants: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # noqa: N802
     """Scalars of the whole global batch, such as its number of valid tokens."""
     pad = F.pad(batch["labels"], [0, 1], value=-100.0)
     slice_1 = pad[..., 1:17]
