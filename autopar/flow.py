@@ -14,12 +14,17 @@ def placeholders(cls: LayerClass) -> list[fx.Node]:
 
 
 def output_nodes(cls: LayerClass) -> tuple[fx.Node, ...]:
-    """The nodes that the layer returns, in order."""
+    """The nodes of the layer's outputs, in order."""
+    return returned_nodes(cls)[: len(cls.outputs)]
+
+
+def returned_nodes(cls: LayerClass) -> tuple[fx.Node, ...]:
+    """The nodes of the layer's outputs, then those of the new values of its buffers."""
     output = next(node for node in reversed(cls.graph.graph.nodes) if node.op == "output")
     returned = output.args[0]
     assert isinstance(returned, (tuple, list)), returned
     nodes = tuple(node for node in returned if isinstance(node, fx.Node))
-    assert len(nodes) == len(cls.outputs), (cls.name, returned)
+    assert len(nodes) == len(cls.outputs) + len(cls.updates), (cls.name, returned)
     return nodes
 
 

@@ -59,6 +59,18 @@ class Parameter:
 
 
 @dataclass(frozen=True)
+class Buffer:
+    """A buffer that the model writes in its forward pass. ``value`` is what it held at capture, on the CPU; ``None`` on meta.
+    ``persistent``: whether it is in the model's state dict."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    value: torch.Tensor | None = None
+    persistent: bool = True
+
+
+@dataclass(frozen=True)
 class LayerClass:
     """The graph that layers of one structure share.
 
@@ -66,6 +78,9 @@ class LayerClass:
     ``constants`` (folded tables), ``scalars`` (the prelude's 0-d results), ``parameters``. Its output is a tuple: the
     ``outputs``, in order; the last layer's only output is the 0-d loss. ``parameters`` carry class-local dotted names
     (``self_attn.q_proj.weight``); placeholder names are identifiers. Every node has ``meta["val"]``, a meta tensor at global shapes.
+
+    ``buffers`` are those that the layer reads or writes, by class-local dotted names. One that is read is also among the
+    ``constants``, under that name. The new values of ``updates`` (some of the buffers' names) follow the outputs in the graph's tuple.
     """
 
     name: str
@@ -76,6 +91,8 @@ class LayerClass:
     scalars: tuple[Value, ...]
     parameters: tuple[Value, ...]
     outputs: tuple[Value, ...]
+    buffers: tuple[Value, ...] = ()
+    updates: tuple[str, ...] = ()
     rows: int = 0  # of the global batch; 0: the largest dim 0 of what enters
 
     def batched(self, value: Value) -> bool:
@@ -98,6 +115,7 @@ class Layer:
     scalars: tuple[str, ...]
     parameters: tuple[str, ...]
     outputs: tuple[str, ...]
+    buffers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,7 +126,8 @@ class Graph:
     (see ``capture.flatten_batch``). ``prelude`` maps the whole batch's inputs to ``scalars``: 0-d values that depend on inputs only,
     such as the number of valid tokens. ``constants`` are folded tensors, on the CPU. ``values`` describes every activation by name.
     ``replicated`` names ops that no rule covers. ``unmicrobatchable`` says why the batch may not be split in time (empty: it may).
-    ``opaque`` holds the modules that are kept whole, by the name of the op that stands for each (``"autopar.opaque_0"``).
+    ``opaque`` holds the modules that are kept whole, by the name of the op that stands for each (``"autopar.opaque_0"``). ``buffers`` are
+    those that the forward pass writes: each belongs to one layer. Those it only reads are ``constants``.
     """
 
     name: str
@@ -128,6 +147,7 @@ class Graph:
     unmicrobatchable: str = ""
     replicated: tuple[str, ...] = field(default=())
     opaque: dict[str, nn.Module] = field(default_factory=dict)
+    buffers: dict[str, Buffer] = field(default_factory=dict)
 
     @property
     def batch_size(self) -> int:

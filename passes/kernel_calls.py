@@ -15,7 +15,7 @@ from torch import fx
 
 from autopar.errors import ProgramError
 from autopar.plan import Axis
-from autopar.program import kernels, kernels_ring
+from autopar.program import kernels, kernels_norm, kernels_ring
 from autopar.rules import operands
 from autopar.rules.operands import arguments, op_name
 from autopar.sharding import Sharding
@@ -45,11 +45,12 @@ def kernel_call(node: fx.Node, sharding: Sharding) -> KernelCall | None:
         for axis, types in zip(sharding.axes, sharding.types, strict=True)
         if node.name in types.kernel and not (axis.name == MICROBATCH and axis.size == 1)
     }
-    if MICROBATCH in named:
+    if named.get(MICROBATCH, "local_batch_norm") not in _OF_MICROBATCHES:
         raise ProgramError(
             f"{node.name} would need the kernel {named[MICROBATCH]} over the microbatches, which are not on different devices",
             hint="plan with one microbatch",
         )
+    named.pop(MICROBATCH, None)
     assert len(set(named.values())) <= 1, f"{node.name}: several kernels at once, {named}"
     entry = BY_KERNEL[next(iter(named.values()))] if named else BY_OP.get(op_name(node.target))
     if entry is None:
@@ -113,6 +114,11 @@ def _loss_arguments(request: Request) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name != "weight" or value is not None}
 
 
+def _statistics(request: Request) -> KernelCall:
+    axes = {"axes": request.axes} if request.axes else {}
+    return request.node.target, request.node.args[:1], axes  # type: ignore[return-value]
+
+
 def _one_or_all(axes: tuple[str, ...]) -> str | tuple[str, ...]:
     return axes[0] if len(axes) == 1 else axes
 
@@ -120,10 +126,14 @@ def _one_or_all(axes: tuple[str, ...]) -> str | tuple[str, ...]:
 Entry = Callable[[Request], KernelCall | None]
 
 BY_KERNEL: dict[str, Entry] = {
+    "batch_statistics": _statistics,
+    "local_batch_norm": lambda request: (kernels_norm.local_batch_norm, request.node.args, dict(request.node.kwargs)),
     "ring_attention": _ring_attention,
     "masked_embedding": _masked_embedding,
+    "step_statistics": _statistics,
     "vocab_parallel_cross_entropy_sum": _vocabulary_loss,
 }
+_OF_MICROBATCHES = frozenset(("step_statistics", "local_batch_norm"))  # of each microbatch by itself
 BY_OP: dict[str, Entry] = {
     "aten.dropout": _dropout,
     "aten.scaled_dot_product_attention": _attention,

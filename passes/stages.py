@@ -116,21 +116,25 @@ def _stage(graph: Graph, plan: Plan, layers: tuple[LocalLayer, ...], index: int)
         sends=() if last else _crossing(graph, plan, layers, span.stop),
         inputs=inputs,
         scalars=tuple(dict.fromkeys(name for i in own for name in graph.layers[i].scalars)),
-        constants=tuple(dict.fromkeys(name for i in own for name in graph.layers[i].constants)),
+        constants=tuple(
+            dict.fromkeys(name for i in own for name in graph.layers[i].constants if name not in graph.buffers)
+        ),
         owned=owned,
         random=any(layers[i].random for i in own),
         crossings=tuple(_crossings(graph, layers, own, receives, inputs)),
     )
 
 
-def argument_keys(layer: Layer) -> list[str]:
-    """What a layer takes besides parameters, by the stage's names for them."""
-    return [
+def argument_keys(layer: Layer) -> list[tuple[int, str]]:
+    """What a layer takes besides its parameters and buffers: the place among its placeholders, and the stage's name for it."""
+    keys = [
         *layer.activations,
         *(f"input {name}" for name in layer.inputs),
         *(f"constant {name}" for name in layer.constants),
         *(f"scalar {name}" for name in layer.scalars),
     ]
+    own = {f"constant {name}" for name in layer.buffers}
+    return [(place, key) for place, key in enumerate(keys) if key not in own]
 
 
 def _crossings(
@@ -140,7 +144,7 @@ def _crossings(
     made |= {f"input {name}": types for name, types in inputs.items()}
     converted: set[tuple[str, Types]] = set()
     for i in own:
-        for position, key in enumerate(argument_keys(graph.layers[i])):
+        for position, key in argument_keys(graph.layers[i]):
             needed = layers[i].border(position)
             source = made.get(key, (R,) * len(needed))
             value = graph.values.get(key)

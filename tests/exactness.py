@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import vision_models
 from text_models import TEXT
 from torch import Tensor, nn
 from workers import WorkerPool
@@ -98,7 +99,13 @@ def bert() -> tuple[nn.Module, Any, Any]:
     return BertForMaskedLM(config), batch, None
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {"mlp": mlp, "gpt2": gpt2, "llama": llama, "bert": bert}
+MODELS: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
+    "mlp": mlp,
+    "gpt2": gpt2,
+    "llama": llama,
+    "bert": bert,
+    **vision_models.MODELS,
+}
 
 
 @functools.cache

@@ -160,14 +160,26 @@ class TestFunctionalise:
         b.call(aten.add_.Tensor, b.call(aten.select.int, view, 2, 1), 1.0)
         apply(b, b.module(base, view), clean.functionalise_pass)
 
-    def test_batch_norm_forgets_its_statistics(self) -> None:
+    def test_batch_norm_hands_out_its_running_statistics(self) -> None:
         b = Build()
         x, mean, var = b.input("x", 4, 3), b.input("mean", 3, buffer="m"), b.input("var", 3, buffer="v")
         b.tensors[2].abs_()
         y = b.call(aten.batch_norm.default, x, None, None, mean, var, True, 0.1, 1e-5, False)
-        gm = apply(b, b.module(y), clean.functionalise_pass)
-        assert gm.meta["unmicrobatchable"] == "batch norm couples the batch"
-        assert next(n for n in gm.graph.nodes if n.op == "call_function").args[3:5] == (None, None)
+        gm = clean.functionalise_pass(clean.batch_norm_pass(b.module(y)))
+        assert "batch norm couples the batch" in gm.meta["unmicrobatchable"] and gm.meta["updates"] == ("m", "v")
+        given, old_mean, old_var = (tensor.clone() for tensor in b.tensors)
+        result, new_mean, new_var = gm(*b.tensors)
+        expected = torch.nn.functional.batch_norm(given, old_mean, old_var, training=True)
+        for got, want in ((result, expected), (new_mean, old_mean), (new_var, old_var)):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+    def test_batch_norm_in_evaluation_writes_nothing(self) -> None:
+        b = Build()
+        x, mean, var = b.input("x", 4, 3), b.input("mean", 3, buffer="m"), b.input("var", 3, buffer="v")
+        b.tensors[2].abs_()
+        y = b.call(aten.batch_norm.default, x, None, None, mean, var, False, 0.1, 1e-5, False)
+        gm = apply(b, b.module(y), clean.batch_norm_pass)
+        assert "unmicrobatchable" not in gm.meta and "updates" not in gm.meta
 
 
 class TestNoops:

@@ -106,7 +106,9 @@ def constant_nodes(gm: fx.GraphModule) -> set[fx.Node]:
     """The nodes that depend on neither inputs nor parameters, and draw no random numbers."""
     constant: set[fx.Node] = set()
     for node in gm.graph.nodes:
-        leaf = node.op == "get_attr" or (node.op == "placeholder" and "buffer" in node.meta)
+        leaf = node.op == "get_attr" or (
+            node.op == "placeholder" and "buffer" in node.meta and "state" not in node.meta
+        )
         call = node.op == "call_function" and not is_random(node) and isinstance(node.meta.get("val"), torch.Tensor)
         if leaf or (call and all(n in constant for n in node.all_input_nodes)):
             constant.add(node)

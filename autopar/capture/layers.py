@@ -11,23 +11,28 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_arg
 
-from autopar.capture.segment import Group
+from autopar.capture.segment import Group, updates
 from autopar.graph import Layer, LayerClass, Value
 from passes.clean.nodes import copy_origin, dtype, packet, shape
 
-KINDS = ("activation", "input", "constant", "scalar", "parameter")
+KINDS = ("activation", "input", "constant", "state", "scalar", "parameter")
 
 
 @dataclass(slots=True)
 class Borders:
-    """What a layer takes from outside, by kind and in order, and the nodes that it hands on."""
+    """What a layer takes from outside, by kind and in order, the nodes that it hands on, and the new values of buffers by name.
+
+    ``state`` are the buffers among what it reads that the model writes.
+    """
 
     activation: list[fx.Node] = field(default_factory=list)
     input: list[fx.Node] = field(default_factory=list)
     constant: list[fx.Node] = field(default_factory=list)
+    state: list[fx.Node] = field(default_factory=list)
     scalar: list[fx.Node] = field(default_factory=list)
     parameter: list[fx.Node] = field(default_factory=list)
     outputs: list[fx.Node] = field(default_factory=list)
+    updates: dict[str, fx.Node] = field(default_factory=dict)
     body: list[fx.Node] = field(default_factory=list)
 
 
@@ -36,6 +41,8 @@ def borders(gm: fx.GraphModule, groups: list[Group]) -> list[Borders]:
     position = {node: index for index, node in enumerate(gm.graph.nodes)}
     owner = {node: index for index, group in enumerate(groups) for node in group.nodes}
     found = []
+    written = updates(gm)
+    loss = loss_node(gm)
     for index, group in enumerate(groups):
         border, members = Borders(), set(group.nodes)
         seen: set[fx.Node] = set()
@@ -58,19 +65,26 @@ def borders(gm: fx.GraphModule, groups: list[Group]) -> list[Borders]:
                 first_use.setdefault(operand, rank * 64 + node.all_input_nodes.index(operand))
         border.activation.sort(key=position.__getitem__)
         border.input.sort(key=position.__getitem__)
-        for names in (border.constant, border.scalar, border.parameter):
+        for names in (border.constant, border.state, border.scalar, border.parameter):
             names.sort(key=first_use.__getitem__)
-        border.outputs = [
-            n for n in group.nodes if any(owner.get(user, -1) > index or user.op == "output" for user in n.users)
-        ]
+        border.outputs = [n for n in group.nodes if n is loss or any(owner.get(user, -1) > index for user in n.users)]
+        border.updates = {name: node for name, node in written.items() if owner.get(node) == index}
         found.append(border)
     return found
+
+
+def loss_node(gm: fx.GraphModule) -> Any:
+    """What the graph returns first."""
+    result: Any = next(node for node in reversed(gm.graph.nodes) if node.op == "output").args[0]
+    while isinstance(result, tuple | list):
+        result = result[0]
+    return result
 
 
 def _kind(node: fx.Node, owner: dict[fx.Node, int]) -> str | None:
     """How ``node`` enters a layer that it is not in; ``None`` if it is recomputed there."""
     if node.op == "placeholder":
-        return next(kind for kind in ("parameter", "input", "constant") if kind in node.meta)
+        return next(kind for kind in ("parameter", "input", "constant", "state") if kind in node.meta)
     if node.meta.get("scalar"):
         return "scalar"
     return "activation" if node in owner else None
@@ -90,7 +104,8 @@ def build_layers(
         for k, node in enumerate(border.outputs):
             label = "loss" if final else name if len(border.outputs) == 1 else f"{name}:{k}"
             values[node] = Value(label, shape(node), dtype(node), node.meta["grad"])
-        whole = all(n.meta["parameter"].name.startswith(name + ".") for n in border.parameter)
+        stored = [n.meta["parameter"].name for n in border.parameter] + _buffer_names(border)
+        whole = all(one.startswith(name + ".") for one in stored)
         prefix = name + "." if whole else ""
         key = _signature(border, prefix)
         if key not in library:
@@ -102,13 +117,22 @@ def build_layers(
                 cls=library[key].name,
                 activations=tuple(values[n].name for n in border.activation),
                 inputs=tuple(n.meta["input"] for n in border.input),
-                constants=tuple(n.meta["constant"] for n in border.constant),
+                constants=(
+                    *(n.meta["constant"] for n in border.constant),
+                    *(n.meta["buffer"] for n in border.state),
+                ),
                 scalars=tuple(n.meta["scalar_value"].name for n in border.scalar),
                 parameters=tuple(n.meta["parameter"].name for n in border.parameter),
                 outputs=tuple(values[n].name for n in border.outputs),
+                buffers=tuple(_buffer_names(border)),
             )
         )
     return tuple(layers), {cls.name: cls for cls in library.values()}, {value.name: value for value in values.values()}
+
+
+def _buffer_names(border: Borders) -> list[str]:
+    """The written buffers that the layer reads or writes, each once."""
+    return list(dict.fromkeys((*(n.meta["buffer"] for n in border.state), *border.updates)))
 
 
 def layer_names(groups: list[Group], classes: dict[str, str]) -> list[str]:
@@ -174,7 +198,8 @@ def _signature(border: Borders, prefix: str) -> Any:
     for kind in KINDS:
         for node in getattr(border, kind):
             index[node] = len(index)
-            local = _local_name(node, prefix) if kind == "parameter" else node.meta["input"] if kind == "input" else ""
+            local = _local_name(node, prefix) if kind in ("parameter", "state") else ""
+            local = node.meta["input"] if kind == "input" else local
             key.append((kind, local, shape(node), dtype(node), node.meta["grad"]))
     for node in border.body:
         index[node] = len(index)
@@ -183,6 +208,7 @@ def _signature(border: Borders, prefix: str) -> Any:
         described = (shape(node), dtype(node), value.stride()) if isinstance(value, torch.Tensor) else str(value)
         key.append((node.target, frozen, described, node.meta["grad"]))
     key.append(tuple(index[n] for n in border.outputs))
+    key.append(tuple((name.removeprefix(prefix), index[n]) for name, n in border.updates.items()))
     return tuple(key)
 
 
@@ -198,7 +224,7 @@ def _numbered(value: Any, index: dict[fx.Node, int]) -> Any:
 
 
 def _local_name(node: fx.Node, prefix: str) -> str:
-    name: str = node.meta["parameter"].name
+    name: str = node.meta["buffer"] if "state" in node.meta else node.meta["parameter"].name
     return name.removeprefix(prefix) if prefix else name
 
 
@@ -215,25 +241,31 @@ def _layer_class(name: str, border: Borders, prefix: str) -> LayerClass:
             placeholder.meta |= {"val": node.meta["val"], "grad": node.meta["grad"]}
             copy_origin(node, placeholder)
             env[node] = placeholder
-            label = _local_name(node, prefix) if kind == "parameter" else placeholder.name
+            label = _local_name(node, prefix) if kind in ("parameter", "state") else placeholder.name
             described[kind].append(Value(label, shape(node), dtype(node), node.meta["grad"]))
     for node in border.body:
         env[node] = copy = _copied(graph, node, env)
         copy.meta |= {"val": node.meta["val"], "grad": node.meta["grad"]}
         copy_origin(node, copy)
     results = [env[n] for n in border.outputs]
-    graph.output(tuple(results))
+    graph.output((*results, *(env[n] for n in border.updates.values())))
     outputs = tuple(Value(n.name, shape(n), dtype(n), n.meta["grad"]) for n in results)
+    stored = {value.name: value for value in described["state"]}
+    for buffer, node in border.updates.items():
+        local = buffer.removeprefix(prefix)
+        stored.setdefault(local, Value(local, shape(node), dtype(node)))
     gm = fx.GraphModule(nn.Module(), graph, class_name=name)
     return LayerClass(
         name,
         gm,
         tuple(described["activation"]),
         tuple(described["input"]),
-        tuple(described["constant"]),
+        (*described["constant"], *described["state"]),
         tuple(described["scalar"]),
         tuple(described["parameter"]),
         outputs,
+        tuple(stored.values()),
+        tuple(buffer.removeprefix(prefix) for buffer in border.updates),
     )
 
 
@@ -244,7 +276,7 @@ def _copied(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.N
 
 
 def _placeholder_name(kind: str, node: fx.Node, prefix: str) -> str:
-    if kind == "parameter":
+    if kind in ("parameter", "state"):
         return _local_name(node, prefix)
     if kind == "activation":
         return "x"

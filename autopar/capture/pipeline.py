@@ -19,13 +19,14 @@ from autopar.capture.constants import (
     unused_constants,
 )
 from autopar.capture.export import export
-from autopar.capture.layers import borders, build_layers, build_prelude
+from autopar.capture.layers import borders, build_layers, build_prelude, loss_node
 from autopar.capture.masks import recognise_masks
 from autopar.capture.opaque import opaque_modules
-from autopar.capture.segment import mark_main, segment
+from autopar.capture.segment import mark_main, segment, updates
 from autopar.errors import CaptureError
-from autopar.graph import Graph, Parameter, Value
+from autopar.graph import Buffer, Graph, Parameter, Value
 from passes.clean import FINAL_STEPS, STEPS
+from passes.clean.batch_norm import LOCAL
 from passes.clean.nodes import mark_gradients
 from passes.runner import run as run_passes
 
@@ -40,6 +41,7 @@ def capture(
     precision: str | None = None,
     name: str | None = None,
     progress: Progress | None = None,
+    local_batch_norm: bool = False,
 ) -> Graph:
     """Capture one training step's forward pass of ``model`` as layers.
 
@@ -49,7 +51,8 @@ def capture(
     with ``loss_fn`` the batch is ``(inputs, targets)`` and the loss is ``loss_fn(model(inputs), targets)``; a ``loss_fn`` that takes one
     argument gets the output alone, and the batch is the inputs. ``precision``
     (``"float64"``, ``"float32"``, ``"bfloat16"``, ``"float16"``) casts floating parameters, buffers and inputs; without it
-    they keep their dtypes. ``progress`` is called with each stage's name.
+    they keep their dtypes. ``progress`` is called with each stage's name. ``local_batch_norm`` lets batch norm take the statistics of
+    each rank's part of each microbatch, as most trainers do; without it they are those of the whole batch, as on one device.
 
     Raises ``CaptureError`` (with the source line) where the model cannot be exported, ``BatchError`` where the batch is not one.
     """
@@ -62,9 +65,11 @@ def capture(
     report("export")
     gm, buffers, classes = export(model, structure, loss_fn, dtype)
     report("clean")
+    gm.meta[LOCAL] = local_batch_norm
     gm, constants = clean(gm, buffers, batch_size)
     report("segment")
-    return _assemble(gm, constants, structure, classes, model, name or type(model).__name__)
+    written = _buffers(gm, buffers, model)
+    return _assemble(gm, constants, structure, classes, model, name or type(model).__name__, written)
 
 
 def clean(
@@ -90,12 +95,11 @@ def _assemble(
     classes: dict[str, str],
     model: nn.Module,
     name: str,
+    written: dict[str, Buffer],
 ) -> Graph:
     mark_gradients(gm)
     mark_main(gm)
-    loss = next(iter(reversed(gm.graph.nodes))).args[0]
-    while isinstance(loss, tuple | list):
-        loss = loss[0]
+    loss = loss_node(gm)
     if not isinstance(loss, fx.Node) or not loss.meta["grad"]:
         raise CaptureError("the loss does not depend on any trainable parameter", hint="nothing would be trained")
     inputs = tuple(Value(leaf.name, leaf.shape, leaf.dtype) for leaf in structure.leaves)
@@ -109,6 +113,8 @@ def _assemble(
     used = {parameter.original for parameter in parameters.values()}
     if unused := [n for n, p in model.named_parameters() if p.requires_grad and n not in used]:
         notes.append(f"the loss does not depend on {len(unused)} parameters: {', '.join(unused[:5])}")
+    held = {name for layer in layers for name in layer.buffers}
+    notes += [f"the update of buffer {name} is left out" for name in written if name not in held]
     floating = [p.dtype for p in parameters.values() if p.dtype.is_floating_point]
     return Graph(
         name=name,
@@ -127,7 +133,19 @@ def _assemble(
         notes=tuple(notes),
         unmicrobatchable=gm.meta.get("unmicrobatchable", ""),
         opaque=opaque_modules(gm.graph),
+        buffers={name: buffer for name, buffer in written.items() if name in held},
     )
+
+
+def _buffers(gm: fx.GraphModule, values: dict[str, torch.Tensor], model: nn.Module) -> dict[str, Buffer]:
+    """The buffers that the graph writes, with what they held."""
+    kept = model.state_dict(keep_vars=True)
+    found = {}
+    for name, node in updates(gm).items():
+        value = node.meta["val"]
+        initial = values[name].detach().to(value.dtype).clone() if name in values else None
+        found[name] = Buffer(name, tuple(value.shape), value.dtype, initial, name in kept)
+    return found
 
 
 def _parameters(gm: fx.GraphModule, model: nn.Module) -> dict[str, Parameter]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -44,13 +45,14 @@ class Group:
 
 
 def mark_main(gm: fx.GraphModule) -> None:
-    """Set ``meta["main"]`` (depends on a parameter or draws random numbers), ``meta["fed"]`` (depends on an input), and
-    ``meta["scalar"]`` on the 0-d values of inputs that something larger or something main reads."""
+    """Set ``meta["main"]`` (depends on a parameter or a written buffer, is written to one, or draws random numbers), ``meta["fed"]``
+    (depends on an input), and ``meta["scalar"]`` on the 0-d values of inputs that something larger or something main reads."""
+    written = set(updates(gm).values())
     for node in gm.graph.nodes:
         operands = node.all_input_nodes
-        parameter = node.op == "placeholder" and "parameter" in node.meta
+        parameter = node.op == "placeholder" and ("parameter" in node.meta or "state" in node.meta)
         random = node.op == "call_function" and is_random(node)
-        node.meta["main"] = parameter or random or any(n.meta["main"] for n in operands)
+        node.meta["main"] = parameter or random or node in written or any(n.meta["main"] for n in operands)
         node.meta["fed"] = (node.op == "placeholder" and "input" in node.meta) or any(n.meta["fed"] for n in operands)
     for node in calls(gm):
         tensor = isinstance(node.meta["val"], torch.Tensor)
@@ -61,6 +63,14 @@ def mark_main(gm: fx.GraphModule) -> None:
             and not node.meta["main"]
             and any(user.meta["main"] or (user.op == "call_function" and shape(user) != ()) for user in node.users)
         )
+
+
+def updates(gm: fx.GraphModule) -> dict[str, fx.Node]:
+    """For every buffer that the model writes, the node of its new value."""
+    output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+    names = gm.meta.get("updates", ())
+    results: Any = output.args[0]
+    return dict(zip(names, results[len(results) - len(names) :], strict=True)) if names else {}
 
 
 def segment(gm: fx.GraphModule, classes: dict[str, str]) -> list[Group]:

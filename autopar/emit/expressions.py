@@ -282,13 +282,6 @@ def _embedding(node: fx.Node, texts: Texts) -> Text:
     return Text(f"F.embedding({literal(given['indices'], texts)}, {literal(given['weight'], texts)}{extra})")
 
 
-def _batch_norm(node: fx.Node, texts: Texts) -> Text:
-    """``F.batch_norm`` takes the running statistics before the weight."""
-    given = arguments(node)
-    order = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-    return Text(f"F.batch_norm({', '.join(literal(given[key], texts) for key in order)})")
-
-
 def _ndim(node: fx.Node) -> int:
     return int(node.meta["val"].dim())
 
@@ -300,5 +293,4 @@ _SPECIAL: dict[str, Callable[[fx.Node, Texts], Text | None]] = {
     "sum": _sum,
     "mean": _sum,
     "embedding": _embedding,
-    "batch_norm": _batch_norm,
 }

@@ -33,6 +33,13 @@ def parameter_paths(layer: LocalLayer) -> dict[str, str]:
     return attributes(tuple(parameter.name for parameter in layer.parameters))
 
 
+def buffer_paths(layer: LocalLayer) -> dict[str, str]:
+    """The same for the buffers that the layer writes."""
+    names = tuple(parameter.name for parameter in layer.parameters)
+    paths = attributes((*names, *(buffer.name for buffer in layer.cls.buffers)))
+    return {buffer.name: paths[buffer.name] for buffer in layer.cls.buffers}
+
+
 def types_text(axes: tuple[str, ...], types: tuple[SpmdType, ...]) -> str:
     """``S(0) on data, I on tensor``: a comment."""
     return ", ".join(f"{t} on {axis}" for axis, t in zip(axes, types, strict=True))
@@ -46,6 +53,12 @@ def _constructor(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int
         lines.append("        self.number = number  # tells this layer's random numbers from another's")
     made: set[str] = set()
     paths = parameter_paths(layer)
+    if layer.cls.updates:
+        written = [f'"{buffer_paths(layer)[name]}"' for name in layer.cls.updates]
+        lines[:0] = [
+            f"    UPDATES = ({', '.join(written)},)  # what forward returns new values of, behind its outputs",
+            "",
+        ]
     for index, parameter in own:
         path = paths[parameter.name]
         parts = path.split(".")
@@ -59,6 +72,16 @@ def _constructor(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int
         grad = "" if value.requires_grad else ", requires_grad=False"
         tensor = f"torch.empty({shape or '()'}, **factory, dtype={value.dtype})"
         lines.append(f"        self.{path} = nn.Parameter({tensor}{grad})  # {types_text(axes, parameter.types)}")
+    for path, value in zip(buffer_paths(layer).values(), layer.cls.buffers, strict=True):
+        owner, _, leaf = path.rpartition(".")
+        parts = owner.split(".") if owner else []
+        for depth in range(1, len(parts) + 1):
+            if (above := ".".join(parts[:depth])) not in made:
+                made.add(above)
+                lines.append(f"        self.{above} = nn.Module()")
+        shape = ", ".join(map(str, value.shape))
+        tensor = f"torch.empty({shape or '()'}, **factory, dtype={value.dtype})"
+        lines.append(f'        {".".join(["self", *parts])}.register_buffer("{leaf}", {tensor})')
     return lines
 
 
@@ -70,10 +93,15 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int]) -
     nodes = list(layer.graph.graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
     first_parameter = len(inputs) - len(layer.parameters)
+    states = buffer_paths(layer)
     for index, (node, kind) in enumerate(zip(inputs, layer.kinds, strict=True)):
         if kind == "parameter" and index - first_parameter not in shared:
             path = layer.parameters[index - first_parameter].name
             texts[node] = Text("self." + parameter_paths(layer)[path])
+            continue
+        position = index - len(layer.cls.activations) - len(layer.cls.inputs)
+        if kind == "constant" and layer.cls.constants[position].name in states:
+            texts[node] = Text("self." + states[layer.cls.constants[position].name])
             continue
         argument = names.fresh(node.name)
         texts[node] = Text(argument)
@@ -83,7 +111,7 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int]) -
         arguments.append("key")
     signature = ", ".join(["self", *(f"{argument}: torch.Tensor" for argument in arguments)])
     body = [*notes, *_body(nodes, texts, names)]
-    count = len(layer.cls.outputs)
+    count = len(layer.cls.outputs) + len(layer.cls.updates)
     returns = "torch.Tensor" if count == 1 else "tuple[torch.Tensor, ...]"
     if not layer.strategy.recompute:
         return [f"    def forward({signature}) -> {returns}:", *body]

@@ -10,10 +10,12 @@ from functools import lru_cache
 from torch import nn
 
 # What an emitted module defines or imports itself.
-_RESERVED = frozenset({"self", "torch", "nn", "F", "spmd", "kernels", "kernels_ring", "opaque", "checkpoint", "key"})
+_RESERVED = frozenset(
+    {"self", "torch", "nn", "F", "spmd", "kernels", "kernels_norm", "kernels_ring", "opaque", "checkpoint", "key"}
+)
 
 # What a module has besides the user's attributes: nothing of theirs may take its place.
-_MODULE = frozenset(dir(nn.Module())) | {"compute", "number"}
+_MODULE = frozenset(dir(nn.Module())) | {"compute", "number", "updates", "UPDATES"}
 
 
 def identifier(text: str) -> str:

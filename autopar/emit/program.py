@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from autopar.emit.expressions import kernel_module, literal
-from autopar.emit.layer import layer_class, parameter_paths
+from autopar.emit.layer import buffer_paths, layer_class, parameter_paths
 from autopar.emit.names import Names
 from autopar.emit.opaque import describe_opaque, imported_modules
 from autopar.emit.prelude import prelude_function
@@ -52,14 +52,17 @@ def emit(graph: Graph, plan: Plan, folder: str | Path) -> LocalProgram:
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
     (path / "model.py").write_text(model_source(local, bool(modules)))
     (path / "plan.json").write_text(plan.dumps() + "\n")
-    (path / "layouts.json").write_text(json.dumps({"parameters": layouts(local)}, indent=1) + "\n")
+    (path / "layouts.json").write_text(
+        json.dumps({"parameters": layouts(local), "buffers": buffers(local)}, indent=1) + "\n"
+    )
     if modules:
         (path / "opaque.json").write_text(json.dumps(modules, indent=1) + "\n")
     else:
         (path / "opaque.json").unlink(missing_ok=True)
     constants = path / "constants.pt"
-    if graph.constants:
-        torch.save(dict(graph.constants), constants)
+    values = {f"buffer {buffer.name}": buffer.value for buffer in graph.buffers.values() if buffer.value is not None}
+    if graph.constants or values:
+        torch.save({**graph.constants, **values}, constants)
     else:
         constants.unlink(missing_ok=True)
     copy_runtime(path)
@@ -172,6 +175,28 @@ def layouts(program: LocalProgram) -> list[dict[str, object]]:
                         "tied": list(record.tied),
                         "types": {axis: str(t) for axis, t in zip(axes, local.types, strict=True)},
                         "shared": name if len(homes[name]) > 1 else None,
+                    }
+                )
+    return records
+
+
+def buffers(program: LocalProgram) -> list[dict[str, object]]:
+    """The record of every buffer that the model writes, as JSON objects: where it is, and whether its new value comes from there."""
+    records: list[dict[str, object]] = []
+    for stage in program.stages:
+        for index in stage.layers:
+            layer, local = program.graph.layers[index], program.layers[index]
+            for original, value in zip(layer.buffers, local.cls.buffers, strict=True):
+                record = program.graph.buffers[original]
+                records.append(
+                    {
+                        "stage": stage.index,
+                        "name": f"{layer_attribute(program, index)}.{buffer_paths(local)[value.name]}",
+                        "original": original,
+                        "shape": list(record.shape),
+                        "dtype": str(record.dtype).removeprefix("torch."),
+                        "persistent": record.persistent,
+                        "written": value.name in local.cls.updates,
                     }
                 )
     return records

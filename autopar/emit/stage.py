@@ -137,6 +137,10 @@ def _constructor(program: LocalProgram, stage: Stage, class_names: dict[int, str
         "    def __init__(self, device=None, dtype=None, constants=None) -> None:",
         "        super().__init__()",
     ]
+    if any(program.layers[layer].cls.updates for layer in stage.layers):
+        lines.append(
+            "        self.updates = []  # (layer, new values of its UPDATES), one for each call; the runtime writes them"
+        )
     for name in stage.constants:
         lines.append(f'        self.register_buffer("{identifier(name)}", constants["{name}"], persistent=False)')
     for name, layer in stage.owned.items():
@@ -172,7 +176,7 @@ class _Forward:
 
     def lines(self) -> list[str]:
         stage, graph = self.stage, self.program.graph
-        for taken in ("hidden", "loss", "layer", "key"):
+        for taken in ("hidden", "loss", "layer", "key", "new"):
             self.names.fresh(taken)
         received = []
         for border in stage.receives:
@@ -222,6 +226,7 @@ class _Forward:
                 self.class_names[layer] == self.class_names[layers[0]]
                 and (this.inputs, this.constants, this.scalars) == (first.inputs, first.constants, first.scalars)
                 and not any(name in self.stage.owned for name in this.parameters)
+                and not graph.classes[this.cls].updates
                 and program.layers[layer].border(0) == program.layers[previous].output(0)
             )
             if not (chained and alike):
@@ -235,7 +240,7 @@ class _Forward:
     def _call(self, layer: int, run: int) -> None:
         graph, local = self.program.graph, self.program.layers[layer]
         this = graph.layers[layer]
-        arguments = [self._read(layer, key, local.border(position)) for position, key in enumerate(argument_keys(this))]
+        arguments = [self._read(layer, key, local.border(place)) for place, key in argument_keys(this)]
         arguments += [f"self.{owned_attribute(name)}" for name in this.parameters if name in self.stage.owned]
         if local.random:
             arguments.append("key")
@@ -252,8 +257,11 @@ class _Forward:
             results.append(text)
         target = ", ".join(results)
         if run == 1:
-            call = f"self.{layer_attribute(self.program, layer)}({', '.join(arguments)})"
-            self.body.append(f"        {target} = {call}")
+            attribute = layer_attribute(self.program, layer)
+            updates = ", *new" if local.cls.updates else ""
+            self.body.append(f"        {target}{updates} = self.{attribute}({', '.join(arguments)})")
+            if updates:
+                self.body.append(f'        self.updates.append(("{attribute}", new))')
             return
         if arguments[0] != "hidden":
             self.body.append(f"        hidden = {arguments[0]}")

@@ -12,9 +12,11 @@ from pathlib import Path
 FILES = (
     "flattened.py",
     "kernels.py",
+    "kernels_norm.py",
     "kernels_ring.py",
     "opaque.py",
     "world.py",
+    "buffers.py",
     "parameters.py",
     "runtime.py",
     "train.py",

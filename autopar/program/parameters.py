@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from autopar.program.buffers import StageBuffers
 from autopar.program.world import Layout, Program, World
 
 # torch 2.13 renames these two; 2.11 has only the old names
@@ -316,11 +317,12 @@ def grouping(program: Program, stage: int) -> list[tuple[Layout, ...]]:
     return [tuple(layouts) for _, layouts in sorted(groups.items(), key=lambda item: item[0][1])]
 
 
-def build_stage(program: Program, world: World) -> tuple[nn.Module, list[Group]]:
-    """This rank's stage on its device, with its parameters allocated (zeros) in their groups."""
+def build_stage(program: Program, world: World) -> tuple[nn.Module, list[Group], StageBuffers]:
+    """This rank's stage on its device, with its parameters allocated (zeros) in their groups, and its buffers."""
     constants = {name: tensor.to(world.device) for name, tensor in program.constants.items()}
     kind = program.model.STAGES[world.stage]
     stage: nn.Module = kind(device=torch.device("meta"), dtype=None, constants=constants)
+    buffers = StageBuffers(stage, program, world)
     groups: list[Group] = []
     for layouts in grouping(program, world.stage):
         for layout in layouts:
@@ -335,7 +337,7 @@ def build_stage(program: Program, world: World) -> tuple[nn.Module, list[Group]]
     for name in kind.GROUPS:
         if name:
             _run_in_mesh(stage.get_submodule(name), world)
-    return stage, groups
+    return stage, groups, buffers
 
 
 def _check_layout(layout: Layout, stage: nn.Module, world: World) -> None:

@@ -49,8 +49,11 @@ class Trainer:
         max_norm: float | None = None,
     ) -> None:
         self.program, self.world, self.max_norm = program, world, max_norm
-        stage, self._groups = build_stage(program, world)
-        self._load(given(state) if state is not None else seeded(seed))
+        stage, self._groups, self._buffers = build_stage(program, world)
+        if state is not None:
+            self.load_state_dict(state)
+        else:
+            self._load(seeded(seed))
         self._pipeline = _Pipeline(program, world, stage)
         masters = [master.tensor for group in self._groups for master in group.masters]
         self.optimizer = optimizer(masters) if masters else None
@@ -65,6 +68,7 @@ class Trainer:
             self.optimizer.step()
         for group in self._groups:
             group.publish()
+        self._buffers.write()
         self._steps += 1
         return loss
 
@@ -72,6 +76,7 @@ class Trainer:
         """The global batch's loss; leaves its gradients, summed over ranks, microbatches and tied copies."""
         for group in self._groups:
             group.zero_grad()
+        self._buffers.clear()
         loss = self._pipeline.run(batch, (self._seed << 40) + self._steps * self._pipeline.microbatches)
         for group in sorted(self._groups, key=lambda group: group.shared or ""):  # one order for all stages
             group.reduce_over_stages()
@@ -103,16 +108,18 @@ class Trainer:
         return dict(self._collect(lambda group: group.gradients(), lambda layout: layout.trainable))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The parameters, whole, by original name (each of a tied one's names), on the CPU of rank 0; nothing elsewhere."""
+        """The parameters and written buffers, whole, by original name (each of a tied one's), on the CPU of rank 0; nothing elsewhere."""
         state = dict(self._collect(lambda group: group.values(), lambda layout: True))
         for layout in self.program.layouts:
             if layout.original in state:
                 state.update(dict.fromkeys(layout.tied, state[layout.original]))
+        state.update(self._buffers.values())
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Set the parameters from a state dict of the user's model, given on every rank. Optimizer state stays."""
+        """Set parameters and buffers from a state dict of the user's model, given on every rank. Optimizer state stays."""
         self._load(given(state))
+        self._buffers.load(state)
 
     def _load(self, source: Callable[[Layout], Tensor]) -> None:
         for group in self._groups:

@@ -87,6 +87,27 @@ class Layout:
         return local
 
 
+@dataclass(frozen=True, slots=True)
+class BufferRecord:
+    """Where a buffer that the model writes is: ``name`` is the stage's, ``original`` the user's.
+
+    Several layers may have a copy; one of them makes the new value (``written``). ``persistent``: it is in the model's state dict.
+    """
+
+    stage: int
+    name: str
+    original: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    persistent: bool
+    written: bool
+
+    @staticmethod
+    def read(record: Mapping[str, Any]) -> BufferRecord:
+        """From an entry of ``layouts.json``."""
+        return BufferRecord(**{**record, "shape": tuple(record["shape"]), "dtype": getattr(torch, record["dtype"])})
+
+
 @dataclass(frozen=True)
 class Program:
     """A program folder, loaded: ``plan.json``, ``layouts.json``, ``model.py`` and ``constants.pt``."""
@@ -95,6 +116,7 @@ class Program:
     layouts: tuple[Layout, ...]
     model: ModuleType
     constants: dict[str, Tensor]
+    buffers: tuple[BufferRecord, ...] = ()
 
     def group(self, layout: Layout) -> tuple[str, int, tuple[str, ...]]:
         """The stage's child that holds the parameter (``""``: the stage itself), its ZeRO stage, and the axes (larger than 1)
@@ -147,13 +169,14 @@ def load(folder: str | os.PathLike[str]) -> Program:
     assert model.__file__ is not None
     if Path(model.__file__).resolve().parent != path:
         raise ImportError(f"the name `model` is taken by {model.__file__}; put {path} first on sys.path")
-    records = json.loads((path / "layouts.json").read_text())["parameters"]
+    records = json.loads((path / "layouts.json").read_text())
     constants = path / "constants.pt"
     return Program(
         plan=json.loads((path / "plan.json").read_text()),
-        layouts=tuple(Layout.read(record, model.MESH) for record in records),
+        layouts=tuple(Layout.read(record, model.MESH) for record in records["parameters"]),
         model=model,
         constants=torch.load(constants, weights_only=True) if constants.exists() else {},
+        buffers=tuple(BufferRecord.read(record) for record in records.get("buffers", ())),
     )
 
 

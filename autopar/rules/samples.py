@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.program import kernels
+from autopar.program import kernels, kernels_norm
 from autopar.rules.check import Sample, held, sample
 
 aten = torch.ops.aten
@@ -150,9 +150,11 @@ def products() -> list[Sample]:
         sample(aten.layer_norm.default, r(6, 5), [5], r(5)),
         sample(aten.rms_norm.default, r(6, 12, 5), [5], r(5), 1e-6),
         sample(aten.group_norm.default, r(6, 12, 3), 2, r(12), r(12)),
-        sample(aten.batch_norm.default, r(4, 6, 3), r(6), r(6), None, None, True, 0.1, 1e-5, False),
-        held(sample(aten.batch_norm.default, r(6, 12, 3), r(12), r(12), r(12), u(12), False, 0.1, 1e-5, False), 3, 4),
-        sample(aten.instance_norm.default, r(4, 6, 5), None, None, None, None, True, 0.1, 1e-5, False),
+        *(sample(op, r(6, 12, *more)) for op in _STATISTICS for more in ((), (5,), (3, 5))),
+        sample(aten.group_norm.default, r(6, 4, 3, 5), 4),
+        sample(kernels_norm.normalise, r(6, 12, 3, 5), r(12), u(12), r(12), r(12), 1e-5),
+        sample(kernels_norm.normalise, r(6, 12), r(12), u(12)),
+        sample(kernels_norm.local_batch_norm, r(4, 6, 3), r(6), r(6), 1e-5),
         *(sample(_overload(name, "int"), r(6, 5, 12), 1) for name in ("softmax", "log_softmax")),
         *(sample(_overload(name), r(6, 12, 5), -1, False) for name in ("_softmax", "_log_softmax")),
         sample(aten.glu.default, r(6, 12, 4), -1),
@@ -210,6 +212,7 @@ def views() -> list[Sample]:
     ]
 
 
+_STATISTICS = (kernels_norm.batch_statistics, kernels_norm.step_statistics)
 _RESHAPES = [
     ((6, 4, 12), (6, 4, 6, 2)),
     ((6, 4, 12), (24, 12)),

@@ -78,7 +78,14 @@ def _ring(node: fx.Node) -> tuple[Wire, ...]:
     return tuple(found)
 
 
+def _statistics(node: fx.Node) -> tuple[Wire, ...]:
+    """Every rank's means and variances are gathered; the gradient is reduced by the conversion behind."""
+    return (Wire(node, Collective.ALL_GATHER, Collective.NONE, times=2 / 3, per_rank=True),)
+
+
 _TRAFFIC: dict[str, Callable[[fx.Node], tuple[Wire, ...]]] = {
     "vocab_parallel_cross_entropy_sum": _vocabulary_loss,
     "ring_attention": _ring,
+    "batch_statistics": _statistics,
+    "step_statistics": _statistics,
 }

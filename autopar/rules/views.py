@@ -339,11 +339,27 @@ def group_norm(node: fx.Node) -> str:
     return line([words, *([words[1]] for _ in operands(node)[1:])], words)
 
 
-def batch_norm(node: fx.Node) -> str:
-    """batch_norm, instance_norm: channels (statistics are of the whole batch)."""
+def statistics(kernel: str) -> Callable[[fx.Node], str]:
+    """batch_statistics: channels; a kernel joins those of parts of the batch, or of places."""
+
+    def build(node: fx.Node) -> str:
+        words = names(len(source(node)))
+        clauses = [f"{word} = {kernel} -> I" for i, word in enumerate(words) if i != 1]
+        return line([words], ["1", words[1]], *clauses)
+
+    return build
+
+
+def normalise(node: fx.Node) -> str:
+    """normalise: elementwise, the rest per channel."""
     words = names(len(source(node)))
-    words = held(words, [i for i in range(len(words)) if i != 1])
     return line([words, *([words[1]] for _ in operands(node)[1:])], words)
+
+
+def local_batch_norm(node: fx.Node) -> str:
+    """local_batch_norm: channels, and examples where each part may be normalised by its own statistics."""
+    words = held(names(len(source(node))), range(2, len(source(node))))
+    return line([words, *([words[1]] for _ in operands(node)[1:])], words, f"{words[0]} = local_batch_norm")
 
 
 def convolution(node: fx.Node) -> str:

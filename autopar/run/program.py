@@ -119,10 +119,9 @@ class Program:
         return loss, grads
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The parameters under the names of the user's model, whole, on the CPU; under ``torchrun`` on rank 0 only.
+        """The parameters and buffers under the names of the user's model, whole, on the CPU; under ``torchrun`` on rank 0 only.
 
-        What does not train, buffers and unused parameters, has the values that the program was given: running statistics are not
-        updated.
+        What the forward pass does not use or write has the values that the program was given.
         """
         trained: dict[str, Tensor] = self._call("state_dict")
         if not trained:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.flow import output_nodes
+from autopar.flow import returned_nodes
 from autopar.graph import LayerClass
 from autopar.rules import operands
 from autopar.sharding import AxisTypes
@@ -23,7 +23,7 @@ def _conversions(cls: LayerClass, types: AxisTypes) -> Iterator[tuple[str, SpmdT
         for operand, needed in zip(operands(node), types.needed[node.name], strict=True):
             if types.produced[operand.name] != needed:
                 yield operand.name, types.produced[operand.name], needed
-    for node, wanted in zip(output_nodes(cls), types.outputs, strict=True):
+    for node, wanted in zip(returned_nodes(cls), types.outputs, strict=True):
         if types.produced[node.name] != wanted:
             yield node.name, types.produced[node.name], wanted
 

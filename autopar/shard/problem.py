@@ -24,7 +24,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from autopar.flow import gradient_flow, output_nodes, placeholders
+from autopar.flow import gradient_flow, output_nodes, placeholders, returned_nodes
 from autopar.graph import LayerClass, Value
 from autopar.plan import Role
 from autopar.price.roofline import op_cost
@@ -83,6 +83,11 @@ def boundary(cls: LayerClass, role: Role, value: Value) -> SpmdType | None:
     return I
 
 
+def update_type(role: Role) -> SpmdType:
+    """The type of a buffer's new value: every rank has all of it."""
+    return I if role is Role.IDLE else R
+
+
 class Problem:
     """Options, costs and readers of every node. ``feasible`` is false where some node has no option at all.
 
@@ -122,6 +127,8 @@ class Problem:
                 self._loss(node.name)
             elif target is not None:
                 self.demands[node.name].add(target)
+        for node in returned_nodes(cls)[len(cls.outputs) :]:
+            self.demands[node.name].add(update_type(role))
         seconds = [
             self._compute_s(self.nodes[name], option) for name, options in self.options.items() for option in options
         ]

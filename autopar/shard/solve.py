@@ -9,7 +9,7 @@ from autopar.graph import LayerClass
 from autopar.plan import Role
 from autopar.shard.eliminate import TableTooLargeError, eliminate
 from autopar.shard.milp import solve_milp
-from autopar.shard.problem import Problem, boundary
+from autopar.shard.problem import Problem, boundary, update_type
 from autopar.sharding import AxisTypes
 from autopar.types import SpmdType
 
@@ -54,7 +54,7 @@ def _solution(problem: Problem, chosen: dict[str, int]) -> AxisTypes:
         role=role,
         produced={name: option.result for name, option in options.items()},
         needed={name: option.operands for name, option in options.items()},
-        outputs=tuple(t for t in outputs if t is not None),
+        outputs=(*(t for t in outputs if t is not None), *(update_type(role) for _ in cls.updates)),
         letter={name: option.letter for name, option in options.items() if option.letter is not None},
         kernel={name: option.kernel for name, option in options.items() if option.kernel is not None},
         cost_s=problem.objective(chosen) * problem.dearest_s,

@@ -19,7 +19,7 @@ from autopar.verify.subject import Subject
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The largest error over the loss and every gradient, and the number of stages that type-check (0: not asked for)."""
+    """The largest error over the loss, every gradient and every buffer after a step, and the number of stages that type-check (0: not asked for)."""
 
     error: Error
     stages_typed: int
@@ -41,5 +41,7 @@ def check_plan(subject: Subject, plan: Plan, pool: WorkerPool, *, typed: bool = 
         state = Path(folder) / "initial.pt"
         torch.save(subject.state, state)
         answers = pool.run("autopar.verify.remote:gradients", str(program), str(state), subject.batch)
-    loss, gradients = answers[0]
-    return Outcome(compare(loss, gradients, subject.loss, subject.gradients), stages)
+    loss, gradients, state_after = answers[0]
+    error = compare(loss, gradients, subject.loss, subject.gradients)
+    written = compare(loss, {name: state_after[name] for name in subject.buffers}, loss, subject.buffers)
+    return Outcome(max(error, written, key=lambda one: one.value), stages)

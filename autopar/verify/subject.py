@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ _DRAWS = (
 class Subject:
     """The captured graph, the state dict, the batch by input name, and eager PyTorch's loss and gradients by parameter name.
 
-    ``dropout`` says whether the model has dropout, which is off here.
+    ``dropout`` says whether the model has dropout, which is off here. ``buffers`` are those that the forward pass writes, after it.
     """
 
     graph: Graph
@@ -43,6 +43,7 @@ class Subject:
     loss: float
     gradients: dict[str, Tensor]
     dropout: bool = False
+    buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
 class WithoutDropout(TorchFunctionMode):
@@ -110,7 +111,9 @@ def make_subject(
         loss = call_model(model, graph.structure, loss_fn, tuple(tensors.values()))
         loss.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return Subject(graph, state, tensors, float(loss.detach()), gradients, off.seen or bool(recurrent))
+    after = dict(model.named_buffers())
+    written = {name: after[name].detach().clone() for name, buffer in graph.buffers.items() if buffer.persistent}
+    return Subject(graph, state, tensors, float(loss.detach()), gradients, off.seen or bool(recurrent), written)
 
 
 def _refuse_random(graph: Graph) -> None:

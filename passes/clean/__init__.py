@@ -6,6 +6,7 @@ on the ones before it.
 """
 
 from passes.clean.attention import grouped_query_pass
+from passes.clean.batch_norm import batch_norm_pass
 from passes.clean.bias import split_bias_pass
 from passes.clean.broadcast import broadcast_pass
 from passes.clean.dead import dead_code_pass
@@ -20,6 +21,7 @@ from passes.clean.shapes import reshapes_pass, splits_pass
 
 STEPS = (
     ("inline regions", inline_regions_pass),
+    ("batch norm", batch_norm_pass),
     ("functional", functionalise_pass),
     ("gradients", gradients_pass),
     ("devices", devices_pass),
@@ -51,6 +53,7 @@ FINAL_STEPS = (
 __all__ = [
     "FINAL_STEPS",
     "STEPS",
+    "batch_norm_pass",
     "broadcast_pass",
     "cross_entropy_pass",
     "dead_code_pass",

@@ -2,8 +2,8 @@
 
 The usual functionalisation: each tensor is a base or a chain of views of one. A write to a view is carried back to its base through
 the chain (a write through ``slice`` is a ``cat`` of what stayed and what is new), the base gets a new value, and a view that was taken
-before the write is replayed on the new base when it is read again. Writes to buffers (batch norm's running statistics) are
-dropped with a note: a training step's loss and gradients do not depend on them.
+before the write is replayed on the new base when it is read again. A buffer's last value (batch norm's running statistics, a
+counter) becomes an output of the graph behind the loss; ``meta["updates"]`` names the buffers in that order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 from torch.fx.node import map_arg
 
-from passes.clean.nodes import add, arguments, aten, note, packet, shape
+from passes.clean.nodes import add, arguments, aten, packet, shape
 
 _VIEWS = frozenset(
     f"aten.{name}"
@@ -48,7 +48,7 @@ class _Alias:
 def functionalise_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """Replace in-place ops; see the module's docstring."""
     if not any(_is_inplace(n) for n in gm.graph.nodes):
-        return _drop_statistics(gm)
+        return gm
     aliases: dict[fx.Node, _Alias] = {}
     bases: dict[fx.Node, tuple[fx.Node, int]] = {}  # base: its newest value, its version
     for node in list(gm.graph.nodes):
@@ -66,9 +66,6 @@ def functionalise_pass(gm: fx.GraphModule) -> fx.GraphModule:
             alias = target or aliases.setdefault(first, _Alias(first, (), first, 0))
             new = _functional_twin(node)
             _write(alias, new, node, bases)
-            counter = str(alias.base.meta.get("buffer", "")).endswith("num_batches_tracked")
-            if alias.base.op == "placeholder" and "buffer" in alias.base.meta and not counter:
-                note(gm, f"the update of buffer {alias.base.meta['buffer']} is left out")
             aliases[node] = _Alias(alias.base, alias.chain, new, bases[alias.base][1])
         elif operands and packet(node) in _VIEWS and node.args and arguments(node)[0] is node.all_input_nodes[0]:
             source = target or aliases.setdefault(operands[0], _Alias(operands[0], (), operands[0], 0))
@@ -77,7 +74,8 @@ def functionalise_pass(gm: fx.GraphModule) -> fx.GraphModule:
     for node in reversed([n for n in gm.graph.nodes if _is_inplace(n)]):
         assert not node.users, node
         gm.graph.erase_node(node)
-    return _drop_statistics(gm)
+    _give_out(gm, {base: newest for base, (newest, _) in bases.items() if "buffer" in base.meta})
+    return gm
 
 
 def _read(
@@ -172,12 +170,11 @@ def _functional_twin(node: fx.Node) -> fx.Node:
     return new
 
 
-def _drop_statistics(gm: fx.GraphModule) -> fx.GraphModule:
-    """``batch_norm`` writes its running statistics though its name does not say so."""
-    for node in gm.graph.nodes:
-        if packet(node) == "aten.batch_norm" and arguments(node)[5]:
-            gm.meta["unmicrobatchable"] = "batch norm couples the batch"
-            if arguments(node)[3] is not None:
-                note(gm, "the running statistics of batch norm are not updated")
-                node.args = (*arguments(node)[:3], None, None, *arguments(node)[5:])
-    return gm
+def _give_out(gm: fx.GraphModule, updates: dict[fx.Node, fx.Node]) -> None:
+    """Make the new values of buffers outputs; a buffer that is written is no constant (``meta["state"]``)."""
+    output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+    results = output.args[0] if isinstance(output.args[0], tuple | list) else (output.args[0],)
+    output.args = ((*results, *updates.values()),)
+    gm.meta["updates"] = tuple(buffer.meta["buffer"] for buffer in updates)
+    for buffer in updates:
+        buffer.meta["state"] = True

@@ -2,8 +2,9 @@
 
 ``meta["val"]`` is a plain meta tensor at global shapes. Placeholders say what they are by one of these keys in ``meta``:
 ``"parameter"`` (an ``autopar.graph.Parameter``), ``"input"`` (a tensor of the batch), ``"buffer"`` or ``"constant"`` (its name).
-``GraphModule.meta`` carries ``"notes"`` (a list of sentences), ``"unmicrobatchable"`` (a sentence, or absent) and
-``"batch_size"``.
+``GraphModule.meta`` carries ``"notes"`` (a list of sentences), ``"unmicrobatchable"`` (a sentence, or absent),
+``"batch_size"`` and ``"updates"``: the names of the buffers whose new values follow the loss in the output. The placeholder of such a
+buffer has ``"state"`` in its ``meta``.
 """
 
 from __future__ import annotations

@@ -1,0 +1,145 @@
+"""Kernels of batch normalisation: statistics of the whole batch where its examples (or places) are sharded.
+
+This file is copied into every emitted program. Batch norm is two ops here: ``batch_statistics``, which needs every rank's rows, and
+``normalise``, which is elementwise. So the statistics cost one small collective each way (the rows of every rank are gathered, as
+torch's ``SyncBatchNorm`` does; the gradient is all-reduced by the conversion I to R that stands behind), and only the input is kept for
+the backward pass. Variances of parts are joined by Chan, Golub and LeVeque's formula (1979), which does not cancel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import spmd_types as spmd
+import torch
+import torch.nn.functional as F  # noqa: N812  torch's own convention
+from spmd_types import I, P, S
+from torch import Tensor
+
+from autopar.program.kernels import _axes, _declare, _places, _require, _size, _split
+
+
+class _Moments(torch.autograd.Function):
+    """Mean and (biased) variance of every channel, in float32 or wider; keeps the input alone."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        wide = torch.promote_types(x.dtype, torch.float32)
+        var, mean = torch.var_mean(x.to(wide), _all_but_channels(x), correction=0)
+        ctx.save_for_backward(x, mean)
+        return mean, var
+
+    @staticmethod
+    def backward(ctx, mean_grad, var_grad):  # type: ignore[no-untyped-def]
+        x, mean = ctx.saved_tensors
+        count = x.numel() // x.shape[1]
+        centred = x.to(mean.dtype) - _per_channel(mean, x)
+        grad = centred.mul_(_per_channel(var_grad * (2 / count), x)).add_(_per_channel(mean_grad / count, x))
+        return grad.to(x.dtype)
+
+
+class _Normalised(torch.autograd.Function):
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` with gradients of all five; keeps ``x`` and what is as small as a channel."""
+
+    @staticmethod
+    def forward(ctx, x, mean, var, weight, bias, eps):  # type: ignore[no-untyped-def]
+        scale = torch.rsqrt(var + eps)
+        ctx.save_for_backward(x, mean, scale, weight)
+        ctx.bias = bias is not None
+        factor = scale if weight is None else scale * weight
+        shift = -mean * factor if bias is None else bias - mean * factor
+        return torch.addcmul(_per_channel(shift, x), x.to(mean.dtype), _per_channel(factor, x)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        x, mean, scale, weight = ctx.saved_tensors
+        dims = _all_but_channels(x)
+        factor = scale if weight is None else scale * weight
+        wide = grad.to(mean.dtype)
+        total = wide.sum(dims)
+        along = (wide * (x.to(mean.dtype) - _per_channel(mean, x))).sum(dims) * scale
+        x_grad = (wide * _per_channel(factor, x)).to(x.dtype) if ctx.needs_input_grad[0] else None
+        var_grad = along * (-0.5 * factor * scale)
+        weight_grad = None if weight is None else along.to(weight.dtype)
+        return x_grad, -factor * total, var_grad, weight_grad, total.to(grad.dtype) if ctx.bias else None, None
+
+
+spmd.register_local_autograd_function(_Moments)
+spmd.register_local_autograd_function(_Normalised)
+
+
+def _all_but_channels(x: Tensor) -> list[int]:
+    return [d for d in range(x.ndim) if d != 1]
+
+
+def _per_channel(values: Tensor, x: Tensor) -> Tensor:
+    """``values [c]`` as they broadcast against ``x [n, c, ...]``."""
+    return values.view(-1, *[1] * (x.ndim - 2))
+
+
+def _whole_terms(x: Tensor, name: str) -> None:
+    _require(P not in spmd.get_local_type(x).values(), f"{name}: the terms of a sum would be normalised one by one")
+
+
+def batch_statistics(x: Tensor, axes: Sequence[str] = ()) -> Tensor:
+    """Of every channel of ``x [n, c, ...]``: mean, variance, and unbiased variance, over the whole batch: ``[3, c]``.
+
+    ``axes`` are those that shard dims of ``x`` other than the channels, evenly: the result is I on them. In float32 or wider.
+    """
+    places: list[tuple[Any, ...]] = []
+    if spmd.is_type_checking():
+        places = _places(x)
+        over = {axis for i, entry in enumerate(places) if i != 1 for axis in entry}
+        _require(
+            over == {axis for entry in _axes([tuple(axes)]) for axis in entry},
+            f"batch_statistics: {places} is not sharded over {tuple(axes)} alone besides its channels",
+        )
+        _whole_terms(x, "batch_statistics")
+    with spmd.local():
+        mean, var = _Moments.apply(x)
+        count = x.numel() // x.shape[1]
+        for axis in reversed(_split(axes)):
+            parts = spmd.all_gather(torch.stack((mean, var)).unsqueeze(0), axis, src=S(0), dst=I)
+            means, variances = parts.unbind(1)
+            mean = means.mean(0)
+            var = (variances + (means - mean).square()).mean(0)
+            count *= _size(axis)
+        out = torch.stack((mean, var, var * (count / max(count - 1, 1))))
+    return _declare(out, [(), places[1]]) if spmd.is_type_checking() else out
+
+
+def step_statistics(x: Tensor, axes: Sequence[str] = ()) -> Tensor:
+    """``batch_statistics`` of one microbatch, for running statistics where each part of the batch is normalised by its own."""
+    return batch_statistics(x, axes)
+
+
+def normalise(
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` for every channel of ``x [n, c, ...]``; the rest is ``[c]``.
+
+    ``x`` may be sharded anywhere, and its channels' axes shard the others too.
+    """
+    if spmd.is_type_checking():
+        places = _places(x)
+        for other in (mean, var, weight, bias):
+            _require(other is None or _places(other) == [places[1]], "normalise: channels are sharded differently")
+        _whole_terms(x, "normalise")
+    with spmd.local():
+        out = _Normalised.apply(x, mean, var, weight, bias, eps)
+    return _declare(out, _places(x)) if spmd.is_type_checking() else out
+
+
+def local_batch_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """Batch norm of ``x [n, c, ...]`` by the statistics of this rank's examples of this microbatch: not what one device computes."""
+    if spmd.is_type_checking():
+        _whole_terms(x, "local_batch_norm")
+    with spmd.local():
+        out = F.batch_norm(x, None, None, weight, bias, training=True, momentum=0.0, eps=eps)
+    return _declare(out, _places(x)) if spmd.is_type_checking() else out

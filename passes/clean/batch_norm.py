@@ -1,0 +1,64 @@
+"""Batch norm as what it is: statistics of the batch, an elementwise op, and a write to two buffers.
+
+The statistics are an op of their own, because they alone need every example; its sharding rule names the kernel that joins the ranks'.
+Runs before the in-place ops go: running statistics are written with ``copy_``.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autopar.program import kernels_norm
+from passes.clean.nodes import add, aten, calls, dtype, note, packet, replace, shape
+
+LOCAL = "local_batch_norm"  # key of ``GraphModule.meta``: every part of the batch is normalised by its own statistics
+
+
+def batch_norm_pass(gm: fx.GraphModule) -> fx.GraphModule:
+    """Replace ``aten.batch_norm`` and ``aten.instance_norm``; say what couples the batch, or that the user let go of it."""
+    for node in calls(gm):
+        if packet(node) == "aten.batch_norm":
+            replace(node, _replacement(gm, node))
+        elif packet(node) == "aten.instance_norm":
+            replace(node, _by_example(gm, node))
+    return gm
+
+
+def _replacement(gm: fx.GraphModule, node: fx.Node) -> fx.Node:
+    x, weight, bias, running_mean, running_var, training, momentum, eps, _ = node.args
+    assert isinstance(x, fx.Node)
+    if not training:
+        return add(node, kernels_norm.normalise, (x, running_mean, running_var, weight, bias, eps))
+    if gm.meta.get(LOCAL):
+        note(gm, "batch norm takes the statistics of each rank's part of each microbatch, as local_batch_norm allows")
+        if isinstance(running_mean, fx.Node) and isinstance(running_var, fx.Node):
+            own = add(node, aten.detach.default, (x,))
+            _keep(node, add(node, kernels_norm.step_statistics, (own,)), running_mean, running_var)
+        return add(node, kernels_norm.local_batch_norm, (x, weight, bias, eps))
+    gm.meta["unmicrobatchable"] = "batch norm couples the batch (local_batch_norm=True lets go of that)"
+    statistics = add(node, kernels_norm.batch_statistics, (x,))
+    mean, var = (add(node, aten.select.int, (statistics, 0, row)) for row in (0, 1))
+    if isinstance(running_mean, fx.Node) and isinstance(running_var, fx.Node):
+        _keep(node, add(node, aten.detach.default, (statistics,)), running_mean, running_var)
+    return add(node, kernels_norm.normalise, (x, mean, var, weight, bias, eps))
+
+
+def _by_example(gm: fx.GraphModule, node: fx.Node) -> fx.Node:
+    """Instance norm: group norm with a group for each channel."""
+    x, weight, bias, running_mean, running_var, own, _, eps, _ = node.args
+    assert isinstance(x, fx.Node)
+    if not own:
+        return add(node, kernels_norm.normalise, (x, running_mean, running_var, weight, bias, eps))
+    if running_mean is not None:
+        note(gm, "the running statistics of instance norm are not updated")
+    return add(node, aten.group_norm.default, (x, shape(x)[1], weight, bias, eps))
+
+
+def _keep(node: fx.Node, statistics: fx.Node, running_mean: fx.Node, running_var: fx.Node) -> None:
+    """Write the running averages: of the mean, and of the unbiased variance."""
+    momentum = node.args[6]
+    for buffer, row in ((running_mean, 0), (running_var, 2)):
+        new = add(node, aten.select.int, (statistics, 0, row))
+        old = buffer if dtype(buffer) == dtype(new) else add(node, aten.to.dtype, (buffer, dtype(new)))
+        average = add(node, aten.lerp.Scalar, (old, new, momentum))
+        add(node, aten.copy_.default, (buffer, average))
