@@ -22,7 +22,8 @@ class AxisTypes:
     ``needed[node][i]`` is the type in which the node's i-th tensor operand (``rules.operands(node)`` order) is read; where it differs
     from what was produced, a conversion stands between. ``outputs[i]`` is the type of the layer's i-th output after its last
     conversion; the new values of buffers follow. ``letter[node]`` is the letter of its rule that the axis shards (absent: none),
-    ``kernel[node]`` the kernel that replaces its op. Values without gradient never have type ``I``: ``R`` says the same of them. ``cost_s`` is the optimum's objective.
+    ``kernel[node]`` the kernel that replaces its op. Values without gradient never have type ``I``: ``R`` says the same of them.
+    ``cost_s`` is the optimum's objective.
     """
 
     role: Role

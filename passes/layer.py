@@ -63,7 +63,7 @@ class LocalLayer:
         found = {tuple(node.args[1]) for node in self.graph.graph.nodes if node.target is convert}
         for name in {name for types in self.sharding.types for name in types.kernel}:
             pairs = zip(self.sharding.axes, self.sharding.types, strict=True)
-            found.add(tuple(axis.name for axis, types in pairs if name in types.kernel))
+            found.add(tuple(a.name for a, types in pairs if name in types.kernel and a.name != MICROBATCH))
         return {axes for axes in found if len(axes) > 1}
 
     def border(self, index: int) -> tuple[SpmdType, ...]:

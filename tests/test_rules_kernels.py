@@ -313,7 +313,10 @@ UNWRITTEN = {"aten.dropout"}
 def test_checker_accepts_every_candidate(mesh, tmp_path):
     """Each candidate's localised call, in the text that is emitted for it, types under ``local=False`` as the rule says, and
     computes what the graph's op does."""
-    cases, lines = {}, ["import torch", "import torch.nn.functional as F", "from autopar.program import kernels, kernels_norm", ""]
+    cases, lines = (
+        {},
+        ["import torch", "import torch.nn.functional as F", "from autopar.program import kernels, kernels_norm", ""],
+    )
     for given in samples():
         node, tensors = build(given)
         if any(isinstance(x, tuple) for x in tensors):

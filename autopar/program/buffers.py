@@ -44,9 +44,10 @@ class StageBuffers:
             returned.setdefault(layer, []).append(values)
         for layer, microbatches in returned.items():
             module = self._stage.get_submodule(layer)
-            for name, values in zip(module.UPDATES, zip(*microbatches, strict=True), strict=True):  # type: ignore[arg-type]
-                alike = len(values) == 1 or not values[0].is_floating_point()
-                module.get_buffer(name).copy_(values[-1] if alike else torch.stack(values).mean(0))
+            names: Any = module.UPDATES
+            for name, new in zip(names, zip(*microbatches, strict=True), strict=True):
+                alike = len(new) == 1 or not new[0].is_floating_point()
+                module.get_buffer(name).copy_(new[-1] if alike else torch.stack(new).mean(0))
         self.clear()
         for name in sorted({record.original for record in self._records}):
             self._spread(name)
