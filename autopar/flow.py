@@ -6,6 +6,7 @@ from torch import fx
 
 from autopar.graph import LayerClass
 from autopar.rules import operands
+from autopar.rules.operands import op_name
 
 
 def placeholders(cls: LayerClass) -> list[fx.Node]:
@@ -39,5 +40,6 @@ def gradient_flow(cls: LayerClass) -> dict[str, bool]:
             continue
         value = node.meta.get("val")
         floating = value is None or not hasattr(value, "dtype") or value.dtype.is_floating_point
+        floating = floating and op_name(node.target) != "aten.detach"
         flow[node.name] = floating and any(flow[operand.name] for operand in operands(node))
     return flow

@@ -170,7 +170,9 @@ def _kernel(node: fx.Node, original: fx.Node, axes: tuple[Axis, ...]) -> Iterato
     traffic = kernel_traffic(node.target.__name__, original)
     if not traffic:
         return
-    given = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments["axis"]
+    given = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments.get("axis", ())
+    if not given:
+        return
     names = (given,) if isinstance(given, str) else tuple(given)
     local = {_origin(operand).name: operand for operand in node.all_input_nodes} | {original.name: node}
     for one in traffic:

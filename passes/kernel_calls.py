@@ -115,7 +115,7 @@ def _loss_arguments(request: Request) -> dict[str, Any]:
 
 
 def _statistics(request: Request) -> KernelCall:
-    axes = {"axes": request.axes} if request.axes else {}
+    axes = {"axis": _one_or_all(request.axes)} if request.axes else {}
     return request.node.target, request.node.args[:1], axes  # type: ignore[return-value]
 
 

@@ -34,7 +34,7 @@ def test_programs_stay_near_float32(name: str, workers4: WorkerPool, tmp_path: P
     gradients0 = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     torch.save({n: t.detach() for n, t in model.state_dict().items()}, tmp_path / "initial.pt")
     flat = flatten_batch(graph.structure, batch)  # type: ignore[arg-type]
-    loss, gradients = workers4.run(
+    loss, gradients, _ = workers4.run(
         "autopar.verify.remote:gradients", str(tmp_path), str(tmp_path / "initial.pt"), flat
     )[0]
     error = compare(loss, gradients, float(loss0.detach()), gradients0)

@@ -8,7 +8,6 @@ the backward pass. Variances of parts are joined by Chan, Golub and LeVeque's fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import spmd_types as spmd
@@ -17,7 +16,8 @@ import torch.nn.functional as F  # noqa: N812  torch's own convention
 from spmd_types import I, P, S
 from torch import Tensor
 
-from autopar.program.kernels import _axes, _declare, _places, _require, _size, _split
+from autopar.program import flattened
+from autopar.program.kernels import Axes, _axes, _declare, _places, _require, _split
 
 
 class _Moments(torch.autograd.Function):
@@ -82,36 +82,35 @@ def _whole_terms(x: Tensor, name: str) -> None:
     _require(P not in spmd.get_local_type(x).values(), f"{name}: the terms of a sum would be normalised one by one")
 
 
-def batch_statistics(x: Tensor, axes: Sequence[str] = ()) -> Tensor:
+def batch_statistics(x: Tensor, axis: Axes = ()) -> Tensor:
     """Of every channel of ``x [n, c, ...]``: mean, variance, and unbiased variance, over the whole batch: ``[3, c]``.
 
-    ``axes`` are those that shard dims of ``x`` other than the channels, evenly: the result is I on them. In float32 or wider.
+    ``axis`` (or axes, outermost first) shards dims of ``x`` other than the channels, evenly: the result is I there. In float32 or wider.
     """
+    axes = _split(axis)
     places: list[tuple[Any, ...]] = []
     if spmd.is_type_checking():
         places = _places(x)
-        over = {axis for i, entry in enumerate(places) if i != 1 for axis in entry}
-        _require(
-            over == {axis for entry in _axes([tuple(axes)]) for axis in entry},
-            f"batch_statistics: {places} is not sharded over {tuple(axes)} alone besides its channels",
-        )
+        over = {one for i, entry in enumerate(places) if i != 1 for one in entry}
+        given = {one for entry in _axes([tuple(str(one) for one in axes)]) for one in entry}
+        _require(over == given, f"batch_statistics: {places} is not sharded over {axes} alone besides its channels")
         _whole_terms(x, "batch_statistics")
     with spmd.local():
         mean, var = _Moments.apply(x)
         count = x.numel() // x.shape[1]
-        for axis in reversed(_split(axes)):
-            parts = spmd.all_gather(torch.stack((mean, var)).unsqueeze(0), axis, src=S(0), dst=I)
+        if axes:
+            parts = flattened.all_gather(torch.stack((mean, var)).unsqueeze(0), axes, src=S(0), dst=I)
             means, variances = parts.unbind(1)
             mean = means.mean(0)
             var = (variances + (means - mean).square()).mean(0)
-            count *= _size(axis)
+            count *= parts.shape[0]
         out = torch.stack((mean, var, var * (count / max(count - 1, 1))))
     return _declare(out, [(), places[1]]) if spmd.is_type_checking() else out
 
 
-def step_statistics(x: Tensor, axes: Sequence[str] = ()) -> Tensor:
+def step_statistics(x: Tensor, axis: Axes = ()) -> Tensor:
     """``batch_statistics`` of one microbatch, for running statistics where each part of the batch is normalised by its own."""
-    return batch_statistics(x, axes)
+    return batch_statistics(x, axis)
 
 
 def normalise(

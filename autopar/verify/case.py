@@ -19,7 +19,8 @@ from autopar.verify.subject import Subject
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The largest error over the loss, every gradient and every buffer after a step, and the number of stages that type-check (0: not asked for)."""
+    """The largest error over the loss, every gradient and every buffer after a step, and the number of stages that type-check (0: not
+    asked for)."""
 
     error: Error
     stages_typed: int

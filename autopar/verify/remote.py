@@ -23,9 +23,7 @@ def open_trainer(folder: str, state: str) -> Any:
     return remote.open_trainer(folder, options, device="cpu", timeout_s=60)
 
 
-def gradients(
-    folder: str, state: str, batch: dict[str, Tensor]
-) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+def gradients(folder: str, state: str, batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
     """The loss, and on rank 0 the whole gradients, of one global batch; for a model that writes buffers its state after a step."""
     trainer = open_trainer(folder, state)
     loss, found = remote.perform(trainer, "gradients", batch)
