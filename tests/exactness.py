@@ -79,6 +79,30 @@ def llama() -> tuple[nn.Module, Any, Any]:
     return LlamaForCausalLM(config), _tokens(96), None
 
 
+def _packed() -> dict[str, Tensor]:
+    """Rows of several documents, of different lengths in different rows: positions start again, labels do not cross over."""
+    batch = _tokens(96)
+    batch["position_ids"] = torch.stack(
+        [torch.cat([torch.arange(n) for n in (3 + row % 4, 6, 7 - row % 4)]) for row in range(ROWS)]
+    )
+    batch["labels"] = batch["labels"].masked_fill(batch["position_ids"] == 0, -100)
+    return batch
+
+
+def packed() -> tuple[nn.Module, Any, Any]:
+    """Llama on packed documents: transformers makes the block-diagonal mask from the positions."""
+    return llama()[0], _packed(), None
+
+
+def masked() -> tuple[nn.Module, Any, Any]:
+    """Llama on packed documents, whose block-diagonal causal mask is an input."""
+    batch = _packed()
+    document = (batch["position_ids"] == 0).cumsum(1)
+    causal = torch.ones(16, 16, dtype=torch.bool).tril()
+    batch["attention_mask"] = (causal & (document[:, :, None] == document[:, None, :])).unsqueeze(1)
+    return llama()[0], batch, None
+
+
 def bert() -> tuple[nn.Module, Any, Any]:
     from transformers import BertConfig, BertForMaskedLM
 
@@ -103,6 +127,8 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
     "mlp": mlp,
     "gpt2": gpt2,
     "llama": llama,
+    "packed": packed,
+    "masked": masked,
     "bert": bert,
     **vision_models.MODELS,
 }

@@ -206,7 +206,7 @@ def attention(
             whole = [*q[:-1], ()][-attn_mask.ndim :]
             for size, has, wants in zip(attn_mask.shape, _places(attn_mask), whole, strict=True):
                 _require(
-                    has == (wants if size > 1 else ()) or not wants and not has,
+                    has == wants or (size == 1 and not has),
                     f"attention: the mask is sharded as {has}, not {wants}",
                 )
     with spmd.local(), _seeded(seed if dropout_p else None, query.device):

@@ -75,7 +75,9 @@ def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, axes:
     _require(len(q[-2]) == len(axes), f"ring_attention: lengths are sharded over {q[-2]}, the ring is {axes}")
     if mask is not None:
         for size, has, wants in zip(mask.shape, _places(mask), [*q[:-1], ()][-mask.ndim :], strict=True):
-            _require(has == (wants if size > 1 else ()), f"ring_attention: the mask is sharded as {has}, not {wants}")
+            _require(
+                has == wants or (size == 1 and not has), f"ring_attention: the mask is sharded as {has}, not {wants}"
+            )
 
 
 # -- the ring ---------------------------------------------------------------------------------------------------------

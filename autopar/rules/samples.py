@@ -196,6 +196,8 @@ def views() -> list[Sample]:
         sample(aten.chunk.default, r(6, 5, 12), 2, -2),
         sample(aten.tensor_split.sections, r(6, 5, 12), 2, 1),
         sample(aten.cumsum.default, r(6, 5, 12), 1),
+        sample(aten.diff.default, r(6, 5, 12), 2, 1),
+        sample(aten.diff.default, r(6, 12), 1, -1, r(6, 1)),
         sample(aten.logcumsumexp.default, r(6, 5, 12), 1),
         sample(aten.cumprod.default, u(6, 5, 12), 1),
         sample(aten.flip.default, r(6, 5, 12), [1]),

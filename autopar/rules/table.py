@@ -75,6 +75,7 @@ TABLE: dict[str, Entry] = {
     "aten.scaled_dot_product_attention": v.attention,
     **dict.fromkeys(aten_names("rnn_tanh_cell rnn_relu_cell gru_cell lstm_cell"), v.cell),
     **dict.fromkeys(_ALONG_DIM, v.same_but("dim")),
+    "aten.diff": v.diff,
     "aten.glu": v.halved,
     # views
     "aten.expand": v.expand,

@@ -306,6 +306,14 @@ def attention(node: fx.Node) -> str:
     return line(dims, [*batch, *head, row, "v!"])
 
 
+def diff(node: fx.Node) -> str:
+    """diff: its dim is held, in what stands before and after too."""
+    words = names(len(source(node)))
+    dim = dims_of(arguments(node)["dim"], len(words))[0]
+    words[dim] = "1"
+    return line([words] * len(operands(node)), words)
+
+
 def ring_attention(node: fx.Node) -> str | None:
     """scaled_dot_product_attention with the sequence sharded in query, key and value alike: keys and values go round."""
     given = arguments(node)
