@@ -15,10 +15,10 @@ class Role(Enum):
     DATA = "data"
     TENSOR = "tensor"
     TENSOR_SEQUENCE = "tensor+sequence"
-    TENSOR_BATCH = (
-        "tensor+batch"  # activations cut along the batch, parameters along one of their dims: 2D and 3D grids
-    )
-    TENSOR_HIDDEN = "tensor+hidden"  # activations cut along their last dim, likewise
+    # on grids of devices, see autopar.shard.grid
+    TENSOR_WEIGHTS = "tensor+weights"  # activations cut along the batch, parameters gathered where they are used
+    TENSOR_HIDDEN = "tensor+hidden"  # activations cut along their last dim, gathered where they are multiplied
+    TENSOR_ROWS = "tensor+rows"  # likewise, but multiplied as they are: the terms of a sum are scattered over rows
     ULYSSES = "ulysses"  # activations cut along the sequence, attention along the heads
     RING = "ring"  # activations cut along the sequence, keys and values rotate
     EXPERT = "expert"  # activations cut along the batch, experts dealt out
@@ -36,7 +36,7 @@ class Role(Enum):
     @property
     def shards_batch(self) -> bool:
         """Whether activations are cut along the batch between layers."""
-        return self in (Role.DATA, Role.EXPERT, Role.TENSOR_BATCH)
+        return self in (Role.DATA, Role.EXPERT, Role.TENSOR_WEIGHTS)
 
     @property
     def shards_sequence(self) -> bool:

@@ -103,6 +103,35 @@ def masked() -> tuple[nn.Module, Any, Any]:
     return llama()[0], batch, None
 
 
+class Pair(nn.Module):
+    """Two products and a residual: the unit in which grids of devices are described."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Pairs(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Pair(width) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def pairs() -> tuple[nn.Module, Any, Any]:
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(ROWS, 8, 16, generator=generator, dtype=torch.float64) for _ in range(2))
+    return Pairs(), (x, y), nn.functional.mse_loss
+
+
 def bert() -> tuple[nn.Module, Any, Any]:
     from transformers import BertConfig, BertForMaskedLM
 
@@ -125,6 +154,7 @@ def bert() -> tuple[nn.Module, Any, Any]:
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
     "mlp": mlp,
+    "pairs": pairs,
     "gpt2": gpt2,
     "llama": llama,
     "packed": packed,
@@ -191,6 +221,7 @@ KINDS: tuple[Kind, ...] = (
     Kind("mixed: tensor 1, 2 and 4", 4, mixed=_three_degrees),
     Kind("mixed: ring, ulysses, data and tensor+sequence", 4, mixed=_sequence_roles),
     # eight processes
+    *(each for each in kinds(8) if "D " in each.name),
     kind("tensor 8", tensor=8),
     kind("pipeline 2 x data 2 x tensor 2", pipeline=2, data=2, tensor=2, microbatches=2, schedule="1f1b"),
     kind("data 2 x ulysses 2 x ring 2, zero 3", data=2, ulysses=2, ring=2, zero=3),

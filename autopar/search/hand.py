@@ -24,6 +24,14 @@ def make_mesh(*axes: tuple[str, int]) -> tuple[Axis, ...]:
     return tuple(reversed(mesh))
 
 
+def grid_mesh(dimensions: int, side: int, depth: int = 1) -> tuple[Axis, ...]:
+    """The mesh of 2D (``side ** 2`` devices) or 3D (``side ** 3``) tensor parallelism; ``depth`` of them by data parallelism, which
+    makes 2D 2.5D. See ``autopar.shard.grid``."""
+    assert dimensions in (2, 3), dimensions
+    names = ("hidden", "weights") if dimensions == 2 else ("rows", "sequence", "weights")
+    return make_mesh(("data", depth), *((name, side) for name in names))
+
+
 def even_cuts(layers: int, stages: int) -> tuple[int, ...]:
     """The first layers of stages 1.. when ``layers`` are dealt out evenly, earlier stages taking the remainder."""
     base, rest = divmod(layers, stages)
@@ -62,8 +70,9 @@ def hand_plan(
 
     Without ``mesh`` a stage's mesh is ("data", "expert", "ring", "ulysses", "tensor"), outermost first, and axes of size 1 are left out (a
     single axis ("data", size 1) stands when all are). With ``mesh`` those five are not used: an axis takes the role that its
-    name begins with (``tensor0``, ``ring``), or data. ``cuts`` are the first layers of the stages after the first
-    (default: even numbers of layers). ``zero`` takes effect where a layer has a data axis of more than one device.
+    name begins with (``tensor0``, ``ring``, ``sequence``; ``weights``, ``hidden`` and ``rows`` of ``grid_mesh``), or data.
+    ``cuts`` are the first layers of the stages after the first (default: even numbers of layers).
+    ``zero`` takes effect where a layer has a data axis of more than one device.
 
     Raises:
         UsageError: cuts that do not cut the layers into ``pipeline`` runs, or strategies for layers that are not there.
@@ -114,6 +123,10 @@ def _roles(mesh: tuple[Axis, ...], sequence: bool) -> tuple[Role, ...]:
     """The role that each axis's name begins with; data where it begins with none."""
     named = {
         "tensor": Role.TENSOR_SEQUENCE if sequence else Role.TENSOR,
+        "sequence": Role.TENSOR_SEQUENCE,
+        "weights": Role.TENSOR_WEIGHTS,
+        "hidden": Role.TENSOR_HIDDEN,
+        "rows": Role.TENSOR_ROWS,
         "expert": Role.EXPERT,
         "ring": Role.RING,
         "ulysses": Role.ULYSSES,

@@ -31,6 +31,7 @@ from autopar.price.roofline import op_cost
 from autopar.rules import Candidate, candidates, operands
 from autopar.rules.operands import op_name
 from autopar.rules.traffic import kernel_traffic
+from autopar.shard.grid import admits, converts, stored
 from autopar.types import Collective, I, P, R, S, SpmdType, conversion, legal_in_time
 
 REFERENCE_FLOPS_PER_S = 4e14  # about what a matmul reaches on one H100 in bfloat16
@@ -78,7 +79,7 @@ def boundary(cls: LayerClass, role: Role, value: Value) -> SpmdType | None:
         return S(0)
     if role.shards_sequence:
         return S(1) if len(value.shape) >= 3 else None
-    if role is Role.TENSOR_HIDDEN:
+    if role in (Role.TENSOR_HIDDEN, Role.TENSOR_ROWS):
         return S(len(value.shape) - 1) if len(value.shape) >= 2 else None
     return I
 
@@ -166,6 +167,8 @@ class Problem:
             return math.inf
         if target.dim is not None and value.shape[target.dim] % self.size:
             return math.inf
+        if name not in self._weights and not converts(self.role, source, target, tuple(value.shape)):
+            return math.inf
         wires = [pair[0], pair[1]] if self._flow[name] else [pair[0]]
         row = 1.0 if name in self._weights else self._row
         seconds = (
@@ -193,6 +196,8 @@ class Problem:
             return [option for option in found if not option.operands or set(option.operands) == {I}]
         if self.in_time:
             found = tuple(option for option in found if option.kernel is None)
+        weights = tuple(operand.name in self._weights for operand in operands(node))
+        found = tuple(option for option in found if admits(self.role, option, weights))
         whole = [option for option in found if option.letter is None or option.extent % self.size == 0]
         return [option for option in whole if self._plays(node, option)]
 
@@ -242,7 +247,10 @@ class Problem:
             return [R, I]
         if role.replicates_parameters:
             return [R]
-        return [I, *(S(d) for d, extent in enumerate(shape) if extent % self.size == 0 and extent > 1)]
+        return stored(role, shape, self.size) or [
+            I,
+            *(S(d) for d, extent in enumerate(shape) if extent % self.size == 0 and extent > 1),
+        ]
 
     def _loss(self, name: str) -> None:
         """The loss starts the backward pass with gradient 1 on every rank, which is right for P and I alone; where gradients of

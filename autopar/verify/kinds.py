@@ -14,7 +14,7 @@ from typing import Any
 from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.plan import Plan, Role, Strategy
-from autopar.search.hand import hand_plan, make_mesh
+from autopar.search.hand import grid_mesh, hand_plan, make_mesh
 from autopar.shard import plan_shardings
 
 DEGREES = ("pipeline", "data", "expert", "ring", "ulysses", "tensor")
@@ -52,7 +52,11 @@ class Kind:
         mesh = self.options.get("mesh")
         if mesh is None:
             return math.prod(self.options.get(name, 1) for name in ("data", "expert"))
-        return math.prod(axis.size for axis in mesh if not axis.name.startswith(("ring", "ulysses", "tensor")))
+        return math.prod(
+            axis.size
+            for axis in mesh
+            if not axis.name.startswith(("ring", "ulysses", "tensor", "hidden", "rows", "sequence"))
+        )
 
 
 def microbatches(graph: Graph, wanted: int, ways: int = 1) -> int:
@@ -103,6 +107,7 @@ def _combined(n: int) -> tuple[Kind, ...]:
         kind(f"data 2 x tensor+sequence {half}, zero 1", data=2, tensor=half, sequence=True, zero=1, microbatches=2),
         kind(f"tensor 2 x {half}", mesh=grid, microbatches=2),
         kind(f"tensor+sequence 2 x {half}", mesh=grid, sequence=True),
+        *_grids(n),
         kind(f"ulysses 2 x ring {half}", ulysses=2, ring=half),
         kind(f"data 2 x ulysses {half}, zero 3", data=2, ulysses=half, zero=3),
         kind(f"data 2 x ring {half}, zero 3", data=2, ring=half, zero=3, microbatches=2),
@@ -116,6 +121,19 @@ def _combined(n: int) -> tuple[Kind, ...]:
         kind(f"pipeline 2 x data {half}, zero 2", data=half, zero=2, **pipelined),
         kind(f"pipeline 2 x data {half}, zero 3, recompute", data=half, zero=3, recompute=True, **pipelined),
     )
+
+
+def _grids(n: int) -> tuple[Kind, ...]:
+    """Tensor parallelism on grids of devices, as far as ``n`` is one: 2D, 2.5D and 3D."""
+    found = []
+    for side in range(2, math.isqrt(n) + 1):
+        depth, rest = divmod(n, side**2)
+        if rest == 0:
+            name = f"tensor 2D {side} x {side}" if depth == 1 else f"tensor 2.5D {side} x {side}, depth {depth}"
+            found.append(kind(name, mesh=grid_mesh(2, side, depth)))
+        if side**3 == n:
+            found.append(kind(f"tensor 3D {side} x {side} x {side}", mesh=grid_mesh(3, side)))
+    return tuple(found)
 
 
 def _mixed(n: int) -> tuple[Kind, ...]:
