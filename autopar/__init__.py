@@ -18,6 +18,7 @@ _HOME = {
     "compile": "autopar.compile",
     "opaque": "autopar.capture",
     "register_rule": "autopar.rules",
+    "verify": "autopar.verify",
     "Plan": "autopar.plan",
     "Program": "autopar.run",
     "AutoparError": "autopar.errors",
@@ -50,6 +51,7 @@ __all__ = [
     "compile",
     "opaque",
     "register_rule",
+    "verify",
 ]
 
 if TYPE_CHECKING:
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
     from autopar.plan import Plan
     from autopar.rules import register_rule
     from autopar.run import Program
+    from autopar.verify import verify
 
 
 def __getattr__(name: str) -> Any:

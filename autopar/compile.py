@@ -240,6 +240,14 @@ def _on_rank_0(find: Callable[[], Plan]) -> Plan:
 def _given_plan(plan: Plan | str | Path, graph: Graph, cluster: Cluster) -> Plan:
     if not isinstance(plan, Plan):
         plan = read_plan(plan)
+    fit_plan(plan, graph)
+    if plan.device_count > cluster.count:
+        raise UsageError(f"the plan is for {plan.device_count} devices, {cluster.name} has {cluster.count}")
+    return plan
+
+
+def fit_plan(plan: Plan, graph: Graph) -> None:
+    """Raise ``UsageError`` where the plan is for another model or another batch."""
     mine, theirs = [layer.name for layer in graph.layers], [layer.name for layer in plan.layers]
     if mine != theirs:
         raise UsageError(
@@ -249,9 +257,6 @@ def _given_plan(plan: Plan | str | Path, graph: Graph, cluster: Cluster) -> Plan
         )
     if plan.global_batch != graph.batch_size:
         raise UsageError(f"the plan is for a global batch of {plan.global_batch}, this one has {graph.batch_size}")
-    if plan.device_count > cluster.count:
-        raise UsageError(f"the plan is for {plan.device_count} devices, {cluster.name} has {cluster.count}")
-    return plan
 
 
 def read_plan(path: str | Path) -> Plan:

@@ -44,11 +44,11 @@ ALLOWED: dict[str, set[str]] = {
     "structure": {"passes", "price", "program", "rules", "flow"},
     "run": {"capture", "devices"},
     "zoo": set(),
-    "verify": {"capture", "check", "emit", "rules", "run", "search", "shard", "structure"},
+    "verify": {"capture", "check", "compile", "emit", "flow", "passes", "rules", "run", "search", "shard", "structure"},
     "compile": {"capture", "devices", "shard", "price", "search", "emit", "run", "structure"},
     "bench": {"compile", "devices", "run", "search"},
-    "cli": {"bench", "compile", "devices", "search", "zoo"},
-    "__init__": {"capture", "compile", "rules", "run"},
+    "cli": {"bench", "capture", "compile", "devices", "search", "shard", "verify", "zoo"},
+    "__init__": {"capture", "compile", "rules", "run", "verify"},
     "__main__": {"cli"},
 }
 
@@ -165,6 +165,7 @@ def test_exported_names():
         "compile",
         "opaque",
         "register_rule",
+        "verify",
     ]
     for name in autopar.__all__:
         assert getattr(autopar, name) is not None

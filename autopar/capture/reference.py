@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from autopar.graph import Graph
 
@@ -24,10 +25,27 @@ def parameter_tensors(graph: Graph, originals: Mapping[str, Tensor]) -> dict[str
     return tensors
 
 
-def run(graph: Graph, parameters: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
+Watch = Callable[[int, fx.Node, Any], None]
+
+
+class _Watched(fx.Interpreter):
+    def __init__(self, layer: int, gm: fx.GraphModule, watch: Watch) -> None:
+        super().__init__(gm)
+        self._layer, self._watch = layer, watch
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        self._watch(self._layer, n, value)
+        return value
+
+
+def run(
+    graph: Graph, parameters: Mapping[str, Tensor], batch: Mapping[str, Tensor], watch: Watch | None = None
+) -> Tensor:
     """The loss of one batch (by input name, see ``flatten_batch``): the prelude, then every layer's graph in turn.
 
-    ``parameters`` are those of the user's model, by their original names; gradients flow to them.
+    ``parameters`` are those of the user's model, by their original names; gradients flow to them. ``watch`` is called with a
+    layer's index, a node of its class's graph and the node's value, for every node.
     """
     tensors = parameter_tensors(graph, parameters)
     scalars: dict[str, Tensor] = {}
@@ -36,7 +54,7 @@ def run(graph: Graph, parameters: Mapping[str, Tensor], batch: Mapping[str, Tens
             results = graph.prelude(*(batch[value.name] for value in graph.inputs))
         scalars = {value.name: result for value, result in zip(graph.scalars, results, strict=True)}
     values: dict[str, Tensor] = {}
-    for layer in graph.layers:
+    for index, layer in enumerate(graph.layers):
         arguments = (
             [values[name] for name in layer.activations]
             + [batch[name] for name in layer.inputs]
@@ -44,6 +62,7 @@ def run(graph: Graph, parameters: Mapping[str, Tensor], batch: Mapping[str, Tens
             + [scalars[name] for name in layer.scalars]
             + [tensors[name] for name in layer.parameters]
         )
-        outputs = graph.classes[layer.cls].graph(*arguments)
-        values.update(zip(layer.outputs, outputs, strict=True))
+        gm = graph.classes[layer.cls].graph
+        outputs = gm(*arguments) if watch is None else _Watched(index, gm, watch).run(*arguments)
+        values.update(zip(layer.outputs, outputs, strict=False))  # then come the new values of its buffers
     return values[graph.loss]

@@ -1,4 +1,4 @@
-"""The command line: ``autopar plan | emit | run | models``.
+"""The command line: ``autopar plan | emit | run | verify | models``.
 
 stdout is data, stderr is talk. Errors are a sentence and a hint; the status is 2 for a request that is wrong, 1 for one that
 cannot be met.

@@ -149,6 +149,38 @@ def bench(**request: Any) -> None:
     bench_command(**request)
 
 
+@cli.command(
+    short_help="Check that parallel programs compute what the model computes.",
+    help="Compare MODEL's distributed programs with PyTorch on one device: the loss and every gradient, in float64, in local "
+    "processes. Zoo models and config.json are shrunk, a factory's model is taken as it is. Exits with 0 only when all are exact."
+    + _MODEL_HELP,
+)
+@click.argument("model")
+@click.option(
+    "--devices", type=click.IntRange(1, 64), default=2, show_default=True, metavar="N", help="How many local processes."
+)
+@click.option(
+    "--plan",
+    "plan_file",
+    metavar="FILE",
+    help="Check this plan only; one for more devices is shrunk to N, and type-checked at its own size.",
+)
+@click.option("--seq", type=int, metavar="N", help="Tokens in a sequence of the batch.")
+@click.option("--global-batch", type=int, metavar="N", help="Sequences (or images) in a batch of one step.")
+@click.option(
+    "--memory-limit",
+    default="8GB",
+    show_default=True,
+    metavar="SIZE",
+    help="What the comparison may take of this machine.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
+def verify(**request: Any) -> None:
+    from autopar.cli.verify import verify_command
+
+    verify_command(**request)
+
+
 @cli.command()
 @click.option("--json", "as_json", is_flag=True, help="Print the list as one JSON array.")
 def models(as_json: bool) -> None:

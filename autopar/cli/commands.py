@@ -116,7 +116,7 @@ def models_command(as_json: bool) -> None:
         size = f"{entry.parameters / 1e9:,.1f} B" if entry.parameters >= 1e9 else f"{entry.parameters / 1e6:,.1f} M"
         seq = f"{entry.seq:,}" if entry.seq else "-"
         table.add_row(entry.name, entry.kind, size, seq, f"{entry.global_batch:,}", entry.source)
-    _console().print(table)
+    console().print(table)
 
 
 def _plan(request: dict[str, Any], device: str = "meta") -> tuple[Loaded, Cluster, Graph, Plan]:
@@ -168,10 +168,10 @@ def _talk() -> Talk:
 def _print(plan: Plan) -> None:
     from autopar.cli.render import print_plan
 
-    print_plan(plan, _console())
+    print_plan(plan, console())
 
 
-def _console() -> Any:
+def console() -> Any:
     from rich.console import Console
 
     console = Console(highlight=False)

@@ -67,14 +67,14 @@ def load_model(model: str, sizes: Sizes, *, device: str = "meta", default_precis
         raise ModelError(f"{model} names a file but no factory in it", _factory_hint(Path(model)))
     if model.endswith(".json") or Path(model).is_file():
         module, batch = build_config(
-            _read_config(Path(model)), sizes.seq, sizes.global_batch, sizes.precision or default_precision, device
+            read_config(Path(model)), sizes.seq, sizes.global_batch, sizes.precision or default_precision, device
         )
         return Loaded(Path(model).stem, module, batch)
     module, batch = zoo.build(model, sizes.seq, sizes.global_batch, sizes.precision or default_precision, device)
     return Loaded(model, module, batch)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:

@@ -15,8 +15,12 @@ from passes.layer import LocalLayer
 WIDTH = 110  # an expression that would make a line longer gets a name of its own
 
 
-def layer_class(layer: LocalLayer, name: str, uses: str, axes: tuple[str, ...], shared: frozenset[int]) -> str:
+def layer_class(
+    layer: LocalLayer, name: str, uses: str, axes: tuple[str, ...], shared: frozenset[int], watch: bool = False
+) -> str:
     """The source of the class.
+
+    With ``watch`` every value gets a line, and ``self.watched`` holds them all by node name: to look for a wrong one.
 
     ``uses`` says in words which layers it is and how they are split; ``shared`` are the indices (among the class's
     parameters) of those that the stage owns, because several layers use them: they become arguments.
@@ -24,7 +28,7 @@ def layer_class(layer: LocalLayer, name: str, uses: str, axes: tuple[str, ...], 
     lines = [f"class {name}(nn.Module):", f'    """{uses}"""', ""]
     lines += _constructor(layer, axes, shared)
     lines += [""]
-    lines += _forward(layer, axes, shared)
+    lines += _forward(layer, axes, shared, watch)
     return "\n".join(lines) + "\n"
 
 
@@ -85,7 +89,7 @@ def _constructor(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int
     return lines
 
 
-def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int]) -> list[str]:
+def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], watch: bool) -> list[str]:
     names = Names()
     texts: dict[fx.Node, Text] = {}
     arguments: list[str] = []
@@ -110,7 +114,7 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int]) -
     if layer.random:
         arguments.append("key")
     signature = ", ".join(["self", *(f"{argument}: torch.Tensor" for argument in arguments)])
-    body = [*notes, *_body(nodes, texts, names)]
+    body = [*notes, *_body(nodes, texts, names, watch)]
     count = len(layer.cls.outputs) + len(layer.cls.updates)
     returns = "torch.Tensor" if count == 1 else "tuple[torch.Tensor, ...]"
     if not layer.strategy.recompute:
@@ -126,19 +130,22 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int]) -
     ]
 
 
-def _body(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Names) -> list[str]:
-    """One line per value that is used twice, converted or too long to stand inside another expression."""
+def _body(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Names, watch: bool) -> list[str]:
+    """One line per value that is used twice, converted or too long to stand inside another expression; with ``watch`` per value."""
     lines: list[str] = []
+    watched: list[str] = []
     scope = None
     for node in nodes:
         if node.op == "placeholder":
             continue
         if node.op == "output":
             results: Any = node.args[0]
+            if watch:
+                lines.append(f"        self.watched = {{{', '.join(watched)}}}")
             lines.append("        return " + ", ".join(literal(result, texts) for result in results))
             break
         text = expression(node, texts)
-        if _inline(node, text):
+        if _inline(node, text) and not watch:
             texts[node] = text
             continue
         here = _scope(node)
@@ -148,6 +155,7 @@ def _body(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Names) -> lis
         name = names.fresh(_name(node))
         lines.append(f"        {name} = {text.text}")
         texts[node] = Text(name)
+        watched.append(f'"{node.name}": {name}')
     return lines
 
 

@@ -40,8 +40,11 @@ from torch.utils.checkpoint import checkpoint
 '''
 
 
-def emit(graph: Graph, plan: Plan, folder: str | Path) -> LocalProgram:
-    """Write the program of ``plan`` for the captured ``graph`` into ``folder`` (made if missing) and return what was written down."""
+def emit(graph: Graph, plan: Plan, folder: str | Path, *, watch: bool = False) -> LocalProgram:
+    """Write the program of ``plan`` for the captured ``graph`` into ``folder`` (made if missing) and return what was written down.
+
+    With ``watch`` the layers keep every value that they compute (``layer_class``).
+    """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     local = cut_stages(graph, plan, plan_shardings(graph, plan))
@@ -50,7 +53,7 @@ def emit(graph: Graph, plan: Plan, folder: str | Path) -> LocalProgram:
     note = f"the program imports {', '.join(imports)} for opaque modules"
     if imports and note not in plan.notes:
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
-    (path / "model.py").write_text(model_source(local, bool(modules)))
+    (path / "model.py").write_text(model_source(local, bool(modules), watch))
     (path / "plan.json").write_text(plan.dumps() + "\n")
     (path / "layouts.json").write_text(
         json.dumps({"parameters": layouts(local), "buffers": buffers(local)}, indent=1) + "\n"
@@ -69,8 +72,8 @@ def emit(graph: Graph, plan: Plan, folder: str | Path) -> LocalProgram:
     return local
 
 
-def model_source(program: LocalProgram, opaque: bool = False) -> str:
-    """The text of ``model.py``; ``opaque`` says that it calls opaque modules."""
+def model_source(program: LocalProgram, opaque: bool = False, watch: bool = False) -> str:
+    """The text of ``model.py``; ``opaque`` says that it calls opaque modules, ``watch`` that layers keep their values."""
     plan = program.plan
     axes = tuple(axis.name for axis in plan.mesh)
     header = _HEADER.format(
@@ -84,7 +87,7 @@ def model_source(program: LocalProgram, opaque: bool = False) -> str:
         schedule=plan.schedule,
         mesh=" x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh),
     )
-    sources, class_names = _layer_classes(program, axes)
+    sources, class_names = _layer_classes(program, axes, watch)
     mesh = ", ".join(f'"{axis.name}": {axis.size}' for axis in plan.mesh)
     stages = [stage_class(program, stage, class_names) for stage in program.stages]
     tuple_text = ", ".join(f"Stage{stage.index}" for stage in program.stages)
@@ -110,7 +113,7 @@ def _siblings(program: LocalProgram, opaque: bool) -> list[str]:
     return sorted(called | {name for name, used in others.items() if used})
 
 
-def _layer_classes(program: LocalProgram, axes: tuple[str, ...]) -> tuple[list[str], dict[int, str]]:
+def _layer_classes(program: LocalProgram, axes: tuple[str, ...], watch: bool) -> tuple[list[str], dict[int, str]]:
     """One class per local layer and set of stage-owned parameters; the class of every layer by index."""
     names = Names()
     sources: list[str] = []
@@ -123,7 +126,9 @@ def _layer_classes(program: LocalProgram, axes: tuple[str, ...]) -> tuple[list[s
             key = (id(program.layers[index]), shared)
             if key not in made:
                 made[key] = names.fresh(layer.cls)
-                sources.append(layer_class(program.layers[index], made[key], _uses(program, index), axes, shared))
+                sources.append(
+                    layer_class(program.layers[index], made[key], _uses(program, index), axes, shared, watch)
+                )
             class_names[index] = made[key]
     return sources, class_names
 

@@ -49,12 +49,12 @@ class Trainer:
         max_norm: float | None = None,
     ) -> None:
         self.program, self.world, self.max_norm = program, world, max_norm
-        stage, self._groups, self._buffers = build_stage(program, world)
+        self.stage, self._groups, self._buffers = build_stage(program, world)
         if state is not None:
             self.load_state_dict(state)
         else:
             self._load(seeded(seed))
-        self._pipeline = _Pipeline(program, world, stage)
+        self._pipeline = _Pipeline(program, world, self.stage)
         masters = [master.tensor for group in self._groups for master in group.masters]
         self.optimizer = optimizer(masters) if masters else None
         self._seed, self._steps = seed, 0

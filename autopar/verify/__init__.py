@@ -2,6 +2,30 @@
 
 from autopar.verify.case import Outcome, check_plan
 from autopar.verify.kinds import Kind, alternating, ends, kind, kinds
+from autopar.verify.locate import Difference, locate
+from autopar.verify.report import Checked, Failure, Report
+from autopar.verify.run import MEMORY_BYTES, check_size, verify
+from autopar.verify.shrink import shrink_config, shrink_plan
 from autopar.verify.subject import Subject, make_subject
 
-__all__ = ["Kind", "Outcome", "Subject", "alternating", "check_plan", "ends", "kind", "kinds", "make_subject"]
+__all__ = [
+    "MEMORY_BYTES",
+    "Checked",
+    "Difference",
+    "Failure",
+    "Kind",
+    "Outcome",
+    "Report",
+    "Subject",
+    "alternating",
+    "check_plan",
+    "check_size",
+    "ends",
+    "kind",
+    "kinds",
+    "locate",
+    "make_subject",
+    "shrink_config",
+    "shrink_plan",
+    "verify",
+]

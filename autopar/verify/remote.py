@@ -31,3 +31,38 @@ def gradients(folder: str, state: str, batch: dict[str, Tensor]) -> tuple[float,
         return loss, found, {}
     trainer.step(batch)
     return loss, found, trainer.state_dict()
+
+
+def watch(folder: str, state: str, batch: dict[str, Tensor], layer: str | None) -> dict[str, dict[str, list[Any]]]:
+    """What this rank's layers compute in one step: values and their gradients, one of each for every microbatch.
+
+    The program was emitted with ``watch``. By layer (its attribute in the stage) and name: the outputs of every layer (``"0"``,
+    ``"1"``), or all values of ``layer`` by node name. Each entry is ``[value of microbatch 0, its gradient or None, value of microbatch
+    1, ...]``.
+    """
+    trainer = open_trainer(folder, state)
+    found: dict[str, dict[str, list[Any]]] = {}
+
+    def keep(name: str, key: str, value: Any) -> None:
+        if not isinstance(value, Tensor):
+            return
+        entries = found.setdefault(name, {}).setdefault(key, [])
+        place = len(entries) + 1
+        entries += [value.detach().clone(), None]
+        if value.requires_grad:
+            value.register_hook(lambda gradient: entries.__setitem__(place, gradient.detach().clone()))
+
+    def hook(name: str) -> Any:
+        def collect(module: Any, args: Any, result: Any) -> None:
+            outputs = result if isinstance(result, tuple) else (result,)
+            values = {str(i): value for i, value in enumerate(outputs)} if layer is None else module.watched
+            for key, value in values.items():
+                keep(name, key, value)
+
+        return collect
+
+    for name, module in trainer.stage.named_children():
+        if layer in (None, name):
+            module.register_forward_hook(hook(name))
+    remote.perform(trainer, "gradients", batch)
+    return found

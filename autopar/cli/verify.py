@@ -1,0 +1,154 @@
+"""``autopar verify``: loads the model at a size that local processes can run, verifies it, prints what came out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autopar.cli.load import Loaded, Sizes
+    from autopar.graph import Graph
+    from autopar.plan import Plan
+    from autopar.verify import Report
+
+_SEQ = 16  # tokens of a shrunken model's sequences
+_ROWS = 8  # of a batch that is not given: eight shares, or four microbatches on two devices
+
+
+def verify_command(
+    model: str,
+    devices: int,
+    plan_file: str | None,
+    seq: int | None,
+    global_batch: int | None,
+    memory_limit: str,
+    as_json: bool,
+) -> None:
+    """Ends the process with status 1 unless the model is exact under all plans that were checked."""
+    import torch
+
+    from autopar.cli.commands import parse_size
+    from autopar.cli.load import Sizes
+    from autopar.compile import read_plan
+    from autopar.verify import verify
+
+    limit = parse_size(memory_limit)
+    plan = read_plan(plan_file) if plan_file else None
+    torch.manual_seed(0)
+    loaded, notes = _load(model, devices, Sizes() if plan_file else Sizes(seq, global_batch))
+    real = _real(model, plan, seq) if plan is not None and notes else None
+    with _Bar() as bar:
+        report = verify(
+            loaded.module,
+            loaded.batch,
+            loaded.loss_fn,
+            devices=devices,
+            plan=plan,
+            real=real,
+            name=loaded.name,
+            memory_limit_bytes=limit,
+            progress=bar,
+        )
+    if as_json:
+        data = report.to_json()
+        print(json.dumps(data | {"notes": [*notes, *data["notes"]]}, indent=1))
+    else:
+        _print(report, notes)
+    if not report.exact:
+        sys.exit(1)
+
+
+def _load(model: str, devices: int, sizes: Sizes) -> tuple[Loaded, list[str]]:
+    """The model with its batch, on the CPU; what was made smaller, in words."""
+    from autopar.cli.load import Loaded, load_model, read_config
+    from autopar.verify import shrink_config
+    from autopar.zoo import find
+    from autopar.zoo.hf import build_config
+
+    if ":" in model or model.endswith(".py"):
+        return load_model(model, sizes, device="cpu", default_precision="float32"), []
+    is_file = model.endswith(".json") or Path(model).is_file()
+    config = read_config(Path(model)) if is_file else find(model).config
+    small = shrink_config(config)
+    rows, seq = sizes.global_batch or max(_ROWS, 2 * devices), sizes.seq or _SEQ
+    module, batch = build_config(small, seq, rows, "float32", "cpu")
+    changed = ", ".join(f"{key} {small[key]}" for key in small if small[key] != config.get(key))
+    name = Path(model).stem if is_file else model
+    return Loaded(name, module, batch), [
+        f"shrunk: {changed}; batch of {rows}" + (f" x {seq}" if "input_ids" in batch else "")
+    ]
+
+
+def _real(model: str, plan: Plan, seq: int | None) -> Graph:
+    """The model that the plan was made for, at its own size: its structure alone, on meta."""
+    from autopar.capture import capture
+    from autopar.cli.load import Sizes, load_model
+    from autopar.shard import annotate
+
+    loaded = load_model(model, Sizes(seq, plan.global_batch, plan.precision), device="meta")
+    return annotate(capture(loaded.module, loaded.batch, loaded.loss_fn, precision=plan.precision, name=loaded.name))
+
+
+class _Bar:
+    """A progress bar on stderr; a line for each plan where stderr is no terminal."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self.console = Console(stderr=True)
+        columns = (TextColumn("{task.description:45}"), BarColumn(), MofNCompleteColumn())
+        self._progress = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
+        self._task = self._progress.add_task("load", total=None)
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._progress.stop()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        self._progress.update(self._task, description=what, completed=done, total=total)
+        if not self.console.is_terminal and what:
+            self.console.print(f"{what} ...", highlight=False, markup=False)
+
+
+def _print(report: Report, notes: list[str]) -> None:
+    from rich.table import Table
+
+    from autopar.cli.commands import console
+    from autopar.measure import EXACT
+
+    out = console()
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("plan", no_wrap=True)
+    table.add_column("error", justify="right", no_wrap=True)
+    table.add_column("largest in")
+    for check in report.checked:
+        table.add_row(check.kind, f"{check.error:.1e}", check.where, style=None if check.error <= EXACT else "red")
+    out.print(table)
+    for kind, reason in report.skipped.items():
+        out.print(f"not admitted: {kind}: {reason}", markup=False)
+    for failure in report.failures:
+        out.print(f"failed: {failure.kind} ({failure.plan}): {failure.message}", markup=False, style="red")
+        if failure.first is not None:
+            out.print(f"  first to differ: {failure.first}", markup=False)
+    for op in report.replicated_ops:
+        out.print(f"replicated, because no sharding rule covers it: {op}", markup=False)
+    for note in (*notes, *report.notes):
+        out.print(note, markup=False)
+    out.print(_verdict(report), markup=False, style="bold green" if report.exact else "bold red")
+
+
+def _verdict(report: Report) -> str:
+    count = f"{len(report.checked)} plans of {report.model} on {report.devices} processes"
+    if report.exact:
+        return (
+            f"exact: {count}, the loss and every gradient within {report.max_relative_difference:.1e} of one device's"
+        )
+    if not report.checked and not report.failures:
+        return f"nothing was checked: {report.model} admits no plan for {report.devices} processes"
+    return f"not exact: {len(report.failures)} failures in {count}"

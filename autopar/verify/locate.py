@@ -1,0 +1,228 @@
+"""Where a program first computes something else than the model: the layer, the node, its types and shapes.
+
+The program runs once more, on real processes, with its layers' outputs kept. They are put together from the ranks' parts by their
+types and compared with the captured graph's on one device: values in the order of the forward pass, then, if all of those are
+right, gradients in the order of the backward pass. In the first layer that differs every node is compared in the same way.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.capture import reference
+from autopar.emit import emit
+from autopar.emit.stage import layer_attribute
+from autopar.flow import output_nodes
+from autopar.measure import EXACT, Error
+from autopar.plan import Plan
+from autopar.rules.operands import op_name
+from autopar.run.pool import WorkerPool
+from autopar.types import SpmdType
+from autopar.verify.subject import Subject
+from passes.collectives import convert
+from passes.stages import LocalProgram
+
+Types = tuple[SpmdType, ...]
+Records = list[dict[str, dict[str, list[Any]]]]  # of every rank, see remote.watch
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first thing that differs: a ``value`` of the forward pass, or a ``gradient`` that arrives at a value in the backward pass.
+
+    ``types`` names the value's type on every axis, the microbatches' included; shapes are one rank's and one microbatch's, and the
+    whole; ``difference`` is relative to the largest element.
+    """
+
+    layer: str
+    node: str
+    op: str
+    what: str
+    types: str
+    local_shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    difference: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what} of {self.node} ({self.op}) in {self.layer}: {self.types}, local {list(self.local_shape)} of "
+            f"{list(self.global_shape)}, off by {self.difference:.1e}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"local_shape": list(self.local_shape), "global_shape": list(self.global_shape)}
+
+
+def locate(subject: Subject, plan: Plan, pool: WorkerPool, error: Error) -> Difference | None:
+    """The first difference of a program whose largest ``error`` is known; ``None`` where none shows when the program runs again.
+
+    Where every value and every gradient between nodes is right, what is wrong is how the gradient of the parameter at ``error.where`` is
+    summed over the axes. Raises what running the program raises.
+    """
+    with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
+        program = emit(subject.graph, plan, Path(folder) / "program", watch=True)
+        state = Path(folder) / "initial.pt"
+        torch.save(subject.state, state)
+
+        def watch(layer: str | None) -> Records:
+            found: Records = pool.run(
+                "autopar.verify.remote:watch", str(Path(folder) / "program"), str(state), subject.batch, layer
+            )
+            return found
+
+        return _Search(subject, program, watch).first() or _parameter(program, error)
+
+
+class _Search:
+    def __init__(self, subject: Subject, program: LocalProgram, watch: Callable[[str | None], Records]) -> None:
+        self.subject, self.program, self.watch = subject, program, watch
+        self.graph = subject.graph
+        self.values = _reference(subject)
+
+    def first(self) -> Difference | None:
+        records = self.watch(None)
+        layers = range(len(self.graph.layers))
+        for layer in layers:
+            for position, output in enumerate(output_nodes(self.graph.classes[self.graph.layers[layer].cls])):
+                if self._output(records, layer, position, output, "value") is not None:
+                    inside = self._inside(layer, "value")
+                    return inside or self._output(records, layer, position, output, "value")
+        for layer in reversed(layers):
+            for position, output in enumerate(output_nodes(self.graph.classes[self.graph.layers[layer].cls])):
+                wrong = self._output(records, layer, position, output, "gradient")
+                if wrong is not None:
+                    return self._readers_of(layer, position) or wrong
+        return next((d for layer in reversed(layers) if (d := self._inside(layer, "gradient")) is not None), None)
+
+    def _readers_of(self, layer: int, position: int) -> Difference | None:
+        """A gradient that arrives wrong at an output was made wrong in a layer that reads it: the first wrong one there, from the end."""
+        name = self.graph.layers[layer].outputs[position]
+        readers = [i for i, other in enumerate(self.graph.layers) if name in other.activations]
+        return next((d for i in reversed(readers) if (d := self._inside(i, "gradient")) is not None), None)
+
+    def _output(self, records: Records, layer: int, position: int, node: fx.Node, what: str) -> Difference | None:
+        types = self.program.layers[layer].sharding.output(position)
+        return self._differs(records, layer, str(position), node, node, types, what)
+
+    def _inside(self, layer: int, what: str) -> Difference | None:
+        """The first node of the layer that differs, in the order of the pass in question."""
+        records = self.watch(layer_attribute(self.program, layer))
+        whole = {node.name: node for node in self.graph.classes[self.graph.layers[layer].cls].graph.graph.nodes}
+        nodes = [node for node in self.program.layers[layer].graph.graph.nodes if node.op == "call_function"]
+        for node in nodes if what == "value" else reversed(nodes):
+            source = node
+            while source.target is convert:
+                source = source.args[0]
+            if source.name in whole and "types" in node.meta:
+                found = self._differs(records, layer, node.name, node, whole[source.name], node.meta["types"], what)
+                if found is not None:
+                    return found
+        return None
+
+    def _differs(
+        self, records: Records, layer: int, key: str, node: fx.Node, whole: fx.Node, types: Types, what: str
+    ) -> Difference | None:
+        want = self.values.get((layer, whole.name))
+        if what == "gradient" and want is not None:
+            # where another node reads the value in other types, the gradients here are only some of the terms
+            want = want.grad if node.target is not convert and want.requires_grad else None
+        parts = self._parts(records, layer, key, 0 if what == "value" else 1)
+        if want is None or parts is None:
+            return None
+        types = types if what == "value" else tuple(t.dual for t in types)
+        sizes = [axis.size for axis in self.program.plan.mesh]
+        got, apart = _assemble(parts, [self.program.plan.microbatches, *sizes], types)
+        difference = max(apart, _difference(got, want.detach()))
+        if difference <= EXACT:
+            return None
+        axes = ("microbatch", *(axis.name for axis in self.program.plan.mesh))
+        text = ", ".join(f"{t} on {axis}" for axis, t in zip(axes, types, strict=True))
+        op = op_name(node.target) if node.op == "call_function" and node.target is not convert else _conversion(node)
+        name = self.graph.layers[layer].name
+        return Difference(name, node.name, op, what, text, tuple(parts[0].shape), tuple(want.shape), difference)
+
+    def _parts(self, records: Records, layer: int, key: str, which: int) -> list[Tensor] | None:
+        """The value (0) or gradient (1) of every microbatch and rank of the layer's stage, microbatches outermost."""
+        plan = self.program.plan
+        stage, attribute = plan.stage_of(layer), layer_attribute(self.program, layer)
+        ranks = records[stage * plan.devices_per_stage : (stage + 1) * plan.devices_per_stage]
+        columns = [rank.get(attribute, {}).get(key, [])[which::2] for rank in ranks]
+        parts = [column[i] if i < len(column) else None for i in range(plan.microbatches) for column in columns]
+        found = [part for part in parts if isinstance(part, Tensor)]
+        return found if len(found) == len(parts) else None
+
+
+def _parameter(program: LocalProgram, error: Error) -> Difference | None:
+    """The parameter whose gradient has the error, as its first layer holds it."""
+    axes = [axis.name for axis in program.plan.mesh]
+    for layer, local in zip(program.graph.layers, program.layers, strict=True):
+        for name, held in zip(layer.parameters, local.parameters, strict=True):
+            record = program.graph.parameters[name]
+            if error.where in (record.original, *record.tied):
+                text = ", ".join(f"{t} on {axis}" for axis, t in zip(axes, held.types, strict=True))
+                return Difference(
+                    layer.name, name, "parameter", "gradient", text, held.shape, record.shape, error.value
+                )
+    return None
+
+
+def _conversion(node: fx.Node) -> str:
+    if node.target is not convert:
+        return node.op
+    _, axes, source, target = node.args
+    assert isinstance(axes, tuple | list), axes
+    return f"{source} to {target} on {', '.join(map(str, axes))}"
+
+
+def _reference(subject: Subject) -> dict[tuple[int, str], Tensor]:
+    """Every value of the captured graph on one device, by layer and node, with its gradient."""
+    graph = subject.graph
+    trainable = {n: p.trainable for p in graph.parameters.values() for n in (p.original, *p.tied)}
+    parameters = {n: t.clone().requires_grad_(trainable[n]) for n, t in subject.state.items() if n in trainable}
+    values: dict[tuple[int, str], Tensor] = {}
+
+    def keep(layer: int, node: fx.Node, value: Any) -> None:
+        if isinstance(value, Tensor):
+            values[layer, node.name] = value
+            if value.requires_grad:
+                value.retain_grad()
+
+    reference.run(graph, parameters, subject.batch, keep).backward()
+    return values
+
+
+def _assemble(parts: Sequence[Tensor], sizes: Sequence[int], types: Types) -> tuple[Tensor, float]:
+    """The value whose parts the ranks hold (outermost axis slowest), and how far ranks that should agree are apart."""
+    assert len(parts) == math.prod(sizes), (len(parts), sizes)
+    current, apart = list(parts), 0.0
+    for size, t in zip(reversed(sizes), reversed(types), strict=True):
+        groups = [current[i : i + size] for i in range(0, len(current), size)]
+        if t.dim is not None:
+            current = [torch.cat(group, t.dim) for group in groups]
+        elif t.kind == "P":
+            current = [torch.stack(group).sum(0) for group in groups]
+        else:
+            apart = max(apart, *(_difference(other, group[0]) for group in groups for other in group))
+            current = [group[0] for group in groups]
+    return current[0], apart
+
+
+def _difference(got: Tensor, want: Tensor) -> float:
+    """The largest difference relative to the largest element; what is padded at the end of a dim is not compared."""
+    if got.dim() != want.dim() or any(a < b for a, b in zip(got.shape, want.shape, strict=True)):
+        return math.inf
+    got = got[tuple(slice(0, size) for size in want.shape)]
+    if got.numel() == 0:
+        return 0.0
+    a, b = got.double(), want.double()
+    off = torch.where(a == b, 0.0, (a - b).abs())  # infinities of a mask are equal
+    finite = b[b.isfinite()].abs()
+    return float(off.max() / max(float(finite.max()) if finite.numel() else 0.0, 1e-12))

@@ -1,0 +1,196 @@
+"""``verify``: a model, its plans, and what came out."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from autopar.check import check_program
+from autopar.compile import fit_plan, read_plan
+from autopar.emit import emit
+from autopar.errors import AutoparError, LaunchError, ProgramError, UsageError
+from autopar.graph import Graph
+from autopar.measure import Error
+from autopar.plan import Plan
+from autopar.run.pool import WorkerPool
+from autopar.verify.case import check_plan
+from autopar.verify.kinds import kinds
+from autopar.verify.locate import Difference, locate
+from autopar.verify.mixtures import describe
+from autopar.verify.report import Checked, Failure, Report
+from autopar.verify.shrink import shrink_plan
+from autopar.verify.subject import Subject, make_subject
+
+MEMORY_BYTES = 8 * 10**9
+"""What a verification may take by default: on a laptop, half of the memory."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being checked, how many plans are done, and how many there are."""
+
+PlanOf = Callable[[Graph], Plan]
+
+
+def verify(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[..., Any] | None = None,
+    *,
+    devices: int = 2,
+    plan: Plan | str | Path | None = None,
+    real: Graph | None = None,
+    name: str | None = None,
+    memory_limit_bytes: int = MEMORY_BYTES,
+    progress: Progress | None = None,
+) -> Report:
+    """Compare the model's distributed programs with eager PyTorch on one device: the loss and every gradient, in float64.
+
+    The model runs at the size it has, in ``devices`` local gloo processes, with dropout off. Without ``plan`` one plan of every kind of
+    parallelism that it admits is checked. With one, that plan: where it is for more devices, its axes are shrunk to fit, and
+    the program at the plan's own size, for ``real`` (the captured model it was made for; this one, if left out), is
+    type-checked only. Every program is type-checked.
+
+    Args:
+        model: a module on the CPU, see ``compile``; it is copied, not touched.
+        batch: one global batch, with values.
+        loss_fn: see ``compile``.
+
+    Raises:
+        UsageError: too large for ``memory_limit_bytes``, no values, a plan that does not fit the model.
+        CaptureError: the model cannot be exported.
+    """
+    if dist.is_initialized():
+        raise UsageError(
+            "this process has a process group, and verification starts processes of its own",
+            "call it in a script that is not started by torchrun",
+        )
+    if devices < 1:
+        raise UsageError(f"{devices} processes cannot run a program", "devices is a number from 1 up")
+    check_size(model, devices, memory_limit_bytes)
+    given = read_plan(plan) if isinstance(plan, str | Path) else plan
+    if progress is not None:
+        progress("capture", 0, 1)
+    subject = make_subject(model, batch, loss_fn, name=name)
+    run = _Run(subject, devices)
+    plans: list[tuple[str, PlanOf]] = [(kind.name, kind.plan) for kind in kinds(devices)]
+    if given is not None:
+        fit_plan(given, real or subject.graph)
+        small = shrink_plan(given, subject.graph, devices)
+        plans = [("the given plan", lambda graph: small)]
+        if small is not given:
+            run.check_types(given, real or subject.graph, small.device_count)
+    with run.pools:
+        for number, (kind, make) in enumerate(plans):
+            if progress is not None:
+                progress(kind, number, len(plans))
+            run.check(kind, make)
+    if progress is not None:
+        progress("", len(plans), len(plans))
+    return run.report()
+
+
+def check_size(model: nn.Module, devices: int, memory_limit_bytes: int) -> None:
+    """Raise ``UsageError`` where the model is too large to be verified in the given memory.
+
+    Parameters and gradients in float64: once for eager PyTorch, twice for what is sent, and once for each process.
+    """
+    elements = sum(p.numel() for p in model.parameters())
+    needed = elements * 8 * (2 + 2 + 2 * devices)
+    if needed > memory_limit_bytes:
+        raise UsageError(
+            f"verifying {elements / 1e6:,.0f} M parameters in float64 on {devices} processes takes about {needed / 1e9:,.1f} GB, "
+            f"and {memory_limit_bytes / 1e9:,.1f} GB are allowed",
+            "give a smaller one: fewer layers and narrower ones have the same structure; or allow more (--memory-limit)",
+        )
+
+
+@dataclass
+class _Run:
+    """The plans checked so far."""
+
+    subject: Subject
+    devices: int
+    pools: ExitStack = field(default_factory=ExitStack)
+    _pool: dict[int, WorkerPool] = field(default_factory=dict)
+    _checked: list[Checked] = field(default_factory=list)
+    _failures: list[Failure] = field(default_factory=list)
+    _skipped: dict[str, str] = field(default_factory=dict)
+    _typechecked: int = 0
+    _notes: list[str] = field(default_factory=list)
+
+    def check(self, kind: str, make: PlanOf) -> None:
+        try:
+            plan = make(self.subject.graph)
+        except UsageError as error:
+            self._skipped[kind] = error.message
+            return
+        if plan.device_count not in self._pool:
+            self._pool[plan.device_count] = self.pools.enter_context(WorkerPool(plan.device_count))
+        pool = self._pool[plan.device_count]
+        try:
+            outcome = check_plan(self.subject, plan, pool)
+        except (AutoparError, AssertionError, RuntimeError, ValueError, TypeError, KeyError, IndexError) as error:
+            # of autopar's own faults too, the report should say on which plan they came up
+            self._fail(kind, plan, _sentence(error), None)
+            return
+        self._typechecked += 1
+        self._checked.append(
+            Checked(kind, describe(plan), outcome.error.value, outcome.error.where, outcome.stages_typed)
+        )
+        if not outcome.error.exact:
+            self._fail(
+                kind,
+                plan,
+                f"{outcome.error.where} is off by {outcome.error.value:.2g}",
+                self._locate(plan, pool, outcome.error),
+            )
+
+    def check_types(self, plan: Plan, graph: Graph, processes: int) -> None:
+        """The type checker over the program of the plan as it is; its numbers are those of ``processes``."""
+        with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
+            try:
+                emit(graph, plan, folder)
+                stages = check_program(folder)
+            except ProgramError as error:
+                self._fail("the given plan at its own size", plan, error.message, None)
+                return
+        self._typechecked += 1
+        self._notes.append(
+            f"the program for the plan's {plan.device_count} devices type-checks ({stages} stages); its numbers were compared on "
+            f"{processes} processes"
+        )
+
+    def _locate(self, plan: Plan, pool: WorkerPool, error: Error) -> Difference | None:
+        try:
+            return locate(self.subject, plan, pool, error)
+        except LaunchError:
+            return None  # the numbers are wrong, and that is said; only where could not be found out
+
+    def _fail(self, kind: str, plan: Plan, message: str, first: Difference | None) -> None:
+        self._failures.append(Failure(kind, describe(plan), message, first))
+
+    def report(self) -> Report:
+        off = ["dropout was off, in both: it is random"] if self.subject.dropout else []
+        graph = self.subject.graph
+        return Report(
+            model=graph.name,
+            devices=self.devices,
+            checked=tuple(self._checked),
+            failures=tuple(self._failures),
+            skipped=self._skipped,
+            typechecked=self._typechecked,
+            replicated_ops=graph.replicated,
+            notes=(*off, *self._notes),
+        )
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, AutoparError):
+        return error.message
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

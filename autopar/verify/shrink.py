@@ -1,0 +1,127 @@
+"""Smaller things of the same structure: a configuration for a laptop, a plan for a few processes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from autopar.graph import Graph
+from autopar.plan import Plan, Role, Strategy
+from autopar.search.hand import default_schedule, hand_plan, make_mesh
+from autopar.verify.kinds import microbatches
+
+LAYERS = 4  # a pipeline of four stages, and a first, two inner and a last block
+WIDTH = 8  # of one attention head
+HEADS = 8
+VOCABULARY = 96
+
+# Sizes that are set outright, by their names in transformers configurations.
+_SMALL: dict[str, Any] = {
+    **dict.fromkeys(("n_layer", "num_hidden_layers", "num_layers", "num_decoder_layers"), LAYERS),
+    **dict.fromkeys(("n_head", "num_attention_heads", "num_heads"), HEADS),
+    **dict.fromkeys(("n_embd", "hidden_size", "d_model"), HEADS * WIDTH),
+    **dict.fromkeys(("head_dim", "d_kv"), WIDTH),
+    **dict.fromkeys(("intermediate_size", "d_ff", "n_inner"), 2 * HEADS * WIDTH),
+    **dict.fromkeys(("moe_intermediate_size",), HEADS * WIDTH),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 8),
+    "vocab_size": VOCABULARY,
+    "image_size": 32,
+    "patch_size": 8,
+    "num_labels": 10,
+    "embedding_size": 8,
+    "hidden_sizes": [16, 16, 32, 32],
+    "depths": [2, 1, 1, 1],
+}
+_DEFAULTS: dict[str, tuple[str, ...]] = {
+    # what a configuration may leave to its class, whose default is large
+    "gpt2": ("n_layer", "n_head", "n_embd"),
+    "resnet": ("embedding_size", "hidden_sizes", "depths", "num_labels"),
+}
+_IMAGES = ("vit", "resnet")
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+
+
+def shrink_config(config: dict[str, Any]) -> dict[str, Any]:
+    """A transformers configuration of the same structure that trains on a laptop in float64: four layers, eight heads.
+
+    Ratios that matter are kept: query heads per key head, experts per token up to the number of experts.
+    """
+    small = {key: _SMALL.get(key, value) for key, value in config.items() if value is not None}
+    kind = config.get("model_type", "")
+    for key in (*_DEFAULTS.get(kind, ()), *(("vocab_size",) if kind not in _IMAGES else ())):
+        small[key] = _SMALL[key]
+    heads = config.get("num_attention_heads") or config.get("n_head") or HEADS
+    if config.get("num_key_value_heads"):
+        small["num_key_value_heads"] = max(1, HEADS * config["num_key_value_heads"] // heads)
+    for key in _TOKENS:
+        if isinstance(small.get(key), int) and small[key] >= VOCABULARY:
+            small[key] = VOCABULARY - 1
+    return small
+
+
+def shrink_plan(plan: Plan, graph: Graph, devices: int) -> Plan:
+    """A plan of ``graph`` for at most ``devices`` with the given plan's structure.
+
+    It is the plan itself where it fits. Otherwise axes and stages of more than one become two, and one again from the outermost until
+    they fit (data axes first); layers take the strategy of the layer in the same place; the microbatches are as many as the batch admits.
+    """
+    count = len(graph.layers)
+    if plan.device_count <= devices and len(plan.layers) == count and plan.global_batch == graph.batch_size:
+        return plan
+    sizes = [plan.pipeline, *(axis.size for axis in plan.mesh)]
+    if plan.device_count > devices:
+        sizes = _fit([min(2, size) for size in sizes], plan, devices)
+    pipeline, axes = min(sizes[0], count), sizes[1:]
+    mesh = make_mesh(*((axis.name, size) for axis, size in zip(plan.mesh, axes, strict=True)))
+    kept = [i for i, axis in enumerate(plan.mesh) if axis.name in {a.name for a in mesh}] or [0]
+    strategies = {i: _strategy(plan, _place(i, count, len(plan.layers)), kept) for i in range(count)}
+    if len(mesh) == 1 and mesh[0].size == 1:
+        strategies = {i: Strategy((Role.DATA,), recompute=s.recompute) for i, s in strategies.items()}
+    ways = max(
+        math.prod(a.size for a, r in zip(mesh, s.roles, strict=True) if r.shards_batch) for s in strategies.values()
+    )
+    chunks = microbatches(graph, min(plan.microbatches, 2 * pipeline), ways)
+    cuts = [
+        _place(plan.stages[i * plan.pipeline // pipeline].start, len(plan.layers), count) for i in range(1, pipeline)
+    ]
+    schedule = plan.schedule if pipeline > 1 and chunks >= pipeline else default_schedule(pipeline, chunks)
+    return hand_plan(
+        graph,
+        mesh=mesh,
+        pipeline=pipeline,
+        cuts=_rising(cuts, count),
+        strategies=strategies,
+        microbatches=chunks,
+        schedule=schedule,
+    )
+
+
+def _fit(sizes: list[int], plan: Plan, devices: int) -> list[int]:
+    """Sizes (the stages first) with a product of at most ``devices``."""
+    data = [1 + i for i in range(len(plan.mesh)) if all(s.strategy.roles[i] is Role.DATA for s in plan.layers)]
+    order = [*data, *(i for i in range(1, len(sizes)) if i not in data), 0]
+    for index in order:
+        if math.prod(sizes) <= devices:
+            break
+        sizes[index] = 1
+    return sizes
+
+
+def _strategy(plan: Plan, layer: int, kept: list[int]) -> Strategy:
+    given = plan.layers[layer].strategy
+    roles = tuple(given.roles[i] for i in kept)
+    return Strategy(roles, given.zero if any(r.replicates_parameters for r in roles) else 0, given.recompute)
+
+
+def _place(index: int, count: int, other: int) -> int:
+    """The index among ``other`` in the place of ``index`` among ``count``: first to first, last to last."""
+    return round(index * (other - 1) / max(1, count - 1))
+
+
+def _rising(cuts: list[int], count: int) -> tuple[int, ...]:
+    """Cuts that leave every stage a layer."""
+    fixed: list[int] = []
+    for number, cut in enumerate(cuts):
+        low, high = (fixed[-1] if fixed else 0) + 1, count - (len(cuts) - number)
+        fixed.append(min(max(cut, low), high))
+    return tuple(fixed)

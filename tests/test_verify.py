@@ -1,0 +1,214 @@
+"""``autopar verify`` and ``autopar.verify``: what is checked, what is refused, and where a wrong program is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from broken import rewriting
+from click.testing import CliRunner
+from exactness import mlp, subject
+from torch import Tensor, nn
+from workers import WorkerPool
+
+import autopar
+import autopar.emit.program as program
+from autopar import zoo
+from autopar.capture import capture
+from autopar.cli.app import cli
+from autopar.errors import BatchError, ModelError, UsageError
+from autopar.plan import Role
+from autopar.search.hand import hand_plan, make_mesh
+from autopar.shard import annotate
+from autopar.verify import Difference, check_plan, kinds, locate, make_subject, shrink_config, shrink_plan
+from autopar.zoo.hf import build_config
+
+KEYS = ["exact", "max_relative_difference", "plans_checked", "typechecked", "replicated_ops", "failures"]
+
+
+class Dropping(nn.Module):
+    """Dropout in three forms, a buffer, and a parameter that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("scale", torch.full((16,), 2.0))
+        self.inner[0].bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.inner:
+            x = self.drop(torch.relu(layer(x))) * self.scale
+            x = nn.functional.dropout(x, 0.3, self.training)
+            q = x.unflatten(-1, (2, 8)).transpose(1, 2)
+            x = nn.functional.scaled_dot_product_attention(q, q, q, None, 0.1).transpose(1, 2).flatten(2)
+        return x.square().mean()
+
+
+def test_every_kind_that_a_model_admits_is_checked() -> None:
+    model, batch, loss_fn = mlp()
+    told: list[str] = []
+    report = autopar.verify(model, batch, loss_fn, progress=lambda what, done, total: told.append(what))
+    assert report.exact and 0 < report.max_relative_difference < 1e-12
+    names = [check.kind for check in report.checked]
+    assert {*names, *report.skipped} == {kind.name for kind in kinds(2)} and len(names) >= 12
+    assert report.typechecked == len(names) and told[0] == "capture" and told[1:-1] == [kind.name for kind in kinds(2)]
+    assert list(report.to_json())[:6] == KEYS
+
+
+def test_dropout_is_off_and_the_model_is_not_touched() -> None:
+    torch.manual_seed(0)
+    model = Dropping()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    plan_batch = (torch.randn(8, 6, 16),)
+    given = make_subject(model, plan_batch)
+    assert given.dropout and given.loss == make_subject(model, plan_batch).loss
+    assert "inner.0.bias" not in given.gradients
+    assert model.drop.p == 0.5 and all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_model_that_draws_numbers_is_refused() -> None:
+    class Noisy(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input + torch.randn_like(input)).square().mean()
+
+    with pytest.raises(ModelError, match=r"draws random numbers with aten.randn_like"):
+        make_subject(Noisy(4, 4), (torch.randn(8, 4),))
+
+
+def test_what_has_no_values_or_no_room_is_refused() -> None:
+    model, batch, loss_fn = mlp()
+    with pytest.raises(UsageError, match=r"float64 on 4 processes takes about 0.0 GB") as refused:
+        autopar.verify(model, batch, loss_fn, devices=4, memory_limit_bytes=10)
+    assert "give a smaller one" in str(refused.value)
+    with pytest.raises(ModelError, match="on meta"):
+        autopar.verify(model.to("meta"), batch, loss_fn)
+    with pytest.raises(BatchError, match="on meta"):
+        autopar.verify(mlp()[0], tuple(tensor.to("meta") for tensor in batch), loss_fn)
+
+
+# -- where it is wrong ------------------------------------------------------------------------------------------------
+
+# A model, the plan, what is wrong with the program's text, and the first difference: what, op, layer.
+WRONG: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
+    "attention that is not causal": (
+        "llama", {"tensor": 2}, r", is_causal=True", "",
+        r"value of scaled_dot_product_attention .* in model\.layers\.0: .*S\(1\) on tensor, local \[8, 4, 16, 4\] of \[8, 8, 16, 4\]",
+    ),
+    "a norm's epsilon, on slices of the sequence, recomputed": (
+        "llama", {"tensor": 2, "sequence": True, "recompute": True}, r"1e-06", "1e-03",
+        r"value of add \(aten\.add\) in model\.layers\.0",
+    ),
+    "a gradient that is not reduced": (
+        "llama", {"tensor": 2}, r'= spmd\.convert\((mul_7), "tensor", src=spmd\.I, dst=spmd\.R\)', r"= \1",
+        r"gradient of mul_7 \(aten\.mul\) in model\.layers\.3: .*I on tensor",
+    ),
+    "a parameter's gradient that is not reduced": (
+        "llama", {"tensor": 2, "sequence": True}, r'= spmd\.convert\((self\.\w+layernorm\.weight), "tensor", src=spmd\.I, dst=spmd\.R\)',
+        r"= \1", r"gradient of model\.layers\.3\.post_attention_layernorm\.weight \(parameter\) in model\.layers\.3: I on tensor",
+    ),
+    "the second of two stages": (
+        "mlp", {"pipeline": 2, "microbatches": 4}, r"\* 0\.001953125", "* 0.00390625",
+        r"value of mul \(aten\.mul\) in out: P on microbatch",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_the_first_node_that_differs_is_named(what: str, workers2: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, options, pattern, replacement, found = WRONG[what]
+    given = subject(model)
+    plan = hand_plan(given.graph, **options)
+    right = check_plan(given, plan, workers2, typed=False).error
+    assert right.exact
+    monkeypatch.setattr(program, "model_source", rewriting(pattern, replacement))
+    error = check_plan(given, plan, workers2, typed=False).error
+    assert not error.exact
+    difference = locate(given, plan, workers2, error)
+    assert isinstance(difference, Difference) and re.search(found, str(difference)), str(difference)
+
+
+def test_a_failure_is_reported_with_its_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model, batch, loss_fn = mlp()
+    graph = annotate(capture(model.double(), batch, loss_fn, precision="float64"))
+    plan = tmp_path / "plan.json"
+    plan.write_text(hand_plan(graph, data=2).dumps())
+    monkeypatch.setattr(program, "model_source", rewriting(r"\* 0\.001953125", "* 0.00390625"))
+    report = autopar.verify(model, batch, loss_fn, plan=plan)
+    assert not report.exact and len(report.failures) == 1
+    failure = report.to_json()["failures"][0]
+    assert failure["first_difference"]["op"] == "aten.mul" and failure["first_difference"]["layer"] == "out"
+    assert "data 2" in failure["plan"] and "off by" in failure["message"]
+
+
+# -- smaller things ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("entry", zoo.CATALOGUE, ids=lambda entry: entry.name)
+def test_every_zoo_model_shrinks(entry: Any) -> None:
+    small = shrink_config(entry.config)
+    model, _ = build_config(small, 16, 8, "float32", "meta")
+    assert sum(p.numel() for p in model.parameters()) < 2e6
+    assert set(small) >= {key for key, value in entry.config.items() if value is not None}
+    if "num_key_value_heads" in small:
+        ratio = entry.config["num_attention_heads"] / entry.config["num_key_value_heads"]
+        assert small["num_attention_heads"] / small["num_key_value_heads"] == min(ratio, 8)
+
+
+def test_a_plan_for_many_devices_shrinks_to_few() -> None:
+    graph = subject("llama").graph
+    large = hand_plan(graph, pipeline=3, data=2, tensor=4, zero=3, microbatches=4, recompute=True)
+    on_4 = shrink_plan(large, graph, 4)
+    assert on_4.device_count == 4 and [axis.name for axis in on_4.mesh] == ["tensor"] and on_4.pipeline == 2
+    assert {layer.strategy.recompute for layer in on_4.layers} == {True}
+    on_8 = shrink_plan(large, graph, 8)
+    assert on_8.device_count == 8 and on_8.layers[0].strategy.roles == (Role.DATA, Role.TENSOR)
+    assert on_8.layers[0].strategy.zero == 3
+    assert shrink_plan(large, graph, 1).device_count == 1
+    assert shrink_plan(on_8, graph, 8) is on_8
+    grid = hand_plan(graph, mesh=make_mesh(("tensor0", 2), ("tensor1", 4)))
+    assert shrink_plan(grid, graph, 2).device_count == 2
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_json_and_ends_with_zero(tmp_path: Path) -> None:
+    factory = tmp_path / "own_model.py"
+    factory.write_text(
+        "import torch\n"
+        "def make():\n"
+        "    torch.manual_seed(1)\n"
+        "    layers = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3)]\n"
+        "    return torch.nn.Sequential(*layers), (torch.randn(6, 8), torch.randn(6, 8)), torch.nn.functional.mse_loss\n"
+    )
+    result = CliRunner().invoke(cli, ["verify", f"{factory}:make", "--devices", "1", "--json"])
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    assert list(data)[:6] == KEYS and data["exact"] is True and data["failures"] == [] and data["plans_checked"] == 2
+
+
+def test_a_zoo_model_is_shrunk_and_its_plan_checked_at_its_own_size(tmp_path: Path) -> None:
+    model, batch = zoo.build("gpt2", 64, 64)
+    graph = annotate(capture(model, batch, precision="bfloat16"))
+    plan = tmp_path / "plan.json"
+    plan.write_text(hand_plan(graph, data=8, tensor=4, zero=1, microbatches=2, precision="bfloat16").dumps())
+    arguments = ["verify", "gpt2", "--devices", "2", "--plan", str(plan), "--seq", "64"]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 0, result.output
+    assert "n_layer 4" in result.stdout and "32 devices type-checks (1 stages)" in result.stdout
+    assert re.search(r"^exact: 1 plans of gpt2", result.stdout, re.MULTILINE)
+
+
+def test_requests_that_make_no_sense_end_with_two(tmp_path: Path) -> None:
+    for words in (
+        ["nothing-like-it"],
+        ["gpt2", "--plan", str(tmp_path / "none.json")],
+        ["gpt2", "--memory-limit", "1KB"],
+    ):
+        result = CliRunner().invoke(cli, ["verify", *words])
+        assert isinstance(result.exception, UsageError) and result.exception.exit_status == 2, (words, result.exception)
