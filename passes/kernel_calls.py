@@ -111,7 +111,7 @@ def _sum_of_losses(request: Request) -> KernelCall:
 
 def _loss_arguments(request: Request) -> dict[str, Any]:
     given = {**arguments(request.node), "partial_axes": request.partial}
-    return {name: value for name, value in given.items() if name != "weight" or value is not None}
+    return {name: value for name, value in given.items() if name not in ("weight", "vocabulary") or value is not None}
 
 
 def _statistics(request: Request) -> KernelCall:

@@ -7,22 +7,25 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.flow import gradient_flow, placeholders
-from autopar.graph import LayerClass, Parameter
+from autopar.graph import LayerClass
 from autopar.plan import Strategy
 from autopar.sharding import Sharding, local_shape
 from autopar.types import SpmdType
 from passes.collectives import MICROBATCH, convert, insert_collectives_pass
 from passes.fuse_bias import fuse_bias_pass
 from passes.localise_layer import localise_pass, random_seed
+from passes.pad import pad_class
 from passes.runner import run
 
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """A parameter as one rank of the layer holds it: class-local dotted name, local shape, type on each mesh axis."""
+    """A parameter as one rank of the layer holds it: class-local dotted name, local shape, that of all ranks together (padding
+    included), type on each mesh axis."""
 
     name: str
     shape: tuple[int, ...]
+    whole: tuple[int, ...]
     types: tuple[SpmdType, ...]
 
 
@@ -80,10 +83,9 @@ def mesh_types(sharding: Sharding, types: tuple[SpmdType, ...]) -> tuple[SpmdTyp
     return tuple(t for axis, t in zip(sharding.axes, types, strict=True) if axis.name != MICROBATCH)
 
 
-def local_layer(
-    cls: LayerClass, sharding: Sharding, strategy: Strategy, parameters: tuple[Parameter, ...]
-) -> LocalLayer:
-    """Run the passes. ``parameters`` are one layer's records, in the class's order."""
+def local_layer(cls: LayerClass, sharding: Sharding, strategy: Strategy) -> LocalLayer:
+    """Run the passes."""
+    cls = pad_class(cls, sharding)
     flow = gradient_flow(cls)
     for node in cls.graph.graph.nodes:
         node.meta["gradient"] = flow.get(node.name, False)
@@ -99,9 +101,10 @@ def local_layer(
     local = tuple(
         LocalParameter(
             value.name,
-            local_shape(record.shape, sharding.axes, sharding.produced(node.name)),
+            local_shape(value.shape, sharding.axes, sharding.produced(node.name)),
+            value.shape,
             mesh_types(sharding, sharding.produced(node.name)),
         )
-        for node, value, record in zip(nodes, cls.parameters, parameters, strict=True)
+        for node, value in zip(nodes, cls.parameters, strict=True)
     )
     return LocalLayer(cls, strategy, sharding, gm, local)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from autopar.errors import UsageError
 from autopar.graph import Graph, Layer, Value
 from autopar.plan import Plan
 from autopar.sharding import Sharding, local_shape
@@ -90,11 +91,23 @@ def cut_stages(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> Loc
     for layer, sharding, planned in zip(graph.layers, shardings, plan.layers, strict=True):
         key = (layer.cls, planned.strategy, tuple(id(types) for types in sharding.types))
         if key not in made:
-            records = tuple(graph.parameters[name] for name in layer.parameters)
-            made[key] = local_layer(graph.classes[layer.cls], sharding, planned.strategy, records)
+            made[key] = local_layer(graph.classes[layer.cls], sharding, planned.strategy)
         layers.append(made[key])
+    _check_shared(graph, layers)
     stages = tuple(_stage(graph, plan, tuple(layers), index) for index in range(plan.pipeline))
     return LocalProgram(graph, plan, tuple(layers), stages)
+
+
+def _check_shared(graph: Graph, layers: list[LocalLayer]) -> None:
+    """A parameter that several layers use is stored once: padded alike in all of them."""
+    for name, uses in graph.shared_parameters.items():
+        found = {layers[i].parameters[graph.layers[i].parameters.index(name)].whole: i for i in uses}
+        if len(found) > 1:
+            shapes = ", ".join(f"{list(shape)} in {graph.layers[i].name}" for shape, i in found.items())
+            raise UsageError(
+                f"{graph.parameters[name].original} would be padded to {shapes}",
+                "give the layers that share it equal roles, on axes whose sizes divide its dims",
+            )
 
 
 def _stage(graph: Graph, plan: Plan, layers: tuple[LocalLayer, ...], index: int) -> Stage:

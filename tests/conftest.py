@@ -21,6 +21,12 @@ def workers2() -> Iterator[WorkerPool]:
 
 
 @pytest.fixture(scope="session")
+def workers3() -> Iterator[WorkerPool]:
+    """Three processes."""
+    yield from _pool(3)
+
+
+@pytest.fixture(scope="session")
 def workers4() -> Iterator[WorkerPool]:
     """Four processes."""
     yield from _pool(4)

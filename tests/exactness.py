@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import vision_models
+from odd_models import ODD
 from text_models import TEXT
 from torch import Tensor, nn
 from workers import WorkerPool
@@ -168,7 +169,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
 def subject(name: str) -> Subject:
     """Capture the model and run it eagerly, once."""
     torch.manual_seed(0)
-    model, batch, loss_fn = (MODELS | TEXT | WRITTEN)[name]()
+    model, batch, loss_fn = (MODELS | TEXT | WRITTEN | ODD)[name]()
     return make_subject(model, batch, loss_fn, name=name)
 
 

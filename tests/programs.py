@@ -90,7 +90,15 @@ def _layouts(shape: Shape) -> list[dict[str, Any]]:
         whole = other.pop("whole", size)
         types = {"data": "R", "tensor": tensor}
         base = {"stage": stage, "name": name, "original": original, "original_shape": whole, "part": None}
-        base |= {"global_shape": size, "dtype": dtype, "trainable": True, "tied": [], "types": types, "shared": None}
+        base |= {
+            "global_shape": size,
+            "padded_shape": size,
+            "dtype": dtype,
+            "trainable": True,
+            "tied": [],
+            "types": types,
+            "shared": None,
+        }
         records.append(base | other)
 
     dtype = "float32" if shape.precision == "bfloat16" else shape.precision

@@ -175,6 +175,7 @@ def layouts(program: LocalProgram) -> list[dict[str, object]]:
                         "original_shape": list(record.original_shape),
                         "part": part,
                         "global_shape": list(record.shape),
+                        "padded_shape": list(local.whole),
                         "dtype": str(record.dtype).removeprefix("torch."),
                         "trainable": record.trainable,
                         "tied": list(record.tied),

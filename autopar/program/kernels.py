@@ -332,14 +332,17 @@ def cross_entropy_sum(
     label_smoothing: float = 0.0,
     weight: Tensor | None = None,
     partial_axes: Sequence[Axis] = (),
+    vocabulary: int | None = None,
 ) -> Tensor:
     """The cross entropy of ``logits [..., v]`` and ``labels [...]``, summed over the labels that are not ``ignore_index``: 0-d.
 
     ``weight [v]`` weighs the classes, as in torch.
 
-    ``partial_axes`` are the axes that shard the leading dims: there the result is a term of the sum (P).
+    ``partial_axes`` are the axes that shard the leading dims: there the result is a term of the sum (P). Of padded logits the first
+    ``vocabulary`` count.
     """
     with spmd.local():
+        logits = logits[..., :vocabulary]
         loss = F.cross_entropy(
             logits.reshape(-1, logits.shape[-1]),
             labels.reshape(-1),
@@ -354,28 +357,32 @@ def cross_entropy_sum(
 class _SoftmaxTerms(torch.autograd.Function):
     """One slice's terms of a cross entropy: ``sum exp(z)`` and ``on * z[target] + off * sum z``, with ``z = logits - shift``.
 
-    Keeps the logits alone and takes the exponential again in the backward: one tensor of their size instead of two.
+    ``padding`` (or ``None``) says which columns are none. Keeps the logits alone and takes the exponential again in the
+    backward: one tensor of their size instead of two.
     """
 
     @staticmethod
-    def forward(ctx, logits, shift, target, elsewhere, on, off):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(logits, shift, target, elsewhere)
+    def forward(ctx, logits, shift, target, elsewhere, padding, on, off):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(logits, shift, target, elsewhere, padding)
         ctx.on, ctx.off = on, off
         z = logits.to(shift.dtype) - shift
         picked = z.gather(1, target.unsqueeze(1)).squeeze(1).masked_fill(elsewhere, 0) * on
         if off:
-            picked = picked + off * z.sum(1)
-        return torch.stack((z.exp_().sum(1), picked))
+            picked = picked + off * (z if padding is None else z.masked_fill(padding, 0)).sum(1)
+        terms = z.exp_() if padding is None else z.exp_().masked_fill_(padding, 0)
+        return torch.stack((terms.sum(1), picked))
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        logits, shift, target, elsewhere = ctx.saved_tensors
+        logits, shift, target, elsewhere, padding = ctx.saved_tensors
         out = (logits.to(shift.dtype) - shift).exp_().mul_(grad[0].unsqueeze(1))
         if ctx.off:
             out.add_(grad[1].unsqueeze(1), alpha=ctx.off)
+        if padding is not None:
+            out.masked_fill_(padding, 0)
         here = (grad[1] * ctx.on).masked_fill(elsewhere, 0)
         out.scatter_add_(1, target.unsqueeze(1), here.unsqueeze(1))
-        return out.to(logits.dtype), None, None, None, None, None
+        return out.to(logits.dtype), None, None, None, None, None, None
 
 
 spmd.register_local_autograd_function(_SoftmaxTerms)
@@ -388,12 +395,13 @@ def vocab_parallel_cross_entropy_sum(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     partial_axes: Sequence[Axis] = (),
+    vocabulary: int | None = None,
 ) -> Tensor:
     """``cross_entropy_sum`` with the vocabulary sharded over ``axis`` (or axes, outermost first): I there.
 
     ``logits`` are ``[..., v / n]``, S(last) on ``axis``; ``labels`` (global ids) are R there. Two small collectives: the
     maxima are gathered, and the two sums of every token reduced in one call. The whole logits exist nowhere. Accumulates
-    in float32 or wider.
+    in float32 or wider. Where padding makes the slices equal, ``vocabulary`` is the true size.
     """
     axes = _split(axis)
     with spmd.local():
@@ -401,13 +409,19 @@ def vocab_parallel_cross_entropy_sum(
         labels = labels.reshape(-1)
         width = logits.shape[-1]
         wide = torch.promote_types(logits.dtype, torch.float32)
-        shift = logits.detach().amax(1, keepdim=True).to(wide)
+        start = _start(axes, width, labels.device)
+        whole = width * prod(_size(one) for one in axes)
+        padding = (
+            None if vocabulary in (None, whole) else torch.arange(width, device=labels.device) + start >= vocabulary
+        )
+        shift = logits.detach()
+        shift = (shift if padding is None else shift.masked_fill(padding, -torch.inf)).amax(1, keepdim=True).to(wide)
         shift = flattened.all_gather(shift, axes, src=S(1), dst=R).amax(1, keepdim=True)
-        target = labels - _start(axes, width, labels.device)
+        target = labels - start
         elsewhere = (target < 0) | (target >= width)
-        off = label_smoothing / (width * prod(_size(one) for one in axes))
+        off = label_smoothing / (vocabulary or whole)
         terms = _SoftmaxTerms.apply(
-            logits, shift, target.masked_fill(elsewhere, 0), elsewhere, 1.0 - label_smoothing, off
+            logits, shift, target.masked_fill(elsewhere, 0), elsewhere, padding, 1.0 - label_smoothing, off
         )
         terms = _terms(terms, axes)
         terms = flattened.all_reduce(terms, axes, src=P, dst=I)

@@ -170,7 +170,10 @@ class FlatGroup:
             dist.all_reduce(self._grads, group=self._world.shared[self.shared])
 
     def reduce(self) -> None:
-        """Sum the gradients over the data axes."""
+        """Sum the gradients over the data axes. Padding has none."""
+        for slot in self._slots if self._grads.numel() else ():
+            for dim, start, length in slot.layout.beyond(self._world.coordinates):
+                self._grads[slot.start : slot.stop].view(slot.param.shape).narrow(dim, start, length).zero_()
         if self._scattered:
             own = torch.empty_like(self._grads[self._own])
             reduce_scatter(own, self._grads, group=self._group)
@@ -245,10 +248,8 @@ class ShardedGroup:
     def load(self, source: Callable[[Layout], Tensor]) -> None:
         for layout, param in self._params.items():
             local = layout.slice(source(layout), self._world.coordinates)
-            assert isinstance(param, DTensor)
-            index, parts = param.device_mesh.get_local_rank(), param.device_mesh.size()
-            rows = -(-local.shape[0] // parts)  # as torch.chunk divides; the last ranks may have fewer, or none
-            _shard(param).copy_(local[index * rows : (index + 1) * rows])
+            start, stop = _rows(param, local.shape[0])
+            _shard(param).copy_(local[start:stop])
 
     def zero_grad(self) -> None:
         for param in self._params.values():
@@ -258,10 +259,15 @@ class ShardedGroup:
         pass
 
     def reduce(self) -> None:
-        """FSDP2 has reduced them; the optimizer gets its views."""
+        """FSDP2 has reduced them; the optimizer gets its views. Padding has none."""
         for master in self.masters:
-            grad = self._params[master.layout].grad
-            master.tensor.grad = torch.zeros_like(master.tensor) if grad is None else _shard(grad)
+            param = self._params[master.layout]
+            grad = torch.zeros_like(master.tensor) if param.grad is None else _shard(param.grad)
+            first, last = _rows(param, param.shape[0])
+            for dim, start, length in master.layout.beyond(self._world.coordinates):
+                inner = slice(max(start - first, 0), max(last - first, 0)) if dim == 0 else slice(start, start + length)
+                grad.movedim(dim, 0)[inner] = 0
+            master.tensor.grad = grad
 
     def publish(self) -> None:
         """Nothing: the masters are the parameters' own storage."""
@@ -288,6 +294,13 @@ def _shard(tensor: Tensor) -> Tensor:
     detached = tensor.detach()
     assert isinstance(detached, DTensor)
     return detached.to_local()
+
+
+def _rows(param: Tensor, rows: int) -> tuple[int, int]:
+    """Which of the rows this rank's shard of a DTensor has: as ``torch.chunk`` divides; the last ranks may have fewer, or none."""
+    assert isinstance(param, DTensor)
+    index, share = param.device_mesh.get_local_rank(), -(-rows // param.device_mesh.size())
+    return min(index * share, rows), min((index + 1) * share, rows)
 
 
 def _full(tensor: Tensor) -> Tensor:

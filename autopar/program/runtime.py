@@ -161,6 +161,8 @@ class Trainer:
                 flat = local.new_empty(size * local.numel())
                 all_gather(flat, local.contiguous().view(-1), group=group)
                 local = torch.cat(list(flat.view(size, *local.shape).unbind()), dim)
+            for dim, size in enumerate(layout.shape):
+                local = local.narrow(dim, 0, size)
             local = local.to(dtype)
         rank = dist.get_rank()
         if sender != 0 and rank == sender:

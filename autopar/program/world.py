@@ -39,7 +39,8 @@ class Layout:
     """Where a stage's parameter comes from and what each axis does to it.
 
     ``name`` is the parameter's in its stage, ``original`` the user's; ``part`` is ``(dim, start, length)`` when it is a slice of a
-    fused original. ``shape`` is that of the whole part. ``sharded`` gives, outermost first, the axes that slice it, each with
+    fused original. ``shape`` is that of the whole part, ``padded`` its size as it is stored: zeros lie behind the end where the
+    axes do not divide it. ``sharded`` gives, outermost first, the axes that slice it, each with
     its dim; ``replicated`` those on which it is ``R``. Copies in several stages of one tied parameter have the same ``shared`` key.
     """
 
@@ -49,6 +50,7 @@ class Layout:
     original_shape: tuple[int, ...]
     part: tuple[int, int, int] | None
     shape: tuple[int, ...]
+    padded: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
     tied: tuple[str, ...]
@@ -67,6 +69,7 @@ class Layout:
             original_shape=tuple(record["original_shape"]),
             part=None if part is None else (part["dim"], part["start"], part["length"]),
             shape=tuple(record["global_shape"]),
+            padded=tuple(record["padded_shape"]),
             dtype=getattr(torch, record["dtype"]),
             trainable=record["trainable"],
             tied=tuple(record["tied"]),
@@ -80,11 +83,36 @@ class Layout:
         if tuple(full.shape) != self.original_shape:
             raise ValueError(f"{self.original} has shape {tuple(full.shape)}, the program {self.original_shape}")
         local = full if self.part is None else full.narrow(*self.part)
-        for axis, dim in self.sharded:
-            index, size = coordinates[axis]
-            assert local.shape[dim] % size == 0, (self.original, tuple(local.shape), axis, size)
-            local = local.narrow(dim, index * (local.shape[dim] // size), local.shape[dim] // size)
+        for dim, (start, extent) in enumerate(self.window(coordinates)):
+            stop = min(start + extent, self.shape[dim])
+            if stop - start == extent:
+                local = local.narrow(dim, start, extent)
+                continue
+            size = list(local.shape)
+            size[dim] = extent
+            filled = local.new_zeros(size)
+            if stop > start:
+                filled.narrow(dim, 0, stop - start).copy_(local.narrow(dim, start, stop - start))
+            local = filled
         return local
+
+    def window(self, coordinates: Mapping[str, tuple[int, int]]) -> list[tuple[int, int]]:
+        """For every dim, where this rank's slice begins in the padded whole, and its extent."""
+        window = [(0, size) for size in self.padded]
+        for axis, dim in self.sharded:
+            (index, size), (start, extent) = coordinates[axis], window[dim]
+            assert extent % size == 0, (self.original, self.padded, axis, size)
+            window[dim] = (start + index * (extent // size), extent // size)
+        return window
+
+    def beyond(self, coordinates: Mapping[str, tuple[int, int]]) -> list[tuple[int, int, int]]:
+        """The padding in this rank's slice: dim, start and length within the slice."""
+        found = []
+        for dim, (start, extent) in enumerate(self.window(coordinates)):
+            inside = max(0, min(extent, self.shape[dim] - start))
+            if inside < extent:
+                found.append((dim, inside, extent - inside))
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,16 +79,16 @@ def candidates(node: fx.Node) -> tuple[Candidate, ...]:
     found = [Candidate((t,) * len(given), t) for t in (I, R)]
     line = line_of(node)
     if line is not None:
-        bound = bind(line, _operand_shapes(node), shape_of(node), op_name(node.target))
+        bound = bind(line, operand_shapes(node), shape_of(node), op_name(node.target))
         found += sharded(bound)
         found += _partial(bound)
     other = line_of(node, KERNELS)
     if other is not None:
-        found += sharded(bind(other, _operand_shapes(node), shape_of(node), op_name(node.target)))
+        found += sharded(bind(other, operand_shapes(node), shape_of(node), op_name(node.target)))
     return tuple(dict.fromkeys(found))
 
 
-def _operand_shapes(node: fx.Node) -> list[Shape]:
+def operand_shapes(node: fx.Node) -> list[Shape]:
     """The operands' global shapes; an element taken from a tuple has its own."""
     if any(isinstance(operand.meta["val"], tuple | list) for operand in operands(node)):
         return [shape_of(node)]

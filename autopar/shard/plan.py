@@ -9,6 +9,7 @@ from autopar.flow import placeholders
 from autopar.graph import Graph
 from autopar.plan import Axis, Plan, Role, Strategy
 from autopar.rules.operands import is_tensor, operands, shape_of
+from autopar.rules.padding import padding
 from autopar.shard.refusal import refusal
 from autopar.shard.solve import solve
 from autopar.sharding import AxisTypes, Sharding
@@ -99,6 +100,7 @@ def _refused(graph: Graph, plan: Plan, layer: int) -> str:
 def _check_shapes(graph: Graph, index: int, sharding: Sharding) -> None:
     """Raise unless what all axes together take of every value is whole."""
     layer = graph.layers[index]
+    padded = padding(graph.classes[layer.cls]).groups
     for node in graph.classes[layer.cls].graph.graph.nodes:
         if node.op == "output":
             continue
@@ -106,7 +108,7 @@ def _check_shapes(graph: Graph, index: int, sharding: Sharding) -> None:
         for value, types in [(node, sharding.produced(node.name)), *(read if node.op == "call_function" else [])]:
             for dim, extent in enumerate(shape_of(value) if is_tensor(value) else ()):
                 holders = [axis for axis, t in zip(sharding.axes, types, strict=True) if t.dim == dim and axis.size > 1]
-                if extent % math.prod(axis.size for axis in holders):
+                if extent % math.prod(axis.size for axis in holders) and (value.name, dim) not in padded:
                     names = " and ".join(f"{axis.name} {axis.size}" for axis in holders)
                     raise UsageError(
                         f"{layer.name}: dim {dim} of {value.name}, of {extent}, does not divide by {names} together",

@@ -11,6 +11,7 @@ For a layer class, a role (which fixes the types at the layer's border) and an a
   however many operands want it (q, k and v share one all-reduce);
 * ``cost`` is the op's compute, divided by *n* where a letter is sharded, and what its kernel exchanges; for a stored
   parameter ``BYTE_HELD_S`` per byte held;
+* an option is legal where *n* divides what it shards, or where that may be padded (``rules.padding``): compute and bytes then grow;
 * ``conversion`` is the time on the wire, forward plus (where a gradient flows) backward; infinite where there is none.
 
 Times are of a reference device: they rank alternatives inside one layer; a plan's price is computed elsewhere. Costs are
@@ -30,6 +31,7 @@ from autopar.plan import Role
 from autopar.price.roofline import op_cost
 from autopar.rules import Candidate, candidates, operands
 from autopar.rules.operands import op_name
+from autopar.rules.padding import padded, padding
 from autopar.rules.traffic import kernel_traffic
 from autopar.shard.grid import admits, converts, stored
 from autopar.types import Collective, I, P, R, S, SpmdType, conversion, legal_in_time
@@ -109,6 +111,7 @@ class Problem:
         self.cls, self.role, self.size, self.fixed, self.in_time = cls, role, size, fixed, in_time
         self._batched = batched or {}
         self._flow = gradient_flow(cls)
+        self._padding = padding(cls)
         self._inputs = placeholders(cls)
         self._weights = {node.name for node in self._inputs[len(self._inputs) - len(cls.parameters) :]}
         self._replicated = self._from_weights() if role in (Role.ULYSSES, Role.RING) else set()
@@ -165,7 +168,7 @@ class Problem:
             return math.inf
         if name in self._replicated and target.sharded:
             return math.inf
-        if target.dim is not None and value.shape[target.dim] % self.size:
+        if not self._fits(name, value.shape, target):
             return math.inf
         if name not in self._weights and not converts(self.role, source, target, tuple(value.shape)):
             return math.inf
@@ -198,8 +201,7 @@ class Problem:
             found = tuple(option for option in found if option.kernel is None)
         weights = tuple(operand.name in self._weights for operand in operands(node))
         found = tuple(option for option in found if admits(self.role, option, weights))
-        whole = [option for option in found if option.letter is None or option.extent % self.size == 0]
-        return [option for option in whole if self._plays(node, option)]
+        return [option for option in found if self._whole(node, option) and self._plays(node, option)]
 
     def _from_weights(self) -> set[str]:
         """The values that are computed from parameters alone. Roles that replicate parameters do not slice them: gathering what they are
@@ -228,6 +230,27 @@ class Problem:
             return option.kernel == "ring_attention"
         return option.result.dim == len(node.meta["val"].shape) - 3
 
+    def _fits(self, name: str, shape: tuple[int, ...], t: SpmdType) -> bool:
+        """Whether the value may be sharded so, padded where that is allowed."""
+        return t.dim is None or shape[t.dim] % self.size == 0 or (name, t.dim) in self._padding.groups
+
+    def _whole(self, node: fx.Node, option: Candidate) -> bool:
+        """Whether every rank's share of what the option shards is whole, padded where that is allowed."""
+        if option.letter is None or option.extent % self.size == 0:
+            return True
+        types = (*option.operands, option.result)
+        places = [(value.name, t.dim) for value, t in zip((*operands(node), node), types, strict=True)]
+        return all(dim is None or (name, dim) in self._padding.groups for name, dim in places)
+
+    def _growth(self, name: str, option: Candidate) -> float:
+        """By which factor padding enlarges what the option shards."""
+        for value, t in zip((*self._padding.reads[name], name), (*option.operands, option.result), strict=True):
+            group = None if t.dim is None else self._padding.groups.get((value, t.dim))
+            if group is not None:
+                count = self._padding.counts[group]
+                return padded(count, self.size) / count
+        return 1.0
+
     def _placeholder_types(self, node: fx.Node) -> list[SpmdType]:
         cls, role = self.cls, self.role
         index = self._inputs.index(node)
@@ -247,10 +270,8 @@ class Problem:
             return [R, I]
         if role.replicates_parameters:
             return [R]
-        return stored(role, shape, self.size) or [
-            I,
-            *(S(d) for d, extent in enumerate(shape) if extent % self.size == 0 and extent > 1),
-        ]
+        pieces = [S(d) for d, extent in enumerate(shape) if extent > 1 and self._fits(node.name, shape, S(d))]
+        return stored(role, shape, self.size) or [I, *pieces]
 
     def _loss(self, name: str) -> None:
         """The loss starts the backward pass with gradient 1 on every rank, which is right for P and I alone; where gradients of
@@ -262,13 +283,14 @@ class Problem:
 
     def _compute_s(self, node: fx.Node, option: Candidate) -> float:
         if node.op == "placeholder":
-            held = 1 / REFERENCE_AXIS if option.result.sharded else 1.0
+            held = self._growth(node.name, option) / REFERENCE_AXIS if option.result.sharded else 1.0
             return BYTE_HELD_S * _bytes(node) * held if node.name in self._weights else 0.0
         flops, traffic = op_cost(node)
         seconds = max(flops / REFERENCE_FLOPS_PER_S, FUSED_SHARE * traffic / REFERENCE_BYTES_PER_S) * (
             1 + _BACKWARD_FACTOR
         )
-        seconds /= REFERENCE_AXIS if option.letter is not None else 1
+        if option.letter is not None:
+            seconds *= self._growth(node.name, option) / REFERENCE_AXIS
         if option.kernel is not None:
             for wire in kernel_traffic(option.kernel, node):
                 backward = wire.backward if self._flow[node.name] else Collective.NONE

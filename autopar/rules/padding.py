@@ -1,0 +1,252 @@
+"""Which dims of a layer may be padded, so that an axis whose size does not divide them can shard them all the same.
+
+A dim that parameters alone bring into a layer (a vocabulary, heads, a hidden width) need not be divisible: its parameters are
+stored with zeros behind their end, the local extent is rounded up, and nothing downstream may notice. All dims that the rules'
+letters tie together grow together: a **group**. Its ``count`` is the number of atomic pieces that every dim of the group is a
+multiple of (5 for five heads of width 8, although the projection's dim is 40), and whole pieces are added at the end.
+
+A group may be padded where every op that meets it is indifferent, held op by op below (``_carried``). What lies beyond the
+end is followed as one of two: ``ZERO``, or merely finite. A product summed over the group needs one factor that is zero there.
+The numbers before the end are then those of the model, forward and backward. Gradients of a parameter's padding need not
+vanish (``sigmoid(0)`` does not), and the program sets them to zero before anything reads them.
+
+Batches and sequences are never padded, and a dim with a softmax, a norm or an unknown op on it is not either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd
+
+import torch
+from torch import fx
+
+from autopar.graph import LayerClass
+from autopar.plan import Axis
+from autopar.rules.candidates import Bound, bind, line_of, operand_shapes
+from autopar.rules.notation import Dim
+from autopar.rules.operands import aten_names, op_name, operands, shape_of
+from autopar.sharding import AxisTypes
+
+_LOOKUPS = {"aten.embedding": 0}
+_LOSSES = frozenset({"kernels.cross_entropy_sum"})
+_ATTENTION = "aten.scaled_dot_product_attention"
+_KEEP = frozenset(
+    aten_names("""
+    view reshape _unsafe_view view_copy flatten unflatten squeeze unsqueeze permute transpose t movedim select slice narrow
+    unbind split split_with_sizes chunk cat stack clone contiguous detach alias to _to_copy type_as dropout neg sum
+    abs sign square sin sinh tan tanh asin atan erf expm1 log1p round floor ceil trunc
+    gelu silu mish elu selu relu relu6 leaky_relu hardswish hardtanh hardshrink softshrink
+""")
+) | {"_operator.getitem"}
+"""Ops that take zero to zero, with a finite derivative there."""
+_BOUNDED = frozenset(aten_names("expand expand_as broadcast_to sigmoid hardsigmoid cos cosh softplus log_sigmoid erfc"))
+"""Ops that take finite to finite."""
+_PRODUCTS = {"aten.linear": 2, "aten.addmm": 0, "aten.baddbmm": 0} | dict.fromkeys(aten_names("matmul mm bmm mv dot"))
+"""Products, and which of their operands (if any) is only added."""
+
+Place = tuple[str, int]
+"""A dim of a value: the node's name and the dim."""
+
+
+@dataclass(frozen=True)
+class Padding:
+    """The groups of a layer class that may be padded: the group of every dim in one, and every group's ``count``.
+
+    ``reads`` gives the names of every node's tensor operands.
+    """
+
+    groups: dict[Place, int]
+    counts: tuple[int, ...]
+    reads: dict[str, tuple[str, ...]]
+
+    def multiples(self, axes: Sequence[Axis], types: Sequence[AxisTypes]) -> tuple[int, ...]:
+        """For every group, the product of the sizes of the axes that shard a dim of it, anywhere in the layer."""
+        found = [1] * len(self.counts)
+        for axis, solution in zip(axes, types, strict=True):
+            for group in self.sharded(solution) if axis.size > 1 else ():
+                found[group] *= axis.size
+        return tuple(found)
+
+    def sharded(self, solution: AxisTypes) -> frozenset[int]:
+        """The groups of which an axis with these types shards a dim."""
+        places = [(name, t) for name, t in solution.produced.items()]
+        for name, types in solution.needed.items():
+            places += zip(self.reads[name], types, strict=True)
+        found = {self.groups.get((name, t.dim)) for name, t in places if t.dim is not None}
+        return frozenset(group for group in found if group is not None)
+
+    def grows(self, multiples: Sequence[int]) -> bool:
+        """Whether anything is padded at all."""
+        return any(count % multiple for count, multiple in zip(self.counts, multiples, strict=True))
+
+    def shape(self, name: str, shape: Iterable[int], multiples: Sequence[int]) -> tuple[int, ...]:
+        """The padded shape of the value ``name``."""
+        groups = [self.groups.get((name, dim)) for dim, _ in enumerate(shape)]
+        return tuple(
+            size if g is None else size // self.counts[g] * padded(self.counts[g], multiples[g])
+            for g, size in zip(groups, shape, strict=True)
+        )
+
+
+def padded(count: int, multiple: int) -> int:
+    """``count`` rounded up to a multiple."""
+    return -(-count // multiple) * multiple
+
+
+@lru_cache(maxsize=1024)
+def padding(cls: LayerClass) -> Padding:
+    """The groups of ``cls`` that may be padded."""
+    return _Analysis(cls).result()
+
+
+class _Analysis:
+    """Ties dims into groups, then takes out those that an op does not bear."""
+
+    def __init__(self, cls: LayerClass) -> None:
+        self.cls = cls
+        self.parent: dict[Place, Place] = {}
+        self.size: dict[Place, int] = {}
+        self.fixed: set[Place] = set()
+        self.bounds: dict[str, Bound] = {}
+        self.nodes = [node for node in cls.graph.graph.nodes if node.op != "output"]
+        self.zero: dict[Place, bool] = {}  # whether zero lies beyond the end
+
+    def result(self) -> Padding:
+        for node in self.nodes:
+            value = node.meta.get("val")
+            if value is not None and (hasattr(value, "shape") or isinstance(value, tuple | list)):
+                for dim, size in enumerate(shape_of(node)):
+                    self.parent[node.name, dim] = (node.name, dim)
+                    self.size[node.name, dim] = size
+        self._borders()
+        for node in self.nodes:
+            if node.op == "call_function":
+                self._tie(node)
+        for node in self.nodes:
+            if node.op == "call_function":
+                self._carry(node)
+        members: dict[Place, list[Place]] = {}
+        for place in self.parent:
+            members.setdefault(self._find(place), []).append(place)
+        broken = {self._find(place) for place in self.fixed}
+        found = {root: gcd(*(self.size[p] for p in places)) for root, places in members.items() if root not in broken}
+        roots = [root for root, count in found.items() if count > 1]
+        groups = {place: index for index, root in enumerate(roots) for place in members[root]}
+        reads = {n.name: tuple(o.name for o in operands(n)) for n in self.nodes if n.op == "call_function"}
+        reads |= {n.name: () for n in self.nodes if n.op != "call_function"}
+        return Padding(groups, tuple(found[root] for root in roots), reads)
+
+    def _find(self, place: Place) -> Place:
+        while self.parent[place] != place:
+            self.parent[place] = self.parent[self.parent[place]]
+            place = self.parent[place]
+        return place
+
+    def _fix(self, node: fx.Node, dims: Iterable[int] | None = None) -> None:
+        self.fixed |= {(node.name, dim) for dim in (range(len(shape_of(node))) if dims is None else dims)}
+
+    def _borders(self) -> None:
+        """What does not come from parameters has a size that others see; so has what leaves the layer."""
+        inputs = [node for node in self.nodes if node.op == "placeholder"]
+        weights = inputs[len(inputs) - len(self.cls.parameters) :]
+        (output,) = [node for node in self.cls.graph.graph.nodes if node.op == "output"]
+        for node in (*inputs[: len(inputs) - len(self.cls.parameters)], *output.all_input_nodes):
+            self._fix(node)
+        for node in weights:
+            self.zero |= {(node.name, dim): True for dim in range(len(shape_of(node)))}
+
+    def _tie(self, node: fx.Node) -> None:
+        """Dims that one letter names, outermost in each, grow together; an inner letter's dims may not grow."""
+        line = line_of(node)
+        if not operands(node) or line is None:
+            for value in (node, *operands(node)):
+                if (value.name, 0) in self.parent:
+                    self._fix(value)
+            return
+        bound = bind(line, operand_shapes(node), shape_of(node), op_name(node.target))
+        self.bounds[node.name] = bound
+        first: dict[str, Place] = {}
+        inner: set[str] = set()
+        for value, dims in (*zip(operands(node), bound.operands, strict=True), (node, bound.result)):
+            for dim, letters in enumerate(dims):
+                place = (value.name, dim)
+                named = _letters(bound, letters)
+                if not named:
+                    if self.size[place] > 1:
+                        self.fixed.add(place)
+                    continue
+                inner |= set(named[1:])
+                self.parent[self._find(place)] = self._find(first.setdefault(named[0], place))
+        self.fixed |= {place for letter, place in first.items() if letter in inner or letter in bound.fixed}
+
+    def _carry(self, node: fx.Node) -> None:
+        """Whether the node bears padding in each of its letters, and what then lies beyond the result's end."""
+        bound = self.bounds.get(node.name)
+        if bound is None:
+            return
+        given = operands(node)
+        for letter in bound.extents:
+            at = [_dim(bound, dims, letter) for dims in bound.operands]
+            target = _dim(bound, bound.result, letter)
+            held = [
+                None if dim is None else self.zero.get((v.name, dim), False) for v, dim in zip(given, at, strict=True)
+            ]
+            beyond = carried(node, held, target is not None)
+            if beyond is None:
+                self.fixed |= {(v.name, dim) for v, dim in zip(given, at, strict=True) if dim is not None}
+                self.fixed |= {(node.name, target)} if target is not None else set()
+            elif target is not None:
+                self.zero[node.name, target] = beyond
+
+
+def carried(node: fx.Node, held: Sequence[bool | None], in_result: bool) -> bool | None:
+    """Whether zero lies beyond the result's end (``False``: something finite); ``None`` where the node does not bear padding.
+
+    ``held`` says of every operand whether zero lies beyond its end, or ``None`` where it lacks the dim. For an op
+    that sums over the dim any answer but ``None`` will do.
+    """
+    name = op_name(node.target)
+    zeros = [zero for zero in held if zero is not None]
+    everywhere = all(zeros) and len(zeros) == len(held)
+    if name in _PRODUCTS:
+        added = _PRODUCTS[name]
+        factors = [zero for i, zero in enumerate(held) if i != added or len(held) < 3]
+        product = any(zero for zero in factors if zero is not None)
+        terms = held[added] if added is not None and len(held) == 3 else True
+        return product and bool(terms) if in_result else (True if product else None)
+    if name in _LOOKUPS:
+        return (None if held[0] is None else held[0]) if in_result else True
+    if name in _LOSSES:
+        return True if held[1] is None else None
+    if name == _ATTENTION:
+        masked = len(held) > 3 and held[3] is not None and operands(node)[3].meta["val"].dtype == torch.bool
+        return bool(held[2]) if in_result and not masked else None
+    if name in _KEEP:
+        return everywhere if in_result or everywhere else None
+    if not in_result:
+        return None
+    if name == "aten.pow":
+        exponent = node.args[1]
+        return everywhere if isinstance(exponent, int | float) and exponent >= 1 else None
+    if name in _BOUNDED:
+        return False
+    if name == "aten.mul":
+        return any(zeros)
+    if name in ("aten.add", "aten.sub"):
+        return everywhere and len(held) == 2
+    if name == "aten.div" and held[0] is not None and not any(zero is not None for zero in held[1:]):
+        return held[0] if isinstance(node.args[0], fx.Node) else None
+    return None
+
+
+def _letters(bound: Bound, dim: Dim) -> list[str]:
+    """The letters of a dim that have more than one value, outermost first."""
+    return [atom.letter for atom in dim if bound.extents[atom.letter] > 1]
+
+
+def _dim(bound: Bound, dims: tuple[Dim, ...], letter: str) -> int | None:
+    """The dim of which the letter is the outermost."""
+    return next((i for i, dim in enumerate(dims) if _letters(bound, dim)[:1] == [letter]), None)

@@ -1,0 +1,81 @@
+"""Pads a layer class: the dims whose pieces its axes do not divide get whole pieces of zeros at their end.
+
+The result is a layer class like any other, at the padded shapes, of which every rank holds an equal share; the passes after this one
+know nothing of padding. ``autopar.rules.padding`` says which dims may grow, and why the numbers stay those of the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.flow import placeholders
+from autopar.graph import LayerClass, Value
+from autopar.rules.operands import arguments, aten_names, op_name, operands, shape_of
+from autopar.rules.padding import padding
+from autopar.sharding import Sharding
+
+_LOSSES = frozenset({"kernels.cross_entropy_sum"})
+_TO_THE_END = 2**63 - 1
+_VIEWS: dict[str, Any] = {
+    **dict.fromkeys(aten_names("view _unsafe_view view_copy"), torch.ops.aten.view.default),
+    **dict.fromkeys(aten_names("reshape flatten unflatten"), torch.ops.aten.reshape.default),
+    **dict.fromkeys(aten_names("expand expand_as broadcast_to"), torch.ops.aten.expand.default),
+}
+
+
+def pad_class(cls: LayerClass, sharding: Sharding) -> LayerClass:
+    """``cls`` at padded shapes; itself where the axes divide everything that they shard."""
+    found = padding(cls)
+    multiples = found.multiples(sharding.axes, sharding.types)
+    if not found.grows(multiples):
+        return cls
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def grown(node: fx.Node, value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)(grown(node, part) for part in value)
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.empty(found.shape(node.name, value.shape, multiples), dtype=value.dtype, device="meta")
+
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for node in cls.graph.graph.nodes:
+        new = made[node] = graph.node_copy(node, made.__getitem__)
+        new.meta = dict(node.meta)
+        if node.op == "output":
+            continue
+        new.meta["val"] = grown(node, node.meta.get("val"))
+        if node.op == "call_function":
+            _reword(new, node)
+        elif new.meta["val"] is not None:
+            shapes[node.name] = tuple(new.meta["val"].shape)
+    module = fx.GraphModule(cls.graph, graph)
+    module.meta.update(cls.graph.meta)
+    weights = placeholders(cls)[len(placeholders(cls)) - len(cls.parameters) :]
+    parameters = tuple(_resized(value, shapes[node.name]) for node, value in zip(weights, cls.parameters, strict=True))
+    return dataclasses.replace(cls, graph=module, parameters=parameters)
+
+
+def _resized(value: Value, shape: tuple[int, ...]) -> Value:
+    return dataclasses.replace(value, shape=shape)
+
+
+def _reword(new: fx.Node, old: fx.Node) -> None:
+    """Arguments that name sizes: views get theirs anew, a slice of all of a dim takes all of it, a loss is told the true vocabulary."""
+    name = op_name(old.target)
+    if name in _LOSSES:
+        classes = shape_of(operands(old)[0])[-1]
+        if shape_of(operands(new)[0])[-1] != classes:
+            new.kwargs = {**new.kwargs, "vocabulary": classes}
+    elif isinstance(new.meta["val"], torch.Tensor) and shape_of(new) != shape_of(old):
+        if name in _VIEWS:
+            new.target, new.args, new.kwargs = _VIEWS[name], (new.args[0], list(shape_of(new))), {}
+        elif name == "aten.slice":
+            dim = int(arguments(old)["dim"]) % len(shape_of(old))
+            if shape_of(new)[dim] != shape_of(old)[dim]:
+                new.target, new.args, new.kwargs = torch.ops.aten.slice.Tensor, (new.args[0], dim, 0, _TO_THE_END), {}
