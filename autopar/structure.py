@@ -18,6 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -167,10 +168,13 @@ def _conversion(
 def _kernel(node: fx.Node, original: fx.Node, axes: tuple[Axis, ...]) -> Iterator[Exchange]:
     """What a kernel's call exchanges over the axes that it is given."""
     assert callable(node.target)
-    traffic = kernel_traffic(node.target.__name__, original)
+    kernel = "expert_exchange" if node.kwargs.get("exchange") else node.target.__name__
+    traffic = kernel_traffic(kernel, original)
     if not traffic:
         return
-    given = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments.get("axis", ())
+    given: Any = node.kwargs.get("exchange")
+    if given is None:
+        given = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments.get("axis", ())
     if not given:
         return
     names = (given,) if isinstance(given, str) else tuple(given)

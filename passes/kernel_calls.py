@@ -25,11 +25,12 @@ from passes.collectives import MICROBATCH
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The node, the axes on which its rule names the kernel (outermost first), those on which its result is a term of a sum, and those
-    that shard its first operand."""
+    """The node, the axes on which its rule names a kernel (outermost first; ``kernels`` are their names), those on which its result is a
+    term of a sum, and those that shard its first operand."""
 
     node: fx.Node
     axes: tuple[str, ...]
+    kernels: tuple[str, ...]
     partial: tuple[str, ...]
     sharding: tuple[str, ...]
 
@@ -51,8 +52,9 @@ def kernel_call(node: fx.Node, sharding: Sharding) -> KernelCall | None:
             hint="plan with one microbatch",
         )
     named.pop(MICROBATCH, None)
-    assert len(set(named.values())) <= 1, f"{node.name}: several kernels at once, {named}"
-    entry = BY_KERNEL[next(iter(named.values()))] if named else BY_OP.get(op_name(node.target))
+    entries: set[Entry | None] = {BY_KERNEL[name] for name in named.values()} or {BY_OP.get(op_name(node.target))}
+    assert len(entries) == 1, f"{node.name}: several kernels at once, {named}"
+    (entry,) = entries
     if entry is None:
         return None
     first = operands(node)[:1]
@@ -60,6 +62,7 @@ def kernel_call(node: fx.Node, sharding: Sharding) -> KernelCall | None:
         Request(
             node,
             tuple(named),
+            tuple(named.values()),
             tuple(axis.name for axis, t in mesh_types(node, sharding) if t == P),
             tuple(axis.name for n in first for axis, t in mesh_types(n, sharding) if t.sharded),
         )
@@ -119,6 +122,17 @@ def _statistics(request: Request) -> KernelCall:
     return request.node.target, request.node.args[:1], axes  # type: ignore[return-value]
 
 
+def _experts(request: Request) -> KernelCall:
+    """Which axes deal the experts out, and which of those have different tokens that travel to their owners."""
+    axes = {
+        "owners": request.axes,
+        "exchange": tuple(a for a, k in zip(request.axes, request.kernels, strict=True) if k == "expert_exchange"),
+        "partial_axes": request.partial,
+    }
+    target: Any = request.node.target
+    return target, request.node.args, {name: own for name, own in axes.items() if own}
+
+
 def _one_or_all(axes: tuple[str, ...]) -> str | tuple[str, ...]:
     return axes[0] if len(axes) == 1 else axes
 
@@ -129,6 +143,8 @@ BY_KERNEL: dict[str, Entry] = {
     "batch_statistics": _statistics,
     "local_batch_norm": lambda request: (kernels_norm.local_batch_norm, request.node.args, dict(request.node.kwargs)),
     "ring_attention": _ring_attention,
+    "expert_exchange": _experts,
+    "expert_share": _experts,
     "masked_embedding": _masked_embedding,
     "step_statistics": _statistics,
     "vocab_parallel_cross_entropy_sum": _vocabulary_loss,
@@ -138,4 +154,5 @@ BY_OP: dict[str, Entry] = {
     "aten.dropout": _dropout,
     "aten.scaled_dot_product_attention": _attention,
     "kernels.cross_entropy_sum": _sum_of_losses,
+    "kernels_experts.experts": _experts,
 }

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import expert_models
 import torch
 import vision_models
 from odd_models import ODD
@@ -162,6 +163,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
     "masked": masked,
     "bert": bert,
     **vision_models.MODELS,
+    **expert_models.MODELS,
 }
 
 

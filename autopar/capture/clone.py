@@ -14,6 +14,8 @@ from autopar.torch_private import fake_tensors
 
 PRECISIONS = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+_EXPERTS = "grouped_mm"  # of transformers' implementations, the one that passes.clean.experts knows
+
 
 @dataclass(frozen=True, slots=True)
 class Twin:
@@ -29,7 +31,8 @@ def twin(model: nn.Module, dtype: torch.dtype | None) -> Twin:
 
     The twin's tensors say that they are on the CPU, as a newcomer's model is, so that a forward that mixes in tensors of the default
     device works on it. Tensors that are plain attributes become buffers, so that they are seen. ``dtype`` casts the floating ones.
-    transformers' key/value cache is switched off.
+    transformers' key/value cache is switched off, and its mixtures of experts use their grouped implementation: the others have shapes that
+    depend on data, or copy the experts' matrices for every token.
     """
     mode = fake_tensors()
     memo: dict[int, Any] = {}
@@ -72,4 +75,6 @@ def twin(model: nn.Module, dtype: torch.dtype | None) -> Twin:
         config: Any = getattr(child, "config", None)
         if getattr(config, "use_cache", False):
             config.use_cache = False
+        if getattr(config, "_experts_implementation", None) is not None:
+            config._experts_implementation = _EXPERTS
     return Twin(module.train(), values, mode)

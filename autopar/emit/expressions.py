@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from autopar import program
+from autopar.rules.experts import Experts
 from autopar.rules.operands import arguments, op_name
 from autopar.torch_private import overload_schema
 from autopar.types import SpmdType
@@ -110,6 +111,8 @@ def expression(node: fx.Node, texts: Texts) -> Text:
         return Text(f"kernels.seed(key, self.number, {number}, {literal(axes, texts)})")
     if node.target is operator.getitem:
         return Text(f"{texts[_operand(node)].within(ATOM)}[{literal(node.args[1], texts)}]")
+    if isinstance(node.target, Experts):
+        return Text(_experts(node, node.target, texts))
     module = kernel_module(node)
     if module is not None:
         return Text(f"{module}.{getattr(node.target, '__name__', '')}({_call_arguments(node, texts)})")
@@ -119,6 +122,14 @@ def expression(node: fx.Node, texts: Texts) -> Text:
     assert name.startswith("aten.") or "." in name, name
     form = _familiar(node, name.removeprefix("aten."), texts) if name.startswith("aten.") else None
     return form if form is not None else Text(f"{_qualified(node.target)}({_call_arguments(node, texts)})")
+
+
+def _experts(node: fx.Node, op: Experts, texts: Texts) -> str:
+    """A mixture of experts: its body is a method of the layer, named in ``meta["body"]``."""
+    x, index, weights, *parameters = (literal(arg, texts) for arg in node.args)
+    rest = "".join(f", {key}={literal(value, texts)}" for key, value in node.kwargs.items())
+    given = f"{x}, {index}, {weights}, [{', '.join(parameters)}], self.{node.meta['body']}, {op.count}{rest}"
+    return f"kernels_experts.experts({given})"
 
 
 def _operand(node: fx.Node) -> fx.Node:

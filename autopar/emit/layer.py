@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import fx
 
-from autopar.emit.expressions import Text, expression, literal
+from autopar.emit.body import statements
+from autopar.emit.experts import body_method, name_bodies
+from autopar.emit.expressions import Text
 from autopar.emit.names import Names, attributes
 from autopar.types import SpmdType
-from passes.collectives import convert
 from passes.layer import LocalLayer
-
-WIDTH = 110  # an expression that would make a line longer gets a name of its own
 
 
 def layer_class(
@@ -95,6 +92,7 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
     arguments: list[str] = []
     notes: list[str] = []
     nodes = list(layer.graph.graph.nodes)
+    bodies = name_bodies(nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
     first_parameter = len(inputs) - len(layer.parameters)
     states = buffer_paths(layer)
@@ -114,9 +112,10 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
     if layer.random:
         arguments.append("key")
     signature = ", ".join(["self", *(f"{argument}: torch.Tensor" for argument in arguments)])
-    body = [*notes, *_body(nodes, texts, names, watch)]
+    body = [*notes, *statements(nodes, texts, names, watch)]
     count = len(layer.cls.outputs) + len(layer.cls.updates)
     returns = "torch.Tensor" if count == 1 else "tuple[torch.Tensor, ...]"
+    body += [line for op, name in bodies.items() for line in body_method(op, name)]
     if not layer.strategy.recompute:
         return [f"    def forward({signature}) -> {returns}:", *body]
     call = ", ".join(["self.compute", *arguments])
@@ -128,62 +127,3 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
         f"    def compute({signature}) -> {returns}:",
         *body,
     ]
-
-
-def _body(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Names, watch: bool) -> list[str]:
-    """One line per value that is used twice, converted or too long to stand inside another expression; with ``watch`` per value."""
-    lines: list[str] = []
-    watched: list[str] = []
-    scope = None
-    for node in nodes:
-        if node.op == "placeholder":
-            continue
-        if node.op == "output":
-            results: Any = node.args[0]
-            if watch:
-                lines.append(f"        self.watched = {{{', '.join(watched)}}}")
-            lines.append("        return " + ", ".join(literal(result, texts) for result in results))
-            break
-        text = expression(node, texts)
-        if _inline(node, text) and not watch:
-            texts[node] = text
-            continue
-        here = _scope(node)
-        if here and here != scope:
-            lines.append(f"        # {here}")
-        scope = here or scope
-        name = names.fresh(_name(node))
-        lines.append(f"        {name} = {text.text}")
-        texts[node] = Text(name)
-        watched.append(f'"{node.name}": {name}')
-    return lines
-
-
-def _name(node: fx.Node) -> str:
-    """A conversion is named after its value and the type it now has: ``linear_3_i``."""
-    if node.target is not convert:
-        return node.name
-    value, _, _, target = node.args
-    assert isinstance(value, fx.Node) and isinstance(target, str)
-    return f"{_name(value)}_{target[0].lower()}"
-
-
-def _inline(node: fx.Node, text: Text) -> bool:
-    """Whether the expression may stand in its only reader: a conversion always gets a line, to be seen."""
-    if node.target is convert or len(node.users) != 1 or len(text.text) > WIDTH // 2:
-        return False
-    user = next(iter(node.users))
-    places: list[fx.Node] = []
-    fx.map_arg((user.args, user.kwargs), lambda n: places.append(n) if n is node else None)
-    return len(places) == 1 and user.op != "output"
-
-
-def _scope(node: fx.Node) -> str:
-    """The innermost module of the user's model that the node came from, relative to its layer."""
-    stack = node.meta.get("nn_module_stack") or {}
-    if not stack:
-        return ""
-    path = str(list(stack.values())[-1][0])
-    parts = path.split(".")
-    numbered = [i for i, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[numbered[0] + 1 :]) if numbered else path

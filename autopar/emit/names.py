@@ -11,11 +11,24 @@ from torch import nn
 
 # What an emitted module defines or imports itself.
 _RESERVED = frozenset(
-    {"self", "torch", "nn", "F", "spmd", "kernels", "kernels_norm", "kernels_ring", "opaque", "checkpoint", "key"}
+    {
+        "self",
+        "torch",
+        "nn",
+        "F",
+        "spmd",
+        "kernels",
+        "kernels_experts",
+        "kernels_norm",
+        "kernels_ring",
+        "opaque",
+        "checkpoint",
+        "key",
+    }
 )
 
 # What a module has besides the user's attributes: nothing of theirs may take its place.
-_MODULE = frozenset(dir(nn.Module())) | {"compute", "number", "updates", "UPDATES"}
+_MODULE = frozenset(dir(nn.Module())) | {"compute", "number", "updates", "UPDATES", "expert_body"}
 
 
 def identifier(text: str) -> str:

@@ -18,6 +18,8 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from autopar.rules.experts import Experts
+
 # Backward FLOPs of one op over its forward FLOPs, when every floating operand needs a gradient. Matrix products: one
 # product of the same size per operand. Flash attention: five products (one recomputes the scores) for forward's two.
 MATMUL_BACKWARD = 2.0
@@ -89,6 +91,8 @@ def model_flops(node: fx.Node) -> float:
         return 0.0
     if is_attention(node):
         return _attention_flops(node)
+    if isinstance(node.target, Experts):  # of all chosen rows, which is what its body's shapes say
+        return sum(model_flops(inner) for inner in node.target.body.graph.nodes)
     formula = _FLOPS.get(op_name(node))
     return float(formula(node)) if formula is not None else 0.0
 
@@ -165,8 +169,7 @@ _FLOPS: dict[str, Callable[[fx.Node], float]] = {
     "mm": _product(0),
     "bmm": _product(0),
     "mv": _product(0),
-    # every row of the first operand meets one expert's matrix
-    **dict.fromkeys(("_grouped_mm", "grouped_mm", "grouped_mm_fallback"), _product(0)),
+    "grouped_linear": _product(0),  # every row of the first operand meets one expert's matrix
     "addmm": _product(1),
     "addbmm": _product(1),
     "baddbmm": _product(1),

@@ -12,6 +12,7 @@ from pathlib import Path
 FILES = (
     "flattened.py",
     "kernels.py",
+    "kernels_experts.py",
     "kernels_norm.py",
     "kernels_ring.py",
     "opaque.py",

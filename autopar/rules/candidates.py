@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from autopar.errors import RuleError
-from autopar.rules.notation import Atom, Dim, Line, Operand, parse
+from autopar.rules.notation import Atom, Dim, Kernel, Line, Operand, parse
 from autopar.rules.operands import op_name, operands, shape_of
 from autopar.rules.table import KERNELS, TABLE, Entry
 from autopar.types import I, P, R, S, SpmdType
@@ -183,7 +184,23 @@ def sharded(bound: Bound) -> list[Candidate]:
         if result == P and not any(t.sharded for t in types):
             continue
         found.append(Candidate(tuple(types), result, letter, kernel.name if kernel else None, extent))
-    return found
+    joint = [_joint(bound, letters, kernel) for letters, kernel in kernels.items()]
+    return found + [candidate for candidate in joint if candidate is not None]
+
+
+def _joint(bound: Bound, letters: str, kernel: Kernel) -> Candidate | None:
+    """The candidate of a kernel for two letters that one axis shards: every operand along the one that it has."""
+    first, plus, second = letters.partition("+")
+    extent = math.gcd(bound.extents.get(first, 1), bound.extents.get(second, 1))
+    if not plus or extent < 2 or {first, second} & bound.fixed:
+        return None
+    types = []
+    for dims in (*bound.operands, bound.result):
+        places = [place for letter in (first, second) if (place := bound.place(dims, letter)) is not None]
+        if len(places) > 1 or -1 in places:
+            return None
+        types.append(S(places[0]) if places else R)
+    return Candidate(tuple(types[:-1]), types[-1], letters, kernel.name, extent)
 
 
 def _partial(bound: Bound) -> list[Candidate]:

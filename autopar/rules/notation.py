@@ -15,6 +15,7 @@ A line names the dims of every tensor operand and of the result by letters, and 
 ``1``     a dim of size one, or one without a letter: never sharded
 ``+n``    (before an operand) an additive operand: where the result is a partial sum it must be a term of the sum too
 ``; v = kernel`` or ``; v = kernel -> I``  sharding ``v`` replaces the op by this kernel (leaving ``P``, or the type named)
+``; t+e = kernel``  one axis that shards both letters, each operand along the one that it has, replaces the op by this kernel
 ``; linear 0 1`` the op is linear in operand 0, and in operand 1, each with the others held; ``; linear 0+1`` in both jointly
 ========= ==========================================================================================================
 
@@ -85,7 +86,7 @@ def parse(text: str) -> Line:
     for clause in clauses:
         if clause.startswith("linear"):
             linear = _linear(clause, operands, text)
-        elif match := re.fullmatch(r"(\w+)\s*=\s*(\w+)(?:\s*->\s*(\S+))?", clause):
+        elif match := re.fullmatch(r"(\w+(?:\+\w+)?)\s*=\s*(\w+)(?:\s*->\s*(\S+))?", clause):
             kernels.append((match[1], Kernel(match[2], SpmdType.parse(match[3]) if match[3] else P)))
         else:
             raise RuleError(

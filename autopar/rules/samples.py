@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from autopar.program import kernels, kernels_norm
+from autopar.program.kernels_experts import grouped_linear, of_rows
 from autopar.rules.check import Sample, held, sample
+from autopar.rules.sample_experts import gated_experts, plain_experts
 
 aten = torch.ops.aten
 _generator = torch.Generator().manual_seed(0)
@@ -332,6 +334,17 @@ def indexing() -> list[Sample]:
     ]
 
 
+def mixtures() -> list[Sample]:
+    """Mixtures of experts: gated and plain bodies, with and without biases, their matrices either way round."""
+    counts = torch.tensor([2, 0, 3, 1])
+    return [
+        sample(grouped_linear, r(6, 5), r(4, 12, 5), counts),
+        sample(of_rows, r(4, 12), r(6, 5), counts),
+        sample(gated_experts(12, 5), r(6, 4, 5), n(6, 6, 4, 2), u(6, 4, 2), r(6, 12, 5), r(6, 12, 5), r(6, 5, 12)),
+        sample(plain_experts(24, 5, 6), r(6, 5), n(6, 6, 2), u(6, 2), r(6, 12, 5), r(6, 12), r(6, 12, 5), r(6, 5)),
+    ]
+
+
 def samples() -> list[Sample]:
     """Every sample, entry by entry."""
-    return [*elementwise(), *products(), *views(), *reductions(), *spatial(), *indexing()]
+    return [*elementwise(), *products(), *views(), *reductions(), *spatial(), *indexing(), *mixtures()]

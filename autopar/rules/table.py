@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from torch import fx
 
+from autopar.rules import experts
 from autopar.rules import views as v
 from autopar.rules.operands import aten_names
 
@@ -119,6 +120,10 @@ TABLE: dict[str, Entry] = {
     "aten.index_select": v.index_select,
     "aten.gather": v.gather,
     "aten.one_hot": v.one_hot,
+    # mixtures of experts, and the products in their bodies (where rows are sorted by expert, and so are not sharded)
+    "kernels_experts.experts": experts.line,
+    "kernels_experts.grouped_linear": "s! k, e! n k, e! -> s! n ; linear 0 1",
+    "kernels_experts.of_rows": v.of_rows,
     # made from nothing: the same on every rank
     **dict.fromkeys(_FACTORIES, "-> *"),
     **dict.fromkeys(aten_names("new_zeros new_ones new_full new_empty"), v.made_anew),

@@ -83,7 +83,20 @@ def _statistics(node: fx.Node) -> tuple[Wire, ...]:
     return (Wire(node, Collective.ALL_GATHER, Collective.NONE, times=2 / 3, per_rank=True),)
 
 
+def _expert_exchange(node: fx.Node) -> tuple[Wire, ...]:
+    """Every token's row goes to each of its experts and comes back, and so does its gradient; before that, how many go where."""
+    tokens, index = operands(node)[:2]
+    counts = node.target.count / math.prod(index.meta["val"].shape)  # type: ignore[union-attr]
+    choices = float(index.meta["val"].shape[-1])
+    return (
+        Wire(index, Collective.ALL_TO_ALL, Collective.NONE, times=counts),
+        Wire(tokens, Collective.ALL_TO_ALL, Collective.ALL_TO_ALL, times=choices),
+        Wire(tokens, Collective.ALL_TO_ALL, Collective.ALL_TO_ALL, times=choices),
+    )
+
+
 _TRAFFIC: dict[str, Callable[[fx.Node], tuple[Wire, ...]]] = {
+    "expert_exchange": _expert_exchange,
     "vocab_parallel_cross_entropy_sum": _vocabulary_loss,
     "ring_attention": _ring,
     "batch_statistics": _statistics,

@@ -483,6 +483,12 @@ def one_hot(node: fx.Node) -> str | None:
     return line([words], [*words, "1"])
 
 
+def of_rows(node: fx.Node) -> str:
+    """kernels_experts.of_rows: the values' own dims; neither experts nor rows."""
+    words = names(len(source(node)))
+    return line([held(words, [0]), ["1"] * len(shape_of(operands(node)[1])), ["1"]], ["1", *words[1:]], "linear 0")
+
+
 def elementwise(*linear: str) -> Callable[[fx.Node], str]:
     """Any number of tensor operands that broadcast. ``linear``: the clause for two tensors, then the one for a tensor and a number."""
 

@@ -10,6 +10,7 @@ from passes.clean.batch_norm import batch_norm_pass
 from passes.clean.bias import split_bias_pass
 from passes.clean.broadcast import broadcast_pass
 from passes.clean.dead import dead_code_pass
+from passes.clean.experts import experts_pass
 from passes.clean.functional import functionalise_pass
 from passes.clean.indexing import indexing_pass
 from passes.clean.linear import fused_projections_pass, linear_pass
@@ -17,6 +18,7 @@ from passes.clean.losses import cross_entropy_pass, mean_losses_pass
 from passes.clean.nodes import gradients_pass
 from passes.clean.noops import devices_pass, dropout_pass, noops_pass, views_pass
 from passes.clean.regions import inline_regions_pass
+from passes.clean.rows import rows_pass
 from passes.clean.shapes import reshapes_pass, splits_pass
 
 STEPS = (
@@ -32,12 +34,15 @@ STEPS = (
     ("dead code", dead_code_pass),
     ("linear", linear_pass),
     ("fused projections", fused_projections_pass),
+    ("experts", experts_pass),
     ("dropout", dropout_pass),
     ("grouped query", grouped_query_pass),
     ("indexing", indexing_pass),
     ("gradients", gradients_pass),
     ("cross entropy", cross_entropy_pass),
     ("mean losses", mean_losses_pass),
+    ("rows", rows_pass),
+    ("reshapes again", reshapes_pass),
     ("dead code again", dead_code_pass),
 )
 
@@ -59,6 +64,7 @@ __all__ = [
     "dead_code_pass",
     "devices_pass",
     "dropout_pass",
+    "experts_pass",
     "functionalise_pass",
     "fused_projections_pass",
     "gradients_pass",
@@ -69,6 +75,7 @@ __all__ = [
     "mean_losses_pass",
     "noops_pass",
     "reshapes_pass",
+    "rows_pass",
     "split_bias_pass",
     "splits_pass",
     "views_pass",

@@ -92,21 +92,21 @@ def fused_projections_pass(gm: fx.GraphModule) -> fx.GraphModule:
     tensor). Without this, sharding the fused output dim would give one rank all of q and another all of v.
     """
     for node in calls(gm, aten.linear.default):
-        pieces = _pieces(node)
-        if pieces is None:
+        found = pieces(node)
+        if found is None:
             continue
         weight, bias = arguments(node)[1], arguments(node)[2] if len(node.args) > 2 else None
         transposed = packet(weight) == "aten.t"
         stored = arguments(weight)[0] if transposed else weight
         tensors = [stored] if bias is None else [stored, bias]
-        if not all(_splittable(t, node if t is not stored or not transposed else weight) for t in tensors):
+        if not all(splittable(t, node if t is not stored or not transposed else weight) for t in tensors):
             continue
-        for index, ((start, end), slices) in enumerate(pieces.items()):
-            part = _part(stored, index, int(transposed), start, end)
-            operand = add(node, aten.t.default, (part,)) if transposed else part
+        for index, ((start, end), slices) in enumerate(found.items()):
+            own = part(stored, index, int(transposed), start, end)
+            operand = add(node, aten.t.default, (own,)) if transposed else own
             args: tuple[fx.Node, ...] = (arguments(node)[0], operand)
             if bias is not None:
-                args = (*args, _part(bias, index, 0, start, end))
+                args = (*args, part(bias, index, 0, start, end))
             new = add(node, aten.linear.default, args)
             for piece in slices:
                 replace(piece, new)
@@ -116,7 +116,7 @@ def fused_projections_pass(gm: fx.GraphModule) -> fx.GraphModule:
     return gm
 
 
-def _pieces(node: fx.Node) -> dict[tuple[int, int], list[fx.Node]] | None:
+def pieces(node: fx.Node) -> dict[tuple[int, int], list[fx.Node]] | None:
     """The slices that read ``node``, by (start, end) in order; ``None`` unless they partition its last dim into two or more."""
     last = len(shape(node)) - 1
     found: dict[tuple[int, int], list[fx.Node]] = {}
@@ -133,21 +133,21 @@ def _pieces(node: fx.Node) -> dict[tuple[int, int], list[fx.Node]] | None:
     return ordered if len(ordered) > 1 and expected == shape(node)[-1] else None
 
 
-def _splittable(tensor: fx.Node, only_user: fx.Node) -> bool:
+def splittable(tensor: fx.Node, only_user: fx.Node) -> bool:
     """A whole parameter that nobody else reads."""
     parameter = tensor.meta.get("parameter")
     return parameter is not None and parameter.dim is None and list(tensor.users) == [only_user]
 
 
-def _part(tensor: fx.Node, index: int, dim: int, start: int, end: int) -> fx.Node:
+def part(tensor: fx.Node, index: int, dim: int, start: int, end: int) -> fx.Node:
     """A new placeholder for rows ``start:end`` of a parameter's dim ``dim``."""
     whole: Parameter = tensor.meta["parameter"]
     sizes = list(whole.shape)
     sizes[dim] = end - start
-    part = dataclasses.replace(whole, name=f"{whole.name}.part{index}", shape=tuple(sizes), dim=dim, start=start)
+    record = dataclasses.replace(whole, name=f"{whole.name}.part{index}", shape=tuple(sizes), dim=dim, start=start)
     with tensor.graph.inserting_before(tensor):
         node = tensor.graph.placeholder(f"{tensor.name}_part{index}")
     copy_origin(tensor, node)
-    node.meta["parameter"] = part
+    node.meta["parameter"] = record
     node.meta["val"] = like(tensor.meta["val"].narrow(dim, start, end - start).contiguous())
     return node

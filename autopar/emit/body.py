@@ -1,0 +1,72 @@
+"""The lines of a method that computes what a graph does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from autopar.emit.expressions import Text, expression, literal
+from autopar.emit.names import Names
+from passes.collectives import convert
+
+WIDTH = 110  # an expression that would make a line longer gets a name of its own
+
+
+def statements(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Names, watch: bool = False) -> list[str]:
+    """One line per value that is used twice, converted or too long to stand inside another expression; with ``watch`` per value."""
+    lines: list[str] = []
+    watched: list[str] = []
+    scope = None
+    for node in nodes:
+        if node.op == "placeholder":
+            continue
+        if node.op == "output":
+            results: Any = node.args[0] if isinstance(node.args[0], tuple | list) else node.args
+            if watch:
+                lines.append(f"        self.watched = {{{', '.join(watched)}}}")
+            lines.append("        return " + ", ".join(literal(result, texts) for result in results))
+            break
+        text = expression(node, texts)
+        if _inline(node, text) and not watch:
+            texts[node] = text
+            continue
+        here = _scope(node)
+        if here and here != scope:
+            lines.append(f"        # {here}")
+        scope = here or scope
+        name = names.fresh(_name(node))
+        lines.append(f"        {name} = {text.text}")
+        texts[node] = Text(name)
+        watched.append(f'"{node.name}": {name}')
+    return lines
+
+
+def _name(node: fx.Node) -> str:
+    """A conversion is named after its value and the type it now has: ``linear_3_i``."""
+    if node.target is not convert:
+        return node.name
+    value, _, _, target = node.args
+    assert isinstance(value, fx.Node) and isinstance(target, str)
+    return f"{_name(value)}_{target[0].lower()}"
+
+
+def _inline(node: fx.Node, text: Text) -> bool:
+    """Whether the expression may stand in its only reader: a conversion always gets a line, to be seen."""
+    if node.target is convert or len(node.users) != 1 or len(text.text) > WIDTH // 2:
+        return False
+    user = next(iter(node.users))
+    places: list[fx.Node] = []
+    fx.map_arg((user.args, user.kwargs), lambda n: places.append(n) if n is node else None)
+    return len(places) == 1 and user.op != "output"
+
+
+def _scope(node: fx.Node) -> str:
+    """The innermost module of the user's model that the node came from, relative to its layer."""
+    stack = node.meta.get("nn_module_stack") or {}
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    parts = path.split(".")
+    numbered = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[numbered[0] + 1 :]) if numbered else path

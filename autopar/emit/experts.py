@@ -1,0 +1,39 @@
+"""The body of a mixture of experts as a method of its layer's class: what an expert does to its rows, to be read and edited."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autopar.emit.body import statements
+from autopar.emit.expressions import Text
+from autopar.emit.names import Names
+from autopar.rules.experts import Experts
+
+NAME = "expert_body"
+
+
+def name_bodies(nodes: list[fx.Node]) -> dict[Experts, str]:
+    """A method's name for every distinct body among the calls; each call's ``meta["body"]`` says its own."""
+    found: dict[Experts, str] = {}
+    for node in nodes:
+        if isinstance(node.target, Experts):
+            name = NAME if not found else f"{NAME}_{len(found) + 1}"
+            node.meta["body"] = found.setdefault(node.target, name)
+    return found
+
+
+def body_method(op: Experts, name: str) -> list[str]:
+    """The source of the method, after an empty line."""
+    nodes = list(op.body.graph.nodes)
+    names = Names()
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    texts = {node: Text(names.fresh(node.name)) for node in inputs}
+    signature = ", ".join(f"{texts[node].text}: torch.Tensor" for node in inputs)
+    shapes = ", ".join(f"{texts[node].text} {tuple(node.meta['val'].shape)}" for node in inputs[2:])
+    return [
+        "",
+        "    @staticmethod",
+        f"    def {name}({signature}) -> torch.Tensor:",
+        f"        # rows sorted by expert, counts of each; globally {shapes}",
+        *statements(nodes, texts, names),
+    ]

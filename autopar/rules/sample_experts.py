@@ -1,0 +1,58 @@
+"""Mixtures of experts made by hand, for checking their rule by execution and for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar.program.kernels_experts import grouped_linear, of_rows
+from autopar.rules.experts import Experts
+
+aten = torch.ops.aten
+
+
+def gated_experts(rows: int, width: int, inner: int = 12, count: int = 6) -> Experts:
+    """``down(silu(gate(x)) * up(x))`` for ``rows`` chosen rows, as most models have it."""
+    graph = fx.Graph()
+    x, counts = _inputs(graph, rows, width, count)
+    gate, up = (_input(graph, name, count, inner, width) for name in ("gate", "up"))
+    down = _input(graph, "down", count, width, inner)
+    hidden = [_inner(graph, grouped_linear, x, weight, counts) for weight in (gate, up)]
+    product = _inner(graph, aten.mul.Tensor, _inner(graph, aten.silu.default, hidden[0]), hidden[1])
+    graph.output(_inner(graph, grouped_linear, product, down, counts))
+    return Experts(fx.GraphModule(nn.Module(), graph), count)
+
+
+def plain_experts(rows: int, width: int, count: int, inner: int = 12) -> Experts:
+    """``gelu(x @ a + b) @ c + d``: biases, and a second matrix stored input first."""
+    graph = fx.Graph()
+    x, counts = _inputs(graph, rows, width, count)
+    first, bias = _input(graph, "first", count, inner, width), _input(graph, "bias", count, inner)
+    second, last = _input(graph, "second", count, inner, width), _input(graph, "last", count, width)
+    hidden = _inner(graph, grouped_linear, x, first, counts)
+    hidden = _inner(graph, aten.add.Tensor, hidden, _inner(graph, of_rows, bias, x, counts))
+    hidden = _inner(graph, aten.gelu.default, hidden)
+    result = _inner(graph, grouped_linear, hidden, _inner(graph, aten.transpose.int, second, 1, 2), counts)
+    graph.output(_inner(graph, aten.add.Tensor, result, _inner(graph, of_rows, last, x, counts)))
+    return Experts(fx.GraphModule(nn.Module(), graph), count)
+
+
+def _inputs(graph: fx.Graph, rows: int, width: int, count: int) -> tuple[fx.Node, fx.Node]:
+    x, counts = _input(graph, "rows", rows, width), _input(graph, "counts", count)
+    counts.meta["val"] = counts.meta["val"].long()
+    return x, counts
+
+
+def _input(graph: fx.Graph, name: str, *shape: int) -> fx.Node:
+    node = graph.placeholder(name)
+    node.meta["val"] = torch.empty(shape, dtype=torch.float64, device="meta")
+    return node
+
+
+def _inner(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
+    node = graph.call_function(target, args)
+    node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+    return node

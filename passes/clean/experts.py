@@ -1,0 +1,306 @@
+"""Mixtures of experts as one op, whose body is the model's own.
+
+transformers' grouped implementation sorts the router's choices by expert, picks each choice's row, multiplies the groups by their
+experts' matrices, weighs the results, puts them back in order and adds each token's up. Recognised is that flow of data, whatever stands
+between the picked rows and the weighted ones: that is the body. What is left of grouped products afterwards (a body that does not treat
+rows alike) becomes our own function, which a program can carry with it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import fx, nn
+from torch.fx.node import map_arg
+
+from autopar.program.kernels_experts import grouped_linear, of_rows
+from autopar.rules.experts import Experts, is_row_wise
+from passes.clean.linear import part, pieces, splittable
+from passes.clean.nodes import (
+    add,
+    argument,
+    arguments,
+    aten,
+    calls,
+    copy_origin,
+    dtype,
+    is_pointwise,
+    packet,
+    replace,
+    shape,
+)
+
+_GROUPED = ("transformers.grouped_mm_fallback", "aten._grouped_mm")
+_RESHAPES = (aten.reshape.default, aten.view.default, aten.unsqueeze.default)
+
+
+def experts_pass(gm: fx.GraphModule) -> fx.GraphModule:
+    """Replace every mixture by a call of an ``Experts``; see the module's docstring."""
+    for node in calls(gm, aten.sum.dim_IntList):
+        region = _region(node)
+        body = None if region is None else _Body(region).build()
+        if region is None or body is None:
+            continue
+        graph, parameters = _split_fused(*body)
+        op = Experts(fx.GraphModule(nn.Module(), graph, class_name="Body"), shape(region.counts)[0])
+        new = add(node, op, (region.x, region.index, region.weights, *parameters))
+        users = list(node.users)
+        if dtype(new) != dtype(node):  # the cast back to the tokens' dtype is the op's own
+            replace(users[0], new)
+        else:
+            node.replace_all_uses_with(new)
+    for node in calls(gm):
+        if packet(node) in _GROUPED and _is_three_dimensional(node) and node.users:
+            _plain_product(node)
+    return gm
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """What a mixture is made of: its tokens, choices and weights, the picked rows and what the body makes of them, the choices in
+    order, and the node that says where each expert's rows are."""
+
+    x: fx.Node
+    index: fx.Node
+    weights: fx.Node
+    rows: fx.Node
+    result: fx.Node
+    ids: fx.Node
+    counts: fx.Node  # before they are added up
+
+
+def _region(node: fx.Node) -> _Region | None:
+    """The mixture whose last step ``node`` is: ``sum(reshape(index((body * w[perm])), [inverse]), [t, k, h]), 1)``."""
+    if list(argument(node, 1, "dim") or ()) != [1] or argument(node, 2, "keepdim", False):
+        return None
+    apart = _is(arguments(node)[0], *_RESHAPES)
+    unsorted = _is(apart and apart.args[0], aten.index.Tensor)
+    if apart is None or unsorted is None or len(shape(apart)) != 3:
+        return None
+    weighted, inverse = arguments(unsorted)[0], _only_index(unsorted)
+    written = _is(inverse, aten.index_put.default)
+    product = _is(weighted, aten.mul.Tensor)
+    if written is None or product is None:
+        return None
+    perm: fx.Node = arguments(written)[1][0]
+    if not _is_arange(arguments(written)[2], shape(perm)[0]):
+        return None
+    for result, weight in (arguments(product)[:2], arguments(product)[1::-1]):
+        while isinstance(weight, fx.Node) and weight.target in _RESHAPES:
+            weight = arguments(weight)[0]
+        weight = _is(weight, aten.index.Tensor)
+        if weight is not None and _only_index(weight) is perm and isinstance(result, fx.Node):
+            return _choices(node, apart, perm, weight, result)
+    return None
+
+
+def _choices(node: fx.Node, apart: fx.Node, perm: fx.Node, weight: fx.Node, result: fx.Node) -> _Region | None:
+    """The rest of the region, from the permutation that sorts the choices."""
+    order = _is(perm, operator.getitem)
+    sort = _is(order and order.args[0], aten.sort.default)
+    flat, flat_weights = _is(sort and sort.args[0], *_RESHAPES), _is(arguments(weight)[0], *_RESHAPES)
+    if order is None or sort is None or flat is None or flat_weights is None or arguments(order)[1] != 1:
+        return None
+    index, weights = arguments(flat)[0], arguments(flat_weights)[0]
+    tokens, k, _ = shape(apart)
+    if shape(index) != (tokens, k) or shape(weights) != (tokens, k):
+        return None
+    picked = [u for n in perm.users if n.target is aten.floor_divide.default and n.args[1] == k for u in n.users]
+    rows = next((n for n in picked if n.target is aten.index.Tensor and len(shape(n)) == 2), None)
+    ids = next((n for n in sort.users if arguments(n)[1] == 0), None)
+    if rows is None or ids is None:
+        return None
+    counted = [
+        n
+        for i in (ids, *(u for u in ids.users if packet(u) == "aten.to"))
+        for n in i.users
+        if packet(n) == "aten.histc"
+    ]
+    x = arguments(rows)[0]
+    if len(counted) != 1 or not _counts_all(counted[0]) or len(shape(x)) != 2 or shape(x)[0] != tokens:
+        return None
+    cast = list(node.users)
+    if dtype(node) != dtype(x) and not (len(cast) == 1 and packet(cast[0]) == "aten.to" and dtype(cast[0]) == dtype(x)):
+        return None
+    return _Region(x, index, weights, rows, result, ids, counted[0])
+
+
+def _is(node: object, *targets: Callable[..., object]) -> fx.Node | None:
+    return node if isinstance(node, fx.Node) and node.target in targets else None
+
+
+def _only_index(node: fx.Node) -> fx.Node | None:
+    """The index of ``x[i]``."""
+    indices = arguments(node)[1]
+    return indices[0] if len(indices) == 1 else None
+
+
+def _is_arange(node: fx.Node, extent: int) -> bool:
+    """``arange(extent)``, however its arguments are written."""
+    numbers = [a for a in node.args if isinstance(a, int)]
+    return packet(node) == "aten.arange" and numbers in ([extent], [0, extent], [0, extent, 1])
+
+
+def _counts_all(node: fx.Node) -> bool:
+    """Whether a histogram of whole numbers has a bin for each of 0, 1, ..., bins - 1."""
+    bins, low, high = (argument(node, i + 1, name) for i, name in enumerate(("bins", "min", "max")))
+    return low == 0 and high in (bins - 1, bins)
+
+
+def _is_three_dimensional(node: fx.Node) -> bool:
+    return len(shape(arguments(node)[0])) == 2 and len(shape(arguments(node)[1])) == 3
+
+
+class _Body:
+    """Copies what lies between the picked rows and their results into a graph of ``(rows, counts, *parameters)``."""
+
+    def __init__(self, region: _Region) -> None:
+        self.region, self.graph = region, fx.Graph()
+        self.rows, self.counts = self._placeholder("rows", region.rows), self._placeholder("counts", region.counts)
+        self.counts.meta["val"] = region.counts.meta["val"].long()
+        self.made: dict[fx.Node, fx.Node] = {region.rows: self.rows}
+        self.parameters: dict[fx.Node, fx.Node] = {}  # the model's placeholder to the body's
+        self.sorted: set[fx.Node] = {self.rows}  # what has a dim of rows
+
+    def build(self) -> tuple[fx.Graph, dict[fx.Node, fx.Node]] | None:
+        """The graph and its parameters; ``None`` where the body reads anything else, or does not treat rows alike."""
+        for node in self._between():
+            new = self._copy(node)
+            if new is None:
+                return None
+            self.made[node] = new
+        if self.made.get(self.region.result) not in self.sorted:
+            return None
+        self.graph.output(self.made[self.region.result])
+        self.graph.eliminate_dead_code()  # transposes that grouped_linear does not need
+        return self.graph, self.parameters
+
+    def _between(self) -> list[fx.Node]:
+        """What the result depends on, up to the picked rows and what says where they are, in order."""
+        stops = {self.region.rows, self.region.ids}
+        found: set[fx.Node] = set()
+        stack = [self.region.result]
+        while stack:
+            node = stack.pop()
+            if node in found or node in stops:
+                continue
+            found.add(node)
+            stack.extend(self._read(node))
+        return [node for node in self.region.result.graph.nodes if node in found]
+
+    def _read(self, node: fx.Node) -> list[fx.Node]:
+        """The operands, without the offsets of a grouped product."""
+        return [n for n in node.all_input_nodes if packet(node) not in _GROUPED or n is not arguments(node)[2]]
+
+    def _placeholder(self, name: str, source: fx.Node) -> fx.Node:
+        node = self.graph.placeholder(name)
+        node.meta["val"] = source.meta["val"]
+        return node
+
+    def _call(
+        self, source: fx.Node, target: Callable[..., object], args: tuple[object, ...], *, of_rows: bool
+    ) -> fx.Node:
+        node = add_to(self.graph, target, args)
+        copy_origin(source, node)
+        if of_rows:
+            self.sorted.add(node)
+        return node
+
+    def _copy(self, node: fx.Node) -> fx.Node | None:
+        experts = shape(self.region.counts)[0]
+        if node.op == "placeholder":
+            if "parameter" not in node.meta or shape(node)[:1] != (experts,):
+                return None
+            name = node.meta["parameter"].name.rsplit(".", 1)[-1]
+            self.parameters[node] = self._placeholder(name, node)
+            return self.parameters[node]
+        if packet(node) in _GROUPED:
+            weight = arguments(node)[1]
+            if _swaps_last(weight):  # stored [experts, out, in], as grouped_linear wants it
+                weight = self.made[arguments(weight)[0]]
+            else:
+                weight = self._call(node, aten.transpose.int, (self.made[weight], 1, 2), of_rows=False)
+            rows = self.made[arguments(node)[0]]
+            return (
+                self._call(node, grouped_linear, (rows, weight, self.counts), of_rows=True)
+                if rows in self.sorted
+                else None
+            )
+        if node.target is aten.index.Tensor and _only_index(node) is self.region.ids:
+            values = self.made[arguments(node)[0]]
+            return (
+                None
+                if values in self.sorted
+                else self._call(node, of_rows, (values, self.rows, self.counts), of_rows=True)
+            )
+        if node.op != "call_function" or not all(n in self.made for n in node.all_input_nodes):
+            return None
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), self.made.__getitem__)
+        name = packet(node).rsplit(".", 1)[
+            -1
+        ]  # not the number that the node has in the whole model: equal bodies are equal
+        new = self.graph.create_node("call_function", node.target, args, kwargs, name=name)
+        new.meta = {key: value for key, value in node.meta.items() if key != "grad"}
+        if any(n in self.sorted for n in new.all_input_nodes):
+            allowed = is_row_wise(new, self.sorted)
+            self.sorted.add(new)
+        else:
+            allowed = is_pointwise(new) or _swaps_last(new)
+        return new if allowed else None
+
+
+def add_to(graph: fx.Graph, target: Callable[..., object], args: tuple[object, ...]) -> fx.Node:
+    """A new call at the end of ``graph``, with its ``meta["val"]``."""
+    anchor = graph.call_function(lambda: None)  # what `add` puts a node before
+    node = add(anchor, target, args)
+    graph.erase_node(anchor)
+    return node
+
+
+def _swaps_last(node: fx.Node) -> bool:
+    rank = len(shape(node))
+    return packet(node) == "aten.transpose" and {d % rank for d in arguments(node)[1:3]} == {1, 2} and rank == 3
+
+
+def _split_fused(graph: fx.Graph, parameters: dict[fx.Node, fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
+    """One product per part where a product is read in slices that cover it, as ``fused_projections_pass`` does outside of mixtures.
+
+    Gives the graph and the model's placeholders for its parameters, in its order.
+    """
+    outside = {inner: outer for outer, inner in parameters.items()}
+    for node in [n for n in graph.nodes if n.target is grouped_linear]:
+        found, weight = pieces(node), arguments(node)[1]
+        transposed = weight.op == "call_function"
+        stored = arguments(weight)[0] if transposed else weight
+        users = weight if transposed else node
+        if found is None or stored not in outside or list(stored.users) != [users] or len(weight.users) != 1:
+            continue
+        outer = outside[stored]
+        if not splittable(outer, *outer.users):
+            continue
+        for number, ((start, end), slices) in enumerate(found.items()):
+            outer_part = part(outer, number, 2 if transposed else 1, start, end)
+            with graph.inserting_before(stored):
+                inner = graph.placeholder(f"{stored.name}_part{number}")
+            inner.meta["val"] = outer_part.meta["val"]
+            outside[inner] = outer_part
+            operand = add(node, aten.transpose.int, (inner, 1, 2)) if transposed else inner
+            new = add(node, grouped_linear, (arguments(node)[0], operand, arguments(node)[2]))
+            for piece in slices:
+                replace(piece, new)
+        for dead in (node, weight, stored) if transposed else (node, stored):
+            graph.erase_node(dead)
+        del outside[stored]
+    return graph, [outside[n] for n in graph.nodes if n.op == "placeholder" and n in outside]
+
+
+def _plain_product(node: fx.Node) -> None:
+    """A grouped product that is in no mixture: ours, from the same offsets."""
+    rows, weight, offsets = arguments(node)[:3]
+    start = add(node, aten.slice.Tensor, (offsets, 0, 0, shape(offsets)[0] - 1))
+    start = add(node, aten.constant_pad_nd.default, (start, [1, 0]))
+    counts = add(node, aten.sub.Tensor, (offsets, start))
+    swapped = add(node, aten.transpose.int, (weight, 1, 2))
+    replace(node, add(node, grouped_linear, (rows, swapped, counts)))

@@ -1,0 +1,142 @@
+"""Batch and sequence stay dims of their own: a ``reshape`` that flattens them moves down past ops that treat rows alike.
+
+Routers work on ``[batch * sequence, hidden]``. The rows of that are the batch's only if the sequence is whole, and a layer that hands
+such a tensor on has no batch to be cut along. Moved down, the reshape meets one that undoes it, or a sum over all rows, which is one
+over batch and sequence.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+from torch import fx
+from torch.fx.node import map_arg
+
+from autopar.rules.experts import Experts
+from passes.clean.nodes import add, argument, arguments, aten, calls, is_pointwise, packet, replace, shape
+
+
+def rows_pass(gm: fx.GraphModule) -> fx.GraphModule:
+    """Push every ``reshape`` that merges leading dims alone down; see the module's docstring."""
+    queue = [node for node in calls(gm, aten.reshape.default) if _lead(node)]
+    while queue:
+        node = queue.pop(0)
+        for user in list(node.users):
+            queue += _push(user, _lead(node), node)
+        if not node.users:
+            gm.graph.erase_node(node)
+    return gm
+
+
+def _lead(node: object) -> tuple[int, ...]:
+    """The leading dims that the reshape merges into one; empty where it does anything else."""
+    if not isinstance(node, fx.Node) or node.target is not aten.reshape.default:
+        return ()
+    before, after = shape(arguments(node)[0]), shape(node)
+    merged = len(before) - len(after) + 1
+    return before[:merged] if merged > 1 and len(after) > 1 and before[merged:] == after[1:] else ()
+
+
+def _push(user: fx.Node, lead: tuple[int, ...], merged: fx.Node) -> list[fx.Node]:
+    """Let ``user`` work on unmerged dims; the reshapes that stand after it now."""
+    if user.op != "call_function":
+        return []
+    rewrite = _REWRITES.get(packet(user))
+    if rewrite is None and not isinstance(user.target, Experts) and not is_pointwise(user):
+        return []
+    args: Any = rewrite(user, lead) if rewrite is not None else user.args
+    if args is None:
+        return []
+    unmerged = [_unmerged(operand, lead, user) for operand in user.all_input_nodes]
+    if any(operand is None for operand in unmerged):
+        return []
+    swap = dict(zip(user.all_input_nodes, unmerged, strict=True))
+    new = add(user, user.target, map_arg(args, swap.__getitem__), map_arg(dict(user.kwargs), swap.__getitem__))
+    if isinstance(new.meta["val"], tuple | list):
+        made = []
+        for item in list(user.users):
+            assert item.target is operator.getitem, item
+            picked = add(item, operator.getitem, (new, arguments(item)[1]))
+            made.append(add(item, aten.reshape.default, (picked, list(shape(item)))))
+            replace(item, made[-1])
+        user.graph.erase_node(user)
+        return made
+    if shape(new) == shape(user):
+        replace(user, new)
+        return []
+    moved = add(user, aten.reshape.default, (new, list(shape(user))))
+    replace(user, moved)
+    return [moved]
+
+
+def _unmerged(operand: fx.Node, lead: tuple[int, ...], anchor: fx.Node) -> fx.Node | None:
+    """The operand with its leading dims apart: behind the reshape, or anew for a constant; itself where it has no rows."""
+    rows = prod(lead)
+    if _lead(operand) == lead:
+        return arguments(operand)[0]
+    if operand.op == "placeholder" and ("parameter" in operand.meta or len(shape(operand)) < 2):
+        return operand
+    sizes = shape(operand)
+    if operand.target is aten.full.default and sizes[:1] == (rows,):
+        return add(anchor, aten.full.default, ([*lead, *sizes[1:]], arguments(operand)[1]), dict(operand.kwargs))
+    return operand if len(sizes) < 2 else None
+
+
+Rewrite = Callable[[fx.Node, tuple[int, ...]], Any]
+
+
+def _along(position: int, name: str) -> Rewrite:
+    """Ops along ``dim``, if that is not the rows': counted from the end."""
+
+    def rewrite(node: fx.Node, lead: tuple[int, ...]) -> Any:
+        del lead
+        rank = len(shape(node.all_input_nodes[0]))
+        dim = argument(node, position, name, -1)
+        if dim % rank == 0 or len(node.args) <= position:
+            return node.args if dim % rank and len(node.args) <= position and name not in node.kwargs else None
+        return (*node.args[:position], dim % rank - rank, *node.args[position + 1 :])
+
+    return rewrite
+
+
+def _reduced(node: fx.Node, lead: tuple[int, ...]) -> Any:
+    """A reduction over dims; over the rows it is one over all that were merged."""
+    dims = argument(node, 1, "dim")
+    if dims is None or len(node.args) < 2:
+        return None
+    rank = len(shape(arguments(node)[0]))
+    chosen = [d % rank for d in (dims if isinstance(dims, list | tuple) else [dims])]
+    if 0 in chosen and argument(node, 2, "keepdim", False):
+        return None
+    new = [*(range(len(lead)) if 0 in chosen else ()), *(d - rank for d in chosen if d)]
+    return (arguments(node)[0], new, *node.args[2:])
+
+
+def _resized(node: fx.Node, lead: tuple[int, ...]) -> Any:
+    """A reshape or expand of what follows the rows."""
+    sizes = shape(node)
+    if sizes[:1] != (prod(lead),) or len(sizes) < 2 or len(shape(arguments(node)[0])) > len(sizes) + 1:
+        return None
+    return (arguments(node)[0], [*lead, *sizes[1:]])
+
+
+def _inserted(node: fx.Node, lead: tuple[int, ...]) -> Any:
+    """unsqueeze behind the rows."""
+    del lead
+    rank = len(shape(node))
+    dim = arguments(node)[1] % rank
+    return None if dim == 0 else (arguments(node)[0], dim - rank)
+
+
+_REWRITES: dict[str, Rewrite] = {
+    "aten.linear": lambda node, lead: node.args if _lead(arguments(node)[0]) == lead else None,
+    **dict.fromkeys(("aten.softmax", "aten.log_softmax", "aten.gather", "aten.scatter"), _along(1, "dim")),
+    **dict.fromkeys(("aten.topk",), _along(2, "dim")),
+    **dict.fromkeys(("aten.sum", "aten.mean", "aten.amax"), _reduced),
+    "aten.reshape": _resized,
+    "aten.expand": _resized,
+    "aten.unsqueeze": _inserted,
+}
