@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format matrix clean
+.PHONY: help install demo test check format matrix volumes clean
 
 help: ## what can be made
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -36,6 +36,9 @@ format: $(STAMP) ## rewrite the sources as the formatter and the linter want the
 
 matrix: $(STAMP) ## every plan kind against one device in float64 (long)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/matrix.py
+
+volumes: $(STAMP) ## bytes per layer as emitted beside the published formulas: docs/volumes.md
+	$(BIN)/python tests/volumes.py
 
 clean: ## remove .venv and everything that was generated
 	rm -rf $(VENV) demo .pytest_cache .mypy_cache .ruff_cache build dist

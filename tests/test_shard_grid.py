@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from exactness import subject
 
-from autopar.errors import UsageError
 from autopar.plan import Axis, Role
 from autopar.search.hand import grid_mesh, hand_plan
 from autopar.shard import plan_shardings
@@ -47,10 +46,3 @@ def test_a_grids_program_is_what_was_priced(model: str, mesh: tuple[Axis, ...]) 
     graph = subject(model).graph
     plan = hand_plan(graph, mesh=mesh)
     assert check_structure(cut_stages(graph, plan, plan_shardings(graph, plan))) > 0
-
-
-def test_axes_that_together_cut_too_finely_are_refused_by_name() -> None:
-    graph = subject("bert").graph
-    plan = hand_plan(graph, mesh=grid_mesh(3, 2))
-    with pytest.raises(UsageError, match=r"dim 0 of \w+, of 2, does not divide by rows 2 and sequence 2 together"):
-        plan_shardings(graph, plan)

@@ -45,7 +45,16 @@ def converts(role: Role, source: SpmdType, target: SpmdType, shape: tuple[int, .
     columns, rows = S(len(shape) - 1), S(1 if len(shape) > 2 else 0)
     if source == columns:
         return target.sharded
+    if source == rows:
+        return target != columns
     return source != P or target == rows
+
+
+def gathers(role: Role, source: SpmdType, shape: tuple[int, ...]) -> bool:
+    """Whether a parameter of that shape may be gathered. Where a role cuts activations and multiplies with slices, a gathered matrix is
+    another role's business (tensor+weights), however few rows the activations have."""
+    cuts = (Role.TENSOR_HIDDEN, Role.TENSOR_ROWS, Role.TENSOR_SEQUENCE)
+    return role not in cuts or not source.sharded or len(shape) < 2
 
 
 def stored(role: Role, shape: tuple[int, ...], size: int) -> list[SpmdType] | None:

@@ -33,7 +33,7 @@ from autopar.rules import Candidate, candidates, operands
 from autopar.rules.operands import op_name
 from autopar.rules.padding import padded, padding
 from autopar.rules.traffic import kernel_traffic
-from autopar.shard.grid import admits, converts, stored
+from autopar.shard.grid import admits, converts, gathers, stored
 from autopar.types import Collective, I, P, R, S, SpmdType, conversion, legal_in_time
 
 REFERENCE_FLOPS_PER_S = 4e14  # about what a matmul reaches on one H100 in bfloat16
@@ -169,6 +169,8 @@ class Problem:
         if name in self._replicated and target.sharded:
             return math.inf
         if not self._fits(name, value.shape, target):
+            return math.inf
+        if name in self._weights and name not in self.fixed and not gathers(self.role, source, tuple(value.shape)):
             return math.inf
         if name not in self._weights and not converts(self.role, source, target, tuple(value.shape)):
             return math.inf
