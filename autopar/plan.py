@@ -149,6 +149,9 @@ class Plan:
     gap: float
     solver: str = ""
     notes: tuple[str, ...] = ()
+    imports: tuple[
+        str, ...
+    ] = ()  # modules that the program imports besides torch and spmd-types: a user's ops and opaque modules
     wall_time_s: float = 0.0
     peak_memory_bytes: int = 0
 
@@ -221,6 +224,7 @@ class Plan:
             "layers": layers,
             "solver": self.solver,
             "notes": list(self.notes),
+            "imports": list(self.imports),
             "wall_time_s": self.wall_time_s,
             "peak_memory_bytes": self.peak_memory_bytes,
         }
@@ -260,6 +264,7 @@ class Plan:
             gap=data["gap"],
             solver=data["solver"],
             notes=tuple(data["notes"]),
+            imports=tuple(data.get("imports", ())),
             wall_time_s=data["wall_time_s"],
             peak_memory_bytes=data["peak_memory_bytes"],
         )

@@ -22,6 +22,22 @@ def overload_schema(target: Any) -> tuple[tuple[str, Any], ...] | None:
     return tuple((argument.name, argument.default_value) for argument in target._schema.arguments)
 
 
+def custom_op_module(target: Any) -> str | None:
+    """The name of the Python module that defines an operator: with ``torch.library.custom_op``, or else the one that registers its fake
+    implementation; ``None`` if neither is known. (torch 2.11, 2.13)"""
+    import sys
+
+    from torch._library.custom_ops import OPDEFS
+    from torch._library.simple_registry import singleton
+
+    name = target.name().partition(".")[0]
+    if name in OPDEFS:
+        return str(OPDEFS[name]._init_fn.__module__)
+    kernel = singleton.find(name).fake_impl.kernel
+    file = kernel.source.rpartition(":")[0] if kernel is not None else None
+    return next((n for n, m in list(sys.modules.items()) if file and getattr(m, "__file__", None) == file), None)
+
+
 def fake_tensors() -> Any:
     """A mode under which tensors have shapes, dtypes and a device, but no memory. (torch 2.11, 2.13)"""
     from torch._subclasses.fake_tensor import FakeTensorMode

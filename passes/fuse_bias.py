@@ -5,12 +5,17 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from autopar.types import P
+
 _LINEAR = torch.ops.aten.linear.default
 _ADD = torch.ops.aten.add.Tensor
 
 
 def fuse_bias_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """``linear(x, w) + b`` becomes ``linear(x, w, b)`` where the sum alone reads the product and ``b`` has one dim."""
+    """``linear(x, w) + b`` becomes ``linear(x, w, b)`` where the sum alone reads the product and ``b`` has one dim.
+
+    Not where the bias is a term of a sum (kept on one rank): with slices of the contracted dim that is right, and beyond the type checker.
+    """
     for node in list(gm.graph.nodes):
         if node.op != "call_function" or node.target is not _ADD or node.kwargs or len(node.args) != 2:
             continue
@@ -18,6 +23,8 @@ def fuse_bias_pass(gm: fx.GraphModule) -> fx.GraphModule:
         if not isinstance(product, fx.Node) or not isinstance(bias, fx.Node) or product.target is not _LINEAR:
             continue
         if len(product.args) != 2 or len(product.users) != 1 or bias.meta["val"].dim() != 1:
+            continue
+        if P in bias.meta.get("types", ()):
             continue
         node.target = _LINEAR
         node.args = (*product.args, bias)

@@ -15,11 +15,11 @@ from torch import fx
 
 from autopar.errors import ProgramError
 from autopar.plan import Axis
-from autopar.program import kernels, kernels_norm, kernels_ring
+from autopar.program import custom, kernels, kernels_norm, kernels_ring
 from autopar.rules import operands
-from autopar.rules.operands import arguments, op_name
+from autopar.rules.operands import arguments, is_custom, op_name, shape_of
 from autopar.sharding import Sharding
-from autopar.types import P, SpmdType
+from autopar.types import I, P, R, SpmdType
 from passes.collectives import MICROBATCH
 
 
@@ -55,6 +55,8 @@ def kernel_call(node: fx.Node, sharding: Sharding) -> KernelCall | None:
     entries: set[Entry | None] = {BY_KERNEL[name] for name in named.values()} or {BY_OP.get(op_name(node.target))}
     assert len(entries) == 1, f"{node.name}: several kernels at once, {named}"
     (entry,) = entries
+    if entry is None and is_custom(node.target):
+        return _custom(node, sharding)
     if entry is None:
         return None
     first = operands(node)[:1]
@@ -73,6 +75,23 @@ def mesh_types(node: fx.Node, sharding: Sharding) -> list[tuple[Axis, SpmdType]]
     """The node's type on every axis of the mesh."""
     pairs = zip(sharding.axes, node.meta["types"], strict=True)
     return [(axis, t) for axis, t in pairs if axis.name != MICROBATCH]
+
+
+def partition(node: fx.Node, sharding: Sharding) -> tuple[str | tuple[str, ...] | None, ...]:
+    """For every dim of the node's value (its first tensor), the mesh axes that shard it (``None``, a name, or a tuple, outermost first)."""
+    entries: list[Any] = []
+    for dim in range(len(shape_of(node))):
+        names = [a.name for a, t in mesh_types(node, sharding) if t.dim == dim]
+        entries.append(None if not names else names[0] if len(names) == 1 else tuple(names))
+    return tuple(entries)
+
+
+def _custom(node: fx.Node, sharding: Sharding) -> KernelCall | None:
+    """The user's own op, which the type checker does not know; as it is where nothing of it is sharded."""
+    if all(t in (I, R) for value in (node, *operands(node)) for _, t in mesh_types(value, sharding)):
+        return None
+    partial = tuple(axis.name for axis, t in mesh_types(node, sharding) if t == P)
+    return custom.call, (node.target, node.args, node.kwargs, partition(node, sharding), partial), {}
 
 
 def _vocabulary_loss(request: Request) -> KernelCall:

@@ -13,8 +13,8 @@ from torch import Tensor, fx
 from autopar.rules import operands
 from autopar.sharding import Sharding, local_shape
 from passes.collectives import convert, share
-from passes.kernel_calls import kernel_call, mesh_types
-from passes.localise import Partition, localised, verify
+from passes.kernel_calls import kernel_call, partition
+from passes.localise import localised, verify
 
 
 def scale(x: Tensor, factor: float) -> Tensor:
@@ -73,15 +73,6 @@ def _call(
         return new
     new.meta = dict(node.meta)
     return graph.call_function(scale, (new, factor))
-
-
-def partition(node: fx.Node, sharding: Sharding) -> Partition:
-    """For every dim of the node's value, the mesh axes that shard it (``None``, a name, or a tuple, outermost first)."""
-    entries: list[Any] = []
-    for dim in range(_first(node).dim()):
-        names = [a.name for a, t in mesh_types(node, sharding) if t.dim == dim]
-        entries.append(None if not names else names[0] if len(names) == 1 else tuple(names))
-    return tuple(entries)
 
 
 def _first(node: fx.Node) -> Tensor:

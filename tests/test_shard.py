@@ -24,6 +24,7 @@ from autopar.shard import problem as problem_module
 from autopar.shard.eliminate import eliminate
 from autopar.shard.milp import solve_milp
 from autopar.shard.problem import Problem
+from autopar.shard.solve import _solve
 from autopar.sharding import AxisTypes, Sharding
 from autopar.types import I, P, R, S
 from passes.pad import pad_class
@@ -301,7 +302,7 @@ def test_idle_is_invariant_throughout(llama7b: Graph, gpt2_padded: Graph) -> Non
 
 
 def test_a_block_is_solved_within_a_second(llama7b: Graph) -> None:
-    solve.cache_clear()
+    _solve.cache_clear()
     for role in ROLES:
         start_s = time.perf_counter()
         assert solve(class_of(llama7b, 1), role, 8) is not None

@@ -18,7 +18,7 @@ from torch import fx
 
 from autopar import program
 from autopar.rules.experts import Experts
-from autopar.rules.operands import arguments, op_name
+from autopar.rules.operands import arguments, is_custom, op_name
 from autopar.torch_private import overload_schema
 from autopar.types import SpmdType
 from passes.collectives import convert, share
@@ -78,6 +78,8 @@ def literal(value: Any, texts: Texts) -> str:
         if isinstance(value, list):
             return f"[{inner}]"
         return f"({inner},)" if len(value) == 1 else f"({inner})"
+    if is_custom(value):
+        return _qualified(value)
     if isinstance(value, dict):
         return "{" + ", ".join(f"{literal(k, texts)}: {literal(v, texts)}" for k, v in value.items()) + "}"
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):

@@ -17,7 +17,7 @@ from autopar.graph import Graph
 from autopar.program import FILES
 
 # What the program's folder itself defines, next to which a user's module of the same name could not be imported.
-_TAKEN = frozenset({"model", *(name.removesuffix(".py") for name in FILES)})
+TAKEN = frozenset({"model", *(name.removesuffix(".py") for name in FILES)})
 
 _OWN = frozenset(vars(nn.Module()))  # attributes of every module; all but ``training`` are described otherwise
 
@@ -71,7 +71,7 @@ def _class(module: nn.Module, where: str) -> str:
     if name == "__main__" or "<locals>" in path:
         place = "the script itself" if name == "__main__" else "a function"
         raise _refusal(where, f"its class {path} is defined in {place}, where the program's processes cannot import it")
-    if name.partition(".")[0] in _TAKEN:
+    if name.partition(".")[0] in TAKEN:
         raise _refusal(where, f"its class {path} is in a module named {name}, as a file of the program's folder is")
     try:
         found: Any = importlib.import_module(name)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from autopar.emit.custom import custom_modules
 from autopar.emit.expressions import kernel_module, literal
 from autopar.emit.layer import buffer_paths, layer_class, parameter_paths
 from autopar.emit.names import Names
@@ -53,6 +54,7 @@ def emit(graph: Graph, plan: Plan, folder: str | Path, *, watch: bool = False) -
     note = f"the program imports {', '.join(imports)} for opaque modules"
     if imports and note not in plan.notes:
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
+    plan = dataclasses.replace(plan, imports=tuple(sorted({*imports, *custom_modules(graph)})))
     (path / "model.py").write_text(model_source(local, bool(modules), watch))
     (path / "plan.json").write_text(plan.dumps() + "\n")
     (path / "layouts.json").write_text(
@@ -77,7 +79,7 @@ def model_source(program: LocalProgram, opaque: bool = False, watch: bool = Fals
     plan = program.plan
     axes = tuple(axis.name for axis in plan.mesh)
     header = _HEADER.format(
-        imports="\n".join(f"import {name}" for name in _siblings(program, opaque)),
+        imports="\n".join(f"import {name}" for name in (*_siblings(program, opaque), *custom_modules(program.graph))),
         model=plan.model,
         devices=plan.devices,
         summary=f"{plan.device_count} device(s)",

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 FILES = (
+    "custom.py",
     "flattened.py",
     "kernels.py",
     "kernels_experts.py",

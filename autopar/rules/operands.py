@@ -10,6 +10,8 @@ from torch import fx
 
 from autopar.torch_private import overload_name, overload_schema
 
+_TORCHS_OWN = frozenset(("aten", "prim", "prims", "autopar", "profiler", "higher_order"))
+
 
 def is_tensor(node: fx.Node) -> bool:
     """Whether the node's value is a tensor, or a tuple or list that holds one."""
@@ -43,6 +45,11 @@ def op_name(target: Any) -> str:
     if name is not None:
         return name.partition(".")[0].replace("::", ".")
     return f"{getattr(target, '__module__', '').rpartition('.')[2]}.{getattr(target, '__name__', target)}"
+
+
+def is_custom(target: Any) -> bool:
+    """Whether ``target`` is an operator that is neither torch's nor autopar's."""
+    return overload_name(target) is not None and op_name(target).partition(".")[0] not in _TORCHS_OWN
 
 
 def aten_names(text: str) -> tuple[str, ...]:

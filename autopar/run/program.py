@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -170,8 +171,8 @@ class Program:
             ]
             command += [str(self.folder / "train.py"), "--device", self._cluster.kind, *init, *args]
             threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-            # A folder with opaque modules imports their classes: from wherever this process can.
-            own = (self.folder / "opaque.json").exists()
+            # A folder with a user's ops or opaque modules imports what defines them: from wherever this process can.
+            own = bool(json.loads((self.folder / "plan.json").read_text()).get("imports"))
             path = {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)} if own else {}
             status, error = _stream(command, {**os.environ, **threads, **path, **self._visible()})
         if status != 0:

@@ -7,6 +7,7 @@ from functools import lru_cache
 from autopar.flow import output_nodes
 from autopar.graph import LayerClass
 from autopar.plan import Role
+from autopar.rules.table import TABLE
 from autopar.shard.eliminate import TableTooLargeError, eliminate
 from autopar.shard.milp import solve_milp
 from autopar.shard.problem import Problem, boundary, update_type
@@ -14,12 +15,19 @@ from autopar.sharding import AxisTypes
 from autopar.types import SpmdType
 
 
-@lru_cache(maxsize=4096)
 def solve(cls: LayerClass, role: Role, size: int = 2, fixed: tuple[tuple[str, SpmdType], ...] = ()) -> AxisTypes | None:
     """The cheapest types for ``cls`` on axes in ``role`` whose sizes multiply to ``size``; ``None`` if there are none.
 
     ``fixed`` pins the types of parameters by placeholder name (a tied weight has one layout in all its layers).
     """
+    return _solve(cls, role, size, fixed, hash(tuple(TABLE.items())))
+
+
+@lru_cache(maxsize=4096)
+def _solve(
+    cls: LayerClass, role: Role, size: int, fixed: tuple[tuple[str, SpmdType], ...], rules: int
+) -> AxisTypes | None:
+    """``rules`` stands for the table: a rule that is registered later counts."""
     for value in (*cls.activations, *cls.outputs):
         t = boundary(cls, role, value)
         if value.shape and (t is None or (t.dim is not None and value.shape[t.dim] % size)):

@@ -1,0 +1,36 @@
+"""The modules that define the user's own ops, which a program imports."""
+
+from __future__ import annotations
+
+from autopar.emit.opaque import TAKEN
+from autopar.errors import ProgramError
+from autopar.graph import Graph
+from autopar.rules.operands import is_custom, op_name
+from autopar.torch_private import custom_op_module
+
+_HINT = (
+    "define it with torch.library.custom_op in a Python file of its own, under another name than the program's files have, "
+    "and import it"
+)
+
+
+def custom_modules(graph: Graph) -> tuple[str, ...]:
+    """Names of the Python modules that define the ops of ``graph`` which are not torch's, in order.
+
+    Raises:
+        ProgramError: an op that is not known to be defined in a module that can be imported.
+    """
+    nodes = [node for cls in graph.classes.values() for node in cls.graph.graph.nodes]
+    nodes += [] if graph.prelude is None else list(graph.prelude.graph.nodes)
+    found = set()
+    for target in {node.target for node in nodes if node.op == "call_function" and is_custom(node.target)}:
+        module = custom_op_module(target)
+        if module is None:
+            raise ProgramError(f"no Python module is known to define the op {op_name(target)}", _HINT)
+        if module == "__main__" or module.partition(".")[0] in TAKEN:
+            place = "the script itself" if module == "__main__" else f"a module named {module}"
+            raise ProgramError(
+                f"the op {op_name(target)} is defined in {place}, where the program cannot import it", _HINT
+            )
+        found.add(module)
+    return tuple(sorted(found))

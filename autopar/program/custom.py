@@ -1,0 +1,39 @@
+"""Ops that are not torch's: a user's own, on this rank's slices, with the types that their registered rule gives the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import spmd_types as spmd
+import torch
+
+from autopar.program import kernels
+
+
+def call(
+    op: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    partition: kernels.Partition,
+    partial_axes: Sequence[kernels.Axis] = (),
+) -> Any:
+    """``op(*args, **kwargs)``; the first dims of every result are sharded as ``partition`` says.
+
+    The type checker cannot know the op, whose rule was checked by execution when it was registered. ``partial_axes`` are the axes on
+    which the results are terms of a sum (P).
+    """
+    with spmd.local():
+        result = op(*args, **kwargs)
+    if not spmd.is_type_checking():
+        return result
+    several = isinstance(result, tuple | list)
+    typed = [_typed(item, partition, partial_axes) for item in (result if several else [result])]
+    return tuple(typed) if several else typed[0]
+
+
+def _typed(x: Any, partition: kernels.Partition, partial_axes: Sequence[kernels.Axis]) -> Any:
+    if not isinstance(x, torch.Tensor):
+        return x
+    kernels._declare(x, kernels._axes(partition[: x.ndim]))
+    return kernels._terms(x, [axis for axis in partial_axes if kernels._size(axis) > 1])
