@@ -58,6 +58,8 @@ def compile(
     pipeline: int | None = None,
     data: int | None = None,
     tensor: int | None = None,
+    ulysses: int | None = None,
+    ring: int | None = None,
     zero: int | None = None,
     recompute: bool | None = None,
     microbatches: int | None = None,
@@ -81,9 +83,8 @@ def compile(
         loss_fn: ``loss_fn(output, targets)`` makes the loss, a 0-d tensor; ``batch`` is then the pair ``(inputs, targets)``.
         precision: of parameters and activations, by name (``"bfloat16"``); the model's own if left out.
         plan: a plan to use instead of searching for one, or the path of its JSON file.
-        pipeline, data, tensor, zero, recompute, microbatches, schedule: pinned if given; the search completes the rest.
-        memory_limit_bytes: what may be filled of one device, in place of the usable part of its memory.
-        time_limit_s: how long to search, in seconds.
+        pipeline, data, tensor, ulysses, ring, zero, recompute, microbatches, schedule: pinned if given; the search completes the rest.
+        memory_limit_bytes, time_limit_s: what may be filled of one device's memory, and how long to search, in seconds.
         folder: where the program goes; without one, a temporary folder that lives as long as the ``Program``.
         optimizer, lr, max_norm, seed, port: how it trains and where local processes meet, see ``Program``.
         progress: told of each stage.
@@ -104,6 +105,8 @@ def compile(
         pipeline=pipeline,
         data=data,
         tensor=tensor,
+        ulysses=ulysses,
+        ring=ring,
         zero=zero,
         recompute=recompute,
         microbatches=microbatches,

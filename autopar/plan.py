@@ -46,6 +46,7 @@ class Role(Enum):
 
 REPLICATING = tuple(role for role in Role if role.replicates_parameters)
 BATCHES = tuple(role for role in Role if role.shards_batch)
+SEQUENCES = tuple(role for role in Role if role.shards_sequence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +191,7 @@ class Plan:
                     "class": layer.cls,
                     "data": s.degree(self.mesh, Role.DATA),
                     "tensor": tensor,
-                    "sequence": s.degree(self.mesh, Role.TENSOR_SEQUENCE),
+                    "sequence": s.degree(self.mesh, *SEQUENCES),
                     "zero": s.zero,
                     "recompute": s.recompute,
                     "roles": [role.value for role in s.roles],

@@ -13,7 +13,7 @@ from autopar.plan import Axis, Plan, Role, Strategy
 from autopar.search import SearchOptions, evaluate, hand_plan, search
 from autopar.search.assess import coalesce
 from autopar.search.hand import make_mesh
-from autopar.search.problem import meshes, strategies
+from autopar.search.problem import for_sequence, meshes, strategies
 from autopar.search.simulate import lower_bound, simulate, timeline
 
 D, T, TS, IDLE = Role.DATA, Role.TENSOR, Role.TENSOR_SEQUENCE, Role.IDLE
@@ -67,6 +67,18 @@ class TestMeshes:
             order = [(D, IDLE, T, TS).index(role) for role in strategy.roles]
             assert order == sorted(order)
             assert strategy.degree(mesh, D) <= 4 and (strategy.zero == 0 or strategy.degree(mesh, D) > 1)
+
+    def test_sequence_roles_are_tried_where_asked_for_and_where_the_sequence_is_long(self) -> None:
+        (mesh,) = meshes(16)
+
+        def used(options: SearchOptions) -> set[Role]:
+            return {role for strategy in strategies(mesh, 4, 8, options) for role in strategy.roles}
+
+        short, long = (for_sequence(SearchOptions(), n) for n in (8192, 131072))
+        assert used(short) == {D, IDLE, T, TS} and used(long) == {D, IDLE, T, TS, Role.ULYSSES, Role.RING}
+        pinned = strategies(mesh, 4, 8, SearchOptions(ulysses=2, ring=4))
+        assert pinned and all(s.degree(mesh, Role.ULYSSES) == 2 and s.degree(mesh, Role.RING) == 4 for s in pinned)
+        assert {s.degree(mesh, T, TS) for s in pinned} == {1, 2}
 
     def test_coalesced_axes_are_named_after_their_use(self) -> None:
         mesh = make_mesh(("a", 2), ("b", 2), ("c", 2), ("d", 2))

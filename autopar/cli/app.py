@@ -50,6 +50,10 @@ _pin_options = _options(
     click.option(
         "--tensor", type=click.IntRange(1), metavar="N", help="Pin the tensor-parallel degree of every layer."
     ),
+    click.option(
+        "--ulysses", type=click.IntRange(1), metavar="N", help="Pin the degree of Ulysses sequence parallelism."
+    ),
+    click.option("--ring", type=click.IntRange(1), metavar="N", help="Pin the degree of ring attention."),
     click.option("--zero", type=click.IntRange(0, 3), metavar="0-3", help="Pin the ZeRO stage."),
     click.option(
         "--microbatches", type=click.IntRange(1), metavar="N", help="Pin the number of microbatches of a step."

@@ -128,7 +128,7 @@ def _plan(request: dict[str, Any], device: str = "meta") -> tuple[Loaded, Cluste
 
     limit = parse_size(request["memory_limit"]) if request["memory_limit"] else None
     cluster = parse(request["devices"], memory_limit_bytes=limit)
-    pins = ("pipeline", "data", "tensor", "zero", "microbatches", "schedule", "recompute")
+    pins = ("pipeline", "data", "tensor", "ulysses", "ring", "zero", "microbatches", "schedule", "recompute")
     options = SearchOptions(time_limit_s=request["time_limit"], **{pin: request[pin] for pin in pins})
     sizes = Sizes(request["seq"], request["global_batch"], request["precision"])
     with _talk() as talk:

@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopar.plan import LayerPlan, Memory, Plan, Role, StagePlan, Strategy
+from autopar.plan import SEQUENCES, LayerPlan, Memory, Plan, Role, StagePlan, Strategy
 
 _BAR = 20  # characters of a full bar
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "transients")
@@ -92,7 +92,7 @@ def _layers(plan: Plan) -> RenderableType:
             str(len(run.layers)),
             _degree(s.degree(plan.mesh, Role.DATA)),
             _degree(s.degree(plan.mesh, Role.TENSOR, Role.TENSOR_SEQUENCE)),
-            _degree(s.degree(plan.mesh, Role.TENSOR_SEQUENCE)),
+            _degree(s.degree(plan.mesh, *SEQUENCES)),
             str(s.zero) if s.degree(plan.mesh, Role.DATA) > 1 else "-",
             "yes" if s.recompute else "-",
         )

@@ -100,7 +100,7 @@ class Pricer:
             sizes[role] = sizes.get(role, 1) * axis.size
         found = []
         for role in (Role.DATA, *roles):
-            key = (cls_name, role, sizes[role] if role.shards_parameters else 1)
+            key = (cls_name, role, sizes[role] if role.shards_parameters or role.shards_sequence else 1)
             if key not in self._types:
                 self._types[key] = self._solve(self.graph.classes[cls_name], role, key[2])
             types = self._types[key]

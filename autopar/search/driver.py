@@ -135,7 +135,7 @@ def _open_all(graph: Graph, cluster: Devices, state: _State) -> list[Instance]:
 
 def _no_price(graph: Graph, state: _State) -> InfeasibleError:
     options = state.options
-    names = ("pipeline", "microbatches", "data", "tensor", "zero", "recompute")
+    names = ("pipeline", "microbatches", "data", "ring", "ulysses", "tensor", "zero", "recompute")
     pins = [f"{name} {value}" for name in names if (value := getattr(options, name)) is not None]
     cls = max(state.prices.refused, key=lambda c: state.prices.refused[c])
     layer = next(layer.name for layer in graph.layers if layer.cls == cls)

@@ -22,16 +22,22 @@ it; not proved), so GPipe is planned only where it is asked for and the bound do
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.plan import Axis, Role, Strategy
+from autopar.plan import REPLICATING, Axis, Role, Strategy
 from autopar.search.hand import default_schedule, make_mesh
 
 Mesh = tuple[Axis, ...]
+
+TENSOR_ROLES = (Role.TENSOR, Role.TENSOR_SEQUENCE)
+SEQUENCE_ROLES = (Role.ULYSSES, Role.RING)
+LONG_SEQUENCE = 16384
+"""Sequences from here on are cut without being asked to: attention then outweighs what is gathered for it."""
 
 
 class LayerPrice(Protocol):
@@ -105,8 +111,9 @@ class Devices(Protocol):
 class SearchOptions:
     """What the user pins, and how long to look. ``None`` leaves a choice to the search.
 
-    ``tensor``, ``data``, ``zero`` and ``recompute`` hold for every layer (ZeRO where a layer has more than one data-parallel device).
-    ``roles`` are the roles that may be used at all, besides data. The search stops once the gap is ``target_gap``, or at the limit.
+    ``tensor``, ``data``, ``ulysses``, ``ring``, ``zero`` and ``recompute`` hold for every layer (ZeRO where a layer has copies of its
+    parameters). ``roles`` are the roles that may be used without being pinned, besides data; left out, tensor parallelism, and where the
+    sequence is long Ulysses and ring attention. The search stops once the gap is ``target_gap``, or at the limit.
     ``progress`` is called with a short text whenever the incumbent or the bound has moved.
     """
 
@@ -118,14 +125,16 @@ class SearchOptions:
     schedule: str | None = None
     data: int | None = None
     tensor: int | None = None
+    ulysses: int | None = None
+    ring: int | None = None
     zero: int | None = None
     recompute: bool | None = None
-    roles: tuple[Role, ...] = (Role.TENSOR, Role.TENSOR_SEQUENCE)
+    roles: tuple[Role, ...] | None = None
     memory_limit_bytes: int | None = None
     progress: Callable[[str], None] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("pipeline", "microbatches", "data", "tensor"):
+        for name in ("pipeline", "microbatches", "data", "tensor", "ulysses", "ring"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name} is {value}, it must be at least 1", "leave it out to leave it to the search")
@@ -196,35 +205,76 @@ def meshes(devices: int) -> list[Mesh]:
 def strategies(mesh: Mesh, batch: int, gpus_per_node: int, options: SearchOptions) -> list[Strategy]:
     """Every candidate for a layer on ``mesh``, for a microbatch of ``batch`` samples.
 
-    Data takes the longest prefix of the axes that divides the batch, tensor a suffix; what lies between is idle. Data being a prefix
-    for every layer, the batch dim is gathered from its innermost axis outwards, and each slice stays contiguous. A tensor degree
-    may span at most four nodes unless it is pinned: all-reduce on the slow links costs more than it saves long before that.
+    Data takes the longest prefix of the axes that divides the batch, other roles a suffix; what lies between is idle. Data being a prefix
+    for every layer, the batch dim is gathered from its innermost axis outwards, and each slice stays contiguous.
     """
     sizes = [axis.size for axis in mesh]
     found: list[Strategy] = []
-    for inner in range(len(sizes) + 1):
-        outer = len(sizes) - inner
-        tensor = _product(sizes[outer:])
-        if inner and tensor == 1:
-            continue  # a mesh of one device has no suffix worth naming
-        if tensor != options.tensor if options.tensor is not None else tensor > 4 * gpus_per_node:
-            continue
+    for suffix in _suffixes(mesh, gpus_per_node, options):
+        outer = len(sizes) - len(suffix)
         prefix = max(j for j in range(outer + 1) if batch % _product(sizes[:j]) == 0)
         data = _product(sizes[:prefix])
         if options.data is not None and data != options.data:
             continue
-        for role in options.roles if tensor > 1 else (Role.DATA,):
-            roles = (Role.DATA,) * prefix + (Role.IDLE,) * (outer - prefix) + (role,) * inner
-            for zero in _zeros(data, options):
-                for recompute in (False, True) if options.recompute is None else (options.recompute,):
-                    found.append(Strategy(roles, zero, recompute))
+        roles = (Role.DATA,) * prefix + (Role.IDLE,) * (outer - prefix) + suffix
+        for zero in _zeros(Strategy(roles).degree(mesh, *REPLICATING), options):
+            for recompute in (False, True) if options.recompute is None else (options.recompute,):
+                found.append(Strategy(roles, zero, recompute))
     return found
 
 
-def _zeros(data: int, options: SearchOptions) -> tuple[int, ...]:
-    if data == 1:
+def _suffixes(mesh: Mesh, gpus_per_node: int, options: SearchOptions) -> Iterator[tuple[Role, ...]]:
+    """The roles of the innermost axes, besides data: ring attention outside of Ulysses and tensor parallelism.
+
+    A tensor degree may span at most four nodes unless it is pinned: all-reduce on the slow links costs more than it saves long before
+    that. Ring and Ulysses stand alone, beside degrees that are pinned, or beside one node of tensor parallelism.
+    """
+    roles = options.roles or TENSOR_ROLES
+    tensor_roles = tuple(role for role in roles if role in TENSOR_ROLES)
+    pins = {Role.RING: options.ring, Role.ULYSSES: options.ulysses, Role.TENSOR: options.tensor}
+    some = range(len(mesh) + 1)
+    sequence = [some if role in roles or pins[role] is not None else (0,) for role in (Role.RING, Role.ULYSSES)]
+    for ring, ulysses, tensor in itertools.product(*sequence, some):
+        counts = {Role.RING: ring, Role.ULYSSES: ulysses, Role.TENSOR: tensor}
+        if ring + ulysses + tensor > len(mesh):
+            continue
+        for role in tensor_roles if tensor else (Role.TENSOR,):
+            # Ulysses exchanges the heads that tensor parallelism has left, so it is inside of it; of a sequence that both cut, outside
+            inside = [Role.TENSOR, Role.ULYSSES] if role is Role.TENSOR else [Role.ULYSSES, Role.TENSOR]
+            suffix = tuple(each for each in (Role.RING, *inside) for _ in range(counts[each]))
+            inner = mesh[len(mesh) - len(suffix) :]
+            degrees = {each: Strategy(suffix).degree(inner, each) for each in counts}
+            if any(counts[each] and degrees[each] == 1 for each in counts):
+                continue  # a mesh of one device has no suffix worth naming
+            if all(_wanted(each, degrees, pins, roles, gpus_per_node) for each in counts):
+                yield tuple(role if each is Role.TENSOR else each for each in suffix)
+
+
+def _wanted(
+    role: Role, degrees: dict[Role, int], pins: dict[Role, int | None], roles: tuple[Role, ...], gpus_per_node: int
+) -> bool:
+    """Whether a role may have its degree beside those of the others."""
+    degree, pin = degrees[role], pins[role]
+    if pin is not None:
+        return degree == pin
+    if role is Role.TENSOR:
+        return degree <= 4 * gpus_per_node
+    beside = [other for other in degrees if other is not role and degrees[other] > 1 and pins[other] is None]
+    node = [Role.TENSOR] if degrees[Role.TENSOR] == gpus_per_node else []
+    return degree == 1 or (role in roles and beside in ([], node))
+
+
+def _zeros(replicas: int, options: SearchOptions) -> tuple[int, ...]:
+    if replicas == 1:
         return (0,)
     return (0, 1, 2, 3) if options.zero is None else (options.zero,)
+
+
+def for_sequence(options: SearchOptions, length: int) -> SearchOptions:
+    """The options with the roles that a sequence of ``length`` is worth: below ``LONG_SEQUENCE`` the search has enough to do."""
+    if options.roles is not None:
+        return options
+    return replace(options, roles=TENSOR_ROLES + (SEQUENCE_ROLES if length >= LONG_SEQUENCE else ()))
 
 
 def _product(sizes: list[int]) -> int:
@@ -249,10 +299,11 @@ def choices(graph: Graph, devices: int, options: SearchOptions) -> list[Choice]:
                 f"the pipeline degrees that fit are {', '.join(map(str, pipelines))}",
             )
         pipelines = [options.pipeline]
-    group = (options.data or 1) * (options.tensor or 1)
+    degrees = [(name, getattr(options, name)) for name in ("data", "ring", "ulysses", "tensor")]
+    group = _product([n for _, n in degrees if n is not None])
     pipelines = [p for p in pipelines if devices // p % group == 0]
     if not pipelines:
-        pins = [f"{name} {n}" for name, n in (("data", options.data), ("tensor", options.tensor)) if n is not None]
+        pins = [f"{name} {n}" for name, n in degrees if n is not None]
         raise UsageError(
             f"the devices of a stage ({devices // (options.pipeline or 1)}) do not divide into groups for {', '.join(pins)}",
             "the product of the pinned degrees must divide the number of devices",

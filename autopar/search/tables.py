@@ -15,7 +15,17 @@ from numpy.typing import NDArray
 
 from autopar.graph import Graph
 from autopar.plan import Role, Strategy
-from autopar.search.problem import Choice, Devices, LayerPrice, Mesh, Pricer, SearchOptions, strategies, tied_groups
+from autopar.search.problem import (
+    Choice,
+    Devices,
+    LayerPrice,
+    Mesh,
+    Pricer,
+    SearchOptions,
+    for_sequence,
+    strategies,
+    tied_groups,
+)
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -212,7 +222,8 @@ class Prices:
     """Tables and instances for a graph, each class priced once per mesh and number of microbatches."""
 
     def __init__(self, graph: Graph, cluster: Devices, pricer: Pricer, options: SearchOptions) -> None:
-        self._graph, self._cluster, self._pricer, self._options = graph, cluster, pricer, options
+        self._graph, self._cluster, self._pricer = graph, cluster, pricer
+        self._options = for_sequence(options, graph.tokens // graph.batch_size)
         self._ways = Ways(graph, pricer)
         self._tables: dict[tuple[str, Mesh, int, bool], Table | None] = {}
         self.groups = tied_groups(graph)
