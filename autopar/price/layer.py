@@ -11,7 +11,7 @@ collectives are waited for. FSDP's gathers and reductions run beside the layer's
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from autopar.price.moves import Move, layer_moves
 from autopar.price.table import AxisFlags, ClassTable, Floats, Rows, build, flags
 from autopar.sharding import AxisTypes, Sharding
 from autopar.types import Collective
+from passes.pad import pad_class
 
 MICROBATCH = "microbatch"
 
@@ -213,7 +214,9 @@ def price_layer(
     # time is outermost: a microbatch is cut from the batch before the mesh divides it
     order = sorted(range(len(sharding.axes)), key=lambda i: sharding.axes[i].name != MICROBATCH)
     axes, types = tuple(sharding.axes[i] for i in order), tuple(sharding.types[i] for i in order)
-    table, rows = build(cls, numbers)
+    whole = build(cls, numbers)[0].model_flops
+    table, rows = build(pad_class(cls, Sharding(axes, types)), numbers)
+    table = replace(table, model_flops=whole)  # padding is no work of the model's
     bound = bind(table, rows, types, tuple(flags(table, rows, t) for t in types))
     if not divisible(bound, axes):
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -13,8 +14,10 @@ from autopar.price.collectives import p2p_s
 from autopar.price.layer import MICROBATCH, Bound, Core, LayerPrice, assemble, bind, core, divisible, move_s
 from autopar.price.memory import precision
 from autopar.price.moves import wire
-from autopar.sharding import AxisTypes
+from autopar.rules.padding import padded, padding
+from autopar.sharding import AxisTypes, Sharding
 from autopar.types import SpmdType
+from passes.pad import pad_class
 
 Solve = Callable[[LayerClass, Role, int], AxisTypes | None]
 Mesh = tuple[Axis, ...]
@@ -30,10 +33,11 @@ class Pricer:
     def __init__(self, graph: Graph, cluster: Cluster, precision_name: str, solve: Solve | None = None) -> None:
         self.graph, self.cluster, self.numbers = graph, cluster, precision(precision_name)
         self._solve = solve or self._optimum
-        self._tables: dict[str, tuple[tables.ClassTable, tables.Rows]] = {}
+        self._tables: dict[tuple[str, tuple[int, ...]], tuple[tables.ClassTable, tables.Rows]] = {}
+        self._sharded: dict[tuple[str, int], frozenset[int]] = {}
         self._types: dict[tuple[str, Role, int], AxisTypes | None] = {}
         self._flags: dict[tuple[str, int], tables.AxisFlags] = {}
-        self._bound: dict[tuple[str, tuple[int, ...]], Bound] = {}
+        self._bound: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Bound] = {}
         self._cores: dict[tuple[str, Mesh, tuple[Role, ...], int], Core | None] = {}
         self._layers: dict[tuple[str, Mesh, Strategy, int], LayerPrice | None] = {}
         self._edges: dict[tuple[int, Mesh, tuple[Role, ...], tuple[Role, ...], int], float] = {}
@@ -112,29 +116,53 @@ class Pricer:
     def _core(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], microbatches: int) -> Core | None:
         key = (cls_name, mesh, roles, microbatches)
         if key not in self._cores:
-            bound = self._bind(cls_name, mesh, roles)
             axes = self._axes(mesh, microbatches)
+            bound = self._bind(cls_name, axes, mesh, roles)
             fits = bound is not None and divisible(bound, axes)
             self._cores[key] = core(bound, axes, self.cluster, self.numbers) if bound is not None and fits else None
         return self._cores[key]
 
-    def _bind(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...]) -> Bound | None:
+    def _bind(self, cls_name: str, axes: Mesh, mesh: Mesh, roles: tuple[Role, ...]) -> Bound | None:
         types = self.types(cls_name, mesh, roles)
         if types is None:
             return None
-        key = (cls_name, tuple(id(t) for t in types))  # kept in self._types, so that ids stay theirs
+        counts = self._padded_counts(cls_name, axes, types)
+        key = (cls_name, counts, tuple(id(t) for t in types))  # kept in self._types, so that ids stay theirs
         if key not in self._bound:
-            table, rows = self._table(cls_name)
+            table, rows = self._table(cls_name) if not counts else self._padded_table(cls_name, counts, axes, types)
             for t in types:
                 if (cls_name, id(t)) not in self._flags:
                     self._flags[cls_name, id(t)] = tables.flags(table, rows, t)
             self._bound[key] = bind(table, rows, types, tuple(self._flags[cls_name, id(t)] for t in types))
         return self._bound[key]
 
+    def _padded_counts(self, cls_name: str, axes: Mesh, types: tuple[AxisTypes, ...]) -> tuple[int, ...]:
+        """The sizes to which the class's groups of dims are padded; nothing where the axes divide all that they shard."""
+        found = padding(self.graph.classes[cls_name])
+        multiples = [1] * len(found.counts)
+        for axis, t in zip(axes, types, strict=True):
+            if (cls_name, id(t)) not in self._sharded:
+                self._sharded[cls_name, id(t)] = found.sharded(t)
+            for group in self._sharded[cls_name, id(t)]:
+                multiples[group] *= axis.size
+        counts = tuple(padded(count, multiple) for count, multiple in zip(found.counts, multiples, strict=True))
+        return () if counts == found.counts else counts
+
     def _table(self, cls_name: str) -> tuple[tables.ClassTable, tables.Rows]:
-        if cls_name not in self._tables:
-            self._tables[cls_name] = tables.build(self.graph.classes[cls_name], self.numbers)
-        return self._tables[cls_name]
+        if (cls_name, ()) not in self._tables:
+            self._tables[cls_name, ()] = tables.build(self.graph.classes[cls_name], self.numbers)
+        return self._tables[cls_name, ()]
+
+    def _padded_table(
+        self, cls_name: str, counts: tuple[int, ...], axes: Mesh, types: tuple[AxisTypes, ...]
+    ) -> tuple[tables.ClassTable, tables.Rows]:
+        """The table of the class as its program will be: padding is computed on, sent and stored. It is no work of the model's."""
+        if (cls_name, counts) not in self._tables:
+            cls = pad_class(self.graph.classes[cls_name], Sharding(axes, types))
+            table, rows = tables.build(cls, self.numbers)
+            table = dataclasses.replace(table, model_flops=self._table(cls_name)[0].model_flops)
+            self._tables[cls_name, counts] = table, rows
+        return self._tables[cls_name, counts]
 
     def _optimum(self, cls: LayerClass, role: Role, size: int) -> AxisTypes | None:
         from autopar.shard import role_types  # needs the solver, which types given by hand do not
