@@ -15,7 +15,7 @@ from torch import fx
 
 from autopar.errors import ProgramError
 from autopar.plan import Axis
-from autopar.program import custom, kernels, kernels_norm, kernels_ring
+from autopar.program import custom, kernels, kernels_norm, kernels_ring, kernels_rnn
 from autopar.rules import operands
 from autopar.rules.operands import arguments, is_custom, op_name, shape_of
 from autopar.sharding import Sharding
@@ -110,6 +110,11 @@ def _dropout(request: Request) -> KernelCall:
     return kernels.dropout, request.node.args[:2], {"seed": request.sharding}
 
 
+def _recurrent(request: Request) -> KernelCall:
+    seed = {"seed": request.sharding} if arguments(request.node)["dropout"] else {}
+    return kernels_rnn.recurrent, request.node.args, {**request.node.kwargs, **seed}
+
+
 def _attention(request: Request) -> KernelCall | None:
     given = arguments(request.node)
     if not given["dropout_p"]:
@@ -171,6 +176,7 @@ BY_KERNEL: dict[str, Entry] = {
 _OF_MICROBATCHES = frozenset(("step_statistics", "local_batch_norm"))  # of each microbatch by itself
 BY_OP: dict[str, Entry] = {
     "aten.dropout": _dropout,
+    "kernels_rnn.recurrent": _recurrent,
     "aten.scaled_dot_product_attention": _attention,
     "kernels.cross_entropy_sum": _sum_of_losses,
     "kernels_experts.experts": _experts,

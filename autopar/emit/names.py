@@ -21,6 +21,7 @@ _RESERVED = frozenset(
         "kernels_experts",
         "kernels_norm",
         "kernels_ring",
+        "kernels_rnn",
         "opaque",
         "checkpoint",
         "key",

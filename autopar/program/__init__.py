@@ -16,6 +16,7 @@ FILES = (
     "kernels_experts.py",
     "kernels_norm.py",
     "kernels_ring.py",
+    "kernels_rnn.py",
     "opaque.py",
     "world.py",
     "buffers.py",

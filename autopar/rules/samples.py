@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.program import kernels, kernels_norm
+from autopar.program import kernels, kernels_norm, kernels_rnn
 from autopar.program.kernels_experts import grouped_linear, of_rows
 from autopar.rules.check import Sample, held, sample
 from autopar.rules.sample_experts import gated_experts, plain_experts
@@ -285,6 +285,12 @@ def reductions() -> list[Sample]:
 _LOSSES = _words("mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss")
 
 
+def _gates(count: int, width: int, hidden: int) -> list[Tensor]:
+    """One layer's weights of a recurrent op with ``count`` gates."""
+    rows = count * hidden
+    return [r(rows, width), r(rows, hidden), r(rows), r(rows)]
+
+
 def spatial() -> list[Sample]:
     """Convolution, pooling, interpolation."""
     return [
@@ -293,6 +299,33 @@ def spatial() -> list[Sample]:
         sample(aten.conv2d.default, r(6, 12, 5, 5), r(6, 12, 3, 3)),
         sample(aten.conv2d.default, r(6, 12, 5, 5), r(12, 1, 3, 3), r(12), [1, 1], [0, 0], [1, 1], 12),
         sample(aten.conv3d.default, r(6, 2, 3, 3, 3), r(6, 2, 2, 2, 2)),
+        sample(aten.conv_transpose1d.default, r(6, 12, 4), r(12, 6, 3), r(6)),
+        sample(aten.conv_transpose2d.input, r(6, 4, 3, 3), r(4, 12, 2, 2), r(12), [2, 2]),
+        sample(aten.conv_transpose2d.input, r(6, 12, 3, 3), r(12, 1, 2, 2), None, [2, 2], [0, 0], [0, 0], 12),
+        sample(aten.conv_transpose3d.input, r(6, 2, 2, 2, 2), r(2, 6, 2, 2, 2)),
+        sample(aten.pixel_shuffle.default, r(6, 12, 3, 3), 2),
+        sample(aten.pixel_unshuffle.default, r(6, 3, 4, 4), 2),
+        *(
+            sample(kernels_rnn.recurrent, r(6, 3, 4), [r(1, 6, 5)] * count, _gates(gates, 4, 5), mode)
+            for mode, count, gates in (
+                ("lstm", 2, 4),
+                ("lstm", 0, 4),
+                ("gru", 1, 3),
+                ("rnn_tanh", 1, 1),
+                ("rnn_relu", 0, 1),
+            )
+        ),
+        sample(
+            kernels_rnn.recurrent,
+            r(6, 3, 4),
+            [r(4, 6, 2), r(4, 6, 2)],
+            [w for width in (4, 4, 4, 4) for w in _gates(4, width, 2)],
+            "lstm",
+            True,
+            2,
+            0.0,
+            True,
+        ),
         sample(aten.max_pool1d.default, r(6, 12, 8), [2]),
         sample(aten.avg_pool1d.default, r(6, 12, 8), [2]),
         sample(aten.adaptive_avg_pool1d.default, r(6, 12, 8), [2]),

@@ -113,7 +113,10 @@ TABLE: dict[str, Entry] = {
     "kernels.cross_entropy_sum": v.sum_of_losses,
     # convolution and pooling
     **dict.fromkeys(aten_names("conv1d conv2d conv3d"), v.convolution),
+    **dict.fromkeys(aten_names("conv_transpose1d conv_transpose2d conv_transpose3d"), v.transposed_convolution),
     **dict.fromkeys(_POOLS, v.pool),
+    **dict.fromkeys(aten_names("pixel_shuffle pixel_unshuffle"), v.pixel_shuffle),
+    "kernels_rnn.recurrent": v.recurrent,
     # indexing
     "aten.embedding": v.embedding,
     "aten.index": v.index,

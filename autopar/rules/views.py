@@ -384,6 +384,28 @@ def convolution(node: fx.Node) -> str:
     return text
 
 
+def transposed_convolution(node: fx.Node) -> str:
+    """conv_transpose: examples (the type checker takes the output channels to be the weight's first dim, as in a convolution)."""
+    rest = ["1"] * (len(source(node)) - 1)
+    dims = [["n", *rest], ["1", *rest], ["1"]]
+    return line(dims[: len(operands(node))], ["n", *rest])
+
+
+def recurrent(node: fx.Node) -> str:
+    """recurrent: examples; time, widths and gates are held."""
+    given = arguments(node)
+    states = [["1", "b", "1"] for _ in given["states"]]
+    weights = [["1"] * len(shape_of(weight)) for weight in given["weights"]]
+    return line([["b", "1", "1"], *states, *weights], ["b", "1", "1"])
+
+
+def pixel_shuffle(node: fx.Node) -> str:
+    """pixel_shuffle, pixel_unshuffle: the leading dims."""
+    count = len(source(node)) - 3
+    lead = names(count)
+    return line([[*lead, "1", "1", "1"]], [*lead, "1", "1", "1"])
+
+
 def pool(node: fx.Node) -> str:
     """Pools, interpolation: examples and channels."""
     before, after = source(node), shape_of(node)

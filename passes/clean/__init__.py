@@ -17,6 +17,8 @@ from passes.clean.linear import fused_projections_pass, linear_pass
 from passes.clean.losses import cross_entropy_pass, mean_losses_pass
 from passes.clean.nodes import gradients_pass
 from passes.clean.noops import devices_pass, dropout_pass, noops_pass, views_pass
+from passes.clean.packed import packed_projections_pass
+from passes.clean.recurrent import recurrent_pass
 from passes.clean.regions import inline_regions_pass
 from passes.clean.rows import rows_pass
 from passes.clean.shapes import reshapes_pass, splits_pass
@@ -24,6 +26,7 @@ from passes.clean.shapes import reshapes_pass, splits_pass
 STEPS = (
     ("inline regions", inline_regions_pass),
     ("batch norm", batch_norm_pass),
+    ("recurrent", recurrent_pass),
     ("functional", functionalise_pass),
     ("gradients", gradients_pass),
     ("devices", devices_pass),
@@ -33,6 +36,8 @@ STEPS = (
     ("no-ops", noops_pass),
     ("dead code", dead_code_pass),
     ("linear", linear_pass),
+    ("packed projections", packed_projections_pass),
+    ("dead code", dead_code_pass),
     ("fused projections", fused_projections_pass),
     ("experts", experts_pass),
     ("dropout", dropout_pass),
@@ -74,6 +79,8 @@ __all__ = [
     "linear_pass",
     "mean_losses_pass",
     "noops_pass",
+    "packed_projections_pass",
+    "recurrent_pass",
     "reshapes_pass",
     "rows_pass",
     "split_bias_pass",

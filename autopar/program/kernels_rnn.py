@@ -1,0 +1,64 @@
+"""Recurrent layers as one op with one result: examples may be sharded, everything else is whole on every rank.
+
+torch's ops give a tuple whose members hold the batch in different dims. Here the states follow the outputs along time: one tensor, one type.
+This file is copied into every emitted program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import spmd_types as spmd
+import torch
+from spmd_types import P
+from torch import Tensor
+
+from autopar.program.kernels import _declare, _places, _require, _seeded
+
+
+def recurrent(
+    x: Tensor,
+    states: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    mode: str,
+    has_biases: bool = True,
+    num_layers: int = 1,
+    dropout: float = 0.0,
+    bidirectional: bool = False,
+    seed: int | None = None,
+) -> Tensor:
+    """An LSTM (``mode`` is "lstm"), a GRU ("gru") or a plain RNN ("rnn_tanh", "rnn_relu") in training, on padded sequences.
+
+    ``x`` is ``[batch, time, width]`` and each of ``states`` ``[layers * directions, batch, hidden]``, the batch sharded alike; without
+    ``states`` they are zeros. The result is ``[batch, time + layers * states, directions * hidden]``: the outputs, then the last hidden states of the layers, then an LSTM's
+    cell states. ``seed`` makes the dropout between layers a function of it.
+    """
+    if spmd.is_type_checking():
+        rows = _places(x)[0]
+        _require(
+            all(_places(state) == [(), rows, ()] for state in states),
+            "recurrent: the states' batch is sharded differently",
+        )
+        _require(not any(entry for weight in weights for entry in _places(weight)), "recurrent: weights are sharded")
+        _require(_places(x)[1:] == [(), ()], "recurrent: time or width is sharded")
+        _require(
+            P not in spmd.get_local_type(x).values(), "recurrent: the terms of a sum would be activated one by one"
+        )
+    with spmd.local(), _seeded(seed if dropout else None, x.device):
+        if not states:
+            hidden, directions = weights[1].shape[1], 2 if bidirectional else 1
+            zeros = x.new_zeros(num_layers * directions, x.shape[0], hidden)
+            states = [zeros] * (2 if mode == "lstm" else 1)
+        options = (has_biases, num_layers, dropout, True, bidirectional, True)
+        if mode == "lstm":
+            parts = torch.lstm(x, list(states), list(weights), *options)
+        else:
+            parts = getattr(torch, mode)(x, states[0], list(weights), *options)
+        last = [_beside(state, num_layers) for state in parts[1:]]
+        out = torch.cat([parts[0], *last], dim=1)
+    return _declare(out, _places(x)) if spmd.is_type_checking() else out
+
+
+def _beside(state: Tensor, layers: int) -> Tensor:
+    """``[layers * directions, batch, hidden]`` as ``[batch, layers, directions * hidden]``."""
+    return state.unflatten(0, (layers, -1)).permute(2, 0, 1, 3).flatten(2)

@@ -1,0 +1,47 @@
+"""A fused projection that is unpacked by a view: ``linear(x).view(b, n, 3, h, d)``, permuted, then ``unbind``.
+
+Each part becomes a slice of the projection with its own view, as if the model had said ``chunk``; the fused projection is then split like
+any other. Without this the view mixes parts and heads in one dim, and no head could be sharded.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import fx
+
+from passes.clean.nodes import add, arguments, aten, calls, replace, shape
+
+
+def packed_projections_pass(gm: fx.GraphModule) -> fx.GraphModule:
+    """Replace ``select`` of a viewed projection by a view of a slice of it."""
+    for node in calls(gm, aten.reshape.default):
+        source = arguments(node)[0]
+        if not isinstance(source, fx.Node) or source.target is not aten.linear.default:
+            continue
+        dim = len(shape(source)) - 1  # of the parts: the first of those that the view makes of the projection's last
+        if len(shape(node)) < dim + 2 or shape(node)[:dim] != shape(source)[:dim] or shape(node)[dim] < 2:
+            continue
+        for user in list(node.users):
+            if user.target is aten.permute.default:
+                order = [d % len(shape(node)) for d in arguments(user)[1]]
+                _unpack(source, node, dim, order, list(user.users))
+            else:
+                _unpack(source, node, dim, list(range(len(shape(node)))), [user])
+    return gm
+
+
+def _unpack(source: fx.Node, view: fx.Node, dim: int, order: list[int], readers: list[fx.Node]) -> None:
+    """``readers`` take the view with its dims in ``order``; those that select one part get a view of that part's slice."""
+    sizes = list(shape(view))
+    width = math.prod(sizes[dim + 1 :])
+    kept = [d - (d > dim) for d in order if d != dim]
+    if not all(reader.target is aten.select.int and order[arguments(reader)[1]] == dim for reader in readers):
+        return
+    for reader in readers:
+        index = arguments(reader)[2]
+        part = add(reader, aten.slice.Tensor, (source, len(shape(source)) - 1, index * width, (index + 1) * width))
+        part = add(reader, aten.reshape.default, (part, sizes[:dim] + sizes[dim + 1 :]))
+        if kept != sorted(kept):
+            part = add(reader, aten.permute.default, (part, kept))
+        replace(reader, part)
