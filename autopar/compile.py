@@ -64,6 +64,7 @@ def compile(
     recompute: bool | None = None,
     microbatches: int | None = None,
     schedule: str | None = None,
+    local_batch_norm: bool = False,
     memory_limit_bytes: int | None = None,
     time_limit_s: float = 20.0,
     folder: str | Path | None = None,
@@ -84,6 +85,7 @@ def compile(
         precision: of parameters and activations, by name (``"bfloat16"``); the model's own if left out.
         plan: a plan to use instead of searching for one, or the path of its JSON file.
         pipeline, data, tensor, ulysses, ring, zero, recompute, microbatches, schedule: pinned if given; the search completes the rest.
+        local_batch_norm: let batch norm take the statistics of each rank's part of each microbatch, not those of the whole batch.
         memory_limit_bytes, time_limit_s: what may be filled of one device's memory, and how long to search, in seconds.
         folder: where the program goes; without one, a temporary folder that lives as long as the ``Program``.
         optimizer, lr, max_norm, seed, port: how it trains and where local processes meet, see ``Program``.
@@ -113,7 +115,15 @@ def compile(
         schedule=schedule,
     )
     graph, chosen = plan_model(
-        model, batch, loss_fn, cluster, options, precision=precision, plan=plan, progress=progress
+        model,
+        batch,
+        loss_fn,
+        cluster,
+        options,
+        precision=precision,
+        plan=plan,
+        progress=progress,
+        local_batch_norm=local_batch_norm,
     )
     running = {"optimizer": optimizer, "lr": lr, "max_norm": max_norm, "seed": seed, "port": port}
     return start_program(graph, chosen, cluster, folder, model, progress, **running)
@@ -130,6 +140,7 @@ def plan_model(
     precision: str | None = None,
     plan: Plan | str | Path | None = None,
     progress: Progress | None = None,
+    local_batch_norm: bool = False,
 ) -> tuple[Graph, Plan]:
     """The first two stages: the captured graph, and the plan that was found (or given, and fits the graph).
 
@@ -147,7 +158,8 @@ def plan_model(
         raise ModelError(f"the model is {type(model).__name__}, not a torch.nn.Module", "wrap a function in a module")
     start = time.perf_counter()
     _say(progress, "capture", "")
-    graph = capture(model, batch, loss_fn, precision=None if precision is None else normalise(precision), name=name)
+    numbers = None if precision is None else normalise(precision)
+    graph = capture(model, batch, loss_fn, precision=numbers, name=name, local_batch_norm=local_batch_norm)
     graph = annotate(graph)
     _say(progress, "capture", f"{len(graph.layers)} layers of {len(graph.classes)} classes")
     if plan is not None:

@@ -18,6 +18,7 @@ from autopar.plan import Axis
 from autopar.program import custom, kernels, kernels_norm, kernels_ring, kernels_rnn
 from autopar.rules import operands
 from autopar.rules.operands import arguments, is_custom, op_name, shape_of
+from autopar.rules.traffic import OF_MICROBATCHES
 from autopar.sharding import Sharding
 from autopar.types import I, P, R, SpmdType
 from passes.collectives import MICROBATCH
@@ -46,7 +47,7 @@ def kernel_call(node: fx.Node, sharding: Sharding) -> KernelCall | None:
         for axis, types in zip(sharding.axes, sharding.types, strict=True)
         if node.name in types.kernel and not (axis.name == MICROBATCH and axis.size == 1)
     }
-    if named.get(MICROBATCH, "local_batch_norm") not in _OF_MICROBATCHES:
+    if named.get(MICROBATCH, "local_batch_norm") not in OF_MICROBATCHES:
         raise ProgramError(
             f"{node.name} would need the kernel {named[MICROBATCH]} over the microbatches, which are not on different devices",
             hint="plan with one microbatch",
@@ -173,7 +174,6 @@ BY_KERNEL: dict[str, Entry] = {
     "step_statistics": _statistics,
     "vocab_parallel_cross_entropy_sum": _vocabulary_loss,
 }
-_OF_MICROBATCHES = frozenset(("step_statistics", "local_batch_norm"))  # of each microbatch by itself
 BY_OP: dict[str, Entry] = {
     "aten.dropout": _dropout,
     "kernels_rnn.recurrent": _recurrent,

@@ -64,6 +64,11 @@ _pin_options = _options(
     ),
     click.option("--memory-limit", metavar="SIZE", help="What may be filled of one device, such as 40GB or 37GiB."),
     click.option(
+        "--local-batch-norm",
+        is_flag=True,
+        help="Let batch norm take the statistics of each part of the batch, not the whole batch's.",
+    ),
+    click.option(
         "--time-limit",
         type=click.FloatRange(0),
         default=20.0,

@@ -143,6 +143,7 @@ def _plan(request: dict[str, Any], device: str = "meta") -> tuple[Loaded, Cluste
             options,
             name=loaded.name,
             precision=sizes.precision,
+            local_batch_norm=request["local_batch_norm"],
             plan=request.get("plan_file"),
             progress=talk,
         )

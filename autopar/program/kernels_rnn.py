@@ -1,6 +1,7 @@
 """Recurrent layers as one op with one result: examples may be sharded, everything else is whole on every rank.
 
-torch's ops give a tuple whose members hold the batch in different dims. Here the states follow the outputs along time: one tensor, one type.
+torch's ops give a tuple whose members hold the batch in different dims. Here the states follow the outputs along time: one tensor, of
+one type.
 This file is copied into every emitted program.
 """
 
@@ -30,8 +31,8 @@ def recurrent(
     """An LSTM (``mode`` is "lstm"), a GRU ("gru") or a plain RNN ("rnn_tanh", "rnn_relu") in training, on padded sequences.
 
     ``x`` is ``[batch, time, width]`` and each of ``states`` ``[layers * directions, batch, hidden]``, the batch sharded alike; without
-    ``states`` they are zeros. The result is ``[batch, time + layers * states, directions * hidden]``: the outputs, then the last hidden states of the layers, then an LSTM's
-    cell states. ``seed`` makes the dropout between layers a function of it.
+    ``states`` they are zeros. The result is ``[batch, time + layers * states, directions * hidden]``: the outputs, then the last hidden
+    states of the layers, then an LSTM's cell states. ``seed`` makes the dropout between layers a function of it.
     """
     if spmd.is_type_checking():
         rows = _places(x)[0]

@@ -15,6 +15,9 @@ from torch import fx
 from autopar.rules.operands import arguments, operands
 from autopar.types import Collective
 
+OF_MICROBATCHES = frozenset(("step_statistics", "local_batch_norm"))
+"""Kernels that are meant for a part of the batch: the microbatches need not be there at one time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Wire:

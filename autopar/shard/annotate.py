@@ -9,6 +9,7 @@ from autopar.graph import Graph, LayerClass
 from autopar.plan import Role
 from autopar.rules import has_rule
 from autopar.rules.operands import op_name
+from autopar.rules.traffic import OF_MICROBATCHES
 from autopar.shard.conversions import conversions
 from autopar.shard.plan import role_types
 from autopar.types import legal_in_time
@@ -38,8 +39,9 @@ def _couples_batch(graph: Graph, index: int, cls: LayerClass) -> str:
     types = role_types(graph, index, Role.DATA, 1)
     if types is None:
         return f"{name} has no way to compute on a part of the batch"
-    if types.kernel:
-        value, kernel = next(iter(types.kernel.items()))
+    for value, kernel in types.kernel.items():
+        if kernel in OF_MICROBATCHES:
+            continue
         return f"{name} needs the whole batch for {value} ({kernel})"
     flow = gradient_flow(cls)
     for value, source, target in conversions(cls, types):
