@@ -114,17 +114,8 @@ def compile(
         microbatches=microbatches,
         schedule=schedule,
     )
-    graph, chosen = plan_model(
-        model,
-        batch,
-        loss_fn,
-        cluster,
-        options,
-        precision=precision,
-        plan=plan,
-        progress=progress,
-        local_batch_norm=local_batch_norm,
-    )
+    how = {"precision": precision, "plan": plan, "progress": progress, "local_batch_norm": local_batch_norm}
+    graph, chosen = plan_model(model, batch, loss_fn, cluster, options, **how)  # type: ignore[arg-type]
     running = {"optimizer": optimizer, "lr": lr, "max_norm": max_norm, "seed": seed, "port": port}
     return start_program(graph, chosen, cluster, folder, model, progress, **running)
 
