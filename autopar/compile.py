@@ -88,7 +88,7 @@ def compile(
         local_batch_norm: let batch norm take the statistics of each rank's part of each microbatch, not those of the whole batch.
         memory_limit_bytes, time_limit_s: what may be filled of one device's memory, and how long to search, in seconds.
         folder: where the program goes; without one, a temporary folder that lives as long as the ``Program``.
-        optimizer, lr, max_norm, seed, port: how it trains and where local processes meet, see ``Program``; ``progress`` is told of each stage.
+        optimizer, lr, max_norm, seed, port: as for ``Program``; ``progress`` is told of each stage.
 
     A model on the CPU keeps its parameters' values. Under ``torchrun`` every process calls this and rank 0 searches.
 
@@ -114,9 +114,9 @@ def compile(
         schedule=schedule,
     )
     how = {"precision": precision, "plan": plan, "progress": progress, "local_batch_norm": local_batch_norm}
-    found = plan_model(model, batch, loss_fn, cluster, options, **how)  # type: ignore[arg-type]
+    graph, chosen = plan_model(model, batch, loss_fn, cluster, options, **how)  # type: ignore[arg-type]
     running = {"optimizer": optimizer, "lr": lr, "max_norm": max_norm, "seed": seed, "port": port}
-    return start_program(*found, cluster, folder, model, progress, **running)
+    return start_program(graph, chosen, cluster, folder, model, progress, **running)
 
 
 def plan_model(
