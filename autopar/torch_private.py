@@ -5,6 +5,8 @@ Kept in one module so that a new torch release is checked in one place.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,3 +72,26 @@ def forget_meshes() -> None:
     clear = getattr(debug, "_clear_sharding_prop_cache", None)
     if clear is not None:
         clear()
+
+
+class RedistributionRefusedError(Exception):
+    """DTensor wanted to change the placements of an op's inputs first."""
+
+
+@contextmanager
+def dtensor_as_placed() -> Iterator[None]:
+    """Inside, DTensor ops run on their inputs as they are placed, or raise ``RedistributionRefusedError``. (torch 2.13)"""
+    from torch.distributed.tensor import DTensor
+
+    dispatcher = DTensor._op_dispatcher
+    if not hasattr(dispatcher, "redistribute_local_args"):
+        raise RuntimeError("this torch dispatches DTensor ops in another way")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RedistributionRefusedError
+
+    dispatcher.redistribute_local_args = refuse  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del dispatcher.redistribute_local_args

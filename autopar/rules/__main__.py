@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 from autopar.rules.check import check
+from autopar.rules.dtensor import compare, page
 from autopar.rules.operands import op_name
 from autopar.rules.samples import samples
 from autopar.rules.table import TABLE
 
 
 def main() -> None:
-    """Check the table; ends with a ``RuleError`` at the first line that does not hold."""
+    """Check the table; ends with a ``RuleError`` at the first line that does not hold.
+
+    ``--dtensor FILE`` compares it with DTensor's rules instead, and writes the comparison.
+    """
     given = samples()
+    if sys.argv[1:2] == ["--dtensor"]:
+        Path(sys.argv[2]).write_text(page(list(compare(given)), len(TABLE), len(given)))
+        return
     reports = [check(one) for one in given]
     covered = {op_name(one.target) for one in given}
     print(

@@ -1,0 +1,202 @@
+"""Our rules against DTensor's: for every sample call, which placements each accepts on one axis of two ranks, and what comes out.
+
+Both are asked the same: operands placed as ``R``, ``P`` or ``S(dim)``, may the op run on them as they are, and of what type is its
+result? DTensor is asked by running the call on DTensors over the fake process group, so that composite ops are
+decomposed as it would, with its redistribution of inputs refused. Where the two differ, execution decides: the call
+runs on two simulated ranks' operands, and the parts, put together by the claimed type, are the whole call's result or are not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from autopar.errors import RuleError
+from autopar.rules.candidates import Candidate, candidates
+from autopar.rules.check import RANDOM, Sample, Value, build, check_candidate
+from autopar.rules.operands import op_name
+from autopar.torch_private import RedistributionRefusedError, dtensor_as_placed, fake_store
+from autopar.types import P, R, S, SpmdType
+
+RANKS = 2
+MOST_WAYS = 64
+"""Calls with more ways to place their operands are asked about ours alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One placement of one call's operands: the result's type by our rule and by DTensor, ``None`` where it is not accepted,
+    and for each of them whether execution bears it out (``None``: not executed)."""
+
+    op: str
+    operands: tuple[SpmdType, ...]
+    ours: SpmdType | None
+    theirs: SpmdType | None
+    ours_holds: bool | None = None
+    theirs_holds: bool | None = None
+
+    @property
+    def verdict(self) -> str:
+        """``agree``, ``contradict``, ``only ours`` or ``only theirs``."""
+        if self.ours is None:
+            return "only theirs"
+        return "only ours" if self.theirs is None else "agree" if self.ours == self.theirs else "contradict"
+
+
+def compare(samples: Iterable[Sample]) -> Iterator[Answer]:
+    """Ask both about every sample. Starts a fake process group of two ranks where there is none."""
+    mine = not dist.is_initialized()
+    if mine:
+        dist.init_process_group("fake", rank=0, world_size=RANKS, store=fake_store())
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
+        for given in samples:
+            name = op_name(given.target)
+            if name.startswith("aten.") and name not in RANDOM:
+                yield from _about(given, name, mesh)
+    finally:
+        if mine:
+            dist.destroy_process_group()
+
+
+def _about(given: Sample, name: str, mesh: Any) -> Iterator[Answer]:
+    node, values = build(given)
+    if not values or not all(isinstance(value, Tensor) for value in values):
+        return
+    ours: dict[tuple[SpmdType, ...], list[Candidate]] = {}
+    for candidate in candidates(node):
+        if (
+            candidate.kernel is None
+            and candidate.extent % RANKS == 0
+            and all(t.kind != "I" for t in candidate.operands)
+        ):
+            ours.setdefault(candidate.operands, []).append(candidate)
+    ways = list(itertools.product(*(_placements(value) for value in values)))
+    for operands in ways if len(ways) <= MOST_WAYS else list(ours):
+        theirs = _dtensor(node, values, operands, mesh)
+        mine = next(iter(sorted(ours.get(operands, []), key=lambda c: c.result != theirs)), None)
+        if mine is None and theirs is None:
+            continue
+        ours_type = mine.result if mine is not None else None
+        yield Answer(
+            name,
+            operands,
+            ours_type,
+            theirs,
+            _holds(node, values, operands, ours_type, mine),
+            _holds(node, values, operands, theirs, None) if theirs != ours_type else None,
+        )
+
+
+def _placements(value: Value) -> list[SpmdType]:
+    assert isinstance(value, Tensor)
+    sliced = [S(d) for d, extent in enumerate(value.shape) if extent > 1 and extent % RANKS == 0]
+    return [R, *([P] if value.is_floating_point() else []), *sliced]
+
+
+def _dtensor(node: fx.Node, values: Sequence[Value], operands: Sequence[SpmdType], mesh: Any) -> SpmdType | None:
+    """The type of the result on DTensors placed so, or ``None`` where DTensor would place them otherwise or has no rule."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    from passes.localise import apply
+
+    places = {"R": Replicate(), "P": Partial()}
+    tensors = []
+    for value, t in zip(values, operands, strict=True):
+        assert isinstance(value, Tensor)
+        local = value if t.dim is None else value.chunk(RANKS, t.dim)[0].contiguous()
+        place = places.get(t.kind) or Shard(t.dim if t.dim is not None else 0)
+        tensors.append(DTensor.from_local(local, mesh, [place], run_check=False))
+    try:
+        with dtensor_as_placed(), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = apply((node.target, node.args, dict(node.kwargs), None), node, tensors)  # type: ignore[arg-type]
+    except (
+        RedistributionRefusedError,
+        RuntimeError,
+        NotImplementedError,
+        AssertionError,
+        ValueError,
+        TypeError,
+        IndexError,
+    ):
+        return None  # DTensor's own refusals have all these types
+    first = result[0] if isinstance(result, tuple | list) else result
+    if not isinstance(first, DTensor):
+        return None
+    place = first.placements[0]
+    if place.is_replicate():
+        return R
+    if isinstance(place, Shard) and type(place) is Shard:
+        return S(place.dim % max(1, first.ndim))
+    return P if type(place) is Partial and place.reduce_op == "sum" else None
+
+
+def _holds(
+    node: fx.Node,
+    values: Sequence[Value],
+    operands: tuple[SpmdType, ...],
+    result: SpmdType | None,
+    mine: Candidate | None,
+) -> bool | None:
+    """Whether the whole result is put together of the ranks' by ``result``: forward alone, DTensor does not say what a gradient is."""
+    if result is None:
+        return None
+    candidate = mine or Candidate(operands, result, extent=RANKS)
+    try:
+        check_candidate(node, values, candidate, RANKS, held_=range(len(values)))
+    except (RuleError, RuntimeError, AssertionError, IndexError):
+        return False
+    return True
+
+
+def page(answers: Sequence[Answer], rules: int, calls: int) -> str:
+    """``docs/dtensor-check.md``."""
+    count = Counter(answer.verdict for answer in answers)
+    executed = sum((a.ours_holds is not None) + (a.theirs_holds is not None) for a in answers)
+    wrong_ours = [a for a in answers if a.ours_holds is False]
+    wrong_theirs = [a for a in answers if a.theirs_holds is False]
+    missing = Counter(a.op for a in answers if a.verdict == "only theirs" and a.theirs_holds)
+    lines = [
+        f"| {a.op} | {', '.join(map(str, a.operands))} | {a.ours or 'refused'} | {a.theirs or 'refused'} "
+        f"| {'ours' if a.ours_holds is False else 'theirs'} |"
+        for a in (*wrong_ours, *wrong_theirs)
+    ]
+    return f"""# Our rules against DTensor's
+
+{rules} rules, {calls} sample calls: for each, on one axis of {RANKS} ranks, every way to place the operands as R, P or S(dim)
+(calls with more than {MOST_WAYS} ways: ours alone). DTensor (torch {torch.__version__.split("+")[0]}) is asked by running the call
+on DTensors, its redistribution refused.
+
+| | placements |
+|---|---|
+| both accept, same result | {count["agree"]} |
+| both accept, different results | {count["contradict"]} |
+| only ours accepts | {count["only ours"]} |
+| only DTensor accepts | {count["only theirs"]} |
+| executed checks (forward) | {executed} |
+| ours wrong by execution | {len(wrong_ours)} |
+| DTensor wrong by execution | {len(wrong_theirs)} |
+
+## Wrong by execution
+
+| op | operands | ours | DTensor | wrong |
+|---|---|---|---|---|
+{chr(10).join(lines)}
+
+"Wrong" means that the two ranks' results, put together by the claimed type, are not the whole call's result, or that a rank cannot run it.
+
+## What only DTensor accepts, and is right
+
+Ways that our rules leave out, by op: {", ".join(f"{op} ({n})" for op, n in sorted(missing.items())) or "none"}.
+
+Made by `make dtensor-check`. Do not edit.
+"""
