@@ -76,6 +76,8 @@ def describe_batch(
         raise BatchError(
             f"the batch holds no tensor: {_kind(batch)}", hint="give a tensor, a tuple or a dict of tensors"
         )
+    if leaves[0].shape and leaves[0].shape[0] == 0:
+        raise BatchError(f"the batch has no rows: {leaves[0]}", hint="give an example of one global batch")
     for leaf in leaves:
         if not leaf.shape or leaf.shape[0] != leaves[0].shape[0]:
             raise BatchError(

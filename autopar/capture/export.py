@@ -6,11 +6,14 @@ import logging
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.capture.batch import BatchStructure, rebuild_batch
 from autopar.capture.clone import Twin, twin
@@ -73,7 +76,7 @@ def find_loss(output: Any, from_loss_fn: bool) -> torch.Tensor:
     for candidate in candidates:
         if _is_loss(candidate):
             return candidate
-    kind = f"a tensor {list(output.shape)}" if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
+    kind = _outputs(output)
     if from_loss_fn:
         raise CaptureError(
             f"loss_fn returned {kind}, not a 0-d floating loss", hint="reduce the loss: .mean() or .sum()"
@@ -83,6 +86,20 @@ def find_loss(output: Any, from_loss_fn: bool) -> torch.Tensor:
         hint="return the loss, an object with .loss or a tuple that starts with it (transformers: give labels in the batch), "
         "or pass loss_fn with the batch as (inputs, targets)",
     )
+
+
+def _outputs(output: Any) -> str:
+    """What a model returned, in words, with the names and shapes of what is in it."""
+    if isinstance(output, torch.Tensor):
+        return f"a tensor {str(output.dtype).removeprefix('torch.')}{list(output.shape)}"
+    items: Any = dict(output) if isinstance(output, dict) else vars(output) if hasattr(output, "__dict__") else {}
+    if isinstance(output, tuple | list):
+        items = {str(index): item for index, item in enumerate(output)}
+    inside = [
+        f"{name}: {_outputs(item) if isinstance(item, torch.Tensor) else type(item).__name__}"
+        for name, item in items.items()
+    ]
+    return f"a {type(output).__name__}" + (f" ({', '.join(inside)})" if inside else "")
 
 
 def _is_loss(value: Any) -> bool:
@@ -107,6 +124,7 @@ def export(
     program = _export(_Captured(copied.module, loss_fn, structure), tensors)
     gm = program.graph_module
     values = _label(gm, program, model, copied, structure)
+    _check_dtypes(gm)
     classes = {path: type(module).__name__ for path, module in model.named_modules()}
     return gm, values, classes
 
@@ -118,8 +136,9 @@ def _export(captured: nn.Module, tensors: tuple[torch.Tensor, ...]) -> Any:
     for logger in noisy:
         logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), ExitStack() as stack:
             warnings.simplefilter("ignore")
+            stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(_apply)))
             return torch.export.export(captured, tensors, strict=False)
     except _RefusedError as refused:
         if isinstance(refused.error, CaptureError):
@@ -130,6 +149,27 @@ def _export(captured: nn.Module, tensors: tuple[torch.Tensor, ...]) -> Any:
     finally:
         for logger, level in zip(noisy, levels, strict=True):
             logger.setLevel(level)
+
+
+_apply_of_torch: Any = vars(torch.autograd.Function)["apply"].__func__
+
+
+def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands for ``autograd.Function.apply`` during export, which would keep the forward of a function and lose its backward."""
+    if function is CheckpointFunction:  # its backward is the function's own: autopar recomputes by itself where it pays
+        run, _, *inputs = args
+        return run(*inputs)
+    if function.__module__.partition(".")[0] == "torch":
+        return _apply_of_torch(function, *args, **kwargs)
+    frame = next(
+        f for f in reversed(traceback.extract_stack()[:-1]) if not f.filename.startswith(str(Path(__file__).parent))
+    )
+    raise CaptureError(
+        f"{frame.filename}:{frame.lineno} `{frame.line}` calls the autograd.Function {function.__name__}: torch.export keeps its "
+        "forward and loses its backward",
+        hint="make it a torch.library.custom_op with register_autograd (and autopar.register_rule, to shard it), or "
+        + OPAQUE_HINT,
+    )
 
 
 def _explain(error: Exception) -> CaptureError:
@@ -185,6 +225,35 @@ def _label(
             elif isinstance(real, torch.Tensor) and not is_fake(real):
                 values[target] = real
     return values
+
+
+_ONE_DTYPE = (
+    "aten.linear",
+    "aten.matmul",
+    "aten.mm",
+    "aten.bmm",
+    "aten.addmm",
+    "aten.conv1d",
+    "aten.conv2d",
+    "aten.conv3d",
+)
+
+
+def _check_dtypes(gm: fx.GraphModule) -> None:
+    """Refuse products of different dtypes, which a device would refuse too: shapes alone, which export looks at, do not tell."""
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or packet(node) not in _ONE_DTYPE:
+            continue
+        given = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        dtypes = {n.meta["val"].dtype for n in given}
+        if len(dtypes) > 1:
+            words = ", ".join(
+                f"{n.meta.get('input', n.name)} {str(n.meta['val'].dtype).removeprefix('torch.')}" for n in given
+            )
+            raise CaptureError(
+                f"{packet(node)} takes tensors of one dtype and gets {words}\n{_trace(node)}",
+                hint="give the batch in the model's dtype, or pass precision=..., which casts parameters and floating inputs alike",
+            )
 
 
 def _plain(value: Any, node: fx.Node) -> Any:
