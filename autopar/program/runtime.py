@@ -227,7 +227,9 @@ class _Pipeline:
         if self._kind.RANDOM:
             inputs["key"] = torch.arange(key, key + self.microbatches)
         losses: list[Tensor] = []
-        with self.world.in_mesh():
+        # The current mesh is this thread's. The backward runs here too, not in a thread of the device's: it recomputes layers,
+        # whose collectives name axes of that mesh.
+        with self.world.in_mesh(), torch.autograd.set_multithreading_enabled(False):
             if self._schedule is None:
                 chunks = {name: tensor.chunk(self.microbatches) for name, tensor in inputs.items()}
                 for i in range(self.microbatches):
