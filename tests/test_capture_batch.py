@@ -92,7 +92,7 @@ def test_where_the_loss_may_be(kind: str) -> None:
 
 
 def test_no_loss() -> None:
-    with pytest.raises(CaptureError, match=r"a tensor \[6, 4\].*no 0-d floating loss"):
+    with pytest.raises(CaptureError, match=r"a tensor float32\[6, 4\].*no 0-d floating loss"):
         capture(Linear(), X)
     with pytest.raises(CaptureError, match="a tuple"):
         capture(Returns("two"), X)
