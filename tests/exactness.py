@@ -162,8 +162,10 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
     "packed": packed,
     "masked": masked,
     "bert": bert,
+    **TEXT,
     **vision_models.MODELS,
     **expert_models.MODELS,
+    **ODD,
 }
 
 
@@ -171,7 +173,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
 def subject(name: str) -> Subject:
     """Capture the model and run it eagerly, once."""
     torch.manual_seed(0)
-    model, batch, loss_fn = (MODELS | TEXT | WRITTEN | ODD)[name]()
+    model, batch, loss_fn = (MODELS | WRITTEN)[name]()
     return make_subject(model, batch, loss_fn, name=name)
 
 

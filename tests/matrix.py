@@ -261,6 +261,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--keep", action="store_true", help="keep what passed, whatever code it was of")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="the I-th of N parts of the models")
     parser.add_argument("--models", metavar="NAMES", help="these models only, separated by commas")
+    parser.add_argument(
+        "--devices", metavar="NUMBERS", help="cases of these numbers of processes only, separated by commas"
+    )
     parser.add_argument("--mixtures", type=int, metavar="N", help="draw N plans, and do nothing else")
     parser.add_argument("--seed", type=int, default=SEED, help="of the draws")
     return parser.parse_args(argv)
@@ -277,6 +280,8 @@ def chosen(args: argparse.Namespace) -> list[Case]:
     models = list(MODELS)[part - 1 :: parts]
     if args.models:
         models = [model for model in models if model in args.models.split(",")]
+    if args.devices:
+        cases = [case for case in cases if str(case.devices) in args.devices.split(",")]
     return sorted((case for case in cases if case.model in models), key=lambda case: models.index(case.model))
 
 
