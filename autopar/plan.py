@@ -60,11 +60,16 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """For one layer: the role of each axis of the mesh (same order), ZeRO stage over its data axes, recomputation."""
+    """For one layer: the role of each axis of the mesh (same order), ZeRO stage over its data axes, recomputation.
+
+    ``recompute`` keeps the layer's input alone. ``selective`` keeps what is dear to compute and recomputes the rest (``price.table``
+    says which); it is priced, and not emitted yet.
+    """
 
     roles: tuple[Role, ...]
     zero: int = 0
     recompute: bool = False
+    selective: bool = False
 
     def __post_init__(self) -> None:
         assert self.zero in (0, 1, 2, 3), self.zero
@@ -133,6 +138,8 @@ class Plan:
     """Mesh, stages, schedule, microbatches and a strategy for every layer, with what was predicted and proved.
 
     The mesh is that of one stage; device ``rank = stage * prod(mesh) + position in the mesh`` (outermost axis first).
+    Under the schedule "interleaved" each device has ``chunks`` of the stages: stage ``i`` runs on the devices of stage ``i`` modulo
+    ``pipeline``, and its memory is that of all its devices' stages together.
     ``bound_s`` is a proved lower bound of the step time over the candidates that were searched; ``gap`` is ``1 - bound_s/step_time_s``.
     """
 
@@ -140,7 +147,7 @@ class Plan:
     devices: str
     mesh: tuple[Axis, ...]
     stages: tuple[StagePlan, ...]
-    schedule: str  # "none" (one stage), "gpipe" or "1f1b"
+    schedule: str  # "none" (one stage), "gpipe", "1f1b" or "interleaved"
     microbatches: int
     global_batch: int
     precision: str
@@ -155,15 +162,18 @@ class Plan:
     ] = ()  # modules that the program imports besides torch and spmd-types: a user's ops and opaque modules
     wall_time_s: float = 0.0
     peak_memory_bytes: int = 0
+    chunks: int = 1
 
     def __post_init__(self) -> None:
+        assert len(self.stages) % self.chunks == 0, (len(self.stages), self.chunks)
         assert self.stages[0].start == 0 and self.stages[-1].stop == len(self.layers)
         assert all(a.stop == b.start for a, b in zip(self.stages, self.stages[1:], strict=False))
         assert all(len(layer.strategy.roles) == len(self.mesh) for layer in self.layers)
 
     @property
     def pipeline(self) -> int:
-        return len(self.stages)
+        """Devices in a line: stages over chunks."""
+        return len(self.stages) // self.chunks
 
     @property
     def devices_per_stage(self) -> int:

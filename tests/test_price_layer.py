@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
 from price_models import Builder, aten, gpt_block, llama_block, mlp, mlp_types, replicated
 
-from autopar.devices import parse
+from autopar.devices import constants, parse
 from autopar.errors import UsageError
 from autopar.plan import Axis, Role, Strategy
 from autopar.price import LayerPrice, price_layer
 from autopar.price.collectives import time_s
 from autopar.price.memory import precision, state_bytes, trace
+from autopar.price.practice import EMITTED
 from autopar.price.roofline import executed_flops, model_flops, op_cost
-from autopar.price.table import build
+from autopar.price.table import ClassTable, build
 from autopar.sharding import Sharding
 from autopar.types import Collective
 
@@ -48,6 +50,12 @@ def must(found: LayerPrice | None) -> LayerPrice:
     return found
 
 
+def kept_bytes(table: ClassTable) -> dict[int, float]:
+    """Storage to bytes of what is kept without recomputation."""
+    entries = zip(table.saved, table.saved_bytes, table.plain, strict=True)
+    return {entry.storage: n for entry, n, plain in entries if plain}
+
+
 # -- ops -------------------------------------------------------------------------------------------------------------
 
 
@@ -58,7 +66,7 @@ def test_a_transformer_block_has_the_published_number_of_flops():
     assert sum(model_flops(n) for n in cls.graph.graph.nodes) == published
     causal = 24 * b * s * h**2 + 2 * b * s**2 * h
     assert sum(executed_flops(n) for n in cls.graph.graph.nodes) == causal
-    table, _ = build(cls, precision("bfloat16"))
+    table, _ = build(cls, precision("bfloat16"), EMITTED)
     assert table.model_flops == 3 * published
     assert table.backward_flops.sum() == 2 * 24 * b * s * h**2 + 2.5 * 2 * b * s**2 * h
 
@@ -90,7 +98,7 @@ def test_a_product_with_a_batch_of_inputs_needs_half_the_backward():
     weight = g.border("parameters", "weight", 32, 16)
     pixels = g.call(aten.to.dtype, ids, torch.bfloat16)
     cls = g.done("patch", g.call(aten.linear.default, pixels, weight))
-    table, _ = build(cls, precision("bfloat16"))
+    table, _ = build(cls, precision("bfloat16"), EMITTED)
     assert table.backward_flops.sum() == table.forward_flops.sum() == 2 * 8 * 16 * 32
 
 
@@ -100,8 +108,8 @@ def test_a_product_with_a_batch_of_inputs_needs_half_the_backward():
 def test_a_gpt_block_keeps_34_sbh_without_dropout():
     b, s, h, heads = 2, 64, 128, 4
     cls = gpt_block(b, s, h, heads)
-    table, _ = build(cls, precision("bfloat16"))
-    distinct = {e.storage: n for e, n in zip(table.saved, table.saved_bytes, strict=True)}
+    table, _ = build(cls, precision("bfloat16"), EMITTED)
+    distinct = kept_bytes(table)
     # Korthikanti et al. 2022: 34 sbh, less the two dropout masks after attention and MLP (2 sbh); flash attention keeps a
     # float per row of scores instead of 5 a s / h, and the norms two floats per token each
     assert sum(distinct.values()) == (34 - 2) * s * b * h + 4 * b * heads * s + 2 * 2 * 4 * b * s
@@ -109,8 +117,8 @@ def test_a_gpt_block_keeps_34_sbh_without_dropout():
 
 def test_a_llama_block_keeps_what_was_counted_by_hand():
     b, s, h, heads, kv, f = 2, 64, 128, 8, 2, 384
-    table, _ = build(llama_block(b, s, h, heads, kv, f), precision("bfloat16"))
-    distinct = {e.storage: n for e, n in zip(table.saved, table.saved_bytes, strict=True)}
+    table, _ = build(llama_block(b, s, h, heads, kv, f), precision("bfloat16"), EMITTED)
+    distinct = kept_bytes(table)
     t = b * s
     norm = (
         4 * t * h + 4 * t + 2 * t * h + 2 * t * h
@@ -211,11 +219,14 @@ def test_time_of_large_products_is_flops_over_rate():
     cls, gpu = mlp(b, s, h, f), H100.gpu
     sharding = Sharding((Axis("microbatch", 1, 0),), (mlp_types(DATA),))
     found = must(price_layer(cls, sharding, Strategy(()), H100, "bfloat16"))
-    products = 2 * 2 * b * s * h * f / gpu.flops_per_s("bfloat16")
+    product = 2 * b * s * h * f / gpu.flops_per_s("bfloat16")
+    moved = 2 * (b * s * h + h * f + b * s * f) / gpu.bytes_per_s
     gelu = 2 * 2 * b * s * f / gpu.bytes_per_s
-    assert found.forward_s == pytest.approx(products + gelu)
+    # loading and storing overlap with the arithmetic in part
+    assert found.forward_s == pytest.approx(2 * math.hypot(product, moved) + gelu + 3 * gpu.kernel_s)
+    assert 2 * product + gelu < found.forward_s < 2.02 * product + gelu
     # gelu's backward reads its input and its result's gradient, and writes its input's
-    assert found.backward_s == pytest.approx(2 * products + 1.5 * gelu)
+    assert found.backward_s == pytest.approx(4 * product + 1.5 * gelu, rel=0.01)
     assert found.communication_s == 0 and found.flops == 3 * 2 * 2 * b * s * h * f
 
 
@@ -232,7 +243,9 @@ def test_sharding_divides_compute_and_the_rest_is_wire():
     wire = 2 * B * SEQ * H  # bytes of the activation at the border
     reduce = time_s(Collective.ALL_REDUCE, wire, 4, 1, H100)
     assert four.communication_s == pytest.approx(2 * reduce)  # g forward, f backward
-    assert four.forward_s - reduce == pytest.approx(one.forward_s / 4, rel=0.02)
+    assert four.forward_s == pytest.approx(
+        max(one.forward_s / 4 + reduce, H100.host_s + 3 * H100.gpu.op_floor_s), rel=0.05
+    )
     gather = time_s(Collective.ALL_GATHER, wire, 4, 1, H100)
     assert must(price((SEQUENCE,), (4,))).communication_s == pytest.approx(4 * gather)
     assert four.parameters_bytes == one.parameters_bytes // 4 and four.flops == one.flops
@@ -272,8 +285,13 @@ def test_data_parallel_reductions_come_once_a_step_or_hide_under_compute():
     plain, sharded = must(price((DATA,), (8,))), must(price((DATA,), (8,), zero=3))
     assert sharded.step_s == pytest.approx(update / 8)
     gather = time_s(Collective.ALL_GATHER, weights, 8, 1, H100)
-    assert sharded.forward_s == pytest.approx(max(plain.forward_s, gather))
-    assert sharded.backward_s == pytest.approx(max(plain.backward_s, both))
+    slowed = constants.OVERLAP_SLOWDOWN.value  # what runs beside arithmetic slows it down
+    assert sharded.forward_s == pytest.approx(
+        max(plain.forward_s, gather) + slowed * min(plain.forward_s, gather), rel=1e-3
+    )
+    assert sharded.backward_s == pytest.approx(
+        max(plain.backward_s, both) + slowed * min(plain.backward_s, both), rel=1e-3
+    )
     assert sharded.communication_s == pytest.approx(
         sharded.forward_s + sharded.backward_s - plain.forward_s - plain.backward_s
     )

@@ -199,6 +199,19 @@ def models(as_json: bool) -> None:
     models_command(as_json)
 
 
+@cli.command(short_help="Hold predictions against published measurements.")
+@click.argument("file")
+@click.option("--json", "as_json", is_flag=True, help="Print scores, predictions and refusals as one JSON object.")
+def validate(file: str, as_json: bool) -> None:
+    """Price every row of FILE, a JSON Lines file of measured training runs, and print how well the predictions agree.
+
+    Rows that cannot be priced are listed with the reason. docs/validation.md says which fields a row has.
+    """
+    from autopar.cli.validation import validate_command
+
+    validate_command(file, as_json)
+
+
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Entry point of the console script; ends the process with the exit status."""
     try:

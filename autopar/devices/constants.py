@@ -2,7 +2,8 @@
 
 Vendor specifications and measured bandwidths are in ``hardware.json``. What is here turns them into prices: the
 fraction of a peak that real code reaches, latencies, and modest figures for a machine without a GPU. A source starts
-with its kind: *measured*, *library* (read from its source code), *published*, *vendor* (a data sheet) or *assumed*.
+with its kind: *measured*, *library* (read from its source code), *published*, *vendor* (a data sheet), *assumed*, or *fitted* to published
+measurements: those are few, and docs/validation.md lists them.
 """
 
 from __future__ import annotations
@@ -25,10 +26,23 @@ _GLOO = "measured: gloo, 2 cores; float32 all_reduce of 1 MiB and 64 MiB takes 9
 
 # -- memory -----------------------------------------------------------------------------------------------------------
 USABLE_MEMORY = Constant(
-    0.92,
+    0.84,
     "fraction of device memory",
-    "assumed: CUDA context and communicator buffers (about 2 GB) and the allocator's fragmentation; published runs "
-    "that all but fill the memory are 2-4 times slower, so a plan keeps clear of the limit",
+    "fitted: the layouts of nanotron's sweep that need more fail or run 2-4 times slower (CUDA context, NCCL's buffers, the "
+    "allocator's fragmentation and its retries)",
+)
+ALLOCATOR_RESERVE = Constant(
+    1.05,
+    "reserved over allocated bytes",
+    "published: 1.03 to 1.08 in the 16 runs of SimuMax's table for B200",
+)
+DEVICE_OVERHEAD = Constant(
+    2.0 * 2**30, "bytes", "assumed: CUDA context and NCCL's buffers, which the driver counts and the allocator does not"
+)
+FP8_PASSES = Constant(
+    3.0,
+    "ratio of bytes",
+    "assumed: an operand is read for its largest value, read and written in 8 bits, and read: 6 bytes for 2",
 )
 USABLE_MEMORY_CPU = Constant(
     0.7,
@@ -49,15 +63,28 @@ MATMUL_EFFICIENCY = Constant(
     "published: best achievable matmul over peak, 0.87 (A100-80GB-SXM) and 0.80 (H100-80GB-SXM) in hardware.json; used "
     "for GPUs without such a measurement",
 )
+SUSTAINED = Constant(
+    0.8,
+    "ratio",
+    "fitted: what products and copies reach in training over what they reach in a benchmark, on parts whose power limit a "
+    "training run meets (H100 and later); published steps of nanotron, MPT and the DGX Cloud recipes",
+)
 MEMORY_EFFICIENCY = Constant(
     0.83, "fraction of peak bytes/s", "measured by NVIDIA: HBM copy of 4.01 of 4.8 TB/s on H200, see hardware.json"
 )
 OP_FLOOR_S = Constant(1e-5, "s", "assumed: dispatch of one op with autograd from Python; kernels cannot start faster")
+KERNEL_S = Constant(2e-6, "s", "assumed: start and tail of one kernel on the device")
+ATTENTION_EFFICIENCY = Constant(
+    0.35,
+    "fraction of peak FLOP/s",
+    "published: FlashAttention-2 reaches 35 % of an H100's peak (arXiv:2407.08608, section 1)",
+)
 TF32_OVER_BF16 = Constant(
     0.5,
     "ratio of peak FLOP/s",
     "vendor: TF32 runs at half the bfloat16 rate on A100, H100 and B200; holds with float32 matmul precision 'high'",
 )
+FP8_OVER_BF16 = Constant(2.0, "ratio of peak FLOP/s", "vendor: 1,979 of 989 TFLOP/s on H100, 4,500 of 2,250 on B200")
 FP32_OVER_FP16_VOLTA = Constant(
     0.125,
     "ratio of peak FLOP/s",
@@ -68,6 +95,17 @@ FP64_OVER_BF16 = Constant(
 )
 
 # -- links ------------------------------------------------------------------------------------------------------------
+HOST_S = Constant(
+    3.5e-4,
+    "s per collective",
+    "fitted: with one sequence a microbatch nanotron needs 72 ms for 16 layers at any tensor degree up to 8; about ten "
+    "collectives a layer",
+)
+OVERLAP_SLOWDOWN = Constant(
+    0.13,
+    "fraction of hidden communication",
+    "measured by others: hardware.json, overlap_slowdown_coefficient 1.1256 of PKU-DAIR/Hetu-Galvatron",
+)
 INTRA_NODE_EFFICIENCY = Constant(0.65, "fraction of peak bytes/s", _CALCULON)
 INTER_NODE_EFFICIENCY = Constant(0.9, "fraction of peak bytes/s", _CALCULON)
 COLLECTIVE_BASE_S = Constant(8.4e-6, "s", _NCCL)

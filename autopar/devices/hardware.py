@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.devices import constants as c
-from autopar.devices.cluster import Gpu, Link
+from autopar.devices.cluster import Gpu, Link, Network
 from autopar.errors import DeviceError
 
 _GIGA, _TERA = 1e9, 1e12
@@ -69,6 +69,62 @@ def find(name: str) -> str:
     )
 
 
+def nearest(text: str) -> str:
+    """The entry that loose words mean: a name of ``find``, else one of the same family with the memory that is nearest.
+
+    Raises:
+        DeviceError: no entry of that family.
+    """
+    plain = re.sub(r"\(.*?\)", " ", text).strip()
+    try:
+        return find(plain)
+    except DeviceError:
+        words = [
+            word for word in re.split(r"[^A-Z0-9.]+", plain.upper()) if word and word not in ("NVIDIA", "AMD", "TESLA")
+        ]
+        families = {name.split("-")[0].upper(): name for name in table()}
+        family = next((word for word in words if word in families), None)
+        if family is None:
+            raise
+        size = next((float(m[1]) for word in words if (m := re.fullmatch(r"([0-9.]+)GB", word))), None)
+        kin = [name for name in table() if name.split("-")[0].upper() == family]
+        forms = [name for name in kin if ("PCIE" in name) == ("PCIE" in words)] or kin
+        return forms[0] if size is None else min(forms, key=lambda name: abs(table()[name]["hbm_gb"] - size))
+
+
+def network(name: str, per_node: int, words: str) -> Network | None:
+    """The measured network of that kind of node, where nothing is said of another one."""
+    if words or not name.startswith("H100-80GB-SXM") or per_node != 8:
+        return None
+    data = json.loads(resources.files("autopar.devices").joinpath("hardware.json").read_text("utf-8"))
+    found = data["measured_collectives"][0]
+    return Network(
+        nodes=(1, 2, 4, 8, 16, 32, 64),
+        gather=tuple(b * _GIGA for b in found["all_gather"]),
+        reduce=tuple(b * _GIGA for b in found["all_reduce"]),
+        per_node=8,
+        hop_s=35e-6,
+        pipelined_hop_s=330e-6,
+        source=found["source"],
+    )
+
+
+_PORTS = {"XDR": 800, "NDR": 400, "HDR": 200, "EDR": 100, "FDR": 56, "OMNI-PATH": 100}  # Gb/s of one port
+
+
+def node_bytes_per_s(words: str, per_node: int) -> float | None:
+    """A node's network in bytes per second, as far as loose words tell: ``"8x HDR InfiniBand 200Gb/s"``, ``"4x Omni-Path links"``,
+    ``"RDMA 400Gb/s per GPU"``; ``None`` where they do not."""
+    text = words.upper()
+    rate = re.search(r"([0-9.]+)\s*Gb", words)
+    kind = next((kind for kind in _PORTS if kind in text), None)
+    gigabits = float(rate[1]) if rate else _PORTS[kind] if kind else None
+    count = re.search(r"(\d+)\s*[xX]\s*(?=[A-Za-z0-9])", words)
+    if gigabits is None or (count is None and "PER GPU" not in text):
+        return None
+    return gigabits * 1e9 / 8 * (per_node if count is None else int(count[1]))
+
+
 def _peak(entry: Mapping[str, Any]) -> float:
     return float(entry.get("peak_bf16_dense_tflops") or entry.get("peak_fp16_dense_tflops") or 0.0) * _TERA
 
@@ -77,6 +133,7 @@ def peaks(bf16_flops: float | None, fp16_flops: float | None = None) -> dict[str
     """Dense FLOP/s by dtype from the one figure that specifications always give."""
     if bf16_flops:
         return {
+            "float8": bf16_flops * c.FP8_OVER_BF16.value,
             "bfloat16": bf16_flops,
             "float16": bf16_flops,
             "float32": bf16_flops * c.TF32_OVER_BF16.value,
@@ -92,19 +149,30 @@ def gpu(name: str, memory_bytes: int | None = None) -> Gpu:
     """The record of a GPU that the file has; ``memory_bytes`` as seen on the device, where there is one."""
     entry = table()[name]
     peak = _peak(entry)
-    achieved = entry.get("achievable_matmul_bf16_tflops")
+    sustained = _sustained(entry, peak)
     gib = entry.get("usable_gib_seen") or entry["hbm_gb"]
     bf16 = bool(entry.get("peak_bf16_dense_tflops"))
     return Gpu(
         name=name,
         memory_bytes=memory_bytes or int(gib * c.GIB_PER_VENDOR_GB.value),
         peak_flops=peaks(peak if bf16 else None, peak),
-        matmul_efficiency=achieved * _TERA / peak if achieved else c.MATMUL_EFFICIENCY.value,
+        matmul_efficiency=sustained / peak,
         memory_bytes_per_s=entry["hbm_gb_per_s"] * _GIGA,
-        memory_efficiency=c.MEMORY_EFFICIENCY.value,
+        memory_efficiency=c.MEMORY_EFFICIENCY.value * c.SUSTAINED.value
+        if entry.get("power_limited")
+        else c.MEMORY_EFFICIENCY.value,
         op_floor_s=c.OP_FLOOR_S.value,
         sources=tuple(sorted(entry["sources"].items())),
     )
+
+
+def _sustained(entry: Mapping[str, Any], peak: float) -> float:
+    """FLOP/s of large products in a training run: as measured there, else what a short benchmark reaches, less where power limits it."""
+    if seen := entry.get("sustained_matmul_bf16_tflops"):
+        return float(seen) * _TERA
+    best = entry.get("achievable_matmul_bf16_tflops")
+    reached = float(best) * _TERA if best else peak * c.MATMUL_EFFICIENCY.value
+    return reached * c.SUSTAINED.value if entry.get("power_limited") else reached
 
 
 def links(name: str, gpus_per_node: int) -> tuple[Link, Link]:

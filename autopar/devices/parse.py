@@ -127,6 +127,20 @@ def _described(text: str, nodes: int, per_node: int, name: str) -> Cluster:
     return Cluster(text, nodes, per_node, "cuda", hardware.gpu(name), intra, inter)
 
 
+def described(gpu: str, nodes: int, per_node: int, network: str = "") -> Cluster:
+    """A cluster from loose words, as people write them in reports: ``gpu`` such as ``"A100-40GB-SXM (DGX A100)"``, ``network``
+    what is said of the links between nodes.
+
+    Raises:
+        DeviceError: no GPU of that family is known.
+    """
+    name = hardware.nearest(gpu)
+    cluster = _described(f"{nodes}x{per_node}x{gpu}", nodes, per_node, name)
+    seen = hardware.node_bytes_per_s(network, per_node)
+    inter = cluster.inter if seen is None else hardware.inter_link(seen / per_node, f"said of the run: {network}")
+    return dataclasses.replace(cluster, inter=inter, network=hardware.network(name, per_node, network))
+
+
 def _local(count: int) -> Cluster:
     if count <= 0:
         raise DeviceError(f"{count} devices cannot hold a model", "ask for at least one device")
@@ -140,7 +154,7 @@ def _local(count: int) -> Cluster:
 def _local_cpu(name: str, count: int) -> Cluster:
     device, link = hardware.cpu(count)
     # a gloo collective is its hops: there is no kernel to launch
-    return Cluster(name, 1, count, "cpu", device, link, link, local=True, collective_s=0.0)
+    return Cluster(name, 1, count, "cpu", device, link, link, local=True, collective_s=0.0, host_s=0.0)
 
 
 def _local_cuda(name: str, indices: tuple[int, ...]) -> Cluster:

@@ -59,19 +59,31 @@ def time_s(collective: Collective, bytes_total: float, axis_size: int, stride: i
     return group_time_s(collective, bytes_total, group((Axis("axis", axis_size, stride),), cluster), cluster)
 
 
-def group_time_s(collective: Collective, bytes_total: float, members: Group, cluster: Cluster) -> float:
-    """Seconds of ``collective`` on ``bytes_total`` over ``members``; zero for a group of one."""
+def group_time_s(
+    collective: Collective, bytes_total: float, members: Group, cluster: Cluster, batched: bool = False
+) -> float:
+    """Seconds of ``collective`` on ``bytes_total`` over ``members``; zero for a group of one.
+
+    One of many that are ``batched``, such as the buckets of gradients, hides its latency behind the others.
+    """
     n = members.size
     if n == 1 or collective in (Collective.NONE, Collective.LOCAL):
         return 0.0
     nodes, k = members.nodes, members.per_node
+    network = cluster.network
     if collective is Collective.ALL_TO_ALL:
         mine = bytes_total / n
         inside = mine * (k - 1) / n / cluster.intra.bytes_per_s
         outside = mine * (n - k) / n / cluster.inter.bytes_per_s
         hop_s = cluster.inter.latency_s if nodes > 1 else cluster.intra.latency_s
         return cluster.collective_s + hop_s + max(inside, outside)
-    if nodes == 1:
+    if network is not None and cluster.gpus_per_node > 1:
+        # bandwidth falls with the ranks in a ring, and a node's is shared by the groups that its other GPUs are in
+        whole = network.bus(max(1.0, n / network.per_node), collective is Collective.ALL_REDUCE)
+        beta = whole * (1.0 if nodes == 1 else k / network.per_node)
+        hop_s = cluster.intra.latency_s if nodes == 1 else network.hop_s
+        hops_s = (n - 1) * (network.pipelined_hop_s if cluster.pipelined else hop_s)
+    elif nodes == 1:
         beta, hops_s = cluster.intra.bytes_per_s, (n - 1) * cluster.intra.latency_s
     else:
         beta = min(cluster.intra.bytes_per_s, k * cluster.inter.bytes_per_s)
@@ -81,7 +93,11 @@ def group_time_s(collective: Collective, bytes_total: float, members: Group, clu
         return (
             cluster.collective_s + hop_s + bytes_total / n / (cluster.inter if nodes > 1 else cluster.intra).bytes_per_s
         )
-    ring = hops_s + bytes_total * (n - 1) / n / beta
+    moving = bytes_total * (n - 1) / n / beta
+    if network is not None:  # measured: slow steps and full links go together
+        moving = max(0.0 if batched else hops_s, moving)
+        return cluster.collective_s + (2 if collective is Collective.ALL_REDUCE else 1) * moving
+    ring = hops_s * (not batched) + moving
     if collective is not Collective.ALL_REDUCE:
         return cluster.collective_s + ring
     tree_hops_s = (k - 1) * cluster.intra.latency_s + math.ceil(math.log2(nodes)) * cluster.inter.latency_s

@@ -11,17 +11,19 @@ collectives are waited for. FSDP's gathers and reductions run beside the layer's
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.devices import Cluster
+from autopar.devices import Cluster, constants
 from autopar.graph import LayerClass
 from autopar.plan import Axis, Strategy
 from autopar.price.collectives import group, group_time_s
 from autopar.price.memory import Precision, precision, state_bytes
 from autopar.price.moves import Move, layer_moves
-from autopar.price.table import AxisFlags, ClassTable, Floats, Rows, build, flags
+from autopar.price.practice import EMITTED, Practice
+from autopar.price.table import AxisFlags, ClassTable, Flags, Floats, Rows, build, flags
 from autopar.sharding import AxisTypes, Sharding
 from autopar.types import Collective
 from passes.pad import pad_class
@@ -58,7 +60,8 @@ class Bound:
     rows: Rows
     flags: tuple[AxisFlags, ...]
     moves: tuple[Move, ...]
-    distinct: tuple[int, ...]  # the saved entries that are storages of their own
+    plain: tuple[int, ...]  # the saved entries that are storages of their own
+    selective: tuple[int, ...]  # those under selective recomputation
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,24 +70,41 @@ class Core:
 
     forward_compute_s: float
     backward_compute_s: float
+    selective_compute_s: float  # what selective recomputation runs again
     forward_wire_s: float
     backward_wire_s: float
+    forward_host_s: float  # what the host needs to start all that, below which no device's speed helps
+    backward_host_s: float
     saved_bytes: float
+    selective_bytes: float
     input_bytes: float
     alive_bytes: float
     parameters: float
     trainable: float
+    tensors: int
+    microbatches: int
     flops: float
 
 
-def bind(table: ClassTable, rows: Rows, types: tuple[AxisTypes, ...], axis_flags: tuple[AxisFlags, ...]) -> Bound:
+def bind(
+    table: ClassTable,
+    rows: Rows,
+    types: tuple[AxisTypes, ...],
+    axis_flags: tuple[AxisFlags, ...],
+    regather: bool = False,
+) -> Bound:
     """Puts the axes' solutions together, the microbatch axis (outermost) first."""
-    seen: dict[tuple[int, tuple[bool, ...]], int] = {}
-    for i, entry in enumerate(table.saved):
-        # a value that is read as it is and gathered too is held twice; one that many ops read the same way, once
-        seen.setdefault((entry.storage, tuple(bool(f.saved[i]) for f in axis_flags)), i)
-    moves = layer_moves(table.cls, types, table.value_bytes, table.value_gradient)
-    return Bound(table, rows, axis_flags, moves, tuple(seen.values()))
+
+    def distinct(which: Flags) -> tuple[int, ...]:
+        seen: dict[tuple[int, tuple[bool, ...]], int] = {}
+        for i, entry in enumerate(table.saved):
+            # a value that is read as it is and gathered too is held twice; one that many ops read the same way, once
+            if which[i]:
+                seen.setdefault((entry.storage, tuple(bool(f.saved[i]) for f in axis_flags)), i)
+        return tuple(seen.values())
+
+    moves = layer_moves(table.cls, types, table.value_bytes, table.value_gradient, regather)
+    return Bound(table, rows, axis_flags, moves, distinct(table.plain), distinct(table.selective))
 
 
 def divisible(bound: Bound, axes: tuple[Axis, ...]) -> bool:
@@ -110,30 +130,56 @@ def core(bound: Bound, axes: tuple[Axis, ...], cluster: Cluster, numbers: Precis
         return whole / share
 
     ops = len(table.ops)
-    rate = gpu.flops_per_s(numbers.name)
+    rates = np.where(table.attention, gpu.attention_flops_per_s(numbers.name), gpu.flops_per_s(numbers.name))
 
-    def seconds(flops: Floats, moved: Floats, kernels: Floats) -> float:
+    def seconds(flops: Floats, moved: Floats, kernels: Floats) -> Floats:
+        # a product's tiles are loaded before and stored after the arithmetic: the two overlap in part, best where one is much longer
         traffic = np.bincount(table.slot_op, weights=local(moved, "slot"), minlength=ops)
-        busy = np.maximum(local(flops, "op") / rate, traffic / gpu.bytes_per_s)
-        return float(np.maximum(busy, kernels * gpu.op_floor_s).sum())
+        return np.asarray(np.hypot(local(flops, "op") / rates, traffic / gpu.bytes_per_s) + kernels * gpu.kernel_s)
 
-    alive = np.bincount(table.slot_op, weights=local(table.slot_alive, "slot"), minlength=ops)
-    saved = local(table.saved_bytes, "saved")[list(bound.distinct)]
+    def calls(side: str) -> int:
+        found = [getattr(move, side) for move in bound.moves if math.prod(axes[i].size for i in move.axes) > 1]
+        return sum(c not in (Collective.NONE, Collective.LOCAL) for c in found)
+
+    forward_s = seconds(table.forward_flops, table.slot_forward, table.forward_kernels)
+    saved = local(table.saved_bytes, "saved")
     inputs = np.array([table.value_bytes[name] for name in table.activations], dtype=float)
     parameters = local(table.parameter_numel, "parameter")
     microbatches = math.prod(axis.size for axis in axes if axis.stride == 0)
     return Core(
-        forward_compute_s=seconds(table.forward_flops, table.slot_forward, table.runs.astype(float)),
-        backward_compute_s=seconds(table.backward_flops, table.slot_backward, table.backward_kernels),
+        forward_compute_s=float(forward_s.sum()),
+        backward_compute_s=float(seconds(table.backward_flops, table.slot_backward, table.backward_kernels).sum()),
+        selective_compute_s=float(forward_s[table.again].sum()),
         forward_wire_s=sum(move_s(m, m.forward, axes, cluster) for m in bound.moves),
         backward_wire_s=sum(move_s(m, m.backward, axes, cluster) for m in bound.moves),
-        saved_bytes=float(saved.sum()),
+        forward_host_s=float(table.forward_kernels.sum()) * gpu.op_floor_s + calls("forward") * cluster.host_s,
+        backward_host_s=float(table.backward_kernels.sum()) * gpu.op_floor_s + calls("backward") * cluster.host_s,
+        saved_bytes=float(saved[list(bound.plain)].sum()),
+        selective_bytes=float(saved[list(bound.selective)].sum()),
         input_bytes=float(local(inputs, "activation").sum()),
-        alive_bytes=float(alive.max(initial=0.0)),
+        alive_bytes=_transient(table, local, saved, bound.plain),
         parameters=float(parameters.sum()),
         trainable=float(parameters[table.trainable].sum()),
+        tensors=len(table.parameters),
+        microbatches=microbatches,
         flops=table.model_flops / microbatches,
     )
+
+
+def _transient(
+    table: ClassTable, local: Callable[[Floats, str], Floats], saved: Floats, plain: tuple[int, ...]
+) -> float:
+    """The most bytes that the layer holds at one time, forward or backward, over what it has saved at its end."""
+    live, ops = table.live, len(table.ops)
+    if not ops:
+        return 0.0
+    kept = np.zeros(ops)
+    np.add.at(kept, live.saver[list(plain)], saved[list(plain)])
+    later = kept.sum() - np.cumsum(kept)  # what ops after this one save
+    forward = np.bincount(table.slot_op, weights=local(live.touched_forward, "slot"), minlength=ops)
+    backward = np.bincount(table.slot_op, weights=local(live.touched_backward, "slot"), minlength=ops)
+    waiting, gradients = live.across @ local(live.waiting, "across"), live.across @ local(live.gradient, "across")
+    return float(max(0.0, (forward + waiting - later).max(), (backward + gradients - later).max()))
 
 
 def move_s(move: Move, collective: Collective, axes: tuple[Axis, ...], cluster: Cluster) -> float:
@@ -145,48 +191,53 @@ def move_s(move: Move, collective: Collective, axes: tuple[Axis, ...], cluster: 
     return group_time_s(collective, whole, members, cluster)
 
 
-def assemble(c: Core, mesh: tuple[Axis, ...], strategy: Strategy, cluster: Cluster, numbers: Precision) -> LayerPrice:
+def assemble(
+    c: Core,
+    mesh: tuple[Axis, ...],
+    strategy: Strategy,
+    cluster: Cluster,
+    numbers: Precision,
+    practice: Practice,
+) -> LayerPrice:
     """Adds ZeRO over the data axes and recomputation."""
     members = group(tuple(a for a, r in zip(mesh, strategy.roles, strict=True) if r.replicates_parameters), cluster)
     data, zero = members.size, strategy.zero if members.size > 1 else 0
     parameters, trainable = math.ceil(c.parameters), math.ceil(c.trainable)
-    whole_bytes, gradient_bytes = parameters * numbers.parameter, trainable * numbers.gradient
-    held, gradients, optimizer = state_bytes(parameters, trainable, data, zero, numbers)
 
-    def over(collective: Collective, size: float) -> float:
-        return group_time_s(collective, size, members, cluster) if size else 0.0
+    def over(collective: Collective, size: float, calls: int = 1) -> float:
+        batched = practice.bucketed and zero < 2
+        return calls * group_time_s(collective, size / calls, members, cluster, batched) if size else 0.0
 
-    recomputed_s = c.forward_compute_s if strategy.recompute else 0.0
-    backward_compute_s = c.backward_compute_s + recomputed_s
-    wire_s = c.forward_wire_s + c.backward_wire_s + (c.forward_wire_s if strategy.recompute else 0.0)
-    gather = over(Collective.ALL_GATHER, whole_bytes)
-    reduce = over(Collective.REDUCE_SCATTER, gradient_bytes)
-    forward_hidden = gather if zero >= 2 else 0.0
-    backward_hidden = (reduce if zero >= 2 else 0.0) + (gather if zero == 3 else 0.0)
-    forward_exposed = max(0.0, forward_hidden - c.forward_compute_s)
-    backward_exposed = max(0.0, backward_hidden - backward_compute_s)
+    again = 1.0 if strategy.recompute else 0.0
+    exposed = 1.0 - practice.overlap_tensor
+    forward_wire_s = exposed * c.forward_wire_s
+    backward_wire_s = exposed * (c.backward_wire_s + again * c.forward_wire_s)
+    forward_compute_s = max(c.forward_compute_s, c.forward_host_s - forward_wire_s)
+    held_gradient = trainable / (data if zero >= 2 else 1)
+    accumulate_s = (1 - 1 / c.microbatches) * held_gradient * numbers.accumulated / cluster.gpu.bytes_per_s
+    recomputed_s = again * c.forward_compute_s + (c.selective_compute_s if strategy.selective else 0.0)
+    backward_compute_s = max(
+        c.backward_compute_s + accumulate_s + recomputed_s,
+        c.backward_host_s + again * c.forward_host_s - backward_wire_s,
+    )
+    gather = over(Collective.ALL_GATHER, parameters * numbers.parameter, c.tensors if practice.by_parameter else 1)
+    reduce = over(Collective.REDUCE_SCATTER, trainable * numbers.reduced)
+    forward_exposed = beside(forward_compute_s, gather if zero >= 2 else 0.0)
+    backward_exposed = beside(backward_compute_s, (reduce if zero >= 2 else 0.0) + (gather if zero == 3 else 0.0))
 
     step_s = trainable / (data if zero else 1) * update_bytes(numbers) / cluster.gpu.bytes_per_s
+    under = practice.overlap_data
     if zero == 0:
-        step_s += over(Collective.ALL_REDUCE, gradient_bytes)
+        step_s += beside(under * backward_compute_s, over(Collective.ALL_REDUCE, trainable * numbers.averaged))
     elif zero == 1:
-        step_s += reduce + gather
+        step_s += beside(under * backward_compute_s, reduce) + beside(under * forward_compute_s, gather)
 
-    transient = c.alive_bytes
-    if zero >= 2:  # one gradient being filled, the one before it being reduced
-        transient += 2 * gradient_bytes
-    if zero == 3:  # the layer at work and the next one, fetched ahead
-        transient += 2 * whole_bytes
-    saved = c.saved_bytes
-    if strategy.recompute:
-        transient += max(0.0, c.saved_bytes - c.input_bytes)
-        saved = c.input_bytes
-    forward_s = c.forward_compute_s + c.forward_wire_s + forward_exposed
-    backward_s = backward_compute_s + wire_s - c.forward_wire_s + backward_exposed
+    held, gradients, optimizer = state_bytes(parameters, trainable, data, zero, numbers)
+    saved, transient = _activations(c, strategy, zero, parameters * numbers.parameter, trainable * numbers.gradient)
     return LayerPrice(
-        forward_s=forward_s,
-        backward_s=backward_s,
-        communication_s=wire_s + forward_exposed + backward_exposed,
+        forward_s=forward_compute_s + forward_wire_s + forward_exposed,
+        backward_s=backward_compute_s + backward_wire_s + backward_exposed,
+        communication_s=forward_wire_s + backward_wire_s + forward_exposed + backward_exposed,
         step_s=step_s,
         parameters_bytes=held,
         gradients_bytes=gradients,
@@ -197,28 +248,56 @@ def assemble(c: Core, mesh: tuple[Axis, ...], strategy: Strategy, cluster: Clust
     )
 
 
+def _activations(
+    c: Core, strategy: Strategy, zero: int, whole_bytes: float, gradient_bytes: float
+) -> tuple[float, float]:
+    """Bytes that a microbatch in flight holds, and the most that the layer needs besides while it runs."""
+    saved, transient = c.saved_bytes, c.alive_bytes
+    if zero >= 2:  # one gradient being filled, the one before it being reduced
+        transient += 2 * gradient_bytes
+    if zero == 3:  # the layer at work and the next one, fetched ahead
+        transient += 2 * whole_bytes
+    if strategy.recompute:
+        saved = c.input_bytes
+    elif strategy.selective:
+        saved = min(saved, max(c.selective_bytes, c.input_bytes))
+    return saved, transient + max(0.0, c.saved_bytes - saved)
+
+
+def beside(compute_s: float, wire_s: float) -> float:
+    """What communication beside ``compute_s`` of arithmetic adds to it: what does not fit, and the slow-down of what does."""
+    hidden_s = min(compute_s, wire_s)
+    return wire_s - hidden_s + constants.OVERLAP_SLOWDOWN.value * hidden_s
+
+
 def update_bytes(numbers: Precision) -> int:
     """Bytes that the optimizer moves per parameter: reads the gradient, reads and writes its state and the parameter."""
     return numbers.gradient + 2 * numbers.optimizer + 2 * numbers.parameter
 
 
 def price_layer(
-    cls: LayerClass, sharding: Sharding, strategy: Strategy, cluster: Cluster, precision_name: str
+    cls: LayerClass,
+    sharding: Sharding,
+    strategy: Strategy,
+    cluster: Cluster,
+    precision_name: str,
+    practice: Practice = EMITTED,
 ) -> LayerPrice | None:
     """The price of ``cls`` when ``sharding`` binds its types to the mesh's axes and to the microbatch axis.
 
     ``sharding.axes`` are the mesh's, in the order of ``strategy.roles``, with ``Axis("microbatch", m, 0)`` among them. ``None`` where
     a local shape is not whole. ``Pricer.layer`` is the same with everything kept that can be.
     """
-    numbers = precision(precision_name)
+    numbers = precision(precision_name, practice.gradient_bytes)
     # time is outermost: a microbatch is cut from the batch before the mesh divides it
     order = sorted(range(len(sharding.axes)), key=lambda i: sharding.axes[i].name != MICROBATCH)
     axes, types = tuple(sharding.axes[i] for i in order), tuple(sharding.types[i] for i in order)
-    whole = build(cls, numbers)[0].model_flops
-    table, rows = build(pad_class(cls, Sharding(axes, types)), numbers)
+    whole = build(cls, numbers, practice)[0].model_flops
+    table, rows = build(pad_class(cls, Sharding(axes, types)), numbers, practice)
     table = replace(table, model_flops=whole)  # padding is no work of the model's
-    bound = bind(table, rows, types, tuple(flags(table, rows, t) for t in types))
+    found = tuple(flags(table, rows, t, practice.regather) for t in types)
+    bound = bind(table, rows, types, found, practice.regather)
     if not divisible(bound, axes):
         return None
     mesh = tuple(axis for axis in axes if axis.name != MICROBATCH)
-    return assemble(core(bound, axes, cluster, numbers), mesh, strategy, cluster, numbers)
+    return assemble(core(bound, axes, cluster, numbers), mesh, strategy, cluster, numbers, practice)

@@ -9,6 +9,7 @@ scores), because on the meta device it would fall apart into the ops that keep t
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import fx
 
 from autopar.errors import UsageError
 from autopar.graph import LayerClass, Value
-from autopar.price.roofline import is_attention, tensors
+from autopar.price.roofline import is_attention, op_name, tensors
 from autopar.rules.operands import operands
 
 OUTPUT = -1  # Saved.operand of the node's own result
@@ -40,19 +41,24 @@ class Trace:
     """One run of a layer class on meta tensors.
 
     ``views`` are the nodes whose result lies in an operand's storage; ``requires_grad`` says of every node whether a gradient
-    reaches its value.
+    reaches its value. ``storage`` numbers the storage of every node's first tensor, ``extent`` gives a storage's elements and
+    dtype, and ``excluded`` are the storages that are in memory anyway.
     """
 
     saved: tuple[Saved, ...]
     views: frozenset[str]
     requires_grad: dict[str, bool]
+    storage: dict[str, int]
+    extent: dict[int, tuple[int, torch.dtype]]
+    excluded: frozenset[int]
 
 
 class _Tracer(fx.Interpreter):
     """Runs the graph and notes storages. Every value is kept to the end, so that no storage is taken for another."""
 
-    def __init__(self, cls: LayerClass, borders: tuple[Value, ...]) -> None:
+    def __init__(self, cls: LayerClass, borders: tuple[Value, ...], flash: bool) -> None:
         super().__init__(cls.graph, garbage_collect_values=False)
+        self.flash = flash
         self.borders = dict(zip((n.name for n in cls.graph.graph.nodes if n.op == "placeholder"), borders, strict=True))
         free = (*cls.inputs, *cls.constants, *cls.scalars, *cls.parameters)
         names = [n.name for n in cls.graph.graph.nodes if n.op == "placeholder"]
@@ -115,7 +121,9 @@ class _Tracer(fx.Interpreter):
 
     def keep(self, storage: int, node: fx.Node, operand: int, tensor: torch.Tensor) -> None:
         numel = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
-        self.saved.setdefault((storage, node.name, operand), Saved(storage, node.name, operand, numel, tensor.dtype))
+        # the meta device makes a dropout's mask in the value's dtype, a real one in bytes
+        dtype = torch.bool if operand == INTERNAL and "dropout" in op_name(node) else tensor.dtype
+        self.saved.setdefault((storage, node.name, operand), Saved(storage, node.name, operand, numel, dtype))
 
     def attention(self, n: fx.Node) -> torch.Tensor:
         """Flash attention's result and what it keeps, without its arithmetic."""
@@ -131,16 +139,35 @@ class _Tracer(fx.Interpreter):
             for index, tensor in enumerate(read):
                 if self.number(tensor) not in self.excluded:
                     self.keep(self.number(tensor), n, index, tensor)
-            self.keep(self.number(result), n, OUTPUT, result)
-            rows = query.new_empty(shape[:-1], dtype=torch.float32)
-            self.keep(self.number(rows), n, INTERNAL, rows)
+            if self.flash:
+                self.keep(self.number(result), n, OUTPUT, result)
+                rows = query.new_empty(shape[:-1], dtype=torch.float32)
+                self.keep(self.number(rows), n, INTERNAL, rows)
+            else:
+                for tensor in scores(n, shape[:-1], read[1].shape[-2], query):
+                    self.keep(self.number(tensor), n, INTERNAL, tensor)
         return result
 
 
-def trace(cls: LayerClass) -> Trace:
+def scores(node: fx.Node, rows: tuple[int, ...], keys: int, like: torch.Tensor) -> list[torch.Tensor]:
+    """What attention without flash keeps of its scores: the probabilities, and with dropout its mask and the dropped ones."""
+    made = [like.new_empty((*rows, keys))]
+    if dropout(node) > 0:
+        made += [like.new_empty((*rows, keys), dtype=torch.bool), like.new_empty((*rows, keys))]
+    return made
+
+
+def dropout(node: fx.Node) -> float:
+    """The dropout probability of an attention op."""
+    # scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal)
+    given = node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0)
+    return float(given) if isinstance(given, (int, float)) else 0.0
+
+
+def trace(cls: LayerClass, flash: bool = True) -> Trace:
     """Runs ``cls`` once on the meta device at global shapes (nothing is allocated) and reports what autograd keeps."""
     borders = (*cls.activations, *cls.inputs, *cls.constants, *cls.scalars, *cls.parameters)
-    tracer = _Tracer(cls, borders)
+    tracer = _Tracer(cls, borders, flash)
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(tracer.pack, lambda t: t):
         tracer.run(*([None] * len(borders)))
     made_by = {
@@ -154,7 +181,14 @@ def trace(cls: LayerClass) -> Trace:
         # a result is first seen while its op runs, before it has a name
         own = entry.operand == INTERNAL and made_by.get(entry.storage) == entry.node
         saved.append(Saved(entry.storage, entry.node, OUTPUT, entry.numel, entry.dtype) if own else entry)
-    return Trace(tuple(saved), frozenset(tracer.views), tracer.requires_grad)
+    storage, extent = {}, {}
+    for node, value in tracer.env.items():
+        for tensor in tensors(value)[:1]:
+            storage[node.name] = number = tracer.number(tensor)
+            extent[number] = (tensor.untyped_storage().nbytes() // tensor.dtype.itemsize, tensor.dtype)
+    return Trace(
+        tuple(saved), frozenset(tracer.views), tracer.requires_grad, storage, extent, frozenset(tracer.excluded)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +203,32 @@ class Precision:
     optimizer: int
     master: bool
 
+    @property
+    def accumulated(self) -> int:
+        """Bytes moved per parameter and microbatch when its gradient is added to those of earlier ones.
+
+        A wide sum that is kept besides is read and written, and the product's own result written and read; one that stands alone is
+        what the product itself adds to, under its arithmetic.
+        """
+        wide = self.reduced
+        if self.gradient > wide:
+            return 2 * wide + 2 * self.parameter
+        return 0 if self.master and wide > self.parameter else 3 * wide
+
+    @property
+    def reduced(self) -> int:
+        """Bytes of a gradient on the wire under ZeRO: of several copies the wide one."""
+        return min(self.gradient, 4) if self.master else self.gradient
+
+    @property
+    def averaged(self) -> int:
+        """Bytes of a gradient on the wire without ZeRO: where there is a copy in the computation's precision, DDP takes that."""
+        return self.parameter if self.gradient > self.reduced else self.reduced
+
 
 _PRECISIONS = {
+    # matrix products in 8 bits, everything that is held as with bfloat16
+    "float8": Precision("float8", 2, 2, 2, 4 + 8, True),
     "float64": Precision("float64", 8, 8, 8, 16, False),
     "float32": Precision("float32", 4, 4, 4, 8, False),
     "bfloat16": Precision("bfloat16", 2, 2, 2, 4 + 8, True),
@@ -178,15 +236,16 @@ _PRECISIONS = {
 }
 
 
-def precision(name: str) -> Precision:
-    """The precision of that name.
+def precision(name: str, gradient_bytes: int | None = None) -> Precision:
+    """The precision of that name; ``gradient_bytes`` are those of a 16-bit parameter.
 
     Raises:
         UsageError: no such precision.
     """
     if name not in _PRECISIONS:
         raise UsageError(f"there is no precision {name!r}", f"the precisions are {', '.join(_PRECISIONS)}")
-    return _PRECISIONS[name]
+    found = _PRECISIONS[name]
+    return dataclasses.replace(found, gradient=gradient_bytes) if gradient_bytes and found.master else found
 
 
 def state_bytes(parameters: int, trainable: int, data: int, zero: int, numbers: Precision) -> tuple[int, int, int]:

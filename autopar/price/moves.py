@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -52,11 +52,16 @@ def wire(
 
 
 def layer_moves(
-    cls: LayerClass, types: tuple[AxisTypes, ...], value_bytes: Mapping[str, float], gradient: Mapping[str, bool]
+    cls: LayerClass,
+    types: tuple[AxisTypes, ...],
+    value_bytes: Mapping[str, float],
+    gradient: Mapping[str, bool],
+    regather: bool = False,
 ) -> tuple[Move, ...]:
     """Every collective of the layer: a value is converted once per target, however many operands want it.
 
-    ``value_bytes`` are those of whole values by name; ``gradient`` says of which a gradient flows back.
+    ``value_bytes`` are those of whole values by name; ``gradient`` says of which a gradient flows back. With ``regather`` what a
+    product reads whole is gathered again in its backward, because only the slice was kept.
     """
     ops = [n for n in cls.graph.graph.nodes if n.op == "call_function" and tensors(n.meta.get("val"))]
     wanted: dict[tuple[str, tuple[SpmdType, ...]], None] = {}
@@ -69,7 +74,11 @@ def layer_moves(
     for value, target in wanted:
         source = tuple(t.produced[value] for t in types)
         if source != target:
-            moves += wire(value, value_bytes[value], source, target, gradient[value])
+            found = wire(value, value_bytes[value], source, target, gradient[value])
+            moves += found
+            if regather and gradient[value]:
+                gathers = [move for move in found if move.forward is Collective.ALL_GATHER]
+                moves += [replace(move, forward=Collective.NONE, backward=Collective.ALL_GATHER) for move in gathers]
     return (*moves, *_kernel_moves(ops, types, value_bytes))
 
 

@@ -14,6 +14,7 @@ from autopar.price.collectives import p2p_s
 from autopar.price.layer import MICROBATCH, Bound, Core, LayerPrice, assemble, bind, core, divisible, move_s
 from autopar.price.memory import precision
 from autopar.price.moves import wire
+from autopar.price.practice import EMITTED, Practice
 from autopar.rules.padding import padded, padding
 from autopar.sharding import AxisTypes, Sharding
 from autopar.types import SpmdType
@@ -30,8 +31,17 @@ class Pricer:
     microbatches, whose types no size changes), or ``None`` where the role cannot be played; without it, the op-level optimum is asked.
     """
 
-    def __init__(self, graph: Graph, cluster: Cluster, precision_name: str, solve: Solve | None = None) -> None:
-        self.graph, self.cluster, self.numbers = graph, cluster, precision(precision_name)
+    def __init__(
+        self,
+        graph: Graph,
+        cluster: Cluster,
+        precision_name: str,
+        solve: Solve | None = None,
+        practice: Practice = EMITTED,
+    ) -> None:
+        self.graph, self.cluster, self.practice = graph, cluster, practice
+        self.numbers = precision(precision_name, practice.gradient_bytes)
+        self._pipelined = dataclasses.replace(cluster, pipelined=True)
         self._solve = solve or self._optimum
         self._tables: dict[tuple[str, tuple[int, ...]], tuple[tables.ClassTable, tables.Rows]] = {}
         self._sharded: dict[tuple[str, int], frozenset[int]] = {}
@@ -55,7 +65,10 @@ class Pricer:
         key = (cls_name, mesh, strategy, microbatches)
         if key not in self._layers:
             found = self._core(cls_name, mesh, strategy.roles, microbatches)
-            priced = assemble(found, mesh, strategy, self.cluster, self.numbers) if found is not None else None
+            cluster = self._seen_by(mesh)
+            priced = (
+                assemble(found, mesh, strategy, cluster, self.numbers, self.practice) if found is not None else None
+            )
             self._layers[key] = priced
         return self._layers[key]
 
@@ -119,7 +132,9 @@ class Pricer:
             axes = self._axes(mesh, microbatches)
             bound = self._bind(cls_name, axes, mesh, roles)
             fits = bound is not None and divisible(bound, axes)
-            self._cores[key] = core(bound, axes, self.cluster, self.numbers) if bound is not None and fits else None
+            self._cores[key] = (
+                core(bound, axes, self._seen_by(mesh), self.numbers) if bound is not None and fits else None
+            )
         return self._cores[key]
 
     def _bind(self, cls_name: str, axes: Mesh, mesh: Mesh, roles: tuple[Role, ...]) -> Bound | None:
@@ -132,8 +147,10 @@ class Pricer:
             table, rows = self._table(cls_name) if not counts else self._padded_table(cls_name, counts, axes, types)
             for t in types:
                 if (cls_name, id(t)) not in self._flags:
-                    self._flags[cls_name, id(t)] = tables.flags(table, rows, t)
-            self._bound[key] = bind(table, rows, types, tuple(self._flags[cls_name, id(t)] for t in types))
+                    self._flags[cls_name, id(t)] = tables.flags(table, rows, t, self.practice.regather)
+            self._bound[key] = bind(
+                table, rows, types, tuple(self._flags[cls_name, id(t)] for t in types), self.practice.regather
+            )
         return self._bound[key]
 
     def _padded_counts(self, cls_name: str, axes: Mesh, types: tuple[AxisTypes, ...]) -> tuple[int, ...]:
@@ -150,7 +167,7 @@ class Pricer:
 
     def _table(self, cls_name: str) -> tuple[tables.ClassTable, tables.Rows]:
         if (cls_name, ()) not in self._tables:
-            self._tables[cls_name, ()] = tables.build(self.graph.classes[cls_name], self.numbers)
+            self._tables[cls_name, ()] = tables.build(self.graph.classes[cls_name], self.numbers, self.practice)
         return self._tables[cls_name, ()]
 
     def _padded_table(
@@ -159,7 +176,7 @@ class Pricer:
         """The table of the class as its program will be: padding is computed on, sent and stored. It is no work of the model's."""
         if (cls_name, counts) not in self._tables:
             cls = pad_class(self.graph.classes[cls_name], Sharding(axes, types))
-            table, rows = tables.build(cls, self.numbers)
+            table, rows = tables.build(cls, self.numbers, self.practice)
             table = dataclasses.replace(table, model_flops=self._table(cls_name)[0].model_flops)
             self._tables[cls_name, counts] = table, rows
         return self._tables[cls_name, counts]
@@ -169,6 +186,12 @@ class Pricer:
 
         layer = next(i for i, layer in enumerate(self.graph.layers) if layer.cls == cls.name)
         return role_types(self.graph, layer, role, size)
+
+    def _seen_by(self, mesh: Mesh) -> Cluster:
+        """The cluster as a stage on ``mesh`` has it: with neighbours to send to where the mesh is not the whole of it."""
+        if self.cluster.network is None or self.cluster.nodes == 1:
+            return self.cluster
+        return self._pipelined if math.prod(axis.size for axis in mesh) < self.cluster.count else self.cluster
 
     @staticmethod
     def _axes(mesh: Mesh, microbatches: int) -> Mesh:

@@ -15,9 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
+from autopar.devices import constants
 from autopar.graph import LayerClass
 from autopar.price import roofline
-from autopar.price.memory import INTERNAL, OUTPUT, Precision, Saved, Trace, trace
+from autopar.price.fusion import Fusion, fuse
+from autopar.price.memory import INTERNAL, OUTPUT, Precision, Saved, Trace, scores, trace
+from autopar.price.practice import Practice
 from autopar.rules.operands import operands
 from autopar.sharding import AxisTypes
 
@@ -39,16 +42,20 @@ class ClassTable:
     ops: tuple[fx.Node, ...]
     forward_flops: Floats
     backward_flops: Floats
+    forward_kernels: Floats
     backward_kernels: Floats
-    runs: Flags  # ops that start a kernel
+    attention: Flags  # ops whose FLOPs run at flash attention's rate
     model_flops: float
     slot_op: NDArray[np.intp]
     slot_operand: tuple[int, ...]
     slot_forward: Floats
     slot_backward: Floats
-    slot_alive: Floats
+    live: Live
     saved: tuple[Saved, ...]
     saved_bytes: Floats
+    plain: Flags  # of ``saved``: what is kept without recomputation
+    selective: Flags  # of ``saved``: what is kept under selective recomputation
+    again: Flags  # ops whose forward runs twice under selective recomputation
     parameters: tuple[str, ...]
     parameter_numel: Floats
     trainable: Flags
@@ -65,6 +72,7 @@ class AxisFlags:
     op: Flags
     slot: Flags
     saved: Flags
+    across: Flags
     parameter: Flags
     activation: Flags
     dims: NDArray[np.intp]
@@ -91,9 +99,9 @@ def model_dtype(cls: LayerClass) -> torch.dtype:
     return torch.float32
 
 
-def build(cls: LayerClass, numbers: Precision) -> tuple[ClassTable, Rows]:
+def build(cls: LayerClass, numbers: Precision, practice: Practice) -> tuple[ClassTable, Rows]:
     """The arrays of ``cls``; runs it once on the meta device."""
-    run = trace(cls)
+    run = trace(cls, practice.flash)
     nodes = [node for node in cls.graph.graph.nodes if node.op != "output"]
     ops = tuple(node for node in nodes if node.op == "call_function" and roofline.tensors(node.meta.get("val")))
     dtype = model_dtype(cls)
@@ -104,24 +112,38 @@ def build(cls: LayerClass, numbers: Precision) -> tuple[ClassTable, Rows]:
     values = {n.name: roofline.tensors(n.meta.get("val")) for n in nodes}
     names = [n.name for n in nodes if n.op == "placeholder"]
     parameters = tuple(names[len(names) - len(cls.parameters) :])
-    slots = [slot for i, node in enumerate(ops) for slot in _slots(i, node, run, size)]
+    slots = [slot for i, node in enumerate(ops) for slot in _slots(i, node, run, size, practice.flash)]
     _forks(ops, run, slots)
-    costs = [_flops(node, run) for node in ops]
+    if numbers.name == "float8":
+        _cast(ops, slots)
+    costs = [_flops(node, run, practice.flash) for node in ops]
+    forward_kernels = np.array([float(node.name not in run.views) for node in ops])
+    backward_kernels = np.array([c[2] for c in costs])
+    kept = run.saved
+    if practice.fused:
+        fused = fuse(ops, run, kept)
+        _merge(ops, fused, run, slots, forward_kernels, backward_kernels)
+        kept = fused.saved
+    kept, plain, selective, again = _selective(ops, run, kept, practice.flash)
     table = ClassTable(
         cls=cls,
         ops=ops,
         forward_flops=np.array([c[0] for c in costs]),
         backward_flops=np.array([c[1] for c in costs]),
-        backward_kernels=np.array([c[2] for c in costs]),
-        runs=np.array([node.name not in run.views for node in ops], dtype=bool),
+        forward_kernels=forward_kernels,
+        backward_kernels=backward_kernels,
+        attention=np.array([practice.flash and roofline.is_attention(node) for node in ops], dtype=bool),
         model_flops=sum(c[3] for c in costs),
         slot_op=np.array([s.op for s in slots], dtype=np.intp),
         slot_operand=tuple(s.operand for s in slots),
         slot_forward=np.array([s.forward for s in slots], dtype=float),
         slot_backward=np.array([s.backward for s in slots], dtype=float),
-        slot_alive=np.array([s.alive for s in slots], dtype=float),
-        saved=run.saved,
-        saved_bytes=np.array([s.numel * element_bytes(s.dtype, dtype, numbers) for s in run.saved], dtype=float),
+        live=live_ranges(ops, run, kept, slots, practice.fused),
+        saved=kept,
+        saved_bytes=np.array([s.numel * element_bytes(s.dtype, dtype, numbers) for s in kept], dtype=float),
+        plain=plain,
+        selective=selective,
+        again=again,
         parameters=parameters,
         parameter_numel=np.array([value.numel for value in cls.parameters], dtype=float),
         trainable=np.array([value.requires_grad for value in cls.parameters], dtype=bool),
@@ -131,6 +153,136 @@ def build(cls: LayerClass, numbers: Precision) -> tuple[ClassTable, Rows]:
         activations=tuple(names[: len(cls.activations)]),
     )
     return table, _rows(table, nodes)
+
+
+@dataclass(frozen=True)
+class Live:
+    """What is in memory while an op runs, besides what is saved for the backward pass.
+
+    ``touched_forward`` and ``touched_backward`` are bytes by slot: operands and result that nothing saves, and their gradients.
+    ``makers`` are the ops whose result others read later, ``across[t, k]`` says that the result of ``makers[k]`` waits while op ``t``
+    runs, with ``waiting`` bytes of value and ``gradient`` bytes of gradient. ``saver`` is the op that saves each saved entry: what
+    later ops save is not there yet on the way forward, and gone on the way back.
+    """
+
+    touched_forward: Floats
+    touched_backward: Floats
+    makers: tuple[str, ...]
+    across: Flags
+    waiting: Floats
+    gradient: Floats
+    saver: NDArray[np.intp]
+
+
+def live_ranges(ops: tuple[fx.Node, ...], run: Trace, kept: tuple[Saved, ...], slots: list[_Slot], fused: bool) -> Live:
+    """The life of every value from the op that makes it to the last that reads it; its gradient lives as long, backwards."""
+    saved = {entry.storage for entry in kept}
+    index = {node.name: i for i, node in enumerate(ops)}
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for i, node in enumerate(ops):
+        for name in (node.name, *(o.name for o in operands(node))):
+            storage = run.storage[name]
+            first.setdefault(storage, i)
+            last[storage] = i
+    size: dict[int, float] = {}
+    maker: dict[int, str] = {}
+    forward, backward = np.zeros(len(slots)), np.zeros(len(slots))
+    for k, slot in enumerate(slots):
+        storage = run.storage[slot.value]
+        here = storage not in run.excluded and not (fused and not slot.alive)
+        if slot.operand == INTERNAL:
+            forward[k] = backward[k] = slot.alive
+            continue
+        if here and storage not in saved:
+            forward[k] = slot.bytes
+        if here and run.requires_grad[slot.value]:
+            backward[k] = slot.alive
+        if slot.operand == OUTPUT and ops[slot.op].name not in run.views and here:
+            size[storage], maker[storage] = slot.bytes, slot.value
+    storages = [storage for storage in maker if last[storage] > first[storage] + 1]
+    across = np.zeros((len(ops), len(storages)), dtype=bool)
+    for k, storage in enumerate(storages):
+        across[first[storage] + 1 : last[storage], k] = True
+        for i, node in enumerate(ops):  # the ops that read it have it among their operands
+            if any(run.storage[o.name] == storage for o in operands(node)):
+                across[i, k] = False
+    return Live(
+        forward,
+        backward,
+        tuple(maker[storage] for storage in storages),
+        across,
+        np.array([0.0 if storage in saved else size[storage] for storage in storages]),
+        np.array([size[storage] if run.requires_grad[maker[storage]] else 0.0 for storage in storages]),
+        np.array([index[entry.node] for entry in kept], dtype=np.intp),
+    )
+
+
+def _merge(
+    ops: tuple[fx.Node, ...], fused: Fusion, run: Trace, slots: list[_Slot], forward: Floats, backward: Floats
+) -> None:
+    """Charges a fused kernel for what it reads and writes, not for what its ops pass to each other; one launch for all."""
+    started: set[int] = set()
+    read: dict[tuple[int, str], _Slot] = {}
+    views: set[tuple[int, str]] = set()
+    kept = {entry.storage for entry in fused.saved}
+    for i, node in enumerate(ops):
+        if (group := fused.group.get(node.name)) is not None:
+            if group in started:
+                forward[i] = backward[i] = 0.0
+            started.add(group)
+    for slot in slots:
+        node = ops[slot.op]
+        group = fused.group.get(node.name)
+        if node.name in run.views:
+            slot.forward = slot.backward = 0.0
+        if group is None:
+            continue
+        value = fused.source.get(slot.value)
+        maker = value.name if value is not None else slot.value
+        if slot.operand == OUTPUT:
+            if node.name not in fused.written:
+                slot.forward = slot.backward = slot.alive = 0.0
+        elif fused.group.get(maker) == group or (group, slot.value) in views:
+            slot.forward = slot.backward = slot.alive = 0.0
+        else:
+            views.add((group, slot.value))
+            storage = run.storage.get(maker, -1)
+            backs = (storage in kept or storage in run.excluded) + run.requires_grad[slot.value]
+            slot.backward = slot.bytes * backs if slot.backward else 0.0
+            first = read.setdefault((group, maker), slot)
+            if first is not slot:  # another view of a value that is read already: no more than the whole of it
+                whole = run.extent[storage][0] if storage in run.extent else 0
+                if whole and first.bytes >= whole:
+                    slot.forward = slot.backward = slot.alive = 0.0
+
+
+def _selective(
+    ops: tuple[fx.Node, ...], run: Trace, kept: tuple[Saved, ...], flash: bool
+) -> tuple[tuple[Saved, ...], Flags, Flags, Flags]:
+    """Selective recomputation: what it keeps besides the layer's inputs, and what it runs again.
+
+    Attention that keeps its scores is what selective recomputation was made for (arXiv:2205.05198): its scores go, all else stays.
+    With flash attention it is torchtitan's policy by op: attention and every second matrix product keep their results, the rest
+    runs again.
+    """
+    attention = {node.name for node in ops if roofline.is_attention(node)}
+    if attention and not flash:
+        stays = [not (entry.node in attention and entry.operand == INTERNAL) for entry in kept]
+        again = [node.name in attention for node in ops]
+        return kept, np.ones(len(kept), dtype=bool), np.array(stays, dtype=bool), np.array(again, dtype=bool)
+    products = [node for node in ops if roofline.model_flops(node) and node.name not in attention]
+    held = products[::2]
+    found = [*kept, *(Saved(run.storage[n.name], n.name, OUTPUT, *run.extent[run.storage[n.name]]) for n in held)]
+    results = {run.storage[n.name] for n in (*held, *(n for n in ops if n.name in attention))}
+    inside = [e.storage in results or (e.operand == INTERNAL and e.node in attention) for e in found]
+    quiet = attention | {n.name for n in held}
+    return (
+        tuple(found),
+        np.arange(len(found)) < len(kept),
+        np.array(inside, dtype=bool),
+        np.array([node.name not in quiet for node in ops], dtype=bool),
+    )
 
 
 @dataclass(slots=True)
@@ -144,7 +296,7 @@ class _Slot:
     bytes: float
 
 
-def _slots(index: int, node: fx.Node, run: Trace, size: object) -> list[_Slot]:
+def _slots(index: int, node: fx.Node, run: Trace, size: object, flash: bool) -> list[_Slot]:
     """One slot per operand, then one for the result."""
     assert callable(size)
     made = float(sum(size(t) for t in roofline.tensors(node.meta["val"])))
@@ -160,29 +312,66 @@ def _slots(index: int, node: fx.Node, run: Trace, size: object) -> list[_Slot]:
     slots = []
     for i, (name, n) in enumerate(read):
         wants = run.requires_grad[name]
-        forward = (made if picks and i == 0 else n) if moves else 0.0
+        forward = n if moves and not (picks and i == 0) else 0.0
         backward = 0.0 if silent or not differentiable else n * ((1.0 if moves and not picks else 0.0) + wants)
         alive = n if wants and differentiable and not (picks and i == 0) else 0.0
         slots.append(_Slot(index, i, name, forward, backward, alive, n))
     backward = made if differentiable and not silent else 0.0
-    slots.append(
-        _Slot(index, OUTPUT, node.name, made if moves else 0.0, backward, made if differentiable else 0.0, made)
-    )
+    # of a table only the rows that are picked are read, as many as the result has
+    written = (2 * made if picks else made) if moves else 0.0
+    slots.append(_Slot(index, OUTPUT, node.name, written, backward, made if differentiable else 0.0, made))
+    if roofline.is_attention(node) and not flash:
+        slots.append(_scores(index, node, differentiable, size))
     return slots
+
+
+def _scores(index: int, node: fx.Node, differentiable: bool, size: object) -> _Slot:
+    """The scores of attention without flash, which its steps write and read one after the other.
+
+    Forward: a product writes them, softmax reads and writes, a product reads; dropout reads, writes, and a mask of a byte each.
+    Backward: read and written by the product before dropout, dropout, read twice and written by softmax, read by two products.
+    """
+    assert callable(size)
+    query, key = roofline.tensor_operands(node)[:2]
+    probabilities, *dropped = scores(
+        node, tuple(node.meta["val"].shape[:-1]), key.meta["val"].shape[-2], query.meta["val"]
+    )
+    n, more = float(size(probabilities)), float(sum(size(t) for t in dropped))
+    return _Slot(
+        index,
+        INTERNAL,
+        node.name,
+        4 * n + (n + more if dropped else 0.0),
+        (7 * n + (n + more if dropped else 0.0)) if differentiable else 0.0,
+        2 * n if differentiable else 0.0,
+        n,
+    )
 
 
 def _forks(ops: tuple[fx.Node, ...], run: Trace, slots: list[_Slot]) -> None:
     """A value that several ops read gets its gradients added up: two reads and a write for each reader but one."""
     readers: Counter[str] = Counter()
     for slot in slots:
-        if slot.operand == OUTPUT or not run.requires_grad[slot.value] or not run.requires_grad[ops[slot.op].name]:
+        if (
+            slot.operand in (OUTPUT, INTERNAL)
+            or not run.requires_grad[slot.value]
+            or not run.requires_grad[ops[slot.op].name]
+        ):
             continue
         readers[slot.value] += 1
         if readers[slot.value] > 1:
             slot.backward += 3 * slot.bytes
 
 
-def _flops(node: fx.Node, run: Trace) -> tuple[float, float, float, float]:
+def _cast(ops: tuple[fx.Node, ...], slots: list[_Slot]) -> None:
+    """Products in 8 bits: their operands are scaled and written anew first."""
+    for slot in slots:
+        if slot.operand != OUTPUT and roofline.model_flops(ops[slot.op]) and not roofline.is_attention(ops[slot.op]):
+            slot.forward *= constants.FP8_PASSES.value
+            slot.backward *= constants.FP8_PASSES.value
+
+
+def _flops(node: fx.Node, run: Trace, flash: bool) -> tuple[float, float, float, float]:
     """Executed FLOPs forward and backward, kernels backward, and model FLOPs of both."""
     read = operands(node)
     # a product's two factors; the first operand of addmm and its like is only added
@@ -192,6 +381,8 @@ def _flops(node: fx.Node, run: Trace) -> tuple[float, float, float, float]:
     differentiable = run.requires_grad[node.name]
     factor = roofline.backward_factor(node, wanting, len(factors)) if differentiable else 0.0
     forward, model = roofline.executed_flops(node), roofline.model_flops(node)
+    if roofline.is_attention(node) and not flash:  # plain products: the whole square, and no scores computed again
+        forward, factor = model, min(factor, roofline.MATMUL_BACKWARD)
     kernels = 0.0
     if differentiable and node.name not in run.views:
         kernels = float(max(1, wanting)) if forward else 1.0
@@ -213,8 +404,18 @@ def _rows(table: ClassTable, nodes: list[fx.Node]) -> Rows:
     return Rows(tuple(names), sizes)
 
 
-def flags(table: ClassTable, rows: Rows, types: AxisTypes) -> AxisFlags:
-    """What an axis with these types divides."""
+def flags(table: ClassTable, rows: Rows, types: AxisTypes, regather: bool = False) -> AxisFlags:
+    """What an axis with these types divides. With ``regather`` a value that was gathered to be read is kept as it was before."""
+    by_name = {node.name: node for node in table.ops}
+
+    def kept(entry: Saved) -> bool:
+        if (
+            regather
+            and entry.operand >= 0
+            and types.produced[operands(by_name[entry.node])[entry.operand].name].sharded
+        ):
+            return True
+        return sharded(entry.node, entry.operand)
 
     def sharded(node: str, operand: int) -> bool:
         if operand == INTERNAL:
@@ -229,7 +430,8 @@ def flags(table: ClassTable, rows: Rows, types: AxisTypes) -> AxisFlags:
     return AxisFlags(
         op=np.array([types.letter.get(node.name) is not None for node in table.ops], dtype=bool),
         slot=np.array([sharded(n, o) for n, o in zip(where, table.slot_operand, strict=True)], dtype=bool),
-        saved=np.array([sharded(s.node, s.operand) for s in table.saved], dtype=bool),
+        saved=np.array([kept(entry) for entry in table.saved], dtype=bool),
+        across=np.array([types.produced[name].sharded for name in table.live.makers], dtype=bool),
         parameter=np.array([types.produced[name].sharded for name in table.parameters], dtype=bool),
         activation=np.array([types.produced[name].sharded for name in table.activations], dtype=bool),
         dims=np.array([dim(node, operand) for node, operand in rows.names], dtype=np.intp),

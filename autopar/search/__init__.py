@@ -5,7 +5,7 @@
 
 from autopar.search.assess import evaluate
 from autopar.search.driver import search
-from autopar.search.hand import hand_plan
+from autopar.search.hand import hand_plan, make_mesh
 from autopar.search.problem import LayerPrice, Pricer, SearchOptions
 
-__all__ = ["LayerPrice", "Pricer", "SearchOptions", "evaluate", "hand_plan", "search"]
+__all__ = ["LayerPrice", "Pricer", "SearchOptions", "evaluate", "hand_plan", "make_mesh", "search"]

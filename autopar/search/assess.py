@@ -42,6 +42,7 @@ def step_cost(
     sends: Sequence[float],
     microbatches: int,
     schedule: str,
+    chunks: int = 1,
 ) -> Cost:
     """``edges[i]`` and ``sends[i]`` are the seconds of resharding and of a send after layer ``i``.
 
@@ -58,7 +59,8 @@ def step_cost(
         backward.append(sum(p.backward_s for p in prices[i:j]) + reshard / 2 + back)
         moved.append(sum(p.communication_s for p in prices[i:j]) + reshard + out + back)
         steps.append(sum(p.step_s for p in prices[i:j]))
-    step = simulate(forward, backward, microbatches, schedule) + max(steps)
+    line = (len(bounds) - 1) // chunks  # devices in a line
+    step = simulate(forward, backward, microbatches, schedule, chunks) + max(sum(steps[d::line]) for d in range(line))
     return Cost(tuple(forward), tuple(backward), tuple(moved), tuple(steps), step)
 
 
@@ -125,7 +127,7 @@ def coalesce(mesh: Mesh, strategies: Sequence[Strategy]) -> tuple[Mesh, list[Str
     merged: list[Axis] = []
     for name, group in zip(unique, groups, strict=True):
         merged.append(Axis(name, int(np.prod([mesh[a].size for a in group])), mesh[group[-1]].stride))
-    return tuple(merged), [Strategy(tuple(s.roles[g[0]] for g in groups), s.zero, s.recompute) for s in strategies]
+    return tuple(merged), [replace(s, roles=tuple(s.roles[g[0]] for g in groups)) for s in strategies]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,16 +158,18 @@ def make_plan(
     """The record of a priced choice, its mesh coalesced."""
     mesh, strategies = coalesce(choice.mesh, strategies)
     size = int(np.prod([axis.size for axis in mesh]))
+    runs = list(pairwise(bounds))
+    held = [memory(prices[i:j], n) for (i, j), n in zip(runs, choice.in_flight, strict=True)]
     stages = tuple(
         StagePlan(
             i,
             j,
-            (s * size, size),
-            memory(prices[i:j], choice.in_flight[s]),
+            (s % choice.pipeline * size, size),
+            together(held[s % choice.pipeline :: choice.pipeline]),
             limit,
             found.forward_s[s] + found.backward_s[s],
         )
-        for s, (i, j) in enumerate(pairwise(bounds))
+        for s, (i, j) in enumerate(runs)
     )
     layers = tuple(LayerPlan(a.name, a.cls, b) for a, b in zip(graph.layers, strategies, strict=True))
     peak = cluster.gpu.peak_flops.get(precision)
@@ -186,17 +190,36 @@ def make_plan(
         notes=(*proof.notes, *_notes(graph, choice, strategies, mesh)),
         wall_time_s=proof.wall_time_s,
         peak_memory_bytes=proof.peak_memory_bytes,
+        chunks=choice.chunks,
+    )
+
+
+def together(stages: Sequence[Memory]) -> Memory:
+    """The bytes of a device that runs all these stages, one at a time."""
+    if len(stages) == 1:
+        return stages[0]
+    return Memory(
+        sum(m.parameters for m in stages),
+        sum(m.gradients for m in stages),
+        sum(m.optimizer for m in stages),
+        sum(m.activations for m in stages),
+        max(m.transients for m in stages),
     )
 
 
 def _prediction(
     graph: Graph, cluster: Devices, choice: Choice, prices: Sequence[LayerPrice], found: Cost, peak: float | None
 ) -> Prediction:
-    m = choice.microbatches
-    slowest = max(range(choice.pipeline), key=lambda s: found.forward_s[s] + found.backward_s[s])
-    busy = m * (found.forward_s[slowest] + found.backward_s[slowest])
-    moving = m * found.communication_s[slowest]
-    optimizer = max(found.per_step_s)
+    m, line = choice.microbatches, choice.pipeline
+
+    def of_device(seconds: Sequence[float]) -> list[float]:
+        return [sum(seconds[d::line]) for d in range(line)]
+
+    work = [f + b for f, b in zip(of_device(found.forward_s), of_device(found.backward_s), strict=True)]
+    slowest = max(range(line), key=lambda d: work[d])
+    busy = m * work[slowest]
+    moving = m * of_device(found.communication_s)[slowest]
+    optimizer = max(of_device(found.per_step_s))
     flops = m * sum(p.flops for p in prices)
     step = found.step_time_s
     return Prediction(
@@ -239,6 +262,7 @@ def evaluate(
     microbatches: int,
     schedule: str,
     precision: str,
+    chunks: int = 1,
 ) -> Plan:
     """The price of a plan that was written by hand: nothing is searched, so ``bound_s`` is 0, ``gap`` 1 and ``solver`` "given".
 
@@ -248,7 +272,7 @@ def evaluate(
     Raises:
         InfeasibleError: a layer has no price under its strategy (an inadmissible role, an indivisible size).
     """
-    choice = Choice(mesh, len(stage_bounds) - 1, microbatches, schedule)
+    choice = Choice(mesh, (len(stage_bounds) - 1) // chunks, microbatches, schedule, chunks=chunks)
     prices: list[LayerPrice] = []
     for layer, strategy in zip(graph.layers, strategies, strict=True):
         price = pricer.layer(layer.cls, mesh, strategy, microbatches)
@@ -265,7 +289,7 @@ def evaluate(
     sends = [0.0] * last
     for cut in stage_bounds[1:-1]:
         sends[cut - 1] = pricer.p2p(cut - 1, mesh, strategies[cut - 1], microbatches)
-    found = step_cost(stage_bounds, prices, edges, sends, microbatches, schedule)
+    found = step_cost(stage_bounds, prices, edges, sends, microbatches, schedule, chunks)
     limit = int(cluster.memory_limit_bytes)
     proof = Proof(0.0, 1.0, "given")
     plan = make_plan(

@@ -31,6 +31,7 @@ from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.plan import REPLICATING, Axis, Role, Strategy
 from autopar.search.hand import default_schedule, make_mesh
+from autopar.search.simulate import interleaved_in_flight
 
 Mesh = tuple[Axis, ...]
 
@@ -157,10 +158,13 @@ class Choice:
     microbatches: int
     schedule: str
     ties: tuple[Tie, ...] = ()
+    chunks: int = 1
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """Microbatches whose activations each stage holds at its peak."""
+        """Microbatches whose activations each stage holds at its peak; under the interleaved schedule, times the chunks of a device."""
+        if self.schedule == "interleaved":
+            return interleaved_in_flight(self.pipeline, self.chunks, self.microbatches)
         if self.schedule == "none":
             return (1,)
         if self.schedule == "gpipe":

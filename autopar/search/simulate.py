@@ -65,10 +65,81 @@ def timeline(
     return tuple(spans)
 
 
-def simulate(forward_s: Sequence[float], backward_s: Sequence[float], microbatches: int, schedule: str) -> float:
+def interleaved_warmup(rank: int, line: int, chunks: int, microbatches: int) -> int:
+    """Forwards of a device before its first backward, as in torch's ``ScheduleInterleaved1F1B`` and in Megatron."""
+    return min((chunks - 1) * line + 2 * (line - 1 - rank), microbatches * chunks)
+
+
+def _interleaved_order(line: int, chunks: int, microbatches: int) -> list[tuple[int, int]]:
+    """(chunk, microbatch) of a device's forwards: rounds of ``line`` microbatches, each through every chunk."""
+    order = []
+    for start in range(0, microbatches, line):
+        for chunk in range(chunks):
+            order += [(chunk, i) for i in range(start, min(start + line, microbatches))]
+    return order
+
+
+def interleaved_in_flight(line: int, chunks: int, microbatches: int) -> tuple[int, ...]:
+    """Microbatches that each stage holds when its device holds most; stage ``i`` is on device ``i`` modulo ``line``."""
+    order = _interleaved_order(line, chunks, microbatches)
+    held = []
+    for stage in range(line * chunks):
+        warm = interleaved_warmup(stage % line, line, chunks, microbatches)
+        held.append(sum(chunk == stage // line for chunk, _ in order[: warm + 1]))
+    return tuple(held)
+
+
+def _simulate_interleaved(
+    forward_s: Sequence[float], backward_s: Sequence[float], microbatches: int, chunks: int
+) -> float:
+    """The longest path through the interleaved schedule's actions; stages are dealt out to devices in turn."""
+    stages = len(forward_s)
+    line = stages // chunks
+    forwards = _interleaved_order(line, chunks, microbatches)
+    backwards = [(chunks - 1 - chunk, i) for chunk, i in forwards]
+    orders = []
+    for rank in range(line):
+        warm = interleaved_warmup(rank, line, chunks, microbatches)
+        order = [(True, *f) for f in forwards[:warm]]
+        for i, b in enumerate(backwards):
+            if warm + i < len(forwards):
+                order.append((True, *forwards[warm + i]))
+            order.append((False, *b))
+        orders.append(order)
+    clock, at = [0.0] * line, [0] * line
+    done: list[list[float]] = [[-1.0] * microbatches for _ in range(2 * stages)]  # forwards, then backwards
+    waiting = list(range(line))
+    while waiting:
+        moved = False
+        for rank in waiting:
+            order, now, k = orders[rank], clock[rank], at[rank]
+            while k < len(order):
+                forward, chunk, i = order[k]
+                stage = chunk * line + rank
+                before = stage - 1 if forward else stage + 1
+                if 0 <= before < stages:
+                    ready = done[before if forward else stages + before][i]
+                    if ready < 0:
+                        break
+                    now = max(now, ready)
+                now += forward_s[stage] if forward else backward_s[stage]
+                done[stage if forward else stages + stage][i] = now
+                k += 1
+                moved = True
+            clock[rank], at[rank] = now, k
+        assert moved, (stages, chunks, microbatches)
+        waiting = [rank for rank in waiting if at[rank] < len(orders[rank])]
+    return max(clock)
+
+
+def simulate(
+    forward_s: Sequence[float], backward_s: Sequence[float], microbatches: int, schedule: str, chunks: int = 1
+) -> float:
     """Seconds from the first forward to the last backward (the last entry of ``timeline``, without building it)."""
     if len(forward_s) == 1:
         return microbatches * (forward_s[0] + backward_s[0])
+    if schedule == "interleaved":
+        return _simulate_interleaved(forward_s, backward_s, microbatches, chunks)
     if schedule == "gpipe":  # two flow shops of equal jobs, one after the other: exact
         total = sum(forward_s) + sum(backward_s)
         return total + (microbatches - 1) * (max(forward_s) + max(backward_s))

@@ -298,6 +298,10 @@ class Problem:
                 backward = wire.backward if self._flow[node.name] else Collective.NONE
                 share = _WIRE_FACTOR[wire.forward] + _WIRE_FACTOR[backward]
                 seconds += share * wire.bytes() / REFERENCE_LINK_BYTES_PER_S
+        # sequence-parallel borders are there to hold slices: gathering before a norm instead of after it costs the same on the wire,
+        # and a byte of activation is held as dearly as one of a parameter
+        if self.role is Role.TENSOR_SEQUENCE and self._flow[node.name] and option.result in (I, R):
+            seconds += BYTE_HELD_S * _bytes(node)
         return seconds * self._row
 
 

@@ -184,35 +184,32 @@ class LlamaDecoderLayer_3(nn.Module):
         # x (4, 8, 32): S(0) on outer, S(1) on inner
         # constant_0 (1, 1, 16, 4): R on outer, R on inner
         # constant_1 (1, 1, 16, 4): R on outer, R on inner
-        # module.model.embed_tokens
-        x_r = spmd.all_gather(x, "inner", src=spmd.S(1), dst=spmd.R)
         # input_layernorm
-        rsqrt = torch.rsqrt(torch.pow(x_r, 2).mean([-1], keepdim=True) + 1e-06)
+        rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
         input_layernorm_weight_r = spmd.convert(self.input_layernorm.weight, "inner", src=spmd.I, dst=spmd.R)
-        mul_1 = input_layernorm_weight_r * (x_r * rsqrt)
+        mul_1_r = spmd.all_gather(input_layernorm_weight_r * (x * rsqrt), "inner", src=spmd.S(1), dst=spmd.R)
         # self_attn
-        view = kernels.reshape(F.linear(mul_1, self.self_attn.q_proj.weight), [4, 16, 4, 4], ("outer", None, "inner", None))
+        view = kernels.reshape(F.linear(mul_1_r, self.self_attn.q_proj.weight), [4, 16, 4, 4], ("outer", None, "inner", None))
         transpose = view.transpose(1, 2)
-        view_1 = kernels.reshape(F.linear(mul_1, self.self_attn.k_proj.weight), [4, 16, 2, 4], ("outer", None, "inner", None))
+        view_1 = kernels.reshape(F.linear(mul_1_r, self.self_attn.k_proj.weight), [4, 16, 2, 4], ("outer", None, "inner", None))
         transpose_1 = view_1.transpose(1, 2)
-        view_2 = kernels.reshape(F.linear(mul_1, self.self_attn.v_proj.weight), [4, 16, 2, 4], ("outer", None, "inner", None))
+        view_2 = kernels.reshape(F.linear(mul_1_r, self.self_attn.v_proj.weight), [4, 16, 2, 4], ("outer", None, "inner", None))
         cat = torch.cat([-transpose[..., 2:4], transpose[..., :2]], -1)
         cat_1 = torch.cat([-transpose_1[..., 2:4], transpose_1[..., :2]], -1)
         scaled_dot_product_attention = kernels.attention(transpose * constant_0 + cat * constant_1, transpose_1 * constant_0 + cat_1 * constant_1, view_2.transpose(1, 2), scale=0.5, enable_gqa=True, is_causal=True)
         reshape = scaled_dot_product_attention.transpose(1, 2).reshape(4, 16, 16)
         # self_attn.o_proj
-        linear_3_r = spmd.all_reduce(F.linear(reshape, self.self_attn.o_proj.weight), "inner", src=spmd.P, dst=spmd.R)
-        add_3 = x_r + linear_3_r
+        linear_3_s = spmd.reduce_scatter(F.linear(reshape, self.self_attn.o_proj.weight), "inner", src=spmd.P, dst=spmd.S(1))
+        add_3 = x + linear_3_s
         # post_attention_layernorm
         rsqrt_1 = torch.rsqrt(torch.pow(add_3, 2).mean([-1], keepdim=True) + 1e-06)
         post_attention_layernorm_weight_r = spmd.convert(self.post_attention_layernorm.weight, "inner", src=spmd.I, dst=spmd.R)
-        mul_7 = post_attention_layernorm_weight_r * (add_3 * rsqrt_1)
+        mul_7_r = spmd.all_gather(post_attention_layernorm_weight_r * (add_3 * rsqrt_1), "inner", src=spmd.S(1), dst=spmd.R)
         # mlp
-        mul_8 = F.silu(F.linear(mul_7, self.mlp.gate_proj.weight)) * F.linear(mul_7, self.mlp.up_proj.weight)
-        add_3_s = spmd.convert(add_3, "inner", src=spmd.R, dst=spmd.S(1))
+        mul_8 = F.silu(F.linear(mul_7_r, self.mlp.gate_proj.weight)) * F.linear(mul_7_r, self.mlp.up_proj.weight)
         # mlp.down_proj
         linear_6_s = spmd.reduce_scatter(F.linear(mul_8, self.mlp.down_proj.weight), "inner", src=spmd.P, dst=spmd.S(1))
-        add_5 = add_3_s + linear_6_s
+        add_5 = add_3 + linear_6_s
         return add_5
 
 

@@ -1,0 +1,98 @@
+"""``autopar validate``: predictions against a file of measurements, as tables or as one JSON object."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from autopar.validate import Report, Score
+
+_LISTED = 20  # rows that could not be priced, by name
+
+
+def validate_command(path: str, as_json: bool) -> None:
+    """Prices every row of ``path`` and prints how well that agrees."""
+    from autopar.cli.talk import Talk
+    from autopar.validate import scores, validate
+
+    with Talk() as talk:
+        talk("price", path)
+        report = validate(path, lambda done, total: talk("price", f"{done} of {total} rows"))
+    found = scores(report)
+    if as_json:
+        print(json.dumps(as_data(report, found), indent=1))
+        return
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=170)
+    _print(report, found, console)
+
+
+def as_data(report: Report, found: dict[str, Any]) -> dict[str, Any]:
+    """What ``--json`` prints: the scores, the rows that could not be priced, and every row's prediction."""
+    return {
+        "overall": dataclasses.asdict(found["overall"]),
+        "sources": {name: dataclasses.asdict(score) for name, score in found["sources"].items()},
+        "groups": {name: dataclasses.asdict(score) for name, score in found["groups"].items()},
+        "n_unpriced": sum(not o.priced for o in report.outcomes),
+        "unpriced": [{"id": o.id, "group": o.group, "reason": o.reason} for o in report.outcomes if not o.priced],
+        "rows": [
+            {
+                "id": o.id,
+                "group": o.group,
+                "step_time_s": o.step_s,
+                "measured_step_time_s": o.measured.step_s,
+                "memory_bytes": o.memory_bytes,
+                "measured_memory_bytes": o.measured.memory_bytes,
+                "feasible": o.feasible,
+                "failed": o.measured.failed,
+                "refused": o.refused,
+            }
+            for o in report.outcomes
+        ],
+    }
+
+
+def _print(report: Report, found: dict[str, Any], console: Console) -> None:
+    for title in ("sources", "groups"):
+        table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+        table.add_column(title.removesuffix("s"), overflow="ellipsis", no_wrap=True, max_width=52)
+        for name in ("rows", "priced", "Spearman", "regret", "ran", "refused", "failed", "refused", "time median",
+                     "p90", "memory median", "p90"):  # fmt: skip
+            table.add_column(name, justify="right", no_wrap=True)
+        rows = {**found[title], **({"all": found["overall"]} if title == "sources" else {})}
+        for name, score in rows.items():
+            table.add_row(name, *_cells(score))
+        console.print(table)
+        console.print()
+    unpriced = [o for o in report.outcomes if not o.priced]
+    console.print(f"{len(unpriced)} of {len(report.outcomes)} rows could not be priced")
+    for reason, count in Counter(o.reason for o in unpriced).most_common(_LISTED):
+        first = next(o.id for o in unpriced if o.reason == reason)
+        console.print(f"  {count} x {reason} ({first}{', ...' if count > 1 else ''})", soft_wrap=True)
+
+
+def _cells(score: Score) -> list[str]:
+    def share(value: float | None) -> str:
+        return "-" if value is None else f"{100 * value:.1f} %"
+
+    return [
+        str(score.n_rows),
+        str(score.n_priced),
+        "-" if score.spearman is None else f"{score.spearman:.2f}",
+        share(score.regret),
+        str(score.n_ran),
+        str(score.ran_called_infeasible),
+        str(score.n_failed),
+        str(score.failed_called_infeasible),
+        share(score.time_median_error),
+        share(score.time_p90_error),
+        share(score.memory_median_error),
+        share(score.memory_p90_error),
+    ]

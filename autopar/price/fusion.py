@@ -1,0 +1,133 @@
+"""Which ops run as one kernel when pointwise chains are fused, and what autograd then keeps.
+
+Every op gets a *depth*: the number of heavy ops (products, attention, lookups, losses) on the longest path before it. Pointwise ops and
+reductions of equal depth that pass values to each other are one kernel: no path between two of them leads through a heavy op, so
+that the kernels have an order. A kernel reads each value from outside once and writes what others read. Of what its ops would keep
+for the backward pass it keeps what it read or wrote, from which the rest is computed again inside the backward kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.price import roofline
+from autopar.price.memory import INTERNAL, OUTPUT, Saved, Trace
+from autopar.rules.operands import operands
+
+_HEAVY = ("cross_entropy", "embedding")  # parts of names; products and attention are known by their FLOPs
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """``group[name]`` numbers the kernel of a pointwise op; ``source[name]`` is the op (or placeholder) whose storage a value lies in;
+    ``written`` are the fused ops whose result leaves their kernel; ``saved`` is what is kept."""
+
+    group: dict[str, int]
+    source: dict[str, fx.Node]
+    written: frozenset[str]
+    saved: tuple[Saved, ...]
+
+
+def fuse(ops: Sequence[fx.Node], run: Trace, saved: Sequence[Saved]) -> Fusion:
+    """Groups the pointwise ops of a traced layer."""
+    source: dict[str, fx.Node] = {}
+    depth: dict[str, int] = {}
+    parent: dict[str, str] = {}
+
+    def find(name: str) -> str:
+        while parent[name] != name:
+            name = parent[name]
+        return name
+
+    def origin(node: fx.Node) -> fx.Node:
+        return source.get(node.name, node)
+
+    for node in ops:
+        read = [origin(o) for o in operands(node)]
+        before = max((depth.get(o.name, 0) for o in read), default=0)
+        if node.name in run.views and read:
+            source[node.name], depth[node.name] = read[0], depth.get(read[0].name, 0)
+        elif heavy(node):
+            depth[node.name] = before + 1
+        else:
+            depth[node.name], parent[node.name] = before, node.name
+            for o in read:
+                if o.name in parent and depth[o.name] == before:
+                    parent[find(o.name)] = find(node.name)
+    roots = {name: find(name) for name in parent}
+    numbers = {root: i for i, root in enumerate(dict.fromkeys(roots.values()))}
+    group = {name: numbers[root] for name, root in roots.items()}
+    written = _written(ops, group, origin)
+    return Fusion(group, source, written, _kept(ops, run, saved, group, origin, written))
+
+
+def heavy(node: fx.Node) -> bool:
+    """Whether the op is a kernel of its own."""
+    return roofline.model_flops(node) > 0 or any(part in roofline.op_name(node) for part in _HEAVY)
+
+
+def _written(ops: Sequence[fx.Node], group: dict[str, int], origin: Callable[[fx.Node], fx.Node]) -> frozenset[str]:
+    """The fused ops whose results other kernels read."""
+    written = set()
+    for node in ops:
+        reads = node.name in group or origin(node) is node  # a view of a value does not take it anywhere
+        for maker in (origin(o).name for o in operands(node)):
+            if maker in group and reads and group.get(node.name) != group[maker]:
+                written.add(maker)
+    graph = ops[0].graph if ops else None
+    for node in graph.nodes if graph is not None else ():
+        if node.op == "output":
+            written |= {origin(o).name for o in node.all_input_nodes if origin(o).name in group}
+    return frozenset(written)
+
+
+def _kept(
+    ops: Sequence[fx.Node],
+    run: Trace,
+    saved: Sequence[Saved],
+    group: dict[str, int],
+    origin: Callable[[fx.Node], fx.Node],
+    written: frozenset[str],
+) -> tuple[Saved, ...]:
+    """What the backward kernels are left to start from."""
+    maker = {}
+    for node in ops:
+        if node.name not in run.views:
+            maker[run.storage[node.name]] = node
+    kept: list[Saved] = []
+    seen: set[tuple[int, str]] = set()
+
+    def keep(node: fx.Node, reader: fx.Node, operand: int) -> None:
+        storage = run.storage.get(node.name)
+        if storage is None or storage in run.excluded or not run.requires_grad.get(node.name, False):
+            return
+        if (storage, reader.name) not in seen:
+            seen.add((storage, reader.name))
+            kept.append(Saved(storage, reader.name, operand, *run.extent[storage]))
+
+    def again(node: fx.Node) -> None:
+        """What must be kept so that a fused op's result can be computed again."""
+        if node.name in written:
+            keep(node, node, OUTPUT)
+            return
+        for i, o in enumerate(operands(node)):
+            made = origin(o)
+            if made.name in group and group[made.name] == group[node.name]:
+                again(made)
+            else:
+                keep(made, node, i)
+
+    by_name = {node.name: node for node in ops}
+    for entry in saved:
+        node, made = by_name[entry.node], maker.get(entry.storage)
+        inside = node.name in group and made is not None and group.get(made.name) == group[node.name]
+        if inside and entry.operand != INTERNAL:
+            assert made is not None
+            again(made)
+        elif (entry.storage, entry.node) not in seen:
+            seen.add((entry.storage, entry.node))
+            kept.append(entry)
+    return tuple(kept)

@@ -1,0 +1,41 @@
+"""How a trainer runs the arithmetic that a plan distributes: what a price needs to know besides the plan.
+
+The defaults are those of the programs that autopar emits, run eagerly. Published runs differ in them, and the same plan
+costs something else with other kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Practice:
+    """Kernels and overlaps.
+
+    ======================  ==========================================================================================
+    ``fused``               a chain of pointwise ops and reductions is one kernel and keeps only what it read, as with
+                            hand-written kernels or ``torch.compile``
+    ``flash``               attention keeps no scores
+    ``gradient_bytes``      of a 16-bit parameter's gradient, all copies together: 2 alone, 4 accumulated in float32,
+                            6 both, 8 with DDP's buckets, 10 with a flat float32 copy besides
+    ``regather``            a sharded value that a product reads whole is kept sharded, and gathered again in its backward
+    ``by_parameter``        ZeRO-3 gathers parameters one by one, not a layer at a time
+    ``bucketed``            reductions of all layers follow each other without a break, so that latency is paid once
+    ``overlap_data``        microbatches under whose backward a layer's gradients are reduced, and under whose forward its
+                            parameters are gathered
+    ``overlap_tensor``      the fraction of tensor-parallel communication that is hidden under matrix products
+    ======================  ==========================================================================================
+    """
+
+    fused: bool = False
+    flash: bool = True
+    gradient_bytes: int | None = None
+    regather: bool = False
+    by_parameter: bool = False
+    bucketed: bool = False
+    overlap_data: int = 0
+    overlap_tensor: float = 0.0
+
+
+EMITTED = Practice()

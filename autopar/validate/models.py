@@ -1,0 +1,112 @@
+"""From an architecture's sizes to a captured graph: the zoo's way, with the repeated block captured a few times and then dealt out.
+
+A model of 105 equal blocks is captured with three: the first, one in the middle, the last. If the middle one has the class of
+its neighbours, a model of any depth is the same graph with the middle layer repeated (``deepen``), which is what capture itself
+would have found, in a fraction of the time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from autopar.graph import Graph, Layer
+from autopar.validate.rows import Architecture, RowError
+
+_CAPTURED = 3
+
+
+def config_of(a: Architecture, layers: int) -> dict[str, Any]:
+    """A transformers configuration of the architecture with ``layers`` blocks."""
+    if not a.gated:
+        rate = 0.1 if a.dropout else 0.0
+        return {
+            "model_type": "gpt2",
+            "architectures": ["GPT2LMHeadModel"],
+            "n_embd": a.hidden,
+            "n_layer": layers,
+            "n_head": a.heads,
+            "n_inner": a.ffn,
+            "n_positions": a.seq,
+            "vocab_size": a.vocabulary,
+            "tie_word_embeddings": a.tied,
+            "resid_pdrop": rate,
+            "embd_pdrop": rate,
+            "attn_pdrop": rate,
+        }
+    common = {
+        "hidden_size": a.hidden,
+        "intermediate_size": a.ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": a.heads,
+        "num_key_value_heads": a.kv_heads,
+        "vocab_size": a.vocabulary,
+        "max_position_embeddings": a.seq,
+        "tie_word_embeddings": a.tied,
+    }
+    if a.experts:
+        return common | {
+            "model_type": "mixtral",
+            "architectures": ["MixtralForCausalLM"],
+            "num_local_experts": a.experts,
+            "num_experts_per_tok": a.experts_per_token,
+        }
+    return common | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+
+
+def graph_of(a: Architecture, global_batch: int) -> Graph:
+    """The captured graph of the architecture on a global batch of ``global_batch`` sequences.
+
+    Raises:
+        RowError: there are no blocks, or the blocks in the middle differ, so that a deeper model cannot be told from three.
+    """
+    from autopar.capture import capture
+    from autopar.shard import annotate
+    from autopar.zoo.hf import build_config
+
+    if a.layers < 1:
+        raise RowError("n_layers = 0")
+    model, batch = build_config(config_of(a, min(a.layers, _CAPTURED)), a.seq, global_batch)
+    graph = annotate(capture(model, batch, None, precision="bfloat16", name="row"))
+    return deepen(graph, a.layers)
+
+
+def deepen(graph: Graph, blocks: int) -> Graph:
+    """``graph`` with the middle one of its ``_CAPTURED`` blocks repeated until there are ``blocks`` of them."""
+    more = blocks - _CAPTURED
+    if more <= 0:
+        return graph
+    middle = len(graph.layers) - _CAPTURED  # lookup, three blocks, head: the second block
+    kinds = [layer.cls for layer in graph.layers]
+    if len(kinds) != _CAPTURED + 2 or kinds[middle] not in (kinds[middle - 1], kinds[middle + 1]):
+        raise RowError(f"the model's blocks are not alike: {', '.join(kinds)}")
+    pattern = graph.layers[middle]
+    if len(pattern.activations) != 1 or len(pattern.outputs) != 1:
+        raise RowError(
+            f"{pattern.name} passes on more than one value, so that a deeper model is not a repetition of it"
+        )
+    (made,) = pattern.outputs
+    layers: list[Layer] = list(graph.layers[: middle + 1])
+    values, parameters = dict(graph.values), dict(graph.parameters)
+    last = made
+    for k in range(more):
+        name = f"{made}.{k}"
+        values[name] = dataclasses.replace(graph.values[made], name=name)
+        renamed = {old: f"{old}.{k}" for old in pattern.parameters}
+        parameters |= {new: dataclasses.replace(graph.parameters[old], name=new) for old, new in renamed.items()}
+        layers.append(
+            dataclasses.replace(
+                pattern,
+                name=f"{pattern.name}.{k}",
+                activations=(last,),
+                parameters=tuple(renamed[old] for old in pattern.parameters),
+                outputs=(name,),
+            )
+        )
+        last = name
+    following = graph.layers[middle + 1]
+    layers.append(
+        dataclasses.replace(following, activations=tuple(last if v == made else v for v in following.activations))
+    )
+    layers += graph.layers[middle + 2 :]
+    return dataclasses.replace(graph, layers=tuple(layers), values=values, parameters=parameters)

@@ -1,0 +1,163 @@
+"""Prices every row of a file and keeps the outcomes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import AutoparError, InfeasibleError, UsageError
+from autopar.graph import Graph
+from autopar.plan import Plan, Role
+from autopar.validate.rows import Measured, Row, RowError, labels, measured, read_row
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One row: what was measured, and what was predicted, or why nothing was."""
+
+    id: str
+    source: str
+    group: str
+    measured: Measured
+    step_s: float | None
+    memory_bytes: int | None
+    feasible: bool | None
+    reason: str = ""
+    refused: str = ""  # why the plan cannot run, where it is not for its memory
+
+    @property
+    def priced(self) -> bool:
+        return not self.reason
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcomes in the order of the file."""
+
+    outcomes: tuple[Outcome, ...]
+
+
+def validate(path: str | Path, progress: Callable[[int, int], None] | None = None) -> Report:
+    """Prices every row of the JSON Lines file.
+
+    Raises:
+        UsageError: no such file, or not a line of it is a JSON object.
+    """
+    rows = read_file(path)
+    bench = Bench()
+    outcomes = []
+    for number, data in enumerate(rows, 1):
+        outcomes.append(bench.outcome(data, number))
+        if progress is not None:
+            progress(number, len(rows))
+    return Report(tuple(outcomes))
+
+
+def read_file(path: str | Path) -> list[Mapping[str, Any] | str]:
+    """The file's rows; a line that is no JSON object is given back as the reason why."""
+    try:
+        lines = Path(path).read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}", "give a JSON Lines file of measurements") from error
+    rows: list[Mapping[str, Any] | str] = []
+    for line in lines:
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                row = f"not JSON: {error}"
+            rows.append(row if isinstance(row, dict | str) else "not a JSON object")
+    if not any(isinstance(row, dict) for row in rows):
+        raise UsageError(f"{path} holds no measurements", "write one JSON object per line")
+    return rows
+
+
+class Bench:
+    """Captured graphs and pricers, kept from row to row."""
+
+    def __init__(self) -> None:
+        self.graphs: dict[object, Graph | AutoparError] = {}
+        self.pricers: dict[object, Any] = {}
+        self.clusters: dict[object, Any] = {}
+
+    def outcome(self, data: Mapping[str, Any] | str, number: int) -> Outcome:
+        """The row's outcome; whatever keeps it from being priced is its reason."""
+        if isinstance(data, str):
+            return Outcome(f"line {number}", "?", "?", Measured(None, None, False), None, None, None, data)
+        names = labels(data, number)
+        try:
+            seen = measured(data)
+        except (AttributeError, TypeError, ValueError):
+            return Outcome(*names, Measured(None, None, False), None, None, None, "measured values are not readable")
+        try:
+            row = read_row(data, number)
+            plan, limit = self.price(row)
+        except InfeasibleError as error:
+            return Outcome(*names, seen, None, None, False, "", error.message)
+        except AutoparError as error:
+            return Outcome(*names, seen, None, None, None, error.message)
+        except (TypeError, ValueError, KeyError, ArithmeticError, AssertionError, RuntimeError) as error:
+            # a stranger's row must not end the run: it is listed, with what went wrong
+            return Outcome(*names, seen, None, None, None, f"{type(error).__name__}: {error}")
+        from autopar.validate.setting import instrument
+
+        memory = max(stage.memory.total for stage in plan.stages)
+        shown = int(instrument(row.setting, memory))
+        return Outcome(*names, seen, plan.prediction.step_time_s, shown, memory <= limit)
+
+    def price(self, row: Row) -> tuple[Plan, int]:
+        """The row as a priced plan, and the memory that a plan may fill."""
+        from autopar.price import Pricer
+        from autopar.search import evaluate
+        from autopar.validate.setting import cluster_of, practice_of, write
+
+        if row.setting.expert > 1:
+            raise RowError(f"ep = {row.setting.expert}: expert parallelism is not priced here")
+        graph = self.graph(row)
+        if row.hardware not in self.clusters:
+            self.clusters[row.hardware] = cluster_of(row.hardware)
+        cluster = self.clusters[row.hardware]
+        practice = practice_of(row.setting, cluster)
+        context = Role.ULYSSES if "all-to-all context" in row.setting.facts else Role.RING
+        written = write(graph, row.setting, context)
+        key = (id(graph), row.hardware, row.setting.precision, practice)
+        if key not in self.pricers:
+            self.pricers[key] = Pricer(graph, cluster, row.setting.precision, practice=practice)
+        plan = evaluate(
+            graph,
+            cluster,
+            self.pricers[key],
+            mesh=written.mesh,
+            stage_bounds=written.bounds,
+            strategies=written.strategies,
+            microbatches=written.microbatches,
+            schedule=written.schedule,
+            precision=written.precision,
+            chunks=written.chunks,
+        )
+        return plan, cluster.memory_limit_bytes
+
+    def graph(self, row: Row) -> Graph:
+        from autopar.validate.models import graph_of
+
+        key = (row.architecture, row.setting.global_batch)
+        if key not in self.graphs:
+            try:
+                self.graphs[key] = graph_of(row.architecture, row.setting.global_batch)
+            except AutoparError as error:
+                self.graphs[key] = error
+        found = self.graphs[key]
+        if isinstance(found, AutoparError):
+            raise found
+        return found
+
+
+def of_groups(outcomes: Iterable[Outcome], key: Callable[[Outcome], str]) -> dict[str, list[Outcome]]:
+    """The outcomes by ``key``, in order of first appearance."""
+    found: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        found.setdefault(key(outcome), []).append(outcome)
+    return found

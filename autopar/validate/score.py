@@ -1,0 +1,118 @@
+"""How well predictions agree with measurements: rank, regret, feasibility, relative errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.validate.run import Outcome, Report, of_groups
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Of a set of rows. ``spearman`` and ``regret`` compare layouts of one group; over several groups they are the groups' means.
+
+    ``regret`` is the measured speed of the best layout over that of the layout which is predicted to be fastest (of those called
+    feasible, where any is), minus one. Counts of rows; errors relative to what was measured; ``None`` where nothing was.
+    """
+
+    n_rows: int
+    n_priced: int
+    n_ran: int
+    n_failed: int
+    spearman: float | None
+    regret: float | None
+    worst_regret: float | None
+    ran_called_infeasible: int
+    failed_called_infeasible: int
+    time_median_error: float | None
+    time_p90_error: float | None
+    memory_median_error: float | None
+    memory_p90_error: float | None
+
+
+def score(outcomes: Sequence[Outcome]) -> Score:
+    """The score of these rows; ranks are compared within their groups only."""
+    ran = [o for o in outcomes if not o.measured.failed]
+    failed = [o for o in outcomes if o.measured.failed]
+    groups = list(of_groups(outcomes, lambda o: o.group).values())
+    ranks = [r for r in map(spearman, groups) if r is not None]
+    regrets = [r for r in map(regret, groups) if r is not None]
+    time = [
+        abs(o.step_s / o.measured.step_s - 1) for o in ran if o.priced and o.step_s is not None and o.measured.step_s
+    ]
+    memory = [
+        abs(o.memory_bytes / o.measured.memory_bytes - 1)
+        for o in ran
+        if o.priced and o.memory_bytes is not None and o.measured.memory_bytes
+    ]
+    return Score(
+        n_rows=len(outcomes),
+        n_priced=sum(o.priced for o in outcomes),
+        n_ran=len(ran),
+        n_failed=len(failed),
+        spearman=_mean(ranks),
+        regret=_mean(regrets),
+        worst_regret=max(regrets, default=None),
+        ran_called_infeasible=sum(o.feasible is False for o in ran),
+        failed_called_infeasible=sum(o.feasible is False for o in failed),
+        time_median_error=_quantile(time, 0.5),
+        time_p90_error=_quantile(time, 0.9),
+        memory_median_error=_quantile(memory, 0.5),
+        memory_p90_error=_quantile(memory, 0.9),
+    )
+
+
+def _timed(outcomes: Iterable[Outcome]) -> list[tuple[float, float, bool]]:
+    return [
+        (o.step_s, o.measured.step_s, bool(o.feasible))
+        for o in outcomes
+        if o.priced and not o.measured.failed and o.step_s is not None and o.measured.step_s is not None
+    ]
+
+
+def spearman(outcomes: Sequence[Outcome]) -> float | None:
+    """Spearman's rank correlation of predicted and measured speed, ties by average rank; ``None`` for fewer than three rows."""
+    pairs = _timed(outcomes)
+    if len(pairs) < 3:
+        return None
+    a, b = (_ranks(np.array([-p[i] for p in pairs])) for i in (0, 1))
+    if a.std() == 0 or b.std() == 0:
+        return None
+    return float(np.corrcoef(a, b)[0, 1])
+
+
+def regret(outcomes: Sequence[Outcome]) -> float | None:
+    """What the layout that is predicted to be fastest loses against the fastest one; ``None`` for fewer than two rows."""
+    pairs = _timed(outcomes)
+    if len(pairs) < 2:
+        return None
+    picked = min([p for p in pairs if p[2]] or pairs)
+    return picked[1] / min(p[1] for p in pairs) - 1
+
+
+def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    return np.asarray((ends - (counts - 1) / 2)[inverse], dtype=np.float64)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _quantile(values: Sequence[float], q: float) -> float | None:
+    return float(np.quantile(values, q)) if values else None
+
+
+def scores(report: Report) -> dict[str, Any]:
+    """``overall``, ``sources`` and ``groups`` by name, each a ``Score``."""
+    return {
+        "overall": score(report.outcomes),
+        "sources": {name: score(rows) for name, rows in of_groups(report.outcomes, lambda o: o.source).items()},
+        "groups": {name: score(rows) for name, rows in of_groups(report.outcomes, lambda o: o.group).items()},
+    }
