@@ -177,7 +177,8 @@ def page(answers: Sequence[Answer], rules: int, calls: int) -> str:
 
 {rules} rules, {calls} sample calls: for each, on one axis of {RANKS} ranks, every way to place the operands as R, P or S(dim)
 (calls with more than {MOST_WAYS} ways: ours alone;
-{", ".join(sorted(NOT_ASKED))}, whose CPU kernel DTensor has no rule for, is left out). DTensor (torch {torch.__version__.split("+")[0]}) is asked by running the call
+{", ".join(sorted(NOT_ASKED))}, whose CPU kernel DTensor has no rule for, is left out).
+DTensor (torch {torch.__version__.split("+")[0]}) is asked by running the call
 on DTensors, its redistribution refused.
 
 | | placements |
