@@ -1,12 +1,32 @@
-"""Sizes that no axis divides: plans of 2, 3 and more devices are exact, and padding stays zero."""
+"""Sizes that no axis divides: plans of 2, 3 and more devices are exact, padding stays zero, and it is priced."""
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
+from typing import Any
+
 import pytest
-from exactness import Kind, run_case
+import torch
+from exactness import Kind, run_case, subject
+from odd_models import ODD
+from sketch import Sketch
+from torch import Tensor
 from workers import WorkerPool
 
+from autopar.capture import WholeFloat64
+from autopar.devices import parse
+from autopar.emit import emit
+from autopar.graph import LayerClass
+from autopar.plan import Role, Strategy
+from autopar.price import Pricer
+from autopar.rules.padding import Padding, padding
+from autopar.run import remote
+from autopar.search.hand import make_mesh
+from autopar.shard import role_types
 from autopar.verify import kind
+
+aten = torch.ops.aten
 
 CASES = [
     ("odd_gpt2", kind("tensor 2", tensor=2)),
@@ -25,3 +45,161 @@ def test_exact(model: str, kind: Kind, request: pytest.FixtureRequest) -> None:
     pool: WorkerPool = request.getfixturevalue(f"workers{kind.devices}")
     outcome = run_case(model, kind, pool)
     assert outcome.error.exact, outcome.error
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+LR, DECAY, STEPS, NORM = 1e-2, 0.1, 3, 0.5
+
+
+def adamw(params: list[Any]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=LR, weight_decay=DECAY)
+
+
+def train(folder: str, state: str, batch: dict[str, Tensor]) -> tuple[list[float], dict[str, Tensor], int, float]:
+    """In a worker: losses, trained parameters, how many elements of this rank are padding, and the largest of them."""
+    options = {"optimizer": adamw, "lr": LR, "seed": 0, "max_norm": NORM, "state": state}
+    trainer = remote.open_trainer(folder, options, device="cpu", timeout_s=60)
+    losses = [trainer.step(batch) for _ in range(STEPS)]
+    padding = [
+        values[layout.name].narrow(dim, start, length).flatten()
+        for group in trainer._groups
+        for values in [group.values()]
+        for layout in group.layouts
+        for dim, start, length in layout.beyond(trainer.world.coordinates)
+    ]
+    beyond = torch.cat([*padding, torch.zeros(1, dtype=torch.float64)])
+    return losses, trainer.state_dict(), beyond.numel() - 1, float(beyond.abs().max())
+
+
+@functools.cache
+def trained(name: str) -> tuple[list[float], dict[str, Tensor]]:
+    """The same on one device."""
+    torch.manual_seed(0)
+    model, batch, _ = ODD[name]()
+    model = model.double().train()
+    optimizer = adamw(list(model.parameters()))
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        with WholeFloat64():
+            output = model(**batch)
+        loss = output if isinstance(output, Tensor) else output.loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), NORM)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+TRAINED = [
+    ("gated", kind("tensor 3", tensor=3)),
+    ("odd_gpt2", kind("tensor 3, two microbatches", tensor=3, microbatches=2)),
+    ("gated", kind("data 2 x tensor 2, zero 3", data=2, tensor=2, zero=3)),
+    ("gated", kind("data 2 x tensor 2, zero 1", data=2, tensor=2, zero=1)),
+]
+
+
+@pytest.mark.parametrize(("model", "kind"), TRAINED, ids=lambda value: value.name if isinstance(value, Kind) else value)
+def test_training_leaves_padding_at_zero(
+    model: str, kind: Kind, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """AdamW with weight decay and clipping: what a sigmoid makes of padding has a gradient, which nothing may see."""
+    given = subject(model)
+    emit(given.graph, kind.plan(given.graph), tmp_path / "program")
+    torch.save(given.state, tmp_path / "initial.pt")
+    pool: WorkerPool = request.getfixturevalue(f"workers{kind.devices}")
+    ranks = pool.run("test_odd_sizes:train", str(tmp_path / "program"), str(tmp_path / "initial.pt"), given.batch)
+    assert sum(count for _, _, count, _ in ranks) > 100
+    assert [largest for *_, largest in ranks] == [0.0] * kind.devices
+    losses, state = trained(model)
+    assert ranks[0][0] == pytest.approx(losses, rel=1e-12)
+    assert ranks[0][1].keys() == state.keys()
+    for name, tensor in state.items():
+        torch.testing.assert_close(ranks[0][1][name], tensor, rtol=1e-9, atol=1e-9)
+
+
+# -- what may be padded -----------------------------------------------------------------------------------------------
+
+
+def groups(cls: LayerClass) -> dict[str, int]:
+    """Count of the group of each dim that may be padded, as ``name.dim``."""
+    found: Padding = padding(cls)
+    return {f"{name}.{dim}": found.counts[group] for (name, dim), group in found.groups.items()}
+
+
+def mlp(between: Any, *arguments: Any) -> LayerClass:
+    draw = Sketch()
+    x, up, down = draw.activation("x", 4, 6, 8), draw.parameter("up", 10, 8), draw.parameter("down", 8, 10)
+    hidden = draw.call(between, draw.call(aten.linear.default, x, up), *arguments)
+    return draw.layer(draw.call(aten.linear.default, hidden, down))
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments"), [(aten.gelu.default, ()), (aten.sigmoid.default, ()), (aten.pow.Tensor_Scalar, (3,))]
+)
+def test_an_inner_width_may_be_padded_behind_ops_without_a_sum(op: Any, arguments: tuple[Any, ...]) -> None:
+    found = groups(mlp(op, *arguments))
+    assert found["up.0"] == found["down.1"] == 10
+    assert not [name for name in found if name.startswith("x.")] and "up.1" not in found and "down.0" not in found
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments"),
+    [
+        (aten.softmax.int, (-1,)),
+        (aten.layer_norm.default, ([10],)),
+        (aten.rsqrt.default, ()),  # infinite at zero
+        (aten.pow.Tensor_Scalar, (-1,)),
+        (aten.cumsum.default, (-1,)),
+    ],
+)
+def test_it_may_not_behind_ops_that_see_the_end_or_blow_up_at_zero(op: Any, arguments: tuple[Any, ...]) -> None:
+    assert groups(mlp(op, *arguments)) == {}
+
+
+def test_a_product_of_two_values_that_are_not_zero_may_not_be_summed() -> None:
+    """sigmoid(x up) @ sigmoid(w): a half times a half would be added for every column of padding."""
+    draw = Sketch()
+    x, up, down = draw.activation("x", 4, 6, 8), draw.parameter("up", 10, 8), draw.parameter("down", 8, 10)
+    hidden = draw.call(aten.sigmoid.default, draw.call(aten.linear.default, x, up))
+    cls = draw.layer(draw.call(aten.linear.default, hidden, draw.call(aten.sigmoid.default, down)))
+    assert groups(cls) == {}
+
+
+def test_heads_are_padded_whole() -> None:
+    """A projection of 40 is five heads of 8: whole heads are added, although 40 divides by two."""
+    found = padding(subject("odd_gpt2").graph.classes[subject("odd_gpt2").graph.layers[1].cls])
+    assert sorted(found.counts) == [5, 51]
+
+
+# -- its price --------------------------------------------------------------------------------------------------------
+
+
+def test_padding_is_paid_for() -> None:
+    """Five heads on three devices are computed as six: two on each, as much as six heads would cost, and more than a third of five."""
+    graph = subject("odd_gpt2").graph
+    pricer = Pricer(graph, parse("5xH100-80GB"), "float32")
+    cls = graph.layers[1].cls
+
+    def parameters(size: int) -> int:
+        mesh = make_mesh(("tensor", size)) if size > 1 else make_mesh(("data", 1))
+        role = Role.TENSOR if size > 1 else Role.DATA
+        price = pricer.layer(cls, mesh, Strategy((role,)), 1)
+        assert price is not None
+        return price.parameters_bytes // 4
+
+    # norms, and the biases of the two products that leave the layer, are whole everywhere; per head 4 x 35 x 7 and 3 x 7
+    heads, width, whole = 4 * 35 * 7 + 3 * 7, 2 * 35 + 1, 6 * 35
+    for size, share_of_heads, share_of_width in ((1, 5, 51), (2, 3, 26), (3, 2, 17), (5, 1, 11)):
+        assert parameters(size) == share_of_heads * heads + share_of_width * width + whole
+
+
+def test_an_axis_may_be_larger_than_what_it_shards() -> None:
+    """Three groups of heads on seven devices: four devices hold padding alone, or the layer is not cut there; either is planned."""
+    graph = subject("odd_llama").graph
+    assert role_types(graph, 1, Role.TENSOR, 7) is not None
+    price = Pricer(graph, parse("7xH100-80GB"), "float32").layer(
+        graph.layers[1].cls, make_mesh(("tensor", 7)), Strategy((Role.TENSOR,)), 1
+    )
+    assert price is not None
