@@ -168,6 +168,7 @@ def _conversion(node: fx.Node, texts: Texts) -> str:
 
 
 _REDUCES_BACKWARD = frozenset(("IR", "SR", "PR"))
+_ALL_REDUCES_BACKWARD = frozenset(("IR", "PR"))
 
 
 def conversion_text(value: str, axes: tuple[str, ...], source: str, target: str, dtype: torch.dtype | None) -> str:
@@ -189,7 +190,8 @@ def conversion_text(value: str, axes: tuple[str, ...], source: str, target: str,
     reduced = dtype in (torch.bfloat16, torch.float16) and kinds in _REDUCES_BACKWARD
     options = f', backward_options={{"op_dtype": {dtype}}}' if reduced else ""
     where, over = ("spmd", f'"{axes[0]}"') if len(axes) == 1 else ("flattened", literal(axes, {}))
-    return f"{where}.{call}({value}, {over}, src=spmd.{source}, dst=spmd.{target}{expert}{options})"
+    text = f"{where}.{call}({value}, {over}, src=spmd.{source}, dst=spmd.{target}{expert}{options})"
+    return f"kernels.dense_gradient({text})" if dtype is not None and kinds in _ALL_REDUCES_BACKWARD else text
 
 
 def _familiar(node: fx.Node, name: str, texts: Texts) -> Text | None:

@@ -159,6 +159,28 @@ def expand(x: Tensor, shape: Sequence[int], partition: Partition) -> Tensor:
     return _declare(y, _axes(partition)) if spmd.is_type_checking() else y
 
 
+class _Dense(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return grad.contiguous()
+
+
+spmd.register_local_autograd_function(_Dense)
+
+
+def dense_gradient(x: Tensor) -> Tensor:
+    """``x`` itself. Its gradient is made contiguous, as an all-reduce needs it: that of an expanded or a transposed value is not."""
+    with spmd.no_typecheck():
+        y = _Dense.apply(x)
+    if spmd.is_type_checking():
+        spmd.assert_type(y, spmd.get_local_type(x), spmd.get_partition_spec(x))
+    return y
+
+
 # -- products and attention ------------------------------------------------------------------------------------------
 
 

@@ -75,7 +75,7 @@ class GPT2Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # x (8, 16, 32): I on tensor
         # ln_1
-        layer_norm_r = spmd.convert(F.layer_norm(x, [32], self.ln_1.weight, self.ln_1.bias), "tensor", src=spmd.I, dst=spmd.R)
+        layer_norm_r = kernels.dense_gradient(spmd.convert(F.layer_norm(x, [32], self.ln_1.weight, self.ln_1.bias), "tensor", src=spmd.I, dst=spmd.R))
         # attn.c_attn
         add = F.linear(layer_norm_r, self.attn.c_attn.weight.part0.t(), self.attn.c_attn.bias.part0)
         add_1 = F.linear(layer_norm_r, self.attn.c_attn.weight.part1.t(), self.attn.c_attn.bias.part1)
@@ -91,7 +91,7 @@ class GPT2Block(nn.Module):
         add_4 = linear_3_i + self.attn.c_proj.bias + x
         # ln_2
         layer_norm_1 = F.layer_norm(add_4, [32], self.ln_2.weight, self.ln_2.bias)
-        layer_norm_1_r = spmd.convert(layer_norm_1, "tensor", src=spmd.I, dst=spmd.R)
+        layer_norm_1_r = kernels.dense_gradient(spmd.convert(layer_norm_1, "tensor", src=spmd.I, dst=spmd.R))
         # mlp.c_fc
         add_5 = F.linear(layer_norm_1_r, self.mlp.c_fc.weight.t(), self.mlp.c_fc.bias)
         # mlp.act
@@ -120,7 +120,7 @@ class GPT2LMHeadModelHead(nn.Module):
         # transformer_wte_weight (48, 32): S(0) on tensor
         # module.transformer.ln_f
         layer_norm = F.layer_norm(x, [32], self.transformer.ln_f.weight, self.transformer.ln_f.bias)
-        layer_norm_r = spmd.convert(layer_norm, "tensor", src=spmd.I, dst=spmd.R)
+        layer_norm_r = kernels.dense_gradient(spmd.convert(layer_norm, "tensor", src=spmd.I, dst=spmd.R))
         # module
         cross_entropy_sum = kernels.vocab_parallel_cross_entropy_sum(F.linear(layer_norm_r, transformer_wte_weight), F.pad(labels, [0, 1], value=-100.0)[..., 1:17], "tensor", ignore_index=-100, label_smoothing=0.0, partial_axes=())
         div = cross_entropy_sum / valid_labels

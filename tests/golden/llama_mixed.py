@@ -70,7 +70,7 @@ class LlamaDecoderLayer(nn.Module):
         # constant_1 (1, 1, 16, 4): R on outer, R on inner
         # input_layernorm
         rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
-        mul_1_r = spmd.convert(self.input_layernorm.weight * (x * rsqrt), "inner", src=spmd.I, dst=spmd.R)
+        mul_1_r = kernels.dense_gradient(spmd.convert(self.input_layernorm.weight * (x * rsqrt), "inner", src=spmd.I, dst=spmd.R))
         # self_attn
         view = kernels.reshape(F.linear(mul_1_r, self.self_attn.q_proj.weight), [4, 16, 4, 4], ("outer", None, "inner", None))
         transpose = view.transpose(1, 2)
@@ -87,7 +87,7 @@ class LlamaDecoderLayer(nn.Module):
         # post_attention_layernorm
         rsqrt_1 = torch.rsqrt(torch.pow(add_3, 2).mean([-1], keepdim=True) + 1e-06)
         mul_7 = self.post_attention_layernorm.weight * (add_3 * rsqrt_1)
-        mul_7_r = spmd.convert(mul_7, "inner", src=spmd.I, dst=spmd.R)
+        mul_7_r = kernels.dense_gradient(spmd.convert(mul_7, "inner", src=spmd.I, dst=spmd.R))
         # mlp
         mul_8 = F.silu(F.linear(mul_7_r, self.mlp.gate_proj.weight)) * F.linear(mul_7_r, self.mlp.up_proj.weight)
         # mlp.down_proj
@@ -128,7 +128,7 @@ class LlamaDecoderLayer_2(nn.Module):
         # constant_1 (1, 1, 16, 4): R on outer, R on inner
         # input_layernorm
         rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
-        mul_1_r = flattened.convert(self.input_layernorm.weight * (x * rsqrt), ("outer", "inner"), src=spmd.I, dst=spmd.R)
+        mul_1_r = kernels.dense_gradient(flattened.convert(self.input_layernorm.weight * (x * rsqrt), ("outer", "inner"), src=spmd.I, dst=spmd.R))
         # self_attn
         view = kernels.reshape(F.linear(mul_1_r, self.self_attn.q_proj.weight), [8, 16, 2, 4], (None, None, ("outer", "inner"), None))
         transpose = view.transpose(1, 2)
@@ -145,7 +145,7 @@ class LlamaDecoderLayer_2(nn.Module):
         # post_attention_layernorm
         rsqrt_1 = torch.rsqrt(torch.pow(add_3, 2).mean([-1], keepdim=True) + 1e-06)
         mul_7 = self.post_attention_layernorm.weight * (add_3 * rsqrt_1)
-        mul_7_r = flattened.convert(mul_7, ("outer", "inner"), src=spmd.I, dst=spmd.R)
+        mul_7_r = kernels.dense_gradient(flattened.convert(mul_7, ("outer", "inner"), src=spmd.I, dst=spmd.R))
         # mlp
         mul_8 = F.silu(F.linear(mul_7_r, self.mlp.gate_proj.weight)) * F.linear(mul_7_r, self.mlp.up_proj.weight)
         # mlp.down_proj
@@ -186,7 +186,7 @@ class LlamaDecoderLayer_3(nn.Module):
         # constant_1 (1, 1, 16, 4): R on outer, R on inner
         # input_layernorm
         rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
-        input_layernorm_weight_r = spmd.convert(self.input_layernorm.weight, "inner", src=spmd.I, dst=spmd.R)
+        input_layernorm_weight_r = kernels.dense_gradient(spmd.convert(self.input_layernorm.weight, "inner", src=spmd.I, dst=spmd.R))
         mul_1_r = spmd.all_gather(input_layernorm_weight_r * (x * rsqrt), "inner", src=spmd.S(1), dst=spmd.R)
         # self_attn
         view = kernels.reshape(F.linear(mul_1_r, self.self_attn.q_proj.weight), [4, 16, 4, 4], ("outer", None, "inner", None))
@@ -203,7 +203,7 @@ class LlamaDecoderLayer_3(nn.Module):
         add_3 = x + linear_3_s
         # post_attention_layernorm
         rsqrt_1 = torch.rsqrt(torch.pow(add_3, 2).mean([-1], keepdim=True) + 1e-06)
-        post_attention_layernorm_weight_r = spmd.convert(self.post_attention_layernorm.weight, "inner", src=spmd.I, dst=spmd.R)
+        post_attention_layernorm_weight_r = kernels.dense_gradient(spmd.convert(self.post_attention_layernorm.weight, "inner", src=spmd.I, dst=spmd.R))
         mul_7_r = spmd.all_gather(post_attention_layernorm_weight_r * (add_3 * rsqrt_1), "inner", src=spmd.S(1), dst=spmd.R)
         # mlp
         mul_8 = F.silu(F.linear(mul_7_r, self.mlp.gate_proj.weight)) * F.linear(mul_7_r, self.mlp.up_proj.weight)

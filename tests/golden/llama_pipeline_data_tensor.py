@@ -64,7 +64,7 @@ class LlamaDecoderLayer(nn.Module):
         # constant_1 (1, 1, 16, 4): R on data, R on tensor
         # input_layernorm
         rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
-        mul_1_r = spmd.convert(self.input_layernorm.weight * (x * rsqrt), "tensor", src=spmd.I, dst=spmd.R)
+        mul_1_r = kernels.dense_gradient(spmd.convert(self.input_layernorm.weight * (x * rsqrt), "tensor", src=spmd.I, dst=spmd.R))
         # self_attn
         view = kernels.reshape(F.linear(mul_1_r, self.self_attn.q_proj.weight), [2, 16, 4, 4], ("data", None, "tensor", None))
         transpose = view.transpose(1, 2)
@@ -81,7 +81,7 @@ class LlamaDecoderLayer(nn.Module):
         # post_attention_layernorm
         rsqrt_1 = torch.rsqrt(torch.pow(add_3, 2).mean([-1], keepdim=True) + 1e-06)
         mul_7 = self.post_attention_layernorm.weight * (add_3 * rsqrt_1)
-        mul_7_r = spmd.convert(mul_7, "tensor", src=spmd.I, dst=spmd.R)
+        mul_7_r = kernels.dense_gradient(spmd.convert(mul_7, "tensor", src=spmd.I, dst=spmd.R))
         # mlp
         mul_8 = F.silu(F.linear(mul_7_r, self.mlp.gate_proj.weight)) * F.linear(mul_7_r, self.mlp.up_proj.weight)
         # mlp.down_proj
@@ -107,7 +107,7 @@ class LlamaForCausalLMHead(nn.Module):
         # valid_labels (): R on data, I on tensor
         # module.model.norm
         rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
-        mul_1_r = spmd.convert(self.model.norm.weight * (x * rsqrt), "tensor", src=spmd.I, dst=spmd.R)
+        mul_1_r = kernels.dense_gradient(spmd.convert(self.model.norm.weight * (x * rsqrt), "tensor", src=spmd.I, dst=spmd.R))
         # module
         cross_entropy_sum = kernels.vocab_parallel_cross_entropy_sum(F.linear(mul_1_r, self.lm_head.weight), F.pad(labels, [0, 1], value=-100.0)[..., 1:17], "tensor", ignore_index=-100, label_smoothing=0.0, partial_axes=("data",))
         div = cross_entropy_sum / valid_labels
