@@ -64,13 +64,17 @@ class Trainer:
         loss = self.forward_backward(batch)
         if self.max_norm is not None:
             self.clip_(self.max_norm)
+        self.update()
+        return loss
+
+    def update(self) -> None:
+        """Update the parameters by the gradients that ``forward_backward`` left, and the buffers that it computed."""
         if self.optimizer is not None:
             self.optimizer.step()
         for group in self._groups:
             group.publish()
         self._buffers.write()
         self._steps += 1
-        return loss
 
     def forward_backward(self, batch: Mapping[str, Tensor]) -> float:
         """The global batch's loss; leaves its gradients, summed over ranks, microbatches and tied copies."""

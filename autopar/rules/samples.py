@@ -157,7 +157,7 @@ def products() -> list[Sample]:
         sample(kernels_norm.normalise, r(6, 12, 3, 5), r(12), u(12), r(12), r(12), 1e-5),
         sample(kernels_norm.normalise, r(6, 12), r(12), u(12)),
         sample(kernels_norm.local_batch_norm, r(4, 6, 3), r(6), r(6), 1e-5),
-        *(sample(_overload(name, "int"), r(6, 5, 12), 1) for name in ("softmax", "log_softmax")),
+        *(sample(_overload(name, "int"), r(6, 6, 12), 1) for name in ("softmax", "log_softmax")),
         *(sample(_overload(name), r(6, 12, 5), -1, False) for name in ("_softmax", "_log_softmax")),
         sample(aten.glu.default, r(6, 12, 4), -1),
     ]
@@ -197,10 +197,10 @@ def views() -> list[Sample]:
         sample(aten.split_with_sizes.default, r(6, 5, 12), [2, 3], 1),
         sample(aten.chunk.default, r(6, 5, 12), 2, -2),
         sample(aten.tensor_split.sections, r(6, 5, 12), 2, 1),
-        sample(aten.cumsum.default, r(6, 5, 12), 1),
+        sample(aten.cumsum.default, r(6, 6, 12), 1),
         sample(aten.diff.default, r(6, 5, 12), 2, 1),
         sample(aten.diff.default, r(6, 12), 1, -1, r(6, 1)),
-        sample(aten.logcumsumexp.default, r(6, 5, 12), 1),
+        sample(aten.logcumsumexp.default, r(6, 6, 12), 1),
         sample(aten.cumprod.default, u(6, 5, 12), 1),
         sample(aten.flip.default, r(6, 5, 12), [1]),
         sample(aten.roll.default, r(6, 5, 12), [1], [1]),
@@ -243,14 +243,14 @@ def reductions() -> list[Sample]:
         sample(aten.sum.dim_IntList, r(6, 5, 12), [-1], dtype=torch.float64),
         *(sample(op.default, r(6, 5, 12), [1], True) for op in (aten.amax, aten.amin, aten.logsumexp)),
         sample(aten.logsumexp.default, r(6, 5, 12), [1]),
-        *(sample(op.dim, r(6, 5, 12), 1) for op in (aten.max, aten.min, aten.median)),
+        *(sample(op.dim, r(6, 6, 12), 1) for op in (aten.max, aten.min, aten.median)),
         sample(aten.max.other, r(6, 12), r(12)),
         *(sample(op.default, r(6, 5, 12), 1, True) for op in (aten.argmax, aten.argmin)),
         *(
             sample(op.correction, r(6, 5, 12), [1], correction=0, keepdim=True)
             for op in (aten.var, aten.std, aten.var_mean)
         ),
-        sample(aten.prod.dim_int, r(6, 5, 12), 1),
+        sample(aten.prod.dim_int, r(6, 6, 12), 1),
         *(sample(op.dim, b(6, 5, 12), 1) for op in (aten.any, aten.all)),
         *(sample(op.default, b(6, 12)) for op in (aten.any, aten.all)),
         sample(aten.norm.ScalarOpt_dim, r(6, 5, 12), 2, [1]),

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from autopar.check import check_program
 from autopar.emit import emit
-from autopar.measure import Error, compare
+from autopar.measure import EXACT, Error, compare
 from autopar.plan import Plan
 from autopar.run.pool import WorkerPool
 from autopar.structure import check_structure
+from autopar.verify.remote import UPDATE_LR
 from autopar.verify.subject import Subject
 
 
@@ -42,7 +44,17 @@ def check_plan(subject: Subject, plan: Plan, pool: WorkerPool, *, typed: bool = 
         state = Path(folder) / "initial.pt"
         torch.save(subject.state, state)
         answers = pool.run("autopar.verify.remote:gradients", str(program), str(state), subject.batch)
-    loss, gradients, state_after = answers[0]
+    return Outcome(compare_step(subject, *answers[0]), stages)
+
+
+def compare_step(subject: Subject, loss: float, gradients: dict[str, Tensor], after: dict[str, Tensor]) -> Error:
+    """The largest error of a step: the loss, every gradient, every buffer, and how much every parameter was updated by.
+
+    The update is of plain SGD, and so the gradient again, by way of the optimizer and of what ZeRO deals out and gathers.
+    """
     error = compare(loss, gradients, subject.loss, subject.gradients)
-    written = compare(loss, {name: state_after[name] for name in subject.buffers}, loss, subject.buffers)
-    return Outcome(max(error, written, key=lambda one: one.value), stages)
+    moved = {n: (subject.state[n] - after[n]) / UPDATE_LR for n in subject.gradients if n in after}
+    update = compare(loss, moved, subject.loss, subject.gradients)
+    written = compare(loss, {n: after[n] for n in subject.buffers}, loss, subject.buffers)
+    errors = (error, Error(update.value, f"the update of {update.where}"), written)
+    return next((e for e in errors if not e.value <= EXACT), max(errors, key=lambda e: e.value))

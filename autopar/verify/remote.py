@@ -10,11 +10,14 @@ from torch import Tensor
 
 from autopar.run import remote
 
+UPDATE_LR = 2.0**20
+"""Of the update that is compared: so large that a parameter's own size is no rounding error beside its gradient's, and exact."""
+
 
 def open_trainer(folder: str, state: str) -> Any:
-    """The program's trainer with the values of ``state``, and an optimizer that changes nothing."""
+    """The program's trainer with the values of ``state``."""
     options = {
-        "optimizer": functools.partial(torch.optim.SGD, lr=0.0),
+        "optimizer": functools.partial(torch.optim.SGD, lr=UPDATE_LR),
         "lr": 0.0,
         "seed": 0,
         "max_norm": None,
@@ -24,12 +27,10 @@ def open_trainer(folder: str, state: str) -> Any:
 
 
 def gradients(folder: str, state: str, batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
-    """The loss, and on rank 0 the whole gradients, of one global batch; for a model that writes buffers its state after a step."""
+    """The loss, and on rank 0 the whole gradients, of one global batch, and the state after an update with ``UPDATE_LR``."""
     trainer = open_trainer(folder, state)
     loss, found = remote.perform(trainer, "gradients", batch)
-    if not trainer.program.buffers:
-        return loss, found, {}
-    trainer.step(batch)
+    trainer.update()
     return loss, found, trainer.state_dict()
 
 

@@ -1,0 +1,55 @@
+"""The mutation check's default tier: some of the faults, one of each sort, and the results that are kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from exactness import subject
+from mutations import CATCHERS, MUTATIONS, RESULTS, Mutation, caught, page
+from workers import WorkerPool
+
+from autopar.search.hand import hand_plan
+from autopar.verify import check_plan
+
+# One for each catcher that sees it first, and faults that nothing but the exactness run sees.
+TRIED = {
+    "partial sum is not reduced": {"types", "exactness"},
+    "attention with another scale": {"exactness"},
+    "rows of other ranks are not zeroed in a masked lookup": {"exactness"},
+    "tied gradients are not summed over the stages": {"exactness"},
+    "every rank's piece under ZeRO is the first": {"exactness"},
+    "ring without the correction of earlier blocks": {"exactness"},
+    "variance without the spread of the ranks' means": {"exactness"},
+    "softmax: its dim may be sharded": {"rules"},
+    "I to R is left out: gradients of replicated inputs are not summed": {"structure", "types", "exactness"},
+    "S to R is left out": {"passes"},
+}
+
+
+@pytest.fixture(scope="module")
+def pools(workers2: WorkerPool) -> Iterator[dict[int, WorkerPool]]:
+    yield {2: workers2}
+
+
+@pytest.mark.parametrize("mutation", [m for m in MUTATIONS if m.name in TRIED], ids=lambda mutation: mutation.name)
+def test_a_fault_is_caught(mutation: Mutation, pools: dict[int, WorkerPool]) -> None:
+    given = subject(mutation.model)
+    if mutation.breaks != "rule":
+        assert check_plan(given, hand_plan(given.graph, **mutation.options), pools[2]).error.exact
+    assert set(caught(mutation, pools)) == TRIED[mutation.name]
+
+
+def test_all_that_was_tried_is_there() -> None:
+    names = [mutation.name for mutation in MUTATIONS]
+    assert set(TRIED) <= set(names) and len(set(names)) == len(names) >= 40
+    assert {mutation.breaks for mutation in MUTATIONS} == {"rule", "pass", "program", "runtime"}
+
+
+def test_the_results_are_of_all_mutations_and_all_are_caught() -> None:
+    lines = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    assert [line["mutation"] for line in lines] == [mutation.name for mutation in MUTATIONS]
+    assert [line["mutation"] for line in lines if not line["caught"]] == []
+    assert all(set(line["caught"]) <= set(CATCHERS) for line in lines)
+    assert RESULTS.with_suffix(".md").read_text() == page(lines)
