@@ -53,12 +53,13 @@ def run(
         with torch.no_grad():
             results = graph.prelude(*(batch[value.name] for value in graph.inputs))
         scalars = {value.name: result for value, result in zip(graph.scalars, results, strict=True)}
+    held = graph.constants | {n: b.value for n, b in graph.buffers.items() if b.value is not None}
     values: dict[str, Tensor] = {}
     for index, layer in enumerate(graph.layers):
         arguments = (
             [values[name] for name in layer.activations]
             + [batch[name] for name in layer.inputs]
-            + [graph.constants[name] for name in layer.constants]
+            + [held[name] for name in layer.constants]
             + [scalars[name] for name in layer.scalars]
             + [tensors[name] for name in layer.parameters]
         )
