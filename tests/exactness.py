@@ -225,6 +225,15 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind("mixed: tensor 1, 2 and 4", 4, mixed=_three_degrees),
     Kind("mixed: ring, ulysses, data and tensor+sequence", 4, mixed=_sequence_roles),
+    # numbers of devices that divide little
+    kind("data 3, zero 3", data=3, zero=3, microbatches=2),
+    kind("tensor 3", tensor=3),
+    kind("tensor+sequence 3", tensor=3, sequence=True),
+    kind("pipeline 3", pipeline=3, microbatches=3, schedule="1f1b"),
+    kind("tensor 5", tensor=5),
+    kind("tensor 2 x 3", mesh=make_mesh(("tensor0", 2), ("tensor1", 3)), microbatches=2),
+    kind("data 2 x tensor 3, zero 3", data=2, tensor=3, zero=3, microbatches=2),
+    kind("tensor 7", tensor=7),
     # eight processes
     *(each for each in kinds(8) if "D " in each.name),
     kind("tensor 8", tensor=8),
