@@ -137,6 +137,15 @@ def _sum_of_losses(request: Request) -> KernelCall:
     return kernels.cross_entropy_sum, (given.pop("logits"), given.pop("labels")), given
 
 
+def _linear(request: Request) -> KernelCall | None:
+    """Sharded operands with dims of size one, whose strides the type checker misreads; a bias makes it read none."""
+    given, sizes = arguments(request.node), shape_of(operands(request.node)[0])
+    ones = [dim for dim, size in enumerate(sizes[:-1]) if size == 1]
+    if not request.sharding or not ones or len(ones) == len(sizes) - 1 or given["bias"] is not None:
+        return None
+    return kernels.linear_beside_ones, (given["input"], given["weight"], ones), {}
+
+
 def _loss_arguments(request: Request) -> dict[str, Any]:
     given = {**arguments(request.node), "partial_axes": request.partial}
     return {name: value for name, value in given.items() if name not in ("weight", "vocabulary") or value is not None}
@@ -176,6 +185,7 @@ BY_KERNEL: dict[str, Entry] = {
 }
 BY_OP: dict[str, Entry] = {
     "aten.dropout": _dropout,
+    "aten.linear": _linear,
     "kernels_rnn.recurrent": _recurrent,
     "aten.scaled_dot_product_attention": _attention,
     "kernels.cross_entropy_sum": _sum_of_losses,

@@ -189,6 +189,15 @@ def linear_partial_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.linear(x, weight) + bias
 
 
+def linear_beside_ones(x: Tensor, weight: Tensor, ones: Sequence[int]) -> Tensor:
+    """``x @ weight.T``, with the dims ``ones`` of ``x``, all of size one (ascending), out of the way: the type checker reads the
+    stride of one that follows a sharded dim as that of another layout, and takes the product for one of batches."""
+    y = F.linear(x.squeeze(list(ones)), weight)
+    for dim in ones:
+        y = y.unsqueeze(dim)
+    return y
+
+
 def addmm_partial_bias(bias: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
     """``beta * bias + alpha * (a @ b)`` summed over a sharded dim: P, where ``bias`` is P too. ``a`` and ``b`` may be batched."""
     product = torch.matmul(a, b)

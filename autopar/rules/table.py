@@ -121,7 +121,7 @@ TABLE: dict[str, Entry] = {
     "aten.embedding": v.embedding,
     "aten.index": v.index,
     "aten.index_select": v.index_select,
-    "aten.gather": v.gather,
+    **dict.fromkeys(aten_names("gather scatter"), v.gather),
     "aten.one_hot": v.one_hot,
     # mixtures of experts, and the products in their bodies (where rows are sorted by expert, and so are not sharded)
     "kernels_experts.experts": experts.line,

@@ -489,12 +489,15 @@ def index_select(node: fx.Node) -> str:
 
 
 def gather(node: fx.Node) -> str | None:
-    """gather: the dims other than ``dim``, where the index spans them whole."""
+    """gather and scatter: the dims other than ``dim``, where the index (and what it writes, if a tensor) spans them whole."""
     given = arguments(node)
-    whole, part = shape_of(given["self"]), shape_of(given["index"])
-    dim = dims_of(given["dim"], len(whole))[0]
-    words = ["1" if i == dim or whole[i] != part[i] else w for i, w in enumerate(names(len(whole)))]
-    return line([words, words], words)
+    sizes = [shape_of(operand) for operand in operands(node)]
+    dim = dims_of(given["dim"], len(sizes[0]))[0]
+    words = [
+        "1" if i == dim or len(set(n)) > 1 else w
+        for i, (w, *n) in enumerate(zip(names(len(sizes[0])), *sizes, strict=True))
+    ]
+    return line([words] * len(sizes), words)
 
 
 def one_hot(node: fx.Node) -> str | None:
