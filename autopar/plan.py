@@ -204,6 +204,7 @@ class Plan:
                     "sequence": s.degree(self.mesh, *SEQUENCES),
                     "zero": s.zero,
                     "recompute": s.recompute,
+                    "selective": s.selective,
                     "roles": [role.value for role in s.roles],
                 }
             )
@@ -226,6 +227,7 @@ class Plan:
             "bound_s": self.bound_s,
             "gap": self.gap,
             "pipeline": self.pipeline,
+            "chunks": self.chunks,
             "microbatches": self.microbatches,
             "schedule": self.schedule,
             "global_batch": self.global_batch,
@@ -266,7 +268,12 @@ class Plan:
                 LayerPlan(
                     layer["name"],
                     layer["class"],
-                    Strategy(tuple(Role(role) for role in layer["roles"]), layer["zero"], layer["recompute"]),
+                    Strategy(
+                        tuple(Role(role) for role in layer["roles"]),
+                        layer["zero"],
+                        layer["recompute"],
+                        layer.get("selective", False),
+                    ),
                 )
                 for layer in data["layers"]
             ),
@@ -278,6 +285,7 @@ class Plan:
             imports=tuple(data.get("imports", ())),
             wall_time_s=data["wall_time_s"],
             peak_memory_bytes=data["peak_memory_bytes"],
+            chunks=data.get("chunks", 1),
         )
 
     def dumps(self) -> str:

@@ -212,6 +212,53 @@ def validate(file: str, as_json: bool) -> None:
     validate_command(file, as_json)
 
 
+@cli.command(short_help="Show the known devices and where their figures come from.")
+@click.argument("action", required=False, metavar="[show]")
+@click.argument("name", required=False, metavar="[NAME]")
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+def hardware(action: str | None, name: str | None, as_json: bool) -> None:
+    """List the kinds of device that are known; `autopar hardware show H100-80GB` prints every figure of one with its source."""
+    from autopar.cli.machines import hardware_command
+
+    hardware_command(action, name, as_json)
+
+
+@cli.command(
+    short_help="Predict time and memory of a plan that you write down.",
+    help="Predict time and memory of a plan for MODEL that you write down: degrees as options, --plan FILE, or the flags of Megatron-LM "
+    "or torchtitan after `--`. Data parallelism takes the devices that are left." + _MODEL_HELP,
+    context_settings={"ignore_unknown_options": False},
+)
+@_model_options
+@click.option("--pipeline", type=click.IntRange(1), metavar="N", help="Pipeline stages.")
+@click.option("--tensor", type=click.IntRange(1), metavar="N", help="Tensor-parallel degree.")
+@click.option("--sequence", is_flag=True, help="Cut activations between tensor-parallel regions along the sequence.")
+@click.option("--context", type=click.IntRange(1), metavar="N", help="Ring attention's degree.")
+@click.option("--zero", type=click.IntRange(0, 3), metavar="0-3", help="ZeRO stage.")
+@click.option("--microbatches", type=click.IntRange(1), metavar="N", help="Microbatches of a step.")
+@click.option("--microbatch", type=click.IntRange(1), metavar="N", help="Sequences in a microbatch of one device.")
+@click.option("--schedule", metavar="NAME", help="gpipe or 1f1b.")
+@click.option("--recompute", metavar="NAME", help="none, selective or full.")
+@_plan_file_option
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED)
+def price(**request: Any) -> None:
+    from autopar.cli.pricing import price_command
+
+    price_command(**request)
+
+
+@cli.command(short_help="Show two plans side by side.")
+@click.argument("first")
+@click.argument("second")
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+def compare(first: str, second: str, as_json: bool) -> None:
+    """Show two plans side by side: FIRST and SECOND are files of `autopar plan --json` or `autopar price --json`."""
+    from autopar.cli.pricing import compare_command
+
+    compare_command(first, second, as_json)
+
+
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Entry point of the console script; ends the process with the exit status."""
     try:

@@ -1,6 +1,6 @@
 """Figures that no specification gives, each with its unit and its source.
 
-Vendor specifications and measured bandwidths are in ``hardware.json``. What is here turns them into prices: the
+Vendor specifications are in ``kinds/*.toml``, measured bandwidths in ``networks/*.toml``. What is here turns them into prices: the
 fraction of a peak that real code reaches, latencies, and modest figures for a machine without a GPU. A source starts
 with its kind: *measured*, *library* (read from its source code), *published*, *vendor* (a data sheet), *assumed*, or *fitted* to published
 measurements: those are few, and docs/validation.md lists them.
@@ -60,17 +60,19 @@ GIB_PER_VENDOR_GB = Constant(
 MATMUL_EFFICIENCY = Constant(
     0.8,
     "fraction of peak FLOP/s",
-    "published: best achievable matmul over peak, 0.87 (A100-80GB-SXM) and 0.80 (H100-80GB-SXM) in hardware.json; used "
+    "published: best achievable matmul over peak, 0.87 (A100-80GB-SXM) and 0.80 (H100-80GB-SXM) in kinds/; used "
     "for GPUs without such a measurement",
 )
 SUSTAINED = Constant(
-    0.8,
+    0.77,
     "ratio",
     "fitted: what products and copies reach in training over what they reach in a benchmark, on parts whose power limit a "
     "training run meets (H100 and later); published steps of nanotron, MPT and the DGX Cloud recipes",
 )
 MEMORY_EFFICIENCY = Constant(
-    0.83, "fraction of peak bytes/s", "measured by NVIDIA: HBM copy of 4.01 of 4.8 TB/s on H200, see hardware.json"
+    0.83,
+    "fraction of peak bytes/s",
+    "measured by NVIDIA: HBM copy of 4.01 of 4.8 TB/s on H200 (samuel-bohman/AI-benchmarking-guide, ND_H200_v5_results)",
 )
 OP_FLOOR_S = Constant(1e-5, "s", "assumed: dispatch of one op with autograd from Python; kernels cannot start faster")
 KERNEL_S = Constant(2e-6, "s", "assumed: start and tail of one kernel on the device")
@@ -104,7 +106,7 @@ HOST_S = Constant(
 OVERLAP_SLOWDOWN = Constant(
     0.13,
     "fraction of hidden communication",
-    "measured by others: hardware.json, overlap_slowdown_coefficient 1.1256 of PKU-DAIR/Hetu-Galvatron",
+    "published: overlap_slowdown_coefficient 1.1256 of PKU-DAIR/Hetu-Galvatron",
 )
 INTRA_NODE_EFFICIENCY = Constant(0.65, "fraction of peak bytes/s", _CALCULON)
 INTER_NODE_EFFICIENCY = Constant(0.9, "fraction of peak bytes/s", _CALCULON)
@@ -113,7 +115,7 @@ NVLINK_HOP_S = Constant(3.4e-6, "s", _NCCL + ", ring")
 PCIE_HOP_S = Constant(5.7e-6, "s", _NCCL + ", ring")
 NETWORK_HOP_S = Constant(14e-6, "s", _NCCL + ", ring")
 DEFAULT_INTER_NODE_BYTES_PER_S = Constant(
-    12.5e9, "bytes/s per GPU", "assumed: one 100 Gb/s port per GPU, where hardware.json has no figure for the node"
+    12.5e9, "bytes/s per GPU", "assumed: one 100 Gb/s port per GPU, where the kind's file has no figure for the node"
 )
 
 # -- processes on this machine's CPU ----------------------------------------------------------------------------------

@@ -1,14 +1,18 @@
-"""What ``hardware.json`` says, as records: GPUs by name, their links, and what this machine has."""
+"""What the files say, as records: GPUs by name (``kinds/*.toml``), measured networks (``networks/*.toml``), and what this machine has.
+
+A kind is a TOML file: dense TFLOP/s, GB = 1e9 bytes, NVLink per GPU and per node figures in one direction, with a source for each.
+"""
 
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import re
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +27,19 @@ GPUS_PER_NODE = 8  # of every SXM board in the file; GB200 says otherwise itself
 @cache
 def table() -> dict[str, Mapping[str, Any]]:
     """GPU name to its entry, for the entries that have the figures which a price needs."""
-    data = json.loads(resources.files("autopar.devices").joinpath("hardware.json").read_text("utf-8"))
-    return {name: entry for name, entry in data["gpus"].items() if _peak(entry) and entry["hbm_gb_per_s"]}
+    entries = sorted((_read(file) for file in _files("kinds")), key=lambda entry: int(entry["order"]))
+    return {entry["name"]: entry for entry in entries if _peak(entry) and entry.get("hbm_gb_per_s")}
+
+
+def _files(folder: str) -> Iterator[Traversable]:
+    """The TOML files of a folder beside this module."""
+    for file in resources.files("autopar.devices").joinpath(folder).iterdir():
+        if file.name.endswith(".toml"):
+            yield file
+
+
+def _read(file: Traversable) -> dict[str, Any]:
+    return tomllib.loads(file.read_text("utf-8"))
 
 
 def gpu_names() -> tuple[str, ...]:
@@ -94,17 +109,20 @@ def nearest(text: str) -> str:
 
 def network(name: str, per_node: int, words: str) -> Network | None:
     """The measured network of that kind of node, where nothing is said of another one."""
-    if words or not name.startswith("H100-80GB-SXM") or per_node != 8:
+    if words:
         return None
-    data = json.loads(resources.files("autopar.devices").joinpath("hardware.json").read_text("utf-8"))
-    found = data["measured_collectives"][0]
+    found = next(
+        (n for n in map(_read, _files("networks")) if (n["gpu"], n["gpus_per_node"]) == (name, per_node)), None
+    )
+    if found is None:
+        return None
     return Network(
-        nodes=(1, 2, 4, 8, 16, 32, 64),
-        gather=tuple(b * _GIGA for b in found["all_gather"]),
-        reduce=tuple(b * _GIGA for b in found["all_reduce"]),
-        per_node=8,
-        hop_s=35e-6,
-        pipelined_hop_s=330e-6,
+        nodes=tuple(found["nodes"]),
+        gather=tuple(b * _GIGA for b in found["gather_gb_per_s"]),
+        reduce=tuple(b * _GIGA for b in found["reduce_gb_per_s"]),
+        per_node=per_node,
+        hop_s=found["hop_us"] * 1e-6,
+        pipelined_hop_s=found["pipelined_hop_us"] * 1e-6,
         source=found["source"],
     )
 
@@ -179,16 +197,16 @@ def links(name: str, gpus_per_node: int) -> tuple[Link, Link]:
     """Within a node, and one device's share of its node's network."""
     entry = table()[name]
     sources = entry["sources"]
-    nvlink = entry["nvlink_gb_per_s_per_gpu_unidirectional"]
+    nvlink = entry.get("nvlink_gb_per_s_per_gpu_unidirectional")
     if nvlink:
-        intra = intra_link(nvlink * _GIGA, sources.get("nvlink", "hardware.json"))
+        intra = intra_link(nvlink * _GIGA, sources.get("nvlink", name))
     else:
         pcie = entry["pcie_gb_per_s"] * _GIGA * c.INTRA_NODE_EFFICIENCY.value
-        intra = Link(c.PCIE_HOP_S.value, pcie, "hardware.json: pcie_gb_per_s")
-    node = entry["inter_node_gb_per_s_per_node"]
+        intra = Link(c.PCIE_HOP_S.value, pcie, f"kinds/{name}.toml: pcie_gb_per_s")
+    node = entry.get("inter_node_gb_per_s_per_node")
     if node:
         # the node of the file has its own number of GPUs: its network is shared by those who are there
-        return intra, inter_link(node * _GIGA / gpus_per_node, sources.get("inter_node", "hardware.json"))
+        return intra, inter_link(node * _GIGA / gpus_per_node, sources.get("inter_node", name))
     default = c.DEFAULT_INTER_NODE_BYTES_PER_S
     return intra, inter_link(default.value, default.source)
 

@@ -169,7 +169,8 @@ _FLOPS: dict[str, Callable[[fx.Node], float]] = {
     "mm": _product(0),
     "bmm": _product(0),
     "mv": _product(0),
-    "grouped_linear": _product(0),  # every row of the first operand meets one expert's matrix
+    # every row of the first operand meets one expert's matrix
+    **dict.fromkeys(("grouped_linear", "_grouped_mm", "grouped_mm"), _product(0)),
     "addmm": _product(1),
     "addbmm": _product(1),
     "baddbmm": _product(1),

@@ -5,6 +5,6 @@ a cluster, ``score`` compares. Nothing here looks at a row's id, source or group
 """
 
 from autopar.validate.run import Outcome, Report, validate
-from autopar.validate.score import Score, score, scores
+from autopar.validate.scoring import Score, score, scores
 
 __all__ = ["Outcome", "Report", "Score", "score", "scores", "validate"]

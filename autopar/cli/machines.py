@@ -1,0 +1,128 @@
+"""``autopar hardware``: the kinds of device that are known, and every figure of one with its source."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from autopar.devices import Constant, constants, hardware
+
+
+def hardware_command(action: str | None, name: str | None, as_json: bool) -> None:
+    """Lists the kinds, or shows one."""
+    from autopar.errors import UsageError
+
+    if action is None:
+        _print_list(as_json)
+    elif action != "show" or name is None:
+        raise UsageError(
+            f"autopar hardware {action!r} is not known", "write `autopar hardware` or `autopar hardware show H100-80GB`"
+        )
+    else:
+        figures = cpu_figures() if name.lower() == "cpu" else kind_figures(hardware.find(name))
+        _print_figures(figures, as_json)
+
+
+def kind_figures(name: str) -> list[dict[str, Any]]:
+    """Every figure that a price of that GPU is made of: name, value, unit, source."""
+    entry, gpu = hardware.table()[name], hardware.gpu(name)
+    sources = dict(entry["sources"])
+    intra, inter = hardware.links(name, entry.get("gpus_per_node", hardware.GPUS_PER_NODE))
+    peak = sources.get("bf16") or sources.get("fp16", "")
+    rows = [
+        ("memory", gpu.memory_bytes, "bytes", sources.get("hbm", "")),
+        *((f"peak {dtype}", flops, "FLOP/s", peak) for dtype, flops in gpu.peak_flops.items()),
+        (
+            "sustained products",
+            gpu.flops_per_s("bfloat16"),
+            "FLOP/s, bfloat16",
+            sources.get("sustained", _of("SUSTAINED")),
+        ),
+        ("flash attention", gpu.attention_flops_per_s("bfloat16"), "FLOP/s", _of("ATTENTION_EFFICIENCY")),
+        ("memory bandwidth", gpu.memory_bytes_per_s, "bytes/s, peak", sources.get("hbm", "")),
+        ("sustained copies", gpu.bytes_per_s, "bytes/s", _of("MEMORY_EFFICIENCY")),
+        ("link in a node", intra.bytes_per_s, "bytes/s", intra.source),
+        ("share of the network", inter.bytes_per_s, "bytes/s per GPU", inter.source),
+    ]
+    found = [{"figure": a, "value": b, "unit": c, "source": d} for a, b, c, d in rows]
+    network = hardware.network(name, entry.get("gpus_per_node", hardware.GPUS_PER_NODE), "")
+    if network is not None:
+        found += [
+            {"figure": f"{what}, {nodes} nodes", "value": value, "unit": "bytes/s, bus", "source": network.source}
+            for what, values in (("all-gather", network.gather), ("all-reduce", network.reduce))
+            for nodes, value in zip(network.nodes, values, strict=True)
+        ]
+    return found + constant_figures()
+
+
+def cpu_figures() -> list[dict[str, Any]]:
+    """The figures of a process on this machine's CPU, before ``autopar profile`` has measured them."""
+    return [c for c in constant_figures() if c["figure"].startswith(("CPU", "GLOO", "USABLE"))]
+
+
+def constant_figures() -> list[dict[str, Any]]:
+    """The figures that are no kind's own."""
+    found = {name: value for name, value in vars(constants).items() if isinstance(value, Constant)}
+    assert [f.name for f in fields(Constant)] == ["value", "unit", "source"]
+    return [{"figure": name} | asdict(constant) for name, constant in found.items()]
+
+
+def _of(name: str) -> str:
+    return f"{name}: {getattr(constants, name).source}"
+
+
+def _print_list(as_json: bool) -> None:
+    rows: list[dict[str, Any]] = []
+    for name, entry in hardware.table().items():
+        gpu = hardware.gpu(name)
+        rows.append(
+            {
+                "name": name,
+                "memory_bytes": gpu.memory_bytes,
+                "peak_bf16_flops": gpu.peak_flops["bfloat16"],
+                "memory_bytes_per_s": gpu.memory_bytes_per_s,
+                "nvlink_bytes_per_s": (entry.get("nvlink_gb_per_s_per_gpu_unidirectional") or 0) * 1e9,
+            }
+        )
+    cpu, _ = hardware.cpu(1)
+    rows.append(
+        {
+            "name": "cpu",
+            "memory_bytes": cpu.memory_bytes,
+            "peak_bf16_flops": cpu.peak_flops["bfloat16"],
+            "memory_bytes_per_s": cpu.memory_bytes_per_s,
+            "nvlink_bytes_per_s": 0.0,
+        }
+    )
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("kind", "memory GiB", "bf16 TFLOP/s", "memory GB/s", "NVLink GB/s"):
+        table.add_column(column, justify="left" if column == "kind" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            str(row["name"]),
+            f"{row['memory_bytes'] / 2**30:,.0f}",
+            f"{row['peak_bf16_flops'] / 1e12:,.4g}",
+            f"{row['memory_bytes_per_s'] / 1e9:,.4g}",
+            f"{row['nvlink_bytes_per_s'] / 1e9:,.4g}" if row["nvlink_bytes_per_s"] else "-",
+        )
+    Console(highlight=False).print(table)
+
+
+def _print_figures(figures: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(figures, indent=1))
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("figure", "value", "unit", "source"):
+        table.add_column(column, overflow="fold", justify="right" if column == "value" else "left")
+    for row in figures:
+        table.add_row(row["figure"], f"{row['value']:.4g}", row["unit"], row["source"])
+    console = Console(highlight=False)
+    (console if console.is_terminal else Console(highlight=False, width=170)).print(table)

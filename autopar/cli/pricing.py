@@ -1,0 +1,265 @@
+"""``autopar price`` and ``autopar compare``: what a plan that the user wrote down costs, by the model that prices every plan.
+
+A plan is degrees on the command line, a ``plan.json``, or the flags of another trainer (``FLAGS``): Megatron-LM's and torchtitan's names
+of the same degrees are read as they stand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autopar.errors import UsageError
+from autopar.plan import Plan, Role
+
+if TYPE_CHECKING:
+    from autopar.devices import Cluster
+    from autopar.graph import Graph
+
+# Another trainer's flag: the option of ours that it means. Flags without a value are true.
+FLAGS = {
+    "--tensor-model-parallel-size": "tensor",
+    "--pipeline-model-parallel-size": "pipeline",
+    "--context-parallel-size": "context",
+    "--micro-batch-size": "microbatch",
+    "--global-batch-size": "global_batch",
+    "--seq-length": "seq",
+    "--sequence-parallel": "sequence",
+    "--use-distributed-optimizer": "zero1",
+    "--recompute-granularity": "recompute",
+    "--num-virtual-stages-per-pipeline-rank": "chunks",
+    "--bf16": "bfloat16",
+    "--fp16": "float16",
+    "--parallelism.tensor_parallel_degree": "tensor",
+    "--parallelism.pipeline_parallel_degree": "pipeline",
+    "--parallelism.context_parallel_degree": "context",
+    "--parallelism.data_parallel_shard_degree": "shard",
+    "--parallelism.data_parallel_replicate_degree": "replicate",
+    "--training.local_batch_size": "local_batch",
+    "--training.global_batch_size": "global_batch",
+    "--training.seq_len": "seq",
+    "--activation_checkpoint.mode": "recompute",
+}
+_WIDTH = 120  # of tables that go to a file or a pipe
+_SWITCHES = frozenset({"sequence", "zero1", "bfloat16", "float16"})
+
+
+def read_flags(words: Sequence[str]) -> dict[str, Any]:
+    """Options of ours from another trainer's flags, ``--flag value`` or ``--flag=value``.
+
+    Raises:
+        UsageError: a flag that is not in ``FLAGS``, or one without its number.
+    """
+    found: dict[str, Any] = {}
+    queue = list(words)
+    while queue:
+        flag, given, value = queue.pop(0).partition("=")
+        name = FLAGS.get(flag)
+        if name is None:
+            raise UsageError(f"{flag!r} is not a flag that is understood", f"these are: {', '.join(FLAGS)}")
+        if name in _SWITCHES:
+            found[name] = True
+            continue
+        if not given:
+            if not queue:
+                raise UsageError(f"{flag} has no value", f"write {flag} followed by its value")
+            value = queue.pop(0)
+        if name != "recompute" and not value.isdigit():
+            raise UsageError(f"{flag} = {value!r} is not a whole number", "degrees and sizes are whole numbers")
+        found[name] = value if name == "recompute" else int(value)
+    return found
+
+
+def price_command(as_json: bool, plan_file: str | None, flags: Sequence[str], **request: Any) -> None:
+    """``autopar price``: the plan's prediction in the form of ``autopar plan``."""
+    plan = price_request(request | translated(read_flags(flags)), plan_file)
+    if as_json:
+        print(plan.dumps())
+        return
+    from rich.console import Console
+
+    from autopar.cli.render import print_plan
+
+    console = Console(highlight=False)
+    print_plan(plan, console if console.is_terminal else Console(highlight=False, width=_WIDTH))
+
+
+def translated(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What other trainers' words mean in ours."""
+    options = {
+        key: value
+        for key, value in found.items()
+        if key in ("tensor", "pipeline", "context", "global_batch", "seq", "chunks")
+    }
+    for key in ("microbatch", "local_batch"):
+        if key in found:
+            options["microbatch"] = found[key]
+    for name in ("bfloat16", "float16"):
+        if found.get(name):
+            options["precision"] = name
+    if found.get("sequence"):
+        options["sequence"] = True
+    if found.get("zero1"):
+        options["zero"] = 1
+    if "shard" in found:  # torchtitan shards parameters, gradients and optimizer state over this degree
+        options["zero"] = 3 if found["shard"] > 1 else 0
+    if "recompute" in found:
+        options["recompute"] = "none" if found["recompute"] == "off" else str(found["recompute"])
+    return options
+
+
+def price_request(request: Mapping[str, Any], plan_file: str | None) -> Plan:
+    """The priced plan of a command line."""
+    from autopar.capture import capture
+    from autopar.cli.load import Sizes, load_model
+    from autopar.cli.talk import Talk
+    from autopar.compile import read_plan
+    from autopar.devices import parse
+    from autopar.precision import name_of, normalise
+    from autopar.shard import annotate
+
+    cluster = parse(request["devices"])
+    given = read_plan(plan_file) if plan_file else None
+    sizes = Sizes(
+        request.get("seq"), given.global_batch if given else request.get("global_batch"), request.get("precision")
+    )
+    with Talk() as talk:
+        talk("load", request["model"])
+        default = "float32" if cluster.kind == "cpu" else "bfloat16"
+        loaded = load_model(request["model"], sizes, default_precision=default)
+        talk("capture")
+        precision = normalise(sizes.precision) if sizes.precision else None
+        graph = annotate(capture(loaded.module, loaded.batch, loaded.loss_fn, precision=precision, name=loaded.name))
+        talk("price")
+        return price_plan(graph, cluster, given or write_plan(graph, cluster, request), name_of(graph.dtype))
+
+
+def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Plan:
+    """The plan that degrees describe: the same for every layer, data parallelism on the devices that are left.
+
+    Raises:
+        UsageError: degrees that the devices do not divide into.
+        BatchError: a batch that does not divide.
+    """
+    from autopar.search import hand_plan
+
+    tensor, pipeline = request.get("tensor") or 1, request.get("pipeline") or 1
+    context = request.get("context") or 1
+    rest, odd = divmod(cluster.count, tensor * pipeline * context)
+    if odd or not rest:
+        raise UsageError(
+            f"{cluster.count} devices do not divide into tensor {tensor} x pipeline {pipeline} x context {context}",
+            "the product of the degrees must divide the number of devices",
+        )
+    microbatches = request.get("microbatches") or 1
+    if size := request.get("microbatch"):
+        microbatches, odd = divmod(graph.batch_size, rest * size)
+        if odd or not microbatches:
+            raise UsageError(
+                f"a global batch of {graph.batch_size} does not divide into microbatches of {size} on {rest} data-parallel devices"
+            )
+    recompute = request.get("recompute") or "none"
+    if recompute not in ("none", "full", "selective"):
+        raise UsageError(f"there is no recomputation {recompute!r}", "write none, selective or full")
+    plan = hand_plan(
+        graph,
+        pipeline=pipeline,
+        data=rest,
+        ring=context,
+        tensor=tensor,
+        sequence=bool(request.get("sequence")),
+        zero=request.get("zero") or 0,
+        recompute=recompute == "full",
+        microbatches=microbatches,
+        schedule=request.get("schedule"),
+    )
+    if recompute != "selective":
+        return plan
+    layers = tuple(
+        dataclasses.replace(layer, strategy=dataclasses.replace(layer.strategy, selective=True))
+        for layer in plan.layers
+    )
+    return dataclasses.replace(plan, layers=layers)
+
+
+def price_plan(graph: Graph, cluster: Cluster, plan: Plan, precision: str) -> Plan:
+    """``plan`` with its prediction on ``cluster``."""
+    from autopar.price import Pricer
+    from autopar.search import evaluate
+
+    if len(plan.layers) != len(graph.layers):
+        raise UsageError(f"the plan is for a model of {len(plan.layers)} layers, this one has {len(graph.layers)}")
+    return evaluate(
+        graph,
+        cluster,
+        Pricer(graph, cluster, precision),
+        mesh=plan.mesh,
+        stage_bounds=[stage.start for stage in plan.stages] + [len(plan.layers)],
+        strategies=[layer.strategy for layer in plan.layers],
+        microbatches=plan.microbatches,
+        schedule=plan.schedule,
+        precision=precision,
+        chunks=plan.chunks,
+    )
+
+
+def compare_command(first: str, second: str, as_json: bool) -> None:
+    """``autopar compare``: two plans (JSON files of ``plan --json`` or ``price --json``) side by side."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from autopar.compile import read_plan
+
+    rows = compared(read_plan(first), read_plan(second))
+    if as_json:
+        print(json.dumps([{"figure": a, "first": b, "second": c} for a, b, c, _ in rows], indent=1))
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("", Path(first).name, Path(second).name, "second / first"):
+        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    for figure, a, b, form in rows:
+        numbers = isinstance(a, (int, float)) and isinstance(b, (int, float)) and a
+        table.add_row(figure, _form(a, form), _form(b, form), f"{b / a:.2f}" if numbers and form else "")
+    Console(highlight=False).print(table)
+
+
+def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
+    """(figure, of the first, of the second, unit) of two plans."""
+
+    def degree(plan: Plan, *roles: Role) -> int:
+        return max(layer.strategy.degree(plan.mesh, *roles) for layer in plan.layers)
+
+    def largest(plan: Plan, part: str) -> int:
+        return max(getattr(stage.memory, part) for stage in plan.stages)
+
+    found: list[tuple[str, Any, Any, str]] = [("model", a.model, b.model, ""), ("devices", a.devices, b.devices, "")]
+    for name, roles in (
+        ("data", (Role.DATA,)),
+        ("tensor", (Role.TENSOR, Role.TENSOR_SEQUENCE)),
+        ("sequence", (Role.RING, Role.ULYSSES)),
+    ):
+        found.append((name, degree(a, *roles), degree(b, *roles), ""))
+    found += [
+        (name, getattr(a, name), getattr(b, name), "")
+        for name in ("pipeline", "microbatches", "schedule", "global_batch")
+    ]
+    found.append(("ZeRO", *(max(layer.strategy.zero for layer in plan.layers) for plan in (a, b)), ""))  # type: ignore[arg-type]
+    for name in ("step_time_s", "compute_s", "communication_s", "bubble_s", "optimizer_s"):
+        found.append(
+            (name.removesuffix("_s").replace("_", " "), getattr(a.prediction, name), getattr(b.prediction, name), "s")
+        )
+    found.append(("MFU", a.prediction.mfu, b.prediction.mfu, "%"))
+    for part in ("total", "parameters", "gradients", "optimizer", "activations", "transients"):
+        found.append((f"memory, {part}", largest(a, part), largest(b, part), "GiB"))
+    return found
+
+
+def _form(value: Any, unit: str) -> str:
+    if unit == "s":
+        return f"{value:.4g} s"
+    if unit == "GiB":
+        return f"{value / 2**30:.1f} GiB"
+    return f"{100 * value:.1f} %" if unit == "%" else str(value)

@@ -1,0 +1,67 @@
+"""``autopar price``, ``compare`` and ``hardware``: plans written by hand, side by side, and figures with their sources."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from autopar.cli.app import cli
+from autopar.cli.pricing import read_flags, translated
+from autopar.devices import gpu_names
+from autopar.errors import UsageError
+
+GPT2 = ["gpt2", "--devices", "8xH100-80GB", "--seq", "256", "--global-batch", "64"]
+
+
+def invoke(*arguments: str) -> str:
+    return CliRunner().invoke(cli, arguments, catch_exceptions=False).stdout
+
+
+def test_a_hand_written_plan_has_the_price_of_the_same_plan_in_a_file(tmp_path: Path):
+    printed = invoke("price", *GPT2, "--tensor", "2", "--pipeline", "2", "--zero", "1", "--microbatch", "8", "--json")
+    plan = json.loads(printed)
+    assert plan["pipeline"] == 2 and plan["microbatches"] == 4 and plan["layers"][3]["tensor"] == 2
+    assert plan["layers"][3]["zero"] == 1 and plan["step_time_s"] > 0 and plan["solver"] == "given"
+    file = tmp_path / "plan.json"
+    file.write_text(printed)
+    again = json.loads(invoke("price", *GPT2, "--plan", str(file), "--json"))
+    assert again["step_time_s"] == plan["step_time_s"] and again["stages"] == plan["stages"]
+    side = invoke("compare", str(file), str(file))
+    assert "step time" in side and "1.00" in side and "memory, activations" in side
+
+
+def test_the_flags_of_other_trainers_mean_the_same():
+    megatron = translated(read_flags(
+        ["--tensor-model-parallel-size", "4", "--pipeline-model-parallel-size=2", "--micro-batch-size", "1", "--sequence-parallel",
+         "--use-distributed-optimizer", "--recompute-granularity", "selective", "--bf16"]
+    ))  # fmt: skip
+    assert megatron == {
+        "tensor": 4, "pipeline": 2, "microbatch": 1, "sequence": True, "zero": 1, "recompute": "selective", "precision": "bfloat16",
+    }  # fmt: skip
+    titan = translated(
+        read_flags(["--parallelism.data_parallel_shard_degree=8", "--activation_checkpoint.mode", "off"])
+    )
+    assert titan == {"zero": 3, "recompute": "none"}
+    with pytest.raises(UsageError, match="--fast"):
+        read_flags(["--fast"])
+    with pytest.raises(UsageError, match="no value"):
+        read_flags(["--micro-batch-size"])
+
+
+def test_degrees_that_do_not_divide_are_refused():
+    with pytest.raises(UsageError, match="do not divide into tensor 3"):
+        invoke("price", *GPT2, "--tensor", "3")
+
+
+def test_every_kind_can_be_shown_with_its_sources():
+    listed = {row["name"] for row in json.loads(invoke("hardware", "--json"))}
+    assert listed == {*gpu_names(), "cpu"} and {"GB200", "MI300X", "L40S", "RTX4090"} <= listed
+    for name in ("H100-80GB", "V100-32GB-SXM2", "cpu"):
+        figures = json.loads(invoke("hardware", "show", name, "--json"))
+        assert all(row["value"] > 0 and row["unit"] and row["source"] for row in figures), name
+    assert "all-gather, 8 nodes" in invoke("hardware", "show", "H100-80GB")
+    with pytest.raises(UsageError, match="not known"):
+        invoke("hardware", "draw")
