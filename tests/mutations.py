@@ -115,7 +115,7 @@ ILL_TYPED = tuple(
         ("gelu of a partial sum", "llama", TENSOR, REDUCED, r'spmd.all_reduce(F.gelu(\1), "tensor", src=spmd.P, dst=spmd.I)'),
         (
             "gradient of a column-parallel input is not reduced", "llama", TENSOR,
-            r'= spmd\.convert\((mul_7), "tensor", src=spmd\.I, dst=spmd\.R\)', r"= \1",
+            r'= kernels\.dense_gradient\(spmd\.convert\((mul_7), "tensor", src=spmd\.I, dst=spmd\.R\)\)', r"= \1",
         ),
         ("softmax over a sharded dim", "llama", TENSOR, r"F\.linear\(mul_8,", "F.linear(torch.softmax(mul_8, -1),"),
         ("mean over a sharded dim", "llama", TENSOR, r"F\.linear\(mul_8,", "F.linear(mul_8 - mul_8.mean([-1], keepdim=True),"),
@@ -136,7 +136,8 @@ ILL_TYPED = tuple(
         ("all-to-all from the wrong dim", "llama", SEQUENCE, r"all_to_all\((.*)src=spmd\.S\(2\)", r"all_to_all(\1src=spmd.S(0)"),
         (
             "gradient of a norm's weight on a slice of the sequence is not reduced", "llama", SEQUENCE,
-            r'= spmd\.convert\((self\.\w+layernorm\.weight), "tensor", src=spmd\.I, dst=spmd\.R\)', r"= \1",
+            r'= kernels\.dense_gradient\(spmd\.convert\((self\.\w+layernorm\.weight), "tensor", src=spmd\.I, dst=spmd\.R\)\)',
+            r"= \1",
         ),
         ("loss on slices of the batch is not a term", "llama", {"data": 2, "tensor": 2}, r'partial_axes=\("data",\)', "partial_axes=()"),
         (
