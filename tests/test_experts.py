@@ -1,0 +1,174 @@
+"""Mixtures of experts: what is recognised as one, and the kernels on real processes against the whole op."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from test_passes_clean import Build, apply, ops
+from torch import Tensor, fx
+from torch.distributed.device_mesh import init_device_mesh
+
+from autopar.program import kernels, kernels_experts
+from autopar.rules.experts import Experts
+from autopar.rules.sample_experts import gated_experts
+from passes import clean
+
+aten = torch.ops.aten
+TOKENS, WIDTH, COUNT, CHOICES = 7, 4, 5, 2
+
+
+def values(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    assert a.shape == b.shape
+    assert float((a - b).detach().abs().max()) <= 1e-12 * max(1.0, float(b.detach().abs().max()))
+
+
+# -- capture ----------------------------------------------------------------------------------------------------------
+
+
+def mixture(change: str = "") -> tuple[Build, fx.GraphModule]:
+    """transformers' grouped flow with one product per expert; ``change`` spoils one step of it."""
+    import transformers.integrations.moe  # noqa: F401  registers the op
+
+    b = Build()
+    x, weight = b.input("x", TOKENS, WIDTH), b.parameter("weight", COUNT, WIDTH, WIDTH)
+    index, weights = b.input("index", TOKENS, CHOICES, dtype=torch.int64), b.input("weights", TOKENS, CHOICES)
+    chosen = TOKENS * CHOICES
+    sort = b.call(aten.sort.default, b.call(aten.reshape.default, index, [chosen]))
+    ids, perm = (b.call(operator.getitem, sort, i) for i in range(2))
+    token = b.call(aten.floor_divide.default, perm, CHOICES + (change == "tokens"))
+    rows = b.call(aten.index.Tensor, x, [token])
+    flat = b.call(aten.reshape.default, weights, [chosen])
+    own = flat if change == "weights" else b.call(aten.index.Tensor, flat, [perm])
+    counts = b.call(aten.histc.default, b.call(aten.to.dtype, ids, torch.float32), COUNT, 0, COUNT - 1)
+    offsets = b.call(aten.cumsum.default, counts, 0, dtype=torch.int32)
+    swapped = b.call(aten.transpose.int, weight, 1, 2)
+    done = b.call(torch.ops.transformers.grouped_mm_fallback.default, rows, swapped, offsets)
+    if change == "body":
+        done = b.call(aten.cumsum.default, done, 0)
+    product = b.call(aten.mul.Tensor, done, b.call(aten.unsqueeze.default, own, -1))
+    places = b.call(aten.arange.start, int(change == "order"), chosen + (change == "order"))
+    places = b.call(aten.clamp_max.default, places, chosen - 1) if change == "order" else places
+    inverse = b.call(aten.index_put.default, b.call(aten.zeros_like.default, perm), [perm], places)
+    back = b.call(aten.index.Tensor, product, [inverse])
+    apart = b.call(aten.reshape.default, back, [TOKENS, CHOICES, WIDTH])
+    return b, b.module(b.call(aten.sum.dim_IntList, apart, [0] if change == "sum" else [1]))
+
+
+def mixtures(gm: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in gm.graph.nodes if isinstance(node.target, Experts)]
+
+
+def test_a_mixture_is_one_op() -> None:
+    b, gm = mixture()
+    (node,) = mixtures(apply(b, gm, clean.experts_pass, exact=False))
+    assert [operand.name for operand in node.args] == ["x", "index", "weights", "weight"]
+    body = [n.target for n in node.target.body.graph.nodes if n.op == "call_function"]
+    assert node.target.count == COUNT and body == [kernels_experts.grouped_linear]
+
+
+@pytest.mark.parametrize("change", ["tokens", "weights", "body", "order", "sum"])
+def test_another_flow_of_data_is_no_mixture(change: str) -> None:
+    """It stays what it was, its grouped product as a function that a program can carry."""
+    b, gm = mixture(change)
+    gm = apply(b, gm, clean.experts_pass, exact=False)
+    assert not mixtures(gm) and "grouped_linear" in ops(gm)
+
+
+def router(op: Any, *args: Any) -> tuple[Build, fx.GraphModule]:
+    """``op`` between a product on flattened rows and what restores batch and sequence."""
+    b = Build()
+    flat = b.call(aten.reshape.default, b.input("x", 2, 3, WIDTH), [6, WIDTH])
+    scores = b.call(op, b.call(aten.linear.default, flat, b.parameter("gate", COUNT, WIDTH)), *args)
+    return b, b.module(b.call(aten.reshape.default, scores, [2, 3, COUNT]))
+
+
+def test_rows_stay_batch_and_sequence() -> None:
+    b, gm = router(aten.softmax.int, -1)
+    gm = apply(b, gm, clean.rows_pass, exact=False)
+    sizes = {n.target: tuple(n.meta["val"].shape) for n in gm.graph.nodes if n.op == "call_function"}
+    assert sizes[aten.linear.default] == sizes[aten.softmax.int] == (2, 3, COUNT)
+
+
+@pytest.mark.parametrize("op", [aten.softmax.int, aten.cumsum.default])
+def test_what_mixes_rows_keeps_them_in_one_dim(op: Any) -> None:
+    b, gm = router(op, 0)
+    gm = apply(b, gm, clean.rows_pass, exact=False)
+    assert next(n for n in gm.graph.nodes if n.target is op).meta["val"].shape == (6, COUNT)
+
+
+# -- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def test_grouped_linear_is_a_loop_over_experts() -> None:
+    rows, weight = values(9, 4).requires_grad_(), values(4, 3, 4, seed=1).requires_grad_()
+    counts = torch.tensor([5, 0, 1, 3])  # the second gets nothing
+    out = kernels_experts.grouped_linear(rows, weight, counts)
+    expert = [0] * 5 + [2] + [3] * 3
+    expected = torch.stack([F.linear(rows[i], weight[e]) for i, e in enumerate(expert)])
+    close(out, expected)
+    g = values(9, 3, seed=2)
+    for mine, theirs in zip(
+        torch.autograd.grad(out, (rows, weight), g), torch.autograd.grad(expected, (rows, weight), g), strict=True
+    ):
+        close(mine, theirs)
+    assert not torch.autograd.grad(kernels_experts.grouped_linear(rows, weight, counts).sum(), weight)[0][1].any()
+
+
+def shared_out(exchange: bool) -> None:
+    """Half the experts per rank, with other tokens or the same ones, against one process that has all; expert 1 gets nothing, and
+    rank 0 owns nearly every row."""
+    op = gated_experts(24, 8, inner=6, count=4)
+    x, weights = values(4, 3, 8), values(4, 3, 2, seed=1)
+    index = torch.tensor([[0, 2], [2, 0], [0, 2]]).repeat(4, 1).view(4, 3, 2)
+    index[3, :, 1] = 3
+    index[0] = 0  # twice the same
+    parameters = [values(*shape, seed=2 + i) for i, shape in enumerate([(4, 6, 8), (4, 6, 8), (4, 8, 6)])]
+    whole = [t.clone().requires_grad_() for t in (x, weights, *parameters)]
+    expected = op(whole[0], index, *whole[1:])
+    rows = zip(x.flatten(0, 1), index.flatten(0, 1).tolist(), weights.flatten(0, 1), strict=True)
+    each = [sum(w * _expert(row, parameters, e) for w, e in zip(ws, es, strict=True)) for row, es, ws in rows]
+    close(expected, torch.stack(each).view(4, 3, 8))
+    g = values(4, 3, 8, seed=9)
+    gradients = torch.autograd.grad(expected, whole, g)
+    rank = dist.get_rank()
+
+    def mine(t: Tensor) -> Tensor:
+        return t.chunk(2)[rank].contiguous()
+
+    own = [t.detach().clone() for t in whole]
+    own = [*(map(mine, own[:2]) if exchange else own[:2]), *map(mine, own[2:])]
+    own = [t.requires_grad_() for t in own]
+    index, g = (mine(index), mine(g)) if exchange else (index, g)
+    axes: dict[str, Any] = {"owners": ("e",), **({"exchange": ("e",)} if exchange else {"partial_axes": ("e",)})}
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("e",))
+    with kernels.on_mesh(mesh):
+        out = op(own[0], index, *own[1:], **axes)
+        found = list(torch.autograd.grad(out, own, g))
+    total = out.detach().clone()
+    if exchange:
+        close(total, mine(expected.detach()))
+    else:  # terms of a sum: of the result, and of the gradients of what both ranks have
+        for term in (total, *found[:2]):
+            dist.all_reduce(term)
+        close(total, expected.detach())
+    for i, (a, b) in enumerate(zip(found, gradients, strict=True)):
+        close(a, mine(b) if exchange or i >= 2 else b)
+
+
+def _expert(row: Tensor, parameters: list[Tensor], e: int) -> Tensor:
+    gate, up, down = (p[e] for p in parameters)
+    return down @ (F.silu(gate @ row) * (up @ row))
+
+
+@pytest.mark.parametrize("exchange", [False, True], ids=["share", "exchange"])
+def test_experts_on_two_ranks(workers2: Any, exchange: bool) -> None:
+    workers2.run("test_experts:shared_out", exchange)
