@@ -181,13 +181,19 @@ def test_the_command_prints_json_and_ends_with_zero(tmp_path: Path) -> None:
     factory = tmp_path / "own_model.py"
     factory.write_text(
         "import torch\n"
+        "class Talkative(torch.nn.Sequential):\n"
+        "    def forward(self, x):\n"
+        "        print('forward')\n"
+        "        return super().forward(x)\n"
         "def make():\n"
+        "    print('a model')\n"
         "    torch.manual_seed(1)\n"
         "    layers = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3)]\n"
-        "    return torch.nn.Sequential(*layers), (torch.randn(6, 8), torch.randn(6, 8)), torch.nn.functional.mse_loss\n"
+        "    return Talkative(*layers), (torch.randn(6, 8), torch.randn(6, 8)), torch.nn.functional.mse_loss\n"
     )
     result = CliRunner().invoke(cli, ["verify", f"{factory}:make", "--devices", "1", "--json"])
     assert result.exit_code == 0, result.output
+    assert "a model" in result.stderr and "forward" in result.stderr
     data = json.loads(result.stdout)
     assert list(data)[:6] == KEYS and data["exact"] is True and data["failures"] == [] and data["plans_checked"] == 2
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stdout
 from types import TracebackType
 
 from rich.console import Console
@@ -10,15 +12,18 @@ from rich.console import Console
 class Talk:
     """A context in which calling the object with (stage, text) reports progress, on one moving line where there is a terminal.
 
-    Elsewhere (a log file, a pipe) each stage is a line, when it begins.
+    Elsewhere (a log file, a pipe) each stage is a line, when it begins. What the model's own code prints meanwhile goes to stderr
+    as well: stdout is for the result alone.
     """
 
     def __init__(self) -> None:
         self.console = Console(stderr=True)
         self._status = self.console.status("") if self.console.is_terminal else None
         self._stage = ""
+        self._aside = redirect_stdout(sys.stderr)
 
     def __enter__(self) -> Talk:
+        self._aside.__enter__()
         if self._status is not None:
             self._status.start()
         return self
@@ -28,6 +33,7 @@ class Talk:
     ) -> None:
         if self._status is not None:
             self._status.stop()
+        self._aside.__exit__(kind, error, trace)
 
     def __call__(self, stage: str, text: str = "") -> None:
         if self._status is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,9 +38,9 @@ def verify_command(
     limit = parse_size(memory_limit)
     plan = read_plan(plan_file) if plan_file else None
     torch.manual_seed(0)
-    loaded, notes = _load(model, devices, Sizes() if plan_file else Sizes(seq, global_batch))
-    real = _real(model, plan, seq) if plan is not None and notes else None
-    with _Bar() as bar:
+    with redirect_stdout(sys.stderr), _Bar() as bar:  # what the model's own code prints is no part of the result
+        loaded, notes = _load(model, devices, Sizes() if plan_file else Sizes(seq, global_batch))
+        real = _real(model, plan, seq) if plan is not None and notes else None
         report = verify(
             loaded.module,
             loaded.batch,
