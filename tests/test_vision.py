@@ -70,8 +70,11 @@ def test_recurrent_states_follow_the_outputs() -> None:
 
 
 def _steps(folder: str, state: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """In a worker: the state after two steps, with a look at the gradients in between, which writes nothing."""
+    """In a worker: the state after two steps that leave the parameters alone, with a look at the gradients in between, which writes
+    nothing."""
     trainer = open_trainer(folder, state)
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = 0.0
     trainer.step(batch)
     trainer.forward_backward(batch)
     trainer.step(batch)
