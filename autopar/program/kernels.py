@@ -294,12 +294,13 @@ def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
 def seed(key: Tensor, layer: int, op: int, axes: Sequence[str] = ()) -> int:
     """The seed of one random op: a function of the microbatch's key, the layer, the op, and this rank's place on ``axes``.
 
-    ``axes`` are those that shard what the op works on: their ranks draw differently, ranks that hold the same draw the same. A
+    ``axes`` are those that shard what the op works on: their ranks draw differently, ranks that hold the same draw the same; an axis
+    of size one counts for nothing, so that one device draws what replicas draw. A
     recomputation asks with the same key and gets the same seed. ``key`` lives on the CPU, so that nothing waits for a device.
     """
     with spmd.no_typecheck():
-        places = [torch.arange(_size(axis)) for axis in axes]
-        slices = [spmd.convert(place, axis, src=R, dst=S(0)) for place, axis in zip(places, axes, strict=True)]
+        places = [torch.arange(_size(axis)) for axis in _split(axes)]
+        slices = [spmd.convert(place, axis, src=R, dst=S(0)) for place, axis in zip(places, _split(axes), strict=True)]
         numbers = [int(key), layer, op, *(int(own) for own in slices)]
     state = 0
     for number in numbers:  # splitmix64 (Steele, Lea and Flood 2014), one round for every number
