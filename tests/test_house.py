@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "devices": set(),
     "rules": {"program", "passes"},
     "passes": {"program", "rules", "flow"},
-    "shard": {"rules", "flow", "price"},
+    "shard": {"rules", "flow", "price", "passes"},
     "capture": {"passes"},
     "price": {"devices", "rules", "shard", "passes", "flow"},
     "search": set(),

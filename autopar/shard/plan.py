@@ -14,6 +14,7 @@ from autopar.shard.refusal import refusal
 from autopar.shard.solve import solve
 from autopar.sharding import AxisTypes, Sharding
 from autopar.types import SpmdType
+from passes.conversions import conversion_steps
 
 MICROBATCH = "microbatch"
 
@@ -75,6 +76,7 @@ def plan_shardings(graph: Graph, plan: Plan) -> tuple[Sharding, ...]:
             raise UsageError(_refused(graph, plan, index), "give the layer another role, or fewer devices")
         _check_shapes(graph, index, sharding)
         found.append(sharding)
+    _check_borders(graph, found)
     for name, uses in graph.shared_parameters.items():
         types = {layer: _stored(graph, layer, name, found[layer]) for layer in uses}
         other = next((layer for layer in uses if types[layer] != types[uses[0]]), None)
@@ -114,6 +116,27 @@ def _check_shapes(graph: Graph, index: int, sharding: Sharding) -> None:
                         f"{layer.name}: dim {dim} of {value.name}, of {extent}, does not divide by {names} together",
                         "give the layer other roles, or the axes other sizes",
                     )
+
+
+def _check_borders(graph: Graph, shardings: list[Sharding]) -> None:
+    """Raise unless every value that goes from one layer to another is whole at every step of its conversion."""
+    made = {name: (i, k) for i, layer in enumerate(graph.layers) for k, name in enumerate(layer.outputs)}
+    for reader, layer in enumerate(graph.layers):
+        for name, placeholder in zip(layer.activations, placeholders(graph.classes[layer.cls]), strict=False):
+            maker, index = made[name]
+            current = list(shardings[maker].output(index))
+            for step in conversion_steps(tuple(current), shardings[reader].produced(placeholder.name)):
+                for axis in step.axes:
+                    current[axis] = step.target
+                for dim, extent in enumerate(graph.values[name].shape):
+                    axes = zip(shardings[reader].axes, current, strict=True)
+                    ways = math.prod(axis.size for axis, t in axes if t.dim == dim)
+                    if extent % ways:
+                        raise UsageError(
+                            f"{name} cannot go from {graph.layers[maker].name} to {layer.name}: on the way its dim {dim}, of {extent}, "
+                            f"would be cut into {ways}",
+                            "give the two layers roles that are nearer to each other",
+                        )
 
 
 def _stored(graph: Graph, layer: int, name: str, sharding: Sharding) -> tuple[SpmdType, ...]:
