@@ -40,7 +40,7 @@ Each number is the largest error of a training step's loss and gradients under a
 `max|g - g0| / max(max|g0|, 1e-6 max|all gradients|)` over all parameters, and the loss's relative error. Below {EXACT:.0e} the two are
 the same up to rounding. {exact} of {len(ran)} cases are; the largest error is {worst:.1e}. They are {len(models)} models under
 {len(kinds)} kinds of plans, and {len(mixtures)} plans drawn at random; a number in brackets stands where a model does not admit a kind, and
-says why below.
+says why below; a dot where the case was not run yet (`make matrix` goes on from here).
 
 The models are small and made to be awkward: masked labels that fall unevenly over microbatches and slices, tied and fused weights,
 biases, padding. Each program was also type-checked ({stages} stages), and a quarter of them widened to 64 devices ({stages_64} stages).
@@ -75,7 +75,7 @@ def _table(lines: list[Line], kinds: list[str], models: list[str], count: int, n
 
 def _cell(line: Line | None, notes: dict[str, int]) -> str:
     if line is None:
-        return ""
+        return "·"
     if "reason" in line:
         return f"[{notes.setdefault(line['reason'], len(notes) + 1)}]"
     if "failure" in line:
