@@ -13,8 +13,9 @@ from torch import fx
 
 from autopar.errors import ProgramError, UsageError
 from autopar.flow import gradient_flow
-from autopar.price.layer import build
 from autopar.price.memory import precision
+from autopar.price.practice import EMITTED
+from autopar.price.table import build
 from autopar.search.hand import hand_plan, make_mesh
 from autopar.shard import plan_shardings
 from autopar.structure import check_structure, exchanges, priced
@@ -52,7 +53,7 @@ def test_a_megatron_block_has_four_all_reduces() -> None:
 def test_gradients_flow_where_the_price_saw_them_flow() -> None:
     for model in ("mlp", "llama", "bert"):
         for cls in subject(model).graph.classes.values():
-            table, _ = build(cls, precision("float64"))
+            table, _ = build(cls, precision("float64"), EMITTED)
             flow = gradient_flow(cls)
             assert {name: table.value_gradient[name] for name in flow} == flow
 
