@@ -104,11 +104,13 @@ WRONG: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
         r"value of add \(aten\.add\) in model\.layers\.0",
     ),
     "a gradient that is not reduced": (
-        "llama", {"tensor": 2}, r'= spmd\.convert\((mul_7), "tensor", src=spmd\.I, dst=spmd\.R\)', r"= \1",
-        r"gradient of mul_7 \(aten\.mul\) in model\.layers\.3: .*I on tensor",
+        "llama", {"tensor": 2},
+        r'= kernels\.dense_gradient\(spmd\.convert\((mul_7), "tensor", src=spmd\.I, dst=spmd\.R\)\)',
+        r"= \1", r"gradient of mul_7 \(aten\.mul\) in model\.layers\.3: .*I on tensor",
     ),
     "a parameter's gradient that is not reduced": (
-        "llama", {"tensor": 2, "sequence": True}, r'= spmd\.convert\((self\.\w+layernorm\.weight), "tensor", src=spmd\.I, dst=spmd\.R\)',
+        "llama", {"tensor": 2, "sequence": True},
+        r'= kernels\.dense_gradient\(spmd\.convert\((self\.\w+layernorm\.weight), "tensor", src=spmd\.I, dst=spmd\.R\)\)',
         r"= \1", r"gradient of model\.layers\.3\.post_attention_layernorm\.weight \(parameter\) in model\.layers\.3: I on tensor",
     ),
     "the second of two stages": (
