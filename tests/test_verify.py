@@ -111,7 +111,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
     "a parameter's gradient that is not reduced": (
         "llama", {"tensor": 2, "sequence": True},
         r'= kernels\.dense_gradient\(spmd\.convert\((self\.\w+layernorm\.weight), "tensor", src=spmd\.I, dst=spmd\.R\)\)',
-        r"= \1", r"gradient of model\.layers\.3\.post_attention_layernorm\.weight \(parameter\) in model\.layers\.3: I on tensor",
+        r"= \1", r"gradient of (model\.layers\.\d)\.post_attention_layernorm\.weight \(parameter\) in \1: I on tensor",
     ),
     "the second of two stages": (
         "mlp", {"pipeline": 2, "microbatches": 4}, r"\* 0\.001953125", "* 0.00390625",
@@ -132,6 +132,8 @@ def test_the_first_node_that_differs_is_named(what: str, workers2: WorkerPool, m
     assert not error.exact
     difference = locate(given, plan, workers2, error)
     assert isinstance(difference, Difference) and re.search(found, str(difference)), str(difference)
+    # parameters' gradients are in no order: of those that are summed wrongly, the one that is farthest off
+    assert difference.op != "parameter" or difference.node == error.where
 
 
 def test_a_failure_is_reported_with_its_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
