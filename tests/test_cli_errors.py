@@ -133,7 +133,9 @@ def test_ctrl_c_ends_quietly(tmp_path):
     (tmp_path / "slow.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
     command = [sys.executable, "-m", "autopar", "plan", f"{tmp_path}/slow.py:f", "--devices", "8xH100-80GB"]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert child.stdout is not None and child.stdout.readline() == "here\n"
+    assert child.stderr is not None and any(
+        line == "here\n" for line in child.stderr
+    )  # what a model prints is not the result
     start = time.perf_counter()
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=20)
