@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -191,8 +190,3 @@ def _stage_of(module: Stack, index: int, count: int) -> _Stage:
 
 
 Step = Callable[[Tensor, Tensor], float]
-
-
-def barrier() -> None:
-    """All ranks are here."""
-    dist.barrier()

@@ -7,6 +7,7 @@ contender that cannot run is recorded with its error. The first losses must agre
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import tempfile
@@ -182,9 +183,9 @@ class _Arena:
         if answers is None:
             return
         self.rounds[name].append(statistics.median(answers[0]["seconds"][1:]))
-        first = next(answer["losses"][0] for answer in reversed(answers) if answer["losses"][0] == answer["losses"][0])
-        shares = [a["losses"][0] for a in answers if a["losses"][0] == a["losses"][0]]
-        self.losses.setdefault(name, first if name == AUTOMATIC else statistics.fmean(shares))
+        # replicas know their share's mean loss, and of a pipeline the last stage alone knows it
+        known = [loss for loss in (answer["losses"][0] for answer in answers) if not math.isnan(loss)]
+        self.losses.setdefault(name, statistics.fmean(known))
 
     def check_losses(self) -> None:
         """Of the first step, from the same initial values and on the same batch."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
+import os
 import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from autopar.bench.baselines import HandTuned, Recipe, Step, barrier
+from autopar.bench.baselines import HandTuned, Recipe, Step
 from autopar.bench.models import MODELS
 from autopar.run import remote
 
@@ -31,10 +34,10 @@ def steps(name: str, model: str, seed: int, count: int) -> dict[str, list[float]
     batch = MODELS[model].batch(seed)
     seconds, losses = [], []
     for _ in range(count):
-        barrier()
+        dist.barrier()
         start = time.perf_counter()
         losses.append(_contenders[name](*batch))
-        barrier()
+        dist.barrier()
         seconds.append(time.perf_counter() - start)
     return {"seconds": seconds, "losses": losses}
 
@@ -46,11 +49,6 @@ def forget(name: str) -> None:
 
 def join() -> None:
     """Meet the other workers: the default process group of everything that follows."""
-    import datetime
-    import os
-
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
