@@ -226,8 +226,8 @@ The layer is the papers': attention and an MLP of four times the width, no biase
 
 Where the papers count otherwise:
 
-- *2D, 2.5D*: the panels are the papers', each gathered once and kept for the backward pass, which scatters gradients alone and so sends what
-  the forward pass sent. SUMMA as the papers run it broadcasts panels step by step and again for the backward's products, which is more.
+- *2D, 2.5D*: the panels are the papers', each gathered once and kept for the backward pass, which scatters gradients alone and so
+  sends what the forward pass sent. SUMMA broadcasts panels step by step, and again for the backward's products, which is more.
 - *3D*: "rows" are the batch and the sequence: one axis cuts the batch and gathers parameters, one cuts the sequence. A whole transformer
   layer has norms and attention between its products, for which Bian et al. give no volume.
 - *Ring attention*: under a causal mask the balanced order moves each of q, k, v and the result once more, bsh/n each way.
