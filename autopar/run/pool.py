@@ -7,6 +7,7 @@ and dicts of such. A rank that raises, dies or hangs ends the call with its erro
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 import random
 import warnings
@@ -84,3 +85,6 @@ def in_fresh_group(target: str, args: Any, kwargs: dict[str, Any]) -> Any:
         if dist.is_initialized():
             dist.destroy_process_group()
         forget_meshes()
+        # FSDP's modules and the schedules' stages are reference cycles that hold process groups, and every gloo group that lives has
+        # threads that wake up a hundred times a second: after some hundred calls a machine did little else
+        gc.collect()
