@@ -64,6 +64,7 @@ def compile(
     recompute: bool | None = None,
     microbatches: int | None = None,
     schedule: str | None = None,
+    pin: Mapping[str, int | str | bool] | None = None,
     local_batch_norm: bool = False,
     memory_limit_bytes: int | None = None,
     time_limit_s: float = 20.0,
@@ -85,6 +86,8 @@ def compile(
         precision: of parameters and activations, by name (``"bfloat16"``); the model's own if left out.
         plan: a plan to use instead of searching for one, or the path of its JSON file.
         pipeline, data, tensor, ulysses, ring, zero, recompute, microbatches, schedule: pinned if given; the search completes the rest.
+        pin: the same by key, and pins of some layers, such as ``{"pipeline": 4, "layers.0-7.tensor": 8, "lm_head.zero": 3}``
+            (see ``autopar.search.options``).
         local_batch_norm: let batch norm take the statistics of each rank's part of each microbatch, not those of the whole batch.
         memory_limit_bytes, time_limit_s: what may be filled of one device's memory, and how long to search, in seconds.
         folder: where the program goes; without one, a temporary folder that lives as long as the ``Program``.
@@ -101,18 +104,9 @@ def compile(
     from autopar.search import SearchOptions
 
     cluster = parse(devices, memory_limit_bytes=memory_limit_bytes)
-    options = SearchOptions(
-        time_limit_s=time_limit_s,
-        pipeline=pipeline,
-        data=data,
-        tensor=tensor,
-        ulysses=ulysses,
-        ring=ring,
-        zero=zero,
-        recompute=recompute,
-        microbatches=microbatches,
-        schedule=schedule,
-    )
+    pins: dict[str, Any] = {"pipeline": pipeline, "microbatches": microbatches, "schedule": schedule, "data": data, "tensor": tensor,
+                            "ulysses": ulysses, "ring": ring, "zero": zero, "recompute": recompute}  # fmt: skip
+    options = SearchOptions(time_limit_s=time_limit_s, pin=pin or {}, **pins)
     how = {"precision": precision, "plan": plan, "progress": progress, "local_batch_norm": local_batch_norm}
     graph, chosen = plan_model(model, batch, loss_fn, cluster, options, **how)  # type: ignore[arg-type]
     running = {"optimizer": optimizer, "lr": lr, "max_norm": max_norm, "seed": seed, "port": port}
@@ -131,8 +125,11 @@ def plan_model(
     plan: Plan | str | Path | None = None,
     progress: Progress | None = None,
     local_batch_norm: bool = False,
+    pin_time_s: float | None = None,
 ) -> tuple[Graph, Plan]:
     """The first two stages: the captured graph, and the plan that was found (or given, and fits the graph).
+
+    With ``pin_time_s`` the plan has the prices of the pins in ``options``, found in about so many seconds more.
 
     The plan's ``wall_time_s`` and ``peak_memory_bytes`` are those of this process from the call on.
     """
@@ -141,7 +138,7 @@ def plan_model(
     from autopar.capture import capture
     from autopar.precision import name_of, normalise
     from autopar.price import Pricer
-    from autopar.search import search
+    from autopar.search import price_pins, search
     from autopar.shard import annotate
 
     if not isinstance(model, nn.Module):
@@ -160,7 +157,10 @@ def plan_model(
     )
 
     def find() -> Plan:
-        found = search(graph, cluster, Pricer(graph, cluster, options.precision), options)
+        pricer = Pricer(graph, cluster, options.precision)
+        found = search(graph, cluster, pricer, options)
+        if pin_time_s is not None:
+            found = price_pins(graph, cluster, pricer, options, found, pin_time_s)
         wall_time_s = time.perf_counter() - start
         without_rule = f"replicated, because no sharding rule covers it: {', '.join(graph.replicated)}"
         notes = (*found.notes, *graph.notes, *([without_rule] if graph.replicated else []))

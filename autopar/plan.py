@@ -134,6 +134,20 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
+class PinPrice:
+    """What a pin costs: the step time of the best plan found without it, all other pins kept, and a lower bound of all such plans."""
+
+    pin: str
+    value: int | str | bool
+    step_time_without_s: float
+    bound_without_s: float
+
+    def gain(self, step_time_s: float) -> tuple[float, float]:
+        """The share of a step of ``step_time_s`` that is saved without the pin: by the plan that was found, and at most by any."""
+        return 1 - self.step_time_without_s / step_time_s, 1 - self.bound_without_s / step_time_s
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Mesh, stages, schedule, microbatches and a strategy for every layer, with what was predicted and proved.
 
@@ -141,6 +155,7 @@ class Plan:
     Under the schedule "interleaved" each device has ``chunks`` of the stages: stage ``i`` runs on the devices of stage ``i`` modulo
     ``pipeline``, and its memory is that of all its devices' stages together.
     ``bound_s`` is a proved lower bound of the step time over the candidates that were searched; ``gap`` is ``1 - bound_s/step_time_s``.
+    ``pins`` are the decisions that were the user's, where their prices were asked for.
     """
 
     model: str
@@ -163,6 +178,7 @@ class Plan:
     wall_time_s: float = 0.0
     peak_memory_bytes: int = 0
     chunks: int = 1
+    pins: tuple[PinPrice, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.stages) % self.chunks == 0, (len(self.stages), self.chunks)
@@ -238,6 +254,7 @@ class Plan:
             "solver": self.solver,
             "notes": list(self.notes),
             "imports": list(self.imports),
+            "pins": [dataclasses.asdict(pin) for pin in self.pins],
             "wall_time_s": self.wall_time_s,
             "peak_memory_bytes": self.peak_memory_bytes,
         }
@@ -286,6 +303,7 @@ class Plan:
             wall_time_s=data["wall_time_s"],
             peak_memory_bytes=data["peak_memory_bytes"],
             chunks=data.get("chunks", 1),
+            pins=tuple(PinPrice(**pin) for pin in data.get("pins", ())),
         )
 
     def dumps(self) -> str:

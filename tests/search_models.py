@@ -11,7 +11,9 @@ import torch
 
 from autopar.graph import Graph, Layer, Value
 from autopar.plan import Axis, Role, Strategy
-from autopar.search.problem import Choice, SearchOptions, choices, strategies, tied_groups
+from autopar.search.hand import make_mesh
+from autopar.search.options import SearchOptions
+from autopar.search.problem import Choice
 from autopar.search.simulate import simulate
 
 
@@ -108,27 +110,89 @@ def random_problem(
 
 
 def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions) -> float | None:
-    """The step time of the best of all plans, one by one; ``None`` where none fits. Shares no code with the solvers."""
-    best: float | None = None
-    limit = options.memory_limit_bytes or cluster.memory_limit_bytes
-    for choice in choices(graph, cluster.count, options):
-        for step in every_plan(graph, cluster, pricer, options, choice, limit):
-            best = step if best is None or step < best else best
-    return best
+    """The step time of the best of all plans, one by one; ``None`` where none fits. Shares no code with the search but ``simulate``."""
+    return min(
+        (
+            step
+            for p, mesh, m, schedule in outer_choices(graph, cluster, options)
+            for step in every_plan(graph, cluster, pricer, options, Choice(mesh, p, m, schedule))
+        ),
+        default=None,
+    )
+
+
+def outer_choices(
+    graph: Graph, cluster: Devices, options: SearchOptions
+) -> Iterator[tuple[int, tuple[Axis, ...], int, str]]:
+    """Pipeline degree, mesh of a stage, microbatches and schedule: every one that the pins allow."""
+    for p in range(1, min(cluster.count, len(graph.layers)) + 1):
+        if cluster.count % p or options.pipeline not in (None, p):
+            continue
+        primes, rest = [], cluster.count // p
+        for n in range(2, rest + 1):
+            while rest % n == 0:
+                primes.append(n)
+                rest //= n
+        for order in sorted(set(itertools.permutations(primes))):
+            mesh = make_mesh(*((f"axis{i}", n) for i, n in enumerate(order)))
+            for m in range(1, graph.batch_size + 1):
+                if graph.batch_size % m or options.microbatches not in (None, m):
+                    continue
+                schedule = "none" if p == 1 else options.schedule or ("1f1b" if m >= p else "gpipe")
+                if (schedule != "1f1b" or m >= p) and (options.schedule != "none" or p == 1):
+                    yield p, mesh, m, schedule
+
+
+def candidates(graph: Graph, layer: int, mesh: tuple[Axis, ...], m: int, options: SearchOptions) -> list[Strategy]:
+    """Every strategy of a layer: a prefix of data axes (as long as the batch allows, or as pinned), idle ones, then tensor ones."""
+    pins = {key: value for key, value in options.pins.items() if "." not in key}
+    name, cls = graph.layers[layer].name, graph.layers[layer].cls
+    for key, value in options.pin.items():
+        selector, what = key.rsplit(".", 1)
+        if selector.startswith("layers."):
+            first, last = (selector.removeprefix("layers.").split("-") * 2)[:2]
+            if int(first) <= int(name.removeprefix("layers.")) <= int(last):
+                pins[what] = value
+        elif selector == cls:
+            pins[what] = value
+    found = []
+    for data, idle in itertools.product(range(len(mesh) + 1), repeat=2):
+        for inner in (Role.TENSOR, Role.TENSOR_SEQUENCE):
+            count = len(mesh) - data - idle
+            if count < 0 or (count == 0 and inner is Role.TENSOR_SEQUENCE) or (count and mesh[-1].size == 1):
+                continue
+            roles = (Role.DATA,) * data + (Role.IDLE,) * idle + (inner,) * count
+            ways = Strategy(roles).degree(mesh, Role.DATA)
+            wider = Strategy((*roles[:data], Role.DATA, *roles[data + 1 :])).degree(mesh, Role.DATA) if idle else 0
+            part = graph.batch_size // m
+            if part % ways or ways != pins.get("data", ways):
+                continue
+            if idle and part % wider == 0 and "data" not in pins:
+                continue  # more of it can be data
+            if pins.get("data") == 1 and mesh[-1].size == 1 and idle:
+                continue
+            if Strategy(roles).degree(mesh, inner) != pins.get("tensor", Strategy(roles).degree(mesh, inner)):
+                continue
+            for zero, recompute in itertools.product((0, 1, 2, 3) if ways > 1 else (0,), (False, True)):
+                if recompute == pins.get("recompute", recompute) and (ways == 1 or zero == pins.get("zero", zero)):
+                    found.append(Strategy(roles, zero, recompute))
+    return found
 
 
 def every_plan(
-    graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions, choice: Choice, limit: int
+    graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions, choice: Choice
 ) -> Iterator[float]:
+    """The step times of all plans that fit of one outer choice."""
     mesh, m, stages, count = choice.mesh, choice.microbatches, choice.pipeline, len(graph.layers)
+    limit = options.memory_limit_bytes or cluster.memory_limit_bytes
     tables = []
-    for layer in graph.layers:
-        candidates = strategies(mesh, graph.batch_size // m, cluster.gpus_per_node, options)
-        priced = [(s, pricer.layer(layer.cls, mesh, s, m)) for s in candidates]
+    for i, layer in enumerate(graph.layers):
+        priced = [(s, pricer.layer(layer.cls, mesh, s, m)) for s in candidates(graph, i, mesh, m, options)]
         tables.append([(s, p) for s, p in priced if p is not None])
+    tied = [i for i, layer in enumerate(graph.layers) if "shared" in layer.parameters]
     for picked in itertools.product(*tables):
         ways = [s for s, _ in picked]
-        if any(len({(ways[i].roles, ways[i].zero) for i in group}) > 1 for group in tied_groups(graph)):
+        if len({(ways[i].roles, ways[i].zero) for i in tied}) > 1:
             continue
         for cuts in itertools.combinations(range(1, count), stages - 1):
             bounds = (0, *cuts, count)

@@ -258,11 +258,12 @@ def test_links_in_documents_lead_somewhere():
 
 
 def test_the_plan_document_names_every_field():
-    from autopar.plan import Axis, LayerPlan, Memory, Plan, Prediction, Role, StagePlan, Strategy
+    from autopar.plan import Axis, LayerPlan, Memory, PinPrice, Plan, Prediction, Role, StagePlan, Strategy
 
     plan = Plan(
         "m", "1", (Axis("data", 1, 1),), (StagePlan(0, 1, (0, 1), Memory(1, 1, 1, 1, 1), 9, 0.1),), "none", 1, 1, "float32",
         (LayerPlan("l", "L", Strategy((Role.DATA,))),), Prediction(1, 1, 0, 0, 0, 0.5, 1), 1.0, 0.0,
+        pins=(PinPrice("tensor", 2, 1.0, 1.0),),
     )  # fmt: skip
     text = (ROOT / "docs" / "plan-json.md").read_text()
     data = plan.to_json()
@@ -271,6 +272,7 @@ def test_the_plan_document_names_every_field():
         *data["stages"][0],
         *data["layers"][0],
         *data["mesh"][0],
+        *data["pins"][0],
         *data["stages"][0]["memory_by_part_bytes"],
     ]
     missing = [name for name in names if f"`{name}`" not in text]

@@ -96,7 +96,7 @@ def test_every_bound_of_every_outer_choice_holds() -> None:
         prices = Prices(graph, cluster, pricer, EXACT)
         for choice in choices(graph, cluster.count, EXACT):
             instance = prices.instance(choice)
-            plans = every_plan(graph, cluster, pricer, EXACT, choice, cluster.memory_limit_bytes)
+            plans = every_plan(graph, cluster, pricer, EXACT, choice)
             best = min(plans, default=float("inf"))
             if instance is None:
                 assert best == float("inf")

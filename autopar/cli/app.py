@@ -45,6 +45,14 @@ _model_options = _options(
     ),
 )
 _pin_options = _options(
+    click.option(
+        "--pin",
+        "pins",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Pin a decision, of the plan or of some layers: schedule=1f1b, layers.0-7.tensor=8, lm_head.zero=3. May be repeated; the "
+        "options below are short forms.",
+    ),
     click.option("--pipeline", type=click.IntRange(1), metavar="N", help="Pin the number of pipeline stages."),
     click.option("--data", type=click.IntRange(1), metavar="N", help="Pin the data-parallel degree of every layer."),
     click.option(

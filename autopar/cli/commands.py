@@ -44,7 +44,7 @@ def parse_size(text: str) -> int:
 def plan_command(as_json: bool, **request: Any) -> None:
     """``autopar plan``: the plan as tables, or as one JSON object; an infeasible request is such an object too."""
     try:
-        _, _, _, plan = _plan(request)
+        _, _, _, plan = _plan(request, pin_time_s=request["time_limit"] / 2)
     except InfeasibleError as error:
         if not as_json:
             raise
@@ -119,17 +119,23 @@ def models_command(as_json: bool) -> None:
     console().print(table)
 
 
-def _plan(request: dict[str, Any], device: str = "meta") -> tuple[Loaded, Cluster, Graph, Plan]:
+def _plan(
+    request: dict[str, Any], device: str = "meta", pin_time_s: float | None = None
+) -> tuple[Loaded, Cluster, Graph, Plan]:
     """The stages up to the plan for the options of a command line."""
     from autopar.cli.load import Sizes, load_model
     from autopar.compile import plan_model
     from autopar.devices import parse
     from autopar.search import SearchOptions
+    from autopar.search.options import OF_LAYER, OF_PLAN, read_pins
 
     limit = parse_size(request["memory_limit"]) if request["memory_limit"] else None
     cluster = parse(request["devices"], memory_limit_bytes=limit)
-    pins = ("pipeline", "data", "tensor", "ulysses", "ring", "zero", "microbatches", "schedule", "recompute")
-    options = SearchOptions(time_limit_s=request["time_limit"], **{pin: request[pin] for pin in pins})
+    options = SearchOptions(
+        time_limit_s=request["time_limit"],
+        pin=read_pins(request["pins"]),
+        **{name: request[name] for name in (*OF_PLAN, *OF_LAYER)},
+    )
     sizes = Sizes(request["seq"], request["global_batch"], request["precision"])
     with _talk() as talk:
         talk("load", request["model"])
@@ -146,6 +152,7 @@ def _plan(request: dict[str, Any], device: str = "meta") -> tuple[Loaded, Cluste
             local_batch_norm=request["local_batch_norm"],
             plan=request.get("plan_file"),
             progress=talk,
+            pin_time_s=pin_time_s,
         )
     return loaded, cluster, graph, plan
 

@@ -35,6 +35,9 @@ def _sections(plan: Plan) -> Iterable[RenderableType]:
     yield _time(plan)
     yield ""
     yield _quality(plan)
+    if plan.pins:
+        yield ""
+        yield _pins(plan)
     for note in plan.notes:
         yield Text(f"note: {note}", "dim")
 
@@ -157,6 +160,20 @@ def _quality(plan: Plan) -> RenderableType:
     if plan.solver:
         table.add_row("solver", plan.solver)
     table.add_row("planned in", f"{_seconds(plan.wall_time_s)}, {_size(plan.peak_memory_bytes)} of memory")
+    return table
+
+
+def _pins(plan: Plan) -> RenderableType:
+    """What each pin costs: the gain of the best plan without it, and where nothing better is proved the most that there can be."""
+    table = Table(title="the price of each pin", title_justify="left", title_style="bold", box=None, pad_edge=False,
+                  padding=(0, 2, 0, 0))  # fmt: skip
+    table.add_column("pin", no_wrap=True)
+    for name in ("best step without it", "saves", "at most"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for pin in plan.pins:
+        saves, most = pin.gain(plan.prediction.step_time_s)
+        value = str(pin.value).lower()
+        table.add_row(f"{pin.pin}={value}", _seconds(pin.step_time_without_s), f"{saves:.1%}", f"{most:.1%}")
     return table
 
 

@@ -18,14 +18,15 @@ import numpy as np
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph import Graph
-from autopar.plan import Plan
+from autopar.plan import PinPrice, Plan
 from autopar.search.assess import Proof, Solution, cost, fits, make_plan, tidy
 from autopar.search.bound import fewest_seconds, relaxation
 from autopar.search.construct import construct
 from autopar.search.exact import TooLargeError, solve_labels, solve_scip
 from autopar.search.frugal import explain, most_frugal
 from autopar.search.lagrange import bottleneck_bound
-from autopar.search.problem import Choice, Devices, Pricer, SearchOptions, choices
+from autopar.search.options import SearchOptions
+from autopar.search.problem import Choice, Devices, Pricer, choices
 from autopar.search.tables import Instance, Prices
 
 LABEL_LAYERS = 16
@@ -41,7 +42,7 @@ class _Node:
 
 
 @dataclass
-class _State:
+class State:
     """The search's progress; the one mutable record of this module."""
 
     options: SearchOptions
@@ -96,11 +97,36 @@ def search(graph: Graph, cluster: Devices, pricer: Pricer, options: SearchOption
         InfeasibleError: nothing fits; the message names the stage, the layer and the part of memory, the hint the limit that would do.
         UsageError: pins that contradict each other.
     """
-    options = SearchOptions() if options is None else options
     started = time.monotonic()
+    state = explore(graph, cluster, pricer, SearchOptions() if options is None else options)
+    return _record(graph, cluster, state, started)
+
+
+def price_pins(
+    graph: Graph, cluster: Devices, pricer: Pricer, options: SearchOptions, plan: Plan, time_limit_s: float
+) -> Plan:
+    """``plan``, found with ``options``, with the price of each pin: what would be gained if it alone were left to the search.
+
+    Each is a search of its own, ``time_limit_s`` for all together; what a search had no time to settle stands between the two figures.
+    """
+    priced: list[PinPrice] = []
+    deadline = time.monotonic() + time_limit_s
+    for number, (key, value) in enumerate(options.pins.items()):
+        left = max(deadline - time.monotonic(), 0.0) / (len(options.pins) - number)
+        if options.progress is not None:
+            options.progress(f"the price of {key}={value}")
+        trial = replace(options.without(key), time_limit_s=left, progress=None)
+        state = explore(graph, cluster, pricer, trial, plan.prediction.step_time_s)
+        priced.append(PinPrice(key, value, state.step_s, min(state.bound_s, state.step_s)))
+    return replace(plan, pins=tuple(priced))
+
+
+def explore(graph: Graph, cluster: Devices, pricer: Pricer, options: SearchOptions, known_s: float = np.inf) -> State:
+    """The search itself. ``known_s`` is the step time of a plan that is known to be possible: only faster ones are looked for."""
     if cluster.count < 1:
         raise UsageError(f"a plan needs at least one device, not {cluster.count}")
-    state = _State(options, Prices(graph, cluster, pricer, options), started + options.time_limit_s)
+    deadline = time.monotonic() + options.time_limit_s
+    state = State(options, Prices(graph, cluster, pricer, options), deadline, step_s=known_s)
     instances = _open_all(graph, cluster, state)
     while state.heap and state.left_s() > 0:
         if state.heap[0].bound_s >= state.enough_s:
@@ -110,15 +136,15 @@ def search(graph: Graph, cluster: Devices, pricer: Pricer, options: SearchOption
             _close(state, node)
         else:
             _open(state, node)
-    if state.best is None:
+    if state.best is None and not np.isfinite(known_s):
         _last_resort(graph, state, instances)
-    return _record(graph, cluster, state, started)
+    return state
 
 
-def _open_all(graph: Graph, cluster: Devices, state: _State) -> list[Instance]:
+def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Instance]:
     """Price every outer choice and give it its cheap bound."""
     instances: list[Instance] = []
-    todo = choices(graph, cluster.count, state.options)
+    todo = choices(graph, cluster.count, state.options, state.prices.pins)
     for number, choice in enumerate(todo):
         if instances and state.left_s() < state.options.time_limit_s / 3:
             state.unpriced = len(todo) - number
@@ -133,20 +159,18 @@ def _open_all(graph: Graph, cluster: Devices, state: _State) -> list[Instance]:
     return instances
 
 
-def _no_price(graph: Graph, state: _State) -> InfeasibleError:
-    options = state.options
-    names = ("pipeline", "microbatches", "data", "ring", "ulysses", "tensor", "zero", "recompute")
-    pins = [f"{name} {value}" for name in names if (value := getattr(options, name)) is not None]
-    cls = max(state.prices.refused, key=lambda c: state.prices.refused[c])
-    layer = next(layer.name for layer in graph.layers if layer.cls == cls)
+def _no_price(graph: Graph, state: State) -> InfeasibleError:
+    pins = ", ".join(f"{key} {value}" for key, value in state.options.pins.items())
+    worst = max(state.prices.refused, key=lambda i: state.prices.refused[i])
+    layer = graph.layers[worst]
     return InfeasibleError(
-        f"layer {layer} ({cls}) has no way to run with {', '.join(pins) or 'these devices'}: a size does not divide, or its "
+        f"layer {layer.name} ({layer.cls}) has no way to run with {pins or 'these devices'}: a size does not divide, or its "
         "operations cannot be split so",
-        f"leave one of the pins free: {', '.join(pins)}" if pins else None,
+        f"leave one of the pins free: {pins}" if pins else None,
     )
 
 
-def _open(state: _State, node: _Node) -> None:
+def _open(state: State, node: _Node) -> None:
     state.opened += 1
     bound = max(node.bound_s, bottleneck_bound(node.instance))
     if bound < state.enough_s:
@@ -161,7 +185,7 @@ def _open(state: _State, node: _Node) -> None:
     state.push(node.instance, bound, opened=True)
 
 
-def _close(state: _State, node: _Node) -> None:
+def _close(state: State, node: _Node) -> None:
     """Decide the next tie of a choice, or solve it: its bound is then final."""
     instance = node.instance
     group = state.undecided(instance.choice)
@@ -192,7 +216,7 @@ def _close(state: _State, node: _Node) -> None:
     state.closed_s = min(state.closed_s, bound)
 
 
-def _last_resort(graph: Graph, state: _State, instances: list[Instance]) -> None:
+def _last_resort(graph: Graph, state: State, instances: list[Instance]) -> None:
     """No incumbent: take the choice that needs the least memory, or explain why even that does not fit."""
     heap: list[tuple[float, int, Instance, Solution]] = []
 
@@ -224,7 +248,7 @@ def _last_resort(graph: Graph, state: _State, instances: list[Instance]) -> None
     assert state.best is not None
 
 
-def _record(graph: Graph, cluster: Devices, state: _State, started: float) -> Plan:
+def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Plan:
     assert state.best is not None
     instance, solution = state.best
     strategies, prices, found = tidy(instance, solution)

@@ -23,7 +23,7 @@ it; not proved), so GPipe is planned only where it is asked for and the bound do
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -31,6 +31,7 @@ from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.plan import REPLICATING, Axis, Role, Strategy
 from autopar.search.hand import default_schedule, make_mesh
+from autopar.search.options import LayerPins, SearchOptions
 from autopar.search.simulate import interleaved_in_flight
 
 Mesh = tuple[Axis, ...]
@@ -108,43 +109,6 @@ class Devices(Protocol):
     def gpu(self) -> Device: ...
 
 
-@dataclass(frozen=True, slots=True)
-class SearchOptions:
-    """What the user pins, and how long to look. ``None`` leaves a choice to the search.
-
-    ``tensor``, ``data``, ``ulysses``, ``ring``, ``zero`` and ``recompute`` hold for every layer (ZeRO where a layer has copies of its
-    parameters). ``roles`` are the roles that may be used without being pinned, besides data; left out, tensor parallelism, and where the
-    sequence is long Ulysses and ring attention. The search stops once the gap is ``target_gap``, or at the limit.
-    ``progress`` is called with a short text whenever the incumbent or the bound has moved.
-    """
-
-    precision: str = "bfloat16"
-    time_limit_s: float = 20.0
-    target_gap: float = 0.01
-    pipeline: int | None = None
-    microbatches: int | None = None
-    schedule: str | None = None
-    data: int | None = None
-    tensor: int | None = None
-    ulysses: int | None = None
-    ring: int | None = None
-    zero: int | None = None
-    recompute: bool | None = None
-    roles: tuple[Role, ...] | None = None
-    memory_limit_bytes: int | None = None
-    progress: Callable[[str], None] | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("pipeline", "microbatches", "data", "tensor", "ulysses", "ring"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name} is {value}, it must be at least 1", "leave it out to leave it to the search")
-        if self.schedule not in (None, "none", "gpipe", "1f1b"):
-            raise UsageError(f"there is no schedule {self.schedule!r}", "the schedules are none, gpipe and 1f1b")
-        if self.zero not in (None, 0, 1, 2, 3):
-            raise UsageError(f"there is no ZeRO stage {self.zero}", "the stages are 0, 1, 2 and 3")
-
-
 Tie = tuple[int, tuple[Role, ...], int]
 """A decision for one group of layers that share parameters: the group's index, the roles, the ZeRO stage."""
 
@@ -192,50 +156,64 @@ def prime_factors(n: int) -> list[int]:
     return factors
 
 
-def meshes(devices: int) -> list[Mesh]:
+def meshes(devices: int, every_order: bool = False) -> list[Mesh]:
     """The meshes to try for one stage: its prime factors as axes, small ones innermost, and (where it differs) outermost.
 
     The order decides which degrees a prefix or a suffix of the axes can have: 6 as 3x2 has tensor degree 2, as 2x3 data degree 2.
+    ``every_order`` gives all of them, for pinned degrees that only one may have.
     """
     factors = prime_factors(devices) or [1]
+    orders: list[tuple[int, ...]] = [tuple(factors[::-1]), tuple(factors)]
+    if every_order and len(set(factors)) > 1:
+        orders += _distinct_orders(factors)
+    return [make_mesh(*((f"axis{i}", size) for i, size in enumerate(order))) for order in dict.fromkeys(orders)]
+
+
+def _distinct_orders(factors: list[int]) -> list[tuple[int, ...]]:
+    """Every order of ``factors``, equal ones told apart by nothing."""
+    if not factors:
+        return [()]
     found = []
-    for order in (factors[::-1], factors):
-        mesh = make_mesh(*((f"axis{i}", size) for i, size in enumerate(order)))
-        if mesh not in found:
-            found.append(mesh)
+    for first in dict.fromkeys(factors):
+        rest = list(factors)
+        rest.remove(first)
+        found += [(first, *order) for order in _distinct_orders(rest)]
     return found
 
 
-def strategies(mesh: Mesh, batch: int, gpus_per_node: int, options: SearchOptions) -> list[Strategy]:
-    """Every candidate for a layer on ``mesh``, for a microbatch of ``batch`` samples.
+def strategies(
+    mesh: Mesh, batch: int, gpus_per_node: int, options: SearchOptions, pins: LayerPins | None = None
+) -> list[Strategy]:
+    """Every candidate for a layer on ``mesh`` that ``pins`` (default: those of every layer) allow, for a microbatch of ``batch`` samples.
 
-    Data takes the longest prefix of the axes that divides the batch, other roles a suffix; what lies between is idle. Data being a prefix
-    for every layer, the batch dim is gathered from its innermost axis outwards, and each slice stays contiguous.
+    Data takes the longest prefix of the axes that divides the batch (or the pinned one), other roles a suffix; what lies between is idle.
+    Data being a prefix for every layer, the batch dim is gathered from its innermost axis outwards, and each slice stays contiguous.
     """
+    pins = options.common if pins is None else pins
     sizes = [axis.size for axis in mesh]
     found: list[Strategy] = []
-    for suffix in _suffixes(mesh, gpus_per_node, options):
+    for suffix in _suffixes(mesh, gpus_per_node, options.roles or TENSOR_ROLES, pins):
         outer = len(sizes) - len(suffix)
-        prefix = max(j for j in range(outer + 1) if batch % _product(sizes[:j]) == 0)
-        data = _product(sizes[:prefix])
-        if options.data is not None and data != options.data:
+        ways = [_product(sizes[:j]) for j in range(outer + 1)]
+        prefixes = [j for j, n in enumerate(ways) if batch % n == 0 and pins.data in (None, n)]
+        if not prefixes:
             continue
+        prefix = prefixes[-1]
         roles = (Role.DATA,) * prefix + (Role.IDLE,) * (outer - prefix) + suffix
-        for zero in _zeros(Strategy(roles).degree(mesh, *REPLICATING), options):
-            for recompute in (False, True) if options.recompute is None else (options.recompute,):
+        for zero in _zeros(Strategy(roles).degree(mesh, *REPLICATING), pins):
+            for recompute in (False, True) if pins.recompute is None else (pins.recompute,):
                 found.append(Strategy(roles, zero, recompute))
     return found
 
 
-def _suffixes(mesh: Mesh, gpus_per_node: int, options: SearchOptions) -> Iterator[tuple[Role, ...]]:
+def _suffixes(mesh: Mesh, gpus_per_node: int, roles: tuple[Role, ...], pinned: LayerPins) -> Iterator[tuple[Role, ...]]:
     """The roles of the innermost axes, besides data: ring attention outside of Ulysses and tensor parallelism.
 
     A tensor degree may span at most four nodes unless it is pinned: all-reduce on the slow links costs more than it saves long before
     that. Ring and Ulysses stand alone, beside degrees that are pinned, or beside one node of tensor parallelism.
     """
-    roles = options.roles or TENSOR_ROLES
     tensor_roles = tuple(role for role in roles if role in TENSOR_ROLES)
-    pins = {Role.RING: options.ring, Role.ULYSSES: options.ulysses, Role.TENSOR: options.tensor}
+    pins = {Role.RING: pinned.ring, Role.ULYSSES: pinned.ulysses, Role.TENSOR: pinned.tensor}
     some = range(len(mesh) + 1)
     sequence = [some if role in roles or pins[role] is not None else (0,) for role in (Role.RING, Role.ULYSSES)]
     for ring, ulysses, tensor in itertools.product(*sequence, some):
@@ -268,10 +246,10 @@ def _wanted(
     return degree == 1 or (role in roles and beside in ([], node))
 
 
-def _zeros(replicas: int, options: SearchOptions) -> tuple[int, ...]:
+def _zeros(replicas: int, pins: LayerPins) -> tuple[int, ...]:
     if replicas == 1:
         return (0,)
-    return (0, 1, 2, 3) if options.zero is None else (options.zero,)
+    return (0, 1, 2, 3) if pins.zero is None else (pins.zero,)
 
 
 def for_sequence(options: SearchOptions, length: int) -> SearchOptions:
@@ -288,30 +266,16 @@ def _product(sizes: list[int]) -> int:
     return n
 
 
-def choices(graph: Graph, devices: int, options: SearchOptions) -> list[Choice]:
-    """Every outer choice that the pins allow.
+def choices(
+    graph: Graph, devices: int, options: SearchOptions, pinned: Sequence[LayerPins] | None = None
+) -> list[Choice]:
+    """Every outer choice that the pins allow; ``pinned`` are those of every layer where some differ.
 
     Raises:
         UsageError: a pinned number that does not divide what it has to.
     """
-    layers = len(graph.layers)
-    pipelines = [p for p in divisors(devices) if p <= layers]
-    if options.pipeline is not None:
-        if options.pipeline not in pipelines:
-            raise UsageError(
-                f"{devices} devices and {layers} layers cannot make a pipeline of {options.pipeline} stages",
-                f"the pipeline degrees that fit are {', '.join(map(str, pipelines))}",
-            )
-        pipelines = [options.pipeline]
-    degrees = [(name, getattr(options, name)) for name in ("data", "ring", "ulysses", "tensor")]
-    group = _product([n for _, n in degrees if n is not None])
-    pipelines = [p for p in pipelines if devices // p % group == 0]
-    if not pipelines:
-        pins = [f"{name} {n}" for name, n in degrees if n is not None]
-        raise UsageError(
-            f"the devices of a stage ({devices // (options.pipeline or 1)}) do not divide into groups for {', '.join(pins)}",
-            "the product of the pinned degrees must divide the number of devices",
-        )
+    pinned = tuple(dict.fromkeys(pinned or [options.common]))
+    pipelines = _pipelines(len(graph.layers), devices, options, pinned)
     counts = [1] if graph.unmicrobatchable else divisors(graph.batch_size)
     if options.microbatches is not None:
         if options.microbatches not in counts:
@@ -321,23 +285,62 @@ def choices(graph: Graph, devices: int, options: SearchOptions) -> list[Choice]:
                 f"the numbers that fit are {', '.join(map(str, counts))}",
             )
         counts = [options.microbatches]
-    if options.schedule == "none":
-        pipelines = [p for p in pipelines if p == 1]
-        if not pipelines:
-            raise UsageError(f"a pipeline of {options.pipeline} stages needs a schedule", "use 1f1b or gpipe")
+    data = [pins.data for pins in pinned if pins.data is not None]
+    split = [m for m in counts if all(graph.batch_size // m % n == 0 for n in data)]
+    if not split:
+        fit = [n for n in divisors(devices) if any(graph.batch_size // m % n == 0 for m in counts)]
+        raise UsageError(
+            f"microbatches of {graph.batch_size // min(counts)} samples do not divide by data {max(data)}",
+            f"the data degrees that fit are {', '.join(map(str, fit))}",
+        )
     found = []
     for p in pipelines:
-        for mesh in meshes(devices // p):
-            for m in counts:
+        for mesh in meshes(devices // p, every_order=any(pins.degrees for pins in pinned)):
+            for m in split:
                 schedule = options.schedule or default_schedule(p, m) if p > 1 else "none"
                 if schedule != "1f1b" or m >= p:
                     found.append(Choice(mesh, p, m, schedule))
     if not found:
         raise UsageError(
-            f"1f1b needs a microbatch for every stage: {min(pipelines)} stages, at most {max(counts)} microbatches",
+            f"1f1b needs a microbatch for every stage: {min(pipelines)} stages, at most {max(split)} microbatches",
             "use gpipe, more microbatches or fewer stages",
         )
     return found
+
+
+def _pipelines(layers: int, devices: int, options: SearchOptions, pinned: Sequence[LayerPins]) -> list[int]:
+    """The pipeline degrees that the pins allow."""
+    pipelines = [p for p in divisors(devices) if p <= layers]
+    if options.pipeline is not None:
+        if options.pipeline not in pipelines:
+            raise UsageError(
+                f"{devices} devices and {layers} layers cannot make a pipeline of {options.pipeline} stages",
+                f"the pipeline degrees that fit are {', '.join(map(str, pipelines))}",
+            )
+        pipelines = [options.pipeline]
+    for pins in pinned:
+        for name, n in pins.degrees.items():
+            if devices // (options.pipeline or 1) % n:
+                fit = divisors(devices // (options.pipeline or 1))
+                raise UsageError(
+                    f"{name} {n} does not divide the devices of a stage ({devices // (options.pipeline or 1)})",
+                    f"the degrees that divide are {', '.join(map(str, fit))}",
+                )
+    for pins in pinned:
+        pipelines = [p for p in pipelines if devices // p % pins.group == 0]
+        if not pipelines:
+            degrees = ", ".join(f"{name} {n}" for name, n in pins.degrees.items())
+            raise UsageError(
+                f"the devices of a stage ({devices // (options.pipeline or 1)}) do not divide into groups for {degrees}",
+                "the product of the pinned degrees must divide the number of devices",
+            )
+    if options.schedule == "none":
+        pipelines = [p for p in pipelines if p == 1]
+        if not pipelines:
+            raise UsageError(
+                f"a pipeline of {options.pipeline or 'several'} stages needs a schedule", "use 1f1b or gpipe"
+            )
+    return pipelines
 
 
 def tied_groups(graph: Graph) -> tuple[tuple[int, ...], ...]:

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from autopar.graph import Graph
 from autopar.plan import Role, Strategy
+from autopar.search.options import LayerPins, SearchOptions, pins_by_layer
 from autopar.search.problem import (
     Choice,
     Devices,
     LayerPrice,
     Mesh,
     Pricer,
-    SearchOptions,
     for_sequence,
     strategies,
     tied_groups,
@@ -225,18 +225,20 @@ class Prices:
         self._graph, self._cluster, self._pricer = graph, cluster, pricer
         self._options = for_sequence(options, graph.tokens // graph.batch_size)
         self._ways = Ways(graph, pricer)
-        self._tables: dict[tuple[str, Mesh, int, bool], Table | None] = {}
+        self._tables: dict[tuple[str, LayerPins, Mesh, int, bool], Table | None] = {}
+        self.pins = pins_by_layer(graph, options)
         self.groups = tied_groups(graph)
         self.limit = float(options.memory_limit_bytes or cluster.memory_limit_bytes)
-        self.refused: dict[str, int] = {}  # class: choices for which it had no price
+        self.refused: dict[int, int] = {}  # layer: choices for which it had no price
 
-    def table(self, cls: str, choice: Choice, tied: bool) -> Table | None:
-        """The candidates of a class; ``None`` where nothing has a price."""
-        key = (cls, choice.mesh, choice.microbatches, tied)
+    def table(self, layer: int, choice: Choice, tied: bool) -> Table | None:
+        """The candidates of a layer; ``None`` where nothing has a price. Layers of one class and equal pins share it."""
+        cls, pins = self._graph.layers[layer].cls, self.pins[layer]
+        key = (cls, pins, choice.mesh, choice.microbatches, tied)
         if key not in self._tables:
             batch = self._graph.batch_size // choice.microbatches
             found, prices = [], []
-            for strategy in strategies(choice.mesh, batch, self._cluster.gpus_per_node, self._options):
+            for strategy in strategies(choice.mesh, batch, self._cluster.gpus_per_node, self._options, pins):
                 price = self._pricer.layer(cls, choice.mesh, strategy, choice.microbatches)
                 if price is not None:
                     found.append(strategy)
@@ -248,16 +250,16 @@ class Prices:
         """The choice with its tables; ``None`` where a layer has no candidate left."""
         fixed = {index: (roles, zero) for index, roles, zero in choice.ties}
         group_of = {i: g for g, layers in enumerate(self.groups) for i in layers}
-        index: dict[tuple[str, int | None], int] = {}
+        index: dict[tuple[str, LayerPins, int | None], int] = {}
         kinds: list[Table] = []
         kind: list[int] = []
         for i, layer in enumerate(self._graph.layers):
             group = group_of.get(i)
-            key = (layer.cls, group)
+            key = (layer.cls, self.pins[i], group)
             if key not in index:
-                table = self.table(layer.cls, choice, group is not None)
+                table = self.table(i, choice, group is not None)
                 if table is None:
-                    self.refused[layer.cls] = self.refused.get(layer.cls, 0) + 1
+                    self.refused[i] = self.refused.get(i, 0) + 1
                     return None
                 if group in fixed:
                     keep = [k for k, s in enumerate(table.strategies) if (s.roles, s.zero) == fixed[group]]
@@ -274,7 +276,7 @@ class Prices:
         """The (roles, ZeRO stage) that every layer of a tied group could take."""
         common: set[tuple[Roles, int]] | None = None
         for i in self.groups[group]:
-            table = self.table(self._graph.layers[i].cls, choice, True)
+            table = self.table(i, choice, True)
             if table is None:
                 return []
             pairs = {(s.roles, s.zero) for s in table.strategies}
