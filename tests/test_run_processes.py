@@ -6,10 +6,14 @@ import os
 import signal
 import socket
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from workers import WorkerPool
 
 from autopar.errors import LaunchError
@@ -80,3 +84,18 @@ def test_a_taken_port_is_said_before_anything_starts() -> None:
         with pytest.raises(LaunchError, match="already taken") as error:
             Processes(2, port=taken.getsockname()[1])
     assert error.value.hint
+
+
+def threads_after_a_group() -> int:
+    """A module that refers to itself and to a mesh, as sharded modules do; the threads that there are before it is left."""
+    module = nn.Linear(4, 4)
+    module.itself = [module]
+    fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    module(torch.ones(2, 4)).sum().backward()
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted where Linux lists them")
+def test_a_call_leaves_no_threads_of_its_group(workers2):
+    counts = [max(workers2.run("test_run_processes:threads_after_a_group")) for _ in range(6)]
+    assert counts[-1] <= counts[1], counts

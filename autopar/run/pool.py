@@ -88,3 +88,5 @@ def in_fresh_group(target: str, args: Any, kwargs: dict[str, Any]) -> Any:
         # FSDP's modules and the schedules' stages are reference cycles that hold process groups, and every gloo group that lives has
         # threads that wake up a hundred times a second: after some hundred calls a machine did little else
         gc.collect()
+        if _calls == 1:
+            gc.freeze()  # what was imported need not be looked through again
