@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.errors import AutoparError, ModelError, UsageError
+from autopar.errors import AutoparError, InfeasibleError, ModelError, UsageError
 from autopar.plan import Plan
 
 if TYPE_CHECKING:
@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from autopar.devices import Cluster
+    from autopar.explain.study import Recapture
     from autopar.graph import Graph
     from autopar.run import Program
-    from autopar.search import SearchOptions
+    from autopar.search import Pricer, SearchOptions
 
 STAGES = ("capture", "search", "emit", "run")
 Progress = Callable[[str, str], None]
@@ -126,47 +127,90 @@ def plan_model(
     progress: Progress | None = None,
     local_batch_norm: bool = False,
     pin_time_s: float | None = None,
+    recapture: Recapture | None = None,
 ) -> tuple[Graph, Plan]:
     """The first two stages: the captured graph, and the plan that was found (or given, and fits the graph).
 
     With ``pin_time_s`` the plan has the prices of the pins in ``options``, found in about so many seconds more.
 
-    The plan's ``wall_time_s`` and ``peak_memory_bytes`` are those of this process from the call on.
+    The plan's ``wall_time_s`` and ``peak_memory_bytes`` are those of this process from the call on. ``recapture`` makes the graph with
+    other sizes, for what an infeasible request is told; without it the batch is cut down.
     """
+    from autopar.explain import Study, sequence_length, suggest
+    from autopar.explain.resize import recapture_cut
+
+    start = time.perf_counter()
+    how = {"name": name, "precision": precision, "local_batch_norm": local_batch_norm}
+    graph = capture_model(model, batch, loss_fn, progress=progress, **how)  # type: ignore[arg-type]
+    if plan is not None:
+        return graph, _given_plan(plan, graph, cluster)
+
+    def find() -> Plan:
+        try:
+            return find_plan(graph, cluster, options, pin_time_s=pin_time_s, progress=progress, start=start)
+        except InfeasibleError as error:
+            again = recapture or recapture_cut(model, batch, loss_fn, **how)  # type: ignore[arg-type]
+            study = Study(graph, cluster, options, recapture=again, seq=sequence_length(graph))
+            raise suggest(study, error, lambda text: _say(progress, "search", text)) from None
+
+    return graph, _on_rank_0(find)
+
+
+def capture_model(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[..., Tensor] | None,
+    *,
+    name: str | None = None,
+    precision: str | None = None,
+    local_batch_norm: bool = False,
+    progress: Progress | None = None,
+) -> Graph:
+    """The first stage: the graph of layers, with its fused parameters and rules noted."""
     from torch import nn
 
     from autopar.capture import capture
-    from autopar.precision import name_of, normalise
-    from autopar.price import Pricer
-    from autopar.search import price_pins, search
+    from autopar.precision import normalise
     from autopar.shard import annotate
 
     if not isinstance(model, nn.Module):
         raise ModelError(f"the model is {type(model).__name__}, not a torch.nn.Module", "wrap a function in a module")
-    start = time.perf_counter()
     _say(progress, "capture", "")
     numbers = None if precision is None else normalise(precision)
     graph = capture(model, batch, loss_fn, precision=numbers, name=name, local_batch_norm=local_batch_norm)
     graph = annotate(graph)
     _say(progress, "capture", f"{len(graph.layers)} layers of {len(graph.classes)} classes")
-    if plan is not None:
-        return graph, _given_plan(plan, graph, cluster)
+    return graph
+
+
+def find_plan(
+    graph: Graph,
+    cluster: Cluster,
+    options: SearchOptions,
+    *,
+    pricer: Pricer | None = None,
+    pin_time_s: float | None = None,
+    progress: Progress | None = None,
+    start: float | None = None,
+) -> Plan:
+    """The second stage. ``start`` is when the request came in (``time.perf_counter``), ``pricer`` one that has prices already."""
+    from autopar.precision import name_of
+    from autopar.price import Pricer as LayerPricer
+    from autopar.search import price_pins, search
+
+    start = time.perf_counter() if start is None else start
     _say(progress, "search", "")
     options = dataclasses.replace(
         options, precision=name_of(graph.dtype), progress=lambda text: _say(progress, "search", text)
     )
-
-    def find() -> Plan:
-        pricer = Pricer(graph, cluster, options.precision)
-        found = search(graph, cluster, pricer, options)
-        if pin_time_s is not None:
-            found = price_pins(graph, cluster, pricer, options, found, pin_time_s)
-        wall_time_s = time.perf_counter() - start
-        without_rule = f"replicated, because no sharding rule covers it: {', '.join(graph.replicated)}"
-        notes = (*found.notes, *graph.notes, *([without_rule] if graph.replicated else []))
-        return dataclasses.replace(found, wall_time_s=wall_time_s, peak_memory_bytes=peak_memory_bytes(), notes=notes)
-
-    return graph, _on_rank_0(find)
+    pricer = pricer or LayerPricer(graph, cluster, options.precision)
+    found = search(graph, cluster, pricer, options)
+    if pin_time_s is not None:
+        found = price_pins(graph, cluster, pricer, options, found, pin_time_s)
+    without_rule = f"replicated, because no sharding rule covers it: {', '.join(graph.replicated)}"
+    notes = (*found.notes, *graph.notes, *([without_rule] if graph.replicated else []))
+    wall_time_s = time.perf_counter() - start
+    return dataclasses.replace(found, wall_time_s=wall_time_s, peak_memory_bytes=peak_memory_bytes(), notes=notes)
 
 
 def emit_program(graph: Graph, plan: Plan, folder: str | Path | None, progress: Progress | None = None) -> Path:

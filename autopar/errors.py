@@ -19,6 +19,18 @@ itself are assertions, not members of this tree.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class SuggestedChange(Protocol):
+    """A change of the request that makes it feasible: a sentence, and the values to ask for instead."""
+
+    @property
+    def text(self) -> str: ...
+
+    def to_json(self) -> dict[str, Any]: ...
+
 
 class AutoparError(Exception):
     """Base of the tree: ``message`` is one or two sentences, ``hint`` (optional) is what to do about it."""
@@ -61,7 +73,17 @@ class CaptureError(AutoparError):
 
 
 class InfeasibleError(AutoparError):
-    """No plan fits; the message names the stage, the layer and the bytes, the hint the nearest change that fits."""
+    """No plan fits; the message names the stage, the layer and the bytes, the hint the nearest change that fits.
+
+    ``changes`` are the changes of the request, each by itself and each found by search, under which something does fit.
+    """
+
+    def __init__(self, message: str, hint: str | None = None, changes: Sequence[SuggestedChange] = ()) -> None:
+        super().__init__(message, hint)
+        self.changes = tuple(changes)
+
+    def __str__(self) -> str:
+        return "\n".join([super().__str__(), *(f"or: {change.text}" for change in self.changes)])
 
 
 class ProgramError(AutoparError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -179,6 +179,7 @@ class Plan:
     peak_memory_bytes: int = 0
     chunks: int = 1
     pins: tuple[PinPrice, ...] = ()
+    request: dict[str, Any] = field(default_factory=dict, hash=False)  # the command line's options, to ask it again
 
     def __post_init__(self) -> None:
         assert len(self.stages) % self.chunks == 0, (len(self.stages), self.chunks)
@@ -257,6 +258,7 @@ class Plan:
             "pins": [dataclasses.asdict(pin) for pin in self.pins],
             "wall_time_s": self.wall_time_s,
             "peak_memory_bytes": self.peak_memory_bytes,
+            "request": self.request,
         }
 
     @staticmethod
@@ -304,6 +306,7 @@ class Plan:
             peak_memory_bytes=data["peak_memory_bytes"],
             chunks=data.get("chunks", 1),
             pins=tuple(PinPrice(**pin) for pin in data.get("pins", ())),
+            request=data.get("request", {}),
         )
 
     def dumps(self) -> str:

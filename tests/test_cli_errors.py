@@ -65,7 +65,7 @@ def test_infeasible_is_an_answer(capsys, monkeypatch):
     monkeypatch.setattr(sys.modules["autopar.compile"], "plan_model", fail_with(error))
     status, out, err = invoke(capsys, *PLAN, "--devices", "8xH100-80GB", "--json")
     assert status == 1
-    assert json.loads(out) == {"feasible": False, "error": error.message, "hint": error.hint}
+    assert json.loads(out) == {"feasible": False, "error": error.message, "hint": error.hint, "changes": []}
     status, out, err = invoke(capsys, *PLAN, "--devices", "8xH100-80GB")
     assert (status, out) == (1, "")
     assert f"error: {error.message}\nhint: {error.hint}\n" in err

@@ -30,19 +30,19 @@ def _options(*options: Callable[[Any], Any]) -> Callable[[F], F]:
     return decorate
 
 
-_model_options = _options(
-    click.argument("model"),
-    click.option(
-        "--devices",
-        required=True,
-        metavar="SPEC",
-        help="4 (of this machine), 8xH100-80GB, 128x8xH100-80GB (nodes x GPUs x kind), or a cluster.toml.",
-    ),
+_DEVICES_HELP = "4 (of this machine), 8xH100-80GB, 128x8xH100-80GB (nodes x GPUs x kind), or a cluster.toml."
+_batch_options = (
     click.option("--seq", type=int, metavar="N", help="Tokens in a sequence of the batch."),
     click.option("--global-batch", type=int, metavar="N", help="Sequences (or images) in a batch of one step."),
     click.option(
         "--precision", metavar="NAME", help="bfloat16, float16, float32 or float64, of parameters and activations."
     ),
+)
+_size_options = (click.option("--devices", metavar="SPEC", help=_DEVICES_HELP), *_batch_options)
+_model_options = _options(
+    click.argument("model"),
+    click.option("--devices", required=True, metavar="SPEC", help=_DEVICES_HELP),
+    *_batch_options,
 )
 _pin_options = _options(
     click.option(
@@ -110,6 +110,23 @@ def plan(**request: Any) -> None:
     from autopar.cli.commands import plan_command
 
     plan_command(**request)
+
+
+@cli.command(
+    short_help="Say why a plan is what it is.",
+    help="Say why the plan in the file PLAN (of `autopar plan --json`), or the best plan for MODEL, is what it is: what binds it, "
+    "what more memory, bandwidth or batch would be worth, the best plan of other kinds, and the ten best alternatives. Options that are "
+    "left out are those that the plan was made with." + _MODEL_HELP,
+)
+@click.argument("target", metavar="PLAN|MODEL")
+@_options(*_size_options)
+@_pin_options
+@click.option("--model", "model", metavar="MODEL", help="The model of PLAN, where the plan does not say it.")
+@click.option("--json", "as_json", is_flag=True, help="Print the explanation as one JSON object.")
+def explain(**request: Any) -> None:
+    from autopar.cli.explain import explain_command
+
+    explain_command(**request)
 
 
 @cli.command(
@@ -275,6 +292,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except AutoparError as error:
         status = error.exit_status
         _complain(error.message, error.hint)
+        for change in getattr(error, "changes", ()):
+            click.echo(f"{click.style('or:', fg='cyan', bold=True)} {change.text}", err=True, color=_color())
     except click.ClickException as error:
         status = error.exit_code
         path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "autopar"

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.errors import InfeasibleError, LaunchError, UsageError
+from autopar.errors import BatchError, InfeasibleError, LaunchError, UsageError
 
 if TYPE_CHECKING:
     from autopar.cli.load import Loaded
     from autopar.cli.talk import Talk
     from autopar.devices import Cluster
+    from autopar.explain.study import Recapture
     from autopar.graph import Graph
     from autopar.plan import Plan
+    from autopar.search import SearchOptions
 
 _WIDTH = 120  # of tables that go to a file or a pipe
 _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")},
@@ -48,7 +51,8 @@ def plan_command(as_json: bool, **request: Any) -> None:
     except InfeasibleError as error:
         if not as_json:
             raise
-        print(json.dumps({"feasible": False, "error": error.message, "hint": error.hint}, indent=1))
+        changes = [change.to_json() for change in error.changes]
+        print(json.dumps({"feasible": False, "error": error.message, "hint": error.hint, "changes": changes}, indent=1))
         sys.exit(error.exit_status)
     if as_json:
         print(plan.dumps())
@@ -123,24 +127,11 @@ def _plan(
     request: dict[str, Any], device: str = "meta", pin_time_s: float | None = None
 ) -> tuple[Loaded, Cluster, Graph, Plan]:
     """The stages up to the plan for the options of a command line."""
-    from autopar.cli.load import Sizes, load_model
     from autopar.compile import plan_model
-    from autopar.devices import parse
-    from autopar.search import SearchOptions
-    from autopar.search.options import OF_LAYER, OF_PLAN, read_pins
 
-    limit = parse_size(request["memory_limit"]) if request["memory_limit"] else None
-    cluster = parse(request["devices"], memory_limit_bytes=limit)
-    options = SearchOptions(
-        time_limit_s=request["time_limit"],
-        pin=read_pins(request["pins"]),
-        **{name: request[name] for name in (*OF_PLAN, *OF_LAYER)},
-    )
-    sizes = Sizes(request["seq"], request["global_batch"], request["precision"])
+    cluster, options = asked(request)
     with _talk() as talk:
-        talk("load", request["model"])
-        default = "float32" if cluster.kind == "cpu" else "bfloat16"
-        loaded = load_model(request["model"], sizes, device=device, default_precision=default)
+        loaded = load(request, cluster, talk, device)
         graph, plan = plan_model(
             loaded.module,
             loaded.batch,
@@ -148,13 +139,69 @@ def _plan(
             cluster,
             options,
             name=loaded.name,
-            precision=sizes.precision,
+            precision=request["precision"],
             local_batch_norm=request["local_batch_norm"],
             plan=request.get("plan_file"),
             progress=talk,
             pin_time_s=pin_time_s,
+            recapture=recapture(request, cluster),
         )
-    return loaded, cluster, graph, plan
+    return loaded, cluster, graph, dataclasses.replace(plan, request=plan.request or given(request))
+
+
+def asked(request: dict[str, Any]) -> tuple[Cluster, SearchOptions]:
+    """The devices and the pins of a command line."""
+    from autopar.devices import parse
+    from autopar.search import SearchOptions
+    from autopar.search.options import OF_LAYER, OF_PLAN, read_pins
+
+    limit = parse_size(request["memory_limit"]) if request["memory_limit"] else None
+    cluster = parse(request["devices"], memory_limit_bytes=limit)
+    return cluster, SearchOptions(
+        time_limit_s=request["time_limit"],
+        pin=read_pins(request["pins"]),
+        **{name: request[name] for name in (*OF_PLAN, *OF_LAYER)},
+    )
+
+
+def load(request: dict[str, Any], cluster: Cluster, talk: Talk | None = None, device: str = "meta") -> Loaded:
+    """The model and the batch of a command line."""
+    from autopar.cli.load import Sizes, load_model
+
+    if talk is not None:
+        talk("load", request["model"])
+    sizes = Sizes(request["seq"], request["global_batch"], request["precision"])
+    default = "float32" if cluster.kind == "cpu" else "bfloat16"
+    return load_model(request["model"], sizes, device=device, default_precision=default)
+
+
+def recapture(request: dict[str, Any], cluster: Cluster) -> Recapture:
+    """Makes the model of a command line again with other sizes, or cuts its batch where the model makes its own."""
+    from autopar.compile import capture_model
+    from autopar.explain.resize import recapture_cut
+
+    def again(**sizes: Any) -> Graph:
+        how = {"name": None, "precision": request["precision"], "local_batch_norm": request["local_batch_norm"]}
+        try:
+            changed = request | {key: value for key, value in sizes.items() if value is not None}
+            loaded = load(changed, cluster)
+        except BatchError:  # a factory that has no parameter for it
+            loaded = load(request, cluster)
+            return recapture_cut(loaded.module, loaded.batch, loaded.loss_fn, **how | {"name": loaded.name})(**sizes)
+        how |= {"name": loaded.name, "precision": changed["precision"]}
+        return capture_model(loaded.module, loaded.batch, loaded.loss_fn, **how)
+
+    return again
+
+
+def given(request: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given, without those of a command's output: what ``Plan.request`` records."""
+    from autopar.search.options import OF_LAYER, OF_PLAN
+
+    kept = ("model", "devices", "seq", "global_batch", "precision", "memory_limit", "time_limit", *OF_PLAN, *OF_LAYER)
+    found = {key: request[key] for key in kept if request.get(key) is not None}
+    found |= {"pins": list(request["pins"])} if request["pins"] else {}
+    return found | ({"local_batch_norm": True} if request["local_batch_norm"] else {})
 
 
 def _output_folder(output: str) -> Path:

@@ -114,9 +114,9 @@ def _stages(plan: Plan) -> RenderableType:
         table.add_row(
             str(first) if first == last else f"{first} ... {last}",
             str(stage.stop - stage.start),
-            *(_size(getattr(memory, part)) for part in _PARTS),
-            _size(memory.total),
-            _size(limit),
+            *(size(getattr(memory, part)) for part in _PARTS),
+            size(memory.total),
+            size(limit),
             _bar(memory.total / limit if limit else 0.0),
         )
     return table
@@ -135,7 +135,7 @@ def _alike(stages: tuple[StagePlan, ...]) -> Iterable[tuple[int, int, StagePlan]
 
 def _time(plan: Plan) -> RenderableType:
     p = plan.prediction
-    table = Table(title=f"one step: {_seconds(p.step_time_s)}", title_justify="left", title_style="bold", box=None,
+    table = Table(title=f"one step: {seconds(p.step_time_s)}", title_justify="left", title_style="bold", box=None,
                   show_header=False, pad_edge=False, padding=(0, 2, 0, 0))  # fmt: skip
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
@@ -146,9 +146,9 @@ def _time(plan: Plan) -> RenderableType:
         "bubble": p.bubble_s,
         "optimizer": p.optimizer_s,
     }
-    for name, seconds in parts.items():
-        share = seconds / p.step_time_s if p.step_time_s else 0.0
-        table.add_row(name, _seconds(seconds), f"{_bar(share)} {share:5.1%}")
+    for name, took in parts.items():
+        share = took / p.step_time_s if p.step_time_s else 0.0
+        table.add_row(name, seconds(took), f"{_bar(share)} {share:5.1%}")
     return table
 
 
@@ -156,10 +156,10 @@ def _quality(plan: Plan) -> RenderableType:
     p = plan.prediction
     table = _grid()
     table.add_row("speed", f"{p.tokens_per_s_per_device:,.0f} tokens/s per device, MFU {p.mfu:.1%}")
-    table.add_row("bound", f"no plan of those searched takes less than {_seconds(plan.bound_s)}: gap {plan.gap:.2%}")
+    table.add_row("bound", f"no plan of those searched takes less than {seconds(plan.bound_s)}: gap {plan.gap:.2%}")
     if plan.solver:
         table.add_row("solver", plan.solver)
-    table.add_row("planned in", f"{_seconds(plan.wall_time_s)}, {_size(plan.peak_memory_bytes)} of memory")
+    table.add_row("planned in", f"{seconds(plan.wall_time_s)}, {size(plan.peak_memory_bytes)} of memory")
     return table
 
 
@@ -173,7 +173,7 @@ def _pins(plan: Plan) -> RenderableType:
     for pin in plan.pins:
         saves, most = pin.gain(plan.prediction.step_time_s)
         value = str(pin.value).lower()
-        table.add_row(f"{pin.pin}={value}", _seconds(pin.step_time_without_s), f"{saves:.1%}", f"{most:.1%}")
+        table.add_row(f"{pin.pin}={value}", seconds(pin.step_time_without_s), f"{saves:.1%}", f"{most:.1%}")
     return table
 
 
@@ -197,15 +197,16 @@ def _plural(count: int, one: str, many: str | None = None) -> str:
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
-def _seconds(seconds: float) -> str:
-    if seconds >= 100:
-        return f"{seconds:,.0f} s"
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
+def seconds(value: float) -> str:
+    """Seconds for people."""
+    if value >= 100:
+        return f"{value:,.0f} s"
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.2f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"
 
 
-def _size(count: int) -> str:
+def size(count: int) -> str:
     """Bytes in the decimal units of GPU data sheets, three digits."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:

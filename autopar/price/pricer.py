@@ -55,6 +55,15 @@ class Pricer:
         self._makers = {name: (i, k) for i, layer in enumerate(graph.layers) for k, name in enumerate(layer.outputs)}
         self._readers = self._find_readers()
 
+    def on(self, cluster: Cluster) -> Pricer:
+        """A pricer of the same graph on another cluster; op-level layouts and tables, which no cluster changes, are shared."""
+        if cluster == self.cluster:
+            return self
+        other = Pricer(self.graph, cluster, self.numbers.name, self._solve, self.practice)
+        other._tables, other._sharded, other._types = self._tables, self._sharded, self._types
+        other._flags, other._bound = self._flags, self._bound
+        return other
+
     @property
     def peak_flops_per_s(self) -> float:
         """One device's peak at the precision that is priced; utilisation is measured against it."""

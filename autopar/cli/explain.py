@@ -1,0 +1,162 @@
+"""``autopar explain``: why a plan is what it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autopar.cli.commands import asked, console, given, load, recapture
+from autopar.cli.render import seconds, size
+from autopar.cli.talk import Talk
+from autopar.compile import capture_model, find_plan, fit_plan
+from autopar.errors import InfeasibleError, UsageError
+from autopar.explain import Explanation, Study, describe, explain, sequence_length, suggest
+from autopar.plan import Plan
+
+_SAME = 1e-6  # relative: prices that agree to this are the prices that the plan was made with
+
+
+def explain_command(target: str, model: str | None, as_json: bool, **request: Any) -> None:
+    """Reads or makes the plan, explains it, prints."""
+    written = _read(target)
+    request |= {"model": model}
+    if written is not None:
+        before = {"global_batch": written.global_batch, "devices": written.devices} | written.request
+        request |= {key: value for key, value in before.items() if request.get(key) in (None, False, ())}
+    else:
+        request["model"] = target
+    for name, why in (
+        ("model", "which model it is for: add --model MODEL"),
+        ("devices", "the devices: add --devices SPEC"),
+    ):
+        if not request.get(name):
+            raise UsageError(f"{target} does not say {why.partition(':')[0]}", why.partition(": ")[2])
+    try:
+        found = explained(request, written)
+    except InfeasibleError as error:
+        if not as_json:
+            raise
+        changes = [change.to_json() for change in error.changes]
+        print(json.dumps({"feasible": False, "error": error.message, "hint": error.hint, "changes": changes}, indent=1))
+        raise SystemExit(error.exit_status) from None
+    if as_json:
+        print(json.dumps(found.to_json(), indent=1))
+    else:
+        print_explanation(found, console())
+
+
+def _read(target: str) -> Plan | None:
+    """The plan in the file, ``None`` where ``target`` is no file of a plan."""
+    from autopar.compile import read_plan
+
+    path = Path(target)
+    if not (path.suffix == ".json" and path.is_file()):
+        return None
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None  # said better by whoever reads it as a model's configuration
+    return read_plan(path) if isinstance(data, dict) and "stages" in data else None
+
+
+def explained(request: dict[str, Any], written: Plan | None) -> Explanation:
+    """The explanation of ``written``, or of the best plan for the request."""
+    cluster, options = asked(request)
+    with Talk() as talk:
+        loaded = load(request, cluster, talk)
+        graph = capture_model(
+            loaded.module,
+            loaded.batch,
+            loaded.loss_fn,
+            name=loaded.name,
+            precision=request["precision"],
+            local_batch_norm=request["local_batch_norm"],
+            progress=talk,
+        )
+        study = Study(graph, cluster, options, recapture=recapture(request, cluster), seq=sequence_length(graph))
+        plan = None
+        if written is not None:
+            fit_plan(written, graph)
+            plan = study.reprice(written, cluster)
+            before, now = written.prediction.step_time_s, plan.prediction.step_time_s
+            if written.bound_s and math.isclose(before, now, rel_tol=_SAME):
+                plan = dataclasses.replace(plan, bound_s=written.bound_s, gap=written.gap, solver=written.solver)
+        best = plan
+        if best is None or not best.bound_s:
+            try:
+                best = find_plan(graph, cluster, options, pricer=study.pricer(), progress=talk)
+            except InfeasibleError as error:
+                raise suggest(study, error, lambda text: talk("explain", text)) from None
+        best = dataclasses.replace(best, request=given(request))
+        return explain(study, plan or best, best, lambda text: talk("explain", text))
+
+
+def print_explanation(found: Explanation, to: Console) -> None:
+    """Everything, in the order that one asks."""
+    to.print(Group(*_sections(found)))
+
+
+def _sections(found: Explanation) -> list[RenderableType]:
+    plan, best = found.plan, found.best
+    step = best.prediction.step_time_s
+    parts: list[RenderableType] = [
+        Text.assemble(
+            (plan.model, "bold"), " on ", (plan.devices, "bold"), f": {seconds(plan.prediction.step_time_s)} a step"
+        ),
+        Text(describe(plan)),
+        "",
+    ]
+    if plan is not best and plan.prediction.step_time_s > step * (1 + 1e-9):
+        slower = plan.prediction.step_time_s / step - 1
+        parts += [Text(f"the best plan takes {seconds(step)}, this one {slower:.1%} more: {describe(best)}"), ""]
+    parts.append(Text("what binds", "bold"))
+    parts += [Text(f"  {binding.text}") for binding in found.bindings] or [Text("  nothing that was tried")]
+    parts += ["", Text("what more or less would be worth", "bold")]
+    parts += [Text(f"  {price.text}") for price in found.prices]
+    parts += ["", _families(found, step), "", _alternatives(found, step), "", _end(found)]
+    return parts
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for i, name in enumerate(columns):
+        last = i == len(columns) - 1
+        table.add_column(name, justify="left" if last or i == 0 else "right", no_wrap=not last, overflow="fold")
+    return table
+
+
+def _families(found: Explanation, step: float) -> Table:
+    table = _table("the best plan with ...", "", "step", "slower", "memory", "")
+    for f in found.families:
+        if f.step_time_s is None:
+            table.add_row(f.title, "-", "-", "-", f.reason)
+        else:
+            how = "this plan" if f.chosen else f.summary
+            table.add_row(f.title, seconds(f.step_time_s), _slower(f.step_time_s, step), size(f.memory_bytes or 0), how)
+    return table
+
+
+def _alternatives(found: Explanation, step: float) -> Table:
+    others = found.alternatives
+    table = _table(f"the best {len(others.plans)} of {others.total} outer choices", "", "step", "slower", "memory", "")
+    for number, (plan, row) in enumerate(zip(others.plans, others.to_json(step), strict=True), 1):
+        took = plan.prediction.step_time_s
+        table.add_row(str(number), seconds(took), _slower(took, step), size(row["memory_bytes"]), row["summary"])
+    return table
+
+
+def _end(found: Explanation) -> Text:
+    left = "" if found.alternatives.complete else "; there was no time to look at every outer choice"
+    return Text(f"explained in {seconds(found.wall_time_s)}{left}", "dim")
+
+
+def _slower(took: float, step: float) -> str:
+    share = took / step - 1
+    return "-" if abs(share) < 5e-4 else f"{share:+.1%}"

@@ -1,0 +1,97 @@
+"""The best plans of other outer choices: pipeline degree, microbatches, schedule, chunks.
+
+Choices are solved in the order of their cheap bounds, until as many as were asked for are known to be faster than any that is left, or
+time is up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.errors import InfeasibleError
+from autopar.explain.describe import describe, memory_bytes
+from autopar.explain.study import Study
+from autopar.plan import Plan
+from autopar.search.bound import fewest_seconds
+from autopar.search.problem import choices
+from autopar.search.tables import Prices
+
+GAP = 0.02
+"""An alternative is solved to this gap: it is there to be compared, not to be run."""
+SOLVE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Alternatives:
+    """The plans, fastest first; ``complete``: no outer choice that is not among them can be faster than the last one."""
+
+    plans: tuple[Plan, ...]
+    complete: bool
+    solved: int
+    total: int
+
+    def to_json(self, step_time_s: float) -> list[dict[str, Any]]:
+        return [
+            {
+                "pipeline": plan.pipeline,
+                "schedule": plan.schedule,
+                "chunks": plan.chunks,
+                "microbatches": plan.microbatches,
+                "step_time_s": plan.prediction.step_time_s,
+                "bound_s": plan.bound_s,
+                "slower": plan.prediction.step_time_s / step_time_s - 1,
+                "memory_bytes": memory_bytes(plan),
+                "summary": describe(plan),
+            }
+            for plan in self.plans
+        ]
+
+
+Outer = tuple[int, int, str]
+
+
+def alternatives(study: Study, plan: Plan, count: int = 10, limit_s: float = 60.0) -> Alternatives:
+    """The ``count`` best outer choices, that of ``plan`` among them where it is one of the best."""
+    deadline = time.monotonic() + limit_s
+    order = _by_bound(study, deadline)
+    mine = (plan.pipeline, plan.microbatches, plan.schedule)
+    found: list[Plan] = [plan]
+    solved = 1
+    complete = True
+    for bound_s, outer in order:
+        if outer == mine:
+            continue
+        found.sort(key=lambda p: p.prediction.step_time_s)
+        if len(found) >= count and bound_s >= found[count - 1].prediction.step_time_s:
+            break
+        if time.monotonic() > deadline:
+            complete = False
+            break
+        pipeline, microbatches, schedule = outer
+        try:
+            best = study.solve(
+                pipeline=pipeline, microbatches=microbatches, schedule=schedule, target_gap=GAP, time_limit_s=SOLVE_S
+            )
+        except InfeasibleError:
+            continue
+        finally:
+            solved += 1
+        found.append(best)
+    found.sort(key=lambda p: p.prediction.step_time_s)
+    return Alternatives(tuple(found[:count]), complete, solved, len(order))
+
+
+def _by_bound(study: Study, deadline: float) -> list[tuple[float, Outer]]:
+    """Every outer choice that has a price, with a bound of its step time, the smallest first."""
+    options = dataclasses.replace(study.options, progress=None)
+    prices = Prices(study.graph, study.cluster, study.pricer(), options)
+    least: dict[Outer, float] = {}
+    for choice in choices(study.graph, study.cluster.count, options, prices.pins):
+        outer = (choice.pipeline, choice.microbatches, choice.schedule)
+        instance = prices.instance(choice) if time.monotonic() < deadline else None
+        if instance is not None:
+            least[outer] = min(fewest_seconds(instance), least.get(outer, float("inf")))
+    return sorted((bound, outer) for outer, bound in least.items())

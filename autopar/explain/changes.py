@@ -1,0 +1,246 @@
+"""What would make an infeasible request feasible: the smallest change of each kind, found by search.
+
+Each kind is tried by itself with the rest of the request as it is, and a change is proposed only if a search under it has found a plan. A
+quantity (devices, rows, tokens) is found by bisection: feasibility is not quite monotone in it, since sizes must divide, so the value
+that is proposed is feasible, and the one below it in the bisection is not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.devices import Cluster, hardware, parse
+from autopar.errors import AutoparError, InfeasibleError, UsageError
+from autopar.explain.describe import describe, memory_bytes
+from autopar.explain.study import Study
+from autopar.plan import Plan
+
+MOST_DEVICES = 65_536
+MOST_PROCESSES = 64  # of this machine
+ENOUGH_S = 60.0  # for one search; it stops with the first plan that fits, long before
+LIMIT_S = 60.0
+"""All of it together; kinds that there was no time for are left out."""
+SEQ_STEP = 128
+ANY = 1.0 - 1e-9  # the gap at which a search stops with the first plan that fits
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """``request`` has the values to ask for instead, by the names of the command line's options; ``free`` the pins to leave out."""
+
+    kind: str
+    text: str
+    request: tuple[tuple[str, Any], ...]
+    free: tuple[str, ...]
+    step_time_s: float
+    memory_bytes: int
+    summary: str
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"request": dict(self.request), "free": list(self.free)}
+
+
+def suggest(
+    study: Study, error: InfeasibleError, progress: Callable[[str], None] = lambda text: None
+) -> InfeasibleError:
+    """``error`` with the changes that make the request feasible, in the order of what they cost: pins first, other devices last."""
+    deadline = time.monotonic() + LIMIT_S
+    kinds: list[tuple[str, Callable[[Study, float], Iterator[Change]]]] = [
+        ("without a pin", _without_pins),
+        ("in half precision", _precision),
+        ("with a smaller batch", _batch),
+        ("with a shorter sequence", _sequence),
+        ("on more devices", _devices),
+        ("on other devices", _other_devices),
+    ]
+    found: list[Change] = []
+    for words, kind in kinds:
+        if time.monotonic() > deadline:
+            break
+        progress(f"nothing fits; looking for a plan {words}")
+        found += kind(study, deadline)
+    return InfeasibleError(error.message, error.hint, found)
+
+
+def feasible(study: Study, **changes: Any) -> Plan | None:
+    """Any plan that fits under the changes (as for ``Study.solve``), ``None`` where the search finds none."""
+    try:
+        return study.solve(target_gap=ANY, time_limit_s=ENOUGH_S, **changes)
+    except (InfeasibleError, UsageError):
+        return None
+
+
+def _change(kind: str, text: str, plan: Plan, free: tuple[str, ...] = (), **request: Any) -> Change:
+    return Change(
+        kind,
+        f"{text}: {describe(plan)}",
+        tuple(request.items()),
+        free,
+        plan.prediction.step_time_s,
+        memory_bytes(plan),
+        describe(plan),
+    )
+
+
+def _without_pins(study: Study, deadline: float) -> Iterator[Change]:
+    """The single pins without which something fits; all of them together if no single one is enough."""
+    pins = study.options.pins
+    alone = 0
+    for key, value in pins.items():
+        plan = feasible(study, asked=study.options.without(key))
+        if plan is not None:
+            alone += 1
+            kind = "recomputation" if key.endswith("recompute") else "pin"
+            yield _change(kind, f"leave {key} free (it is pinned to {value})", plan, (key,))
+    if not alone and len(pins) > 1:
+        free = study.options
+        for key in pins:
+            free = free.without(key)
+        plan = feasible(study, asked=free)
+        if plan is not None:
+            yield _change("pins", f"leave {', '.join(pins)} free", plan, tuple(pins))
+
+
+def _precision(study: Study, deadline: float) -> Iterator[Change]:
+    if study.recapture is None or study.graph.dtype.itemsize <= 2 or study.cluster.kind == "cpu":
+        return
+    plan = _resized(study, precision="bfloat16")
+    if plan is not None:
+        yield _change("precision", "use --precision bfloat16", plan, precision="bfloat16")
+
+
+def _batch(study: Study, deadline: float) -> Iterator[Change]:
+    rows = study.graph.batch_size
+    if study.recapture is None or rows == 1:
+        return
+    fits = _least(rows - 1, deadline, lambda less: _resized(study, global_batch=rows - less))
+    if fits is not None:
+        less, plan = fits
+        yield _change("batch", f"use --global-batch {rows - less} in place of {rows}", plan, global_batch=rows - less)
+
+
+def _sequence(study: Study, deadline: float) -> Iterator[Change]:
+    if study.recapture is None or study.seq is None or study.seq < 2:
+        return
+    step = SEQ_STEP if study.seq >= 2 * SEQ_STEP else 1
+    seq = study.seq // step * step
+    top = seq - step if seq == study.seq else seq
+    fits = _least(top // step, deadline, lambda k: _resized(study, seq=top - (k - 1) * step))
+    if fits is not None:
+        k, plan = fits
+        short = top - (k - 1) * step
+        yield _change("sequence", f"use --seq {short} in place of {study.seq}", plan, seq=short)
+
+
+def _resized(study: Study, **sizes: Any) -> Plan | None:
+    try:
+        return feasible(study, graph=study.sized(**sizes))
+    except AutoparError:
+        return None
+
+
+def _devices(study: Study, deadline: float) -> Iterator[Change]:
+    """More of the same: one node is filled up first, then there are more nodes."""
+    counts = larger_counts(study.cluster)
+    if not counts:
+        return
+
+    def attempt(k: int) -> Plan | None:
+        return feasible(study, cluster=grown(study.cluster, counts[k - 1]))
+
+    fits = _least(len(counts), deadline, attempt)
+    if fits is not None:
+        k, plan = fits
+        cluster = grown(study.cluster, counts[k - 1])
+        text = f"use {cluster.count} devices in place of {study.cluster.count}"
+        spec = spec_of(cluster)
+        request = {"nodes": cluster.nodes} if spec is None else {"devices": spec}
+        yield _change("devices", text if spec is None else f"{text} (--devices {spec})", plan, **request)
+
+
+def larger_counts(cluster: Cluster) -> list[int]:
+    """The numbers of devices to try, ascending. A machine's own GPUs do not become more."""
+    if cluster.local and cluster.kind == "cuda":
+        return []
+    if cluster.local:
+        return list(range(cluster.count + 1, MOST_PROCESSES + 1))
+    node = cluster.gpus_per_node
+    filling = range(node + 1, hardware.GPUS_PER_NODE + 1) if cluster.nodes == 1 else range(0)
+    if len(filling):
+        node = hardware.GPUS_PER_NODE
+    first = (cluster.nodes if not len(filling) else 1) + 1
+    return [*filling, *(n * node for n in range(first, MOST_DEVICES // node + 1))]
+
+
+def grown(cluster: Cluster, count: int) -> Cluster:
+    """``cluster`` with ``count`` devices."""
+    limit = cluster.memory_override_bytes
+    if cluster.local:  # processes share the machine's memory
+        return parse(["cpu"] * count, memory_limit_bytes=limit)
+    nodes, node = cluster.nodes, cluster.gpus_per_node
+    if nodes == 1 and node < hardware.GPUS_PER_NODE:
+        node = min(count, hardware.GPUS_PER_NODE)
+    nodes = count // node
+    if node == cluster.gpus_per_node:
+        return dataclasses.replace(cluster, nodes=nodes, name=f"{nodes}x{node}x{cluster.gpu.name}")
+    intra, inter = cluster.intra, cluster.inter
+    if spec_of(cluster) is not None:  # a fuller node has its own links
+        intra, inter = hardware.links(cluster.gpu.name, node)
+    name = f"{nodes}x{node}x{cluster.gpu.name}"
+    return dataclasses.replace(cluster, nodes=nodes, gpus_per_node=node, intra=intra, inter=inter, name=name)
+
+
+def spec_of(cluster: Cluster) -> str | None:
+    """What to write for the cluster on the command line; ``None`` where only a file describes it."""
+    if cluster.local:
+        return str(cluster.count)
+    name = cluster.gpu.name
+    if name not in hardware.table() or hardware.gpu(name) != cluster.gpu:
+        return None
+    if hardware.links(name, cluster.gpus_per_node) != (cluster.intra, cluster.inter):
+        return None
+    return f"{cluster.nodes}x{cluster.gpus_per_node}x{name}"
+
+
+def _other_devices(study: Study, deadline: float) -> Iterator[Change]:
+    """The kind with the least memory, among those with more than this one, that does with the same number."""
+    cluster = study.cluster
+    if (
+        cluster.kind != "cuda"
+        or cluster.memory_override_bytes is not None
+        or study.options.memory_limit_bytes is not None
+    ):
+        return
+    larger = [n for n in hardware.gpu_names() if hardware.gpu(n).memory_bytes > cluster.gpu.memory_bytes]
+    for name in sorted(larger, key=lambda n: hardware.gpu(n).memory_bytes):
+        if time.monotonic() > deadline:
+            return
+        spec = f"{cluster.nodes}x{cluster.gpus_per_node}x{name}"
+        plan = feasible(study, cluster=parse(spec))
+        if plan is not None:
+            yield _change("gpu", f"use {name} in place of {cluster.gpu.name} (--devices {spec})", plan, devices=spec)
+            return
+
+
+def _least(most: int, deadline: float, attempt: Callable[[int], Plan | None]) -> tuple[int, Plan] | None:
+    """The smallest ``n`` from 1 to ``most`` at which ``attempt`` gives a plan: doubling, then bisection."""
+    n, below, plan = 1, 0, None
+    while True:
+        plan = attempt(n)
+        if plan is not None:
+            break
+        if n >= most or time.monotonic() > deadline:
+            return None
+        below, n = n, min(2 * n, most)
+    while n - below > 1 and time.monotonic() < deadline:
+        middle = (n + below) // 2
+        found = attempt(middle)
+        if found is None:
+            below = middle
+        else:
+            n, plan = middle, found
+    return n, plan

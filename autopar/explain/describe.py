@@ -1,0 +1,47 @@
+"""A plan in one line."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from autopar.plan import REPLICATING, Plan, Role, Strategy
+
+_DEGREES = (
+    ("data", (Role.DATA,)),
+    ("tensor", (Role.TENSOR, Role.TENSOR_SEQUENCE)),
+    ("expert", (Role.EXPERT,)),
+    ("ulysses", (Role.ULYSSES,)),
+    ("ring", (Role.RING,)),
+)
+
+
+def main_strategy(plan: Plan) -> Strategy:
+    """The roles that most layers play (of equally many, the first)."""
+    counts = Counter(layer.strategy.roles for layer in plan.layers)
+    roles = counts.most_common(1)[0][0]
+    return next(layer.strategy for layer in plan.layers if layer.strategy.roles == roles)
+
+
+def describe(plan: Plan) -> str:
+    """``"pipeline 4 (1f1b), data 8, tensor 2, ZeRO 1, 16 microbatches, 30 of 34 layers recomputed"``: degrees are most layers'."""
+    parts = [f"pipeline {plan.pipeline} ({plan.schedule})" if plan.pipeline > 1 else "no pipeline"]
+    if plan.chunks > 1:
+        parts[0] += f" of {plan.chunks} chunks"
+    strategy = main_strategy(plan)
+    degrees = [(name, strategy.degree(plan.mesh, *roles)) for name, roles in _DEGREES]
+    parts += [f"{name} {degree}" for name, degree in degrees if degree > 1]
+    zeros = sorted({a.strategy.zero for a in plan.layers if a.strategy.degree(plan.mesh, *REPLICATING) > 1})
+    if zeros and zeros != [0]:
+        parts.append(f"ZeRO {zeros[0]}" if len(zeros) == 1 else f"ZeRO {zeros[0]} to {zeros[-1]}")
+    parts.append(f"{plan.microbatches} microbatches" if plan.microbatches > 1 else "1 microbatch")
+    for name in ("recompute", "selective"):
+        count = sum(getattr(layer.strategy, name) for layer in plan.layers)
+        if count:
+            how = "recomputed" if name == "recompute" else "recomputed in part"
+            parts.append(f"{'all' if count == len(plan.layers) else f'{count} of {len(plan.layers)}'} layers {how}")
+    return ", ".join(parts)
+
+
+def memory_bytes(plan: Plan) -> int:
+    """The memory of the fullest device."""
+    return max(stage.memory.total for stage in plan.stages)

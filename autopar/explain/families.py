@@ -1,0 +1,100 @@
+"""The best plan of each family that a person might have taken instead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.errors import InfeasibleError, UsageError
+from autopar.explain.describe import describe, memory_bytes
+from autopar.explain.study import Study
+from autopar.plan import REPLICATING, Plan, Role
+
+Pins = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The best plan under ``pins``; without one, ``reason`` says why there is none. ``chosen``: the plan itself is of the family."""
+
+    name: str
+    title: str
+    pins: tuple[tuple[str, Any], ...]
+    chosen: bool
+    step_time_s: float | None
+    bound_s: float | None
+    memory_bytes: int | None
+    summary: str
+    reason: str = ""
+
+    def to_json(self, step_time_s: float) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "title": self.title,
+            "pins": dict(self.pins),
+            "chosen": self.chosen,
+            "feasible": self.step_time_s is not None,
+            "step_time_s": self.step_time_s,
+            "bound_s": self.bound_s,
+            "slower": None if self.step_time_s is None else self.step_time_s / step_time_s - 1,
+            "memory_bytes": self.memory_bytes,
+            "summary": self.summary,
+            "reason": self.reason,
+        }
+
+
+def definitions(gpus_per_node: int, count: int) -> list[tuple[str, str, Pins]]:
+    """(name, title, pins) of every family on devices of that shape."""
+    alone = {"pipeline": 1, "tensor": 1, "ulysses": 1, "ring": 1}
+    found: list[tuple[str, str, Pins]] = [
+        ("no_pipeline", "no pipeline", {"pipeline": 1}),
+        ("no_tensor", "no tensor parallelism", {"tensor": 1}),
+        ("no_sequence", "neither Ulysses nor ring attention", {"ulysses": 1, "ring": 1}),
+        ("no_recomputation", "no recomputation", {"recompute": False}),
+        ("full_recomputation", "every layer recomputed", {"recompute": True}),
+        ("no_zero", "no ZeRO", {"zero": 0}),
+        ("zero3_only", "ZeRO-3 alone", alone | {"zero": 3}),
+        ("pure_data", "data parallelism alone, whole copies", alone | {"zero": 0}),
+        ("one_microbatch", "one microbatch", {"microbatches": 1}),
+    ]
+    node = min(gpus_per_node, count)
+    if node > 1:
+        found.append(("node_tensor", f"a node's tensor parallelism ({node})", {"tensor": node}))
+        found.append(("node_tensor_zero1", f"tensor {node} in the node, ZeRO-1", {"tensor": node, "zero": 1}))
+    return found
+
+
+def obeys(plan: Plan, pins: Pins) -> bool:
+    """Whether the plan keeps to the pins."""
+    degrees = {"data": (Role.DATA,), "tensor": (Role.TENSOR, Role.TENSOR_SEQUENCE),
+               "ulysses": (Role.ULYSSES,), "ring": (Role.RING,)}  # fmt: skip
+    for name, value in pins.items():
+        strategies = [layer.strategy for layer in plan.layers]
+        if name in degrees:
+            if any(s.degree(plan.mesh, *degrees[name]) != value for s in strategies):
+                return False
+        elif name == "zero":
+            if any(s.zero != value for s in strategies if s.degree(plan.mesh, *REPLICATING) > 1):
+                return False
+        elif name == "recompute":
+            if any(s.recompute != value for s in strategies):
+                return False
+        elif getattr(plan, name) != value:
+            return False
+    return True
+
+
+def family(study: Study, plan: Plan, name: str, title: str, pins: Pins) -> Family:
+    """Solves one family, unless ``plan`` is of it."""
+    given = tuple(pins.items())
+    if obeys(plan, pins):
+        return Family(
+            name, title, given, True, plan.prediction.step_time_s, plan.bound_s, memory_bytes(plan), describe(plan)
+        )
+    try:
+        best = study.solve(**pins)
+    except (InfeasibleError, UsageError) as error:
+        return Family(name, title, given, False, None, None, None, "", error.message)
+    return Family(
+        name, title, given, False, best.prediction.step_time_s, best.bound_s, memory_bytes(best), describe(best)
+    )

@@ -1,0 +1,183 @@
+"""What binds a plan, and what more of each thing would be worth: finite differences, each of them a solve.
+
+A price of something (memory, a link, arithmetic, the batch) is the time that the best plan under more of it saves. The plan that is
+explained stays possible under more of anything, so a price is never negative; and no more can be saved than the changed problem's
+bound leaves, which is reported as ``at_most``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.devices import Cluster
+from autopar.errors import AutoparError, InfeasibleError
+from autopar.explain.describe import describe, memory_bytes
+from autopar.explain.study import Study
+from autopar.plan import Plan
+
+MORE_MEMORY_BYTES = 8_000_000_000
+FULL = 0.9
+"""A stage that fills at least this share of its limit is called full."""
+WORTH = 0.002
+"""Savings below this share of the step are noise: the search itself stops at a gap."""
+UNSETTLED = 0.05
+"""A search that ends with a larger gap ran out of time: what it found says little."""
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What one change is worth. ``saving`` is the share of the step (per token, where the batch changes) that the best plan found under
+    it saves, negative for a loss; ``at_most`` what no plan can exceed by the bound. ``summary`` is that plan in a line."""
+
+    name: str
+    change: str
+    saving: float | None  # ``None``: nothing would fit
+    at_most: float | None
+    step_time_s: float | None
+    summary: str
+    text: str
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A constraint that costs time where it is: its name, what it holds, and the sentence that says so."""
+
+    name: str
+    saving: float
+    text: str
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def prices(study: Study, plan: Plan) -> list[Price]:
+    """What more memory, faster links, faster arithmetic and a larger batch would be worth."""
+    found = [_memory(study, plan, 1), _memory(study, plan, -1)]
+    found += [_faster(study, plan, *change) for change in faster_clusters(study.cluster)]
+    batch = _batch(study, plan)
+    return found + ([batch] if batch is not None else [])
+
+
+def faster_clusters(cluster: Cluster) -> list[tuple[str, str, Cluster]]:
+    """(name, what was changed, the cluster with it) for every figure of the devices that a step may wait for."""
+    gpu = cluster.gpu
+    found = []
+    if cluster.nodes > 1:
+        link = dataclasses.replace(cluster.inter, bytes_per_s=2 * cluster.inter.bytes_per_s)
+        changed = dataclasses.replace(cluster, inter=link)
+        if (network := cluster.network) is not None:
+            changed = dataclasses.replace(
+                changed,
+                network=dataclasses.replace(
+                    network,
+                    gather=tuple(b * (2 if n > 1 else 1) for n, b in zip(network.nodes, network.gather, strict=True)),
+                    reduce=tuple(b * (2 if n > 1 else 1) for n, b in zip(network.nodes, network.reduce, strict=True)),
+                ),
+            )
+        found.append(("network", "twice the bandwidth between nodes", changed))
+    if cluster.gpus_per_node > 1:
+        link = dataclasses.replace(cluster.intra, bytes_per_s=2 * cluster.intra.bytes_per_s)
+        found.append(("node_links", "twice the bandwidth inside a node", dataclasses.replace(cluster, intra=link)))
+    peak = {name: 1.1 * flops for name, flops in gpu.peak_flops.items()}
+    faster = dataclasses.replace(cluster, gpu=dataclasses.replace(gpu, peak_flops=peak))
+    found.append(("arithmetic", "10 % faster matrix products", faster))
+    wider = dataclasses.replace(gpu, memory_bytes_per_s=1.1 * gpu.memory_bytes_per_s)
+    found.append(("memory_bandwidth", "10 % more memory bandwidth", dataclasses.replace(cluster, gpu=wider)))
+    return found
+
+
+def memory_step_bytes(limit: int) -> int:
+    """8 GB for GPUs of today, a tenth of the limit for smaller devices."""
+    return MORE_MEMORY_BYTES if limit >= 5 * MORE_MEMORY_BYTES else max(1, limit // 10)
+
+
+def _memory(study: Study, plan: Plan, sign: int) -> Price:
+    step = memory_step_bytes(study.limit_bytes)
+    size = f"{step / 1e9:.3g} GB" if step >= 1e8 else f"{step / 1e6:.3g} MB"
+    change = f"{size} {'more' if sign > 0 else 'less'} memory per device"
+    name = "more_memory" if sign > 0 else "less_memory"
+    if sign < 0 and memory_bytes(plan) <= study.limit_bytes - step:
+        return _worth(name, change, plan, plan, plan)  # the plan itself fits in less, and no plan that does is faster
+    try:
+        best = study.solve(memory_limit_bytes=study.limit_bytes + sign * step)
+    except InfeasibleError as error:
+        text = f"with {change} nothing would fit: {error.message}"
+        return Price(name, change, None, None, None, "", text)
+    return _worth(name, change, plan, plan if sign > 0 else best, best)
+
+
+def _faster(study: Study, plan: Plan, name: str, change: str, cluster: Cluster) -> Price:
+    return _worth(name, change, plan, study.reprice(plan, cluster), study.solve(cluster=cluster))
+
+
+def _batch(study: Study, plan: Plan) -> Price | None:
+    """Twice the batch, compared per token; ``None`` where the request cannot be made again with another batch."""
+    if study.recapture is None:
+        return None
+    try:
+        best = study.solve(graph=study.sized(global_batch=2 * plan.global_batch))
+    except AutoparError:  # pins, or a model, that twice the batch does not go with
+        return None
+    half = dataclasses.replace(
+        best,
+        prediction=dataclasses.replace(best.prediction, step_time_s=best.prediction.step_time_s / 2),
+        bound_s=best.bound_s / 2,
+    )
+    return _worth("batch", "twice the global batch", plan, half, half, per=" per token")
+
+
+def _worth(name: str, change: str, plan: Plan, possible: Plan, best: Plan, per: str = "") -> Price:
+    """``possible`` is a plan that is known to be possible after the change, ``best`` the one that the search found there."""
+    before = plan.prediction.step_time_s
+    after = min(best, possible, key=lambda p: p.prediction.step_time_s)
+    saving = 1 - after.prediction.step_time_s / before
+    at_most = max(saving, 1 - best.bound_s / before)
+    verb = "would save" if saving >= 0 else "would cost"
+    if abs(saving) < WORTH:
+        text = f"{change} {verb} nothing" + (f" that was found (and at most {at_most:.1%})" if at_most >= WORTH else "")
+    elif after is best and best.gap > UNSETTLED:
+        text = f"{change}: time ran out before a good plan was found, the best one takes {1 - saving:.2f} times as long"
+    else:
+        text = f"{change} {verb} {abs(saving):.1%} of the step{per}"
+    line = describe(after)
+    if abs(saving) >= WORTH and line != describe(plan):
+        text += f", with another plan: {line}"
+    return Price(name, change, saving, at_most, after.prediction.step_time_s, line, text)
+
+
+def bindings(study: Study, plan: Plan, found: list[Price]) -> list[Binding]:
+    """The constraints whose price is not nothing, the dearest first, with the figures that show where they bind."""
+    by_name = {price.name: price for price in found}
+    p = plan.prediction
+    result = []
+    full = [i for i, s in enumerate(plan.stages) if s.memory.total >= FULL * s.memory_limit_bytes]
+    memory = by_name["more_memory"]
+    if memory.saving is not None and memory.saving >= WORTH:
+        i = max(range(len(plan.stages)), key=lambda i: plan.stages[i].memory.total / plan.stages[i].memory_limit_bytes)
+        stage = plan.stages[i]
+        others = f" ({len(full)} of {len(plan.stages)} stages are full)" if len(plan.stages) > 1 else ""
+        used, limit = stage.memory.total / 1e9, stage.memory_limit_bytes / 1e9
+        text = f"memory of stage {i}: {used:.3g} of {limit:.3g} GB are filled{others}; {memory.text}"
+        result.append(Binding("memory", memory.saving, text))
+    shares = {
+        "network": f"bandwidth between nodes: {p.communication_s / p.step_time_s:.1%} of the step is exposed communication",
+        "node_links": f"bandwidth inside a node: {p.communication_s / p.step_time_s:.1%} of the step is exposed communication",
+        "arithmetic": f"arithmetic: {p.compute_s / p.step_time_s:.1%} of the step is compute, at an MFU of {p.mfu:.1%}",
+        "memory_bandwidth": f"memory bandwidth: {p.compute_s / p.step_time_s:.1%} of the step is compute",
+        "batch": f"batch too small: {plan.global_batch} rows in {_counted(plan.microbatches)}, "
+        f"{p.bubble_s / p.step_time_s:.1%} of the step is bubble, {p.optimizer_s / p.step_time_s:.1%} once a step",
+    }  # fmt: skip
+    for name, evidence in shares.items():
+        price = by_name.get(name)
+        if price is not None and price.saving is not None and price.saving >= WORTH:
+            result.append(Binding(name, price.saving, f"{evidence}; {price.text}"))
+    return sorted(result, key=lambda b: -b.saving)
+
+
+def _counted(microbatches: int) -> str:
+    return "1 microbatch" if microbatches == 1 else f"{microbatches} microbatches"

@@ -1,0 +1,65 @@
+"""The whole explanation of a plan, as a record."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.explain.alternatives import Alternatives, alternatives
+from autopar.explain.describe import describe, memory_bytes
+from autopar.explain.families import Family, definitions, family
+from autopar.explain.limits import Binding, Price, bindings, prices
+from autopar.explain.study import Study
+from autopar.plan import Plan
+
+ALTERNATIVES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """``plan`` is what was explained, ``best`` the best plan that was found for the same request (the same one, if it came from there)."""
+
+    plan: Plan
+    best: Plan
+    bindings: tuple[Binding, ...]
+    prices: tuple[Price, ...]
+    families: tuple[Family, ...]
+    alternatives: Alternatives
+    wall_time_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """One JSON object; ``docs/explain.md`` names its fields."""
+        p, best = self.plan.prediction, self.best.prediction
+        return {
+            "model": self.plan.model,
+            "devices": self.plan.devices,
+            "step_time_s": p.step_time_s,
+            "bound_s": self.plan.bound_s,
+            "gap": self.plan.gap,
+            "memory_bytes": memory_bytes(self.plan),
+            "summary": describe(self.plan),
+            "best": {"step_time_s": best.step_time_s, "summary": describe(self.best)},
+            "binding": [binding.to_json() for binding in self.bindings],
+            "shadow_prices": [price.to_json() for price in self.prices],
+            "families": [f.to_json(best.step_time_s) for f in self.families],
+            "alternatives": self.alternatives.to_json(best.step_time_s),
+            "alternatives_complete": self.alternatives.complete,
+            "wall_time_s": self.wall_time_s,
+        }
+
+
+def explain(study: Study, plan: Plan, best: Plan, progress: Callable[[str], None] = lambda text: None) -> Explanation:
+    """Explains ``plan``; ``best`` is what the search found for the request, or ``plan`` itself."""
+    start = time.perf_counter()
+    progress("what more memory, bandwidth and batch would be worth")
+    worth = prices(study, best)
+    families = []
+    for name, title, pins in definitions(study.cluster.gpus_per_node, study.cluster.count):
+        progress(f"the best plan with {title}")
+        families.append(family(study, best, name, title, pins))
+    progress("alternatives")
+    others = alternatives(study, best, ALTERNATIVES)
+    found = bindings(study, best, worth)
+    return Explanation(plan, best, tuple(found), tuple(worth), tuple(families), others, time.perf_counter() - start)

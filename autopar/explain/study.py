@@ -1,0 +1,114 @@
+"""A request that can be solved again with one thing changed: other pins, another memory limit, other links, another batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from autopar.devices import Cluster
+from autopar.graph import Graph
+from autopar.plan import Plan
+from autopar.search import Pricer, SearchOptions, evaluate, search
+
+PricerOf = Callable[[Graph, Cluster], Pricer]
+
+
+class Recapture(Protocol):
+    """The request's graph with other sizes: tokens in a sequence, rows of the global batch, precision. ``None`` keeps a size."""
+
+    def __call__(
+        self, *, seq: int | None = None, global_batch: int | None = None, precision: str | None = None
+    ) -> Graph:
+        """Raises ``AutoparError`` where the model cannot have that size."""
+        ...
+
+
+def shared_pricers() -> PricerOf:
+    """Pricers whose op-level layouts and tables are found once per graph, whatever the cluster."""
+    from autopar.precision import name_of
+    from autopar.price import Pricer as LayerPricer
+
+    kept: dict[int, tuple[Graph, LayerPricer]] = {}  # the graph is kept so that its id stays its own
+
+    def pricer_of(graph: Graph, cluster: Cluster) -> Pricer:
+        if id(graph) not in kept:
+            kept[id(graph)] = graph, LayerPricer(graph, cluster, name_of(graph.dtype))
+        return kept[id(graph)][1].on(cluster)
+
+    return pricer_of
+
+
+@dataclass
+class Study:
+    """``solve`` searches the request again; what does not depend on the change is kept between solves.
+
+    ``seq`` is the length of the batch's sequences, ``None`` where there are none. ``limit_s`` bounds each solve.
+    """
+
+    graph: Graph
+    cluster: Cluster
+    options: SearchOptions
+    pricer_of: PricerOf = field(default_factory=shared_pricers)
+    recapture: Recapture | None = None
+    seq: int | None = None
+    limit_s: float = 20.0
+    _pricers: dict[tuple[int, Cluster], Pricer] = field(default_factory=dict)
+    _graphs: dict[tuple[tuple[str, Any], ...], Graph] = field(default_factory=dict)
+
+    def pricer(self, graph: Graph | None = None, cluster: Cluster | None = None) -> Pricer:
+        """The pricer of that graph on that cluster, made once. A limit of memory changes no price."""
+        graph, cluster = graph or self.graph, cluster or self.cluster
+        cluster = dataclasses.replace(cluster, memory_override_bytes=None)
+        key = (id(graph), cluster)
+        if key not in self._pricers:
+            self._pricers[key] = self.pricer_of(graph, cluster)
+        return self._pricers[key]
+
+    def solve(
+        self,
+        *,
+        graph: Graph | None = None,
+        cluster: Cluster | None = None,
+        asked: SearchOptions | None = None,
+        **options: Any,
+    ) -> Plan:
+        """The best plan with these things changed; ``options`` are fields of ``SearchOptions``, in place of those in ``asked``.
+
+        Raises:
+            InfeasibleError: nothing fits.
+            UsageError: pins that contradict each other.
+        """
+        graph, cluster = graph or self.graph, cluster or self.cluster
+        common = {"time_limit_s": min(self.limit_s, self.options.time_limit_s), "progress": None}
+        asked = dataclasses.replace(asked or self.options, **(common | options))
+        return search(graph, cluster, self.pricer(graph, cluster), asked)
+
+    def reprice(self, plan: Plan, cluster: Cluster) -> Plan:
+        """The same plan on other devices: nothing is searched."""
+        return evaluate(
+            self.graph,
+            cluster,
+            self.pricer(cluster=cluster),
+            mesh=plan.mesh,
+            stage_bounds=[stage.start for stage in plan.stages] + [len(plan.layers)],
+            strategies=[layer.strategy for layer in plan.layers],
+            microbatches=plan.microbatches,
+            schedule=plan.schedule,
+            precision=plan.precision,
+            chunks=plan.chunks,
+        )
+
+    def sized(self, **sizes: Any) -> Graph:
+        """``recapture(**sizes)``, once."""
+        assert self.recapture is not None
+        key = tuple(sorted(sizes.items()))
+        if key not in self._graphs:
+            self._graphs[key] = self.recapture(**sizes)
+        return self._graphs[key]
+
+    @property
+    def limit_bytes(self) -> int:
+        """What a plan may fill of one device."""
+        return self.options.memory_limit_bytes or self.cluster.memory_limit_bytes
