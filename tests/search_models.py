@@ -36,29 +36,58 @@ class Price:
 
 
 @dataclass(frozen=True)
-class Gpu:
-    peak_flops: dict[str, float]
-
-
-@dataclass(frozen=True)
 class Devices:
+    """``count`` devices, taken in order of ``kinds`` (of equal numbers of devices; each a factor of time and a memory limit)."""
+
     count: int
     memory_limit_bytes: int
     gpus_per_node: int = 8
-    gpu: Gpu = Gpu({"bfloat16": 989e12})
+    kinds: tuple[tuple[float, int], ...] = ()
+    slower: float = 1.0
+
+    def stages(self, pipeline: int) -> tuple[Devices, ...]:
+        if not self.kinds:
+            return (self,) * pipeline
+        found = []
+        for s in range(pipeline):
+            share = len(self.kinds) / pipeline
+            mine = self.kinds[int(s * share + 1e-9) : max(int((s + 1) * share + 1 - 1e-9), int(s * share + 1e-9) + 1)]
+            found.append(Devices(self.count, min(limit for _, limit in mine), slower=max(t for t, _ in mine)))
+        return tuple(found)
+
+    def borders(self, pipeline: int) -> tuple[Devices, ...]:
+        stages = self.stages(pipeline)
+        return tuple(Devices(self.count, 0, slower=a.slower * b.slower) for a, b in itertools.pairwise(stages))
+
+    def peak_flops(self, precision: str) -> float:
+        return self.count * 989e12
 
     def __str__(self) -> str:
         return f"{self.count} synthetic devices"
 
 
-def chain(classes: list[str], batch: int, tied: tuple[int, ...] = (), seq: int = 16, why: str = "") -> Graph:
-    """A model of layers of these classes; the layers in ``tied`` share a parameter."""
+def chain(
+    classes: list[str],
+    batch: int,
+    tied: tuple[int, ...] = (),
+    seq: int = 16,
+    why: str = "",
+    skips: tuple[tuple[int, int], ...] = (),
+) -> Graph:
+    """A model of layers of these classes; the layers in ``tied`` share a parameter. A skip (a, b) carries a second result of a to b."""
+    values = {f"x{i}": Value(f"x{i}", (batch, seq), torch.float32) for i in range(len(classes))}
+    values |= {f"skip{a}": Value(f"skip{a}", (batch, seq + 1), torch.float32) for a, _ in skips}
     layers = tuple(
-        Layer(f"layers.{i}", cls, (), (), (), (), ("shared",) if i in tied else (f"layers.{i}.weight",), ())
+        Layer(
+            f"layers.{i}", cls,
+            (*([f"x{i - 1}"] if i else []), *(f"skip{a}" for a, b in skips if b == i)),
+            (), (), (), ("shared",) if i in tied else (f"layers.{i}.weight",),
+            (f"x{i}", *dict.fromkeys(f"skip{a}" for a, _ in skips if a == i)),
+        )
         for i, cls in enumerate(classes)
-    )
+    )  # fmt: skip
     return Graph(
-        "synthetic", (Value("tokens", (batch, seq), torch.int64),), None, {}, {}, (), None, layers, {}, {}, "loss",
+        "synthetic", (Value("tokens", (batch, seq), torch.int64),), None, {}, {}, (), None, layers, {}, values, "loss",
         torch.bfloat16, batch * seq, unmicrobatchable=why,
     )  # fmt: skip
 
@@ -66,8 +95,11 @@ def chain(classes: list[str], batch: int, tied: tuple[int, ...] = (), seq: int =
 class RandomPricer:
     """Prices drawn once per question. ``density`` is the share of strategies that have a price at all."""
 
-    def __init__(self, graph: Graph, seed: int, density: float, edges: float) -> None:
-        self.graph, self.seed, self.density, self.edges = graph, seed, density, edges
+    def __init__(self, graph: Graph, seed: int, density: float, edges: float, slower: float = 1.0) -> None:
+        self.graph, self.seed, self.density, self.edges, self.slower = graph, seed, density, edges, slower
+
+    def on(self, cluster: Devices) -> RandomPricer:
+        return type(self)(self.graph, self.seed, self.density, self.edges, cluster.slower)
 
     def _rng(self, *key: object) -> random.Random:
         return random.Random(f"{self.seed} {key}")
@@ -76,26 +108,33 @@ class RandomPricer:
         rng = self._rng(cls, mesh, strategy, microbatches)
         if rng.random() > self.density:
             return None
-        part = 1 / microbatches
+        part = self.slower / microbatches
         return Price(
             rng.choice([1.0, 2.0, rng.random()]) * part, rng.choice([2.0, 3 * rng.random()]) * part, 0.1 * part,
-            rng.random(), rng.randint(1, 20), rng.randint(1, 20), rng.randint(0, 60), int(rng.randint(1, 80) * part),
+            rng.random(), rng.randint(1, 20), rng.randint(1, 20), rng.randint(0, 60), int(rng.randint(1, 80) / microbatches),
             rng.randint(0, 30), 1e12 * part,
         )  # fmt: skip
 
     def edge(self, i: int, mesh: tuple[Axis, ...], left: Strategy, right: Strategy, microbatches: int) -> float:
         if left.roles == right.roles:
             return 0.0
-        classes = self.graph.layers[i].cls, self.graph.layers[i + 1].cls
-        return self._rng("edge", classes, mesh, left.roles, right.roles).random() * self.edges / microbatches
+        share = self.slower / microbatches
+        return self._rng("edge", self._border(i, True), mesh, left.roles, right.roles).random() * self.edges * share
 
     def p2p(self, i: int, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> float:
-        classes = self.graph.layers[i].cls, self.graph.layers[i + 1].cls
-        return self._rng("p2p", classes, mesh, strategy.roles).random() * self.edges / microbatches
+        send = self._rng("p2p", self._border(i, False), mesh, strategy.roles).random() * self.edges / microbatches
+        return send * self.slower
+
+    def _border(self, i: int, read: bool) -> tuple[object, ...]:
+        """The classes on both sides of a border, and those that made what is read behind it, or carried over it."""
+        layers = self.graph.layers
+        later = layers[i + 1 : i + 2] if read else layers[i + 1 :]
+        wanted = {name for layer in later for name in layer.activations}
+        return layers[i].cls, layers[i + 1].cls, [a.cls for a in layers[: i + 1] if wanted & set(a.outputs)]
 
 
 def random_problem(
-    seed: int, layers: int = 3, devices: tuple[int, ...] = (1, 2, 4, 4)
+    seed: int, layers: int = 3, devices: tuple[int, ...] = (1, 2, 4, 4), skips: bool = False
 ) -> tuple[Graph, Devices, RandomPricer]:
     """A small problem; about one in five does not fit."""
     rng = random.Random(seed)
@@ -103,9 +142,10 @@ def random_problem(
     kinds = rng.randint(1, 2 * count)
     classes = sorted(f"c{rng.randrange(kinds)}" for _ in range(count))
     tied = (0, count - 1) if count > 1 and rng.random() < 0.4 else ()
-    graph = chain(classes, rng.choice([1, 2, 4]), tied)
+    over = tuple((a, b) for a in range(count) for b in range(a + 2, count) if rng.random() < 0.5) if skips else ()
+    graph = chain(classes, rng.choice([1, 2, 4]), tied, skips=over)
     cluster = Devices(rng.choice(devices), rng.choice([60, 120, 180, 240, 300, 10_000]))
-    density = {1: 0.9, 2: 0.4, 4: 0.2}[cluster.count]
+    density = {1: 0.9, 2: 0.4, 3: 0.4, 4: 0.2}[cluster.count]
     return graph, cluster, RandomPricer(graph, seed, density, rng.choice([0.0, 0.3, 2.0, 6.0]))
 
 
@@ -184,11 +224,15 @@ def every_plan(
 ) -> Iterator[float]:
     """The step times of all plans that fit of one outer choice."""
     mesh, m, stages, count = choice.mesh, choice.microbatches, choice.pipeline, len(graph.layers)
-    limit = options.memory_limit_bytes or cluster.memory_limit_bytes
+    views = cluster.stages(stages)
+    limits = [options.memory_limit_bytes or view.memory_limit_bytes for view in views]
+    at, over = [pricer.on(view) for view in views], [pricer.on(view) for view in cluster.borders(stages)]
     tables = []
     for i, layer in enumerate(graph.layers):
-        priced = [(s, pricer.layer(layer.cls, mesh, s, m)) for s in candidates(graph, i, mesh, m, options)]
-        tables.append([(s, p) for s, p in priced if p is not None])
+        priced = [
+            (s, [here.layer(layer.cls, mesh, s, m) for here in at]) for s in candidates(graph, i, mesh, m, options)
+        ]
+        tables.append([(s, p) for s, p in priced if p[0] is not None])
     tied = [i for i, layer in enumerate(graph.layers) if "shared" in layer.parameters]
     for picked in itertools.product(*tables):
         ways = [s for s, _ in picked]
@@ -198,18 +242,18 @@ def every_plan(
             bounds = (0, *cuts, count)
             forward, backward, step, ok = [], [], [], True
             for s in range(stages):
-                inside = [p for _, p in picked[bounds[s] : bounds[s + 1]]]
+                inside = [p[s] for _, p in picked[bounds[s] : bounds[s + 1]]]
                 n = {"none": 1, "gpipe": m, "1f1b": min(m, stages - s)}[choice.schedule]
                 held = sum(p.weights_bytes + n * p.saved_bytes for p in inside) + max(p.transient_bytes for p in inside)
-                ok = ok and held <= limit
+                ok = ok and held <= limits[s]
                 f, b = sum(p.forward_s for p in inside), sum(p.backward_s for p in inside)
                 for i in range(max(bounds[s] - 1, 0), bounds[s + 1] - 1):
-                    reshard = pricer.edge(i, mesh, ways[i], ways[i + 1], m)
+                    reshard = at[s].edge(i, mesh, ways[i], ways[i + 1], m)
                     f, b = f + reshard / 2, b + reshard / 2
                 if s > 0:
-                    b += pricer.p2p(bounds[s] - 1, mesh, ways[bounds[s] - 1], m)
+                    b += over[s - 1].p2p(bounds[s] - 1, mesh, ways[bounds[s] - 1], m)
                 if s < stages - 1:
-                    f += pricer.p2p(bounds[s + 1] - 1, mesh, ways[bounds[s + 1] - 1], m)
+                    f += over[s].p2p(bounds[s + 1] - 1, mesh, ways[bounds[s + 1] - 1], m)
                 forward.append(f)
                 backward.append(b)
                 step.append(sum(p.step_s for p in inside))
@@ -225,6 +269,9 @@ class TransformerPricer:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
+
+    def on(self, cluster: Devices) -> TransformerPricer:
+        return self
 
     def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> Price | None:
         data = strategy.degree(mesh, Role.DATA)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
 
-from autopar.devices import constants, gpu_names, hardware, parse
+from autopar.devices import Cluster, constants, gpu_names, hardware, parse
 from autopar.devices.constants import Constant
 from autopar.errors import DeviceError
+from autopar.plan import Axis
+from autopar.price.collectives import group, group_time_s, p2p_s
+from autopar.types import Collective
 
 
 @pytest.mark.parametrize(
@@ -188,3 +192,78 @@ def test_every_constant_has_a_unit_and_a_source():
 def test_a_description_is_read_without_torch():
     code = "import sys; from autopar.devices import parse; parse('8xH100-80GB'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+TWO_KINDS = """
+name = "two generations"
+between_gb_per_s = 40
+[[group]]
+nodes = 2
+gpu = "H100-80GB"
+[[group]]
+nodes = 1
+gpu = "A100-40GB-SXM"
+memory_limit_gb = 30
+"""
+
+
+class TestGroups:
+    def cluster(self, tmp_path: Path, text: str = TWO_KINDS) -> Cluster:
+        path = tmp_path / "cluster.toml"
+        path.write_text(text)
+        return parse(str(path))
+
+    def test_stages_take_devices_in_order(self, tmp_path: Path) -> None:
+        cluster = self.cluster(tmp_path)
+        assert (cluster.count, cluster.nodes, cluster.memory_limit_bytes) == (24, 3, int(30e9))
+        assert [stage.gpu.name for stage in cluster.stages(3)] == ["H100-80GB-SXM", "H100-80GB-SXM", "A100-40GB-SXM"]
+        assert [stage.memory_limit_bytes > 60e9 for stage in cluster.stages(3)] == [True, True, False]
+        whole, half = cluster.stages(1)[0], cluster.stages(2)[1]
+        assert "+" in whole.gpu.name and "+" in half.gpu.name and cluster.stages(2)[0].gpu.name == "H100-80GB-SXM"
+        assert whole.gpu.bytes_per_s == min(part.gpu.bytes_per_s for part in cluster.parts)
+        assert cluster.peak_flops("bfloat16") == sum(p.count * p.gpu.peak_flops["bfloat16"] for p in cluster.parts)
+
+    def test_what_is_sent_from_group_to_group_crosses_their_link(self, tmp_path: Path) -> None:
+        inside, over = self.cluster(tmp_path).borders(3)
+        assert over.inter.bytes_per_s < inside.inter.bytes_per_s / 4
+        assert p2p_s(1e9, over, True) > 4 * p2p_s(1e9, inside, True)
+
+    def test_collectives_across_pods_cross_the_slow_link(self, tmp_path: Path) -> None:
+        pods = '[[group]]\nnodes = 2\ngpu = "H100-80GB"\n[[group]]\nnodes = 2\ngpu = "H100-80GB"\n'
+        slow = self.cluster(tmp_path, "between_gb_per_s = 20\n" + pods)
+        flat = parse("4x8xH100-80GB")
+        outer, inner = Axis("pods", 2, 16), Axis("inside", 16, 1)
+
+        def seconds(cluster: Cluster, axes: tuple[Axis, ...], what: Collective) -> float:
+            return group_time_s(what, 1e9, group(axes, cluster), cluster)
+
+        for what in (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.ALL_TO_ALL, Collective.SHIFT):
+            assert seconds(slow, (outer,), what) > 4 * seconds(flat, (outer,), what)
+            assert seconds(slow, (inner,), what) == pytest.approx(seconds(flat, (inner,), what))
+            assert seconds(slow, (outer, inner), what) > 1.05 * seconds(flat, (outer, inner), what)
+
+    def test_pods_that_are_alike_price_alike(self, tmp_path: Path) -> None:
+        pods = '[[group]]\nnodes = 2\ngpu = "H100-80GB"\n[[group]]\nnodes = 1\ngpu = "H100-80GB"\n'
+        first, second, third = self.cluster(tmp_path, pods).stages(3)
+        assert first == second and first.gpu == third.gpu
+
+    def test_a_limit_for_all_goes_before_those_of_the_groups(self, tmp_path: Path) -> None:
+        path = tmp_path / "cluster.toml"
+        path.write_text(TWO_KINDS)
+        limited = parse(str(path), memory_limit_bytes=10)
+        assert {stage.memory_limit_bytes for p in (1, 2, 3) for stage in limited.stages(p)} == {10}
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("group = 3", "not a list of tables"),
+            ("group = []", "not a list of tables"),
+            ('nodes = 2\n[[group]]\ngpu = "H100-80GB"', "unknown key 'nodes'"),
+            ("[[group]]\nnodes = 2", "does not name the GPU"),
+            ('[[group]]\ngpu = "H100-80GB"\nlocal = true', "unknown key 'local'"),
+            ('between_gb_per_s = 0\n[[group]]\ngpu = "H100-80GB"', "not a positive number"),
+        ],
+    )
+    def test_what_makes_no_sense_is_refused(self, tmp_path: Path, text: str, words: str) -> None:
+        with pytest.raises(DeviceError, match=words):
+            self.cluster(tmp_path, text)

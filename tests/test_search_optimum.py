@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
+from brute_force import FAMILIES, compare
 from search_models import brute_force, every_plan, random_problem
 
 from autopar.errors import InfeasibleError
@@ -14,6 +18,7 @@ from autopar.search.lagrange import bottleneck_bound
 from autopar.search.problem import choices
 from autopar.search.tables import Prices
 
+DOCS = Path(__file__).parent.parent / "docs"
 EXACT = SearchOptions(target_gap=0.0, time_limit_s=60)
 
 
@@ -26,19 +31,20 @@ def found(seed: int, options: SearchOptions = EXACT) -> tuple[Plan | None, float
         return None, best
 
 
-@pytest.mark.parametrize("block", range(8))
-def test_same_optimum_and_same_infeasible_set_as_brute_force(block: int) -> None:
-    infeasible = 0
-    for seed in range(40 * block, 40 * block + 40):
-        plan, best = found(seed)
-        assert (plan is None) == (best is None), seed
-        if plan is None or best is None:
-            infeasible += 1
-            continue
-        assert plan.prediction.step_time_s == pytest.approx(best, rel=1e-9), seed
-        assert plan.bound_s <= best * (1 + 1e-9), seed
-        assert plan.gap <= 1e-6, seed
-    assert 2 <= infeasible <= 30  # the problems are neither all easy nor all impossible
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_optimum_and_same_infeasible_set_as_brute_force(family: str) -> None:
+    rows = [compare(family, seed) for seed in range(100_000, 100_035)]
+    assert not [row for row in rows if not row["agrees"]]
+    outcomes = [row["outcome"] for row in rows]
+    # the problems are neither all easy nor all impossible
+    assert outcomes.count("infeasible") >= 2 and outcomes.count("optimum") >= 12
+    assert sum(row.get("pipeline", 1) > 1 for row in rows) >= 1
+
+
+def test_the_committed_comparison_has_no_disagreement() -> None:
+    rows = [json.loads(line) for line in (DOCS / "brute_force.jsonl").read_text().splitlines()]
+    assert len(rows) >= 2000 and all(row["agrees"] for row in rows)
+    assert {row["family"] for row in rows} == set(FAMILIES)
 
 
 def test_bounds_stay_below_the_optimum_when_the_exact_solver_is_scip(monkeypatch: pytest.MonkeyPatch) -> None:

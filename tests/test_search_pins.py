@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from search_models import Devices, RandomPricer, brute_force, chain, random_problem
 
@@ -92,41 +90,6 @@ class TestRefused:
         with pytest.raises(SystemExit) as ended:
             main(("plan", "gpt2", "--devices", "8xH100-80GB", "--pin", "tensr=2"))
         assert ended.value.code == 2 and "did you mean tensor" in capsys.readouterr().err
-
-
-def random_pins(seed: int, layers: int, devices: int) -> SearchOptions:
-    rng = random.Random(f"pins {seed}")
-    pin: dict[str, int | str | bool] = {}
-    degrees = [n for n in (1, 2, 4) if n <= devices]
-    choices = [
-        ("pipeline", degrees), ("microbatches", [1, 2]), ("schedule", ["gpipe", "1f1b"]), ("tensor", degrees), ("data", degrees),
-        ("zero", [0, 1, 2, 3]), ("recompute", [True, False]), ("layers.0.tensor", degrees), ("c0.zero", [0, 3]),
-        (f"layers.0-{layers - 1}.recompute", [True, False]), (f"layers.{layers - 1}.zero", [1, 2]), ("layers.0.data", degrees),
-    ]  # fmt: skip
-    for key, values in rng.sample(choices, rng.randint(1, 3)):
-        pin[key] = rng.choice(values)
-    return SearchOptions(target_gap=0.0, time_limit_s=60, pin=pin)
-
-
-@pytest.mark.parametrize("block", range(3))
-def test_pinned_plans_are_optimal_too(block: int) -> None:
-    planned = refused = infeasible = 0
-    for seed in range(5000 + 40 * block, 5040 + 40 * block):
-        graph, cluster, pricer = random_problem(seed)
-        pinned = random_pins(seed, len(graph.layers), cluster.count)
-        try:
-            plan = search(graph, cluster, pricer, pinned)
-        except InfeasibleError:
-            infeasible += 1
-            assert brute_force(graph, cluster, pricer, pinned) is None, (seed, pinned.pins)
-        except UsageError:
-            refused += 1
-        else:
-            planned += 1
-            best = brute_force(graph, cluster, pricer, pinned)
-            assert plan.prediction.step_time_s == pytest.approx(best, rel=1e-9), (seed, pinned.pins)
-            assert plan.gap <= 1e-6, (seed, pinned.pins)
-    assert planned >= 8 and infeasible >= 2 and refused <= 25
 
 
 def test_degrees_that_only_one_order_of_the_axes_has() -> None:

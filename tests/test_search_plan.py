@@ -9,6 +9,7 @@ import pytest
 from search_models import Devices, Price, RandomPricer, TransformerPricer, chain, random_problem, transformer
 
 from autopar.errors import BatchError, InfeasibleError, UsageError
+from autopar.graph import Graph
 from autopar.plan import Axis, Plan, Role, Strategy
 from autopar.search import SearchOptions, evaluate, hand_plan, search
 from autopar.search.assess import coalesce
@@ -280,3 +281,42 @@ def test_of_equal_optima_the_simplest_is_told() -> None:
     assert {(layer.strategy.zero, layer.strategy.recompute) for layer in plan.layers} == {(0, False)}
     tight = search(graph, Devices(2, 10_000), FlatPricer(graph, 0, 1.0, 0.0), SearchOptions(recompute=True, zero=3))
     assert all(layer.strategy.recompute for layer in tight.layers)
+
+
+class TestMixedDevices:
+    """Stages on devices of different speed and memory."""
+
+    def test_the_faster_half_gets_more_layers_and_the_smaller_memory_holds(self) -> None:
+        graph = chain(["a"] * 12, 8)
+        pricer = FlatPricer(graph, 0, 1.0, 0.0)
+        options = SearchOptions(pipeline=2, microbatches=8, target_gap=0.0)
+        even = search(graph, Devices(2, 10_000), pricer, options)
+        mixed = search(graph, Devices(2, 10_000, kinds=((1.0, 10_000), (2.0, 10_000))), SlowPricer(graph), options)
+        assert [stage.stop - stage.start for stage in even.stages] == [6, 6]
+        assert [stage.stop - stage.start for stage in mixed.stages] == [8, 4]
+        tight = Devices(2, 10_000, kinds=((1.0, 300), (2.0, 10_000)))
+        plan = search(graph, tight, SlowPricer(graph), options)
+        assert plan.stages[0].memory.total <= plan.stages[0].memory_limit_bytes == 300
+        assert plan.stages[0].stop < 8 and plan.prediction.step_time_s > mixed.prediction.step_time_s
+
+    def test_evaluate_agrees(self) -> None:
+        graph, cluster = chain(["a"] * 6, 4), Devices(2, 10_000, kinds=((1.0, 10_000), (2.0, 10_000)))
+        plan = search(graph, cluster, SlowPricer(graph), SearchOptions(pipeline=2, microbatches=4))
+        again = evaluate(
+            graph, cluster, SlowPricer(graph), mesh=plan.mesh, stage_bounds=(0, plan.stages[0].stop, 6),
+            strategies=[layer.strategy for layer in plan.layers], microbatches=4, schedule="1f1b", precision="bfloat16",
+        )  # fmt: skip
+        assert again.prediction.step_time_s == pytest.approx(plan.prediction.step_time_s)
+
+
+class SlowPricer(FlatPricer):
+    """Every layer alike, and slower where the devices are."""
+
+    def __init__(self, graph: Graph, slower: float = 1.0) -> None:
+        super().__init__(graph, 0, 1.0, 0.0, slower)
+
+    def on(self, cluster: Devices) -> SlowPricer:
+        return SlowPricer(self.graph, cluster.slower)
+
+    def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> Price | None:
+        return Price(self.slower, 2 * self.slower, 0.0, 0.0, 10, 10, 20, 1, 1, 1e12)

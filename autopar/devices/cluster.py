@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from autopar.devices import constants
 
@@ -75,7 +77,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """``nodes`` times ``gpus_per_node`` devices of one kind.
+    """``nodes`` times ``gpus_per_node`` devices of one kind, or several such ``parts`` (see ``joined``).
 
     ``intra`` links devices of a node (NVLink, PCIe, gloo), ``inter`` is one device's share of its node's network,
     all devices of the node sending at once. ``collective_s`` is the fixed cost of starting a collective. ``local``
@@ -96,6 +98,8 @@ class Cluster:
     host_s: float = constants.HOST_S.value
     network: Network | None = None
     pipelined: bool = False  # whether stages on other nodes are sent to: what ``network.pipelined_hop_s`` is about
+    parts: tuple[Cluster, ...] = ()
+    between: Link | None = None  # one device's share of the way from part to part
 
     def __post_init__(self) -> None:
         assert self.nodes > 0 and self.gpus_per_node > 0 and self.kind in ("cuda", "cpu"), self
@@ -103,15 +107,94 @@ class Cluster:
     @property
     def count(self) -> int:
         """The number of devices."""
-        return self.nodes * self.gpus_per_node
+        return sum(part.count for part in self.parts) if self.parts else self.nodes * self.gpus_per_node
 
     @property
     def memory_limit_bytes(self) -> int:
         """What a plan may fill of one device: the user's word, or the usable fraction of its memory."""
         if self.memory_override_bytes is not None:
             return self.memory_override_bytes
+        if self.parts:
+            return min(part.memory_limit_bytes for part in self.parts)
         usable = constants.USABLE_MEMORY if self.kind == "cuda" else constants.USABLE_MEMORY_CPU
         return int(self.gpu.memory_bytes * usable.value)
 
+    def peak_flops(self, precision: str) -> float:
+        """Of all devices together, FLOP/s; 0 where a kind's is not known."""
+        peaks = [(part.count, part.gpu.peak_flops.get(precision, 0.0)) for part in self.parts or (self,)]
+        return sum(n * peak for n, peak in peaks) if all(peak for _, peak in peaks) else 0.0
+
+    def stages(self, pipeline: int) -> tuple[Cluster, ...]:
+        """What each of ``pipeline`` equal stages runs on. Devices are taken in order; on several parts the slowest's pace holds."""
+        return tuple(self._view(touched, apart=False) for touched in self._touched(pipeline))
+
+    def borders(self, pipeline: int) -> tuple[Cluster, ...]:
+        """What each stage but the last sends over to the next one: the ``inter`` link of these, or ``intra`` on one node."""
+        touched = self._touched(pipeline)
+        return tuple(self._view(tuple(sorted({*a, *b})), apart=True) for a, b in itertools.pairwise(touched))
+
+    def _touched(self, pipeline: int) -> list[tuple[int, ...]]:
+        """The parts that each stage has devices of."""
+        size, ends = self.count // pipeline, list(itertools.accumulate(part.count for part in self.parts))
+        starts = [0, *ends[:-1]]
+        return [
+            tuple(i for i, (a, b) in enumerate(zip(starts, ends, strict=False)) if b > first and a < first + size)
+            for first in range(0, size * pipeline, size)
+        ]
+
+    def _view(self, parts: tuple[int, ...], apart: bool) -> Cluster:
+        if not parts:
+            return self
+        chosen = [self.parts[i] for i in parts]
+        return self._as_given(chosen[0] if len(chosen) == 1 else joined(self.name, chosen, self.between, apart))
+
+    def _as_given(self, view: Cluster) -> Cluster:
+        """The view under the memory limit that was given for all."""
+        if self.memory_override_bytes is None:
+            return view
+        return replace(view, memory_override_bytes=self.memory_override_bytes)
+
     def __str__(self) -> str:
         return self.name
+
+
+def joined(name: str, parts: Sequence[Cluster], between: Link | None, apart: bool = False) -> Cluster:
+    """Parts as one cluster. What is asked of it as a whole is the least that its parts have: the slowest device and link, the smallest
+    memory. ``apart`` makes the way between the parts its ``inter`` link, for what is sent from one to the other."""
+    gpus = [part.gpu for part in parts]
+    inter = min((part.inter for part in parts), key=lambda link: link.bytes_per_s)
+    if apart and between is not None and between.bytes_per_s < inter.bytes_per_s:
+        inter = between
+    return Cluster(
+        name=name,
+        nodes=sum(part.nodes for part in parts),
+        gpus_per_node=max(part.gpus_per_node for part in parts),
+        kind=parts[0].kind,
+        gpu=_slowest(gpus),
+        intra=min((part.intra for part in parts), key=lambda link: link.bytes_per_s),
+        inter=inter,
+        collective_s=max(part.collective_s for part in parts),
+        host_s=max(part.host_s for part in parts),
+        parts=tuple(parts),
+        between=between,
+    )
+
+
+def _slowest(gpus: Sequence[Gpu]) -> Gpu:
+    """A device that reaches no more in anything than any of ``gpus``."""
+    if len(set(gpus)) == 1:
+        return gpus[0]
+    efficiency = min(gpu.matmul_efficiency for gpu in gpus)
+    common = [name for name in gpus[0].peak_flops if all(name in gpu.peak_flops for gpu in gpus)]
+    return Gpu(
+        name=" + ".join(dict.fromkeys(gpu.name for gpu in gpus)),
+        memory_bytes=min(gpu.memory_bytes for gpu in gpus),
+        peak_flops={name: min(gpu.flops_per_s(name) for gpu in gpus) / efficiency for name in common},
+        matmul_efficiency=efficiency,
+        memory_bytes_per_s=min(gpu.bytes_per_s for gpu in gpus),
+        memory_efficiency=1.0,
+        op_floor_s=max(gpu.op_floor_s for gpu in gpus),
+        kernel_s=max(gpu.kernel_s for gpu in gpus),
+        attention_efficiency=min(gpu.attention_efficiency for gpu in gpus),
+        sources=tuple(dict.fromkeys(source for gpu in gpus for source in gpu.sources)),
+    )

@@ -25,6 +25,21 @@ A TOML file has these keys, all but ``gpu`` optional for a GPU that is known; fo
     memory_limit_gb = 70         # what a plan may fill of one GPU, GB = 1e9 bytes
     local = false                # the devices are this machine's
 
+Devices that differ, or parts with a slow link between them, are groups with those keys (but ``name`` and ``local``); pipeline stages take
+devices in the order of the file::
+
+    name = "two generations"
+    between_gb_per_s = 100       # from group to group, per node, one direction
+    between_latency_us = 30      # one hop
+
+    [[group]]
+    nodes = 8
+    gpu = "H100-80GB"
+
+    [[group]]
+    nodes = 7                    # one is missing
+    gpu = "A100-80GB-SXM"
+
 torch is imported for an integer or a list only.
 """
 
@@ -40,7 +55,7 @@ from typing import Any
 
 from autopar.devices import constants as c
 from autopar.devices import hardware
-from autopar.devices.cluster import Cluster, Gpu, Link
+from autopar.devices.cluster import Cluster, Gpu, Link, joined
 from autopar.errors import DeviceError
 
 _FORMS = (
@@ -58,6 +73,9 @@ _NUMBERS = (
     "memory_limit_gb",
 )
 _KEYS = ("name", "gpu", "local", *_INTEGERS, *_NUMBERS)
+_BETWEEN = ("between_gb_per_s", "between_latency_us")
+_KEYS_OF_ALL = ("name", *_BETWEEN)  # of a file with groups
+_KEYS_OF_GROUP = ("gpu", *_INTEGERS, *_NUMBERS)
 
 
 def parse(spec: Any, *, memory_limit_bytes: int | None = None) -> Cluster:
@@ -215,7 +233,29 @@ def _from_file(path: Path) -> Cluster:
         raise DeviceError(
             f"{path} is not TOML: {error}", "see the fields of a cluster file in the documentation"
         ) from error
-    _check(path, data)
+    if "group" not in data:
+        _check(path, data, _KEYS)
+        return _part(path, data)
+    groups = data["group"]
+    if not (isinstance(groups, list) and groups and all(isinstance(group, dict) for group in groups)):
+        raise DeviceError(f"{path}: group is not a list of tables", "write [[group]] above the keys of each")
+    _check(path, {key: value for key, value in data.items() if key != "group"}, _KEYS_OF_ALL, named=False)
+    parts = []
+    for group in groups:
+        _check(path, group, _KEYS_OF_GROUP)
+        parts.append(_part(path, group))
+    name = data.get("name", path.stem)
+    between = min((part.inter for part in parts), key=lambda link: link.bytes_per_s)
+    if "between_gb_per_s" in data:
+        node = max(part.gpus_per_node for part in parts)
+        between = hardware.inter_link(data["between_gb_per_s"] * 1e9 / node, str(path))
+    if "between_latency_us" in data:
+        between = dataclasses.replace(between, latency_s=data["between_latency_us"] * 1e-6)
+    return joined(name, parts, between)
+
+
+def _part(path: Path, data: dict[str, Any]) -> Cluster:
+    """Devices of one kind, from the keys of a file or of one of its groups."""
     nodes, per_node = data.get("nodes", 1), data.get("gpus_per_node", hardware.GPUS_PER_NODE)
     device = _gpu(path, data)
     intra, inter = _links(path, data, per_node)
@@ -233,22 +273,25 @@ def _from_file(path: Path) -> Cluster:
     )
 
 
-def _check(path: Path, data: dict[str, Any]) -> None:
+def _check(path: Path, data: dict[str, Any], keys: Sequence[str], named: bool = True) -> None:
+    """Raise for a key that is not among ``keys``, for a value that it cannot have, and if ``named`` where no GPU is."""
     for key, value in data.items():
-        if key not in _KEYS:
-            near = difflib.get_close_matches(key, _KEYS, n=3) or list(_KEYS)
+        if key not in keys:
+            near = difflib.get_close_matches(key, keys, n=3) or list(keys)
             raise DeviceError(f"{path} has the unknown key {key!r}", f"the nearest keys are {', '.join(near)}")
         if key in _INTEGERS and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
             raise DeviceError(
                 f"{path}: {key} = {value!r} is not a positive whole number", "count nodes and GPUs from 1"
             )
-        if key in _NUMBERS and (isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e12):
+        if key in (*_NUMBERS, *_BETWEEN) and (
+            isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e12
+        ):
             raise DeviceError(f"{path}: {key} = {value!r} is not a positive number", "units are in the key's name")
         if key in ("name", "gpu") and not (isinstance(value, str) and value):
             raise DeviceError(f"{path}: {key} = {value!r} is not a name", f'write {key} = "..."')
         if key == "local" and not isinstance(value, bool):
             raise DeviceError(f"{path}: local = {value!r} is neither true nor false", "write local = true")
-    if "gpu" not in data:
+    if named and "gpu" not in data:
         raise DeviceError(f"{path} does not name the GPU", 'add a line such as gpu = "H100-80GB"')
 
 

@@ -25,19 +25,21 @@ SHARP and PAT; calibration is left to measurements.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.devices import Cluster
+from autopar.devices.cluster import Link
 from autopar.plan import Axis
 from autopar.types import Collective
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The ranks that run a collective together: how many, and how many of them share a node."""
+    """The ranks that run a collective together: how many, how many of them share a node, and how many a part of the cluster."""
 
     size: int
     per_node: int
+    per_part: int = 0  # 0: the cluster has no parts
 
     @property
     def nodes(self) -> int:
@@ -46,12 +48,14 @@ class Group:
 
 def group(axes: tuple[Axis, ...], cluster: Cluster) -> Group:
     """The ranks that differ on ``axes`` alone. An axis of stride 0 (the microbatch) holds no ranks."""
-    size = per_node = 1
+    size = per_node = per_part = 1
+    part = min((each.count for each in cluster.parts), default=cluster.count)
     for axis in axes:
         if axis.stride > 0:
             size *= axis.size
             per_node *= max(1, min(axis.size, cluster.gpus_per_node // axis.stride))
-    return Group(size, per_node)
+            per_part *= max(1, min(axis.size, part // axis.stride))
+    return Group(size, per_node, per_part if cluster.parts else 0)
 
 
 def time_s(collective: Collective, bytes_total: float, axis_size: int, stride: int, cluster: Cluster) -> float:
@@ -69,6 +73,15 @@ def group_time_s(
     n = members.size
     if n == 1 or collective in (Collective.NONE, Collective.LOCAL):
         return 0.0
+    if 0 < members.per_part < n and cluster.between is not None:
+        # the ring crosses from part to part: over that link, if it is the slower one, shared by the members of a part
+        share = 1 if collective is Collective.ALL_TO_ALL else members.per_part / members.per_node
+        slow = Link(
+            max(cluster.inter.latency_s, cluster.between.latency_s),
+            min(cluster.inter.bytes_per_s, cluster.between.bytes_per_s * share),
+            cluster.between.source,
+        )
+        cluster = replace(cluster, inter=slow, parts=(), network=None)
     nodes, k = members.nodes, members.per_node
     network = cluster.network
     if collective is Collective.ALL_TO_ALL:

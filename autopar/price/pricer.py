@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable
@@ -52,17 +53,20 @@ class Pricer:
         self._layers: dict[tuple[str, Mesh, Strategy, int], LayerPrice | None] = {}
         self._edges: dict[tuple[int, Mesh, tuple[Role, ...], tuple[Role, ...], int], float] = {}
         self._p2p: dict[tuple[int, Mesh, tuple[Role, ...], int], float] = {}
+        self._elsewhere: dict[Cluster, Pricer] = {}
         self._makers = {name: (i, k) for i, layer in enumerate(graph.layers) for k, name in enumerate(layer.outputs)}
         self._readers = self._find_readers()
 
     def on(self, cluster: Cluster) -> Pricer:
-        """A pricer of the same graph on another cluster; op-level layouts and tables, which no cluster changes, are shared."""
-        if cluster == self.cluster:
+        """The same graph on other devices, such as a stage's; op-level layouts and tables, which no device changes, are kept once for all."""
+        if _nameless(cluster) == _nameless(self.cluster):
             return self
-        other = Pricer(self.graph, cluster, self.numbers.name, self._solve, self.practice)
-        other._tables, other._sharded, other._types = self._tables, self._sharded, self._types
-        other._flags, other._bound = self._flags, self._bound
-        return other
+        if _nameless(cluster) not in self._elsewhere:
+            other = copy.copy(self)
+            other.cluster, other._pipelined = cluster, dataclasses.replace(cluster, pipelined=True)
+            other._cores, other._layers, other._edges, other._p2p = {}, {}, {}, {}
+            self._elsewhere[_nameless(cluster)] = other
+        return self._elsewhere[_nameless(cluster)]
 
     @property
     def peak_flops_per_s(self) -> float:
@@ -226,6 +230,11 @@ class Pricer:
         types = self.types(layer.cls, mesh, roles)
         placeholder = self._table(layer.cls)[0].activations[layer.activations.index(name)]
         return None if types is None else tuple(t.produced[placeholder] for t in types)
+
+
+def _nameless(cluster: Cluster) -> Cluster:
+    """The cluster without what changes no price: its name, and the limit of memory."""
+    return dataclasses.replace(cluster, name="", memory_override_bytes=None)
 
 
 def edge_s(

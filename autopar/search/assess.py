@@ -67,18 +67,26 @@ def step_cost(
 def cost(instance: Instance, solution: Solution) -> Cost:
     """The true cost of a solution, memory aside."""
     choice = instance.choice
-    prices = [instance.table(i).prices[k] for i, k in enumerate(solution.pick)]
     edges, sends = ways(instance, solution)
+    prices = prices_of(instance, solution)
     return step_cost(solution.bounds, prices, edges, sends, choice.microbatches, choice.schedule)
+
+
+def prices_of(instance: Instance, solution: Solution) -> list[LayerPrice]:
+    """The price of each layer where it is."""
+    places = (instance.layout.place[s] for s, (i, j) in enumerate(pairwise(solution.bounds)) for _ in range(i, j))
+    return [instance.table(i, place).prices[solution.pick[i]] for i, place in enumerate(places)]
 
 
 def ways(instance: Instance, solution: Solution) -> tuple[list[float], list[float]]:
     """Seconds of resharding after each layer but the last, and of the sends after those that end a stage."""
-    pick = solution.pick
-    edges = [float(instance.edge(i)[pick[i], pick[i + 1]]) for i in range(instance.layers - 1)]
+    pick, place = solution.pick, instance.layout.place
+    edges: list[float] = []
     sends = [0.0] * (instance.layers - 1)
-    for cut in solution.bounds[1:-1]:
-        sends[cut - 1] = float(instance.p2p(cut - 1)[pick[cut - 1]])
+    for s, (i, j) in enumerate(pairwise(solution.bounds)):
+        edges += [float(instance.edge(a, place[s])[pick[a], pick[a + 1]]) for a in range(max(i - 1, 0), j - 1)]
+        if j < instance.layers:
+            sends[j - 1] = float(instance.p2p(j - 1, s)[pick[j - 1]])
     return edges, sends
 
 
@@ -95,13 +103,14 @@ def memory(prices: Sequence[LayerPrice], in_flight: int) -> Memory:
 
 def memories(instance: Instance, solution: Solution) -> list[Memory]:
     """Memory by stage."""
-    prices = [instance.table(i).prices[k] for i, k in enumerate(solution.pick)]
+    prices = prices_of(instance, solution)
     stages = enumerate(pairwise(solution.bounds))
     return [memory(prices[i:j], instance.choice.in_flight[s]) for s, (i, j) in stages]
 
 
 def fits(instance: Instance, solution: Solution) -> bool:
-    return all(m.total <= instance.limit for m in memories(instance, solution))
+    held = zip(memories(instance, solution), instance.layout.limit, strict=True)
+    return all(m.total <= limit for m, limit in held)
 
 
 def coalesce(mesh: Mesh, strategies: Sequence[Strategy]) -> tuple[Mesh, list[Strategy]]:
@@ -152,7 +161,7 @@ def make_plan(
     found: Cost,
     *,
     precision: str,
-    limit: int,
+    limits: Sequence[float],
     proof: Proof,
 ) -> Plan:
     """The record of a priced choice, its mesh coalesced."""
@@ -166,13 +175,13 @@ def make_plan(
             j,
             (s % choice.pipeline * size, size),
             together(held[s % choice.pipeline :: choice.pipeline]),
-            limit,
+            int(limits[s % choice.pipeline]),
             found.forward_s[s] + found.backward_s[s],
         )
         for s, (i, j) in enumerate(runs)
     )
     layers = tuple(LayerPlan(a.name, a.cls, b) for a, b in zip(graph.layers, strategies, strict=True))
-    peak = cluster.gpu.peak_flops.get(precision)
+    peak = cluster.peak_flops(precision)
     return Plan(
         model=graph.name,
         devices=str(cluster),
@@ -208,7 +217,7 @@ def together(stages: Sequence[Memory]) -> Memory:
 
 
 def _prediction(
-    graph: Graph, cluster: Devices, choice: Choice, prices: Sequence[LayerPrice], found: Cost, peak: float | None
+    graph: Graph, cluster: Devices, choice: Choice, prices: Sequence[LayerPrice], found: Cost, peak: float
 ) -> Prediction:
     m, line = choice.microbatches, choice.pipeline
 
@@ -228,7 +237,7 @@ def _prediction(
         communication_s=moving,
         bubble_s=max(0.0, step - busy - optimizer),
         optimizer_s=optimizer,
-        mfu=flops / (step * cluster.count * peak) if peak and step > 0 else 0.0,
+        mfu=flops / (step * peak) if peak and step > 0 else 0.0,
         tokens_per_s_per_device=graph.tokens / (step * cluster.count) if step > 0 else 0.0,
     )
 
@@ -273,25 +282,21 @@ def evaluate(
         InfeasibleError: a layer has no price under its strategy (an inadmissible role, an indivisible size).
     """
     choice = Choice(mesh, (len(stage_bounds) - 1) // chunks, microbatches, schedule, chunks=chunks)
+    stages, borders = cluster.stages(choice.pipeline), cluster.borders(choice.pipeline)
     prices: list[LayerPrice] = []
-    for layer, strategy in zip(graph.layers, strategies, strict=True):
-        price = pricer.layer(layer.cls, mesh, strategy, microbatches)
-        if price is None:
-            roles = ", ".join(f"{axis.name}={role.value}" for axis, role in zip(mesh, strategy.roles, strict=True))
-            raise InfeasibleError(
-                f"layer {layer.name} ({layer.cls}) cannot run with {roles} and {microbatches} microbatches: a size does not "
-                "divide, or the role is not possible for it",
-                "give that layer other roles, or other degrees",
-            )
-        prices.append(price)
-    last = len(prices) - 1
-    edges = [pricer.edge(i, mesh, strategies[i], strategies[i + 1], microbatches) for i in range(last)]
-    sends = [0.0] * last
-    for cut in stage_bounds[1:-1]:
-        sends[cut - 1] = pricer.p2p(cut - 1, mesh, strategies[cut - 1], microbatches)
+    last = len(graph.layers) - 1
+    edges, sends = [0.0] * last, [0.0] * last
+    for s, (start, stop) in enumerate(pairwise(stage_bounds)):
+        here = pricer.on(stages[s % choice.pipeline])
+        for i in range(start, stop):
+            prices.append(_price(graph, here, i, mesh, strategies[i], microbatches))
+            if i:
+                edges[i - 1] = here.edge(i - 1, mesh, strategies[i - 1], strategies[i], microbatches)
+        if stop <= last:
+            # from the last device of a line an interleaved pipeline goes back to the first
+            link = borders[min(s % choice.pipeline, len(borders) - 1)]
+            sends[stop - 1] = pricer.on(link).p2p(stop - 1, mesh, strategies[stop - 1], microbatches)
     found = step_cost(stage_bounds, prices, edges, sends, microbatches, schedule, chunks)
-    limit = int(cluster.memory_limit_bytes)
-    proof = Proof(0.0, 1.0, "given")
     plan = make_plan(
         graph,
         cluster,
@@ -301,13 +306,32 @@ def evaluate(
         prices,
         found,
         precision=precision,
-        limit=limit,
-        proof=proof,
+        limits=[stage.memory_limit_bytes for stage in stages],
+        proof=Proof(0.0, 1.0, "given"),
     )
-    over = [s for s, stage in enumerate(plan.stages) if stage.memory.total > limit]
+    over = [s for s, stage in enumerate(plan.stages) if stage.memory.total > stage.memory_limit_bytes]
     if not over:
         return plan
-    return replace(plan, notes=(*plan.notes, f"does not fit: stages {over} need more than {limit} bytes"))
+    return replace(
+        plan,
+        notes=(
+            *plan.notes,
+            f"does not fit: stages {over} need more than {plan.stages[over[0]].memory_limit_bytes} bytes",
+        ),
+    )
+
+
+def _price(graph: Graph, pricer: Pricer, index: int, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice:
+    layer = graph.layers[index]
+    price = pricer.layer(layer.cls, mesh, strategy, microbatches)
+    if price is None:
+        roles = ", ".join(f"{axis.name}={role.value}" for axis, role in zip(mesh, strategy.roles, strict=True))
+        raise InfeasibleError(
+            f"layer {layer.name} ({layer.cls}) cannot run with {roles} and {microbatches} microbatches: a size does not "
+            "divide, or the role is not possible for it",
+            "give that layer other roles, or other degrees",
+        )
+    return price
 
 
 def tidy(instance: Instance, solution: Solution) -> tuple[list[Strategy], list[LayerPrice], Cost]:
@@ -318,7 +342,8 @@ def tidy(instance: Instance, solution: Solution) -> tuple[list[Strategy], list[L
     """
     pick, choice = solution.pick, instance.choice
     strategies = [instance.table(i).strategies[k] for i, k in enumerate(pick)]
-    prices = [instance.table(i).prices[k] for i, k in enumerate(pick)]
+    places = [instance.layout.place[s] for s, (i, j) in enumerate(pairwise(solution.bounds)) for _ in range(i, j)]
+    prices = prices_of(instance, solution)
     edges, sends = ways(instance, solution)
 
     def step(trial: list[LayerPrice]) -> Cost:
@@ -326,19 +351,22 @@ def tidy(instance: Instance, solution: Solution) -> tuple[list[Strategy], list[L
 
     def fit(trial: list[LayerPrice]) -> bool:
         stages = enumerate(pairwise(solution.bounds))
-        return all(memory(trial[i:j], choice.in_flight[s]).total <= instance.limit for s, (i, j) in stages)
+        return all(memory(trial[i:j], choice.in_flight[s]).total <= instance.layout.limit[s] for s, (i, j) in stages)
 
     best = step(prices)
     for kind, k in sorted({(int(instance.kind[i]), k) for i, k in enumerate(pick)}):
         now = instance.kinds[kind].strategies[k]
         simpler = [
-            (s, p)
-            for s, p in instance.kinds[kind].everything
-            if s.roles == now.roles and (s.zero, s.recompute) < (now.zero, now.recompute)
+            (strategy, index)
+            for index, (strategy, _) in enumerate(instance.kinds[kind].everything)
+            if strategy.roles == now.roles and (strategy.zero, strategy.recompute) < (now.zero, now.recompute)
         ]
-        for strategy, price in sorted(simpler, key=lambda pair: (pair[0].zero, pair[0].recompute)):
+        for strategy, index in sorted(simpler, key=lambda pair: (pair[0].zero, pair[0].recompute)):
             change = [instance.kind[i] == kind and pick[i] == k for i in range(instance.layers)]
-            trial = [price if c else p for c, p in zip(change, prices, strict=True)]
+            trial = [
+                instance.kinds[kind].at(place).everything[index][1] if c else p
+                for c, p, place in zip(change, prices, places, strict=True)
+            ]
             found = step(trial)
             if found.step_time_s <= best.step_time_s and fit(trial):
                 prices, best = trial, found

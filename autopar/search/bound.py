@@ -53,13 +53,14 @@ def fewest_seconds(instance: Instance) -> float:
     m, stages = choice.microbatches, choice.pipeline
     if stages == 1:
         return float(sum(np.array([float((m * t.time + t.step).min()) for t in instance.kinds])[kind]))
-    time = np.array([float(t.time.min()) for t in instance.kinds])[kind]
-    step = float(np.array([float(t.step.min()) for t in instance.kinds])[kind].sum()) / stages
+    time = instance.least("time")
+    step = float(instance.least("step").sum()) / stages
     bottleneck = smallest_bottleneck(time, stages)
     total = float(time.sum())
     if choice.schedule == "gpipe":
         return total + (m - 1) * bottleneck + step
-    share = max(float((t.forward / np.maximum(t.time, 1e-300)).max()) for t in instance.kinds)
+    tables = [t for table in instance.kinds for t in table.places]
+    share = max(float((t.forward / np.maximum(t.time, 1e-300)).max()) for t in tables)
     warm = min(m, stages)
     return max(total, total + ((m - 1) - (warm - 1) * min(share, 1.0)) * bottleneck) + step
 
@@ -80,7 +81,10 @@ def cheapest_send(instance: Instance) -> float:
     """Seconds of the cheapest p2p that any cut could need."""
     if instance.choice.pipeline == 1:
         return 0.0
-    return min(float(instance.p2p(i).min()) for i in range(instance.layers - 1))
+    senders = dict(
+        zip(instance.layout.way, range(len(instance.layout.way)), strict=True)
+    ).values()  # a stage for each way
+    return min(float(instance.p2p(i, s).min()) for i in range(instance.layers - 1) for s in senders)
 
 
 class Model:
@@ -130,13 +134,13 @@ class Model:
         """The terms of a price summed over the layers of stage ``s``."""
         terms = []
         for r, group in enumerate(self.groups):
-            values = getattr(group.table, name)[group.use] / scale
+            values = getattr(group.table.at(self.instance.layout.place[s]), name)[group.use] / scale
             terms += list(zip(self.x[s][r], values.tolist(), strict=True))
         return terms
 
     def _stage(self, s: int) -> None:
         instance, stages = self.instance, len(self.x)
-        limit, n = instance.limit, float(instance.in_flight[s])
+        limit, n = instance.layout.limit[s], float(instance.in_flight[s])
         send = cheapest_send(instance) / self.scale_s
         z = self.solver.NumVar(0, self.infinity, f"z{s}")
         self._transient(s, z)
@@ -156,28 +160,24 @@ class Model:
         self._row(1.0, self.infinity, [(v, 1.0) for group in self.x[s] for v in group], f"nonempty{s}")
 
     def _transient(self, s: int, z: pywraplp.Variable) -> None:
-        limit = self.instance.limit
+        limit, place = self.instance.layout.limit[s], self.instance.layout.place[s]
+        transients = [group.table.at(place).transient[group.use] for group in self.groups]
         if not self.integer:
-            for r, group in enumerate(self.groups):
-                share = group.table.transient[group.use] / (limit * group.count)
-                self._row(
-                    0.0,
-                    self.infinity,
-                    [(z, 1.0), *((v, -c) for v, c in zip(self.x[s][r], share, strict=True))],
-                    f"transient{s}_{r}",
-                )
+            for r, (group, transient) in enumerate(zip(self.groups, transients, strict=True)):
+                share = transient / (limit * group.count)
+                terms = [(z, 1.0), *((v, -c) for v, c in zip(self.x[s][r], share, strict=True))]
+                self._row(0.0, self.infinity, terms, f"transient{s}_{r}")
             return
-        levels = sorted({float(v) for group in self.groups for v in group.table.transient[group.use]})
+        levels = sorted({float(v) for transient in transients for v in transient})
         reached = [self.solver.BoolVar(f"level{s}_{i}") for i in range(len(levels))]
         heights = np.diff([0.0, *levels]) / limit
         self._row(0.0, 0.0, [(z, 1.0), *((v, -h) for v, h in zip(reached, heights, strict=True))], f"transient{s}")
         for low, high in zip(reached, reached[1:], strict=False):
             self._row(0.0, self.infinity, [(low, 1.0), (high, -1.0)], f"levels{s}")
-        for r, group in enumerate(self.groups):
-            for v, value in zip(self.x[s][r], group.table.transient[group.use], strict=True):
-                self._row(
-                    0.0, self.infinity, [(reached[levels.index(float(value))], group.count), (v, -1.0)], f"uses{s}_{r}"
-                )
+        for r, (group, transient) in enumerate(zip(self.groups, transients, strict=True)):
+            for v, value in zip(self.x[s][r], transient, strict=True):
+                terms = [(reached[levels.index(float(value))], group.count), (v, -1.0)]
+                self._row(0.0, self.infinity, terms, f"uses{s}_{r}")
 
     def _path(self) -> None:
         m, stages = self.instance.choice.microbatches, len(self.x)

@@ -19,7 +19,7 @@ import numpy as np
 
 from autopar.search.assess import Solution, cost, fits
 from autopar.search.frugal import most_frugal, span_memory
-from autopar.search.tables import Array, Indices, Instance
+from autopar.search.tables import Array, Indices, Instance, Regime, Table
 
 LADDER = (0.0, *np.geomspace(1e-3, 1e3, 13).tolist(), 1e9)
 """Prices of memory to try, in units of a stage's time per device memory; the last one is "memory alone"."""
@@ -62,7 +62,7 @@ def construct(instance: Instance, deadline: float = np.inf) -> tuple[float, Solu
             offer(Solution(draft.bounds, pick))
     if found is None:
         need, solution = most_frugal(instance)
-        if need <= instance.limit:
+        if need <= 1:
             pick = _refined(instance, _Draft(0.0, solution.bounds, _modes(instance)[0]), cache)
             offer(solution if pick is None else Solution(solution.bounds, pick))
             offer(solution)
@@ -102,22 +102,21 @@ def _distinct(drafts: list[_Draft]) -> list[_Draft]:
     return sorted(mixed[:REFINED], key=lambda d: d.estimate_s)
 
 
-def _weight(instance: Instance, table: int) -> Array:
+def _weight(instance: Instance, t: Table) -> Array:
     """Seconds per microbatch that a candidate counts for: its time, and its share of what is done once a step."""
-    t = instance.kinds[table]
     return t.time + t.step / instance.choice.microbatches
 
 
 def _scale(instance: Instance) -> float:
     """A stage's least time per byte of device memory."""
-    least = np.array([float(_weight(instance, k).min()) for k in range(len(instance.kinds))])
+    least = np.array([float(_weight(instance, t).min()) for t in instance.kinds])
     return max(float(least[instance.kind].sum()) / instance.choice.pipeline / instance.limit, 1e-30)
 
 
 def _drafts(instance: Instance, allowed: tuple[Indices, ...]) -> list[_Draft]:
     stages, m, count = instance.choice.pipeline, instance.choice.microbatches, instance.layers
-    spans = {n: _stage_costs(instance, allowed, n) for n in sorted(set(instance.in_flight.tolist()))}
-    by_stage = [spans[int(n)] for n in instance.in_flight]
+    spans = {regime: _stage_costs(instance, allowed, regime) for regime in instance.regimes}
+    by_stage = [spans[instance.regime(s)] for s in range(stages)]
     start = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
     burden = [
         1.0
@@ -146,26 +145,26 @@ def _drafts(instance: Instance, allowed: tuple[Indices, ...]) -> list[_Draft]:
     return drafts
 
 
-def _stage_costs(instance: Instance, allowed: tuple[Indices, ...], n: int) -> Array:
+def _stage_costs(instance: Instance, allowed: tuple[Indices, ...], regime: Regime) -> Array:
     """``[i, j]``: seconds of the cheapest stage of layers i..j-1 on the ladder that fits, interpolated; ``inf`` where none does."""
+    n, place, limit = regime
     ladder = np.array(LADDER) * _scale(instance)
     columns = []
-    for k, keep in enumerate(allowed):
-        table = instance.kinds[k]
-        weight, held = _weight(instance, k)[keep], (table.weights + n * table.saved)[keep]
+    for table, keep in zip(instance.at(place), allowed, strict=True):
+        weight, held = _weight(instance, table)[keep], (table.weights + n * table.saved)[keep]
         choice = (weight[None, :] + ladder[:, None] * held[None, :]).argmin(axis=1)
         columns.append(np.stack([weight[choice], held[choice], table.transient[keep][choice]]))
     time, held, transient = np.stack(columns, axis=2)[:, :, instance.kind]  # each [ladder, layer]
     needs = span_memory(held, transient)
     times = span_memory(time, np.zeros_like(time))
-    ok = needs <= instance.limit
+    ok = needs <= limit
     first = ok.argmax(axis=0)[None]
     result = np.where(ok.any(axis=0), np.take_along_axis(times, first, 0)[0], np.inf)
     before = np.maximum(first - 1, 0)
     low, high = np.take_along_axis(needs, first, 0)[0], np.take_along_axis(needs, before, 0)[0]
     faster = np.take_along_axis(times, before, 0)[0]
     with np.errstate(invalid="ignore", divide="ignore"):
-        share = np.where(high > instance.limit, (instance.limit - low) / (high - low), 0.0)
+        share = np.where(high > limit, (limit - low) / (high - low), 0.0)
         return np.where(np.isfinite(result), result - np.nan_to_num(share) * np.maximum(result - faster, 0.0), np.inf)
 
 
@@ -174,10 +173,11 @@ def _refined(
 ) -> tuple[int, ...] | None:
     pick: list[int] = []
     for s, (i, j) in enumerate(pairwise(draft.bounds)):
-        n = int(instance.in_flight[s])
-        key = (id(draft.allowed), tuple(instance.kind[i:j].tolist()), i if len(instance.kinds) > 8 else 0, n)
+        regime = instance.regime(s)
+        borders = tuple(instance.layout.inside[0].border[i : j - 1])
+        key = (id(draft.allowed), tuple(instance.kind[i:j].tolist()), borders, regime)
         if key not in cache:
-            cache[key] = _Stage(instance, draft.allowed, i, j, n).solve()
+            cache[key] = _Stage(instance, draft.allowed, i, j, regime).solve()
         chosen = cache[key]
         if chosen is None:
             return None
@@ -188,14 +188,17 @@ def _refined(
 class _Stage:
     """One stage: the cheapest candidates of its layers, resharding between them included, that fit."""
 
-    def __init__(self, instance: Instance, allowed: tuple[Indices, ...], i: int, j: int, n: int) -> None:
+    def __init__(self, instance: Instance, allowed: tuple[Indices, ...], i: int, j: int, regime: Regime) -> None:
+        n, place, self.limit = regime
         kinds = instance.kind[i:j].tolist()
-        self.limit = instance.limit
+        tables = [instance.kinds[k].at(place) for k in kinds]
         self.keep = [allowed[k] for k in kinds]
-        self.weight = [_weight(instance, k)[allowed[k]] for k in kinds]
-        self.held = [(instance.kinds[k].weights + n * instance.kinds[k].saved)[allowed[k]] for k in kinds]
-        self.transient = [instance.kinds[k].transient[allowed[k]] for k in kinds]
-        self.edges = [instance.edge(i + a)[np.ix_(self.keep[a], self.keep[a + 1])] for a in range(len(kinds) - 1)]
+        self.weight = [_weight(instance, t)[keep] for t, keep in zip(tables, self.keep, strict=True)]
+        self.held = [(t.weights + n * t.saved)[keep] for t, keep in zip(tables, self.keep, strict=True)]
+        self.transient = [t.transient[keep] for t, keep in zip(tables, self.keep, strict=True)]
+        self.edges = [
+            instance.edge(i + a, place)[np.ix_(self.keep[a], self.keep[a + 1])] for a in range(len(kinds) - 1)
+        ]
         self.scale = _scale(instance)
 
     def solve(self) -> tuple[int, ...] | None:

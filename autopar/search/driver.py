@@ -241,8 +241,8 @@ def _last_resort(graph: Graph, state: State, instances: list[Instance]) -> None:
                 f"the layers {names} share parameters and have no strategy in common",
                 "free the pinned degrees, or untie the parameters",
             )
-    if need > instance.limit:
-        raise explain(graph, instance, need, solution)
+    if need > 1:
+        raise explain(graph, instance, solution)
     found = construct(instance)
     state.offer(instance, solution if found is None else found[1])
     assert state.best is not None
@@ -275,6 +275,6 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
         prices,
         found,
         precision=state.options.precision,
-        limit=int(instance.limit),
+        limits=instance.layout.limit,
         proof=proof,
     )

@@ -13,7 +13,7 @@ from ortools.linear_solver import pywraplp
 from autopar.search.assess import Solution
 from autopar.search.bound import TOLERANCE, Model
 from autopar.search.simulate import lower_bound, simulate
-from autopar.search.tables import Array, Indices, Instance
+from autopar.search.tables import Array, Indices, Instance, Regime
 
 LABELS = 4_000  # per stage and layer: beyond it the label method gives up, SCIP takes over
 NODES = 200_000  # combinations of stages
@@ -39,27 +39,28 @@ def solve_labels(instance: Instance, cutoff_s: float, deadline: float) -> tuple[
         TooLargeError: too many labels, combinations or seconds.
     """
     stages, count = instance.choice.pipeline, instance.layers
-    spans: dict[tuple[int, int, int], Stages] = {}
+    spans: dict[tuple[int, int, Regime], Stages] = {}
     for s in range(stages):
-        n = int(instance.in_flight[s])
+        regime = instance.regime(s)
         starts = [0] if s == 0 else range(s, count - (stages - s) + 1)
         for i in starts:
             stops = [count] if s == stages - 1 else range(i + 1, count - (stages - s - 1) + 1)
-            missing = [j for j in stops if (i, j, n) not in spans]
+            missing = [j for j in stops if (i, j, regime) not in spans]
             if missing:
-                for j, ways in _ways(instance, i, max(missing), n, deadline).items():
-                    spans[i, j, n] = ways
+                for j, ways in _ways(instance, i, max(missing), regime, deadline).items():
+                    spans[i, j, regime] = ways
     return _combine(instance, spans, cutoff_s, deadline)
 
 
-def _ways(instance: Instance, i: int, stop: int, n: int, deadline: float) -> dict[int, Stages]:
+def _ways(instance: Instance, i: int, stop: int, regime: Regime, deadline: float) -> dict[int, Stages]:
     """Undominated ways for layers i..j-1, for every j up to ``stop``. A label is (forward, backward, step, held, transient)."""
+    n, place, limit = regime
     first = instance.table(i)
     single = instance.choice.pipeline == 1
     m = instance.choice.microbatches
 
     def columns(layer: int) -> Array:
-        t = instance.table(layer)
+        t = instance.table(layer, place)
         held = t.weights + n * t.saved
         if single:  # one stage: seconds add up to one number, and fewer labels are undominated
             zero = np.zeros(len(t))
@@ -71,7 +72,7 @@ def _ways(instance: Instance, i: int, stop: int, n: int, deadline: float) -> dic
     result = {}
     for layer in range(i, stop):
         if layer > i:
-            edge, more = instance.edge(layer - 1), columns(layer)
+            edge, more = instance.edge(layer - 1, place), columns(layer)
             k = len(more)
             if len(label) * k > 50 * LABELS or time.monotonic() > deadline:
                 raise TooLargeError
@@ -86,7 +87,7 @@ def _ways(instance: Instance, i: int, stop: int, n: int, deadline: float) -> dic
             picks = np.concatenate(
                 [np.repeat(picks, k, axis=0), np.tile(np.arange(k, dtype=np.int32)[:, None], (len(picks), 1))], axis=1
             )
-        ok = label[:, 3] + label[:, 4] <= instance.limit
+        ok = label[:, 3] + label[:, 4] <= limit
         label, picks = label[ok], picks[ok]
         # resharding at the cuts depends on the first and the last layout
         ends = first.layout[picks[:, 0]] * 1000 + instance.table(layer).layout[picks[:, -1]]
@@ -125,7 +126,7 @@ def undominated(columns: Array, group: Indices) -> Indices:
 
 
 def _combine(
-    instance: Instance, spans: dict[tuple[int, int, int], Stages], cutoff_s: float, deadline: float
+    instance: Instance, spans: dict[tuple[int, int, Regime], Stages], cutoff_s: float, deadline: float
 ) -> tuple[float, Solution | None]:
     choice, count = instance.choice, instance.layers
     stages, m = choice.pipeline, choice.microbatches
@@ -137,16 +138,16 @@ def _combine(
         nonlocal best, found, visited
         stops = [count] if s == stages - 1 else range(i + 1, count - (stages - s - 1) + 1)
         for j in stops:
-            ways = spans[i, j, int(instance.in_flight[s])]
-            send = instance.p2p(j - 1) if s < stages - 1 else None
+            ways = spans[i, j, instance.regime(s)]
+            send = instance.p2p(j - 1, s) if s < stages - 1 else None
             for row, chosen in zip(ways.columns, ways.picks, strict=True):
                 visited += 1
                 if visited > NODES or (visited % 1000 == 0 and time.monotonic() > deadline):
                     raise TooLargeError
                 f, b, g = float(row[0]), float(row[1]), float(row[2])
                 if s:
-                    reshard = float(instance.edge(i - 1)[pick[-1], chosen[0]])
-                    f, b = f + reshard / 2, b + reshard / 2 + float(instance.p2p(i - 1)[pick[-1]])
+                    reshard = float(instance.edge(i - 1, instance.layout.place[s])[pick[-1], chosen[0]])
+                    f, b = f + reshard / 2, b + reshard / 2 + float(instance.p2p(i - 1, s - 1)[pick[-1]])
                 if send is not None:
                     f += float(send[chosen[-1]])
                 forward[s], backward[s], step[s] = f, b, g

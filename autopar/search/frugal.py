@@ -2,64 +2,65 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.plan import Memory
 from autopar.search.assess import Solution, memories
-from autopar.search.tables import Array, Indices, Instance
+from autopar.search.tables import Array, Indices, Instance, Regime
 
 
 def most_frugal(instance: Instance) -> tuple[float, Solution]:
-    """The smallest possible maximum of the stages' memory, in bytes, and a solution that has it.
+    """The smallest possible maximum of the stages' memory, as a multiple of their limits, and a solution that has it.
 
     For each level that the transients may reach, every layer takes its least ``weights + n saved`` among the candidates below that
-    level, and dynamic programming cuts the layers; the best level wins. With tied layers undecided this is a relaxation.
+    level; a stage takes the best level, and dynamic programming cuts the layers. With tied layers undecided this is a relaxation.
     """
-    levels = sorted({float(v) for table in instance.kinds for v in table.transient})
-    floor = max(float(table.transient.min()) for table in instance.kinds)
-    best, solution = np.inf, None
-    for level in levels:
-        if level < floor or level >= best:
-            continue
-        need, bounds, picks = _cut(instance, level)
-        if need < best:
-            pick = [0] * instance.layers
-            for s, (i, j) in enumerate(zip(bounds, bounds[1:], strict=False)):
-                for layer in range(i, j):
-                    pick[layer] = int(picks[int(instance.in_flight[s])][instance.kind[layer]])
-            candidate = Solution(tuple(bounds), tuple(pick))
-            need = max(float(m.total) for m in memories(instance, candidate))
-            if need < best:
-                best, solution = need, candidate
-    assert solution is not None, "the highest level admits every candidate"
-    return best, solution
-
-
-def _cut(instance: Instance, level: float) -> tuple[float, list[int], dict[int, list[int]]]:
     count, stages = instance.layers, instance.choice.pipeline
-    spans: dict[int, Array] = {}
-    picks: dict[int, list[int]] = {}
-    for n in sorted(set(instance.in_flight.tolist())):
-        needs, picks[n] = [], []
-        for table in instance.kinds:
-            held = np.where(table.transient <= level, table.weights + n * table.saved, np.inf)
-            picks[n].append(int(held.argmin()))
-            needs.append((float(held.min()), float(table.transient[held.argmin()])))
-        weights = np.array([w for w, _ in needs])[instance.kind]
-        transient = np.array([t for _, t in needs])[instance.kind]
-        spans[n] = span_memory(weights, transient)
+    spans = {regime: _least_memory(instance, regime) for regime in instance.regimes}
     best = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
     came: list[Indices] = []
     for s in range(stages):
-        through = np.maximum(best[:, None], spans[int(instance.in_flight[s])])
+        through = np.maximum(best[:, None], spans[instance.regime(s)][0] / instance.layout.limit[s])
         came.append(through.argmin(axis=0))
         best = through.min(axis=0)
     bounds = [count]
     for s in range(stages - 1, -1, -1):
         bounds.append(int(came[s][bounds[-1]]))
-    return float(best[count]), bounds[::-1], picks
+    bounds.reverse()
+    pick: list[int] = []
+    for s, (i, j) in enumerate(pairwise(bounds)):
+        _, level, picks = spans[instance.regime(s)]
+        pick += [picks[level[i, j]][k] for k in instance.kind[i:j].tolist()]
+    solution = Solution(tuple(bounds), tuple(pick))
+    # once more in whole bytes, which is what decides
+    needs = zip(memories(instance, solution), instance.layout.limit, strict=True)
+    return max(float(m.total) / limit for m, limit in needs), solution
+
+
+def _least_memory(instance: Instance, regime: Regime) -> tuple[Array, Indices, list[list[int]]]:
+    """``[i, j]``: the least bytes of a stage of layers i..j-1, and the level that has it; by level, each kind's candidate."""
+    n, place, _ = regime
+    tables = instance.at(place)
+    floor = max(float(table.transient.min()) for table in tables)
+    levels = sorted({float(v) for table in tables for v in table.transient if v >= floor})
+    best = np.full((instance.layers + 1, instance.layers + 1), np.inf)
+    level = np.zeros(best.shape, dtype=np.int64)
+    picks: list[list[int]] = []
+    for number, height in enumerate(levels):
+        held = [np.where(table.transient <= height, table.weights + n * table.saved, np.inf) for table in tables]
+        picks.append([int(h.argmin()) for h in held])
+        if number and picks[-1] == picks[-2]:
+            continue
+        weights = np.array([float(h.min()) for h in held])[instance.kind]
+        transient = np.array([t.transient[k] for t, k in zip(tables, picks[-1], strict=True)])[instance.kind]
+        spans = span_memory(weights, transient)
+        level[spans < best] = number
+        best = np.minimum(best, spans)
+    return best, level, picks
 
 
 def span_memory(weights: Array, transient: Array) -> Array:
@@ -74,14 +75,16 @@ def span_memory(weights: Array, transient: Array) -> Array:
     return spans
 
 
-def explain(graph: Graph, instance: Instance, need: float, solution: Solution) -> InfeasibleError:
+def explain(graph: Graph, instance: Instance, solution: Solution) -> InfeasibleError:
     """The error for a search that ended without a plan: ``solution`` is the most frugal one of all choices."""
     by_stage = memories(instance, solution)
-    worst = max(range(len(by_stage)), key=lambda s: by_stage[s].total)
+    limits = instance.layout.limit
+    worst = max(range(len(by_stage)), key=lambda s: by_stage[s].total / limits[s])
     held = by_stage[worst]
     i, j = solution.bounds[worst], solution.bounds[worst + 1]
     part, size = _largest_part(held)
-    prices = {layer: instance.table(layer).prices[solution.pick[layer]] for layer in range(i, j)}
+    place = instance.layout.place[worst]
+    prices = {layer: instance.table(layer, place).prices[solution.pick[layer]] for layer in range(i, j)}
     n = instance.choice.in_flight[worst]
 
     def layer_bytes(layer: int) -> float:
@@ -92,11 +95,12 @@ def explain(graph: Graph, instance: Instance, need: float, solution: Solution) -
     where = f"layer {graph.layers[i].name}"
     if j - i > 1:
         where = f"layers {graph.layers[i].name} to {graph.layers[j - 1].name}"
+    enough = max(int(m.total) for m in by_stage)
     return InfeasibleError(
-        f"no plan fits {gigabytes(instance.limit)} per device: the most frugal one ({instance.choice}) still needs "
+        f"no plan fits {gigabytes(limits[worst])} per device: the most frugal one ({instance.choice}) still needs "
         f"{gigabytes(held.total)} on stage {worst} ({where}), of which "
         f"{gigabytes(size)} are {part}; its largest layer is {graph.layers[largest].name} with {gigabytes(layer_bytes(largest))}",
-        f"a memory limit of {gigabytes(need, up=True)} ({int(np.ceil(need))} bytes) per device would do",
+        f"a memory limit of {gigabytes(enough, up=True)} ({enough} bytes) per device would do",
     )
 
 

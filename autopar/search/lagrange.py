@@ -20,7 +20,7 @@ import numpy as np
 
 from autopar.search.bound import TOLERANCE, cheapest_send
 from autopar.search.frugal import span_memory
-from autopar.search.tables import Array, Instance
+from autopar.search.tables import Array, Instance, Regime
 
 LADDER = (0.0, *np.geomspace(1e-4, 1e4, 41).tolist())
 """Prices of memory, in units of a stage's least time per device memory."""
@@ -30,31 +30,33 @@ def bottleneck_bound(instance: Instance) -> float:
     """The bound of the module's docstring in seconds; ``inf`` where no cuts fit."""
     choice, count = instance.choice, instance.layers
     m, stages = choice.microbatches, choice.pipeline
-    least = np.array([float(t.time.min()) for t in instance.kinds])[instance.kind].sum()
+    least = instance.least("time").sum()
     ladder = np.array(LADDER) * (float(least) / stages / instance.limit)
     total = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
     worst = total.copy()
     send = cheapest_send(instance)
-    summed: dict[int, Array] = {}
+    summed: dict[Regime, Array] = {}
     for s in range(stages):
-        n = int(instance.in_flight[s])
-        if n not in summed:
+        regime = instance.regime(s)
+        kinds = instance.at(regime[1])
+        if regime not in summed:
             weight = m if stages == 1 else 1
-            summed[n] = _spans(instance, [weight * t.time + t.step / stages for t in instance.kinds], n, ladder)
+            summed[regime] = _spans(instance, [weight * t.time + t.step / stages for t in kinds], regime, ladder)
         sends = send * (int(s > 0) + int(s < stages - 1))
-        total = (total[:, None] + summed[n] + sends).min(axis=0)
+        total = (total[:, None] + summed[regime] + sends).min(axis=0)
         if stages > 1:
             warm = 1 if choice.schedule == "gpipe" else min(m, stages - s)
-            costs = [(m - 1) * t.time - (warm - 1) * t.forward for t in instance.kinds]
-            here = _spans(instance, costs, n, ladder) + (m - 1) * sends - (warm - 1) * send * int(s < stages - 1)
+            costs = [(m - 1) * t.time - (warm - 1) * t.forward for t in kinds]
+            here = _spans(instance, costs, regime, ladder) + (m - 1) * sends - (warm - 1) * send * int(s < stages - 1)
             worst = np.maximum(worst[:, None], here).min(axis=0)
     return float((total[count] + (worst[count] if stages > 1 else 0.0)) * (1 - TOLERANCE))
 
 
-def _spans(instance: Instance, costs: list[Array], n: int, ladder: Array) -> Array:
-    """``[i, j]``: a lower bound of the cost of layers i..j-1 as one stage with ``n`` microbatches in flight."""
+def _spans(instance: Instance, costs: list[Array], regime: Regime, ladder: Array) -> Array:
+    """``[i, j]``: a lower bound of the cost of layers i..j-1 as one stage of that regime."""
+    n, place, limit = regime
     best, held, transient = [], [], []
-    for table, cost in zip(instance.kinds, costs, strict=True):
+    for table, cost in zip(instance.at(place), costs, strict=True):
         memory = table.weights + n * table.saved
         best.append((cost[None, :] + ladder[:, None] * memory[None, :]).min(axis=1))
         held.append(float(memory.min()))
@@ -62,7 +64,7 @@ def _spans(instance: Instance, costs: list[Array], n: int, ladder: Array) -> Arr
     nothing = np.zeros(instance.layers)
     low = np.array(transient)[instance.kind]
     price = span_memory(np.stack(best, axis=1)[:, instance.kind], np.zeros((len(ladder), instance.layers)))
-    room = instance.limit - span_memory(nothing, low)
+    room = limit - span_memory(nothing, low)
     room = np.where(np.isfinite(room), room, 0.0)  # empty stages are infinite in ``price`` already
     bound = (price - ladder[:, None, None] * room).max(axis=0)
-    return np.where(span_memory(np.array(held)[instance.kind], low) <= instance.limit, bound, np.inf)
+    return np.where(span_memory(np.array(held)[instance.kind], low) <= limit, bound, np.inf)

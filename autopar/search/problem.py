@@ -12,6 +12,7 @@ The problem, for one outer choice (mesh of a stage, pipeline degree ``P``, micro
       nonempty[s] c_s < c_{s+1}
       tied[p]     layers that share parameter p: equal roles, equal ZeRO stage
 
+Where stages run on different devices every price and the limit also depend on ``s``; the candidates do not.
 ``n_s`` is the number of microbatches in flight: ``m`` under GPipe, ``min(m, P - s)`` under 1F1B, 1 without a pipeline.
 ``schedule(f, b, m)`` is the longest path through the schedule's actions (``simulate``), which never falls when an ``f_s`` or a
 ``b_s`` rises. ``bound`` states the linear relaxation, ``lagrange`` a second bound; ``exact`` solves.
@@ -25,7 +26,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from autopar.errors import UsageError
 from autopar.graph import Graph
@@ -76,6 +77,10 @@ class LayerPrice(Protocol):
 class Pricer(Protocol):
     """Prices of layers and of the ways between them. ``edge`` and ``p2p`` depend on a strategy's roles alone."""
 
+    def on(self, cluster: Any) -> Pricer:
+        """The prices on other devices, such as those of one stage."""
+        ...
+
     def layer(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
         """``None`` where a role is inadmissible or a size indivisible."""
         ...
@@ -89,15 +94,15 @@ class Pricer(Protocol):
         ...
 
 
-class Device(Protocol):
-    """One device: ``peak_flops`` is FLOP/s by the name of the precision; utilisation is measured against it."""
-
-    @property
-    def peak_flops(self) -> dict[str, float]: ...
-
-
 class Devices(Protocol):
-    """The part of a cluster that the search reads. ``str()`` of it names it in the plan."""
+    """The part of a cluster that the search reads. ``str()`` of it names it in the plan. Equal devices have equal prices.
+
+    ``stages`` are what each stage of a pipeline runs on, ``borders`` what each but the last sends over to the next.
+    """
+
+    def stages(self, pipeline: int) -> Sequence[Devices]: ...
+    def borders(self, pipeline: int) -> Sequence[Devices]: ...
+    def peak_flops(self, precision: str) -> float: ...
 
     @property
     def count(self) -> int: ...
@@ -105,8 +110,6 @@ class Devices(Protocol):
     def gpus_per_node(self) -> int: ...
     @property
     def memory_limit_bytes(self) -> int: ...
-    @property
-    def gpu(self) -> Device: ...
 
 
 Tie = tuple[int, tuple[Role, ...], int]

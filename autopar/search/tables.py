@@ -34,7 +34,10 @@ Roles = tuple[Role, ...]
 
 @dataclass(frozen=True)
 class Table:
-    """The candidates of one layer class: strategies and, in the same order, their prices (seconds, bytes)."""
+    """The candidates of one layer class: strategies and, in the same order, their prices (seconds, bytes) at one place.
+
+    A place is what a stage runs on. ``elsewhere`` are the same candidates at the instance's other places.
+    """
 
     strategies: tuple[Strategy, ...]
     prices: tuple[LayerPrice, ...]
@@ -45,9 +48,17 @@ class Table:
     saved: Array
     transient: Array
     everything: tuple[tuple[Strategy, LayerPrice], ...] = ()  # dominated candidates included
+    elsewhere: tuple[Table, ...] = ()
 
     def __len__(self) -> int:
         return len(self.strategies)
+
+    def at(self, place: int) -> Table:
+        return self if place == 0 else self.elsewhere[place - 1]
+
+    @property
+    def places(self) -> tuple[Table, ...]:
+        return self, *self.elsewhere
 
     def take(self, keep: Indices) -> Table:
         return Table(
@@ -60,6 +71,7 @@ class Table:
             self.saved[keep],
             self.transient[keep],
             self.everything,
+            tuple(table.take(keep) for table in self.elsewhere),
         )
 
     @cached_property
@@ -80,7 +92,10 @@ class Table:
 
     @cached_property
     def columns(self) -> Array:
-        return np.stack([self.forward, self.backward, self.step, self.weights, self.saved, self.transient], axis=1)
+        """All prices of a candidate at all places, side by side."""
+        return np.stack(
+            [c for t in self.places for c in (t.forward, t.backward, t.step, t.weights, t.saved, t.transient)], axis=1
+        )
 
     @cached_property
     def bounding(self) -> Indices:
@@ -88,14 +103,23 @@ class Table:
         return _pareto(self.columns, np.zeros(len(self), dtype=np.int64))
 
 
-def make_table(candidates: list[Strategy], prices: list[LayerPrice], tied: bool = False) -> Table:
-    """A table without the candidates that another of the same layout (and, for tied layers, ZeRO stage) dominates."""
+def make_table(candidates: list[Strategy], prices: list[tuple[LayerPrice, ...]], tied: bool = False) -> Table:
+    """A table without the candidates that another of the same layout (and, for tied layers, ZeRO stage) dominates at every place.
 
+    ``prices`` are those of each candidate at each place.
+    """
+    first, *others = (_one_place(candidates, list(at)) for at in zip(*prices, strict=True))
+    table = replace(first, elsewhere=tuple(others))
+    group = table.layout * 4 + (np.array([s.zero for s in candidates]) if tied else 0)
+    return table.take(_pareto(table.columns, group))
+
+
+def _one_place(candidates: list[Strategy], prices: list[LayerPrice]) -> Table:
     def column(name: str) -> Array:
         return np.array([float(getattr(p, name)) for p in prices], dtype=np.float64)
 
     weights = column("parameters_bytes") + column("gradients_bytes") + column("optimizer_bytes")
-    table = Table(
+    return Table(
         tuple(candidates),
         tuple(prices),
         column("forward_s"),
@@ -106,8 +130,6 @@ def make_table(candidates: list[Strategy], prices: list[LayerPrice], tied: bool 
         column("transient_bytes"),
         tuple(zip(candidates, prices, strict=True)),
     )
-    group = table.layout * 4 + (np.array([s.zero for s in candidates]) if tied else 0)
-    return table.take(_pareto(table.columns, group))
 
 
 def _pareto(columns: Array, group: Indices) -> Indices:
@@ -120,42 +142,83 @@ def _pareto(columns: Array, group: Indices) -> Indices:
 
 
 @dataclass(frozen=True)
+class Layout:
+    """What the stages of a pipeline run on: the place of each, the place that each but the last sends over, and each one's memory limit.
+
+    Places and ways are numbers of distinct devices.
+    """
+
+    place: tuple[int, ...]
+    way: tuple[int, ...]
+    limit: tuple[float, ...]
+    pricers: tuple[Pricer, ...] = field(compare=False)
+    inside: tuple[Ways, ...] = field(compare=False)  # resharding, by place
+    across: tuple[Ways, ...] = field(compare=False)  # sends, by way
+
+
+Regime = tuple[int, int, float]
+"""What makes two stages alike: microbatches in flight, the place, the memory limit."""
+
+
+@dataclass(frozen=True)
 class Instance:
     """One outer choice with its prices: ``kinds`` are the tables, ``kind[i]`` says which one layer ``i`` chooses from."""
 
     choice: Choice
     kinds: tuple[Table, ...]
     kind: Indices
-    limit: float
-    ways: Ways
-    matrices: dict[tuple[int, ...], Array] = field(default_factory=dict, compare=False)
+    layout: Layout
+    matrices: dict[tuple[object, ...], Array] = field(default_factory=dict, compare=False)
 
     @property
     def layers(self) -> int:
         return len(self.kind)
 
     @cached_property
+    def limit(self) -> float:
+        """The largest memory limit of a stage."""
+        return max(self.layout.limit)
+
+    @cached_property
     def in_flight(self) -> Indices:
         return np.array(self.choice.in_flight, dtype=np.int64)
 
-    def table(self, layer: int) -> Table:
-        return self.kinds[self.kind[layer]]
+    def regime(self, stage: int) -> Regime:
+        return int(self.in_flight[stage]), self.layout.place[stage], self.layout.limit[stage]
 
-    def edge(self, layer: int) -> Array:
-        """Seconds of resharding after ``layer``, by the candidates of it and of the next layer."""
-        key = (self.ways.border[layer], int(self.kind[layer]), int(self.kind[layer + 1]))
+    @cached_property
+    def regimes(self) -> tuple[Regime, ...]:
+        """The distinct ones, by the first stage that has each."""
+        return tuple(dict.fromkeys(self.regime(s) for s in range(self.choice.pipeline)))
+
+    def at(self, place: int) -> tuple[Table, ...]:
+        """The tables at a place."""
+        return self.kinds if place == 0 else tuple(table.at(place) for table in self.kinds)
+
+    def table(self, layer: int, place: int = 0) -> Table:
+        return self.kinds[self.kind[layer]].at(place)
+
+    def least(self, name: str) -> Array:
+        """By layer: the least of a price among its candidates, wherever it may be."""
+        return np.array([min(float(getattr(t, name).min()) for t in table.places) for table in self.kinds])[self.kind]
+
+    def edge(self, layer: int, place: int) -> Array:
+        """Seconds of resharding after ``layer``, by the candidates of it and of the next layer, which is at ``place``."""
+        ways = self.layout.inside[place]
+        key = (place, ways.border[layer], int(self.kind[layer]), int(self.kind[layer + 1]))
         if key not in self.matrices:
             left, right = self.table(layer), self.table(layer + 1)
-            by_layout = self.ways.edge(layer, self.choice, left.layouts, right.layouts)
+            by_layout = ways.edge(layer, self.choice, left.layouts, right.layouts)
             self.matrices[key] = by_layout[np.ix_(left.layout, right.layout)]
         return self.matrices[key]
 
-    def p2p(self, layer: int) -> Array:
-        """Seconds of sending ``layer``'s outputs on, by its candidates."""
-        key = (self.ways.border[layer], int(self.kind[layer]))
+    def p2p(self, layer: int, stage: int) -> Array:
+        """Seconds of sending ``layer``'s outputs from ``stage`` to the next, by its candidates."""
+        ways = self.layout.across[self.layout.way[stage]]
+        key = ("send", self.layout.way[stage], ways.border[layer], int(self.kind[layer]))
         if key not in self.matrices:
             table = self.table(layer)
-            self.matrices[key] = self.ways.p2p(layer, self.choice, table.layouts)[table.layout]
+            self.matrices[key] = ways.p2p(layer, self.choice, table.layouts)[table.layout]
         return self.matrices[key]
 
     @cached_property
@@ -173,9 +236,8 @@ class Instance:
 class Ways:
     """Seconds between layers, asked of the pricer once per border and pair of layouts."""
 
-    def __init__(self, graph: Graph, pricer: Pricer) -> None:
-        self._pricer = pricer
-        self.border = _borders(graph)
+    def __init__(self, border: list[int], pricer: Pricer) -> None:
+        self._pricer, self.border = pricer, border
         self._edges: dict[tuple[int, Mesh, int, Roles, Roles], float] = {}
         self._sends: dict[tuple[int, Mesh, int, Roles], float] = {}
 
@@ -202,47 +264,77 @@ class Ways:
 
 
 def _borders(graph: Graph) -> list[int]:
-    """A number per layer, equal where the classes on both sides and the shapes of the values that cross are equal."""
+    """A number per layer, equal where what lies on both sides is: the classes, and of every value that crosses its shape, which output of
+    which class it is, and whether the next layer reads it."""
     last: dict[str, int] = {}
     for i, layer in enumerate(graph.layers):
         for name in layer.activations:
             last[name] = i
     numbers: dict[tuple[object, ...], int] = {}
     borders: list[int] = []
-    alive: list[str] = []
+    alive: dict[str, tuple[str, int]] = {}
     for i, layer in enumerate(graph.layers):
-        following = graph.layers[i + 1].cls if i + 1 < len(graph.layers) else ""
-        alive = [name for name in (*alive, *layer.outputs) if last.get(name, -1) > i]
-        shapes = tuple((graph.values[name].shape, graph.values[name].dtype) for name in alive if name in graph.values)
-        borders.append(numbers.setdefault((layer.cls, following, shapes), len(numbers)))
+        following = graph.layers[i + 1] if i + 1 < len(graph.layers) else None
+        alive |= {name: (layer.cls, k) for k, name in enumerate(layer.outputs)}
+        alive = {name: made for name, made in alive.items() if last.get(name, -1) > i}
+        crossing = tuple(
+            (graph.values[name].shape, graph.values[name].dtype, made, name in following.activations)
+            for name, made in alive.items()
+            if following is not None and name in graph.values
+        )
+        key = (layer.cls, following.cls if following is not None else "", crossing)
+        borders.append(numbers.setdefault(key, len(numbers)))
     return borders
 
 
 class Prices:
-    """Tables and instances for a graph, each class priced once per mesh and number of microbatches."""
+    """Tables and instances for a graph, each class priced once per mesh, number of microbatches and place."""
 
     def __init__(self, graph: Graph, cluster: Devices, pricer: Pricer, options: SearchOptions) -> None:
         self._graph, self._cluster, self._pricer = graph, cluster, pricer
         self._options = for_sequence(options, graph.tokens // graph.batch_size)
-        self._ways = Ways(graph, pricer)
-        self._tables: dict[tuple[str, LayerPins, Mesh, int, bool], Table | None] = {}
+        self._border = _borders(graph)
+        self._ways: dict[Devices, Ways] = {}
+        self._layouts: dict[int, Layout] = {}
+        self._tables: dict[tuple[object, ...], Table | None] = {}
         self.pins = pins_by_layer(graph, options)
         self.groups = tied_groups(graph)
-        self.limit = float(options.memory_limit_bytes or cluster.memory_limit_bytes)
         self.refused: dict[int, int] = {}  # layer: choices for which it had no price
+
+    def layout(self, pipeline: int) -> Layout:
+        """What the stages of a pipeline of that many run on."""
+        if pipeline not in self._layouts:
+            stages, borders = self._cluster.stages(pipeline), self._cluster.borders(pipeline)
+            places, ways = list(dict.fromkeys(stages)), list(dict.fromkeys(borders))
+            for view in {*places, *ways}:
+                if view not in self._ways:
+                    self._ways[view] = Ways(self._border, self._pricer.on(view))
+            given = self._options.memory_limit_bytes
+            self._layouts[pipeline] = Layout(
+                tuple(places.index(view) for view in stages),
+                tuple(ways.index(view) for view in borders),
+                tuple(float(given or view.memory_limit_bytes) for view in stages),
+                tuple(self._pricer.on(view) for view in places),
+                tuple(self._ways[view] for view in places),
+                tuple(self._ways[view] for view in ways),
+            )
+        return self._layouts[pipeline]
 
     def table(self, layer: int, choice: Choice, tied: bool) -> Table | None:
         """The candidates of a layer; ``None`` where nothing has a price. Layers of one class and equal pins share it."""
-        cls, pins = self._graph.layers[layer].cls, self.pins[layer]
-        key = (cls, pins, choice.mesh, choice.microbatches, tied)
+        cls, pins, m = self._graph.layers[layer].cls, self.pins[layer], choice.microbatches
+        pricers = self.layout(choice.pipeline).pricers
+        key = (cls, pins, choice.mesh, m, tied, *map(id, pricers))  # the pricers live as long as their layouts
         if key not in self._tables:
-            batch = self._graph.batch_size // choice.microbatches
             found, prices = [], []
-            for strategy in strategies(choice.mesh, batch, self._cluster.gpus_per_node, self._options, pins):
-                price = self._pricer.layer(cls, choice.mesh, strategy, choice.microbatches)
-                if price is not None:
+            candidates = strategies(
+                choice.mesh, self._graph.batch_size // m, self._cluster.gpus_per_node, self._options, pins
+            )
+            for strategy in candidates:
+                at = tuple(p for pricer in pricers if (p := pricer.layer(cls, choice.mesh, strategy, m)) is not None)
+                if len(at) == len(pricers):
                     found.append(strategy)
-                    prices.append(price)
+                    prices.append(at)
             self._tables[key] = make_table(found, prices, tied) if found else None
         return self._tables[key]
 
@@ -265,12 +357,11 @@ class Prices:
                     keep = [k for k, s in enumerate(table.strategies) if (s.roles, s.zero) == fixed[group]]
                     if not keep:
                         return None
-                    pairs = tuple(c for c in table.everything if (c[0].roles, c[0].zero) == fixed[group])
-                    table = replace(table.take(np.array(keep, dtype=np.int64)), everything=pairs)
+                    table = _only(table.take(np.array(keep, dtype=np.int64)), fixed[group])
                 index[key] = len(kinds)
                 kinds.append(table)
             kind.append(index[key])
-        return Instance(choice, tuple(kinds), np.array(kind, dtype=np.int64), self.limit, self._ways)
+        return Instance(choice, tuple(kinds), np.array(kind, dtype=np.int64), self.layout(choice.pipeline))
 
     def ties(self, choice: Choice, group: int) -> list[tuple[Roles, int]]:
         """The (roles, ZeRO stage) that every layer of a tied group could take."""
@@ -282,3 +373,9 @@ class Prices:
             pairs = {(s.roles, s.zero) for s in table.strategies}
             common = pairs if common is None else common & pairs
         return sorted(common or (), key=lambda pair: ([role.value for role in pair[0]], pair[1]))
+
+
+def _only(table: Table, tie: tuple[Roles, int]) -> Table:
+    """The table whose dominated candidates are those of one decision for tied layers."""
+    pairs = tuple(c for c in table.everything if (c[0].roles, c[0].zero) == tie)
+    return replace(table, everything=pairs, elsewhere=tuple(_only(t, tie) for t in table.elsewhere))
