@@ -163,8 +163,8 @@ def _devices(study: Study, deadline: float) -> Iterator[Change]:
 
 
 def larger_counts(cluster: Cluster) -> list[int]:
-    """The numbers of devices to try, ascending. A machine's own GPUs do not become more."""
-    if cluster.local and cluster.kind == "cuda":
+    """The numbers of devices to try, ascending. A machine's own GPUs do not become more, nor do groups that differ."""
+    if cluster.parts or (cluster.local and cluster.kind == "cuda"):
         return []
     if cluster.local:
         return list(range(cluster.count + 1, MOST_PROCESSES + 1))
@@ -211,6 +211,7 @@ def _other_devices(study: Study, deadline: float) -> Iterator[Change]:
     cluster = study.cluster
     if (
         cluster.kind != "cuda"
+        or cluster.parts
         or cluster.memory_override_bytes is not None
         or study.options.memory_limit_bytes is not None
     ):

@@ -64,7 +64,9 @@ def prices(study: Study, plan: Plan) -> list[Price]:
 
 
 def faster_clusters(cluster: Cluster) -> list[tuple[str, str, Cluster]]:
-    """(name, what was changed, the cluster with it) for every figure of the devices that a step may wait for."""
+    """(name, what was changed, the cluster with it) for every figure of the devices that a step may wait for; none where they differ."""
+    if cluster.parts:
+        return []
     gpu = cluster.gpu
     found = []
     if cluster.nodes > 1:

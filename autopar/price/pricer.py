@@ -58,7 +58,7 @@ class Pricer:
         self._readers = self._find_readers()
 
     def on(self, cluster: Cluster) -> Pricer:
-        """The same graph on other devices, such as a stage's; op-level layouts and tables, which no device changes, are kept once for all."""
+        """The same graph on other devices, such as a stage's; op-level layouts and tables, which none of them changes, are shared."""
         if _nameless(cluster) == _nameless(self.cluster):
             return self
         if _nameless(cluster) not in self._elsewhere:
