@@ -130,6 +130,37 @@ def explain(**request: Any) -> None:
 
 
 @cli.command(
+    short_help="Plan a model over a range of devices, lengths, batches and GPUs.",
+    help="Plan MODEL on every combination of the numbers of devices, sequence lengths, batches and GPU kinds, and print time, tokens/s, "
+    "MFU and (with --gpu-hour) the cost of a billion tokens. Ranges are 8, 8,16,24 or 8..1024, which doubles."
+    + _MODEL_HELP,
+)
+@click.argument("model")
+@click.option("--devices", required=True, metavar="RANGE", help="How many GPUs, such as 8..1024.")
+@click.option(
+    "--gpu", default="H100-80GB", show_default=True, metavar="KINDS", help="GPU kinds, with commas between them."
+)
+@click.option("--seq", metavar="RANGE", help="Tokens in a sequence of the batch.")
+@click.option("--global-batch", metavar="RANGE", help="Sequences (or images) in a batch of one step.")
+@click.option(
+    "--precision", metavar="NAME", help="bfloat16, float16, float32 or float64, of parameters and activations."
+)
+@click.option(
+    "--gpu-hour",
+    multiple=True,
+    metavar="PRICE",
+    help="What a GPU costs for an hour: 2.5, or H100-80GB=2.5 for one kind. May be repeated.",
+)
+@_pin_options
+@click.option("--plot", "plot_file", metavar="FILE", help="Also draw the figures (.png, .svg or .pdf).")
+@click.option("--json", "as_json", is_flag=True, help="Print the cells as one JSON object.")
+def sweep(**request: Any) -> None:
+    from autopar.cli.sweep import sweep_command
+
+    sweep_command(**request)
+
+
+@cli.command(
     short_help="Write the distributed program for a model into a folder.",
     help="Write the distributed program for MODEL into a folder." + _MODEL_HELP,
 )

@@ -1,0 +1,10 @@
+"""What if: the same model planned over a range of devices, sequence lengths, batches and GPU kinds.
+
+``Range`` says what to try, ``sweep`` plans every cell, ``plot`` draws the rows. Cells that share a graph share its capture and
+its op-level layouts.
+"""
+
+from autopar.sweep.cells import Cell, Range, numbers, read_prices, sweep
+from autopar.sweep.picture import plot
+
+__all__ = ["Cell", "Range", "numbers", "plot", "read_prices", "sweep"]

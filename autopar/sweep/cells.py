@@ -1,0 +1,179 @@
+"""The cells of a sweep: which there are, and the plan of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from autopar.devices import Cluster, hardware, parse
+from autopar.errors import AutoparError, UsageError
+from autopar.explain import describe
+from autopar.explain.describe import memory_bytes
+from autopar.explain.study import PricerOf, shared_pricers
+from autopar.graph import Graph
+from autopar.plan import Plan
+from autopar.search import SearchOptions, search
+
+HOUR_S = 3600.0
+BILLION = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """What to try: numbers of devices, GPU kinds, tokens in a sequence, rows of the global batch (``None``: the model's own)."""
+
+    devices: tuple[int, ...]
+    gpus: tuple[str, ...]
+    seqs: tuple[int | None, ...] = (None,)
+    global_batches: tuple[int | None, ...] = (None,)
+
+    @property
+    def cells(self) -> int:
+        return len(self.devices) * len(self.gpus) * len(self.seqs) * len(self.global_batches)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One point: what was asked for and what came of it; ``error`` says why there is no plan.
+
+    ``tokens_per_s`` is of all devices (images, for an image model). ``cost_per_billion_tokens`` is in the currency of the prices that
+    were given, ``None`` without one.
+    """
+
+    gpu: str
+    devices: int
+    spec: str
+    seq: int | None
+    global_batch: int | None
+    step_time_s: float | None = None
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    memory_bytes: int | None = None
+    gap: float | None = None
+    cost_per_billion_tokens: float | None = None
+    summary: str = ""
+    error: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"feasible": self.step_time_s is not None}
+
+
+class CaptureSized(Protocol):
+    """The model's graph with sizes; raises ``AutoparError`` where it cannot have them."""
+
+    def __call__(self, *, seq: int | None, global_batch: int | None) -> Graph: ...
+
+
+def numbers(text: str, option: str) -> tuple[int, ...]:
+    """``"8..1024"`` doubles from 8 up to 1024, ``"8,24"`` are two numbers, and parts of both forms may be joined by commas.
+
+    Raises:
+        UsageError: anything else, or a range that ends before it begins.
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:\.\.\s*(\d+))?\s*", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if first < 1 or last < first:
+            raise UsageError(f"{option} {text!r} is no range", "write 8, 8,16,24 or 8..1024 (which doubles)")
+        while first <= last:
+            found.append(first)
+            first *= 2
+    return tuple(dict.fromkeys(found))
+
+
+def read_prices(texts: Sequence[str]) -> dict[str, float]:
+    """Prices of a GPU for an hour, from ``"2.5"`` (any GPU, kept as ``"*"``) or ``"H100-80GB=2.5"``.
+
+    Raises:
+        UsageError: no number, or a GPU that is not known.
+    """
+    found: dict[str, float] = {}
+    for text in texts:
+        name, _, value = text.rpartition("=")
+        try:
+            price = float(value)
+        except ValueError:
+            price = -1.0
+        if not 0 < price < float("inf"):
+            raise UsageError(f"--gpu-hour {text!r} is no price", "write 2.5, or H100-80GB=2.5 for one kind")
+        found[hardware.find(name) if name else "*"] = price
+    return found
+
+
+def clusters(asked: Range) -> Iterator[Cluster]:
+    """The clusters of a range: whole nodes of the kind's own size, or part of one."""
+    for gpu in asked.gpus:
+        name = hardware.find(gpu)
+        node = hardware.table()[name].get("gpus_per_node", hardware.GPUS_PER_NODE)
+        for count in asked.devices:
+            if count > node and count % node:
+                raise UsageError(
+                    f"{count} devices do not fill nodes of {node} {name}", f"use multiples of {node}, or at most {node}"
+                )
+            yield parse(f"{max(1, count // node)}x{min(count, node)}x{name}")
+
+
+def sweep(
+    capture: CaptureSized,
+    asked: Range,
+    options: SearchOptions,
+    *,
+    prices: dict[str, float] | None = None,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    pricer_of: PricerOf | None = None,
+) -> list[Cell]:
+    """Plans every cell, one graph after the other; ``prices`` are those of a GPU for an hour (``read_prices``)."""
+    found: list[Cell] = []
+    there = list(clusters(asked))
+    for seq in asked.seqs:
+        for global_batch in asked.global_batches:
+            graph: Graph | AutoparError
+            progress("capture", len(found), asked.cells)
+            try:
+                graph = capture(seq=seq, global_batch=global_batch)
+            except UsageError as error:
+                graph = error
+            pricers = pricer_of or shared_pricers()
+            for cluster in there:
+                progress(cluster.name, len(found), asked.cells)
+                cell = Cell(cluster.gpu.name, cluster.count, cluster.name, seq, global_batch)
+                found.append(_planned(cell, graph, cluster, options, pricers, prices or {}))
+    progress("done", len(found), asked.cells)
+    return found
+
+
+def _planned(
+    cell: Cell,
+    graph: Graph | AutoparError,
+    cluster: Cluster,
+    options: SearchOptions,
+    pricer_of: PricerOf,
+    prices: dict[str, float],
+) -> Cell:
+    if isinstance(graph, AutoparError):
+        return dataclasses.replace(cell, error=graph.message)
+    cell = dataclasses.replace(cell, global_batch=graph.batch_size)
+    try:
+        plan = search(graph, cluster, pricer_of(graph, cluster), options)
+    except AutoparError as error:
+        return dataclasses.replace(cell, error=error.message)
+    price = prices.get(cluster.gpu.name, prices.get("*"))
+    return dataclasses.replace(cell, **_figures(plan, graph, cluster, price))
+
+
+def _figures(plan: Plan, graph: Graph, cluster: Cluster, hour: float | None) -> dict[str, Any]:
+    step = plan.prediction.step_time_s
+    rate = graph.tokens / step
+    return {
+        "step_time_s": step,
+        "tokens_per_s": rate,
+        "mfu": plan.prediction.mfu,
+        "memory_bytes": memory_bytes(plan),
+        "gap": plan.gap,
+        "cost_per_billion_tokens": None if hour is None else hour / HOUR_S * cluster.count / rate * BILLION,
+        "summary": describe(plan),
+    }
