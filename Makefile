@@ -6,10 +6,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format matrix volumes dtensor-check mutations clean
+.PHONY: help install demo test check format matrix volumes dtensor-check measured-memory measured-time mutations clean
 
 help: ## what can be made
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -42,6 +42,13 @@ volumes: $(STAMP) ## bytes per layer as emitted beside the published formulas: d
 
 dtensor-check: $(STAMP) ## our rules against DTensor's, and which is wrong where they differ: docs/dtensor-check.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m autopar.rules --dtensor docs/dtensor-check.md
+
+measured-memory: $(STAMP) ## predicted against measured memory of emitted programs: docs/measured-memory.md
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/measured_memory.py --fresh
+
+measured-time: $(STAMP) ## profile this machine, then predicted against measured step times (a quiet machine, half an hour)
+	OMP_NUM_THREADS=1 $(BIN)/python -m autopar profile
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/measured_time.py
 
 mutations: $(STAMP) ## put faults in on purpose, one at a time, and see what catches them (a few minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutations.py

@@ -68,6 +68,7 @@ def compile(
     pin: Mapping[str, int | str | bool] | None = None,
     local_batch_norm: bool = False,
     memory_limit_bytes: int | None = None,
+    calibration: str | Path | None = None,
     time_limit_s: float = 20.0,
     folder: str | Path | None = None,
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | str | None = None,
@@ -81,7 +82,7 @@ def compile(
 
     Args:
         model: a module on the CPU or on meta that returns the loss, an object with ``.loss``, or what ``loss_fn`` takes.
-        devices: ``4``, ``"128x8xH100-80GB"``, a TOML file, a list of torch devices (see ``autopar.devices.parse``).
+        devices, calibration: ``4``, ``"128x8xH100-80GB"``, a TOML file, a list of torch devices (see ``autopar.devices.parse``).
         batch: an example of one global batch: a tuple for positional, a mapping for keyword arguments; dim 0 is the batch.
         loss_fn: ``loss_fn(output, targets)`` makes the loss, a 0-d tensor; ``batch`` is then the pair ``(inputs, targets)``.
         precision: of parameters and activations, by name (``"bfloat16"``); the model's own if left out.
@@ -93,7 +94,6 @@ def compile(
         memory_limit_bytes, time_limit_s: what may be filled of one device's memory, and how long to search, in seconds.
         folder: where the program goes; without one, a temporary folder that lives as long as the ``Program``.
         optimizer, lr, max_norm, seed, port: as for ``Program``; ``progress`` is told of each stage.
-
     A model on the CPU keeps its parameters' values. Under ``torchrun`` every process calls this and rank 0 searches.
 
     Raises:
@@ -104,7 +104,7 @@ def compile(
     from autopar.devices import parse
     from autopar.search import SearchOptions
 
-    cluster = parse(devices, memory_limit_bytes=memory_limit_bytes)
+    cluster = parse(devices, memory_limit_bytes=memory_limit_bytes, calibration=calibration)
     pins: dict[str, Any] = {"pipeline": pipeline, "microbatches": microbatches, "schedule": schedule, "data": data, "tensor": tensor,
                             "ulysses": ulysses, "ring": ring, "zero": zero, "recompute": recompute}  # fmt: skip
     options = SearchOptions(time_limit_s=time_limit_s, pin=pin or {}, **pins)
@@ -208,7 +208,7 @@ def find_plan(
     if pin_time_s is not None:
         found = price_pins(graph, cluster, pricer, options, found, pin_time_s)
     without_rule = f"replicated, because no sharding rule covers it: {', '.join(graph.replicated)}"
-    notes = (*found.notes, *graph.notes, *([without_rule] if graph.replicated else []))
+    notes = (*found.notes, *cluster.notes, *graph.notes, *([without_rule] if graph.replicated else []))
     wall_time_s = time.perf_counter() - start
     return dataclasses.replace(found, wall_time_s=wall_time_s, peak_memory_bytes=peak_memory_bytes(), notes=notes)
 

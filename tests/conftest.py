@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 from workers import WorkerPool
+
+os.environ["AUTOPAR_CALIBRATION"] = ""  # what somebody measured on this machine is no business of the tests
 
 
 def _pool(count: int) -> Iterator[WorkerPool]:

@@ -49,6 +49,7 @@ ALLOWED: dict[str, set[str]] = {
     "zoo": set(),
     "verify": {"capture", "check", "compile", "emit", "flow", "passes", "rules", "run", "search", "shard", "structure"},
     "compile": {"capture", "devices", "explain", "shard", "price", "search", "emit", "run", "structure"},
+    "profile": {"devices", "run"},
     "bench": {"compile", "devices", "run", "search"},
     "cli": {
         "bench",
@@ -57,6 +58,7 @@ ALLOWED: dict[str, set[str]] = {
         "devices",
         "explain",
         "price",
+        "profile",
         "search",
         "shard",
         "sweep",

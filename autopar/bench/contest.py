@@ -22,7 +22,7 @@ import torch
 from autopar.bench.baselines import recipes
 from autopar.bench.models import MODELS, Subject
 from autopar.compile import emit_program, plan_model
-from autopar.devices import parse
+from autopar.devices import Cluster, parse
 from autopar.errors import LaunchError, ProgramError
 from autopar.plan import Plan
 from autopar.run.processes import Processes
@@ -96,12 +96,14 @@ def contest(
     rounds: int = 7,
     steps: int = 3,
     seed: int = 0,
+    calibration: str | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Result:
     """Measure ``model`` (a name of ``MODELS``) on ``processes`` local processes.
 
-    After the first round hand-tuned contenders that are twice slower than the best one are left out of the later rounds. ``progress``
-    is called with what is being done, and how many of how many visits are done.
+    Plans are priced by ``calibration`` (see ``autopar.devices.parse``). After the first round hand-tuned contenders that are twice
+    slower than the best one are left out of the later rounds. ``progress`` is called with what is being done, and how many of how
+    many visits are done.
 
     Raises:
         ProgramError: the automatic program's losses are not those of the hand-tuned ones.
@@ -112,7 +114,7 @@ def contest(
     tell = progress or (lambda text, done, total: None)
     with tempfile.TemporaryDirectory() as folder, _Arena(subject, processes, steps, Path(folder)) as arena:
         tell("planning", 0, 1)
-        plan = arena.open_automatic()
+        plan = arena.open_automatic(parse(processes, calibration=calibration))
         visits = 0
         total = (len(choices) + 1) * rounds
         for name, recipe in choices.items():
@@ -148,10 +150,9 @@ class _Arena:
     def __exit__(self, *_: object) -> None:
         self._processes.close()
 
-    def open_automatic(self) -> Plan:
+    def open_automatic(self, cluster: Cluster) -> Plan:
         torch.manual_seed(0)
         module = self.subject.build()
-        cluster = parse(self.count)
         graph, plan = plan_model(
             module, self.subject.batch(0), self.subject.loss_fn, cluster, SearchOptions(precision="float32")
         )
@@ -239,7 +240,10 @@ def _result(
         subject.name,
         processes,
         subject.tokens,
-        {key: plan.to_json()[key] for key in ("mesh", "pipeline", "microbatches", "schedule", "layers", "step_time_s")},
+        {
+            key: plan.to_json()[key]
+            for key in ("mesh", "pipeline", "microbatches", "schedule", "layers", "step_time_s", "notes")
+        },
         tuple(contenders),
         ratio,
         interval,

@@ -32,6 +32,9 @@ def _options(*options: Callable[[Any], Any]) -> Callable[[F], F]:
 
 _DEVICES_HELP = "4 (of this machine), 8xH100-80GB, 128x8xH100-80GB (nodes x GPUs x kind), or a cluster.toml."
 _batch_options = (
+    click.option(
+        "--calibration", metavar="FILE", help="What `autopar profile` measured; without it, the file where it writes."
+    ),
     click.option("--seq", type=int, metavar="N", help="Tokens in a sequence of the batch."),
     click.option("--global-batch", type=int, metavar="N", help="Sequences (or images) in a batch of one step."),
     click.option(
@@ -205,6 +208,9 @@ def run(**request: Any) -> None:
     "--steps", type=click.IntRange(1), default=3, show_default=True, metavar="N", help="Timed steps of a visit."
 )
 @click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of the order of visits.")
+@click.option(
+    "--calibration", metavar="FILE", help="What `autopar profile` measured; without it, the file where it writes."
+)
 @click.option("-o", "--output", metavar="FILE", help="Also write one JSON object a line here.")
 @click.option("--plot", "plot_file", metavar="FILE", help="Also draw the step times (.png, .svg or .pdf).")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object.")
@@ -244,6 +250,21 @@ def verify(**request: Any) -> None:
     from autopar.cli.verify import verify_command
 
     verify_command(**request)
+
+
+@cli.command(
+    short_help="Measure this machine, so that plans for it are priced by what it does.",
+    help="Measure this machine in under two minutes: products, attention, passes over memory, the start of an op, the optimizer, and "
+    "collectives by size, with 2 and with 4 processes at work. Plans for this machine's devices are priced by the file that it writes.",
+)
+@click.option("--processes", default="2,4", show_default=True, metavar="N,...", help="Numbers of local processes.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Default: GPUs if there is one for each process.")
+@click.option("-o", "--output", metavar="FILE", help="Where the calibration goes; without it where plans look for it.")
+@click.option("--json", "as_json", is_flag=True, help="Print the calibration as one JSON object.")
+def profile(**request: Any) -> None:
+    from autopar.cli.profile import profile_command
+
+    profile_command(**request)
 
 
 @cli.command()

@@ -18,6 +18,7 @@ def bench_command(
     rounds: int,
     steps: int,
     seed: int,
+    calibration: str | None,
     output: str | None,
     plot_file: str | None,
     as_json: bool,
@@ -30,7 +31,7 @@ def bench_command(
                 f"the benchmark has no model {name!r}",
                 f"did you mean {near[0]}?" if near else f"it has {', '.join(MODELS)}",
             )
-    results = [_contest(name, processes, rounds, steps, seed) for name in names or MODELS]
+    results = [_contest(name, processes, rounds, steps, seed, calibration) for name in names or MODELS]
     if output:
         write_lines(results, Path(output))
     if plot_file:
@@ -48,7 +49,7 @@ def bench_command(
         console.print()
 
 
-def _contest(name: str, processes: int, rounds: int, steps: int, seed: int) -> Result:
+def _contest(name: str, processes: int, rounds: int, steps: int, seed: int, calibration: str | None) -> Result:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -59,4 +60,4 @@ def _contest(name: str, processes: int, rounds: int, steps: int, seed: int) -> R
         def show(what: str, done: int, total: int) -> None:
             bar.update(task, description=f"{name}: {what}", completed=done, total=total)
 
-        return contest(name, processes, rounds=rounds, steps=steps, seed=seed, progress=show)
+        return contest(name, processes, rounds=rounds, steps=steps, seed=seed, calibration=calibration, progress=show)

@@ -156,7 +156,7 @@ def asked(request: dict[str, Any]) -> tuple[Cluster, SearchOptions]:
     from autopar.search.options import OF_LAYER, OF_PLAN, read_pins
 
     limit = parse_size(request["memory_limit"]) if request["memory_limit"] else None
-    cluster = parse(request["devices"], memory_limit_bytes=limit)
+    cluster = parse(request["devices"], memory_limit_bytes=limit, calibration=request.get("calibration"))
     return cluster, SearchOptions(
         time_limit_s=request["time_limit"],
         pin=read_pins(request["pins"]),

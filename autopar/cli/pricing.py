@@ -121,7 +121,7 @@ def price_request(request: Mapping[str, Any], plan_file: str | None) -> Plan:
     from autopar.precision import name_of, normalise
     from autopar.shard import annotate
 
-    cluster = parse(request["devices"])
+    cluster = parse(request["devices"], calibration=request.get("calibration"))
     given = read_plan(plan_file) if plan_file else None
     sizes = Sizes(
         request.get("seq"), given.global_batch if given else request.get("global_batch"), request.get("precision")
@@ -192,7 +192,7 @@ def price_plan(graph: Graph, cluster: Cluster, plan: Plan, precision: str) -> Pl
 
     if len(plan.layers) != len(graph.layers):
         raise UsageError(f"the plan is for a model of {len(plan.layers)} layers, this one has {len(graph.layers)}")
-    return evaluate(
+    priced = evaluate(
         graph,
         cluster,
         Pricer(graph, cluster, precision),
@@ -204,6 +204,7 @@ def price_plan(graph: Graph, cluster: Cluster, plan: Plan, precision: str) -> Pl
         precision=precision,
         chunks=plan.chunks,
     )
+    return dataclasses.replace(priced, notes=(*priced.notes, *cluster.notes))
 
 
 def compare_command(first: str, second: str, as_json: bool) -> None:

@@ -8,7 +8,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autopar.devices import constants
+from autopar.devices.measured import ATTENTION, Floats, Ops, Wires
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,8 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One device. ``peak_flops`` is dense FLOP/s by dtype name (``"bfloat16"``, ``"float32"``, ...)."""
+    """One device. ``peak_flops`` is dense FLOP/s by dtype name (``"bfloat16"``, ``"float32"``, ...); ``measured`` is what
+    ``autopar profile`` saw of it."""
 
     name: str
     memory_bytes: int
@@ -60,6 +65,21 @@ class Gpu:
     kernel_s: float = constants.KERNEL_S.value
     attention_efficiency: float = constants.ATTENTION_EFFICIENCY.value
     sources: tuple[tuple[str, str], ...] = ()
+    measured: Ops | None = field(default=None, hash=False)
+
+    def seconds(self, kinds: NDArray[np.str_], flops: Floats, moved: Floats, dtype: str, backward: bool) -> Floats:
+        """Seconds of ops beyond their start: of each kind (see ``measured``), with so many FLOPs and bytes moved."""
+        if self.measured is not None:
+            return self.measured.seconds(kinds, flops, moved, dtype, backward)
+        rates = np.where(kinds == ATTENTION, self.attention_flops_per_s(dtype), self.flops_per_s(dtype))
+        # a product's tiles are loaded before and stored after the arithmetic: the two overlap in part, best where one is much longer
+        return np.asarray(np.hypot(flops / rates, moved / self.bytes_per_s))
+
+    def update_s(self, moved: float, tensors: int) -> float:
+        """Seconds of an optimizer's step that moves so many bytes, over so many tensors."""
+        if self.measured is None or tensors == 0:
+            return moved / self.bytes_per_s
+        return tensors * self.measured.update.beyond(moved / tensors)
 
     def flops_per_s(self, dtype: str) -> float:
         """FLOP/s that a large matrix product reaches."""
@@ -81,7 +101,7 @@ class Cluster:
 
     ``intra`` links devices of a node (NVLink, PCIe, gloo), ``inter`` is one device's share of its node's network,
     all devices of the node sending at once. ``collective_s`` is the fixed cost of starting a collective. ``local``
-    says that the devices are this machine's; ``devices`` names them where the user did.
+    says that the devices are this machine's; ``devices`` names them where the user did. ``wires`` is what was measured of collectives.
     """
 
     name: str
@@ -97,6 +117,9 @@ class Cluster:
     collective_s: float = constants.COLLECTIVE_BASE_S.value
     host_s: float = constants.HOST_S.value
     network: Network | None = None
+    wires: Wires | None = field(default=None, hash=False)
+    overlap_slowdown: float = constants.OVERLAP_SLOWDOWN.value  # of hidden communication, what it costs after all
+    notes: tuple[str, ...] = ()  # for the plans that are made for it
     pipelined: bool = False  # whether stages on other nodes are sent to: what ``network.pipelined_hop_s`` is about
     parts: tuple[Cluster, ...] = ()
     between: Link | None = None  # one device's share of the way from part to part

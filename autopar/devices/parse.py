@@ -55,6 +55,7 @@ from typing import Any
 
 from autopar.devices import constants as c
 from autopar.devices import hardware
+from autopar.devices.calibration import apply as measured_here
 from autopar.devices.cluster import Cluster, Gpu, Link, joined
 from autopar.errors import DeviceError
 
@@ -78,17 +79,21 @@ _KEYS_OF_ALL = ("name", *_BETWEEN)  # of a file with groups
 _KEYS_OF_GROUP = ("gpu", *_INTEGERS, *_NUMBERS)
 
 
-def parse(spec: Any, *, memory_limit_bytes: int | None = None) -> Cluster:
+def parse(spec: Any, *, memory_limit_bytes: int | None = None, calibration: str | Path | None = None) -> Cluster:
     """The cluster that ``spec`` describes (forms in the module's docstring).
 
     Args:
         spec: an int, a string, a path, or a sequence of devices; a ``Cluster`` is given back as it is.
         memory_limit_bytes: what a plan may fill of one device, in place of the usable fraction of its memory.
+        calibration: what `autopar profile` wrote, for this machine's devices; without it, the file at the default place if
+            there is one (see ``calibration``).
 
     Raises:
-        DeviceError: anything that is not a description of at least one known device.
+        DeviceError: anything that is not a description of at least one known device, or no calibration of this machine.
     """
     cluster = _parse(spec)
+    if not isinstance(spec, Cluster):
+        cluster = measured_here(cluster, None if calibration is None else Path(calibration))
     if memory_limit_bytes is None:
         return cluster
     if memory_limit_bytes <= 0:

@@ -64,15 +64,23 @@ def time_s(collective: Collective, bytes_total: float, axis_size: int, stride: i
 
 
 def group_time_s(
-    collective: Collective, bytes_total: float, members: Group, cluster: Cluster, batched: bool = False
+    collective: Collective,
+    bytes_total: float,
+    members: Group,
+    cluster: Cluster,
+    batched: bool = False,
+    sharded: bool = False,
 ) -> float:
     """Seconds of ``collective`` on ``bytes_total`` over ``members``; zero for a group of one.
 
-    One of many that are ``batched``, such as the buckets of gradients, hides its latency behind the others.
+    One of many that are ``batched``, such as the buckets of gradients, hides its latency behind the others. ``sharded`` ones are
+    FSDP's, with the copies around them.
     """
     n = members.size
     if n == 1 or collective in (Collective.NONE, Collective.LOCAL):
         return 0.0
+    if (seen := _measured(collective, bytes_total, n, cluster, sharded)) is not None:
+        return cluster.collective_s + seen
     if 0 < members.per_part < n and cluster.between is not None:
         # the ring crosses from part to part: over that link, if it is the slower one, shared by the members of a part
         share = 1 if collective is Collective.ALL_TO_ALL else members.per_part / members.per_node
@@ -117,7 +125,21 @@ def group_time_s(
     return cluster.collective_s + 2 * min(ring, tree_hops_s + bytes_total / beta)
 
 
+def _measured(collective: Collective, size: float, n: int, cluster: Cluster, sharded: bool) -> float | None:
+    """Seconds as ``autopar profile`` saw them, where it did."""
+    if cluster.wires is None:
+        return None
+    if collective in (Collective.SHIFT, Collective.ROTATE):
+        hop_s = cluster.wires.seconds("p2p", 2, size / n)
+        return None if hop_s is None else hop_s * (n - 1 if collective is Collective.ROTATE else 1)
+    names = (f"sharded {collective.value}", collective.value) if sharded else (collective.value,)
+    found = (cluster.wires.seconds(name, n, size) for name in names)
+    return next((seconds for seconds in found if seconds is not None), None)
+
+
 def p2p_s(bytes_sent: float, cluster: Cluster, crosses_node: bool) -> float:
     """Seconds of sending ``bytes_sent`` to one other rank while every device of the node does the same."""
+    if cluster.wires is not None and (seen := cluster.wires.seconds("p2p", 2, bytes_sent)) is not None:
+        return seen
     link = cluster.inter if crosses_node else cluster.intra
     return cluster.collective_s + link.latency_s + bytes_sent / link.bytes_per_s

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.devices import Cluster, constants
+from autopar.devices import Cluster
 from autopar.graph import LayerClass
 from autopar.plan import Axis, Strategy
 from autopar.price.collectives import group, group_time_s
@@ -130,25 +130,26 @@ def core(bound: Bound, axes: tuple[Axis, ...], cluster: Cluster, numbers: Precis
         return whole / share
 
     ops = len(table.ops)
-    rates = np.where(table.attention, gpu.attention_flops_per_s(numbers.name), gpu.flops_per_s(numbers.name))
 
-    def seconds(flops: Floats, moved: Floats, kernels: Floats) -> Floats:
-        # a product's tiles are loaded before and stored after the arithmetic: the two overlap in part, best where one is much longer
-        traffic = np.bincount(table.slot_op, weights=local(moved, "slot"), minlength=ops)
-        return np.asarray(np.hypot(local(flops, "op") / rates, traffic / gpu.bytes_per_s) + kernels * gpu.kernel_s)
+    def seconds(flops: Floats, moved: Floats, kernels: Floats, backward: bool) -> Floats:
+        traffic: Floats = np.bincount(table.slot_op, weights=local(moved, "slot"), minlength=ops).astype(np.float64)
+        running = gpu.seconds(table.kinds, local(flops, "op"), traffic, numbers.name, backward)
+        return np.asarray(running + kernels * gpu.kernel_s)
 
     def calls(side: str) -> int:
         found = [getattr(move, side) for move in bound.moves if math.prod(axes[i].size for i in move.axes) > 1]
         return sum(c not in (Collective.NONE, Collective.LOCAL) for c in found)
 
-    forward_s = seconds(table.forward_flops, table.slot_forward, table.forward_kernels)
+    forward_s = seconds(table.forward_flops, table.slot_forward, table.forward_kernels, False)
     saved = local(table.saved_bytes, "saved")
     inputs = np.array([table.value_bytes[name] for name in table.activations], dtype=float)
     parameters = local(table.parameter_numel, "parameter")
     microbatches = math.prod(axis.size for axis in axes if axis.stride == 0)
     return Core(
         forward_compute_s=float(forward_s.sum()),
-        backward_compute_s=float(seconds(table.backward_flops, table.slot_backward, table.backward_kernels).sum()),
+        backward_compute_s=float(
+            seconds(table.backward_flops, table.slot_backward, table.backward_kernels, True).sum()
+        ),
         selective_compute_s=float(forward_s[table.again].sum()),
         forward_wire_s=sum(move_s(m, m.forward, axes, cluster) for m in bound.moves),
         backward_wire_s=sum(move_s(m, m.backward, axes, cluster) for m in bound.moves),
@@ -206,7 +207,10 @@ def assemble(
 
     def over(collective: Collective, size: float, calls: int = 1) -> float:
         batched = practice.bucketed and zero < 2
-        return calls * group_time_s(collective, size / calls, members, cluster, batched) if size else 0.0
+        return calls * group_time_s(collective, size / calls, members, cluster, batched, zero >= 2) if size else 0.0
+
+    def beside(compute_s: float, wire_s: float) -> float:
+        return beside_s(compute_s, wire_s, cluster.overlap_slowdown)
 
     again = 1.0 if strategy.recompute else 0.0
     exposed = 1.0 - practice.overlap_tensor
@@ -225,7 +229,7 @@ def assemble(
     forward_exposed = beside(forward_compute_s, gather if zero >= 2 else 0.0)
     backward_exposed = beside(backward_compute_s, (reduce if zero >= 2 else 0.0) + (gather if zero == 3 else 0.0))
 
-    step_s = trainable / (data if zero else 1) * update_bytes(numbers) / cluster.gpu.bytes_per_s
+    step_s = cluster.gpu.update_s(trainable / (data if zero else 1) * update_bytes(numbers), c.tensors)
     under = practice.overlap_data
     if zero == 0:
         step_s += beside(under * backward_compute_s, over(Collective.ALL_REDUCE, trainable * numbers.averaged))
@@ -264,10 +268,10 @@ def _activations(
     return saved, transient + max(0.0, c.saved_bytes - saved)
 
 
-def beside(compute_s: float, wire_s: float) -> float:
+def beside_s(compute_s: float, wire_s: float, slowdown: float) -> float:
     """What communication beside ``compute_s`` of arithmetic adds to it: what does not fit, and the slow-down of what does."""
     hidden_s = min(compute_s, wire_s)
-    return wire_s - hidden_s + constants.OVERLAP_SLOWDOWN.value * hidden_s
+    return wire_s - hidden_s + slowdown * hidden_s
 
 
 def update_bytes(numbers: Precision) -> int:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from autopar.devices import constants
+from autopar.devices.measured import ATTENTION, PRODUCT
 from autopar.graph import LayerClass
 from autopar.price import roofline
 from autopar.price.fusion import Fusion, fuse
@@ -44,7 +45,7 @@ class ClassTable:
     backward_flops: Floats
     forward_kernels: Floats
     backward_kernels: Floats
-    attention: Flags  # ops whose FLOPs run at flash attention's rate
+    kinds: NDArray[np.str_]  # of ops: what bounds each, see ``devices.measured``
     model_flops: float
     slot_op: NDArray[np.intp]
     slot_operand: tuple[int, ...]
@@ -91,6 +92,13 @@ def element_bytes(dtype: torch.dtype, model_dtype: torch.dtype, numbers: Precisi
     return numbers.activation if dtype == model_dtype else dtype.itemsize
 
 
+def _kind(node: fx.Node, flash: bool) -> str:
+    """What bounds an op; attention without flash is products and passes over its scores."""
+    if flash and roofline.is_attention(node):
+        return ATTENTION
+    return PRODUCT if roofline.model_flops(node) else roofline.op_name(node)
+
+
 def model_dtype(cls: LayerClass) -> torch.dtype:
     """The floating dtype that the layer computes in: its parameters', else its activations'."""
     for value in (*cls.parameters, *cls.activations, *cls.outputs):
@@ -132,7 +140,7 @@ def build(cls: LayerClass, numbers: Precision, practice: Practice) -> tuple[Clas
         backward_flops=np.array([c[1] for c in costs]),
         forward_kernels=forward_kernels,
         backward_kernels=backward_kernels,
-        attention=np.array([practice.flash and roofline.is_attention(node) for node in ops], dtype=bool),
+        kinds=np.array([_kind(node, practice.flash) for node in ops], dtype=np.str_),
         model_flops=sum(c[3] for c in costs),
         slot_op=np.array([s.op for s in slots], dtype=np.intp),
         slot_operand=tuple(s.operand for s in slots),

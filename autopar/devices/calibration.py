@@ -1,0 +1,212 @@
+"""The calibration file: what ``autopar profile`` measured on a machine, and how it becomes a kind of device with its links.
+
+One JSON object: ``version``, ``machine`` (processor, cores, torch), ``measured_at``, and ``figures``, one per measurement, each with
+the number of ``processes`` that worked at the time, its ``size``, ``unit``, ``median``, quartiles ``low`` and ``high``, and the
+``count`` of samples.
+
+The file is looked for where ``AUTOPAR_CALIBRATION`` says (empty: nowhere), else in ``~/.cache/autopar/calibration.json``
+(``XDG_CACHE_HOME`` is respected), and is used for this machine's own devices where their number was measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import platform
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from autopar.devices.cluster import Cluster, Link
+from autopar.devices.measured import POINTWISE, Curve, Ops, Wires
+from autopar.errors import DeviceError
+
+VERSION = 1
+VARIABLE = "AUTOPAR_CALIBRATION"
+_AGAIN = "`autopar profile` measures this machine and writes the file anew"
+_LEAST = 0.2  # of a short measurement, what its arithmetic takes at the least: the rest is the op's start
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measurement: ``name`` of what, on ``device`` ("cpu", "cuda") with so many ``processes`` at work; ``size`` are numbers by
+    name; ``low`` and ``high`` are the quartiles of ``count`` samples. ``variant`` tells dtypes and kinds of op apart."""
+
+    name: str
+    device: str
+    processes: int
+    variant: str
+    backward: bool
+    size: Mapping[str, float]
+    unit: str
+    median: float
+    low: float
+    high: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A calibration file's content. ``machine`` says where it was measured."""
+
+    machine: Mapping[str, Any]
+    measured_at: str
+    figures: tuple[Figure, ...]
+
+    def dumps(self) -> str:
+        figures = ",\n  ".join(json.dumps(asdict(figure)) for figure in self.figures)
+        head = {"version": VERSION, "machine": dict(self.machine), "measured_at": self.measured_at}
+        return json.dumps(head, indent=1)[:-2] + f',\n "figures": [\n  {figures}\n ]\n}}\n'
+
+    def processes(self, device: str) -> tuple[int, ...]:
+        """The numbers of processes that were measured."""
+        return tuple(sorted({figure.processes for figure in self.figures if figure.device == device}))
+
+
+def this_machine() -> dict[str, Any]:
+    """What a calibration holds for: the processor and how many of its cores this process may use."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"processor": names[0] if names else platform.processor() or platform.machine(), "cores": cores}
+
+
+def default_path() -> Path | None:
+    """Where the file is looked for; ``None`` where ``AUTOPAR_CALIBRATION`` is set and empty."""
+    if VARIABLE in os.environ:
+        return Path(os.environ[VARIABLE]) if os.environ[VARIABLE] else None
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autopar" / "calibration.json"
+
+
+def read(path: Path) -> Calibration:
+    """The file's content.
+
+    Raises:
+        DeviceError: no such file, one that holds no calibration, or one of another version.
+    """
+    try:
+        data = json.loads(path.read_text())
+        version = data["version"]
+        if version != VERSION:
+            raise DeviceError(f"{path} is a calibration of version {version!r}, this is version {VERSION}", _AGAIN)
+        figures = tuple(Figure(**figure) for figure in data["figures"])
+        found = Calibration(dict(data["machine"]), str(data["measured_at"]), figures)
+        if not figures or not all(_sound(figure) for figure in figures):
+            raise ValueError("figures that are no positive numbers")
+    except OSError as error:
+        raise DeviceError(f"the calibration {path} cannot be read: {error.strerror}", _AGAIN) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DeviceError(f"{path} holds no calibration ({type(error).__name__}: {error})", _AGAIN) from error
+    return found
+
+
+def _elsewhere(found: Calibration) -> str:
+    """In what the machine that was measured differs from this one; empty where it does not."""
+    here = this_machine()
+    if all(found.machine.get(key) == value for key, value in here.items()):
+        return ""
+    there = ", ".join(f"{key} {found.machine.get(key)}" for key in here)
+    return f"was measured on another machine ({there}; here: {', '.join(f'{k} {v}' for k, v in here.items())})"
+
+
+def _sound(figure: Figure) -> bool:
+    numbers = (figure.median, figure.low, figure.high, figure.processes, figure.count, *figure.size.values())
+    return all(isinstance(n, (int, float)) and math.isfinite(n) and n >= 0 for n in numbers) and figure.median > 0
+
+
+def apply(cluster: Cluster, path: Path | None) -> Cluster:
+    """This machine's devices with what was measured of them: in the file at ``path``, or at the default place if there is one.
+
+    Raises:
+        DeviceError: ``path`` is given and the devices are not those that were measured; or as ``read``.
+    """
+    given = path is not None
+    if path is None:
+        path = default_path()
+        if path is None or not cluster.local or (VARIABLE not in os.environ and not path.is_file()):
+            return cluster
+    if not cluster.local:
+        raise DeviceError(
+            f"{path} is a calibration of this machine, and {cluster.name} are other devices",
+            "a cluster.toml says what is known of devices elsewhere",
+        )
+    found = read(path)
+    counts = found.processes(cluster.kind)
+    reason = _elsewhere(found)
+    if not reason and cluster.count not in counts:
+        measured = " and ".join(map(str, counts)) or "no"
+        reason = f"was measured with {measured} {cluster.kind} processes, not with {cluster.count}"
+    if reason:
+        text = f"{path} {reason}"
+        if given:
+            raise DeviceError(text, f"`autopar profile --processes {cluster.count}` measures this machine")
+        return dataclasses.replace(cluster, notes=(*cluster.notes, f"prices are not calibrated: {text}"))
+    figures = [f for f in found.figures if f.device == cluster.kind and f.processes == cluster.count]
+    note = f"times are priced by what was measured here: {path}, {found.measured_at}"
+    return _calibrated(cluster, figures, (*cluster.notes, note), str(path))
+
+
+def _calibrated(cluster: Cluster, figures: list[Figure], notes: tuple[str, ...], source: str) -> Cluster:
+    launch = {f.backward: f.median for f in figures if f.name == "launch"}
+    ops = _ops(figures, launch)
+    products = {dtype: curve for (dtype, backward), curve in ops.products.items() if not backward}
+    best = {dtype: max(curve.y) for dtype, curve in products.items()}
+    copies = ops.moves[POINTWISE, False]
+    start_s = (launch[False] + launch[True]) / 2
+    wires = _wires(figures)
+    link = wires.curves.get(("p2p", 2))
+    ways = Link(link.y[0], link.x[-1] / link.y[-1], source) if link is not None else cluster.intra
+    gpu = dataclasses.replace(
+        cluster.gpu,
+        peak_flops=cluster.gpu.peak_flops | best if cluster.kind == "cpu" else cluster.gpu.peak_flops,
+        memory_bytes_per_s=copies.y[-1] / cluster.gpu.memory_efficiency,
+        # an op on a CPU begins when the one before has ended; a GPU's is started while others run, by the host
+        kernel_s=start_s if cluster.kind == "cpu" else cluster.gpu.kernel_s,
+        op_floor_s=0.0 if cluster.kind == "cpu" else start_s,
+        measured=ops,
+        sources=(("measured", source),),
+    )
+    slow = [f.median for f in figures if f.name == "overlap"]
+    call = [f.median for f in figures if f.name == "call"]
+    return dataclasses.replace(
+        cluster,
+        gpu=gpu,
+        intra=ways,
+        wires=wires,
+        collective_s=call[0] if call else cluster.collective_s,
+        overlap_slowdown=slow[0] if slow else cluster.overlap_slowdown,
+        notes=notes,
+    )
+
+
+def _ops(figures: Iterable[Figure], launch: Mapping[bool, float]) -> Ops:
+    points: dict[str, dict[tuple[str, bool], list[tuple[float, float]]]] = {"product": {}, "attention": {}, "move": {}}
+    update = []
+    for f in figures:
+        if f.name == "update":
+            update.append((f.size["bytes"], f.median))
+        if f.name not in points:
+            continue
+        # an op's start is priced apart
+        seconds = max(f.median - launch[f.backward] * f.size.get("ops", 1.0), _LEAST * f.median)
+        flops, moved = f.size.get("flops", 0.0), f.size.get("bytes", 0.0)
+        point = {
+            "product": (flops / max(moved, 1.0), flops / seconds),
+            "attention": (flops, flops / seconds),
+            "move": (moved, moved / seconds),
+        }[f.name]
+        points[f.name].setdefault((f.variant, f.backward), []).append(point)
+    products, attention, moves = ({k: Curve.through(v) for k, v in points[name].items()} for name in points)
+    return Ops(products, attention, moves, Curve.through(update, rising=True))
+
+
+def _wires(figures: Iterable[Figure]) -> Wires:
+    points: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for f in figures:
+        if f.name == "wire":
+            points.setdefault((f.variant, int(f.size["members"])), []).append((f.size["bytes"], f.median))
+    return Wires({key: Curve.through(found, rising=True) for key, found in points.items()})

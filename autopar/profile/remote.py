@@ -1,0 +1,305 @@
+"""The measurements, as the worker processes run them: all at once, for a core that works alone is a faster core.
+
+Every function gives back figures: ``{"name", "variant", "backward", "size", "unit", "samples"}``.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import spmd_types as spmd
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  torch's own convention
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from autopar.profile.sweep import MOVES
+
+_BUDGET_S = 0.06  # of one measurement, after a run that is not counted
+_SAMPLES = (3, 40)
+_LEAST_SHARE = 0.1  # of the difference between two noisy times, what is taken at the least
+_BACK_TO_BACK_S = 2e-4  # runs shorter than this are timed together
+_device = torch.device("cpu")
+_groups: dict[int, dist.ProcessGroup] = {}  # by members: this rank's
+
+Figures = list[dict[str, Any]]
+
+
+def join(device: str) -> None:
+    """Meet the other workers, and make a group of every size that divides their number: neighbours are together."""
+    global _device
+    torch.set_num_threads(1)
+    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    _device = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    if device == "cuda":
+        torch.cuda.set_device(_device)
+    backend = "nccl" if device == "cuda" else "gloo"
+    timeout = datetime.timedelta(seconds=600)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timeout)
+    for members in range(2, count + 1):
+        if count % members == 0:
+            for first in range(0, count, members):
+                group = dist.new_group(list(range(first, first + members)))
+                if first <= rank < first + members:
+                    _groups[members] = group
+
+
+def measure(function: str, arguments: dict[str, Any]) -> Figures:
+    """One task of ``sweep``."""
+    dist.barrier()
+    torch.manual_seed(0)
+    figures: Figures = globals()[f"_{function}"](**arguments)
+    return figures
+
+
+def _seconds(run: Callable[[], Any], together: int = 1) -> list[float]:
+    """Seconds of runs one after the other; a collective's number of runs must not depend on a rank's own clock."""
+    run()
+    _wait()
+    start = time.perf_counter()
+    run()
+    _wait()
+    once = time.perf_counter() - start
+    if together > 1:
+        reached = torch.tensor([once])
+        dist.all_reduce(reached, op=dist.ReduceOp.MAX)
+        once = float(reached)
+    inner = max(1, min(1000, round(_BACK_TO_BACK_S / max(once, 1e-7))))
+    least, most = _SAMPLES
+    samples = []
+    for _ in range(max(least, min(most, int(_BUDGET_S / max(once * inner, 1e-7))))):
+        start = time.perf_counter()
+        for _ in range(inner):
+            run()
+        _wait()
+        samples.append((time.perf_counter() - start) / inner)
+    return samples
+
+
+def _wait() -> None:
+    if _device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _figure(
+    name: str, samples: list[float], size: dict[str, float], variant: str = "", backward: bool = False, unit: str = "s"
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "variant": variant,
+        "backward": backward,
+        "size": size,
+        "unit": unit,
+        "samples": samples,
+    }
+
+
+def _both_ways(
+    name: str, variant: str, forward: Callable[[], Tensor], operands: list[Tensor], sizes: tuple[dict[str, float], ...]
+) -> Figures:
+    """An op forward (with autograd at work) and, if there is anything to it, backward."""
+    out = forward()
+    gradient = torch.ones_like(out)
+    found = [_figure(name, _seconds(forward), sizes[0], variant)]
+    if len(sizes) > 1:
+        backward = _seconds(lambda: torch.autograd.grad(out, operands, gradient, retain_graph=True))
+        found.append(_figure(name, backward, sizes[1], variant, True))
+    return found
+
+
+def _launch() -> Figures:
+    """An op with nothing to do: the mean of a chain, so that autograd's own start is not counted with it."""
+    length = 64
+    x = torch.ones(1, device=_device, requires_grad=True)
+
+    def chain() -> Tensor:
+        y = x
+        for _ in range(length):
+            y = y * 1.5
+        return y
+
+    figures = _both_ways("launch", "", chain, [x], ({}, {}))
+    return [figure | {"samples": [sample / length for sample in figure["samples"]]} for figure in figures]
+
+
+def _product(dtype: str, shape: list[int]) -> Figures:
+    rows, inner, columns = shape
+    kind = getattr(torch, dtype)
+    x = torch.randn(rows, inner, device=_device).to(kind).requires_grad_()
+    weight = torch.randn(columns, inner, device=_device).to(kind).requires_grad_()
+    out_bytes, x_bytes, weight_bytes = (n * kind.itemsize for n in (rows * columns, rows * inner, inner * columns))
+    size: dict[str, float] = {"rows": rows, "inner": inner, "columns": columns}
+    size |= {"flops": 2.0 * rows * inner * columns, "bytes": out_bytes + x_bytes + weight_bytes}
+    back = size | {
+        "flops": 2 * size["flops"],
+        "bytes": out_bytes + 2.0 * (x_bytes + weight_bytes),
+        "ops": 2.0,
+    }
+    return _both_ways("product", dtype, lambda: F.linear(x, weight), [x, weight], (size, back))
+
+
+def _attention(dtype: str, shape: list[int]) -> Figures:
+    batch, heads, length, width = shape
+    q, k, v = (
+        torch.randn(batch, length, heads, width, device=_device, dtype=getattr(torch, dtype))
+        .transpose(1, 2)
+        .requires_grad_()
+        for _ in range(3)
+    )
+    flops = 2.0 * batch * heads * length**2 * width  # two products of half a square of scores
+    size: dict[str, float] = {"batch": batch, "heads": heads, "length": length, "width": width}
+    sizes = (size | {"flops": flops}, size | {"flops": 2.5 * flops})
+    run = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: E731  used once, right here
+    return _both_ways("attention", dtype, run, [q, k, v], sizes)
+
+
+def _move(kind: str, elements: int) -> Figures:
+    width = min(512, elements // 4)
+    x = torch.randn(elements // width, width, device=_device, requires_grad=True)
+    y = torch.randn_like(x, requires_grad=True)
+    rows, scale = x.shape[0], torch.ones(width, device=_device)
+    target = torch.zeros(rows, dtype=torch.long, device=_device)
+    half = x.detach()[: rows // 2].clone().requires_grad_()
+    runs: dict[str, tuple[Callable[[], Tensor], list[Tensor]]] = {
+        "pointwise": (lambda: x * y, [x, y]),
+        "add": (lambda: x + y, [x, y]),
+        "gelu": (lambda: F.gelu(x), [x]),
+        "silu": (lambda: F.silu(x), [x]),
+        "softmax": (lambda: F.softmax(x, -1), [x]),
+        "layer_norm": (lambda: F.layer_norm(x, (width,), scale, scale), [x]),
+        "rms_norm": (lambda: F.rms_norm(x, (width,), scale), [x]),
+        "cat": (lambda: torch.cat((half, half), 0), [half]),
+        "cross_entropy_loss": (lambda: F.cross_entropy(x, target), [x]),
+    }
+    run, operands = runs[kind]
+    sizes = tuple({"elements": float(elements), "bytes": float(n * x.nbytes)} for n in MOVES[kind] if n)
+    return _both_ways("move", kind, run, operands, sizes)
+
+
+def _update(elements: int) -> Figures:
+    parameter = nn.Parameter(torch.zeros(elements, device=_device))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter])
+    size = {"elements": float(elements), "bytes": 28.0 * elements}  # gradient; both moments and the parameter, twice
+    return [_figure("update", _seconds(optimizer.step), size)]
+
+
+def _wire(name: str, members: int, size: int) -> Figures:
+    """A collective by the bytes of the tensor that it makes whole (of a send: that are sent)."""
+    group = _groups[members]
+    whole = torch.zeros(max(members, size // 4), device=_device)
+    whole = whole[: len(whole) // members * members].contiguous()
+    part = torch.zeros(len(whole) // members, device=_device)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    runs: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: gather(whole, part, group=group),
+        "reduce_scatter": lambda: scatter(part, whole, group=group),
+        "p2p": lambda: _send_round(whole, group),
+    }
+    if name == "all_to_all":
+        mine, other = torch.zeros_like(part), torch.zeros_like(part)
+        mine, other = (t[: len(t) // members * members] for t in (mine, other))
+        if not len(mine):
+            mine, other = torch.zeros(members, device=_device), torch.zeros(members, device=_device)
+        runs["all_to_all"] = lambda: dist.all_to_all_single(other, mine, group=group)
+    samples = _seconds(runs[name], members)
+    if name == "p2p":
+        samples = [sample / 2 for sample in samples]
+    return [_figure("wire", samples, {"members": float(members), "bytes": float(whole.nbytes)}, name)]
+
+
+def _send_round(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """There and back again between two neighbours."""
+    first = dist.get_rank(group) == 0
+    other = dist.get_global_rank(group, 1 if first else 0)
+    for forth in (True, False):
+        if first is forth:
+            dist.send(tensor, other, group=group)
+        else:
+            dist.recv(tensor, other, group=group)
+
+
+def _sharded(members: int, width: int) -> Figures:
+    """FSDP2's gather of one module's parameters and its reduction of their gradients, copies and hooks included."""
+    mesh = _mesh(members)
+    plain = nn.Linear(width, width, bias=False, device=_device)
+    module = nn.Linear(width, width, bias=False, device=_device)
+    fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    assert isinstance(module, FSDPModule)
+    module.set_force_sum_reduction_for_comms(True)
+    x = torch.ones(1, width, device=_device, requires_grad=True)
+
+    def step(of: nn.Module) -> None:
+        of(x).sum().backward()
+
+    def gather() -> None:
+        module.unshard()
+        module.reshard()
+
+    gathers = _seconds(gather, members)
+    with_hooks, without = _seconds(lambda: step(module), members), statistics.median(_seconds(lambda: step(plain)))
+    gathered = statistics.median(gathers)
+    reduces = [max(s - without - gathered, _LEAST_SHARE * s) for s in with_hooks]
+    size = {"members": float(members), "bytes": 4.0 * width * width}
+    return [
+        _figure("wire", gathers, size, "sharded all_gather"),
+        _figure("wire", reduces, size, "sharded reduce_scatter"),
+    ]
+
+
+def _mesh(members: int) -> Any:
+    count = dist.get_world_size()
+    return init_device_mesh(_device.type, (count // members, members), mesh_dim_names=("outer", "inner"))["inner"]
+
+
+def _call(members: int) -> Figures:
+    """What a differentiable, typed collective costs over the plain one: Python, and a node of autograd's."""
+    group = _groups[members]
+    x = torch.ones(64, device=_device, requires_grad=True)
+    plain = x.detach().clone()
+    gradient = torch.ones_like(plain)
+
+    def typed() -> None:
+        spmd.all_reduce(x, group, src=spmd.P, dst=spmd.R).backward(gradient)
+
+    twice = statistics.median(_seconds(lambda: dist.all_reduce(plain, group=group), members))
+    around = statistics.median(_seconds(lambda: (x * 1.0).backward(gradient)))
+    samples = [max((s - around) / 2 - twice, _LEAST_SHARE * s / 2) for s in _seconds(typed, members)]
+    return [_figure("call", samples, {"members": float(members)})]
+
+
+def _overlap(members: int) -> Figures:
+    """Of communication under arithmetic, the share that it costs after all: 0 where it is free, 1 where it might as well wait."""
+    whole = torch.zeros(1 << 20, device=_device)
+    group = _groups[members]
+    a, b = torch.randn(384, 384, device=_device), torch.randn(384, 384, device=_device)
+    wire_s = statistics.median(_seconds(lambda: dist.all_reduce(whole, group=group), members))
+    product_s = statistics.median(_seconds(lambda: a @ b))
+    reached = torch.tensor([wire_s / product_s], dtype=torch.float64)
+    dist.all_reduce(reached)
+    count = max(1, round(float(reached) / dist.get_world_size()))
+
+    def arithmetic() -> None:
+        for _ in range(count):
+            a @ b
+
+    def both() -> None:
+        work = dist.all_reduce(whole, group=group, async_op=True)
+        arithmetic()
+        assert work is not None
+        work.wait()
+
+    compute_s = statistics.median(_seconds(arithmetic))
+    together = _seconds(both, members)
+    samples = [min(1.0, max(0.01, (s - max(compute_s, wire_s)) / min(compute_s, wire_s))) for s in together]
+    return [_figure("overlap", samples, {"members": float(members)}, unit="share of the hidden time")]

@@ -1,0 +1,79 @@
+"""All measurements, one number of processes after the other, and the calibration that they make."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from autopar.devices.calibration import Calibration, Figure, this_machine
+from autopar.errors import UsageError
+from autopar.profile.sweep import Task, tasks
+from autopar.run.processes import Processes
+
+_TIMEOUT_S = 600.0  # of one measurement: only a machine that does a hundred other things comes near it
+Progress = Callable[[str, int, int], None]
+"""Called with what is measured, and how many of how many measurements are done."""
+
+
+def profile(processes: Iterable[int], device: str | None = None, progress: Progress | None = None) -> Calibration:
+    """Measure this machine with each of ``processes`` workers at once, on ``device`` ("cpu", "cuda"; GPUs if there are enough).
+
+    Raises:
+        UsageError: fewer GPUs than processes.
+        LaunchError: a worker failed.
+    """
+    counts = sorted(set(processes))
+    tell = progress or (lambda text, done, total: None)
+    plans = [(count, _device(device, count), tasks(count)) for count in counts]
+    total, done = sum(len(found) for _, _, found in plans), 0
+    figures: list[Figure] = []
+    for count, kind, found in plans:
+        workers = Processes(count)
+        try:
+            workers.call("autopar.profile.remote:join", kind, timeout_s=_TIMEOUT_S)
+            for task in found:
+                tell(f"{count} processes: {task.title}", done, total)
+                figures += _measure(workers, task, kind)
+                done += 1
+        finally:
+            workers.close()
+    tell("done", total, total)
+    machine = this_machine() | {"torch": torch.__version__}
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return Calibration(machine, now, tuple(figures))
+
+
+def _device(device: str | None, count: int) -> str:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cuda" and gpus < count:
+        raise UsageError(f"this machine has {gpus} GPUs, not {count}", "measure with fewer processes, or --device cpu")
+    return device or ("cuda" if gpus >= count else "cpu")
+
+
+def _measure(workers: Processes, task: Task, device: str) -> list[Figure]:
+    """The figures of one task: the samples of all ranks together."""
+    answers = workers.call("autopar.profile.remote:measure", task.function, task.arguments, timeout_s=_TIMEOUT_S)
+    return [_figure(of_ranks, device, workers.count) for of_ranks in zip(*answers, strict=True)]
+
+
+def _figure(of_ranks: Sequence[dict[str, Any]], device: str, count: int) -> Figure:
+    first = of_ranks[0]
+    samples = np.concatenate([found["samples"] for found in of_ranks])
+    low, median, high = (float(q) for q in np.quantile(samples, (0.25, 0.5, 0.75)))
+    return Figure(
+        name=first["name"],
+        device=device,
+        processes=count,
+        variant=first["variant"],
+        backward=first["backward"],
+        size=first["size"],
+        unit=first["unit"],
+        median=median,
+        low=low,
+        high=high,
+        count=len(samples),
+    )

@@ -1,0 +1,108 @@
+"""Models and hand-made plans for the programs that hold predictions against measurements (``measured_memory``, ``measured_time``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  torch's own convention
+from torch import Tensor, nn
+
+from autopar.bench.models import MODELS, Subject, _decoder, _wide
+from autopar.verify import Kind, kind
+
+
+class Classifier(nn.Module):
+    """A post-norm encoder as PyTorch ships it, with learned positions, over the tokens of a text."""
+
+    def __init__(self, width: int, layers: int, length: int, vocabulary: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Parameter(torch.zeros(length, width))
+        blocks = [nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, "gelu", batch_first=True) for _ in range(layers)]
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(width, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+def _classifier() -> Subject:
+    rows, length, vocabulary = 16, 64, 512
+
+    def batch(seed: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(0, vocabulary, (rows, length), generator=generator)
+        return ids, torch.randint(0, 16, (rows,), generator=generator)
+
+    build: Any = lambda: Classifier(128, 4, length, vocabulary)  # noqa: E731  a Subject wants a function
+    return Subject("encoder", build, batch, F.cross_entropy, rows, rows * length)
+
+
+SMALL: dict[str, Subject] = {
+    "decoder": _decoder("decoder", width=128, layers=4, length=128, rows=16, vocabulary=512),
+    "encoder": _classifier(),
+    "wide-mlp": _wide("wide-mlp", width=128, inner=2048, layers=4, rows=64),
+}
+"""For memory: small, because bytes do not depend on how busy the machine is."""
+LARGE: dict[str, Subject] = {name: MODELS[name] for name in ("llama", "wide-mlp")}
+"""For time: a step takes a tenth of a second or more, so that arithmetic and communication count."""
+
+
+def memory_kinds() -> tuple[Kind, ...]:
+    """Each way to parallelize and their mixtures, on 1, 2 and 4 processes."""
+    return (
+        kind("one device"),
+        kind("one device, 4 microbatches", microbatches=4),
+        kind("one device, recompute", recompute=True),
+        *(kind(f"data 2, ZeRO {z}", data=2, zero=z) for z in range(4)),
+        kind("data 2, ZeRO 3, recompute, 2 microbatches", data=2, zero=3, recompute=True, microbatches=2),
+        kind("tensor 2", tensor=2),
+        kind("tensor 2, sequence", tensor=2, sequence=True),
+        kind("pipeline 2, 4 microbatches", pipeline=2, microbatches=4),
+        kind("pipeline 2, gpipe, recompute", pipeline=2, microbatches=4, schedule="gpipe", recompute=True),
+        kind("data 4, ZeRO 1", data=4, zero=1),
+        kind("data 4, ZeRO 3", data=4, zero=3),
+        kind("data 2 x tensor 2", data=2, tensor=2),
+        kind("data 2 x tensor 2, ZeRO 3", data=2, tensor=2, zero=3),
+        kind("pipeline 2 x data 2, ZeRO 1", pipeline=2, data=2, zero=1, microbatches=4),
+        kind("pipeline 2 x tensor 2, 4 microbatches", pipeline=2, tensor=2, microbatches=4),
+        kind("pipeline 4, 4 microbatches", pipeline=4, microbatches=4),
+    )
+
+
+def time_kinds(processes: int) -> tuple[Kind, ...]:
+    """Plans that a person would try on so many processes."""
+    two = (
+        *(kind(f"data 2, ZeRO {z}", data=2, zero=z) for z in range(4)),
+        kind("data 2, 4 microbatches", data=2, microbatches=4),
+        kind("data 2, ZeRO 3, 4 microbatches", data=2, zero=3, microbatches=4),
+        kind("data 2, recompute", data=2, recompute=True),
+        kind("tensor 2", tensor=2),
+        kind("tensor 2, sequence", tensor=2, sequence=True),
+        kind("tensor 2, 4 microbatches", tensor=2, microbatches=4),
+        kind("pipeline 2, 2 microbatches", pipeline=2, microbatches=2),
+        kind("pipeline 2, 4 microbatches", pipeline=2, microbatches=4),
+        kind("pipeline 2, 8 microbatches", pipeline=2, microbatches=8),
+        kind("pipeline 2, gpipe, 4 microbatches", pipeline=2, microbatches=4, schedule="gpipe"),
+        kind("pipeline 2, recompute, 4 microbatches", pipeline=2, microbatches=4, recompute=True),
+        kind("tensor 2, recompute", tensor=2, recompute=True),
+    )
+    four = (
+        *(kind(f"data 4, ZeRO {z}", data=4, zero=z) for z in range(4)),
+        kind("data 4, 2 microbatches", data=4, microbatches=2),
+        kind("tensor 4", tensor=4),
+        kind("tensor 4, 2 microbatches", tensor=4, microbatches=2),
+        kind("pipeline 4, 4 microbatches", pipeline=4, microbatches=4),
+        kind("pipeline 4, 8 microbatches", pipeline=4, microbatches=8),
+        kind("data 2 x tensor 2", data=2, tensor=2),
+        kind("data 2 x tensor 2, ZeRO 1", data=2, tensor=2, zero=1),
+        kind("data 2 x tensor 2, ZeRO 3", data=2, tensor=2, zero=3),
+        kind("pipeline 2 x data 2, 4 microbatches", pipeline=2, data=2, microbatches=4),
+        kind("pipeline 2 x data 2, ZeRO 1, 2 microbatches", pipeline=2, data=2, zero=1, microbatches=2),
+        kind("pipeline 2 x tensor 2, 2 microbatches", pipeline=2, tensor=2, microbatches=2),
+        kind("pipeline 2 x tensor 2, 8 microbatches", pipeline=2, tensor=2, microbatches=8),
+    )
+    return {2: two, 4: four}[processes]
