@@ -54,6 +54,27 @@ def is_fake(tensor: Any) -> bool:
     return isinstance(tensor, FakeTensor) or (isinstance(tensor, torch.Tensor) and tensor.device.type == "meta")
 
 
+@contextmanager
+def masks_as_given() -> Iterator[None]:
+    """Inside, ``nn.TransformerEncoder`` and ``nn.TransformerDecoder`` add a mask as it is. (torch 2.11, 2.13)
+
+    Without a word from the caller (``is_causal``) they look at its values for whether it is the causal one, and say so to the
+    attention below: a hint for its speed, which no result depends on. Export has no values to look at.
+    """
+    from torch.nn.modules import transformer
+
+    looking = transformer._detect_is_causal_mask
+
+    def detect(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
+
+    transformer._detect_is_causal_mask = detect
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = looking
+
+
 def fake_store() -> Any:
     """The store of the fake process group, whose collectives only compute shapes (private through torch 2.13)."""
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from autopar.capture import capture
 from autopar.errors import BatchError, ModelError
+from autopar.shard import annotate
+from autopar.verify import shrink_config
 from autopar.zoo import CATALOGUE, build, find, models
 from autopar.zoo.hf import build_config
 
@@ -35,7 +38,7 @@ def test_models_lists_each_once():
     required = (
         "gpt2 gpt2-xl gpt3-175b gpt-1t llama3-8b llama3-70b llama3-405b mixtral-8x7b bert-large t5-large vit-large"
     )
-    assert set(required.split()) | {"resnet50"} <= set(models())
+    assert set(required.split()) | {"resnet50", "unet", "dit-xl-2", "vit-huge", "t5-3b", "t5-11b"} <= set(models())
 
 
 def test_tied_embeddings_stay_tied():
@@ -74,6 +77,39 @@ def test_a_configuration_builds_a_model_whose_batch_gives_a_finite_loss(kind):
     loss = module(**batch).loss
     assert loss.shape == () and torch.isfinite(loss)
     loss.backward()
+
+
+PLAIN = [entry for entry in CATALOGUE if "module" in entry.config]
+
+
+@pytest.mark.parametrize("entry", PLAIN, ids=lambda entry: entry.name)
+def test_a_module_of_ours_shrinks_to_a_finite_loss(entry):
+    module, batch = build_config(shrink_config(entry.config), 8, 2, "float32", "cpu")
+    loss = module(**batch)
+    loss = loss[0] if isinstance(loss, tuple) else loss
+    loss.backward()
+    assert loss.shape == () and torch.isfinite(loss)
+    assert all(p.grad is not None for p in module.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("name", ["unet", "two-tower", "lstm-large", "transformer-encoder"])
+def test_a_published_size_is_captured(name):
+    module, batch = build(name)
+    graph = annotate(capture(module, batch, name=name))
+    assert graph.batch_size == find(name).global_batch and graph.replicated == ()
+    assert sum(p.value.numel for p in graph.parameters.values()) == count(module)
+
+
+def test_modules_of_ours_refuse_what_does_not_fit():
+    config = find("transformer-encoder").config
+    with pytest.raises(BatchError, match="1024 learned positions"):
+        build_config(config, 2048, 2)
+    with pytest.raises(BatchError, match="is empty"):
+        build_config(config, 16, 0)
+    with pytest.raises(ModelError, match="no module 'VNet'"):
+        build_config({"module": "VNet"}, 16, 2)
+    with pytest.raises(ModelError, match="does not fit the module LSTMLM"):
+        build_config({"module": "LSTMLM", "width": 3}, 16, 2)
 
 
 def test_unknown_name_gives_the_nearest():

@@ -19,7 +19,7 @@ from autopar.capture.batch import BatchStructure, rebuild_batch
 from autopar.capture.clone import Twin, twin
 from autopar.errors import CaptureError
 from autopar.graph import Parameter
-from autopar.torch_private import is_fake
+from autopar.torch_private import is_fake, masks_as_given
 from passes.clean.nodes import like, packet
 
 OPAQUE_HINT = "keep that module whole and replicated: wrap it in autopar.opaque(module)"
@@ -139,6 +139,7 @@ def _export(captured: nn.Module, tensors: tuple[torch.Tensor, ...]) -> Any:
         with warnings.catch_warnings(), ExitStack() as stack:
             warnings.simplefilter("ignore")
             stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(_apply)))
+            stack.enter_context(masks_as_given())
             return torch.export.export(captured, tensors, strict=False)
     except _RefusedError as refused:
         if isinstance(refused.error, CaptureError):

@@ -105,12 +105,11 @@ def build_layers(
             label = "loss" if final else name if len(border.outputs) == 1 else f"{name}:{k}"
             values[node] = Value(label, shape(node), dtype(node), node.meta["grad"])
         stored = [n.meta["parameter"].name for n in border.parameter] + _buffer_names(border)
-        whole = all(one.startswith(name + ".") for one in stored)
-        prefix = name + "." if whole else ""
-        key = _signature(border, prefix)
+        local = _local_names(stored, name, groups[index].leaves)
+        key = _signature(border, local)
         if key not in library:
             wanted = class_name(name, groups[index], classes, root, first=index == 0, final=final)
-            library[key] = _layer_class(unique(wanted, taken), border, prefix)
+            library[key] = _layer_class(unique(wanted, taken), border, local)
         layers.append(
             Layer(
                 name=name,
@@ -128,6 +127,26 @@ def build_layers(
             )
         )
     return tuple(layers), {cls.name: cls for cls in library.values()}, {value.name: value for value in values.values()}
+
+
+def _local_names(stored: list[str], name: str, leaves: tuple[str, ...]) -> dict[str, str]:
+    """For each parameter and buffer of a layer, by its name in the model, its name in the layer's class.
+
+    What lies in the module ``name`` is named from there on, so that equal modules make equal names; so do single modules in a row,
+    if the numbers of the ``leaves`` are counted from the first.
+    """
+    if all(one.startswith(name + ".") for one in stored):
+        return {one: one.removeprefix(name + ".") for one in stored}
+    first = leaves[0].rpartition(".")[2] if leaves else ""
+    if not first.isdigit():
+        return {one: one for one in stored}
+    found = {}
+    for one in stored:
+        leaf = next((leaf for leaf in leaves if one.startswith(leaf + ".")), None)
+        if leaf is None:
+            return {each: each for each in stored}
+        found[one] = f"{int(leaf.rpartition('.')[2]) - int(first)}.{one.removeprefix(leaf + '.')}"
+    return found
 
 
 def _buffer_names(border: Borders) -> list[str]:
@@ -186,19 +205,21 @@ def class_name(name: str, group: Group, classes: dict[str, str], root: str, *, f
     whole = path in classes and (
         bool(group.block) or all(p == path or p.startswith(path + ".") for p in group.paths if p)
     )
+    if len(group.leaves) > 1 and (path in group.leaves or classes.get(path) == "Sequential"):
+        return identifier(classes[group.leaves[0]] + "Pair")
     if whole:
         return identifier(classes[path])
     return identifier(root + ("" if first and final else "Embeddings" if first else "Head" if final else "Bridge"))
 
 
-def _signature(border: Borders, prefix: str) -> Any:
+def _signature(border: Borders, names: dict[str, str]) -> Any:
     """Equal for two layers if and only if one graph does for both."""
     index: dict[fx.Node, int] = {}
     key: list[Any] = []
     for kind in KINDS:
         for node in getattr(border, kind):
             index[node] = len(index)
-            local = _local_name(node, prefix) if kind in ("parameter", "state") else ""
+            local = names[_stored_name(node)] if kind in ("parameter", "state") else ""
             local = node.meta["input"] if kind == "input" else local
             key.append((kind, local, shape(node), dtype(node), node.meta["grad"]))
     for node in border.body:
@@ -208,7 +229,7 @@ def _signature(border: Borders, prefix: str) -> Any:
         described = (shape(node), dtype(node), value.stride()) if isinstance(value, torch.Tensor) else str(value)
         key.append((node.target, frozen, described, node.meta["grad"]))
     key.append(tuple(index[n] for n in border.outputs))
-    key.append(tuple((name.removeprefix(prefix), index[n]) for name, n in border.updates.items()))
+    key.append(tuple((names[name], index[n]) for name, n in border.updates.items()))
     return tuple(key)
 
 
@@ -223,25 +244,25 @@ def _numbered(value: Any, index: dict[fx.Node, int]) -> Any:
     return repr(value)
 
 
-def _local_name(node: fx.Node, prefix: str) -> str:
+def _stored_name(node: fx.Node) -> str:
     name: str = node.meta["buffer"] if "state" in node.meta else node.meta["parameter"].name
-    return name.removeprefix(prefix) if prefix else name
+    return name
 
 
-def _layer_class(name: str, border: Borders, prefix: str) -> LayerClass:
+def _layer_class(name: str, border: Borders, names: dict[str, str]) -> LayerClass:
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     described: dict[str, list[Value]] = {kind: [] for kind in KINDS}
     taken: set[str] = {"self"}
     for kind in KINDS:
         for node in getattr(border, kind):
-            wanted = _placeholder_name(kind, node, prefix)
+            wanted = _placeholder_name(kind, node, names)
             wanted = unique(identifier(wanted), taken, separator="_")
             placeholder = graph.create_node("placeholder", wanted, name=wanted)
             placeholder.meta |= {"val": node.meta["val"], "grad": node.meta["grad"]}
             copy_origin(node, placeholder)
             env[node] = placeholder
-            label = _local_name(node, prefix) if kind in ("parameter", "state") else placeholder.name
+            label = names[_stored_name(node)] if kind in ("parameter", "state") else placeholder.name
             described[kind].append(Value(label, shape(node), dtype(node), node.meta["grad"]))
     for node in border.body:
         env[node] = copy = _copied(graph, node, env)
@@ -252,8 +273,7 @@ def _layer_class(name: str, border: Borders, prefix: str) -> LayerClass:
     outputs = tuple(Value(n.name, shape(n), dtype(n), n.meta["grad"]) for n in results)
     stored = {value.name: value for value in described["state"]}
     for buffer, node in border.updates.items():
-        local = buffer.removeprefix(prefix)
-        stored.setdefault(local, Value(local, shape(node), dtype(node)))
+        stored.setdefault(names[buffer], Value(names[buffer], shape(node), dtype(node)))
     gm = fx.GraphModule(nn.Module(), graph, class_name=name)
     return LayerClass(
         name,
@@ -265,7 +285,7 @@ def _layer_class(name: str, border: Borders, prefix: str) -> LayerClass:
         tuple(described["parameter"]),
         outputs,
         tuple(stored.values()),
-        tuple(buffer.removeprefix(prefix) for buffer in border.updates),
+        tuple(names[buffer] for buffer in border.updates),
     )
 
 
@@ -275,9 +295,9 @@ def _copied(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.N
     return graph.create_node(node.op, node.target, args, kwargs, name=packet(node).rsplit(".", 1)[-1])
 
 
-def _placeholder_name(kind: str, node: fx.Node, prefix: str) -> str:
+def _placeholder_name(kind: str, node: fx.Node, names: dict[str, str]) -> str:
     if kind in ("parameter", "state"):
-        return _local_name(node, prefix)
+        return names[_stored_name(node)]
     if kind == "activation":
         return "x"
     return str(node.meta["scalar_value"].name if kind == "scalar" else node.meta[kind])

@@ -5,10 +5,10 @@ inputs and constants alone and is recomputed in each layer that reads it, so tha
 crosses a border. 0-d values of the inputs (the number of valid labels) are **scalars**: they are a property of the whole
 batch and computed once, in the prelude.
 
-The module stack that export leaves on every node says which repeated block a node belongs to (``model.layers.3``,
-``encoder.block.0``, a child of a ``Sequential``). What comes before, between and after the blocks is a layer of its own
-if it has parameters, and joins the layer before it otherwise. A cut that more than two fresh activations cross is not
-made.
+A layer is a block of the model (``model.layers.3``, ``encoder.block.0``, a child of a ``Sequential``). Single modules in a row
+(``Linear``, ``GELU``, ``Linear``) are taken two products at a time, so that one can be cut by columns and the next by rows. What comes
+before, between and after the blocks is a layer of its own if it has parameters, and joins the layer before it otherwise. A cut that
+more than two fresh activations cross is not made.
 """
 
 from __future__ import annotations
@@ -20,19 +20,28 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.clean.nodes import calls, is_random, shape
+from autopar.capture.blocks import blocks, is_leaf, parent, stack
+from passes.clean.nodes import calls, is_random, packet, shape
 
 # A block's output and one tensor beside it (a position bias, a cell state). Older skip tensors are not counted.
 WIDEST_CUT = 2
 
+PRODUCTS_PER_LAYER = 2  # of single modules in a row
+_PRODUCTS = ("aten.linear", "aten.matmul", "aten.addmm", "aten.conv")  # beginnings of ops' names
+
 
 @dataclass(slots=True)
 class Group:
-    """The main nodes of one layer, in order; ``block`` is the module that they are (``""``: several)."""
+    """The main nodes of one layer, in order; ``block`` is the module that they are (``""``: several).
+
+    Where they are single modules in a row, ``leaves`` has the paths of those with parameters, and ``block`` is the module that holds
+    no more than these, or the first of them.
+    """
 
     nodes: list[fx.Node]
     block: str = ""
     call: str = ""
+    leaves: tuple[str, ...] = ()
 
     @property
     def has_parameters(self) -> bool:
@@ -41,7 +50,7 @@ class Group:
     @property
     def paths(self) -> list[str]:
         """The innermost module of each node, in order, each once."""
-        return list(dict.fromkeys(_stack(node)[-1][0] for node in self.nodes if _stack(node)))
+        return list(dict.fromkeys(stack(node)[-1][0] for node in self.nodes if stack(node)))
 
 
 def mark_main(gm: fx.GraphModule) -> None:
@@ -76,7 +85,7 @@ def updates(gm: fx.GraphModule) -> dict[str, fx.Node]:
 def segment(gm: fx.GraphModule, classes: dict[str, str]) -> list[Group]:
     """The layers' main nodes, in order. ``classes`` maps module paths to class names; ``mark_main`` must have run."""
     main = [n for n in calls(gm) if n.meta["main"]]
-    runs = _join(_runs(main, classes))
+    runs = _pair(_join(_runs(main, classes)), classes)
     produced = {node: index for index, run in enumerate(runs) for node in run.nodes}
     wide = {index for index, run in enumerate(runs) if _fresh(run, index, produced) > WIDEST_CUT}
     merged: list[Group] = []
@@ -93,39 +102,14 @@ def _fresh(run: Group, index: int, produced: dict[fx.Node, int]) -> int:
     return sum(any(produced.get(user, index) > index for user in node.users) for node in run.nodes)
 
 
-def _stack(node: fx.Node) -> list[tuple[str, str, str]]:
-    """(path in the user's model, call, class name) of the modules around the node, outermost first, without the model."""
-    found = []
-    for key, (path, cls) in (node.meta.get("nn_module_stack") or {}).items():
-        if path.startswith("module."):
-            name = cls if isinstance(cls, str) else cls.__qualname__
-            call = key.rsplit("@", 1)[1] if "@" in key else ""
-            found.append((path.removeprefix("module.").split("@")[0], call, name.rsplit(".", 1)[-1]))
-    return found
-
-
-def _block(node: fx.Node, classes: dict[str, str]) -> tuple[str, str]:
-    """The outermost member of a module list or ``Sequential`` around the node, and which call of it."""
-    calls_above = ""
-    for path, call, _ in _stack(node):
-        calls_above += f"@{call}" if call else ""
-        parts = path.split(".")
-        for k, part in enumerate(parts):
-            prefix, parent = ".".join(parts[: k + 1]), ".".join(parts[:k])
-            member = part.isdigit() or classes.get(parent) == "Sequential"
-            if member and classes.get(prefix) != "Sequential":
-                return prefix, calls_above
-    return "", ""
-
-
 def _runs(main: list[fx.Node], classes: dict[str, str]) -> list[Group]:
     """Contiguous nodes of one block; a block that is left and entered again is one run with what lies between."""
-    blocks = [_block(node, classes) for node in main]
-    if not any(block for block, _ in blocks):
+    where = blocks(main, classes)
+    if not any(block for block, _ in where):
         depth = _splitting_depth(main)
-        blocks = [_stack(node)[depth][:2] if len(_stack(node)) > depth else ("", "") for node in main]
+        where = [stack(node)[depth][:2] if len(stack(node)) > depth else ("", "") for node in main]
     runs: list[Group] = []
-    for node, (block, call) in zip(main, blocks, strict=True):
+    for node, (block, call) in zip(main, where, strict=True):
         if not block and runs and _belongs_after(node, runs[-1].block):
             runs[-1].nodes.append(node)
             continue
@@ -143,14 +127,14 @@ def _runs(main: list[fx.Node], classes: dict[str, str]) -> list[Group]:
 
 def _belongs_after(node: fx.Node, block: str) -> bool:
     """Whether the node is what the code around ``block`` does with its result: a residual written in the caller's loop."""
-    around = _stack(node)[-1][0] + "." if _stack(node) else ""
+    around = stack(node)[-1][0] + "." if stack(node) else ""
     return block != "" and block.startswith(around) and not any("parameter" in n.meta for n in node.all_input_nodes)
 
 
 def _splitting_depth(main: list[fx.Node]) -> int:
     """The first depth of the module tree at which the nodes belong to more than one module."""
     for depth in range(4):
-        names = Counter(_stack(node)[depth][0] for node in main if len(_stack(node)) > depth)
+        names = Counter(stack(node)[depth][0] for node in main if len(stack(node)) > depth)
         if len(names) > 1:
             return depth
     return 0
@@ -167,3 +151,57 @@ def _join(runs: list[Group]) -> list[Group]:
         else:
             result.append(run)
     return result
+
+
+def _pair(runs: list[Group], classes: dict[str, str]) -> list[Group]:
+    """Single modules of one parent, each of which reads only the one before it, together up to ``PRODUCTS_PER_LAYER`` products."""
+    result: list[Group] = []
+    for run in runs:
+        products = _products(run)
+        if run.block and is_leaf(run.block, classes) and (products or not _holds_matrix(run)):
+            run.leaves = (run.block,)
+        before = result[-1] if result else Group([])
+        if (
+            run.leaves
+            and before.leaves
+            and (parent(before.block), before.call) == (parent(run.block), run.call)
+            and _products(before) + products <= PRODUCTS_PER_LAYER
+            and _reads_only(run, before)
+        ):
+            before.nodes += run.nodes
+            before.leaves += run.leaves
+        else:
+            result.append(run)
+    for run in result:
+        if len(run.leaves) > 1:
+            run.block = _holder(run, [path for other in result if other is not run for path in other.paths], classes)
+    return result
+
+
+def _products(run: Group) -> int:
+    """The products of the run with a parameter."""
+    return sum(
+        packet(node).startswith(_PRODUCTS) and any("parameter" in n.meta for n in node.all_input_nodes)
+        for node in run.nodes
+    )
+
+
+def _holds_matrix(run: Group) -> bool:
+    return any("parameter" in n.meta and len(shape(n)) > 1 for node in run.nodes for n in node.all_input_nodes)
+
+
+def _reads_only(run: Group, before: Group) -> bool:
+    """Whether all that reaches the run through a parameter comes from the run before."""
+    known = {*run.nodes, *before.nodes}
+    return all(
+        n in known or n.op == "placeholder" or not n.meta["main"] for node in run.nodes for n in node.all_input_nodes
+    )
+
+
+def _holder(run: Group, others: list[str], classes: dict[str, str]) -> str:
+    """The module that holds the run's and nothing of the ``others``, through ``Sequential`` upwards; else the run's first."""
+    found, path = run.leaves[0], parent(run.leaves[0])
+    while path and not any(other == path or other.startswith(path + ".") for other in others):
+        found = path
+        path = parent(path) if classes.get(path) == "Sequential" else ""
+    return found

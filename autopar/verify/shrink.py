@@ -15,7 +15,7 @@ WIDTH = 8  # of one attention head
 HEADS = 8
 VOCABULARY = 96
 
-# Sizes that are set outright, by their names in transformers configurations.
+# Sizes that are set outright, by their names in transformers configurations and in the zoo's own.
 _SMALL: dict[str, Any] = {
     **dict.fromkeys(("n_layer", "num_hidden_layers", "num_layers", "num_decoder_layers"), LAYERS),
     **dict.fromkeys(("n_head", "num_attention_heads", "num_heads"), HEADS),
@@ -31,6 +31,10 @@ _SMALL: dict[str, Any] = {
     "embedding_size": 8,
     "hidden_sizes": [16, 16, 32, 32],
     "depths": [2, 1, 1, 1],
+    "channels": 8,
+    "depth": 2,
+    "num_embeddings": VOCABULARY,
+    "layer_sizes": [32, 16],
 }
 _DEFAULTS: dict[str, tuple[str, ...]] = {
     # what a configuration may leave to its class, whose default is large
@@ -42,13 +46,13 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_
 
 
 def shrink_config(config: dict[str, Any]) -> dict[str, Any]:
-    """A transformers configuration of the same structure that trains on a laptop in float64: four layers, eight heads.
+    """A configuration of the same structure that trains on a laptop in float64: four layers, eight heads.
 
     Ratios that matter are kept: query heads per key head, experts per token up to the number of experts.
     """
     small = {key: _SMALL.get(key, value) for key, value in config.items() if value is not None}
     kind = config.get("model_type", "")
-    for key in (*_DEFAULTS.get(kind, ()), *(("vocab_size",) if kind not in _IMAGES else ())):
+    for key in (*_DEFAULTS.get(kind, ()), *(("vocab_size",) if kind and kind not in _IMAGES else ())):
         small[key] = _SMALL[key]
     heads = config.get("num_attention_heads") or config.get("n_head") or HEADS
     if config.get("num_key_value_heads"):

@@ -1,4 +1,5 @@
-"""What is in the zoo. Each entry is a transformers configuration, with the size its authors published and where.
+"""What is in the zoo. Each entry is a configuration, of transformers or of a module in ``zoo.modules``, with the size its authors
+published and where.
 
 Dropout is off in all of them: the large ones train without, and a plan hardly depends on it. Give a configuration file
 instead of a name to plan with dropout.
@@ -14,6 +15,8 @@ from autopar.errors import ModelError
 
 _GPT2_PAPER = "github.com/openai/gpt-2, README"
 _LLAMA3_PAPER = "arXiv:2407.21783, table 3"
+_T5_PAPER = "arXiv:1910.10683, section 3.7"
+_VIT_PAPER = "arXiv:2010.11929, table 1"
 _BERT_TABLE = "transformers documentation, pretrained models"
 
 
@@ -21,7 +24,8 @@ _BERT_TABLE = "transformers documentation, pretrained models"
 class ZooModel:
     """``parameters`` is the published count, ``seq`` and ``global_batch`` the published (or usual) training setting.
 
-    ``seq`` is 0 for image models. ``config`` is what the model's ``config.json`` would hold.
+    ``seq`` is 0 for models without sequences. ``config`` is what the model's ``config.json`` would hold; one with a ``"module"`` has the
+    arguments of that module.
     """
 
     name: str
@@ -78,6 +82,35 @@ def _bert(width: int, layers: int, heads: int) -> dict[str, Any]:
     }
 
 
+def _t5(layers: int, heads: int, head: int, inner: int) -> dict[str, Any]:
+    return {
+        "model_type": "t5",
+        "architectures": ["T5ForConditionalGeneration"],
+        "d_model": 1024,
+        "d_kv": head,
+        "d_ff": inner,
+        "num_layers": layers,
+        "num_heads": heads,
+        "vocab_size": 32128,
+        "decoder_start_token_id": 0,
+        "dropout_rate": 0.0,
+    }
+
+
+def _vit(width: int, layers: int, patch: int) -> dict[str, Any]:
+    return {
+        "model_type": "vit",
+        "architectures": ["ViTForImageClassification"],
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 16,
+        "intermediate_size": 4 * width,
+        "image_size": 224,
+        "patch_size": patch,
+        "num_labels": 1000,
+    }
+
+
 _QWEN3_8B = {
     "model_type": "qwen3",
     "architectures": ["Qwen3ForCausalLM"],
@@ -107,34 +140,32 @@ _MIXTRAL_8X7B = {
     "max_position_embeddings": 32768,
     "tie_word_embeddings": False,
 }
-_T5_LARGE = {
-    "model_type": "t5",
-    "architectures": ["T5ForConditionalGeneration"],
-    "d_model": 1024,
-    "d_kv": 64,
-    "d_ff": 4096,
-    "num_layers": 24,
-    "num_heads": 16,
-    "vocab_size": 32128,
-    "decoder_start_token_id": 0,
-    "dropout_rate": 0.0,
-}
-_VIT_LARGE = {
-    "model_type": "vit",
-    "architectures": ["ViTForImageClassification"],
-    "hidden_size": 1024,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "intermediate_size": 4096,
-    "image_size": 224,
-    "patch_size": 16,
-    "num_labels": 1000,
-}
 _RESNET50 = {
     "model_type": "resnet",
     "architectures": ["ResNetForImageClassification"],
     "num_labels": 1000,
 }
+_UNET = {"module": "UNet", "channels": 64, "depth": 4, "num_labels": 2, "image_size": 512}
+_DIT_XL2 = {
+    "module": "DiT",
+    "hidden_size": 1152,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "image_size": 32,  # of the latents of images of 256 places
+    "patch_size": 2,
+    "num_labels": 1000,
+}
+_ENCODER = {
+    "module": "EncoderLM",
+    "hidden_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "intermediate_size": 4096,
+    "vocab_size": 37000,
+    "positions": 1024,
+}
+_LSTM = {"module": "LSTMLM", "hidden_size": 1500, "num_layers": 2, "vocab_size": 10000}
+_TWO_TOWER = {"module": "TwoTower", "num_embeddings": 1024 * 1024, "embedding_size": 64, "layer_sizes": [128, 64]}
 
 CATALOGUE: tuple[ZooModel, ...] = (
     ZooModel("gpt2", "language model", 124e6, _GPT2_PAPER, 1024, 512, _gpt2(768, 12, 12)),
@@ -160,9 +191,17 @@ CATALOGUE: tuple[ZooModel, ...] = (
     ZooModel("mixtral-8x7b", "mixture of experts", 46.7e9, "arXiv:2401.04088", 4096, 1024, _MIXTRAL_8X7B),
     ZooModel("bert-base", "masked language model", 110e6, _BERT_TABLE, 512, 256, _bert(768, 12, 12)),
     ZooModel("bert-large", "masked language model", 336e6, _BERT_TABLE, 512, 256, _bert(1024, 24, 16)),
-    ZooModel("t5-large", "sequence to sequence", 738e6, "the published checkpoint", 512, 128, _T5_LARGE),
-    ZooModel("vit-large", "image classifier", 307e6, "arXiv:2010.11929, table 1", 0, 4096, _VIT_LARGE),
+    ZooModel("t5-large", "sequence to sequence", 738e6, _T5_PAPER, 512, 128, _t5(24, 16, 64, 4096)),
+    ZooModel("t5-3b", "sequence to sequence", 2.85e9, _T5_PAPER, 512, 128, _t5(24, 32, 128, 16384)),
+    ZooModel("t5-11b", "sequence to sequence", 11.3e9, _T5_PAPER, 512, 128, _t5(24, 128, 128, 65536)),
+    ZooModel("vit-large", "image classifier", 304e6, _VIT_PAPER, 0, 4096, _vit(1024, 24, 16)),
+    ZooModel("vit-huge", "image classifier", 632e6, _VIT_PAPER, 0, 4096, _vit(1280, 32, 14)),
     ZooModel("resnet50", "image classifier", 25.6e6, "the published checkpoint (v1.5)", 0, 256, _RESNET50),
+    ZooModel("unet", "image segmentation", 31.0e6, "arXiv:1505.04597, figure 1", 0, 64, _UNET),
+    ZooModel("dit-xl-2", "diffusion transformer", 675e6, "arXiv:2212.09748, table 1", 0, 256, _DIT_XL2),
+    ZooModel("transformer-encoder", "language model", 152e6, "arXiv:1706.03762, table 3 (big)", 512, 64, _ENCODER),
+    ZooModel("lstm-large", "language model", 66.0e6, "arXiv:1409.2329, section 4.1 (large)", 35, 20, _LSTM),
+    ZooModel("two-tower", "retrieval", 134.3e6, "torchrec, examples/retrieval", 0, 4096, _TWO_TOWER),
 )
 
 

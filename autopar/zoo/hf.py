@@ -1,4 +1,4 @@
-"""Builds a transformers model from a configuration, on the meta device, with one global batch to match.
+"""Builds a model from a configuration, of transformers or of ``zoo.modules``, on the meta device, with one global batch to match.
 
 On meta only the parameters are there: small tables such as rotary frequencies and the buffers of batch norm are made on the
 CPU with their true values, because a program that is emitted later needs them.
@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.errors import BatchError, ModelError
 from autopar.precision import torch_dtype
+from autopar.zoo.modules import MODULES, module_and_batch
 
 _KINDS = {
     # ending of a transformers class name: kind of batch
@@ -29,6 +30,7 @@ _SOURCE_PER_TARGET = (
     4  # a seq2seq batch has seq/4 target tokens: T5's span corruption makes 114 of 512 (arXiv:1910.10683)
 )
 _GLOBAL_BATCH = 8
+_LONGEST = 2048  # tokens of a sequence whose length nobody gives
 _IMAGE_SIZE = 224  # what a convolutional classifier, which takes any size, is trained on
 _IGNORED = -100  # a label that the loss leaves out
 
@@ -52,6 +54,8 @@ def build_config(
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """The model that a transformers ``config.json`` describes, and a batch of ``global_batch`` sequences of ``seq`` tokens.
 
+    A configuration with a ``"module"`` is one of ``zoo.modules``.
+
     ``seq`` defaults to the longest the model takes, at most 2,048, ``global_batch`` to 8. On a real device parameters and
     batch are random (the batch from seed 0).
 
@@ -59,6 +63,8 @@ def build_config(
         ModelError: transformers is not installed, or does not know the configuration, or builds no model with a loss from it.
         BatchError: a sequence longer than the model's table of positions, or an empty batch.
     """
+    if "module" in config:
+        return _build_plain(config, seq, global_batch, precision, device)
     kind = _kind((config.get("architectures") or ["ForCausalLM"])[0])
     auto, hf_config = _resolve(config, kind)
     seq, global_batch = _check_sizes(hf_config, kind, seq, global_batch)
@@ -135,9 +141,38 @@ def _build_module(auto: Any, hf_config: Any, dtype: torch.dtype, device: str) ->
         raise ModelError(
             f"transformers cannot build the model (model_type {hf_config.model_type!r}): {error}"
         ) from error
+    return _placed(model, device)
+
+
+def _build_plain(
+    config: dict[str, Any], seq: int | None, global_batch: int | None, precision: str, device: str
+) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    if config["module"] not in MODULES:
+        raise ModelError(f"there is no module {config['module']!r} in the zoo", f"one of {', '.join(MODULES)}")
+    longest = config.get("positions")
+    seq = min(longest or _LONGEST, _LONGEST) if seq is None else seq
+    global_batch = _check_batch(_GLOBAL_BATCH if global_batch is None else global_batch)
+    if longest and seq > longest:
+        raise BatchError(
+            f"the model has {longest} learned positions, and the batch has sequences of {seq} tokens",
+            f"--seq takes at most {longest} here",
+        )
+    dtype = torch_dtype(precision)
+    try:
+        with _EmptyOnMeta() if device == "meta" else contextlib.nullcontext():
+            module, batch = module_and_batch(config, seq, global_batch, dtype, device)
+    except TypeError as error:
+        raise ModelError(f"the configuration does not fit the module {config['module']}: {error}") from error
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return _placed(module, device), batch
+
+
+def _placed(model: nn.Module, device: str) -> nn.Module:
+    """The model on ``device``; on meta its parameters alone, tied ones still tied."""
     if device != "meta":
         return model.to(device).train()
-    moved: dict[int, nn.Parameter] = {}  # tied parameters stay tied
+    moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in moved:
@@ -146,16 +181,19 @@ def _build_module(auto: Any, hf_config: Any, dtype: torch.dtype, device: str) ->
     return model.train()
 
 
-def _check_sizes(hf_config: Any, kind: str, seq: int | None, global_batch: int | None) -> tuple[int, int]:
-    if global_batch is None:
-        global_batch = _GLOBAL_BATCH
+def _check_batch(global_batch: int) -> int:
     if global_batch < 1:
         raise BatchError(f"a global batch of {global_batch} is empty", "--global-batch takes a number from 1 up")
+    return global_batch
+
+
+def _check_sizes(hf_config: Any, kind: str, seq: int | None, global_batch: int | None) -> tuple[int, int]:
+    global_batch = _check_batch(_GLOBAL_BATCH if global_batch is None else global_batch)
     if kind == "image":
         return 0, global_batch
     longest = getattr(hf_config, "max_position_embeddings", None) or getattr(hf_config, "n_positions", None)
     if seq is None:
-        seq = min(longest or 2048, 2048)
+        seq = min(longest or _LONGEST, _LONGEST)
     if seq < 2:
         raise BatchError(f"a sequence of {seq} tokens has no next token to learn", "--seq takes a number from 2 up")
     # rotary and relative positions go on past the length a model was made for; a learned table of positions ends

@@ -26,6 +26,7 @@ _PLACES = ("device", "pin_memory", "layout")
 _SAME = frozenset(
     f"aten.{n}" for n in ("alias", "contiguous", "clone", "lift_fresh", "lift_fresh_copy", "lift", "positive")
 )
+_TRANSPOSED = ("aten.numpy_T", "aten.mT")  # ``.T`` and ``.mT`` of the user's code
 _BITWISE = {"aten.__and__": "bitwise_and", "aten.__or__": "bitwise_or", "aten.__xor__": "bitwise_xor"}
 
 
@@ -69,12 +70,16 @@ def noops_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """Remove nodes whose value is their operand's, and assertions about metadata that export has already checked.
 
     ``contiguous`` and ``clone`` go as well: in a functional graph they change strides alone, and what depends on strides
-    (``view``) is settled afterwards by ``views_pass``.
+    (``view``) is settled afterwards by ``views_pass``. Attributes that transpose become ``permute``.
     """
     for node in calls(gm):
         name = packet(node)
         if name in ("aten._assert_tensor_metadata", "aten._assert_async", "aten.sym_constrain_range_for_size"):
             gm.graph.erase_node(node)
+        elif name in _TRANSPOSED:
+            dims = list(range(len(shape(node))))
+            order = dims[::-1] if name == "aten.numpy_T" else [*dims[:-2], *dims[:-3:-1]]
+            replace(node, add(node, aten.permute.default, (arguments(node)[0], order)))
         elif name in _BITWISE:
             target = getattr(getattr(aten, _BITWISE[name]), str(node.target).rsplit(".", 1)[1])
             replace(node, add(node, target, node.args))

@@ -18,52 +18,45 @@ import kernels
 MESH = {"data": 2}  # axes of a stage's mesh, outermost first
 
 
-class Linear(nn.Module):
-    """layers.0.0: data on data; ZeRO 0."""
+class LinearPair(nn.Module):
+    """layers.0: data on data; ZeRO 0."""
 
     def __init__(self, **factory: object) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(32, 16, **factory, dtype=torch.float64))  # R on data
-        self.bias = nn.Parameter(torch.empty(32, **factory, dtype=torch.float64))  # R on data
+        self._0 = nn.Module()
+        self._0.weight = nn.Parameter(torch.empty(32, 16, **factory, dtype=torch.float64))  # R on data
+        self._0.bias = nn.Parameter(torch.empty(32, **factory, dtype=torch.float64))  # R on data
+        self._2 = nn.Module()
+        self._2.weight = nn.Parameter(torch.empty(16, 32, **factory, dtype=torch.float64))  # R on data
+        self._2.bias = nn.Parameter(torch.empty(16, **factory, dtype=torch.float64))  # R on data
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # x (4, 8, 16): S(0) on data
-        # 1
-        gelu = F.gelu(F.linear(x, self.weight, self.bias))
-        return gelu
-
-
-class Linear2(nn.Module):
-    """layers.0.2 to layers.3.2 (4 layers): data on data; ZeRO 0."""
-
-    def __init__(self, **factory: object) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(16, 32, **factory, dtype=torch.float64))  # R on data
-        self.bias = nn.Parameter(torch.empty(16, **factory, dtype=torch.float64))  # R on data
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # x (4, 8, 32): S(0) on data
         # 2
-        add = F.linear(x, self.weight, self.bias)
-        return add
+        add_1 = F.linear(F.gelu(F.linear(x, self._0.weight, self._0.bias)), self._2.weight, self._2.bias)
+        return add_1
 
 
-class Linear3(nn.Module):
-    """layers.1.0 to layers.3.0 (3 layers): data on data; ZeRO 0."""
+class LinearPair2(nn.Module):
+    """layers.1 to layers.3 (3 layers): data on data; ZeRO 0."""
 
     def __init__(self, **factory: object) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(32, 16, **factory, dtype=torch.float64))  # R on data
-        self.bias = nn.Parameter(torch.empty(32, **factory, dtype=torch.float64))  # R on data
+        self._0 = nn.Module()
+        self._0.weight = nn.Parameter(torch.empty(32, 16, **factory, dtype=torch.float64))  # R on data
+        self._0.bias = nn.Parameter(torch.empty(32, **factory, dtype=torch.float64))  # R on data
+        self._2 = nn.Module()
+        self._2.weight = nn.Parameter(torch.empty(16, 32, **factory, dtype=torch.float64))  # R on data
+        self._2.bias = nn.Parameter(torch.empty(16, **factory, dtype=torch.float64))  # R on data
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # x (4, 8, 16): S(0) on data
-        # 1
-        gelu = F.gelu(F.linear(x, self.weight, self.bias))
-        return gelu
+        # 2
+        add_1 = F.linear(F.gelu(F.linear(x, self._0.weight, self._0.bias)), self._2.weight, self._2.bias)
+        return add_1
 
 
-class Linear4(nn.Module):
+class Linear(nn.Module):
     """out: data on data; ZeRO 0."""
 
     def __init__(self, **factory: object) -> None:
@@ -80,7 +73,7 @@ class Linear4(nn.Module):
 
 
 class Stage0(nn.Module):
-    """layers.0.0 to out."""
+    """layers.0 to out."""
 
     INPUTS = {"x": {"data": 0}, "targets": {"data": 0}}
     SHAPES = {"x": ((8, 8, 16), "float64"), "targets": ((8, 8, 8), "float64")}
@@ -92,38 +85,25 @@ class Stage0(nn.Module):
     BORDERS = {}
     LOSS = {"data": "P"}
     GROUPS = {
-        "layers_0_0": {"zero": 0, "data_axes": ("data",)},
-        "layers_0_2": {"zero": 0, "data_axes": ("data",)},
-        "layers_1_0": {"zero": 0, "data_axes": ("data",)},
-        "layers_1_2": {"zero": 0, "data_axes": ("data",)},
-        "layers_2_0": {"zero": 0, "data_axes": ("data",)},
-        "layers_2_2": {"zero": 0, "data_axes": ("data",)},
-        "layers_3_0": {"zero": 0, "data_axes": ("data",)},
-        "layers_3_2": {"zero": 0, "data_axes": ("data",)},
+        "layers_0": {"zero": 0, "data_axes": ("data",)},
+        "layers_1": {"zero": 0, "data_axes": ("data",)},
+        "layers_2": {"zero": 0, "data_axes": ("data",)},
+        "layers_3": {"zero": 0, "data_axes": ("data",)},
         "out": {"zero": 0, "data_axes": ("data",)},
     }
 
     def __init__(self, device=None, dtype=None, constants=None) -> None:
         super().__init__()
-        self.layers_0_0 = Linear(device=device)
-        self.layers_0_2 = Linear2(device=device)
-        self.layers_1_0 = Linear3(device=device)
-        self.layers_1_2 = Linear2(device=device)
-        self.layers_2_0 = Linear3(device=device)
-        self.layers_2_2 = Linear2(device=device)
-        self.layers_3_0 = Linear3(device=device)
-        self.layers_3_2 = Linear2(device=device)
-        self.out = Linear4(device=device)
+        self.layers_0 = LinearPair(device=device)
+        self.layers_1 = LinearPair2(device=device)
+        self.layers_2 = LinearPair2(device=device)
+        self.layers_3 = LinearPair2(device=device)
+        self.out = Linear(device=device)
 
     def forward(self, *, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        hidden = self.layers_0_0(x)
-        hidden = self.layers_0_2(hidden)
-        hidden = self.layers_1_0(hidden)
-        hidden = self.layers_1_2(hidden)
-        hidden = self.layers_2_0(hidden)
-        hidden = self.layers_2_2(hidden)
-        hidden = self.layers_3_0(hidden)
-        hidden = self.layers_3_2(hidden)
+        hidden = self.layers_0(x)
+        for layer in (self.layers_1, self.layers_2, self.layers_3):
+            hidden = layer(hidden)
         loss = self.out(hidden, targets)
         return loss
 

@@ -1,0 +1,93 @@
+"""Which repeated block of the model a node belongs to, read off the module stack that export leaves on every node.
+
+A block is a member of a module list or ``Sequential``, the outermost around the node. One that is nothing but a chain of smaller
+ones (a stage of a ResNet, a level of a U-Net) gives way to these.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import fx
+
+Block = tuple[str, str]
+"""The path of a module in the user's model, and which call of it; two empty strings outside of all blocks."""
+
+
+def stack(node: fx.Node) -> list[tuple[str, str, str]]:
+    """(path in the user's model, call, class name) of the modules around the node, outermost first, without the model."""
+    found = []
+    for key, (path, cls) in (node.meta.get("nn_module_stack") or {}).items():
+        if path.startswith("module."):
+            name = cls if isinstance(cls, str) else cls.__qualname__
+            call = key.rsplit("@", 1)[1] if "@" in key else ""
+            found.append((path.removeprefix("module.").split("@")[0], call, name.rsplit(".", 1)[-1]))
+    return found
+
+
+def parent(path: str) -> str:
+    """The path of the module that holds the module at ``path``; ``""`` is the model."""
+    return path.rpartition(".")[0]
+
+
+def is_leaf(path: str, classes: dict[str, str]) -> bool:
+    """Whether the module holds no other. ``classes`` maps module paths to class names."""
+    return not any(other.startswith(path + ".") for other in classes)
+
+
+def blocks(main: list[fx.Node], classes: dict[str, str]) -> list[Block]:
+    """The block of each of ``main``, nodes in order."""
+    found = [_outermost(node, classes) for node in main]
+    members: dict[Block, list[int]] = {}
+    for index, block in enumerate(found):
+        members.setdefault(block, []).append(index)
+    waiting = [block for block in members if block[0]]
+    while waiting:
+        block = waiting.pop()
+        inner = [_outermost(main[i], classes, below=block[0]) for i in members[block]]
+        if not _is_chain([main[i] for i in members[block]], inner, classes):
+            continue
+        for index, smaller in zip(members[block], inner, strict=True):
+            found[index] = smaller
+            members.setdefault(smaller, []).append(index)
+        waiting += dict.fromkeys(smaller for smaller in inner if smaller[0])
+    return found
+
+
+def _outermost(node: fx.Node, classes: dict[str, str], below: str = "") -> Block:
+    """The outermost member of a module list or ``Sequential`` around the node, and which call of it; inside ``below``, if given."""
+    calls_above = ""
+    for path, call, _ in stack(node):
+        calls_above += f"@{call}" if call else ""
+        parts = path.split(".")
+        for k, part in enumerate(parts):
+            prefix, holder = ".".join(parts[: k + 1]), ".".join(parts[:k])
+            member = part.isdigit() or classes.get(holder) == "Sequential"
+            if member and classes.get(prefix) != "Sequential" and (not below or prefix.startswith(below + ".")):
+                return prefix, calls_above
+    return "", ""
+
+
+def _is_chain(nodes: list[fx.Node], inner: list[Block], classes: dict[str, str]) -> bool:
+    """Whether nodes are a chain of the blocks ``inner``, two or more of one class among them.
+
+    Each of them reads what the one before it, or the code after that, made; and that code reads nothing older, as a residual around
+    the blocks would. The blocks themselves may: an embedding of time goes to all.
+    """
+    chain = [block for block in dict.fromkeys(inner) if block[0]]
+    kinds = Counter(classes.get(path) for path, _ in chain if not is_leaf(path, classes))
+    if max(kinds.values(), default=0) < 2:
+        return False
+    step = {block: index for index, block in enumerate(chain)}
+    made: dict[fx.Node, int] = {}  # in which step
+    linked = {0}
+    current = -1
+    for node, block in zip(nodes, inner, strict=True):
+        current = step.get(block, current)
+        made[node] = current
+        operands = [made.get(n, -1) for n in node.all_input_nodes if n.meta["fed"] or n.op != "placeholder"]
+        if block[0] and current - 1 in operands:
+            linked.add(current)
+        if not block[0] and current >= 0 and any(step_of < current for step_of in operands):
+            return False
+    return len(linked) == len(chain)
