@@ -116,3 +116,32 @@ def dtensor_as_placed() -> Iterator[None]:
         yield
     finally:
         del dispatcher.redistribute_local_args
+
+
+def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of nested containers, those that are registered with torch (``ModelOutput``) among them, and their structure, which can
+    be compared. (torch 2.11, 2.13)"""
+    from torch.utils import _pytree
+
+    return _pytree.tree_flatten(tree)
+
+
+def tree_unflatten(leaves: list[Any], structure: Any) -> Any:
+    """The inverse of ``tree_flatten``. (torch 2.11, 2.13)"""
+    from torch.utils import _pytree
+
+    return _pytree.tree_unflatten(leaves, structure)
+
+
+@contextmanager
+def as_if_exported() -> Iterator[None]:
+    """``torch.compiler.is_exporting()`` and ``is_compiling()`` say so inside, as they do to a model that is exported. (torch 2.11, 2.13)"""
+    flags = ("_is_exporting_flag", "_is_compiling_flag")
+    before = {flag: getattr(torch.compiler, flag) for flag in flags}
+    for flag in flags:
+        setattr(torch.compiler, flag, True)
+    try:
+        yield
+    finally:
+        for flag, value in before.items():
+            setattr(torch.compiler, flag, value)

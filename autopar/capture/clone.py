@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from dataclasses import dataclass
 from typing import Any
@@ -26,15 +27,17 @@ class Twin:
     mode: Any
 
 
-def twin(model: nn.Module, dtype: torch.dtype | None) -> Twin:
+def twin(model: nn.Module, dtype: torch.dtype | None, *, meta: bool = False) -> Twin:
     """Clone ``model`` without touching or copying its tensors.
 
     The twin's tensors say that they are on the CPU, as a newcomer's model is, so that a forward that mixes in tensors of the default
-    device works on it. Tensors that are plain attributes become buffers, so that they are seen. ``dtype`` casts the floating ones.
+    device works on it; those of a ``meta`` twin are on meta, which is several times faster. Tensors that are plain attributes become
+    buffers, so that they are seen. ``dtype`` casts the floating ones.
     transformers' key/value cache is switched off, and its mixtures of experts use their grouped implementation: the others have shapes that
     depend on data, or copy the experts' matrices for every token.
     """
-    mode = fake_tensors()
+    mode = contextlib.nullcontext() if meta else fake_tensors()
+    device = "meta" if meta else "cpu"
     memo: dict[int, Any] = {}
     values: dict[str, torch.Tensor] = {}
     plain: list[tuple[str, str]] = []
@@ -44,7 +47,7 @@ def twin(model: nn.Module, dtype: torch.dtype | None) -> Twin:
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         with mode:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=cast(tensor), device="cpu")
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=cast(tensor), device=device)
 
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)

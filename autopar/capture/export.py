@@ -17,9 +17,10 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.capture.batch import BatchStructure, rebuild_batch
 from autopar.capture.clone import Twin, twin
+from autopar.capture.repeat import Repeats, expand, members, record, traced_once
 from autopar.errors import CaptureError
 from autopar.graph import Parameter
-from autopar.torch_private import is_fake, masks_as_given
+from autopar.torch_private import as_if_exported, is_fake, masks_as_given
 from passes.clean.nodes import like, packet
 
 OPAQUE_HINT = "keep that module whole and replicated: wrap it in autopar.opaque(module)"
@@ -121,7 +122,11 @@ def export(
         )
     with copied.mode:
         tensors = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in structure.leaves)
-    program = _export(_Captured(copied.module, loss_fn, structure), tensors)
+    captured = _Captured(copied.module, loss_fn, structure)
+    repeats = _repeats(model, dtype, loss_fn, structure)
+    program = _export(captured, tensors, repeats)
+    if repeats is not None and not expand(program.graph_module, program, repeats):
+        program = _export(captured, tensors)
     gm = program.graph_module
     values = _label(gm, program, model, copied, structure)
     _check_dtypes(gm)
@@ -129,7 +134,28 @@ def export(
     return gm, values, classes
 
 
-def _export(captured: nn.Module, tensors: tuple[torch.Tensor, ...]) -> Any:
+def _repeats(
+    model: nn.Module, dtype: torch.dtype | None, loss_fn: Callable[..., Any] | None, structure: BatchStructure
+) -> Repeats | None:
+    """What the model repeats. A twin of its own is run, since what a forward leaves in its module's attributes would be exported."""
+    if not members(model):
+        return None
+    for meta in (True, False):
+        copied = twin(model, dtype, meta=meta)
+
+        def run(copied: Twin = copied, device: str = "meta" if meta else "cpu") -> None:
+            patched = mock.patch.object(torch.autograd.Function, "apply", classmethod(_apply))
+            with copied.mode, patched, masks_as_given(), as_if_exported():
+                tensors = [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in structure.leaves]
+                call_model(copied.module, structure, loss_fn, tensors)
+
+        repeats = record(copied.module, run)
+        if repeats is not None:
+            return repeats
+    return None
+
+
+def _export(captured: _Captured, tensors: tuple[torch.Tensor, ...], repeats: Repeats | None = None) -> Any:
     names = ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
     noisy = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in noisy]
@@ -140,6 +166,8 @@ def _export(captured: nn.Module, tensors: tuple[torch.Tensor, ...]) -> Any:
             warnings.simplefilter("ignore")
             stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(_apply)))
             stack.enter_context(masks_as_given())
+            if repeats is not None:
+                stack.enter_context(traced_once(captured.module, repeats))
             return torch.export.export(captured, tensors, strict=False)
     except _RefusedError as refused:
         if isinstance(refused.error, CaptureError):
