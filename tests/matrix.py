@@ -76,7 +76,8 @@ def plan_at_64(graph: Graph, kind: Kind) -> Plan:
     """The kind's plan with more data parallelism: a larger data degree, or an outermost data axis where layers differ."""
     more = DEVICES // kind.devices
     if "mesh" in kind.options:
-        mesh = make_mesh(("data", more), *((axis.name, axis.size) for axis in kind.options["mesh"]))
+        axes = {"data": 1} | {axis.name: axis.size for axis in kind.options["mesh"]}
+        mesh = make_mesh(*(axes | {"data": axes["data"] * more}).items())
         return Kind(kind.name, DEVICES, kind.options | {"mesh": mesh}).plan(graph)
     if kind.mixed is None:
         return Kind(kind.name, DEVICES, kind.options | {"data": kind.options.get("data", 1) * more}).plan(graph)

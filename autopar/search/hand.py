@@ -16,6 +16,7 @@ from autopar.plan import BATCHES, REPLICATING, Axis, LayerPlan, Memory, Plan, Pr
 def make_mesh(*axes: tuple[str, int]) -> tuple[Axis, ...]:
     """A dense mesh from (name, size) pairs, outermost first; axes of size 1 are left out, unless nothing else is left."""
     sizes = [(name, size) for name, size in axes if size > 1] or [("data", 1)]
+    assert len({name for name, _ in sizes}) == len(sizes), f"axes of one name: {axes}"
     mesh: list[Axis] = []
     stride = 1
     for name, size in reversed(sizes):
