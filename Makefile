@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format matrix volumes dtensor-check measured-memory measured-time mutations clean
+.PHONY: help install demo test check format matrix volumes dtensor-check measured-memory measured-time mutations simpler growth published infeasible clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -52,6 +52,18 @@ measured-time: $(STAMP) ## profile this machine, then predicted against measured
 
 mutations: $(STAMP) ## put faults in on purpose, one at a time, and see what catches them (a few minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutations.py
+
+simpler: $(STAMP) ## autopar's plans against those of simpler searches, at the same prices: docs/simpler.md (long)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/simpler.py
+
+growth: $(STAMP) ## planning time against layers and devices: docs/growth.md
+	OMP_NUM_THREADS=1 $(BIN)/python tests/growth.py
+
+published: $(STAMP) ## the automatic layout on every cell of the published sweep, and what it would have lost: docs/published.md
+	OMP_NUM_THREADS=1 $(BIN)/python tests/published.py
+
+infeasible: $(STAMP) ## requests that cannot be met, what is suggested, and whether it helps: docs/infeasible.md (long)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/infeasible.py
 
 clean: ## remove .venv and everything that was generated
 	rm -rf $(VENV) demo .pytest_cache .mypy_cache .ruff_cache build dist

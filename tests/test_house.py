@@ -50,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     "verify": {"capture", "check", "compile", "emit", "flow", "passes", "rules", "run", "search", "shard", "structure"},
     "compile": {"capture", "devices", "explain", "shard", "price", "search", "emit", "run", "structure"},
     "profile": {"devices", "run"},
-    "bench": {"compile", "devices", "run", "search"},
+    "bench": {"compile", "devices", "run", "search", "validate"},
     "cli": {
         "bench",
         "capture",

@@ -213,6 +213,12 @@ def run(**request: Any) -> None:
 )
 @click.option("-o", "--output", metavar="FILE", help="Also write one JSON object a line here.")
 @click.option("--plot", "plot_file", metavar="FILE", help="Also draw the step times (.png, .svg or .pdf).")
+@click.option(
+    "--published",
+    metavar="FILE",
+    help="Measure nothing: take the layouts that FILE (JSON Lines, docs/validation.md) measured, and print what the automatic one of each "
+    "cell loses.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object.")
 def bench(**request: Any) -> None:
     from autopar.cli.bench import bench_command

@@ -6,12 +6,16 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.graph import Graph
 from autopar.plan import Plan, Role
 from autopar.validate.rows import Measured, Row, RowError, labels, measured, read_row
+
+if TYPE_CHECKING:
+    from autopar.devices import Cluster
+    from autopar.price import Pricer
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,26 +114,16 @@ class Bench:
 
     def price(self, row: Row) -> tuple[Plan, int]:
         """The row as a priced plan, and the memory that a plan may fill."""
-        from autopar.price import Pricer
         from autopar.search import evaluate
-        from autopar.validate.setting import cluster_of, practice_of, write
+        from autopar.validate.setting import write
 
-        if row.setting.expert > 1:
-            raise RowError(f"ep = {row.setting.expert}: expert parallelism is not priced here")
-        graph = self.graph(row)
-        if row.hardware not in self.clusters:
-            self.clusters[row.hardware] = cluster_of(row.hardware)
-        cluster = self.clusters[row.hardware]
-        practice = practice_of(row.setting, cluster)
+        graph, cluster, pricer = self.prices(row)
         context = Role.ULYSSES if "all-to-all context" in row.setting.facts else Role.RING
         written = write(graph, row.setting, context)
-        key = (id(graph), row.hardware, row.setting.precision, practice)
-        if key not in self.pricers:
-            self.pricers[key] = Pricer(graph, cluster, row.setting.precision, practice=practice)
         plan = evaluate(
             graph,
             cluster,
-            self.pricers[key],
+            pricer,
             mesh=written.mesh,
             stage_bounds=written.bounds,
             strategies=written.strategies,
@@ -139,6 +133,23 @@ class Bench:
             chunks=written.chunks,
         )
         return plan, cluster.memory_limit_bytes
+
+    def prices(self, row: Row) -> tuple[Graph, Cluster, Pricer]:
+        """The row's graph and machines, and the prices of its trainer's practice."""
+        from autopar.price import Pricer
+        from autopar.validate.setting import cluster_of, practice_of
+
+        if row.setting.expert > 1:
+            raise RowError(f"ep = {row.setting.expert}: expert parallelism is not priced here")
+        graph = self.graph(row)
+        if row.hardware not in self.clusters:
+            self.clusters[row.hardware] = cluster_of(row.hardware)
+        cluster = self.clusters[row.hardware]
+        practice = practice_of(row.setting, cluster)
+        key = (id(graph), row.hardware, row.setting.precision, practice)
+        if key not in self.pricers:
+            self.pricers[key] = Pricer(graph, cluster, row.setting.precision, practice=practice)
+        return graph, cluster, self.pricers[key]
 
     def graph(self, row: Row) -> Graph:
         from autopar.validate.models import graph_of

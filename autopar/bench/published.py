@@ -1,0 +1,177 @@
+"""The automatic plan against published layouts, on paper: what would it have lost in the machine room that measured them?
+
+A cell is a group of rows: one model on one cluster, many layouts (degrees, ZeRO stage, microbatches), each of them measured or failed. The
+search is restricted by pins to what the cell's trainer could run: one of those layouts, no recomputation but the row's, the row's
+kernels and overlaps; it chooses the layout and the stage cuts. *Regret* is the measured time of the layout that it chooses over that of
+the fastest one, minus one. A choice that failed when it was tried has no regret; it counts as failed, and the regret of the fastest
+predicted layout that ran is reported beside it.
+
+Layouts whose price with equal stages is more than ``HOPELESS`` times the cell's least are not searched: better cuts do not win that back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import AutoparError
+from autopar.plan import Role
+from autopar.search import SearchOptions, search
+from autopar.validate.rows import Row, labels, read_row
+from autopar.validate.run import Bench, Outcome, read_file
+
+HOPELESS = 1.3
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A layout with its predicted and measured step (seconds); ``measured_s`` is ``None`` where it failed."""
+
+    id: str
+    predicted_s: float
+    measured_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class CellResult:
+    """One cell. ``choice`` is the automatic layout, ``ran`` the fastest predicted one that ran (the same, unless that one failed)."""
+
+    name: str
+    devices: int
+    layouts: int
+    measured: int
+    searched: int
+    choice: Choice
+    ran: Choice
+    best: Choice
+
+    @property
+    def failed(self) -> bool:
+        return self.choice.measured_s is None
+
+    @property
+    def regret(self) -> float:
+        assert self.ran.measured_s is not None and self.best.measured_s is not None
+        return self.ran.measured_s / self.best.measured_s - 1
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"failed": self.failed, "regret": self.regret}
+
+
+def published(
+    path: str | Path, progress: Callable[[str, int, int], None] = lambda what, done, total: None
+) -> list[CellResult]:
+    """Every cell of the file in which at least two layouts ran.
+
+    Raises:
+        UsageError: the file cannot be read, or holds no rows.
+    """
+    groups: dict[str, list[tuple[int, Mapping[str, Any]]]] = {}
+    for number, row in enumerate(read_file(path), 1):
+        if not isinstance(row, str):
+            groups.setdefault(labels(row, number)[2], []).append((number, row))
+    found = []
+    bench = Bench()
+    for done, (name, rows) in enumerate(groups.items()):
+        progress(name, done, len(groups))
+        result = _cell(bench, name, rows)
+        if result is not None:
+            found.append(result)
+    progress("done", len(groups), len(groups))
+    return found
+
+
+def _cell(bench: Bench, name: str, rows: Sequence[tuple[int, Mapping[str, Any]]]) -> CellResult | None:
+    priced: list[tuple[Row, Outcome]] = []
+    for number, data in rows:
+        outcome = bench.outcome(data, number)
+        if outcome.priced and outcome.step_s is not None:
+            priced.append((read_row(data, number), outcome))
+    measured = [o for _, o in priced if o.measured.step_s is not None]
+    if len(measured) < 2:
+        return None
+    possible = [pair for pair in priced if pair[1].feasible] or priced
+    least = min(o.step_s for _, o in possible if o.step_s is not None)
+    found: list[Choice] = []
+    for row, outcome in possible:
+        assert outcome.step_s is not None
+        if outcome.step_s <= HOPELESS * least:
+            step = automatic_s(bench, row)
+            if step is not None:
+                found.append(Choice(outcome.id, step, outcome.measured.step_s))
+    ran = [choice for choice in found if choice.measured_s is not None]
+    if not ran:
+        return None
+    fastest = min(measured, key=lambda o: o.measured.step_s or 0.0)
+    assert fastest.step_s is not None
+    return CellResult(
+        name,
+        priced[0][0].hardware.devices,
+        len(rows),
+        len(measured),
+        len(found),
+        min(found, key=lambda c: c.predicted_s),
+        min(ran, key=lambda c: c.predicted_s),
+        Choice(fastest.id, fastest.step_s, fastest.measured.step_s),
+    )
+
+
+def automatic_s(bench: Bench, row: Row) -> float | None:
+    """Predicted seconds of the best plan with the row's layout; ``None`` where there is none."""
+    s = row.setting
+    try:
+        graph, cluster, pricer = bench.prices(row)
+        options = SearchOptions(
+            precision=s.precision,
+            time_limit_s=10.0,
+            pipeline=s.pipeline,
+            tensor=s.tensor,
+            data=s.data,
+            zero=s.zero,
+            recompute=s.recompute == "full",
+            microbatches=s.global_batch // (s.data * s.microbatch),
+            schedule="none" if s.pipeline == 1 else "1f1b",
+            roles=(Role.TENSOR_SEQUENCE,) if s.sequence else (Role.TENSOR,),
+        )
+        return search(graph, cluster, pricer, options).prediction.step_time_s
+    except AutoparError:
+        return None
+
+
+def summary(cells: Sequence[CellResult]) -> dict[str, Any]:
+    """Mean and worst regret, and how many choices failed, over these cells."""
+    regrets = [cell.regret for cell in cells]
+    return {
+        "cells": len(cells),
+        "mean_regret": sum(regrets) / len(regrets) if regrets else None,
+        "worst_regret": max(regrets, default=None),
+        "failed": sum(cell.failed for cell in cells),
+    }
+
+
+def to_json(cells: Sequence[CellResult]) -> dict[str, Any]:
+    """The cells and their summary."""
+    return {"summary": summary(cells), "cells": [cell.to_json() for cell in cells]}
+
+
+def markdown(cells: Sequence[CellResult]) -> str:
+    """The cells as a table of a page."""
+    rows = [
+        "| cell | GPUs | layouts that ran | automatic layout | measured | best layout | measured | regret |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for c in cells:
+        mine = "failed" if c.choice.measured_s is None else f"{c.choice.measured_s:.3g} s"
+        note = f" (of {_layout(c.ran.id, c.name)}, the next that ran)" if c.failed else ""
+        rows.append(
+            f"| {c.name} | {c.devices} | {c.measured} of {c.layouts} | {_layout(c.choice.id, c.name)} | {mine} "
+            f"| {_layout(c.best.id, c.name)} | {c.best.measured_s:.3g} s | {c.regret:.1%}{note} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def _layout(identity: str, cell: str) -> str:
+    return identity.removeprefix(f"{cell}-")

@@ -1,0 +1,167 @@
+"""Planning time against layers and devices: ``make growth`` measures and writes ``docs/growth.{jsonl,svg,md}``.
+
+Each point is a process of its own, ``autopar plan`` on a configuration in the shape of Llama-3-8B with another number of layers, from
+the first import to the plan; seconds are those of the wall and of the processor (user), memory is the process's peak. Run it on a
+machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+LAYERS = (32, 64, 128, 256)
+DEVICES = (8, 64, 512, 4096, 16_384, 65_536)
+FIXED_LAYERS, FIXED_DEVICES = 32, 1024
+PEER_DEVICES = 64
+ROWS = 1024  # of the global batch, on every point
+CONFIG = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+PEERS = (  # who, what, how long, where it is said
+    (
+        "meta-pytorch/autoparallel", "Llama 8B: op placements on a mesh that is given; no pipeline, no degrees",
+        "46.8 s: trace 13.4, build 15.5, solve 17.5", "https://github.com/meta-pytorch/autoparallel/pull/521",
+    ),
+    (
+        "the same, writing the program", "32 layers of Llama-3-8B, the two largest parts of applying a solution",
+        "8.7 s and 5.0 s", "https://github.com/meta-pytorch/autoparallel/pull/358",
+    ),
+    (
+        "alpa", "GPT-39B, compilation and profiling of stages", "about 40 minutes", "https://arxiv.org/abs/2201.12023",
+    ),
+)  # fmt: skip
+
+
+def points() -> list[tuple[int, int]]:
+    """(layers, devices) of every point, each once."""
+    found = [(layers, FIXED_DEVICES) for layers in LAYERS] + [(FIXED_LAYERS, devices) for devices in DEVICES]
+    return list(dict.fromkeys(found))
+
+
+def measure(layers: int, devices: int, limit_s: float) -> dict[str, object]:
+    """One point."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
+        spec = f"{devices // 8}x8xH100-80GB"
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "autopar",
+            "plan",
+            str(path),
+            "--devices",
+            spec,
+            "--seq",
+            "8192",
+        ]
+        command += ["--global-batch", str(ROWS), "--json"]
+        before, start = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime, time.perf_counter()
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=limit_s)
+        wall = time.perf_counter() - start
+    line: dict[str, object] = {"layers": layers, "devices": devices, "wall_s": round(wall, 3)}
+    line["user_s"] = round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before, 3)
+    if done.returncode:
+        return line | {"error": done.stdout.strip() or done.stderr.strip()}
+    plan = json.loads(done.stdout)
+    return line | {key: plan[key] for key in ("gap", "step_time_s", "peak_memory_bytes")}
+
+
+def page(lines: list[dict]) -> str:
+    """The page that is made of the results."""
+    parts = [
+        "# How planning time grows\n",
+        "`autopar plan` on models in the shape of Llama-3-8B with more layers, on nodes of 8 H100; a process each, imports and capture",
+        f"included; global batch {ROWS:,} sequences of 8,192 tokens.\n",
+        "![planning time](growth.svg)\n",
+    ]
+    for title, wanted in (
+        (f"Layers, on {FIXED_DEVICES:,} GPUs", [x for x in lines if x["devices"] == FIXED_DEVICES]),
+        (f"GPUs, {FIXED_LAYERS} layers", [x for x in lines if x["layers"] == FIXED_LAYERS]),
+    ):
+        parts += [
+            f"## {title}\n",
+            "| layers | GPUs | wall | processor | gap | peak memory |",
+            "|---|---|---|---|---|---|",
+        ]
+        for x in sorted(wanted, key=lambda x: (x["layers"], x["devices"])):
+            rest = (
+                f"{x['gap']:.2%} | {x['peak_memory_bytes'] / 1e6:,.0f} MB" if "gap" in x else f"{x['error'][:80]} | -"
+            )
+            parts.append(f"| {x['layers']} | {x['devices']:,} | {x['wall_s']:.1f} s | {x['user_s']:.1f} s | {rest} |")
+        parts.append("")
+    same = [x for x in lines if (x["layers"], x["devices"]) == (FIXED_LAYERS, PEER_DEVICES) and "gap" in x]
+    parts += [
+        "## Beside others\n",
+        "What the authors of other planners report, each on a machine of its own; what they plan differs, and so this is no race.\n",
+        "| who | what | time | source |",
+        "|---|---|---|---|",
+        *(
+            f"| autopar | Llama-3-8B on {PEER_DEVICES} GPUs: everything, from the first import to the plan | {x['wall_s']:.1f} s | above |"
+            for x in same
+        ),
+        *(f"| {who} | {what} | {took} | <{source}> |" for who, what, took, source in PEERS),
+        "",
+    ]
+    return "\n".join([*parts, "Made by `make growth`. Do not edit."]) + "\n"
+
+
+def draw(lines: list[dict], path: Path) -> None:
+    """Wall and processor seconds, one panel against layers and one against devices."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, 2, figsize=(8, 3), sharey=True)
+    for panel, name, other, fixed in zip(
+        panels, ("layers", "devices"), ("devices", "layers"), (FIXED_DEVICES, FIXED_LAYERS), strict=True
+    ):
+        some = sorted((x for x in lines if x[other] == fixed), key=lambda x: x[name])
+        for key, label in (("wall_s", "wall"), ("user_s", "processor")):
+            panel.plot([x[name] for x in some], [x[key] for x in some], marker="o", markersize=3, label=label)
+        panel.set_xscale("log", base=2)
+        panel.set_xlabel(f"{name} ({fixed:,} {other})")
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("seconds")
+    panels[0].legend()
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds for one point")
+    parser.add_argument("--page", action="store_true", help="make the page anew, measure nothing")
+    asked = parser.parse_args()
+    path = DOCS / "growth.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if asked.page else []
+    for layers, devices in [] if asked.page else points():
+        line = measure(layers, devices, asked.limit)
+        print(json.dumps(line), file=sys.stderr, flush=True)
+        lines.append(line)
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    draw(lines, DOCS / "growth.svg")
+    (DOCS / "growth.md").write_text(page(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Requests that cannot be met, what autopar suggests, and whether it helps: ``make infeasible`` writes ``docs/infeasible.md``.
+
+Every suggestion is applied to the request by itself, and the request is planned again from the start.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from autopar.cli.load import Loaded, Sizes, load_model
+from autopar.compile import plan_model
+from autopar.devices import parse
+from autopar.errors import InfeasibleError
+from autopar.explain import Change
+from autopar.graph import Graph
+from autopar.plan import Plan
+from autopar.search import SearchOptions
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+REQUESTS: tuple[dict[str, Any], ...] = (
+    {"model": "gpt2-xl", "devices": "1xL40S", "seq": 1024, "global_batch": 8},
+    {"model": "gpt2-xl", "devices": "2xA10G", "seq": 1024, "global_batch": 8, "tensor": 1, "pipeline": 1, "zero": 0},
+    {
+        "model": "gpt2-large",
+        "devices": "4xA10G",
+        "seq": 1024,
+        "global_batch": 64,
+        "microbatches": 1,
+        "recompute": False,
+    },
+    {"model": "gpt2-xl", "devices": "8xA100-40GB", "seq": 1024, "global_batch": 256, "microbatches": 1},
+    {
+        "model": "bert-large",
+        "devices": "1xRTX4090",
+        "seq": 512,
+        "global_batch": 64,
+        "microbatches": 1,
+        "recompute": False,
+    },
+    {"model": "llama3-8b", "devices": "1xH100-80GB", "seq": 8192, "global_batch": 8},
+    {
+        "model": "llama3-8b",
+        "devices": "8xH100-80GB",
+        "seq": 8192,
+        "global_batch": 64,
+        "zero": 1,
+        "tensor": 1,
+        "pipeline": 1,
+    },
+    {"model": "llama3-8b", "devices": "4xA100-40GB", "seq": 8192, "global_batch": 16, "recompute": False},
+    {"model": "llama3-8b", "devices": "8xA100-40GB", "seq": 131072, "global_batch": 8},
+    {
+        "model": "gpt2",
+        "devices": "1xV100-32GB",
+        "seq": 1024,
+        "global_batch": 512,
+        "microbatches": 1,
+        "precision": "float32",
+    },
+    {"model": "llama3-70b", "devices": "8xH100-80GB", "seq": 8192, "global_batch": 32},
+    {"model": "vit-large", "devices": "1xA10G", "global_batch": 256, "microbatches": 1, "recompute": False},
+)
+SIZES = ("seq", "global_batch", "precision")
+
+
+def loaded(request: dict[str, Any]) -> Loaded:
+    return load_model(request["model"], Sizes(*(request.get(name) for name in SIZES)))
+
+
+def planned(request: dict[str, Any]) -> Plan:
+    """The plan of a request; raises ``InfeasibleError`` with its changes."""
+    model = loaded(request)
+    pins = {key: value for key, value in request.items() if key not in ("model", "devices", *SIZES)}
+
+    def recapture(**sizes: Any) -> Graph:
+        from autopar.compile import capture_model
+
+        other = loaded(request | {key: value for key, value in sizes.items() if value is not None})
+        return capture_model(other.module, other.batch, other.loss_fn, name=other.name)
+
+    _, plan = plan_model(
+        model.module,
+        model.batch,
+        model.loss_fn,
+        parse(request["devices"]),
+        SearchOptions(time_limit_s=60, target_gap=0.1, **pins),
+        name=model.name,
+        recapture=recapture,
+    )
+    return plan
+
+
+def applied(request: dict[str, Any], change: Change) -> dict[str, Any]:
+    """The request with the change made."""
+    return {key: value for key, value in (request | dict(change.request)).items() if key not in change.free}
+
+
+def line(request: dict[str, Any]) -> dict[str, Any]:
+    """A request, why it is infeasible, and every suggestion with what came of it."""
+    try:
+        plan = planned(request)
+    except InfeasibleError as error:
+        changes = []
+        for change in error.changes:
+            assert isinstance(change, Change)
+            try:
+                again = planned(applied(request, change))
+                fits = all(stage.memory.total <= stage.memory_limit_bytes for stage in again.stages)
+            except InfeasibleError:
+                fits = False
+            changes.append(change.to_json() | {"helps": fits})
+        return {"request": request, "error": error.message, "changes": changes}
+    return {"request": request, "error": "", "changes": [], "plan": plan.prediction.step_time_s}
+
+
+def page(lines: list[dict[str, Any]]) -> str:
+    """The page that is made of the results."""
+    text = [
+        "# Infeasible requests, and what would help\n",
+        "Each suggestion was found by search, and then applied to the request by itself, which was planned again from the start.\n",
+        "| request | why not | suggestion | applied, it fits |",
+        "|---|---|---|---|",
+    ]
+    for one in lines:
+        words = ", ".join(f"{key} {value}" for key, value in one["request"].items())
+        why = one["error"].partition(":")[0] if one["error"] else "feasible"
+        for number, change in enumerate(one["changes"] or [{"text": "-", "helps": False}]):
+            head = f"| {words} | {why} " if not number else "| | "
+            text.append(f"{head}| {change['text'].partition(':')[0]} | {'yes' if change['helps'] else 'no'} |")
+    return "\n".join([*text, "", "Made by `make infeasible`. Do not edit."]) + "\n"
+
+
+def main() -> None:
+    lines = []
+    for request in REQUESTS:
+        lines.append(line(request))
+        print(json.dumps(lines[-1])[:400], file=sys.stderr, flush=True)
+        (DOCS / "infeasible.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    (DOCS / "infeasible.md").write_text(page(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""The pages of growth and of published layouts say what was measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from growth import DEVICES, LAYERS, PEER_DEVICES, PEERS, draw, page, points
+
+
+def line(layers: int, devices: int) -> dict:
+    return {
+        "layers": layers,
+        "devices": devices,
+        "wall_s": 3.25,
+        "user_s": 2.5,
+        "gap": 0.004,
+        "peak_memory_bytes": 5 * 10**8,
+    }
+
+
+def test_points_cover_both_directions() -> None:
+    found = points()
+    assert {n for n, _ in found} == set(LAYERS) and set(DEVICES) <= {d for _, d in found}
+    assert len(found) == len(set(found)) and (min(LAYERS), max(LAYERS)) == (32, 256) and DEVICES[-1] == 65_536
+    assert (32, PEER_DEVICES) in found
+
+
+def test_the_page_has_every_point_and_source() -> None:
+    lines = [line(*point) for point in points()]
+    lines[-1] = {"layers": 32, "devices": 65_536, "wall_s": 9.0, "user_s": 8.0, "error": "no time"}
+    text = page(lines)
+    assert text.count("| 3.2 s | 2.5 s | 0.40% | 500 MB |") == len(lines)  # one point is in both tables, one failed
+    assert "| 32 | 65,536 | 9.0 s | 8.0 s | no time | - |" in text
+    assert all(source in text for *_, source in PEERS)
+    assert f"Llama-3-8B on {PEER_DEVICES} GPUs" in text
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    draw([line(*point) for point in points()], tmp_path / "growth.svg")
+    assert "<svg" in (tmp_path / "growth.svg").read_text()
