@@ -7,7 +7,7 @@ megatron      the rule of thumb: the least tensor degree within a node, then the
               parallel; ZeRO-1; no recomputation where that fits at the same degrees; as many microbatches as are fastest
 uniform       every plan in which all layers have one strategy and stages have equal numbers of layers, one by one
 bucketed      as Galvatron: per outer choice, even stages, and in each stage dynamic programming over the layers on a memory axis of
-              ``BUCKETS`` buckets (rounded up, so that what it calls feasible is)
+              ``BUCKETS`` buckets (rounded up, so that what it calls feasible is); layers that share parameters are made alike
 ============  =========================================================================================================
 
 All price with the same pricer and end in ``search.evaluate``; a plan that does not fit counts as none.
@@ -36,7 +36,7 @@ from autopar.price import Pricer
 from autopar.search import SearchOptions, evaluate, make_mesh, search
 from autopar.search.hand import default_schedule, even_cuts
 from autopar.search.options import LayerPins
-from autopar.search.problem import divisors, meshes, strategies
+from autopar.search.problem import divisors, meshes, strategies, tied_groups
 from autopar.shard import annotate
 from autopar.zoo import build
 
@@ -207,11 +207,27 @@ def bucketed(problem: Problem) -> Plan | None:
         for m in divisors(problem.graph.batch_size):
             if (pipeline > 1 and m < pipeline) or (m > 1 and problem.graph.unmicrobatchable):
                 continue
-            chosen = dealt(problem, mesh, cuts, m)
-            plan = chosen and written(problem, mesh, cuts, chosen, m)
-            if plan and not over(problem, plan) and better(problem, plan, best):
-                best = plan
+            for chosen in tied_alike(problem.graph, dealt(problem, mesh, cuts, m)):
+                plan = written(problem, mesh, cuts, chosen, m)
+                if plan and not over(problem, plan) and better(problem, plan, best):
+                    best = plan
     return best
+
+
+def tied_alike(graph: Graph, chosen: list[Strategy] | None) -> Iterator[list[Strategy]]:
+    """Layers that share parameters must have the same roles and ZeRO stage: as the first of them has, or as the last."""
+    if chosen is None:
+        return
+    groups = tied_groups(graph)
+    if all(len({(chosen[i].roles, chosen[i].zero) for i in group}) == 1 for group in groups):
+        yield chosen
+        return
+    for end in (0, -1):
+        alike = list(chosen)
+        for group in groups:
+            for i in group:
+                alike[i] = replace(chosen[i], roles=chosen[group[end]].roles, zero=chosen[group[end]].zero)
+        yield alike
 
 
 def dealt(problem: Problem, mesh: tuple, cuts: tuple, m: int) -> list[Strategy] | None:
@@ -282,14 +298,14 @@ SEARCHES: dict[str, Callable[[Problem], Plan | None]] = {
 }
 
 
-def contest(problem: Problem, model: str) -> dict[str, object]:
+def contest(problem: Problem, model: str, seq: int | None) -> dict[str, object]:
     """One line of results: every search's plan, its step time over ours, its seconds."""
     start = time.process_time()
     ours = search(problem.graph, problem.cluster, problem.pricer, SearchOptions(time_limit_s=60))
     line: dict[str, object] = {
         "model": model,
         "devices": problem.cluster.name,
-        "seq": problem.graph.tokens // problem.graph.batch_size,
+        "seq": seq,
         "global_batch": problem.graph.batch_size,
         "autopar": {
             "step_time_s": ours.prediction.step_time_s,
@@ -321,7 +337,7 @@ def page(lines: list[dict]) -> str:
         cells = [_slower(line[name]["slower"]) for name in SEARCHES]
         ours = line["autopar"]
         rows.append(
-            f"| {line['model']}, {line['seq']:,} tokens | {line['devices']} | {line['global_batch']:,} "
+            f"| {line['model']}{_tokens(line['seq'])} | {line['devices']} | {line['global_batch']:,} "
             f"| {ours['step_time_s']:.3g} s | {ours['gap']:.1%} | {' | '.join(cells)} |"
         )
     summary = []
@@ -336,12 +352,16 @@ def page(lines: list[dict]) -> str:
     return (
         "# Against simpler searches\n\nHow much slower the plan of a simpler search is than autopar's, at the same prices. *none*: it "
         "finds no plan that fits. A negative figure is inside the gap at which autopar's search stops.\n\n```text\n"
-        + doc[doc.index("=====") : doc.rindex("=====") + 5].strip()
+        + doc.split("\n\n")[1]
         + "\n```\n\n" + "\n".join(rows)
         + "\n\n| search | median | worst | found none | slower by more than 1 % |\n|---|---|---|---|---|\n"
         + "\n".join(summary)
         + "\n\nEvery plan in a line, and what each search cost: `simpler.jsonl`. Made by `make simpler`. Do not edit.\n"
     )  # fmt: skip
+
+
+def _tokens(seq: int | None) -> str:
+    return f", {seq:,} tokens" if seq else ""
 
 
 def _slower(share: float | None) -> str:
@@ -363,7 +383,7 @@ def main() -> None:
         module, example = build(model, seq, batch, "bfloat16", "meta")
         graph = annotate(capture(module, example, None, precision="bfloat16", name=model))
         cluster = parse(devices)
-        done[key] = contest(Problem(graph, cluster, Pricer(graph, cluster, "bfloat16")), model)
+        done[key] = contest(Problem(graph, cluster, Pricer(graph, cluster, "bfloat16")), model, seq)
         path.write_text("".join(json.dumps(done[pair]) + "\n" for pair in PAIRS if pair in done))
         print(json.dumps(done[key]), file=sys.stderr, flush=True)
     (DOCS / "simpler.md").write_text(page([done[pair] for pair in PAIRS if pair in done]))

@@ -12,7 +12,7 @@ from autopar.search import SearchOptions, search
 
 @pytest.fixture(scope="module")
 def problem() -> Problem:
-    graph = chain(["embed", *["block"] * 4, "head"], 8, seq=TransformerPricer.seq)
+    graph = chain(["embed", *["block"] * 4, "head"], 8, tied=(0, 5), seq=TransformerPricer.seq)
     return Problem(graph, parse("1x8xH100-80GB"), TransformerPricer(graph))  # type: ignore[arg-type]
 
 
