@@ -29,6 +29,7 @@ class Price:
     saved_bytes: int
     transient_bytes: int
     flops: float
+    fresh_bytes: int = 0
 
     @property
     def weights_bytes(self) -> int:
@@ -131,6 +132,9 @@ class RandomPricer:
         later = layers[i + 1 : i + 2] if read else layers[i + 1 :]
         wanted = {name for layer in later for name in layer.activations}
         return layers[i].cls, layers[i + 1].cls, [a.cls for a in layers[: i + 1] if wanted & set(a.outputs)]
+
+    def tied(self, i: int, name: str, mesh: tuple[Axis, ...], strategy: Strategy) -> tuple[int, int, int]:
+        return 0, 0, 0
 
 
 def random_problem(
@@ -301,6 +305,9 @@ class TransformerPricer:
     def p2p(self, i: int, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> float:
         tokens = self.graph.batch_size / microbatches / strategy.degree(mesh, Role.DATA) * self.seq
         return tokens * self.hidden * 2 / 40e9
+
+    def tied(self, i: int, name: str, mesh: tuple[Axis, ...], strategy: Strategy) -> tuple[int, int, int]:
+        return 0, 0, 0
 
 
 def transformer(batch: int = 1024) -> Graph:

@@ -140,11 +140,12 @@ def fold_constants(gm: fx.GraphModule, evaluator: Evaluator, batch_size: int) ->
     """Replace the last constant nodes before something that varies by placeholders with ``meta["constant"]``; their values by name."""
     constants: dict[str, torch.Tensor] = {}
     foldable = {node for node in evaluator.constant if _rows_bytes(node, batch_size) <= LIMIT_BYTES}
-    for node in [n for n in gm.graph.nodes if n in foldable]:
-        readers = [user for user in node.users if user not in foldable]
-        if not readers:
-            continue
-        value, rows = _value(evaluator, node, batch_size)
+    ends = [
+        (n, readers) for n in gm.graph.nodes if n in foldable and (readers := [u for u in n.users if u not in foldable])
+    ]
+    # all values first: one constant may lead to another through one that is too large to fold, and is read as it was written
+    values = [_value(evaluator, node, batch_size) for node, _ in ends]
+    for (node, readers), (value, rows) in zip(ends, values, strict=True):
         placed = _place(gm, constants, node, value)
         if rows:
             placed = add(_first_call(gm), aten.expand.default, (placed, list(shape(node))), origin=node)

@@ -322,6 +322,7 @@ def hardware(action: str | None, name: str | None, as_json: bool) -> None:
 @click.option("--microbatch", type=click.IntRange(1), metavar="N", help="Sequences in a microbatch of one device.")
 @click.option("--schedule", metavar="NAME", help="gpipe or 1f1b.")
 @click.option("--recompute", metavar="NAME", help="none, selective or full.")
+@click.option("--timeline", is_flag=True, help="Show besides what each device holds at each action of a step.")
 @_plan_file_option
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)

@@ -18,6 +18,8 @@ from autopar.plan import Plan, Role
 if TYPE_CHECKING:
     from autopar.devices import Cluster
     from autopar.graph import Graph
+    from autopar.price import Pricer
+    from autopar.search.timeline import Moment
 
 # Another trainer's flag: the option of ours that it means. Flags without a value are true.
 FLAGS = {
@@ -73,18 +75,25 @@ def read_flags(words: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def price_command(as_json: bool, plan_file: str | None, flags: Sequence[str], **request: Any) -> None:
-    """``autopar price``: the plan's prediction in the form of ``autopar plan``."""
-    plan = price_request(request | translated(read_flags(flags)), plan_file)
+def price_command(as_json: bool, timeline: bool, plan_file: str | None, flags: Sequence[str], **request: Any) -> None:
+    """``autopar price``: the plan's prediction in the form of ``autopar plan``, and what is held through a step if asked."""
+    plan, moments = price_request(request | translated(read_flags(flags)), plan_file, timeline)
     if as_json:
-        print(plan.dumps())
+        from autopar.cli.timeline import timeline_data
+
+        print(json.dumps(plan.to_json() | ({"timeline": timeline_data(moments)} if timeline else {}), indent=1))
         return
     from rich.console import Console
 
     from autopar.cli.render import print_plan
+    from autopar.cli.timeline import print_timeline
 
     console = Console(highlight=False)
-    print_plan(plan, console if console.is_terminal else Console(highlight=False, width=_WIDTH))
+    console = console if console.is_terminal else Console(highlight=False, width=_WIDTH)
+    print_plan(plan, console)
+    if timeline:
+        console.print()
+        print_timeline(moments, console)
 
 
 def translated(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,14 +120,18 @@ def translated(found: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def price_request(request: Mapping[str, Any], plan_file: str | None) -> Plan:
-    """The priced plan of a command line."""
+def price_request(
+    request: Mapping[str, Any], plan_file: str | None, timeline: bool = False
+) -> tuple[Plan, tuple[tuple[Moment, ...], ...]]:
+    """The priced plan of a command line, and if asked its devices' memory at each action of a step."""
     from autopar.capture import capture
     from autopar.cli.load import Sizes, load_model
     from autopar.cli.talk import Talk
     from autopar.compile import read_plan
     from autopar.devices import parse
     from autopar.precision import name_of, normalise
+    from autopar.price import Pricer
+    from autopar.search import memory_timeline
     from autopar.shard import annotate
 
     cluster = parse(request["devices"], calibration=request.get("calibration"))
@@ -134,7 +147,9 @@ def price_request(request: Mapping[str, Any], plan_file: str | None) -> Plan:
         precision = normalise(sizes.precision) if sizes.precision else None
         graph = annotate(capture(loaded.module, loaded.batch, loaded.loss_fn, precision=precision, name=loaded.name))
         talk("price")
-        return price_plan(graph, cluster, given or write_plan(graph, cluster, request), name_of(graph.dtype))
+        pricer = Pricer(graph, cluster, name_of(graph.dtype))
+        plan = price_plan(graph, cluster, given or write_plan(graph, cluster, request), pricer)
+        return plan, memory_timeline(graph, cluster, pricer, plan) if timeline else ()
 
 
 def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Plan:
@@ -185,9 +200,8 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
     return dataclasses.replace(plan, layers=layers)
 
 
-def price_plan(graph: Graph, cluster: Cluster, plan: Plan, precision: str) -> Plan:
+def price_plan(graph: Graph, cluster: Cluster, plan: Plan, pricer: Pricer) -> Plan:
     """``plan`` with its prediction on ``cluster``."""
-    from autopar.price import Pricer
     from autopar.search import evaluate
 
     if len(plan.layers) != len(graph.layers):
@@ -195,13 +209,13 @@ def price_plan(graph: Graph, cluster: Cluster, plan: Plan, precision: str) -> Pl
     priced = evaluate(
         graph,
         cluster,
-        Pricer(graph, cluster, precision),
+        pricer,
         mesh=plan.mesh,
         stage_bounds=[stage.start for stage in plan.stages] + [len(plan.layers)],
         strategies=[layer.strategy for layer in plan.layers],
         microbatches=plan.microbatches,
         schedule=plan.schedule,
-        precision=precision,
+        precision=pricer.numbers.name,
         chunks=plan.chunks,
     )
     return dataclasses.replace(priced, notes=(*priced.notes, *cluster.notes))

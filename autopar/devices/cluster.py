@@ -177,6 +177,15 @@ class Cluster:
             return view
         return replace(view, memory_override_bytes=self.memory_override_bytes)
 
+    @property
+    def memory_capacity_bytes(self) -> int:
+        """What tensors can take of one device at all, where a plan that keeps to ``memory_limit_bytes`` keeps clear of it: its memory less
+        what the driver and the libraries take, over what the allocator reserves for each byte that is asked for."""
+        if self.memory_override_bytes is not None or self.kind != "cuda":
+            return self.memory_limit_bytes
+        free = self.gpu.memory_bytes - constants.DEVICE_OVERHEAD.value
+        return int(free / constants.ALLOCATOR_RESERVE.value)
+
     def __str__(self) -> str:
         return self.name
 

@@ -1,9 +1,9 @@
 """Figures that no specification gives, each with its unit and its source.
 
 Vendor specifications are in ``kinds/*.toml``, measured bandwidths in ``networks/*.toml``. What is here turns them into prices: the
-fraction of a peak that real code reaches, latencies, and modest figures for a machine without a GPU. A source starts
-with its kind: *measured*, *library* (read from its source code), *published*, *vendor* (a data sheet), *assumed*, or *fitted* to published
-measurements: those are few, and docs/validation.md lists them.
+fraction of a peak that real code reaches, latencies, and modest figures for a machine without a GPU. A source starts with its kind:
+*measured*, *library* (read from its source code), *published*, *vendor* (a data sheet), *assumed*, or *fitted*: chosen with published
+measurements in view. ``autopar.devices.records`` lists all of them, those in the files included; docs/validation.md prints that list.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ class Constant:
     value: float
     unit: str
     source: str
+
+    @property
+    def kind(self) -> str:
+        """*measured*, *library*, *published*, *vendor*, *assumed* or *fitted*."""
+        return self.source.split(":")[0].split()[0]
 
 
 _NCCL = "library: NCCL src/graph/tuning.cc, hwLat and baseLat, protocol Simple"
@@ -56,6 +61,38 @@ GIB_PER_VENDOR_GB = Constant(
     "seen of B200-180GB",
 )
 
+DEEPSPEED_GRADIENT_BYTES = Constant(
+    10,
+    "bytes per parameter",
+    "fitted: DeepSpeed's bfloat16 optimizer in BigScience's runs; 2 of the backward's gradient, 4 of the flat float32 sum, which is not "
+    "sharded, and as much again",
+)
+RECIPE_GRADIENT_BYTES = Constant(
+    2,
+    "bytes per parameter",
+    "published: grad_sync_dtype bf16 beside distributed_fused_adam, NVIDIA/dgxc-benchmarking nemo_megatron/gpt3_175b_hydra.yaml",
+)
+_NANOTRON = "library: nanotron src/nanotron/optim/gradient_accumulator.py"
+DDP_GRADIENT_BYTES = Constant(6, "bytes per parameter", _NANOTRON + ": 4 of the float32 sum, 2 of DDP's bucket")
+SUMMED_GRADIENT_BYTES = Constant(
+    4, "bytes per parameter", _NANOTRON + ": the float32 sum; without data parallelism there is no bucket"
+)
+FRESH_GRADIENT_BYTES = Constant(
+    2, "bytes per parameter", _NANOTRON + ": the backward's own gradient, which is added to the sum when all are there"
+)
+
+# -- trainers ---------------------------------------------------------------------------------------------------------
+TENSOR_OVERLAP = Constant(
+    0.3,
+    "fraction of tensor-parallel communication",
+    "fitted: nanotron's asynchronous tensor parallelism in its layout sweep",
+)
+HEAVY_HEAD = Constant(
+    2.0,
+    "blocks",
+    "fitted: from this much arithmetic on, the head counts when blocks are dealt out to stages (nanotron's sweep)",
+)
+
 # -- compute ----------------------------------------------------------------------------------------------------------
 MATMUL_EFFICIENCY = Constant(
     0.8,
@@ -75,7 +112,7 @@ MEMORY_EFFICIENCY = Constant(
     "measured by NVIDIA: HBM copy of 4.01 of 4.8 TB/s on H200 (samuel-bohman/AI-benchmarking-guide, ND_H200_v5_results)",
 )
 OP_FLOOR_S = Constant(1e-5, "s", "assumed: dispatch of one op with autograd from Python; kernels cannot start faster")
-KERNEL_S = Constant(2e-6, "s", "assumed: start and tail of one kernel on the device")
+KERNEL_S = Constant(2e-6, "s", "fitted: start and tail of one kernel on the device; published steps of all sources")
 ATTENTION_EFFICIENCY = Constant(
     0.35,
     "fraction of peak FLOP/s",

@@ -107,13 +107,16 @@ def nearest(text: str) -> str:
         return forms[0] if size is None else min(forms, key=lambda name: abs(table()[name]["hbm_gb"] - size))
 
 
+def network_entries() -> list[dict[str, Any]]:
+    """The measured networks' files."""
+    return sorted(map(_read, _files("networks")), key=lambda entry: str(entry["name"]))
+
+
 def network(name: str, per_node: int, words: str) -> Network | None:
     """The measured network of that kind of node, where nothing is said of another one."""
     if words:
         return None
-    found = next(
-        (n for n in map(_read, _files("networks")) if (n["gpu"], n["gpus_per_node"]) == (name, per_node)), None
-    )
+    found = next((n for n in network_entries() if (n["gpu"], n["gpus_per_node"]) == (name, per_node)), None)
     if found is None:
         return None
     return Network(

@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from autopar.devices import Cluster
 from autopar.devices.cluster import Link
 from autopar.plan import Axis
+from autopar.price.aggregation import ring
 from autopar.types import Collective
 
 
@@ -114,15 +115,15 @@ def group_time_s(
         return (
             cluster.collective_s + hop_s + bytes_total / n / (cluster.inter if nodes > 1 else cluster.intra).bytes_per_s
         )
-    moving = bytes_total * (n - 1) / n / beta
+    moving = ring(bytes_total, n).sequence_bytes / 2 / beta  # one of its two rounds
     if network is not None:  # measured: slow steps and full links go together
         moving = max(0.0 if batched else hops_s, moving)
         return cluster.collective_s + (2 if collective is Collective.ALL_REDUCE else 1) * moving
-    ring = hops_s * (not batched) + moving
+    round_s = hops_s * (not batched) + moving
     if collective is not Collective.ALL_REDUCE:
-        return cluster.collective_s + ring
+        return cluster.collective_s + round_s
     tree_hops_s = (k - 1) * cluster.intra.latency_s + math.ceil(math.log2(nodes)) * cluster.inter.latency_s
-    return cluster.collective_s + 2 * min(ring, tree_hops_s + bytes_total / beta)
+    return cluster.collective_s + 2 * min(round_s, tree_hops_s + bytes_total / beta)
 
 
 def _measured(collective: Collective, size: float, n: int, cluster: Cluster, sharded: bool) -> float | None:

@@ -36,8 +36,9 @@ class LayerPrice:
     """Seconds of one microbatch on one device, exposed communication and recomputation included, and bytes held there.
 
     ``communication_s`` is the exposed part of ``forward_s + backward_s``. ``step_s`` comes once a step: gradient reduction,
-    ZeRO's gathers, the optimizer. ``saved_bytes`` is per microbatch in flight. ``flops`` counts the model's arithmetic for
-    one microbatch, forward and backward, over all devices of the stage: replicated work once, recomputation not at all.
+    ZeRO's gathers, the optimizer. ``saved_bytes`` is per microbatch in flight, ``fresh_bytes`` what its backward leaves in their
+    place. ``flops`` counts the model's arithmetic for one microbatch, forward and backward, over all devices of the stage: replicated work
+    once, recomputation not at all.
     """
 
     forward_s: float
@@ -50,6 +51,7 @@ class LayerPrice:
     saved_bytes: int
     transient_bytes: int
     flops: float
+    fresh_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class Core:
     selective_compute_s: float  # what selective recomputation runs again
     forward_wire_s: float
     backward_wire_s: float
+    forward_beside_s: float  # what is left of exchanges that run under their own op's arithmetic
+    backward_beside_s: float
     forward_host_s: float  # what the host needs to start all that, below which no device's speed helps
     backward_host_s: float
     saved_bytes: float
@@ -136,23 +140,38 @@ def core(bound: Bound, axes: tuple[Axis, ...], cluster: Cluster, numbers: Precis
         running = gpu.seconds(table.kinds, local(flops, "op"), traffic, numbers.name, backward)
         return np.asarray(running + kernels * gpu.kernel_s)
 
+    def wires(side: str) -> float:
+        return sum(move_s(m, getattr(m, side), axes, cluster) for m in bound.moves if not m.beside)
+
+    def left(side: str, arithmetic_s: Floats) -> float:
+        """What exchanges beside an op's arithmetic add to it."""
+        found: dict[str, float] = {}
+        for m in bound.moves:
+            if m.beside:
+                found[m.beside] = found.get(m.beside, 0.0) + move_s(m, getattr(m, side), axes, cluster)
+        if not found:
+            return 0.0
+        at = {node.name: i for i, node in enumerate(table.ops)}
+        return sum(beside(float(arithmetic_s[at[name]]), wire_s) for name, wire_s in found.items())
+
     def calls(side: str) -> int:
         found = [getattr(move, side) for move in bound.moves if math.prod(axes[i].size for i in move.axes) > 1]
         return sum(c not in (Collective.NONE, Collective.LOCAL) for c in found)
 
     forward_s = seconds(table.forward_flops, table.slot_forward, table.forward_kernels, False)
+    backward_s = seconds(table.backward_flops, table.slot_backward, table.backward_kernels, True)
     saved = local(table.saved_bytes, "saved")
     inputs = np.array([table.value_bytes[name] for name in table.activations], dtype=float)
     parameters = local(table.parameter_numel, "parameter")
     microbatches = math.prod(axis.size for axis in axes if axis.stride == 0)
     return Core(
         forward_compute_s=float(forward_s.sum()),
-        backward_compute_s=float(
-            seconds(table.backward_flops, table.slot_backward, table.backward_kernels, True).sum()
-        ),
+        backward_compute_s=float(backward_s.sum()),
         selective_compute_s=float(forward_s[table.again].sum()),
-        forward_wire_s=sum(move_s(m, m.forward, axes, cluster) for m in bound.moves),
-        backward_wire_s=sum(move_s(m, m.backward, axes, cluster) for m in bound.moves),
+        forward_wire_s=wires("forward"),
+        backward_wire_s=wires("backward"),
+        forward_beside_s=left("forward", forward_s),
+        backward_beside_s=left("backward", backward_s),
         forward_host_s=float(table.forward_kernels.sum()) * gpu.op_floor_s + calls("forward") * cluster.host_s,
         backward_host_s=float(table.backward_kernels.sum()) * gpu.op_floor_s + calls("backward") * cluster.host_s,
         saved_bytes=float(saved[list(bound.plain)].sum()),
@@ -214,8 +233,8 @@ def assemble(
 
     again = 1.0 if strategy.recompute else 0.0
     exposed = 1.0 - practice.overlap_tensor
-    forward_wire_s = exposed * c.forward_wire_s
-    backward_wire_s = exposed * (c.backward_wire_s + again * c.forward_wire_s)
+    forward_wire_s = exposed * c.forward_wire_s + c.forward_beside_s
+    backward_wire_s = exposed * c.backward_wire_s + c.backward_beside_s + again * forward_wire_s
     forward_compute_s = max(c.forward_compute_s, c.forward_host_s - forward_wire_s)
     held_gradient = trainable / (data if zero >= 2 else 1)
     accumulate_s = (1 - 1 / c.microbatches) * held_gradient * numbers.accumulated / cluster.gpu.bytes_per_s
@@ -249,6 +268,7 @@ def assemble(
         saved_bytes=math.ceil(saved),
         transient_bytes=math.ceil(transient),
         flops=c.flops,
+        fresh_bytes=trainable * numbers.fresh,
     )
 
 
@@ -276,7 +296,7 @@ def beside_s(compute_s: float, wire_s: float, slowdown: float) -> float:
 
 def update_bytes(numbers: Precision) -> int:
     """Bytes that the optimizer moves per parameter: reads the gradient, reads and writes its state and the parameter."""
-    return numbers.gradient + 2 * numbers.optimizer + 2 * numbers.parameter
+    return numbers.gradient + 2 * numbers.optimizer + 2 * numbers.shard
 
 
 def price_layer(
@@ -292,7 +312,7 @@ def price_layer(
     ``sharding.axes`` are the mesh's, in the order of ``strategy.roles``, with ``Axis("microbatch", m, 0)`` among them. ``None`` where
     a local shape is not whole. ``Pricer.layer`` is the same with everything kept that can be.
     """
-    numbers = precision(precision_name, practice.gradient_bytes)
+    numbers = precision(precision_name, practice.gradient_bytes, practice.fsdp, practice.fresh_bytes)
     # time is outermost: a microbatch is cut from the batch before the mesh divides it
     order = sorted(range(len(sharding.axes)), key=lambda i: sharding.axes[i].name != MICROBATCH)
     axes, types = tuple(sharding.axes[i] for i in order), tuple(sharding.types[i] for i in order)

@@ -194,7 +194,8 @@ def trace(cls: LayerClass, flash: bool = True) -> Trace:
 @dataclass(frozen=True, slots=True)
 class Precision:
     """Bytes of one element of an activation, and of one parameter: the copy that is computed with, its gradient, and
-    what the optimizer holds (Adam's two moments, and a float32 master copy under mixed precision)."""
+    what the optimizer holds (Adam's two moments, and a float32 master copy under mixed precision). ``shard`` are the bytes of a parameter
+    at rest under ZeRO-3, ``fresh`` those of the gradient that one backward leaves behind (see ``Practice``)."""
 
     name: str
     activation: int
@@ -202,6 +203,8 @@ class Precision:
     gradient: int
     optimizer: int
     master: bool
+    shard: int
+    fresh: int = 0
 
     @property
     def accumulated(self) -> int:
@@ -211,7 +214,7 @@ class Precision:
         what the product itself adds to, under its arithmetic.
         """
         wide = self.reduced
-        if self.gradient > wide:
+        if self.copies:
             return 2 * wide + 2 * self.parameter
         return 0 if self.master and wide > self.parameter else 3 * wide
 
@@ -223,21 +226,26 @@ class Precision:
     @property
     def averaged(self) -> int:
         """Bytes of a gradient on the wire without ZeRO: where there is a copy in the computation's precision, DDP takes that."""
-        return self.parameter if self.gradient > self.reduced else self.reduced
+        return self.parameter if self.copies else self.reduced
+
+    @property
+    def copies(self) -> bool:
+        """Whether a gradient is there both in the computation's precision and as a wide sum."""
+        return bool(self.fresh) or self.gradient > self.reduced
 
 
 _PRECISIONS = {
     # matrix products in 8 bits, everything that is held as with bfloat16
-    "float8": Precision("float8", 2, 2, 2, 4 + 8, True),
-    "float64": Precision("float64", 8, 8, 8, 16, False),
-    "float32": Precision("float32", 4, 4, 4, 8, False),
-    "bfloat16": Precision("bfloat16", 2, 2, 2, 4 + 8, True),
-    "float16": Precision("float16", 2, 2, 2, 4 + 8, True),
+    "float8": Precision("float8", 2, 2, 2, 4 + 8, True, 2),
+    "float64": Precision("float64", 8, 8, 8, 16, False, 8),
+    "float32": Precision("float32", 4, 4, 4, 8, False, 4),
+    "bfloat16": Precision("bfloat16", 2, 2, 2, 4 + 8, True, 2),
+    "float16": Precision("float16", 2, 2, 2, 4 + 8, True, 2),
 }
 
 
-def precision(name: str, gradient_bytes: int | None = None) -> Precision:
-    """The precision of that name; ``gradient_bytes`` are those of a 16-bit parameter.
+def precision(name: str, gradient_bytes: int | None = None, fsdp: bool = False, fresh_bytes: int = 0) -> Precision:
+    """The precision of that name; ``gradient_bytes``, ``fsdp`` and ``fresh_bytes`` as in ``Practice``, where parameters have 16 bits.
 
     Raises:
         UsageError: no such precision.
@@ -245,7 +253,11 @@ def precision(name: str, gradient_bytes: int | None = None) -> Precision:
     if name not in _PRECISIONS:
         raise UsageError(f"there is no precision {name!r}", f"the precisions are {', '.join(_PRECISIONS)}")
     found = _PRECISIONS[name]
-    return dataclasses.replace(found, gradient=gradient_bytes) if gradient_bytes and found.master else found
+    if not found.master:
+        return found
+    if fsdp:  # the master copy is the shard
+        found = dataclasses.replace(found, shard=4, optimizer=found.optimizer - 4)
+    return dataclasses.replace(found, gradient=gradient_bytes or found.gradient, fresh=fresh_bytes)
 
 
 def state_bytes(parameters: int, trainable: int, data: int, zero: int, numbers: Precision) -> tuple[int, int, int]:
@@ -255,11 +267,18 @@ def state_bytes(parameters: int, trainable: int, data: int, zero: int, numbers: 
         parameters, trainable: elements on one device before ZeRO.
         data: the number of data-parallel devices that share them.
         zero: 0 replicates; 1 shards the optimizer; 2 the gradients too; 3 the parameters too. Stage 2 holds its parameters whole
-            from forward to backward, and without a master copy a shard of them besides.
+            from forward to backward, and where the optimizer has no master copy a shard of them besides.
     """
     state = -(-trainable // data) if zero >= 1 else trainable
     gradients = -(-trainable // data) if zero >= 2 else trainable
     held = -(-parameters // data) if zero == 3 else parameters
-    if zero == 2 and data > 1 and not numbers.master:
-        held += -(-parameters // data)
-    return held * numbers.parameter, gradients * numbers.gradient, state * numbers.optimizer
+    if zero == 3:
+        return held * numbers.shard, gradients * numbers.gradient, state * numbers.optimizer
+    beside = (
+        numbers.shard if zero == 2 and data > 1 and (not numbers.master or numbers.shard > numbers.parameter) else 0
+    )
+    return (
+        held * numbers.parameter + -(-parameters // data) * beside,
+        gradients * numbers.gradient,
+        state * numbers.optimizer,
+    )

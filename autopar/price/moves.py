@@ -22,7 +22,8 @@ from passes.conversions import conversion_steps
 class Move:
     """One collective over ``axes`` on a value of ``bytes`` globally, of which ``sharded`` are the other axes that divide it.
 
-    With ``per_rank`` the bytes are what each rank contributes to a gather. ``value`` is the value's name.
+    With ``per_rank`` the bytes are what each rank contributes to a gather. ``value`` is the value's name. ``beside`` is the op under
+    whose own arithmetic the collective runs, as a ring's rotations do; empty where the layer waits for it.
     """
 
     value: str
@@ -32,6 +33,7 @@ class Move:
     forward: Collective
     backward: Collective
     per_rank: bool = False
+    beside: str = ""
 
 
 def wire(
@@ -94,7 +96,8 @@ def _kernel_moves(ops: list[fx.Node], types: tuple[AxisTypes, ...], value_bytes:
                 others = tuple(i for i, t in enumerate(found) if t.sharded and i not in axes)
                 name = one.value.name
                 whole = one.bytes(value_bytes[name] / max(1, math.prod(shape_of(one.value))))
-                moves.append(Move(name, whole, axes, others, one.forward, one.backward, one.per_rank))
+                beside = node.name if one.overlapped else ""
+                moves.append(Move(name, whole, axes, others, one.forward, one.backward, one.per_rank, beside))
     return moves
 
 

@@ -17,8 +17,12 @@ class Practice:
     ``fused``               a chain of pointwise ops and reductions is one kernel and keeps only what it read, as with
                             hand-written kernels or ``torch.compile``
     ``flash``               attention keeps no scores
-    ``gradient_bytes``      of a 16-bit parameter's gradient, all copies together: 2 alone, 4 accumulated in float32,
-                            6 both, 8 with DDP's buckets, 10 with a flat float32 copy besides
+    ``gradient_bytes``      of a 16-bit parameter's gradient, all copies that stay from microbatch to microbatch: 2 alone, 4
+                            summed in float32, 6 with DDP's buckets, 10 with a flat float32 copy besides
+    ``fresh_bytes``         of the gradient that a backward leaves until it is added to those: as activations go, it comes
+    ``fsdp``                under ZeRO-3 the shard at rest is the float32 parameter itself, as FSDP keeps it: no master copy besides
+    ``plain_loss``          the loss is PyTorch's own, whose backward makes the gradient of the log-probabilities too;
+                            hand-written ones turn the probabilities into the gradient where they lie
     ``regather``            a sharded value that a product reads whole is kept sharded, and gathered again in its backward
     ``by_parameter``        ZeRO-3 gathers parameters one by one, not a layer at a time
     ``bucketed``            reductions of all layers follow each other without a break, so that latency is paid once
@@ -31,6 +35,9 @@ class Practice:
     fused: bool = False
     flash: bool = True
     gradient_bytes: int | None = None
+    fresh_bytes: int = 0
+    fsdp: bool = False
+    plain_loss: bool = False
     regather: bool = False
     by_parameter: bool = False
     bucketed: bool = False

@@ -11,9 +11,9 @@ from autopar.devices import Cluster
 from autopar.graph import Graph, LayerClass
 from autopar.plan import Axis, Role, Strategy
 from autopar.price import table as tables
-from autopar.price.collectives import p2p_s
+from autopar.price.collectives import group, p2p_s
 from autopar.price.layer import MICROBATCH, Bound, Core, LayerPrice, assemble, bind, core, divisible, move_s
-from autopar.price.memory import precision
+from autopar.price.memory import precision, state_bytes
 from autopar.price.moves import wire
 from autopar.price.practice import EMITTED, Practice
 from autopar.rules.padding import padded, padding
@@ -41,7 +41,7 @@ class Pricer:
         practice: Practice = EMITTED,
     ) -> None:
         self.graph, self.cluster, self.practice = graph, cluster, practice
-        self.numbers = precision(precision_name, practice.gradient_bytes)
+        self.numbers = precision(precision_name, practice.gradient_bytes, practice.fsdp, practice.fresh_bytes)
         self._pipelined = dataclasses.replace(cluster, pipelined=True)
         self._solve = solve or self._optimum
         self._tables: dict[tuple[str, tuple[int, ...]], tuple[tables.ClassTable, tables.Rows]] = {}
@@ -123,6 +123,24 @@ class Pricer:
             self._p2p[key] = p2p_s(sent, self.cluster, crosses_node=self.cluster.nodes > 1)
         return self._p2p[key]
 
+    def tied(self, layer_index: int, name: str, mesh: Mesh, strategy: Strategy) -> tuple[int, int, int]:
+        """Bytes of parameter, gradient and optimizer state of the layer's parameter ``name``: what a device that has it from another
+        layer already does not hold again."""
+        layer = self.graph.layers[layer_index]
+        table = self._table(layer.cls)[0]
+        k = layer.parameters.index(name)
+        types = self.types(layer.cls, mesh, strategy.roles)
+        if types is None:
+            return 0, 0, 0
+        sharded = (t.produced[table.parameters[k]].sharded for t in types[1:])  # the first is the microbatch's
+        share = math.prod(axis.size for axis, cut in zip(mesh, sharded, strict=True) if cut)
+        numel = math.ceil(float(table.parameter_numel[k]) / share)
+        copies = group(
+            tuple(a for a, r in zip(mesh, strategy.roles, strict=True) if r.replicates_parameters), self.cluster
+        )
+        zero = strategy.zero if copies.size > 1 else 0
+        return state_bytes(numel, numel if table.trainable[k] else 0, copies.size, zero, self.numbers)
+
     def types(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[AxisTypes, ...] | None:
         """The types on the microbatch axis, then on every axis of the mesh; ``None`` where a role is inadmissible."""
         sizes: dict[Role, int] = {Role.DATA: 1}
@@ -173,8 +191,8 @@ class Pricer:
         for axis, t in zip(axes, types, strict=True):
             if (cls_name, id(t)) not in self._sharded:
                 self._sharded[cls_name, id(t)] = found.sharded(t)
-            for group in self._sharded[cls_name, id(t)]:
-                multiples[group] *= axis.size
+            for index in self._sharded[cls_name, id(t)]:
+                multiples[index] *= axis.size
         counts = tuple(padded(count, multiple) for count, multiple in zip(found.counts, multiples, strict=True))
         return () if counts == found.counts else counts
 

@@ -4,10 +4,20 @@
 writes one down without prices.
 """
 
-from autopar.search.assess import evaluate
+from autopar.search.assess import evaluate, memory_timeline
 from autopar.search.driver import price_pins, search
 from autopar.search.hand import hand_plan, make_mesh
 from autopar.search.options import SearchOptions
 from autopar.search.problem import LayerPrice, Pricer
 
-__all__ = ["LayerPrice", "Pricer", "SearchOptions", "evaluate", "hand_plan", "make_mesh", "price_pins", "search"]
+__all__ = [
+    "LayerPrice",
+    "Pricer",
+    "SearchOptions",
+    "evaluate",
+    "hand_plan",
+    "make_mesh",
+    "memory_timeline",
+    "price_pins",
+    "search",
+]

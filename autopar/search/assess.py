@@ -12,8 +12,12 @@ from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.plan import Axis, LayerPlan, Memory, Plan, Prediction, Role, StagePlan, Strategy
 from autopar.search.problem import Choice, Devices, LayerPrice, Mesh, Pricer
-from autopar.search.simulate import simulate
+from autopar.search.simulate import device_order, simulate
 from autopar.search.tables import Instance
+from autopar.search.timeline import Action, Held, Moment, peak, timeline, transients
+
+State = tuple[int, int, int]
+"""Bytes of parameters, of their gradients and of their optimizer state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,7 @@ def memory(prices: Sequence[LayerPrice], in_flight: int) -> Memory:
         sum(int(p.gradients_bytes) for p in prices),
         sum(int(p.optimizer_bytes) for p in prices),
         in_flight * sum(int(p.saved_bytes) for p in prices),
-        max(int(p.transient_bytes) for p in prices),
+        transients(prices),
     )
 
 
@@ -163,18 +167,19 @@ def make_plan(
     precision: str,
     limits: Sequence[float],
     proof: Proof,
+    twice: Sequence[State] = (),
 ) -> Plan:
-    """The record of a priced choice, its mesh coalesced."""
+    """The record of a priced choice, its mesh coalesced. ``twice`` is what ``counted_twice`` says."""
     mesh, strategies = coalesce(choice.mesh, strategies)
     size = int(np.prod([axis.size for axis in mesh]))
     runs = list(pairwise(bounds))
-    held = [memory(prices[i:j], n) for (i, j), n in zip(runs, choice.in_flight, strict=True)]
+    held = device_memories(choice, [prices[i:j] for i, j in runs], twice)
     stages = tuple(
         StagePlan(
             i,
             j,
             (s % choice.pipeline * size, size),
-            together(held[s % choice.pipeline :: choice.pipeline]),
+            held[s % choice.pipeline],
             int(limits[s % choice.pipeline]),
             found.forward_s[s] + found.backward_s[s],
         )
@@ -203,16 +208,68 @@ def make_plan(
     )
 
 
-def together(stages: Sequence[Memory]) -> Memory:
-    """The bytes of a device that runs all these stages, one at a time."""
-    if len(stages) == 1:
-        return stages[0]
-    return Memory(
-        sum(m.parameters for m in stages),
-        sum(m.gradients for m in stages),
-        sum(m.optimizer for m in stages),
-        sum(m.activations for m in stages),
-        max(m.transients for m in stages),
+def counted_twice(
+    graph: Graph, pricer: Pricer, choice: Choice, bounds: Sequence[int], strategies: Sequence[Strategy]
+) -> list[State]:
+    """Of each device of the line, what its layers' prices count more than once: parameters that several of them share."""
+    line, found = choice.pipeline, []
+    stage_of = [s for s, (i, j) in enumerate(pairwise(bounds)) for _ in range(i, j)]
+    for d in range(line):
+        extra = [0, 0, 0]
+        for name, uses in graph.shared_parameters.items():
+            for layer in [i for i in uses if stage_of[i] % line == d][1:]:
+                state = pricer.tied(layer, name, choice.mesh, strategies[layer])
+                extra = [a + b for a, b in zip(extra, state, strict=True)]
+        found.append((extra[0], extra[1], extra[2]))
+    return found
+
+
+def device_memories(
+    choice: Choice, stages: Sequence[Sequence[LayerPrice]], twice: Sequence[State] = ()
+) -> list[Memory]:
+    """The bytes of each device of the line when it holds most; ``stages`` are the layers of each stage."""
+    if choice.chunks == 1:
+        held = [memory(prices, n) for prices, n in zip(stages, choice.in_flight, strict=True)]
+    else:  # which chunk is at work when most is held decides whose transients count: the moments themselves are looked at
+        held = [peak(held, order) for held, order in _devices(choice, stages)]
+    return [less(m, state) for m, state in zip(held, twice, strict=True)] if twice else held
+
+
+def less(held: Memory, state: State) -> Memory:
+    """``held`` without ``state``: parameters, gradients, optimizer."""
+    p, g, o = state
+    return replace(held, parameters=held.parameters - p, gradients=held.gradients - g, optimizer=held.optimizer - o)
+
+
+def _devices(choice: Choice, stages: Sequence[Sequence[LayerPrice]]) -> list[tuple[Held, list[Action]]]:
+    """What each device of the line holds, and what it does."""
+    line = choice.pipeline
+    return [
+        (
+            Held.of(range(d, len(stages), line), stages[d::line]),
+            device_order(choice.schedule, d, line, choice.microbatches, choice.chunks),
+        )
+        for d in range(line)
+    ]
+
+
+def memory_timeline(graph: Graph, cluster: Devices, pricer: Pricer, plan: Plan) -> tuple[tuple[Moment, ...], ...]:
+    """Of each device of the line, what it holds at each action of a step of ``plan``; the largest is its predicted memory.
+
+    Raises:
+        InfeasibleError: a layer has no price.
+    """
+    choice = Choice(plan.mesh, plan.pipeline, plan.microbatches, plan.schedule, chunks=plan.chunks)
+    strategies = [layer.strategy for layer in plan.layers]
+    devices, stages = cluster.stages(plan.pipeline), []
+    for s, stage in enumerate(plan.stages):
+        here, own = pricer.on(devices[s % plan.pipeline]), range(stage.start, stage.stop)
+        stages.append([_price(graph, here, i, plan.mesh, strategies[i], plan.microbatches) for i in own])
+    bounds = [stage.start for stage in plan.stages] + [len(plan.layers)]
+    twice = counted_twice(graph, pricer, choice, bounds, strategies)
+    return tuple(
+        tuple(replace(moment, memory=less(moment.memory, state)) for moment in timeline(held, order))
+        for (held, order), state in zip(_devices(choice, stages), twice, strict=True)
     )
 
 
@@ -252,9 +309,6 @@ def _notes(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh: M
             f"work (first {graph.layers[where].name}), for a microbatch of {graph.batch_size // choice.microbatches} "
             "samples does not divide further"
         )
-    bounds = graph.shared_parameters
-    if bounds:
-        notes.append(f"counted once per use in memory: {', '.join(sorted(bounds))}")
     if graph.unmicrobatchable:
         notes.append(f"one microbatch only: {graph.unmicrobatchable}")
     return tuple(notes)
@@ -308,6 +362,7 @@ def evaluate(
         precision=precision,
         limits=[stage.memory_limit_bytes for stage in stages],
         proof=Proof(0.0, 1.0, "given"),
+        twice=counted_twice(graph, pricer, choice, stage_bounds, strategies),
     )
     over = [s for s, stage in enumerate(plan.stages) if stage.memory.total > stage.memory_limit_bytes]
     if not over:

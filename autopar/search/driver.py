@@ -19,7 +19,7 @@ import numpy as np
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph import Graph
 from autopar.plan import PinPrice, Plan
-from autopar.search.assess import Proof, Solution, cost, fits, make_plan, tidy
+from autopar.search.assess import Proof, Solution, cost, counted_twice, fits, make_plan, tidy
 from autopar.search.bound import fewest_seconds, relaxation
 from autopar.search.construct import construct
 from autopar.search.exact import TooLargeError, solve_labels, solve_scip
@@ -47,6 +47,7 @@ class State:
 
     options: SearchOptions
     prices: Prices
+    pricer: Pricer
     deadline: float
     heap: list[_Node] = field(default_factory=list)
     closed_s: float = np.inf
@@ -126,7 +127,7 @@ def explore(graph: Graph, cluster: Devices, pricer: Pricer, options: SearchOptio
     if cluster.count < 1:
         raise UsageError(f"a plan needs at least one device, not {cluster.count}")
     deadline = time.monotonic() + options.time_limit_s
-    state = State(options, Prices(graph, cluster, pricer, options), deadline, step_s=known_s)
+    state = State(options, Prices(graph, cluster, pricer, options), pricer, deadline, step_s=known_s)
     instances = _open_all(graph, cluster, state)
     while state.heap and state.left_s() > 0:
         if state.heap[0].bound_s >= state.enough_s:
@@ -277,4 +278,5 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
         precision=state.options.precision,
         limits=instance.layout.limit,
         proof=proof,
+        twice=counted_twice(graph, state.pricer, instance.choice, solution.bounds, strategies),
     )

@@ -71,6 +71,8 @@ class LayerPrice(Protocol):
     @property
     def transient_bytes(self) -> int: ...
     @property
+    def fresh_bytes(self) -> int: ...
+    @property
     def flops(self) -> float: ...
 
 
@@ -91,6 +93,10 @@ class Pricer(Protocol):
 
     def p2p(self, layer_index: int, mesh: Mesh, strategy: Strategy, microbatches: int) -> float:
         """Seconds of sending layer ``layer_index``'s outputs to the next stage: one microbatch, one direction."""
+        ...
+
+    def tied(self, layer_index: int, name: str, mesh: Mesh, strategy: Strategy) -> tuple[int, int, int]:
+        """Bytes of the layer's parameter ``name``, of its gradient and of its optimizer state."""
         ...
 
 

@@ -89,23 +89,39 @@ def interleaved_in_flight(line: int, chunks: int, microbatches: int) -> tuple[in
     return tuple(held)
 
 
+def device_order(schedule: str, rank: int, line: int, microbatches: int, chunks: int = 1) -> list[tuple[str, int, int]]:
+    """The actions of one of ``line`` devices in order: ("F" or "B", stage, microbatch). Stage ``i`` is on device ``i`` modulo ``line``."""
+    if schedule != "interleaved":
+        if schedule == "none":
+            order = [(kind, i) for i in range(microbatches) for kind in ("F", "B")]
+        else:
+            order = actions(schedule, rank, line, microbatches)
+        return [(kind, rank, i) for kind, i in order]
+    forwards = _interleaved_order(line, chunks, microbatches)
+    backwards = [(chunks - 1 - chunk, i) for chunk, i in forwards]
+    warm = interleaved_warmup(rank, line, chunks, microbatches)
+    found = [("F", chunk * line + rank, i) for chunk, i in forwards[:warm]]
+    for k, (chunk, i) in enumerate(backwards):
+        if warm + k < len(forwards):
+            ahead, j = forwards[warm + k]
+            found.append(("F", ahead * line + rank, j))
+        found.append(("B", chunk * line + rank, i))
+    return found
+
+
 def _simulate_interleaved(
     forward_s: Sequence[float], backward_s: Sequence[float], microbatches: int, chunks: int
 ) -> float:
     """The longest path through the interleaved schedule's actions; stages are dealt out to devices in turn."""
     stages = len(forward_s)
     line = stages // chunks
-    forwards = _interleaved_order(line, chunks, microbatches)
-    backwards = [(chunks - 1 - chunk, i) for chunk, i in forwards]
-    orders = []
-    for rank in range(line):
-        warm = interleaved_warmup(rank, line, chunks, microbatches)
-        order = [(True, *f) for f in forwards[:warm]]
-        for i, b in enumerate(backwards):
-            if warm + i < len(forwards):
-                order.append((True, *forwards[warm + i]))
-            order.append((False, *b))
-        orders.append(order)
+    orders = [
+        [
+            (kind == "F", stage // line, i)
+            for kind, stage, i in device_order("interleaved", rank, line, microbatches, chunks)
+        ]
+        for rank in range(line)
+    ]
     clock, at = [0.0] * line, [0] * line
     done: list[list[float]] = [[-1.0] * microbatches for _ in range(2 * stages)]  # forwards, then backwards
     waiting = list(range(line))

@@ -10,10 +10,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from autopar.graph import Graph, Layer
+from autopar.graph import Graph, Layer, LayerClass
+from autopar.plan import Role
+from autopar.price.pricer import Solve
+from autopar.sharding import AxisTypes
 from autopar.validate.rows import Architecture, RowError
 
 _CAPTURED = 3
+_HEAD_DIM, _TOKENS = 64, 2048  # of ``textbook``
 
 
 def config_of(a: Architecture, layers: int) -> dict[str, Any]:
@@ -22,6 +26,7 @@ def config_of(a: Architecture, layers: int) -> dict[str, Any]:
         rate = 0.1 if a.dropout else 0.0
         return {
             "model_type": "gpt2",
+            "activation_function": "gelu_pytorch_tanh",  # one op, as trainers have it
             "architectures": ["GPT2LMHeadModel"],
             "n_embd": a.hidden,
             "n_layer": layers,
@@ -69,6 +74,34 @@ def graph_of(a: Architecture, global_batch: int) -> Graph:
     model, batch = build_config(config_of(a, min(a.layers, _CAPTURED)), a.seq, global_batch)
     graph = annotate(capture(model, batch, None, precision="bfloat16", name="row"))
     return deepen(graph, a.layers)
+
+
+def textbook(a: Architecture) -> Architecture:
+    """The same architecture at modest sizes, at which layouts are those of the textbook.
+
+    A published run has the layout that its trainer's authors wrote, whatever its sizes. The op-level optimum finds that one where sequences
+    are short and blocks not the widest; beyond, it finds others that are better or as good.
+    """
+    width = min(a.hidden // a.heads, _HEAD_DIM)
+    return dataclasses.replace(a, layers=min(a.layers, _CAPTURED), hidden=a.heads * width, seq=min(a.seq, _TOKENS))
+
+
+def textbook_types(graph: Graph, plain: Graph) -> Solve:
+    """What ``Pricer`` asks for a layer class's types, answered with those of ``plain``, the same architecture at modest sizes."""
+    from autopar.shard import role_types
+
+    last = len(plain.layers) - 1
+
+    def solve(cls: LayerClass, role: Role, size: int) -> AxisTypes | None:
+        layer = next(i for i, layer in enumerate(graph.layers) if layer.cls == cls.name)
+        at = last if layer == len(graph.layers) - 1 else min(layer, last - 1)
+        found = role_types(plain, at, role, size)
+        names = {node.name for node in cls.graph.graph.nodes if node.op != "output"}
+        if found is None or not names <= found.produced.keys():
+            return role_types(graph, layer, role, size)
+        return found
+
+    return solve
 
 
 def deepen(graph: Graph, blocks: int) -> Graph:

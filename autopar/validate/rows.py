@@ -86,20 +86,26 @@ class Row:
     measured: Measured
 
 
-# Words of a row's prose (schedule, recompute, precision, interconnect, notes) that say how it was run.
+# Words of a row's prose (schedule, recompute, precision, interconnect, notes, quote) that say how it was run.
 _FACTS = {
     "eager": r"\beager\b",
+    "compiled": r"\bcompil",
     "overlap off": r"overlap (is )?(switched )?off|no overlap|without overlap",
     "all-to-all context": r"\ba2a\b|all-to-all|ulysses",
     "end layers count": r"embedding layers count as pipeline layers",
     "DeepSpeed": r"deepspeed",
     "device memory": r"nvidia-smi",
     "reserved memory": r"\breserved\b",
-    "Megatron": r"\bmegatron",
-    "async tensor": r"async.?tp|async tensor",
+    "Megatron": r"\bmegatron|\bnemo\b|\bmcore\b|distributed.?(fused.?adam|optimizer)|transformer.?engine",
+    "16-bit gradients": r"distributed_fused_adam|grad_(sync|reduce)_dtype\W{1,3}bf16|(bf16|bfloat16) grad",
+    "overlapped gradients": r"overlap[ _-]?grad|gradient.{0,12}overlap",
+    "overlapped tensor": r"(ub_)?tp_comm_overlap|async.?tp|async tensor",
+    "fused loss": r"fused (ce\b|cross|loss)|liger",
     "unfused attention": r"(unfused|no flash|without flash|non-flash)",
     "flash attention": r"(?<!no )(?<!non-)(?<!without )flash",
 }
+_LARGEST = 2**40  # of any number in a row
+_DEEPEST = 10_000  # layers
 _PRECISIONS = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16", "half": "float16",
                "fp32": "float32", "float32": "float32", "tf32": "float32", "fp8": "float8", "float8": "float8",
                "mxfp8": "float8", "nvfp8": "float8"}  # fmt: skip
@@ -124,13 +130,18 @@ def read_row(data: Mapping[str, Any], number: int) -> Row:
     return Row(name, source, group, _architecture(data, setting), setting, _hardware(data), measured(data))
 
 
-def _integer(data: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
+def _integer(data: Mapping[str, Any], *keys: str, default: int | None = None, least: int = 0) -> int:
+    """The first of ``keys`` that is given, a whole number of at least ``least``."""
     for key in keys:
         value = data.get(key)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < 0:
+        if isinstance(value, str) and value.strip().isdigit():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not float(value).is_integer():
             raise RowError(f"{key} = {value!r} is not a whole number")
+        if not least <= value <= _LARGEST:
+            raise RowError(f"{key} = {value:g} is not between {least} and {_LARGEST:g}")
         return int(value)
     if default is None:
         raise RowError(f"{keys[0]} is not given")
@@ -141,7 +152,8 @@ def _architecture(data: Mapping[str, Any], setting: Setting) -> Architecture:
     model = data.get("model")
     if not isinstance(model, Mapping):
         raise RowError("model is not given")
-    hidden, heads = _integer(model, "hidden"), _integer(model, "n_heads")
+    hidden = _integer(model, "hidden", "hidden_size", least=1)
+    heads = _integer(model, "n_heads", "num_attention_heads", least=1)
     gated = model.get("gated_mlp")
     family = str(model.get("family") or "").lower()
     if gated is None:
@@ -150,21 +162,27 @@ def _architecture(data: Mapping[str, Any], setting: Setting) -> Architecture:
     if dropout is None:  # the recipes of the float16 years trained with dropout 0.1, today's do without
         dropout = 0.1 if setting.precision == "float16" and not gated else 0.0
     tied = model.get("tied_embeddings")
-    if hidden % max(heads, 1):
+    if hidden % heads:
         raise RowError(f"hidden = {hidden} does not divide into n_heads = {heads}")
-    vocabulary = _integer(model, "vocab")
+    kv_heads = _integer(model, "n_kv_heads", "num_key_value_heads", default=heads, least=1)
+    if heads % kv_heads:
+        raise RowError(f"n_heads = {heads} does not divide into n_kv_heads = {kv_heads}")
+    layers = _integer(model, "n_layers", "num_hidden_layers", least=1)
+    if layers > _DEEPEST:
+        raise RowError(f"n_layers = {layers} is more than {_DEEPEST}")
+    vocabulary = _integer(model, "vocab", "vocab_size", least=1)
     if vocabulary % setting.tensor:  # as Megatron pads it
         part = 128 * setting.tensor
         vocabulary = -(-vocabulary // part) * part
     return Architecture(
-        layers=_integer(model, "n_layers"),
+        layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=_integer(model, "n_kv_heads", default=heads),
-        ffn=_integer(model, "ffn_hidden", "moe_ffn_hidden", default=4 * hidden),
+        kv_heads=kv_heads,
+        ffn=_integer(model, "ffn_hidden", "intermediate_size", "moe_ffn_hidden", default=4 * hidden, least=1),
         gated=bool(gated),
         vocabulary=vocabulary,
-        seq=_integer(model, "seq_len"),
+        seq=_integer(model, "seq_len", "seq_length", least=1),
         tied=(not gated) if tied is None else bool(tied),
         dropout=bool(dropout),
         experts=_integer(model, "n_experts", "num_experts", "experts", default=0),
@@ -173,21 +191,21 @@ def _architecture(data: Mapping[str, Any], setting: Setting) -> Architecture:
 
 
 def _setting(data: Mapping[str, Any]) -> Setting:
-    tensor, pipeline = _integer(data, "tp"), _integer(data, "pp")
-    context, expert = _integer(data, "cp", default=1), _integer(data, "ep", default=1)
-    devices = _integer(data, "n_gpus")
+    devices = _integer(data, "n_gpus", least=1)
+    context, expert = _integer(data, "cp", default=1, least=1), _integer(data, "ep", default=1, least=1)
+    tensor, pipeline = _integer(data, "tp", least=1), _integer(data, "pp", least=1)
     group = tensor * pipeline * context
-    if not group or devices % group:
+    if devices % group:
         raise RowError(f"tp * pp * cp = {group} does not divide n_gpus = {devices}")
     degree = devices // group
     prose = " ".join(
-        str(data.get(key) or "") for key in ("schedule", "recompute", "precision", "interconnect", "notes")
+        str(data.get(key) or "") for key in ("schedule", "recompute", "precision", "interconnect", "notes", "quote")
     )
     facts = frozenset(fact for fact, pattern in _FACTS.items() if re.search(pattern, prose, re.IGNORECASE))
     sequence = data.get("sequence_parallel")
-    batch = _integer(data, "global_batch")
-    microbatch = _integer(data, "micro_batch", default=1)
-    if not microbatch or not batch or batch % (degree * microbatch):
+    batch = _integer(data, "global_batch", least=1)
+    microbatch = _integer(data, "micro_batch", default=1, least=1)
+    if batch % (degree * microbatch):
         raise RowError(f"global_batch = {batch} does not divide into dp * micro_batch = {degree} * {microbatch}")
     return Setting(
         data=degree,
@@ -197,13 +215,20 @@ def _setting(data: Mapping[str, Any]) -> Setting:
         expert=expert,
         chunks=max(1, _integer(data, "vp", default=1)),
         sequence=tensor > 1 and (sequence is None or bool(sequence)),
-        zero=_integer(data, "zero_stage", default=1),
+        zero=_zero(data),
         recompute=_recompute(data.get("recompute")),
         precision=_precision(data.get("precision")),
         global_batch=batch,
         microbatch=microbatch,
         facts=facts,
     )
+
+
+def _zero(data: Mapping[str, Any]) -> int:
+    stage = _integer(data, "zero_stage", default=1)
+    if stage > 3:
+        raise RowError(f"zero_stage = {stage}: there are stages 0 to 3")
+    return stage
 
 
 def _recompute(value: object) -> str:
@@ -228,10 +253,8 @@ def _hardware(data: Mapping[str, Any]) -> Hardware:
     gpu = data.get("gpu")
     if not isinstance(gpu, str) or not gpu:
         raise RowError("gpu is not given")
-    devices = _integer(data, "n_gpus")
-    per_node = _integer(data, "gpus_per_node", default=8)
-    if per_node < 1:
-        raise RowError("gpus_per_node = 0")
+    devices = _integer(data, "n_gpus", least=1)
+    per_node = _integer(data, "gpus_per_node", default=8, least=1)
     return Hardware(gpu, devices, per_node, str(data.get("interconnect") or ""))
 
 

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.graph import Graph
 from autopar.plan import Plan, Role
-from autopar.validate.rows import Measured, Row, RowError, labels, measured, read_row
+from autopar.validate.rows import Architecture, Measured, Row, RowError, labels, measured, read_row
+
+_ROWS = 8  # sequences in the batch of the graph that layouts are taken from
 
 if TYPE_CHECKING:
     from autopar.devices import Cluster
@@ -94,7 +96,7 @@ class Bench:
         names = labels(data, number)
         try:
             seen = measured(data)
-        except (AttributeError, TypeError, ValueError):
+        except (AttributeError, TypeError, ValueError, OverflowError):
             return Outcome(*names, Measured(None, None, False), None, None, None, "measured values are not readable")
         try:
             row = read_row(data, number)
@@ -103,7 +105,7 @@ class Bench:
             return Outcome(*names, seen, None, None, False, "", error.message)
         except AutoparError as error:
             return Outcome(*names, seen, None, None, None, error.message)
-        except (TypeError, ValueError, KeyError, ArithmeticError, AssertionError, RuntimeError) as error:
+        except Exception as error:
             # a stranger's row must not end the run: it is listed, with what went wrong
             return Outcome(*names, seen, None, None, None, f"{type(error).__name__}: {error}")
         from autopar.validate.setting import instrument
@@ -113,7 +115,7 @@ class Bench:
         return Outcome(*names, seen, plan.prediction.step_time_s, shown, memory <= limit)
 
     def price(self, row: Row) -> tuple[Plan, int]:
-        """The row as a priced plan, and the memory that a plan may fill."""
+        """The row as a priced plan, and the memory that can be filled at all."""
         from autopar.search import evaluate
         from autopar.validate.setting import write
 
@@ -132,11 +134,12 @@ class Bench:
             precision=written.precision,
             chunks=written.chunks,
         )
-        return plan, cluster.memory_limit_bytes
+        return plan, cluster.memory_capacity_bytes
 
     def prices(self, row: Row) -> tuple[Graph, Cluster, Pricer]:
         """The row's graph and machines, and the prices of its trainer's practice."""
         from autopar.price import Pricer
+        from autopar.validate.models import textbook_types
         from autopar.validate.setting import cluster_of, practice_of
 
         if row.setting.expert > 1:
@@ -148,16 +151,27 @@ class Bench:
         practice = practice_of(row.setting, cluster)
         key = (id(graph), row.hardware, row.setting.precision, practice)
         if key not in self.pricers:
-            self.pricers[key] = Pricer(graph, cluster, row.setting.precision, practice=practice)
+            solve = textbook_types(graph, self.plain(row))
+            self.pricers[key] = Pricer(graph, cluster, row.setting.precision, solve, practice)
         return graph, cluster, self.pricers[key]
 
     def graph(self, row: Row) -> Graph:
+        """The row's model with its global batch."""
+        return self._captured(row.architecture, row.setting.global_batch)
+
+    def plain(self, row: Row) -> Graph:
+        """The same model at modest sizes, for its layouts."""
+        from autopar.validate.models import textbook
+
+        return self._captured(textbook(row.architecture), _ROWS)
+
+    def _captured(self, architecture: Architecture, batch: int) -> Graph:
         from autopar.validate.models import graph_of
 
-        key = (row.architecture, row.setting.global_batch)
+        key = (architecture, batch)
         if key not in self.graphs:
             try:
-                self.graphs[key] = graph_of(row.architecture, row.setting.global_batch)
+                self.graphs[key] = graph_of(architecture, batch)
             except AutoparError as error:
                 self.graphs[key] = error
         found = self.graphs[key]

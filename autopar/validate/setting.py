@@ -13,9 +13,6 @@ from autopar.price.practice import Practice
 from autopar.search import make_mesh
 from autopar.validate.rows import Hardware, RowError, Setting
 
-HEAVY_HEAD = 2.0
-"""From this many blocks' arithmetic on, the head is assumed to have been counted when the blocks were dealt out to stages."""
-
 
 @dataclass(frozen=True)
 class Written:
@@ -44,8 +41,11 @@ def write(graph: Graph, s: Setting, context: Role) -> Written:
         recompute=s.recompute == "full",
         selective=s.recompute == "selective",
     )
-    # the ends of the model are never recomputed: the head's logits are its last values, the lookup keeps nothing
-    ends = dataclasses.replace(strategy, recompute=False, selective=False)
+    # the ends of the model are never recomputed: the head's logits are its last values, the lookup keeps nothing. They are the root of
+    # FSDP's tree of units, whose parameters stay gathered from forward to backward
+    ends = dataclasses.replace(
+        strategy, recompute=False, selective=False, zero=2 if is_fsdp(s) and strategy.zero else strategy.zero
+    )
     strategies = [strategy] * len(graph.layers)
     strategies[0] = strategies[-1] = ends
     microbatches = s.global_batch // (s.data * s.microbatch)
@@ -67,10 +67,10 @@ def cuts(graph: Graph, s: Setting) -> tuple[int, ...]:
     if stages == 1:
         return 0, len(graph.layers)
     head = head_weight(graph)
-    if blocks % stages == 0 and head < HEAVY_HEAD:
+    if blocks % stages == 0 and head < constants.HEAVY_HEAD.value:
         each = blocks // stages
         return (0, *(1 + each * i for i in range(1, stages)), len(graph.layers))
-    if (blocks + 2) % stages == 0 and head < HEAVY_HEAD:  # lookup and head counted as a block each
+    if (blocks + 2) % stages == 0 and head < constants.HEAVY_HEAD.value:  # lookup and head counted as a block each
         each = (blocks + 2) // stages
         return tuple(each * i for i in range(stages + 1))
     return balanced(blocks, head, stages)
@@ -96,25 +96,51 @@ def head_weight(graph: Graph) -> float:
     return size[graph.layers[-1].name] / max(1, size[graph.layers[1].name])
 
 
+def is_fsdp(s: Setting) -> bool:
+    """Whether parameters are sharded as PyTorch does it, not DeepSpeed, which the float16 years had."""
+    return s.zero == 3 and s.precision != "float16" and "DeepSpeed" not in s.facts
+
+
 def practice_of(s: Setting, cluster: Cluster) -> Practice:
-    """Kernels and overlaps by what the row says, else by the habits of its precision's years."""
+    """Kernels, overlaps and copies by what the row says of its trainer, else by the habits of its precision's years."""
     old = s.precision == "float16"
-    megatron = old or s.chunks > 1 or "Megatron" in s.facts
     early = cluster.gpu.name.startswith(("V100", "A100")) and s.zero < 3
+    megatron = old or s.chunks > 1 or "Megatron" in s.facts or (s.precision == "float8" and s.zero < 3)
+    fsdp = is_fsdp(s)
+    alone = "overlap off" in s.facts
+    if old:
+        overlap_data = int(s.pipeline == 1)
+    else:  # under the cool-down of the pipeline there is time as well
+        overlap_data = s.pipeline if not alone and (s.chunks > 1 or "overlapped gradients" in s.facts) else 0
+    if old or alone or (fsdp and "overlapped tensor" not in s.facts):
+        overlap_tensor = 0.0
+    else:
+        every = s.chunks > 1 or "overlapped tensor" in s.facts
+        overlap_tensor = 1.0 if every else constants.TENSOR_OVERLAP.value
     return Practice(
-        fused="eager" not in s.facts,
+        fused="eager" not in s.facts and (megatron or "compiled" in s.facts or s.precision == "float8"),
         flash="flash attention" in s.facts or not (old or early or "unfused attention" in s.facts),
         by_parameter=old,
         bucketed=True,
-        gradient_bytes=4 if megatron or s.zero == 3 else 10 if "DeepSpeed" in s.facts else 8 if s.data > 1 else 6,
-        regather=old or "Megatron" in s.facts or s.zero < 3,
-        overlap_data=int(s.pipeline == 1)
-        if old
-        else s.pipeline
-        if s.chunks > 1 and "overlap off" not in s.facts
-        else 0,
-        overlap_tensor=0.0 if old or "overlap off" in s.facts else 1.0 if s.chunks > 1 else 0.3,
+        gradient_bytes=_gradient_bytes(s, megatron, fsdp),
+        fresh_bytes=0 if megatron or fsdp or "DeepSpeed" in s.facts else int(constants.FRESH_GRADIENT_BYTES.value),
+        fsdp=fsdp,
+        plain_loss=fsdp and "fused loss" not in s.facts,
+        regather=not fsdp,
+        overlap_data=overlap_data,
+        overlap_tensor=overlap_tensor,
     )
+
+
+def _gradient_bytes(s: Setting, megatron: bool, fsdp: bool) -> int:
+    """Bytes of a parameter's gradient, all copies together."""
+    if "16-bit gradients" in s.facts:
+        return int(constants.RECIPE_GRADIENT_BYTES.value)
+    if megatron or fsdp:  # products add to the float32 sum; the shard that is kept is float32
+        return 4
+    if "DeepSpeed" in s.facts:
+        return int(constants.DEEPSPEED_GRADIENT_BYTES.value)
+    return int((constants.DDP_GRADIENT_BYTES if s.data > 1 else constants.SUMMED_GRADIENT_BYTES).value)
 
 
 def instrument(s: Setting, memory: int) -> float:

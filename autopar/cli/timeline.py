@@ -1,0 +1,67 @@
+"""The memory timeline of a plan for eyes and as data: what each device of the line of stages holds at each action of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from autopar.search.timeline import Moment
+
+_LEVELS = " ▁▂▃▄▅▆▇█"
+_COLUMNS = 64  # of a device's curve
+_GIB = 2**30
+
+Timeline = Sequence[Sequence["Moment"]]
+
+
+def timeline_data(devices: Timeline) -> list[dict[str, Any]]:
+    """Of each device its actions in order, with bytes by part; ``memory_bytes`` is the largest total."""
+    return [
+        {
+            "device": d,
+            "memory_bytes": max(moment.memory.total for moment in moments),
+            "moments": [
+                {
+                    "action": moment.kind,
+                    "stage": moment.stage,
+                    "microbatch": moment.microbatch,
+                    **dataclasses.asdict(moment.memory),
+                    "total": moment.memory.total,
+                }
+                for moment in moments
+            ],
+        }
+        for d, moments in enumerate(devices)
+    ]
+
+
+def print_timeline(devices: Timeline, console: Console) -> None:
+    """A curve per device, from empty to the largest total of all, and the action at its top."""
+    table = Table(title="memory through one step", title_justify="left", title_style="bold", box=None, pad_edge=False,
+                  padding=(0, 2, 0, 0))  # fmt: skip
+    for name in ("device", "most at", "activations", "transients", "total"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("from the first action to the last", no_wrap=True)
+    most = max(moment.memory.total for moments in devices for moment in moments)
+    for d, moments in enumerate(devices):
+        top = max(moments, key=lambda moment: moment.memory.total)
+        m = top.memory
+        action = f"{top.kind}{top.microbatch}" + (
+            f" of stage {top.stage}" if len({x.stage for x in moments}) > 1 else ""
+        )
+        sizes = (f"{size / _GIB:.2f} GiB" for size in (m.activations, m.transients, m.total))
+        table.add_row(str(d), action, *sizes, curve([x.memory.total for x in moments], most))
+    console.print(table)
+
+
+def curve(values: Sequence[int], most: int) -> str:
+    """``values`` as a line of blocks of at most ``_COLUMNS`` characters, each showing the largest of its share."""
+    columns = min(_COLUMNS, len(values))
+    bounds = [len(values) * i // columns for i in range(columns + 1)]
+    shares = [max(values[a:b]) / most if most else 0.0 for a, b in zip(bounds, bounds[1:], strict=False)]
+    return "".join(_LEVELS[round(share * (len(_LEVELS) - 1))] for share in shares)

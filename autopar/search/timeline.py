@@ -1,0 +1,97 @@
+"""The memory of one device through a step: what is held at each action of its schedule, by part. Its maximum is the figure of a plan.
+
+Parameters, gradients and optimizer state are held all along (gradients from the first backward on, but their room is never anyone
+else's). A forward saves its microbatch's activations, which the backward of the same stage and microbatch frees at its end. While an
+action runs, its stage's transients are held besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.plan import Memory
+from autopar.search.problem import LayerPrice
+
+Action = tuple[str, int, int]
+"""``"F"`` or ``"B"``, the stage (an interleaved device has several), the microbatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One action and the bytes held while it runs."""
+
+    kind: str
+    stage: int
+    microbatch: int
+    memory: Memory
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What the stages of one device hold: by stage the bytes saved for a microbatch and the transients of one action, and what stays."""
+
+    stages: tuple[int, ...]
+    saved: tuple[int, ...]
+    transients: tuple[int, ...]
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @staticmethod
+    def of(stages: Sequence[int], layers: Sequence[Sequence[LayerPrice]]) -> Held:
+        """Of a device that runs ``stages``, stage ``stages[k]`` being ``layers[k]``."""
+        every = [price for prices in layers for price in prices]
+        return Held(
+            tuple(stages),
+            tuple(sum(int(p.saved_bytes) for p in prices) for prices in layers),
+            tuple(transients(prices) for prices in layers),
+            sum(int(p.parameters_bytes) for p in every),
+            sum(int(p.gradients_bytes) for p in every),
+            sum(int(p.optimizer_bytes) for p in every),
+        )
+
+    def memory(self, activations: int, transients: int) -> Memory:
+        return Memory(self.parameters, self.gradients, self.optimizer, activations, transients)
+
+
+def transients(prices: Sequence[LayerPrice]) -> int:
+    """The most that an action of these layers holds besides what its microbatch saves.
+
+    While the backward of a layer runs, later layers' activations are gone, and their fresh gradients are there in their place.
+    """
+    most = after = 0
+    for price in reversed(prices):
+        most = max(most, int(price.transient_bytes), int(price.transient_bytes) + after)
+        after += int(price.fresh_bytes) - int(price.saved_bytes)
+    return max(most, after)
+
+
+def _levels(held: Held, order: Sequence[Action]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Bytes of activations and of transients at each action: a forward's own are there, a backward's are still there."""
+    place = {stage: k for k, stage in enumerate(held.stages)}
+    at = np.array([place[stage] for _, stage, _ in order], dtype=np.intp)
+    saved, transients = np.array(held.saved, dtype=np.int64), np.array(held.transients, dtype=np.int64)
+    forward = np.array([kind == "F" for kind, _, _ in order], dtype=bool)
+    own = saved[at]
+    after = np.cumsum(np.where(forward, own, -own))
+    return np.where(forward, after, after + own), transients[at]
+
+
+def timeline(held: Held, order: Sequence[Action]) -> tuple[Moment, ...]:
+    """Every action of a device in the order in which it runs them, with what is held."""
+    activations, transients = _levels(held, order)
+    return tuple(
+        Moment(kind, stage, microbatch, held.memory(int(a), int(t)))
+        for (kind, stage, microbatch), a, t in zip(order, activations, transients, strict=True)
+    )
+
+
+def peak(held: Held, order: Sequence[Action]) -> Memory:
+    """The largest moment of ``timeline``, without building it."""
+    activations, transients = _levels(held, order)
+    most = int(np.argmax(activations + transients))
+    return held.memory(int(activations[most]), int(transients[most]))

@@ -1,0 +1,78 @@
+"""The memory of a device at every action of its schedule: hand-counted, and its maximum is what plans predict."""
+
+from __future__ import annotations
+
+import pytest
+from price_models import chain, mlp, solve_mlp
+
+from autopar.cli.timeline import curve, timeline_data
+from autopar.devices import parse
+from autopar.plan import Axis, Role, Strategy
+from autopar.price import Pricer
+from autopar.search import evaluate, memory_timeline
+from autopar.search.simulate import device_order, interleaved_in_flight
+from autopar.search.timeline import Held, peak, timeline
+
+CLUSTER = parse("8xH100-80GB")
+MESH = (Axis("data", 2, 1),)
+
+
+def test_moments_by_hand():
+    """Two stages on one device: the second's transients come when less is saved."""
+    held = Held((0, 1), saved=(10, 1), transients=(5, 100), parameters=7, gradients=3, optimizer=2)
+    order = [("F", 0, 0), ("F", 0, 1), ("F", 1, 0), ("B", 1, 0), ("B", 0, 0), ("F", 1, 1), ("B", 1, 1), ("B", 0, 1)]
+    moments = timeline(held, order)
+    assert [m.memory.activations for m in moments] == [10, 20, 21, 21, 20, 11, 11, 10]
+    assert [m.memory.transients for m in moments] == [5, 5, 100, 100, 5, 100, 100, 5]
+    assert all(m.memory.parameters == 7 and m.memory.total >= 12 for m in moments)
+    assert peak(held, order) == moments[2].memory
+    assert moments[2].memory.total == max(m.memory.total for m in moments) == 12 + 121
+
+
+@pytest.mark.parametrize("line", [1, 2, 4])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_orders_are_whole_and_hold_what_the_search_counts(line, chunks):
+    schedule = "interleaved" if chunks > 1 else "1f1b" if line > 1 else "none"
+    counts = interleaved_in_flight(line, chunks, 2 * line) if chunks > 1 else None
+    for rank in range(line):
+        order = device_order(schedule, rank, line, 2 * line, chunks)
+        assert len(order) == len(set(order)) == 2 * 2 * line * chunks
+        assert {stage for _, stage, _ in order} == set(range(rank, line * chunks, line))
+        where = {action: i for i, action in enumerate(order)}
+        assert all(where["F", s, i] < where["B", s, i] for kind, s, i in order if kind == "B")
+        stages = tuple(range(rank, line * chunks, line))
+        held = Held(stages, (1,) * chunks, (0,) * chunks, 0, 0, 0)
+        if counts is not None:
+            assert peak(held, order).activations == sum(counts[stage] for stage in stages)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "schedule", "chunks"), [(1, "none", 1), (2, "gpipe", 1), (4, "1f1b", 1), (2, "interleaved", 2)]
+)
+def test_the_maximum_is_the_predicted_memory(pipeline, schedule, chunks):
+    graph = chain(mlp(32, 128, 256, 1024), 8)
+    cluster = parse(f"{2 * pipeline}xH100-80GB")
+    pricer = Pricer(graph, cluster, "bfloat16", solve_mlp)
+    strategies = [Strategy((Role.DATA,), zero=1, recompute=i % 3 == 0) for i in range(8)]
+    stages = pipeline * chunks
+    plan = evaluate(
+        graph, cluster, pricer, mesh=MESH, stage_bounds=[8 * i // stages for i in range(stages + 1)], strategies=strategies,
+        microbatches=4, schedule=schedule, precision="bfloat16", chunks=chunks,
+    )  # fmt: skip
+    devices = memory_timeline(graph, cluster, pricer, plan)
+    assert len(devices) == pipeline
+    for d, moments in enumerate(devices):
+        assert max(m.memory.total for m in moments) == plan.stages[d].memory.total
+        assert len(moments) == 2 * 4 * chunks
+        last = moments[-1].memory
+        assert last.activations == min(
+            m.memory.activations for m in moments if m.kind == "B" and m.stage == moments[-1].stage
+        )
+    data = timeline_data(devices)
+    assert [entry["memory_bytes"] for entry in data] == [plan.stages[d].memory.total for d in range(pipeline)]
+
+
+def test_a_curve_keeps_its_peak():
+    assert curve([0, 4, 8], 8) == " ▄█"
+    long = curve([1] * 500 + [8] + [1] * 499, 8)
+    assert len(long) == 64 and long.count("█") == 1
