@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from validation_page import PAGE, constants, written
 
 from autopar.cli.app import cli
-from autopar.devices import described
+from autopar.devices import described, records
 from autopar.errors import UsageError
 from autopar.plan import Role
 from autopar.search.simulate import interleaved_in_flight, simulate
 from autopar.validate import Outcome, score, scores, validate
 from autopar.validate.models import graph_of
 from autopar.validate.rows import Architecture, Measured, RowError, measured, read_row
+from autopar.validate.run import Bench
 from autopar.validate.setting import balanced, cuts, practice_of, write
 
 ROWS = Path(__file__).resolve().parent.parent / "docs" / "groundtruth"
@@ -197,3 +199,92 @@ def test_layouts_of_a_published_sweep_are_ranked(tmp_path):
     found = scores(validate(write_rows(tmp_path, lines)))["overall"]
     assert found.n_priced == len(lines) and found.spearman >= 0.85 and found.regret <= 0.05
     assert found.ran_called_infeasible == 0 and found.failed_called_infeasible >= 0.7 * found.n_failed
+
+
+# -- strangers' rows -------------------------------------------------------------------------------------------------
+
+ODD = (None, 0, -1, 2.5, "8", "eight", [], {}, True, float("nan"), float("inf"), 10**30)
+
+
+def holes() -> list[dict[str, object]]:
+    """The row with each field left out, and with each field odd."""
+    rows = [{key: value for key, value in SMALL.items() if key != left} for left in SMALL]
+    model = dict(SMALL["model"])
+    rows += [row(model={key: value for key, value in model.items() if key != left}) for left in model]
+    rows += [row(**{key: odd}) for key in SMALL for odd in ODD]
+    rows += [row(model=model | {key: odd}) for key in model for odd in ODD]
+    extra = (
+        "cp",
+        "ep",
+        "vp",
+        "sequence_parallel",
+        "recompute",
+        "schedule",
+        "interconnect",
+        "notes",
+        "quote",
+        "oom",
+        "derived",
+        "flags",
+    )
+    rows += [row(**{key: odd}) for key in extra for odd in ODD]
+    return [
+        *rows,
+        row(zero_stage=7),
+        row(unheard_of={"a": [1]}),
+        row(vp=3, pp=2, tp=1),
+        row(cp=2, tp=2, notes="ulysses"),
+    ]
+
+
+def test_no_row_ends_the_run(monkeypatch):
+    """Whatever a row lacks or says, it is priced or refused with a reason. Sizes that capture would have to see are looked at alone."""
+    from autopar.validate import models
+
+    seen: dict[object, object] = {}
+
+    def small_graph(architecture, batch):
+        key = (architecture, batch)
+        if (
+            architecture.layers > 8
+            or architecture.hidden > 512
+            or architecture.vocabulary > 4096
+            or batch > 64
+            or architecture.seq > 512
+        ):
+            raise RowError("too large for a test")
+        if key not in seen:
+            seen[key] = graph_of(architecture, batch)
+        return seen[key]
+
+    monkeypatch.setattr(models, "graph_of", small_graph)
+    bench = Bench()
+    for number, data in enumerate(holes()):
+        found = bench.outcome(data, number)
+        assert found.reason or found.feasible is not None, data
+        assert found.reason or found.refused or (found.step_s and found.step_s > 0 and found.memory_bytes), data
+        assert "Error" not in found.reason.split(":")[0], (found.reason, data)
+
+
+def test_words_of_the_trainer():
+    h100 = described("H100-80GB-SXM", 1, 8)
+
+    def practice(**changes: object):
+        return practice_of(read_row(row(**changes), 1).setting, h100)
+
+    plain, fsdp = practice(), practice(zero_stage=3)
+    assert (plain.gradient_bytes, plain.fresh_bytes, plain.fused, plain.fsdp) == (6, 2, False, False)
+    assert (fsdp.gradient_bytes, fsdp.fresh_bytes, fsdp.fsdp, fsdp.loss_copies) == (4, 0, True, 2)
+    assert practice(zero_stage=3, quote="FSDP compile bf16").fused
+    recipe = practice(notes="distributed_fused_adam, overlap grad/param sync, ub_tp_comm_overlap")
+    assert (recipe.gradient_bytes, recipe.overlap_data, recipe.overlap_tensor) == (2, 1, 1.0)
+
+
+# -- constants -------------------------------------------------------------------------------------------------------
+
+
+def test_fitted_figures_are_few_and_the_page_lists_every_figure():
+    found = records()
+    assert len({record.name for record in found}) == len(found) and 0 < sum(record.fitted for record in found) <= 12
+    assert {record.kind for record in found} <= {"measured", "library", "published", "vendor", "assumed", "fitted"}
+    assert written(PAGE.read_text("utf-8"), "constants", constants()) == PAGE.read_text("utf-8")

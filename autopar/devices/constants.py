@@ -42,7 +42,9 @@ ALLOCATOR_RESERVE = Constant(
     "published: 1.03 to 1.08 in the 16 runs of SimuMax's table for B200",
 )
 DEVICE_OVERHEAD = Constant(
-    2.0 * 2**30, "bytes", "assumed: CUDA context and NCCL's buffers, which the driver counts and the allocator does not"
+    2.0 * 2**30,
+    "bytes",
+    "fitted: CUDA context and NCCL's buffers, which the driver counts and the allocator does not; BigScience's nvidia-smi",
 )
 FP8_PASSES = Constant(
     3.0,
@@ -116,7 +118,7 @@ KERNEL_S = Constant(2e-6, "s", "fitted: start and tail of one kernel on the devi
 ATTENTION_EFFICIENCY = Constant(
     0.35,
     "fraction of peak FLOP/s",
-    "published: FlashAttention-2 reaches 35 % of an H100's peak (arXiv:2407.08608, section 1)",
+    "fitted: FlashAttention-2 reaches 35 % of an H100's peak (arXiv:2407.08608, section 1), chosen among published figures by the rows",
 )
 TF32_OVER_BF16 = Constant(
     0.5,

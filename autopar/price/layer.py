@@ -312,7 +312,7 @@ def price_layer(
     ``sharding.axes`` are the mesh's, in the order of ``strategy.roles``, with ``Axis("microbatch", m, 0)`` among them. ``None`` where
     a local shape is not whole. ``Pricer.layer`` is the same with everything kept that can be.
     """
-    numbers = precision(precision_name, practice.gradient_bytes, practice.fsdp, practice.fresh_bytes)
+    numbers = precision(precision_name, practice)
     # time is outermost: a microbatch is cut from the batch before the mesh divides it
     order = sorted(range(len(sharding.axes)), key=lambda i: sharding.axes[i].name != MICROBATCH)
     axes, types = tuple(sharding.axes[i] for i in order), tuple(sharding.types[i] for i in order)

@@ -18,6 +18,7 @@ from torch import fx
 
 from autopar.errors import UsageError
 from autopar.graph import LayerClass, Value
+from autopar.price.practice import EMITTED, Practice
 from autopar.price.roofline import is_attention, op_name, tensors
 from autopar.rules.operands import operands
 
@@ -195,7 +196,8 @@ def trace(cls: LayerClass, flash: bool = True) -> Trace:
 class Precision:
     """Bytes of one element of an activation, and of one parameter: the copy that is computed with, its gradient, and
     what the optimizer holds (Adam's two moments, and a float32 master copy under mixed precision). ``shard`` are the bytes of a parameter
-    at rest under ZeRO-3, ``fresh`` those of the gradient that one backward leaves behind (see ``Practice``)."""
+    at rest under ZeRO-3, ``fresh`` those of the gradient that one backward leaves
+    behind; ``products_add`` as in ``Practice``."""
 
     name: str
     activation: int
@@ -205,6 +207,7 @@ class Precision:
     master: bool
     shard: int
     fresh: int = 0
+    products_add: bool = False
 
     @property
     def accumulated(self) -> int:
@@ -214,6 +217,8 @@ class Precision:
         what the product itself adds to, under its arithmetic.
         """
         wide = self.reduced
+        if self.products_add:
+            return 0
         if self.copies:
             return 2 * wide + 2 * self.parameter
         return 0 if self.master and wide > self.parameter else 3 * wide
@@ -244,8 +249,8 @@ _PRECISIONS = {
 }
 
 
-def precision(name: str, gradient_bytes: int | None = None, fsdp: bool = False, fresh_bytes: int = 0) -> Precision:
-    """The precision of that name; ``gradient_bytes``, ``fsdp`` and ``fresh_bytes`` as in ``Practice``, where parameters have 16 bits.
+def precision(name: str, practice: Practice = EMITTED) -> Precision:
+    """The precision of that name, with the copies that ``practice`` keeps where parameters have 16 bits.
 
     Raises:
         UsageError: no such precision.
@@ -255,9 +260,14 @@ def precision(name: str, gradient_bytes: int | None = None, fsdp: bool = False, 
     found = _PRECISIONS[name]
     if not found.master:
         return found
-    if fsdp:  # the master copy is the shard
+    if practice.fsdp:  # the master copy is the shard
         found = dataclasses.replace(found, shard=4, optimizer=found.optimizer - 4)
-    return dataclasses.replace(found, gradient=gradient_bytes or found.gradient, fresh=fresh_bytes)
+    return dataclasses.replace(
+        found,
+        gradient=practice.gradient_bytes or found.gradient,
+        fresh=practice.fresh_bytes,
+        products_add=practice.products_add,
+    )
 
 
 def state_bytes(parameters: int, trainable: int, data: int, zero: int, numbers: Precision) -> tuple[int, int, int]:

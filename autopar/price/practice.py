@@ -21,8 +21,10 @@ class Practice:
                             summed in float32, 6 with DDP's buckets, 10 with a flat float32 copy besides
     ``fresh_bytes``         of the gradient that a backward leaves until it is added to those: as activations go, it comes
     ``fsdp``                under ZeRO-3 the shard at rest is the float32 parameter itself, as FSDP keeps it: no master copy besides
-    ``plain_loss``          the loss is PyTorch's own, whose backward makes the gradient of the log-probabilities too;
-                            hand-written ones turn the probabilities into the gradient where they lie
+    ``loss_copies``         tensors as large as the logits that the loss's backward makes besides its result: 1 in PyTorch's
+                            cross entropy (the gradient of the log-probabilities), 2 in its loss parallel, 0 where the
+                            probabilities are turned into the gradient where they lie
+    ``products_add``        a product adds to its parameter's gradient itself, so that no pass over memory follows
     ``regather``            a sharded value that a product reads whole is kept sharded, and gathered again in its backward
     ``by_parameter``        ZeRO-3 gathers parameters one by one, not a layer at a time
     ``bucketed``            reductions of all layers follow each other without a break, so that latency is paid once
@@ -37,7 +39,8 @@ class Practice:
     gradient_bytes: int | None = None
     fresh_bytes: int = 0
     fsdp: bool = False
-    plain_loss: bool = False
+    loss_copies: int = 0
+    products_add: bool = False
     regather: bool = False
     by_parameter: bool = False
     bucketed: bool = False

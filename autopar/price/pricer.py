@@ -41,7 +41,7 @@ class Pricer:
         practice: Practice = EMITTED,
     ) -> None:
         self.graph, self.cluster, self.practice = graph, cluster, practice
-        self.numbers = precision(precision_name, practice.gradient_bytes, practice.fsdp, practice.fresh_bytes)
+        self.numbers = precision(precision_name, practice)
         self._pipelined = dataclasses.replace(cluster, pipelined=True)
         self._solve = solve or self._optimum
         self._tables: dict[tuple[str, tuple[int, ...]], tuple[tables.ClassTable, tables.Rows]] = {}

@@ -121,8 +121,8 @@ def build(cls: LayerClass, numbers: Precision, practice: Practice) -> tuple[Clas
     names = [n.name for n in nodes if n.op == "placeholder"]
     parameters = tuple(names[len(names) - len(cls.parameters) :])
     slots = [slot for i, node in enumerate(ops) for slot in _slots(i, node, run, size, practice.flash)]
-    if practice.plain_loss:
-        slots += _log_probabilities(ops, run, size)
+    if practice.loss_copies:
+        slots += _log_probabilities(ops, run, size, practice.loss_copies)
     _forks(ops, run, slots)
     if numbers.name == "float8":
         _cast(ops, slots)
@@ -358,14 +358,14 @@ def _scores(index: int, node: fx.Node, differentiable: bool, size: object) -> _S
     )
 
 
-def _log_probabilities(ops: tuple[fx.Node, ...], run: Trace, size: object) -> list[_Slot]:
-    """The gradient of the log-probabilities, which PyTorch's cross entropy makes before that of the logits."""
+def _log_probabilities(ops: tuple[fx.Node, ...], run: Trace, size: object, copies: int) -> list[_Slot]:
+    """What the loss's backward makes besides the logits' gradient, such as that of the log-probabilities."""
     assert callable(size)
     found = []
     for i, node in enumerate(ops):
         if "cross_entropy" in roofline.op_name(node) and run.requires_grad[node.name]:
             logits = operands(node)[0]
-            made = float(sum(size(t) for t in roofline.tensors(logits.meta["val"])))
+            made = copies * float(sum(size(t) for t in roofline.tensors(logits.meta["val"])))
             found.append(_Slot(i, INTERNAL, node.name, 0.0, 0.0, made, made))
     return found
 

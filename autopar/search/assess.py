@@ -309,6 +309,8 @@ def _notes(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh: M
             f"work (first {graph.layers[where].name}), for a microbatch of {graph.batch_size // choice.microbatches} "
             "samples does not divide further"
         )
+    if shared := graph.shared_parameters:
+        notes.append(f"used by several layers, and held once where one device has them: {', '.join(sorted(shared))}")
     if graph.unmicrobatchable:
         notes.append(f"one microbatch only: {graph.unmicrobatchable}")
     return tuple(notes)

@@ -83,12 +83,21 @@ def textbook(a: Architecture) -> Architecture:
     are short and blocks not the widest; beyond, it finds others that are better or as good.
     """
     width = min(a.hidden // a.heads, _HEAD_DIM)
-    return dataclasses.replace(a, layers=min(a.layers, _CAPTURED), hidden=a.heads * width, seq=min(a.seq, _TOKENS))
+    inner, odd = divmod(a.ffn * width * a.heads, a.hidden)
+    return dataclasses.replace(
+        a,
+        layers=min(a.layers, _CAPTURED),
+        hidden=a.heads * width,
+        ffn=a.ffn if odd else inner,
+        seq=min(a.seq, _TOKENS),
+    )
 
 
 def textbook_types(graph: Graph, plain: Graph) -> Solve:
     """What ``Pricer`` asks for a layer class's types, answered with those of ``plain``, the same architecture at modest sizes."""
+    from autopar.flow import placeholders
     from autopar.shard import role_types
+    from autopar.shard.solve import solve as solve_class
 
     last = len(plain.layers) - 1
 
@@ -96,10 +105,15 @@ def textbook_types(graph: Graph, plain: Graph) -> Solve:
         layer = next(i for i, layer in enumerate(graph.layers) if layer.cls == cls.name)
         at = last if layer == len(graph.layers) - 1 else min(layer, last - 1)
         found = role_types(plain, at, role, size)
-        names = {node.name for node in cls.graph.graph.nodes if node.op != "output"}
-        if found is None or not names <= found.produced.keys():
+        if found is None:
             return role_types(graph, layer, role, size)
-        return found
+        if {node.name for node in cls.graph.graph.nodes if node.op != "output"} <= found.produced.keys():
+            return found
+        # long sequences are captured with other constants: then the parameters are laid out as there, and all else around them
+        there, here = placeholders(plain.classes[plain.layers[at].cls]), placeholders(cls)
+        stored = [found.produced[node.name] for node in there[len(there) - len(cls.parameters) :]]
+        names = [node.name for node in here[len(here) - len(cls.parameters) :]]
+        return solve_class(cls, role, size, tuple(sorted(zip(names, stored, strict=True))))
 
     return solve
 
