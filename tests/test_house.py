@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "emit": {"passes", "program", "rules", "shard"},
     "check": {"program"},
     "structure": {"passes", "price", "program", "rules", "flow"},
-    "validate": {"capture", "devices", "price", "search", "shard", "zoo"},
+    "validate": {"capture", "devices", "flow", "price", "search", "shard", "zoo"},
     "run": {"capture", "devices"},
     "zoo": set(),
     "verify": {"capture", "check", "compile", "emit", "flow", "passes", "rules", "run", "search", "shard", "structure"},
