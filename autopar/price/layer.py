@@ -152,7 +152,8 @@ def core(bound: Bound, axes: tuple[Axis, ...], cluster: Cluster, numbers: Precis
         if not found:
             return 0.0
         at = {node.name: i for i, node in enumerate(table.ops)}
-        return sum(beside(float(arithmetic_s[at[name]]), wire_s) for name, wire_s in found.items())
+        slowdown = cluster.overlap_slowdown
+        return sum(beside_s(float(arithmetic_s[at[name]]), wire_s, slowdown) for name, wire_s in found.items())
 
     def calls(side: str) -> int:
         found = [getattr(move, side) for move in bound.moves if math.prod(axes[i].size for i in move.axes) > 1]
