@@ -230,6 +230,7 @@ def holes() -> list[dict[str, object]]:
     rows += [row(**{key: odd}) for key in extra for odd in ODD]
     return [
         *rows,
+        row(cp=2, tp=2),
         row(zero_stage=7),
         row(unheard_of={"a": [1]}),
         row(vp=3, pp=2, tp=1),
