@@ -22,7 +22,7 @@ from autopar.search import SearchOptions
 DOCS = Path(__file__).parent.parent / "docs"
 
 REQUESTS: tuple[dict[str, Any], ...] = (
-    {"model": "gpt2-xl", "devices": "1xL40S", "seq": 1024, "global_batch": 8},
+    {"model": "gpt2-xl", "devices": "1xA10G", "seq": 1024, "global_batch": 8},
     {"model": "gpt2-xl", "devices": "2xA10G", "seq": 1024, "global_batch": 8, "tensor": 1, "pipeline": 1, "zero": 0},
     {
         "model": "gpt2-large",
@@ -32,7 +32,14 @@ REQUESTS: tuple[dict[str, Any], ...] = (
         "microbatches": 1,
         "recompute": False,
     },
-    {"model": "gpt2-xl", "devices": "8xA100-40GB", "seq": 1024, "global_batch": 256, "microbatches": 1},
+    {
+        "model": "gpt2-xl",
+        "devices": "8xA100-40GB",
+        "seq": 1024,
+        "global_batch": 256,
+        "microbatches": 1,
+        "recompute": False,
+    },
     {
         "model": "bert-large",
         "devices": "1xRTX4090",
@@ -135,11 +142,15 @@ def page(lines: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    lines = []
+    path = DOCS / "infeasible.jsonl"
+    known = [json.loads(one) for one in path.read_text().splitlines()] if path.exists() else []
+    lines = [one for one in known if one["request"] in REQUESTS]  # an interrupted run goes on where it was
     for request in REQUESTS:
+        if any(one["request"] == request for one in lines):
+            continue
         lines.append(line(request))
         print(json.dumps(lines[-1])[:400], file=sys.stderr, flush=True)
-        (DOCS / "infeasible.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+        path.write_text("".join(json.dumps(one) + "\n" for one in lines))
     (DOCS / "infeasible.md").write_text(page(lines))
 
 
