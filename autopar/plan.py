@@ -24,6 +24,10 @@ class Role(Enum):
     EXPERT = "expert"  # activations cut along the batch, experts dealt out
     IDLE = "idle"  # every rank of the axis does the same work
 
+    __hash__ = (
+        object.__hash__
+    )  # a role is itself alone; prices are kept by strategy, and hashing names took a tenth of a search
+
     @property
     def replicates_parameters(self) -> bool:
         """Whether every parameter of the layer is R on the axis: ZeRO may spread it there, and the loss is a term of a sum."""

@@ -15,7 +15,7 @@ from autopar.search import SearchOptions, evaluate, hand_plan, search
 from autopar.search.assess import coalesce
 from autopar.search.hand import make_mesh
 from autopar.search.problem import for_sequence, meshes, strategies
-from autopar.search.simulate import lower_bound, simulate, timeline
+from autopar.search.simulate import critical_path, lower_bound, simulate, timeline
 
 D, T, TS, IDLE = Role.DATA, Role.TENSOR, Role.TENSOR_SEQUENCE, Role.IDLE
 
@@ -320,3 +320,30 @@ class SlowPricer(FlatPricer):
 
     def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> Price | None:
         return Price(self.slower, 2 * self.slower, 0.0, 0.0, 10, 10, 20, 1, 1, 1e12)
+
+
+def test_a_path_through_the_schedule_is_as_long_as_the_step_and_bounds_others() -> None:
+    rng = random.Random(1)
+    for _ in range(60):
+        stages, m = rng.randint(2, 5), rng.randint(1, 9)
+        for schedule in ("gpipe", "1f1b"):
+            (f, b), (g, c) = ([[rng.random() for _ in range(stages)] for _ in range(2)] for _ in range(2))
+            forwards, backwards = critical_path(f, b, m, schedule)
+
+            def length(of: list[float], ob: list[float], counts: tuple[list[int], list[int]]) -> float:
+                return sum(
+                    n * x
+                    for side, values in zip(counts, (of, ob), strict=True)
+                    for n, x in zip(side, values, strict=True)
+                )
+
+            assert length(f, b, (forwards, backwards)) == pytest.approx(simulate(f, b, m, schedule))
+            assert length(g, c, (forwards, backwards)) <= simulate(g, c, m, schedule) * (1 + 1e-12)
+
+
+def test_without_time_the_bound_is_the_arithmetic_at_peak() -> None:
+    graph = transformer(64)
+    cluster = Devices(64, int(72e9))
+    plan = search(graph, cluster, TransformerPricer(graph), SearchOptions(time_limit_s=0.0))
+    assert 0 < plan.bound_s == pytest.approx(plan.prediction.mfu * plan.prediction.step_time_s)
+    assert any("arithmetic at peak" in note for note in plan.notes)

@@ -16,25 +16,37 @@ dropped) or a run of equal layers (the integer model); x[s, r, k] is how many la
                       GPipe      sum t + (m-1)(F + B),  F >= f_s, B >= b_s     (exact)
                       1F1B       upto[s]   sum_{s' <= s} t_s' + (m-1) t_s
                                  round[s]  sum t + (m-1) t_s - (w_s - 1) f_s,  w_s = min(m, P-s)
+                                 met[i]    the longest path of some earlier solution
 
 Proof of the two 1F1B paths. Stage s cannot start before one forward of each earlier stage, has m t_s of work, and each earlier stage's
 last backward follows: ``upto``. Stage s runs w_s forwards, then waits for its first backward, which comes after one forward of all stages
 and one backward of the later ones; then m backwards and m - w_s forwards of its own, then the earlier stages' backward: ``round``. The
 textbook's ``sum t + (m-1) max t`` is no bound for uneven stages: with P=2, t_1 small, the step is m t_0, as t_1 hides under stage 0.
 
+The step is the longest of all paths, so each is a cut: the relaxation is solved, the longest path for its ``f`` and ``b`` is added, and so
+on (Kelley's cutting planes) until the schedule's time of the relaxation's stages is its own.
+
 Resharding is left out (it is never negative), so every value here bounds the true cost from below.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
 from ortools.linear_solver import pywraplp
 
-from autopar.search.tables import Array, Indices, Instance, Table
+from autopar.search.simulate import critical_path, simulate
+from autopar.search.tables import Array, Indices, Instance, Path, Table
 
 TOLERANCE = 1e-7  # GLOP's and SCIP's feasibility tolerance, relative: a bound is lowered by it before it is believed
+
+CUTS = 16
+"""How often the relaxation is solved again with a path that it had not met."""
+
+CUT_ACTIONS = 40_000
+"""Microbatches times stages, up to which paths are looked for: a path is found in Python, action by action."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +65,10 @@ def fewest_seconds(instance: Instance) -> float:
     m, stages = choice.microbatches, choice.pipeline
     if stages == 1:
         return float(sum(np.array([float((m * t.time + t.step).min()) for t in instance.kinds])[kind]))
-    time = instance.least("time")
+    least = instance.least("time")
     step = float(instance.least("step").sum()) / stages
-    bottleneck = smallest_bottleneck(time, stages)
-    total = float(time.sum())
+    bottleneck = smallest_bottleneck(least, stages)
+    total = float(least.sum())
     if choice.schedule == "gpipe":
         return total + (m - 1) * bottleneck + step
     tables = [t for table in instance.kinds for t in table.places]
@@ -182,29 +194,21 @@ class Model:
     def _path(self) -> None:
         m, stages = self.instance.choice.microbatches, len(self.x)
         time = [(self.forward[s], self.backward[s]) for s in range(stages)]
-
-        def row(weights: list[tuple[pywraplp.Variable, float]], name: str) -> None:
-            self._row(0.0, self.infinity, [(self.total, 1.0), *((v, -w) for v, w in weights)], name)
-
-        if stages == 1:
-            row([(v, m) for v in time[0]], "path")
-            return
-        every = [(v, 1.0) for pair in time for v in pair]
-        if self.instance.choice.schedule == "gpipe":
+        if stages > 1 and self.instance.choice.schedule == "gpipe":
             slowest = [self.solver.NumVar(0, self.infinity, name) for name in ("F", "B")]
             for s in range(stages):
                 for variable, stage in zip(slowest, time[s], strict=True):
                     self._row(0.0, self.infinity, [(variable, 1.0), (stage, -1.0)], f"slowest{s}")
-            row([*every, *((v, m - 1.0) for v in slowest)], "path")
+            every = [(v, -1.0) for pair in time for v in pair]
+            self._row(0.0, self.infinity, [(self.total, 1.0), *every, *((v, 1.0 - m) for v in slowest)], "path")
             return
-        before: list[tuple[pywraplp.Variable, float]] = []
-        for s in range(stages):
-            f, b = time[s]
-            warm = min(m, stages - s)
-            before = [*before, (f, 1.0), (b, 1.0)]
-            if s < stages - 1:  # for the last stage it equals round
-                row([*before, (f, m - 1.0), (b, m - 1.0)], f"upto{s}")
-            row([*every, (f, float(m - warm)), (b, m - 1.0)], f"round{s}")
+        for path in [*textbook_paths(stages, m), *self.instance.paths]:
+            self.add(path)
+
+    def add(self, path: Path) -> None:
+        """One more path that the step is at least as long as."""
+        seconds = [*zip(self.forward, path[0], strict=True), *zip(self.backward, path[1], strict=True)]
+        self._row(0.0, self.infinity, [(self.total, 1.0), *((v, -float(n)) for v, n in seconds if n)], "path")
 
     def _order(self) -> None:
         stages = len(self.x)
@@ -221,17 +225,43 @@ class Model:
                 done.append(d)
 
 
+def textbook_paths(stages: int, microbatches: int) -> list[Path]:
+    """``upto`` and ``round`` of every stage under 1F1B; of one stage, its work."""
+    found = []
+    for s in range(stages):
+        warm = min(microbatches, stages - s)
+        if s < stages - 1:  # for the last stage it equals round
+            upto = [1] * s + [microbatches] + [0] * (stages - s - 1)
+            found.append((upto, upto))
+        forwards, backwards = [1] * stages, [1] * stages
+        forwards[s], backwards[s] = microbatches - warm + 1, microbatches
+        found.append((forwards, backwards))
+    return found
+
+
 def relaxation(instance: Instance, at_least_s: float, time_limit_s: float) -> float:
-    """GLOP's bound in seconds (``inf``: proved infeasible), never below ``at_least_s``."""
+    """GLOP's bound in seconds (``inf``: proved infeasible), never below ``at_least_s``; the instance keeps the paths that it met."""
     size = instance.choice.pipeline * sum(len(t.bounding) for t in instance.kinds)
     if size > 150_000:  # building the model in Python would take longer than it is worth
         return at_least_s
+    deadline = time.monotonic() + time_limit_s
+    choice, bound = instance.choice, at_least_s
     model = Model(instance, at_least_s, integer=False)
-    model.solver.SetTimeLimit(max(1, int(time_limit_s * 1000)))
-    status = model.solver.Solve()
-    if status == pywraplp.Solver.OPTIMAL:
-        value = model.solver.Objective().Value() * model.scale_s * (1 - TOLERANCE)
-        return max(at_least_s, value)
-    if status == pywraplp.Solver.INFEASIBLE:
-        return float("inf")
-    return at_least_s  # NOT_SOLVED, ABNORMAL, FEASIBLE (time ran out): nothing was proved
+    cuts = CUTS if choice.schedule == "1f1b" and choice.microbatches * choice.pipeline <= CUT_ACTIONS else 0
+    for number in range(cuts + 1):
+        model.solver.SetTimeLimit(max(1, int((deadline - time.monotonic()) * 1000)))
+        status = model.solver.Solve()
+        if status == pywraplp.Solver.INFEASIBLE:
+            return float("inf")
+        if status != pywraplp.Solver.OPTIMAL:  # NOT_SOLVED, ABNORMAL, FEASIBLE (time ran out): nothing was proved
+            break
+        bound = max(bound, model.solver.Objective().Value() * model.scale_s * (1 - TOLERANCE))
+        forward, backward = ([v.solution_value() for v in side] for side in (model.forward, model.backward))
+        if number == cuts or time.monotonic() > deadline:
+            break
+        step = simulate(forward, backward, choice.microbatches, choice.schedule)
+        if model.total.solution_value() >= step * (1 - 1e-4):
+            break
+        instance.paths.append(critical_path(forward, backward, choice.microbatches, choice.schedule))
+        model.add(instance.paths[-1])
+    return bound

@@ -5,6 +5,7 @@
 2. Dynamic programming cuts the layers, minimising the sum of the stages' times under a cap on the slowest; several caps are tried.
 3. Each stage of the best cuts is chosen again by Viterbi's algorithm with resharding in the costs (lambda by bisection), and what memory
    is left is spent where a byte saves most.
+4. Neighbouring cuts of the best are tried in the same way as long as that helps: the schedule's own time decides, which 2 estimates.
 
 All of it is done for all layouts at once and for each layout alone, since mixing layouts costs resharding that step 1 does not see.
 """
@@ -12,13 +13,13 @@ All of it is done for all layouts at once and for each layout alone, since mixin
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
 from autopar.search.assess import Solution, cost, fits
-from autopar.search.frugal import most_frugal, span_memory
+from autopar.search.frugal import most_frugal, span_memory, span_sums
 from autopar.search.tables import Array, Indices, Instance, Regime, Table
 
 LADDER = (0.0, *np.geomspace(1e-3, 1e3, 13).tolist(), 1e9)
@@ -29,6 +30,9 @@ CAPS = (1.0, 1.02, 1.05, 1.15, 1.5, np.inf)
 
 REFINED = 6
 """Cuts per outer choice that are refined with resharding."""
+
+MOVES, NEIGHBOURS = 12, 200
+"""Steps of the descent over neighbouring cuts, and how many neighbours there may be before only the nearest are looked at."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,14 @@ def construct(instance: Instance, deadline: float = np.inf) -> tuple[float, Solu
     """The best solution found, with its true step time; ``None`` where nothing fits. After ``deadline`` no further layout is tried."""
     found: tuple[float, Solution] | None = None
 
-    def offer(solution: Solution) -> None:
+    def offer(solution: Solution) -> bool:
         nonlocal found
         if fits(instance, solution):
             step = cost(instance, solution).step_time_s
-            if found is None or step < found[0]:
+            if found is None or step < found[0] * (1 - 1e-9):
                 found = step, solution
+                return True
+        return False
 
     drafts: list[_Draft] = []
     for allowed in _modes(instance):
@@ -58,8 +64,17 @@ def construct(instance: Instance, deadline: float = np.inf) -> tuple[float, Solu
     cache: dict[tuple[object, ...], tuple[int, ...] | None] = {}
     for draft in _distinct(drafts)[:REFINED]:
         pick = _refined(instance, draft, cache)
-        if pick is not None:
-            offer(Solution(draft.bounds, pick))
+        if pick is not None and offer(Solution(draft.bounds, pick)):
+            best = draft
+    for _ in range(MOVES if found is not None else 0):
+        moved = [replace(best, bounds=bounds) for bounds in _neighbours(best.bounds) if time.monotonic() < deadline]
+        kept = best
+        for draft in moved:
+            pick = _refined(instance, draft, cache)
+            if pick is not None and offer(Solution(draft.bounds, pick)):
+                best = draft
+        if best is kept:
+            break
     if found is None:
         need, solution = most_frugal(instance)
         if need <= 1:
@@ -67,6 +82,23 @@ def construct(instance: Instance, deadline: float = np.inf) -> tuple[float, Solu
             offer(solution if pick is None else Solution(solution.bounds, pick))
             offer(solution)
     return found
+
+
+def _neighbours(bounds: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The cuts with one layer moved from a stage to another: over one cut, or over a run of them."""
+    found = []
+    inner = range(1, len(bounds) - 1)
+    for first in inner:
+        for last in range(first, len(bounds) - 1):
+            for shift in (-1, 1):
+                moved = tuple(b + shift * (first <= s <= last) for s, b in enumerate(bounds))
+                if all(a < b for a, b in pairwise(moved)):
+                    found.append(moved)
+    return (
+        found
+        if len(found) <= NEIGHBOURS
+        else [b for b in found if sum(x != y for x, y in zip(b, bounds, strict=True)) <= 2]
+    )
 
 
 def _modes(instance: Instance) -> list[tuple[Indices, ...]]:
@@ -156,7 +188,7 @@ def _stage_costs(instance: Instance, allowed: tuple[Indices, ...], regime: Regim
         columns.append(np.stack([weight[choice], held[choice], table.transient[keep][choice]]))
     time, held, transient = np.stack(columns, axis=2)[:, :, instance.kind]  # each [ladder, layer]
     needs = span_memory(held, transient)
-    times = span_memory(time, np.zeros_like(time))
+    times = span_sums(time)
     ok = needs <= limit
     first = ok.argmax(axis=0)[None]
     result = np.where(ok.any(axis=0), np.take_along_axis(times, first, 0)[0], np.inf)

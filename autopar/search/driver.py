@@ -57,11 +57,12 @@ class State:
     opened: int = 0
     solvers: set[str] = field(default_factory=set)
     unpriced: int = 0
+    floor_s: float = 0.0  # the model's arithmetic at the devices' peak: what also holds for choices without a price
 
     @property
     def bound_s(self) -> float:
         if self.unpriced:
-            return 0.0
+            return min(self.floor_s, self.step_s)
         return min(self.closed_s, self.heap[0].bound_s if self.heap else np.inf, self.step_s)
 
     @property
@@ -156,6 +157,11 @@ def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Instance]:
             state.push(instance, fewest_seconds(instance))
     if not instances:
         raise _no_price(graph, state)
+    peak = cluster.peak_flops(state.options.precision)
+    if peak:
+        first = instances[0]
+        flops = sum(first.table(i).prices[0].flops for i in range(first.layers))
+        state.floor_s = first.choice.microbatches * flops / peak
     state.say(f"{len(instances)} outer choices, none below {state.bound_s:.6g} s")
     return instances
 
@@ -257,7 +263,9 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
     bound = min(state.bound_s, state.step_s)
     notes = []
     if state.unpriced:
-        notes.append(f"time ran out with {state.unpriced} outer choices unpriced: nothing is proved about them")
+        notes.append(
+            f"time ran out with {state.unpriced} outer choices unpriced: all that is known of them is the arithmetic at peak"
+        )
     gap = max(0.0, 1 - bound / state.step_s) if state.step_s > 0 else 0.0
     proof = Proof(
         bound,

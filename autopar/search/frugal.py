@@ -66,12 +66,17 @@ def _least_memory(instance: Instance, regime: Regime) -> tuple[Array, Indices, l
 def span_memory(weights: Array, transient: Array) -> Array:
     """``[i, j]``: bytes of a stage of layers i..j-1, ``inf`` for empty ones. The last axis of the arguments is the layer."""
     count = weights.shape[-1]
-    prefix = np.concatenate([np.zeros((*weights.shape[:-1], 1)), np.cumsum(weights, axis=-1)], axis=-1)
-    spans = prefix[..., None, :] - prefix[..., :, None]
+    spans = span_sums(weights)
     inside = np.arange(count)[None, :] >= np.arange(count)[:, None]  # [i, layer]
-    highest = np.maximum.accumulate(np.where(inside, transient[..., None, :], 0.0), axis=-1)
-    spans[..., :count, 1:] += highest
-    spans[..., np.tril_indices(count + 1)[0], np.tril_indices(count + 1)[1]] = np.inf
+    spans[..., :count, 1:] += np.maximum.accumulate(np.where(inside, transient[..., None, :], 0.0), axis=-1)
+    return spans
+
+
+def span_sums(values: Array) -> Array:
+    """``[i, j]``: the sum over layers i..j-1, ``inf`` for empty runs. The last axis of ``values`` is the layer."""
+    prefix = np.concatenate([np.zeros((*values.shape[:-1], 1)), np.cumsum(values, axis=-1)], axis=-1)
+    spans = prefix[..., None, :] - prefix[..., :, None]
+    spans[..., np.tri(values.shape[-1] + 1, dtype=bool)] = np.inf
     return spans
 
 

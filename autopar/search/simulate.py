@@ -65,6 +65,30 @@ def timeline(
     return tuple(spans)
 
 
+def critical_path(
+    forward_s: Sequence[float], backward_s: Sequence[float], microbatches: int, schedule: str
+) -> tuple[list[int], list[int]]:
+    """How many forwards and backwards of each stage are on the longest path. With other seconds the step is no shorter than that path."""
+    spans = timeline(forward_s, backward_s, microbatches, schedule)
+    stages = len(forward_s)
+    at = {(span.kind, span.stage, span.microbatch): span for span in spans}
+    before: dict[Span, Span | None] = {}
+    last: list[Span | None] = [None] * stages
+    for span in spans:  # each stage's in the order in which it runs them
+        before[span] = last[span.stage]
+        last[span.stage] = span
+    forwards, backwards = [0] * stages, [0] * stages
+    here: Span | None = max(spans, key=lambda span: span.stop_s)
+    while here is not None:
+        (forwards if here.kind == "F" else backwards)[here.stage] += 1
+        own = before[here]
+        neighbour = here.stage - 1 if here.kind == "F" else here.stage + 1
+        sent = at.get((here.kind, neighbour, here.microbatch))
+        # what it waited for longest; the last stage's backward waits for its own forward, which is before it anyway
+        here = sent if sent is not None and (own is None or sent.stop_s > own.stop_s) else own
+    return forwards, backwards
+
+
 def interleaved_warmup(rank: int, line: int, chunks: int, microbatches: int) -> int:
     """Forwards of a device before its first backward, as in torch's ``ScheduleInterleaved1F1B`` and in Megatron."""
     return min((chunks - 1) * line + 2 * (line - 1 - rank), microbatches * chunks)

@@ -134,11 +134,11 @@ def _one_place(candidates: list[Strategy], prices: list[LayerPrice]) -> Table:
 
 def _pareto(columns: Array, group: Indices) -> Indices:
     """Rows that no other row of their group equals or beats in every column; of equal rows, the first."""
-    no_worse = (columns[:, None, :] <= columns[None, :, :]).all(axis=2) & (group[:, None] == group[None, :])
-    equal = (columns[:, None, :] == columns[None, :, :]).all(axis=2)
-    earlier = np.arange(len(columns))[:, None] < np.arange(len(columns))[None, :]
-    beaten = (no_worse & (~equal | earlier) & ~np.eye(len(columns), dtype=bool)).any(axis=0)
-    return np.flatnonzero(~beaten)
+    no_worse = group[:, None] == group[None, :]
+    for column in np.unique(columns, axis=1).T:
+        no_worse &= column[:, None] <= column[None, :]
+    later = np.tri(len(columns), dtype=bool)  # [i, j]: i is j, or comes after it
+    return np.flatnonzero(~(no_worse & ~(no_worse.T & later)).any(axis=0))
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,9 @@ class Layout:
     across: tuple[Ways, ...] = field(compare=False)  # sends, by way
 
 
+Path = tuple[list[int], list[int]]
+"""How many forwards and backwards of each stage a path through the schedule has."""
+
 Regime = tuple[int, int, float]
 """What makes two stages alike: microbatches in flight, the place, the memory limit."""
 
@@ -169,6 +172,7 @@ class Instance:
     kind: Indices
     layout: Layout
     matrices: dict[tuple[object, ...], Array] = field(default_factory=dict, compare=False)
+    paths: list[Path] = field(default_factory=list, compare=False)  # through the schedule, met so far
 
     @property
     def layers(self) -> int:
