@@ -85,6 +85,7 @@ class Core:
     alive_bytes: float
     parameters: float
     trainable: float
+    largest: float  # of the trainable parameters, in elements
     tensors: int
     microbatches: int
     flops: float
@@ -181,6 +182,7 @@ def core(bound: Bound, axes: tuple[Axis, ...], cluster: Cluster, numbers: Precis
         alive_bytes=_transient(table, local, saved, bound.plain),
         parameters=float(parameters.sum()),
         trainable=float(parameters[table.trainable].sum()),
+        largest=float(parameters[table.trainable].max(initial=0.0)),
         tensors=len(table.parameters),
         microbatches=microbatches,
         flops=table.model_flops / microbatches,
@@ -257,7 +259,15 @@ def assemble(
         step_s += beside(under * backward_compute_s, reduce) + beside(under * forward_compute_s, gather)
 
     held, gradients, optimizer = state_bytes(parameters, trainable, data, zero, numbers)
-    saved, transient = _activations(c, strategy, zero, parameters * numbers.parameter, trainable * numbers.gradient)
+    whole_gradients = trainable * numbers.gradient
+    whole_parameters = parameters * numbers.parameter
+    saved, transient = _activations(c, strategy, zero, whole_parameters, whole_gradients, practice.apart)
+    if practice.apart and zero < 2:
+        transient += c.largest * numbers.parameter
+    elif practice.apart:
+        # a layer's whole gradients stay where its activations (and under ZeRO 2 its parameters) were, and need more room if larger
+        stay = max(0.0, whole_gradients - saved - (whole_parameters if zero == 2 else 0.0))
+        gradients += math.ceil(stay)
     return LayerPrice(
         forward_s=forward_compute_s + forward_wire_s + forward_exposed,
         backward_s=backward_compute_s + backward_wire_s + backward_exposed,
@@ -274,19 +284,25 @@ def assemble(
 
 
 def _activations(
-    c: Core, strategy: Strategy, zero: int, whole_bytes: float, gradient_bytes: float
+    c: Core, strategy: Strategy, zero: int, whole_bytes: float, gradient_bytes: float, apart: bool
 ) -> tuple[float, float]:
     """Bytes that a microbatch in flight holds, and the most that the layer needs besides while it runs."""
-    saved, transient = c.saved_bytes, c.alive_bytes
-    if zero >= 2:  # one gradient being filled, the one before it being reduced
-        transient += 2 * gradient_bytes
-    if zero == 3:  # the layer at work and the next one, fetched ahead
-        transient += 2 * whole_bytes
+    saved = c.saved_bytes
     if strategy.recompute:
         saved = c.input_bytes
     elif strategy.selective:
         saved = min(saved, max(c.selective_bytes, c.input_bytes))
-    return saved, transient + max(0.0, c.saved_bytes - saved)
+    transient = c.alive_bytes + max(0.0, c.saved_bytes - saved)
+    gathered = whole_bytes if zero == 3 else 0.0
+    if (
+        apart and zero >= 2
+    ):  # the layer's ops beside its gathered parameters; then its gradients, and their copy in the reduction
+        return saved, max(transient + gathered, gradient_bytes + max(0.0, min(gradient_bytes, saved)))
+    if (
+        zero >= 2
+    ):  # one gradient being filled, the one before it being reduced; the layer at work and the next one, fetched ahead
+        transient += 2 * gradient_bytes + 2 * gathered
+    return saved, transient
 
 
 def beside_s(compute_s: float, wire_s: float, slowdown: float) -> float:

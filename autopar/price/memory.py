@@ -57,9 +57,9 @@ class Trace:
 class _Tracer(fx.Interpreter):
     """Runs the graph and notes storages. Every value is kept to the end, so that no storage is taken for another."""
 
-    def __init__(self, cls: LayerClass, borders: tuple[Value, ...], flash: bool) -> None:
+    def __init__(self, cls: LayerClass, borders: tuple[Value, ...], flash: bool, query_layout: bool) -> None:
         super().__init__(cls.graph, garbage_collect_values=False)
-        self.flash = flash
+        self.flash, self.query_layout = flash, query_layout
         self.borders = dict(zip((n.name for n in cls.graph.graph.nodes if n.op == "placeholder"), borders, strict=True))
         free = (*cls.inputs, *cls.constants, *cls.scalars, *cls.parameters)
         names = [n.name for n in cls.graph.graph.nodes if n.op == "placeholder"]
@@ -132,9 +132,11 @@ class _Tracer(fx.Interpreter):
         query, _, value = read[:3]
         shape = tuple(n.meta["val"].shape)
         assert shape[-1] == value.shape[-1], n.format_node()
-        # the kernels write [batch, length, heads, size] and give a transposed view, so that merging the heads copies nothing
+        # GPUs' kernels write [batch, length, heads, size] and give a transposed view, so that merging the heads copies nothing
         *batch, heads, length, width = shape
         result = query.new_empty([*batch, length, heads, width]).transpose(-2, -3)
+        if self.query_layout and tuple(query.shape) == shape:
+            result = torch.empty_like(query, requires_grad=False)
         if any(t.requires_grad for t in read):
             result.requires_grad_()
             for index, tensor in enumerate(read):
@@ -165,10 +167,10 @@ def dropout(node: fx.Node) -> float:
     return float(given) if isinstance(given, (int, float)) else 0.0
 
 
-def trace(cls: LayerClass, flash: bool = True) -> Trace:
+def trace(cls: LayerClass, flash: bool = True, query_layout: bool = False) -> Trace:
     """Runs ``cls`` once on the meta device at global shapes (nothing is allocated) and reports what autograd keeps."""
     borders = (*cls.activations, *cls.inputs, *cls.constants, *cls.scalars, *cls.parameters)
-    tracer = _Tracer(cls, borders, flash)
+    tracer = _Tracer(cls, borders, flash, query_layout)
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(tracer.pack, lambda t: t):
         tracer.run(*([None] * len(borders)))
     made_by = {

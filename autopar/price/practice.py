@@ -31,6 +31,11 @@ class Practice:
     ``overlap_data``        microbatches under whose backward a layer's gradients are reduced, and under whose forward its
                             parameters are gathered
     ``overlap_tensor``      the fraction of tensor-parallel communication that is hidden under matrix products
+    ``apart``               gradients are made apart from the buffer in which they add up (ZeRO 0 and 1), and each layer is an FSDP
+                            root of its own (2 and 3): nothing is fetched ahead, and what a layer sent to its reduction stays
+                            until the microbatch's backward has ended
+    ``query_layout``        attention's result lies in memory as the queries do, and so merging heads may copy; flash attention
+                            on GPUs writes it merged
     ======================  ==========================================================================================
     """
 
@@ -46,6 +51,8 @@ class Practice:
     bucketed: bool = False
     overlap_data: int = 0
     overlap_tensor: float = 0.0
+    apart: bool = False
+    query_layout: bool = False
 
 
-EMITTED = Practice()
+EMITTED = Practice(apart=True)

@@ -40,7 +40,8 @@ class Pricer:
         solve: Solve | None = None,
         practice: Practice = EMITTED,
     ) -> None:
-        self.graph, self.cluster, self.practice = graph, cluster, practice
+        self.graph, self.cluster = graph, cluster
+        self.practice = dataclasses.replace(practice, query_layout=cluster.kind == "cpu")
         self.numbers = precision(precision_name, practice)
         self._pipelined = dataclasses.replace(cluster, pipelined=True)
         self._solve = solve or self._optimum

@@ -109,7 +109,7 @@ def model_dtype(cls: LayerClass) -> torch.dtype:
 
 def build(cls: LayerClass, numbers: Precision, practice: Practice) -> tuple[ClassTable, Rows]:
     """The arrays of ``cls``; runs it once on the meta device."""
-    run = trace(cls, practice.flash)
+    run = trace(cls, practice.flash, practice.query_layout)
     nodes = [node for node in cls.graph.graph.nodes if node.op != "output"]
     ops = tuple(node for node in nodes if node.op == "call_function" and roofline.tensors(node.meta.get("val")))
     dtype = model_dtype(cls)
@@ -148,7 +148,7 @@ def build(cls: LayerClass, numbers: Precision, practice: Practice) -> tuple[Clas
         slot_operand=tuple(s.operand for s in slots),
         slot_forward=np.array([s.forward for s in slots], dtype=float),
         slot_backward=np.array([s.backward for s in slots], dtype=float),
-        live=live_ranges(ops, run, kept, slots, practice.fused),
+        live=live_ranges(ops, run, kept, slots, practice.fused, practice.apart),
         saved=kept,
         saved_bytes=np.array([s.numel * element_bytes(s.dtype, dtype, numbers) for s in kept], dtype=float),
         plain=plain,
@@ -184,8 +184,13 @@ class Live:
     saver: NDArray[np.intp]
 
 
-def live_ranges(ops: tuple[fx.Node, ...], run: Trace, kept: tuple[Saved, ...], slots: list[_Slot], fused: bool) -> Live:
-    """The life of every value from the op that makes it to the last that reads it; its gradient lives as long, backwards."""
+def live_ranges(
+    ops: tuple[fx.Node, ...], run: Trace, kept: tuple[Saved, ...], slots: list[_Slot], fused: bool, whole_loss: bool
+) -> Live:
+    """The life of every value from the op that makes it to the last that reads it; its gradient lives as long, backwards.
+
+    ``whole_loss``: cross entropy is PyTorch's own, which trainers replace.
+    """
     saved = {entry.storage for entry in kept}
     index = {node.name: i for i, node in enumerate(ops)}
     first: dict[int, int] = {}
@@ -208,6 +213,10 @@ def live_ranges(ops: tuple[fx.Node, ...], run: Trace, kept: tuple[Saved, ...], s
             forward[k] = slot.bytes
         if here and run.requires_grad[slot.value]:
             backward[k] = slot.alive
+            if "cross_entropy" in roofline.op_name(ops[slot.op]) and whole_loss:
+                backward[k] += (
+                    slot.alive
+                )  # the gradient of the logarithms of probabilities, and then that of the logits
         if slot.operand == OUTPUT and ops[slot.op].name not in run.views and here:
             size[storage], maker[storage] = slot.bytes, slot.value
     storages = [storage for storage in maker if last[storage] > first[storage] + 1]

@@ -113,6 +113,7 @@ class FlatGroup:
         self._grads = torch.zeros(piece * self._parts if trainable else 0, dtype=wide, device=world.device)
         self._owned = torch.zeros(piece, dtype=wide, device=world.device) if self._mixed else self._values[self._own]
         self._slots: list[Slot] = []
+        self._unwritten: set[str] = set()  # the parameters whose gradients in the buffer are an earlier step's
         self.masters: list[Master] = []
         start = 0
         for layout, shape in zip(layouts, shapes, strict=True):
@@ -128,9 +129,14 @@ class FlatGroup:
         grad = self._grads[slot.start : slot.stop].view(slot.param.shape)
 
         def accumulate(param: Tensor) -> None:
-            if param.grad is not None:
+            if param.grad is None:
+                return
+            if slot.layout.name in self._unwritten:
+                self._unwritten.remove(slot.layout.name)
+                grad.copy_(param.grad)
+            else:
                 grad.add_(param.grad)
-                param.grad = None
+            param.grad = None
 
         # Not param.grad = a view of the buffer: the first step of torch's schedules sets to None the gradients of all that is inside
         # an FSDP module, and a tied copy may be there. Besides, the buffer may be of a wider dtype.
@@ -162,10 +168,20 @@ class FlatGroup:
                 self._owned[low - self._own.start : high - self._own.start].copy_(flat)
 
     def zero_grad(self) -> None:
-        self._grads.zero_()
+        """The first gradient of a step takes the place of the last step's, so that the buffer need not be filled with zeros."""
+        if self._grads.numel():
+            self._unwritten = {slot.layout.name for slot in self._slots}
+
+    def _settle(self) -> None:
+        """What got no gradient in this step has none."""
+        for slot in self._slots:
+            if slot.layout.name in self._unwritten:
+                self._grads[slot.start : slot.stop].zero_()
+        self._unwritten.clear()
 
     def reduce_over_stages(self) -> None:
         """Sum a tied parameter's gradients over the stages that have a copy."""
+        self._settle()
         if self.shared is not None and self._grads.numel():
             dist.all_reduce(self._grads, group=self._world.shared[self.shared])
 
@@ -254,6 +270,8 @@ class ShardedGroup:
     def zero_grad(self) -> None:
         for param in self._params.values():
             param.grad = None
+        for master in self.masters:
+            master.tensor.grad = None  # a view of the same: the old gradients would live on beside the new ones
 
     def reduce_over_stages(self) -> None:
         pass
