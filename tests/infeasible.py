@@ -54,7 +54,7 @@ REQUESTS: tuple[dict[str, Any], ...] = (
         "devices": "8xH100-80GB",
         "seq": 8192,
         "global_batch": 64,
-        "zero": 1,
+        "zero": 0,
         "tensor": 1,
         "pipeline": 1,
     },

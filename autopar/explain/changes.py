@@ -47,15 +47,15 @@ class Change:
 def suggest(
     study: Study, error: InfeasibleError, progress: Callable[[str], None] = lambda text: None
 ) -> InfeasibleError:
-    """``error`` with the changes that make the request feasible, in the order of what they cost: pins first, other devices last."""
+    """``error`` with the changes that make the request feasible, those first that need no new capture of the model."""
     deadline = time.monotonic() + LIMIT_S
     kinds: list[tuple[str, Callable[[Study, float], Iterator[Change]]]] = [
         ("without a pin", _without_pins),
+        ("on more devices", _devices),
+        ("on other devices", _other_devices),
         ("in half precision", _precision),
         ("with a smaller batch", _batch),
         ("with a shorter sequence", _sequence),
-        ("on more devices", _devices),
-        ("on other devices", _other_devices),
     ]
     found: list[Change] = []
     for words, kind in kinds:
