@@ -111,6 +111,11 @@ def _dropout(request: Request) -> KernelCall:
     return kernels.dropout, request.node.args[:2], {"seed": request.sharding}
 
 
+def _numbers(request: Request) -> KernelCall:
+    target: Any = request.node.target
+    return target, request.node.args, {"seed": request.sharding}
+
+
 def _recurrent(request: Request) -> KernelCall:
     seed = {"seed": request.sharding} if arguments(request.node)["dropout"] else {}
     return kernels_rnn.recurrent, request.node.args, {**request.node.kwargs, **seed}
@@ -186,6 +191,8 @@ BY_KERNEL: dict[str, Entry] = {
 BY_OP: dict[str, Entry] = {
     "aten.dropout": _dropout,
     "aten.linear": _linear,
+    "kernels_random.normal": _numbers,
+    "kernels_random.uniform": _numbers,
     "kernels_rnn.recurrent": _recurrent,
     "aten.scaled_dot_product_attention": _attention,
     "kernels.cross_entropy_sum": _sum_of_losses,

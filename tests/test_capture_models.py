@@ -324,4 +324,7 @@ def test_batch_norm_forbids_microbatches() -> None:
     graph = capture(ResNet(), (images(8).float(), CLASSES), F.cross_entropy)
     assert "batch norm couples the batch" in graph.unmicrobatchable
     assert {name.rpartition(".")[2] for name in graph.buffers} == {"running_mean", "running_var", "num_batches_tracked"}
+    narrow = capture(ResNet(), (images(8).float(), CLASSES), F.cross_entropy, precision="bfloat16")
+    kept = {buffer.dtype for name, buffer in narrow.buffers.items() if "running" in name}
+    assert narrow.dtype == torch.bfloat16 and kept == {torch.float32}  # they move by less than bfloat16 tells apart
     assert capture(mlp(), pair(8, 4), F.mse_loss, precision="float64").unmicrobatchable == ""

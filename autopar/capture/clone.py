@@ -15,6 +15,7 @@ from autopar.torch_private import fake_tensors
 
 PRECISIONS = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+_RUNNING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _EXPERTS = "grouped_mm"  # of transformers' implementations, the one that passes.clean.experts knows
 
 
@@ -32,7 +33,8 @@ def twin(model: nn.Module, dtype: torch.dtype | None, *, meta: bool = False) -> 
 
     The twin's tensors say that they are on the CPU, as a newcomer's model is, so that a forward that mixes in tensors of the default
     device works on it; those of a ``meta`` twin are on meta, which is several times faster. Tensors that are plain attributes become
-    buffers, so that they are seen. ``dtype`` casts the floating ones.
+    buffers, so that they are seen. ``dtype`` casts the floating ones, except that running statistics, which move by a small part of
+    themselves, are not made narrower.
     transformers' key/value cache is switched off, and its mixtures of experts use their grouped implementation: the others have shapes that
     depend on data, or copy the experts' matrices for every token.
     """
@@ -42,8 +44,12 @@ def twin(model: nn.Module, dtype: torch.dtype | None, *, meta: bool = False) -> 
     values: dict[str, torch.Tensor] = {}
     plain: list[tuple[str, str]] = []
 
+    running = {id(b) for m in model.modules() if isinstance(m, _RUNNING) for b in m.buffers(recurse=False)}
+
     def cast(tensor: torch.Tensor) -> torch.dtype:
-        return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        if dtype is None or not tensor.is_floating_point():
+            return tensor.dtype
+        return torch.promote_types(tensor.dtype, dtype) if id(tensor) in running else dtype
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         with mode:

@@ -346,7 +346,9 @@ def compare(first: str, second: str, as_json: bool) -> None:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Entry point of the console script; ends the process with the exit status."""
-    gc.set_threshold(100_000, 20, 100)  # graphs and prices live as long as the command: looking for garbage among them costs a tenth
+    gc.set_threshold(
+        100_000, 20, 100
+    )  # graphs and prices live as long as the command: looking for garbage among them costs a tenth
     try:
         status = cli.main(argv, prog_name="autopar", standalone_mode=False)
         sys.stdout.flush()

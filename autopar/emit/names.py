@@ -20,6 +20,7 @@ _RESERVED = frozenset(
         "kernels",
         "kernels_experts",
         "kernels_norm",
+        "kernels_random",
         "kernels_ring",
         "kernels_rnn",
         "opaque",

@@ -15,6 +15,7 @@ FILES = (
     "kernels.py",
     "kernels_experts.py",
     "kernels_norm.py",
+    "kernels_random.py",
     "kernels_ring.py",
     "kernels_rnn.py",
     "opaque.py",

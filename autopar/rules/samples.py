@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.program import kernels, kernels_norm, kernels_rnn
+from autopar.program import kernels, kernels_norm, kernels_random, kernels_rnn
 from autopar.program.kernels_experts import grouped_linear, of_rows
 from autopar.rules.check import Sample, held, sample
 from autopar.rules.sample_experts import gated_experts, plain_experts
@@ -101,6 +101,8 @@ def elementwise() -> list[Sample]:
         sample(aten.to.device, r(6, 4), "cpu", torch.float64),
         sample(aten.type_as.default, n(9, 6, 4), r(1)),
         sample(aten.dropout.default, r(6, 4), 0.0, True),
+        sample(kernels_random.uniform, r(6, 4), 0.5, 0.5),
+        sample(kernels_random.normal, r(6, 4), 0.5, 0.0),
         sample(aten.full_like.default, r(6, 4), 3.0),
         sample(aten.neg.default, r(6, 1)),
     ]

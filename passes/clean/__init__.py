@@ -18,6 +18,7 @@ from passes.clean.losses import cross_entropy_pass, mean_losses_pass
 from passes.clean.nodes import gradients_pass
 from passes.clean.noops import devices_pass, dropout_pass, noops_pass, views_pass
 from passes.clean.packed import packed_projections_pass
+from passes.clean.randomness import randomness_pass
 from passes.clean.recurrent import recurrent_pass
 from passes.clean.regions import inline_regions_pass
 from passes.clean.rows import rows_pass
@@ -28,6 +29,7 @@ STEPS = (
     ("batch norm", batch_norm_pass),
     ("recurrent", recurrent_pass),
     ("functional", functionalise_pass),
+    ("randomness", randomness_pass),
     ("gradients", gradients_pass),
     ("devices", devices_pass),
     ("no-ops", noops_pass),
@@ -80,6 +82,7 @@ __all__ = [
     "mean_losses_pass",
     "noops_pass",
     "packed_projections_pass",
+    "randomness_pass",
     "recurrent_pass",
     "reshapes_pass",
     "rows_pass",

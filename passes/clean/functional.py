@@ -15,6 +15,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from passes.clean.nodes import add, arguments, aten, packet, shape
+from passes.clean.randomness import drawn
 
 _VIEWS = frozenset(
     f"aten.{name}"
@@ -158,6 +159,8 @@ def _functional_twin(node: fx.Node) -> fx.Node:
     if name == "aten.copy_":
         new = arguments(node)[1]
         assert isinstance(new, fx.Node)
+    elif (random := drawn(node)) is not None:
+        new = random
     else:
         twin = getattr(aten, name.removeprefix("aten.")[:-1])
         overload = str(node.target).rsplit(".", 1)[1]

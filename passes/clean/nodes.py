@@ -148,6 +148,8 @@ def is_random(node: fx.Node) -> bool:
     name = packet(node)
     if name == "aten.scaled_dot_product_attention":
         return bool(argument(node, 4, "dropout_p", 0.0))
+    if getattr(node.target, "__module__", "").endswith("kernels_random"):
+        return True
     if name == "aten.dropout":
         return bool(argument(node, 1, "p", 0.5)) and bool(argument(node, 2, "train", False))
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

@@ -1,0 +1,106 @@
+"""Every random number as a function of a seed: what draws numbers becomes ``kernels_random.uniform`` or ``normal``, which are seeded like
+dropout. An op whose numbers no seed reaches is refused: its ranks would disagree, and a recomputation would draw others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.errors import CaptureError
+from autopar.program import kernels_random
+from passes.clean.nodes import add, argument, arguments, aten, calls, dtype, is_random, packet, replace, shape
+
+# Dropout and attention are seeded themselves; recurrent ops draw for dropout alone, which ``recurrent_pass`` has taken care of.
+_SEEDED = frozenset(
+    f"aten.{name}" for name in ("dropout", "scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu")
+)
+_TRAINED = {"feature_dropout": 2, "alpha_dropout": 2, "feature_alpha_dropout": 2, "rrelu": 3}  # where `train` stands
+
+
+def randomness_pass(gm: fx.GraphModule) -> fx.GraphModule:
+    """Replace what draws random numbers; see the module's docstring.
+
+    Raises:
+        CaptureError: an op that draws them in another way, with the line that calls it.
+    """
+    for node in calls(gm):
+        name = packet(node)
+        if not name.startswith("aten.") or name in _SEEDED or not is_random(node):
+            continue
+        place = _TRAINED.get(name.removeprefix("aten."))
+        if place is not None and not argument(node, place, "train", False) and name != "aten.feature_dropout":
+            continue
+        new = drawn(node)
+        if new is None:
+            line = str(node.meta.get("stack_trace") or "").strip().split("\n")[-2:]
+            raise CaptureError(
+                "\n".join([f"{name} draws random numbers that cannot be made a function of the seed", *line]),
+                hint="draw them from torch.rand, torch.randn or torch.randint, or give them to the model as an input",
+            )
+        replace(node, new)
+    return gm
+
+
+def drawn(node: fx.Node) -> fx.Node | None:
+    """The node's value as a function of seeded numbers; also of an in-place op, which writes it. ``None`` for other ops."""
+    name = packet(node).removeprefix("aten.").removesuffix("_")
+    first = arguments(node)[0] if node.args else None
+    if name in ("rand", "rand_like"):
+        return _uniform(node, shape(node), dtype(node))
+    if name in ("randn", "randn_like"):
+        return _normal(node)
+    if name == "uniform":
+        return _uniform(node, shape(node), dtype(node), argument(node, 1, "from", 0.0), argument(node, 2, "to", 1.0))
+    if name == "normal" and isinstance(first, fx.Node) and packet(node) == "aten.normal_":
+        return _normal(node, argument(node, 1, "mean", 0.0), argument(node, 2, "std", 1.0))
+    if name == "bernoulli":
+        chance = argument(node, 1, "p", first if packet(node) == "aten.bernoulli" else 0.5)
+        return _chosen(node, shape(node), dtype(node), chance)
+    if name == "feature_dropout":
+        return _feature_dropout(node)
+    if name in ("randint", "randint_like"):
+        return _integers(node)
+    return None
+
+
+def _like(node: fx.Node, sizes: tuple[int, ...], kind: torch.dtype) -> fx.Node:
+    return add(node, aten.full.default, (list(sizes), 0.0), {"dtype": kind})
+
+
+def _uniform(node: fx.Node, sizes: tuple[int, ...], kind: torch.dtype, low: float = 0.0, high: float = 1.0) -> fx.Node:
+    given = () if (low, high) == (0.0, 1.0) else (low, high)
+    return add(node, kernels_random.uniform, (_like(node, sizes, kind), *given))
+
+
+def _normal(node: fx.Node, mean: float = 0.0, std: float = 1.0) -> fx.Node:
+    given = () if (mean, std) == (0.0, 1.0) else (mean, std)
+    return add(node, kernels_random.normal, (_like(node, shape(node), dtype(node)), *given))
+
+
+def _chosen(node: fx.Node, sizes: tuple[int, ...], kind: torch.dtype, chance: Any) -> fx.Node:
+    """One with a probability of ``chance`` (a number or a node), else zero."""
+    numbers = _uniform(node, sizes, kind if kind.is_floating_point else torch.float32)
+    below = aten.lt.Tensor if isinstance(chance, fx.Node) else aten.lt.Scalar
+    return add(node, aten.to.dtype, (add(node, below, (numbers, chance)), kind))
+
+
+def _feature_dropout(node: fx.Node) -> fx.Node:
+    x, p, train = arguments(node)
+    assert isinstance(x, fx.Node)
+    if not train or p == 0.0:
+        return x
+    if p == 1.0:
+        return add(node, aten.mul.Tensor, (x, 0.0))
+    sizes = (*shape(x)[:2], *(1 for _ in shape(x)[2:]))
+    kept = _chosen(node, sizes, dtype(x), 1.0 - p)
+    return add(node, aten.mul.Tensor, (x, add(node, aten.div.Tensor, (kept, 1.0 - p))))
+
+
+def _integers(node: fx.Node) -> fx.Node:
+    overload = str(node.target).rsplit(".", 1)[1]
+    bounds = [value for value in node.args if isinstance(value, int)]
+    low, high = bounds[:2] if overload.startswith("low") else (0, bounds[0])
+    numbers = _uniform(node, shape(node), torch.float64, float(low), float(high))  # exact up to 2**53
+    return add(node, aten.to.dtype, (add(node, aten.floor.default, (numbers,)), dtype(node)))
