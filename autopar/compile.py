@@ -59,6 +59,7 @@ def compile(
     pipeline: int | None = None,
     data: int | None = None,
     tensor: int | None = None,
+    expert: int | None = None,
     ulysses: int | None = None,
     ring: int | None = None,
     zero: int | None = None,
@@ -87,9 +88,8 @@ def compile(
         loss_fn: ``loss_fn(output, targets)`` makes the loss, a 0-d tensor; ``batch`` is then the pair ``(inputs, targets)``.
         precision: of parameters and activations, by name (``"bfloat16"``); the model's own if left out.
         plan: a plan to use instead of searching for one, or the path of its JSON file.
-        pipeline, data, tensor, ulysses, ring, zero, recompute, microbatches, schedule: pinned if given; the search completes the rest.
-        pin: the same by key, and pins of some layers, such as ``{"pipeline": 4, "layers.0-7.tensor": 8, "lm_head.zero": 3}``
-            (see ``autopar.search.options``).
+        pipeline, data, tensor, expert, ulysses, ring, zero, recompute, microbatches, schedule: pinned if given, the rest is searched.
+        pin: the same by key, and pins of some layers, ``{"layers.0-7.tensor": 8, "lm_head.zero": 3}`` (see ``autopar.search.options``).
         local_batch_norm: let batch norm take the statistics of each rank's part of each microbatch, not those of the whole batch.
         memory_limit_bytes, time_limit_s: what may be filled of one device's memory, and how long to search, in seconds.
         folder: where the program goes; without one, a temporary folder that lives as long as the ``Program``.
@@ -106,7 +106,7 @@ def compile(
 
     cluster = parse(devices, memory_limit_bytes=memory_limit_bytes, calibration=calibration)
     pins: dict[str, Any] = {"pipeline": pipeline, "microbatches": microbatches, "schedule": schedule, "data": data, "tensor": tensor,
-                            "ulysses": ulysses, "ring": ring, "zero": zero, "recompute": recompute}  # fmt: skip
+                            "expert": expert, "ulysses": ulysses, "ring": ring, "zero": zero, "recompute": recompute}  # fmt: skip
     options = SearchOptions(time_limit_s=time_limit_s, pin=pin or {}, **pins)
     how = {"precision": precision, "plan": plan, "progress": progress, "local_batch_norm": local_batch_norm}
     graph, chosen = plan_model(model, batch, loss_fn, cluster, options, **how)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ of them is decided later, by types.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -94,6 +95,12 @@ class LayerClass:
     buffers: tuple[Value, ...] = ()
     updates: tuple[str, ...] = ()
     rows: int = 0  # of the global batch; 0: the largest dim 0 of what enters
+
+    @property
+    def experts(self) -> int:
+        """How many experts its mixtures have (of several numbers, the greatest common divisor); 0 without one."""
+        mixtures = [node.target for node in self.graph.graph.nodes if getattr(node.target, "__name__", "") == "experts"]
+        return math.gcd(*(mixture.count for mixture in mixtures))
 
     def batched(self, value: Value) -> bool:
         """Whether dim 0 of a border value is the batch: a table that a layer computes from parameters alone has none."""

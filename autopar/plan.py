@@ -78,6 +78,11 @@ class Strategy:
     def __post_init__(self) -> None:
         assert self.zero in (0, 1, 2, 3), self.zero
 
+    @property
+    def dense(self) -> Strategy:
+        """The same for a layer that has no experts: the axes that deal them out deal out the batch."""
+        return dataclasses.replace(self, roles=tuple(Role.DATA if r is Role.EXPERT else r for r in self.roles))
+
     def degree(self, mesh: tuple[Axis, ...], *roles: Role) -> int:
         """The product of the sizes of the axes that play one of ``roles``."""
         n = 1
@@ -222,6 +227,7 @@ class Plan:
                     "class": layer.cls,
                     "data": s.degree(self.mesh, Role.DATA),
                     "tensor": tensor,
+                    "expert": s.degree(self.mesh, Role.EXPERT),
                     "sequence": s.degree(self.mesh, *SEQUENCES),
                     "zero": s.zero,
                     "recompute": s.recompute,

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import fx, nn
 
-from autopar.graph import Graph, Layer, Value
+from autopar.graph import Graph, Layer, LayerClass, Value
 from autopar.plan import Axis, Role, Strategy
 from autopar.search.hand import make_mesh
 from autopar.search.options import SearchOptions
@@ -87,8 +88,10 @@ def chain(
         )
         for i, cls in enumerate(classes)
     )  # fmt: skip
+    nothing = fx.GraphModule(nn.Module(), fx.Graph())
+    kinds = {cls: LayerClass(cls, nothing, (), (), (), (), (), ()) for cls in classes}
     return Graph(
-        "synthetic", (Value("tokens", (batch, seq), torch.int64),), None, {}, {}, (), None, layers, {}, values, "loss",
+        "synthetic", (Value("tokens", (batch, seq), torch.int64),), None, {}, {}, (), None, layers, kinds, values, "loss",
         torch.bfloat16, batch * seq, unmicrobatchable=why,
     )  # fmt: skip
 

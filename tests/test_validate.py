@@ -93,6 +93,9 @@ def test_a_row_with_gaps_takes_defaults():
         ({"precision": "int3"}, "precision"),
         ({"recompute": "sometimes"}, "recompute"),
         ({"gpu": None}, "gpu is not given"),
+        ({"ep": 3}, "ep = 3 does not divide dp = 4"),
+        ({"ep": 4}, "ep = 4 does not divide the model's 0 experts"),
+        ({"ep": 4, "model": SMALL["model"] | {"n_experts": 6}}, "ep = 4 does not divide the model's 6 experts"),
     ],
 )
 def test_a_row_that_makes_no_sense_says_why(changes, reason):
@@ -126,6 +129,19 @@ def test_cuts():
     interleaved = dataclasses.replace(setting, chunks=2)
     written = write(graph, interleaved, Role.RING)
     assert written.schedule == "interleaved" and written.bounds == (0, 3, 5, 7, 10)
+
+
+def test_rows_of_mixtures_deal_out_experts(tmp_path):
+    model = SMALL["model"] | {"n_experts": 8, "experts_per_token": 2, "moe_ffn_hidden": 512}
+    rows = [row(model=model, ep=n) for n in (1, 2, 4)]
+    found = validate(write_rows(tmp_path, rows)).outcomes
+    assert all(o.priced for o in found), found
+    whole, _, quarters = (o.memory_bytes for o in found)
+    assert whole > quarters and len({o.step_s for o in found}) == 3
+    setting = read_row(rows[2], 1).setting
+    written = write(graph_of(read_row(rows[2], 1).architecture, 16), setting, Role.RING)
+    assert [s.degree(written.mesh, Role.EXPERT) for s in written.strategies] == [1, 4, 4, 4, 4, 1]
+    assert [s.zero for s in written.strategies] == [1, 0, 0, 0, 0, 1]
 
 
 def test_practice_follows_what_the_row_says():

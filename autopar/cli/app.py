@@ -63,6 +63,12 @@ _pin_options = _options(
         "--tensor", type=click.IntRange(1), metavar="N", help="Pin the tensor-parallel degree of every layer."
     ),
     click.option(
+        "--expert",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Pin the degree of expert parallelism of layers that have experts.",
+    ),
+    click.option(
         "--ulysses", type=click.IntRange(1), metavar="N", help="Pin the degree of Ulysses sequence parallelism."
     ),
     click.option("--ring", type=click.IntRange(1), metavar="N", help="Pin the degree of ring attention."),
@@ -318,6 +324,9 @@ def hardware(action: str | None, name: str | None, as_json: bool) -> None:
 @click.option("--tensor", type=click.IntRange(1), metavar="N", help="Tensor-parallel degree.")
 @click.option("--sequence", is_flag=True, help="Cut activations between tensor-parallel regions along the sequence.")
 @click.option("--context", type=click.IntRange(1), metavar="N", help="Ring attention's degree.")
+@click.option(
+    "--expert", type=click.IntRange(1), metavar="N", help="Devices that layers with experts deal them out to."
+)
 @click.option("--zero", type=click.IntRange(0, 3), metavar="0-3", help="ZeRO stage.")
 @click.option("--microbatches", type=click.IntRange(1), metavar="N", help="Microbatches of a step.")
 @click.option("--microbatch", type=click.IntRange(1), metavar="N", help="Sequences in a microbatch of one device.")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import UsageError
-from autopar.plan import Plan, Role
+from autopar.plan import REPLICATING, LayerPlan, Plan, Role
 
 if TYPE_CHECKING:
     from autopar.devices import Cluster
@@ -26,6 +26,7 @@ FLAGS = {
     "--tensor-model-parallel-size": "tensor",
     "--pipeline-model-parallel-size": "pipeline",
     "--context-parallel-size": "context",
+    "--expert-model-parallel-size": "expert",
     "--micro-batch-size": "microbatch",
     "--global-batch-size": "global_batch",
     "--seq-length": "seq",
@@ -38,6 +39,7 @@ FLAGS = {
     "--parallelism.tensor_parallel_degree": "tensor",
     "--parallelism.pipeline_parallel_degree": "pipeline",
     "--parallelism.context_parallel_degree": "context",
+    "--parallelism.expert_parallel_degree": "expert",
     "--parallelism.data_parallel_shard_degree": "shard",
     "--parallelism.data_parallel_replicate_degree": "replicate",
     "--training.local_batch_size": "local_batch",
@@ -101,7 +103,7 @@ def translated(found: Mapping[str, Any]) -> dict[str, Any]:
     options = {
         key: value
         for key, value in found.items()
-        if key in ("tensor", "pipeline", "context", "global_batch", "seq", "chunks")
+        if key in ("tensor", "pipeline", "context", "expert", "global_batch", "seq", "chunks")
     }
     for key in ("microbatch", "local_batch"):
         if key in found:
@@ -162,13 +164,15 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
     from autopar.search import hand_plan
 
     tensor, pipeline = request.get("tensor") or 1, request.get("pipeline") or 1
-    context = request.get("context") or 1
+    context, expert = request.get("context") or 1, request.get("expert") or 1
     rest, odd = divmod(cluster.count, tensor * pipeline * context)
-    if odd or not rest:
+    if odd or rest % expert or not rest:
         raise UsageError(
-            f"{cluster.count} devices do not divide into tensor {tensor} x pipeline {pipeline} x context {context}",
+            f"{cluster.count} devices do not divide into tensor {tensor} x pipeline {pipeline} x context {context} x expert {expert}",
             "the product of the degrees must divide the number of devices",
         )
+    if expert > 1 and not any(cls.experts for cls in graph.classes.values()):
+        raise UsageError(f"expert {expert}: {graph.name} has no mixture of experts", "leave out --expert")
     microbatches = request.get("microbatches") or 1
     if size := request.get("microbatch"):
         microbatches, odd = divmod(graph.batch_size, rest * size)
@@ -182,22 +186,25 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
     plan = hand_plan(
         graph,
         pipeline=pipeline,
-        data=rest,
+        data=rest // expert,
+        expert=expert,
         ring=context,
         tensor=tensor,
         sequence=bool(request.get("sequence")),
-        zero=request.get("zero") or 0,
         recompute=recompute == "full",
         microbatches=microbatches,
         schedule=request.get("schedule"),
     )
-    if recompute != "selective":
-        return plan
-    layers = tuple(
-        dataclasses.replace(layer, strategy=dataclasses.replace(layer.strategy, selective=True))
-        for layer in plan.layers
-    )
-    return dataclasses.replace(plan, layers=layers)
+
+    def own(layer: LayerPlan) -> LayerPlan:
+        """With what only some layers can do."""
+        strategy = layer.strategy if graph.classes[layer.cls].experts else layer.strategy.dense
+        zero = (request.get("zero") or 0) if strategy.degree(plan.mesh, *REPLICATING) > 1 else 0
+        return dataclasses.replace(
+            layer, strategy=dataclasses.replace(strategy, zero=zero, selective=recompute == "selective")
+        )
+
+    return dataclasses.replace(plan, layers=tuple(map(own, plan.layers)))
 
 
 def price_plan(graph: Graph, cluster: Cluster, plan: Plan, pricer: Pricer) -> Plan:
@@ -254,6 +261,7 @@ def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
     for name, roles in (
         ("data", (Role.DATA,)),
         ("tensor", (Role.TENSOR, Role.TENSOR_SEQUENCE)),
+        ("expert", (Role.EXPERT,)),
         ("sequence", (Role.RING, Role.ULYSSES)),
     ):
         found.append((name, degree(a, *roles), degree(b, *roles), ""))

@@ -45,10 +45,11 @@ class Family:
 
 def definitions(gpus_per_node: int, count: int) -> list[tuple[str, str, Pins]]:
     """(name, title, pins) of every family on devices of that shape."""
-    alone = {"pipeline": 1, "tensor": 1, "ulysses": 1, "ring": 1}
+    alone = {"pipeline": 1, "tensor": 1, "expert": 1, "ulysses": 1, "ring": 1}
     found: list[tuple[str, str, Pins]] = [
         ("no_pipeline", "no pipeline", {"pipeline": 1}),
         ("no_tensor", "no tensor parallelism", {"tensor": 1}),
+        ("no_expert", "no expert parallelism", {"expert": 1}),
         ("no_sequence", "neither Ulysses nor ring attention", {"ulysses": 1, "ring": 1}),
         ("no_recomputation", "no recomputation", {"recompute": False}),
         ("full_recomputation", "every layer recomputed", {"recompute": True}),
@@ -67,7 +68,7 @@ def definitions(gpus_per_node: int, count: int) -> list[tuple[str, str, Pins]]:
 def obeys(plan: Plan, pins: Pins) -> bool:
     """Whether the plan keeps to the pins."""
     degrees = {"data": (Role.DATA,), "tensor": (Role.TENSOR, Role.TENSOR_SEQUENCE),
-               "ulysses": (Role.ULYSSES,), "ring": (Role.RING,)}  # fmt: skip
+               "expert": (Role.EXPERT,), "ulysses": (Role.ULYSSES,), "ring": (Role.RING,)}  # fmt: skip
     for name, value in pins.items():
         strategies = [layer.strategy for layer in plan.layers]
         if name in degrees:

@@ -133,6 +133,8 @@ def coalesce(mesh: Mesh, strategies: Sequence[Strategy]) -> tuple[Mesh, list[Str
             name = "tensor"
         elif len(used) == 1:
             name = next(iter(used)).value
+        elif used == {Role.EXPERT, Role.DATA}:  # the layers that have no experts take data there
+            name = "expert"
         else:
             name = "inner"
         names.append(name)
@@ -311,6 +313,8 @@ def _notes(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh: M
         )
     if shared := graph.shared_parameters:
         notes.append(f"used by several layers, and held once where one device has them: {', '.join(sorted(shared))}")
+    if any(s.degree(mesh, Role.EXPERT) > 1 for s in strategies):
+        notes.append("experts are priced as if all got the same number of tokens: uneven loads make them slower")
     if graph.unmicrobatchable:
         notes.append(f"one microbatch only: {graph.unmicrobatchable}")
     return tuple(notes)

@@ -1,12 +1,13 @@
 """What the user decides: pins, limits, how long to look.
 
-A pin is a key and a value. ``pipeline``, ``microbatches`` and ``schedule`` are of the whole plan; ``data``, ``tensor``,
+A pin is a key and a value. ``pipeline``, ``microbatches`` and ``schedule`` are of the whole plan; ``data``, ``tensor``, ``expert``,
 ``ulysses``, ``ring``, ``zero`` and ``recompute`` of every layer, or of those that a selector before the last dot names::
 
     {"pipeline": 4, "schedule": "1f1b", "layers.0-7.tensor": 8, "lm_head.zero": 3}
 
 A selector is a layer's name or its end (``layers.3`` is ``model.layers.3``), or a layer class. In place of a number may stand a range
-(``0-7``, both ends included), and ``*`` for any text. What is said of some layers goes before what is said of all.
+(``0-7``, both ends included), and ``*`` for any text. What is said of some layers goes before what is said of all. ``expert`` is of
+the layers that have experts: the others take data on its axes, besides their own.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from autopar.plan import Role
 Value = int | str | bool
 
 OF_PLAN = ("pipeline", "microbatches", "schedule")
-OF_LAYER = ("data", "tensor", "ulysses", "ring", "zero", "recompute")
-DEGREES = ("data", "tensor", "ulysses", "ring")
+OF_LAYER = ("data", "tensor", "expert", "ulysses", "ring", "zero", "recompute")
+DEGREES = ("data", "tensor", "expert", "ulysses", "ring")
 SCHEDULES = ("none", "gpipe", "1f1b")
 _FORM = "write key=value, such as pipeline=4, tensor=8, layers.0-7.tensor=8, lm_head.zero=3 or schedule=1f1b"
 
@@ -37,6 +38,7 @@ class LayerPins:
 
     data: int | None = None
     tensor: int | None = None
+    expert: int | None = None
     ulysses: int | None = None
     ring: int | None = None
     zero: int | None = None
@@ -65,8 +67,9 @@ class SearchOptions:
 
     ``pin`` holds pins by key (see the module); those of the whole plan and of every layer are the fields of the same name, whichever way
     they are given (ZeRO where a layer has copies of its parameters). ``roles`` are the roles that may be used without being pinned,
-    besides data; left out, tensor parallelism, and where the sequence is long Ulysses and ring attention. The search stops once the gap
-    is ``target_gap``, or at the limit. ``progress`` is called with a short text whenever the incumbent or the bound has moved.
+    besides data; left out, tensor parallelism, experts where there are any, and where the sequence is long Ulysses and ring attention.
+    The search stops once the gap is ``target_gap``, or at the limit. ``progress`` is called with a short text whenever the incumbent or
+    the bound has moved.
 
     Raises:
         UsageError: an unknown key, a value that makes no sense, or a pin that is given twice and differs.
@@ -80,6 +83,7 @@ class SearchOptions:
     schedule: str | None = None
     data: int | None = None
     tensor: int | None = None
+    expert: int | None = None
     ulysses: int | None = None
     ring: int | None = None
     zero: int | None = None
@@ -204,7 +208,21 @@ def pins_by_layer(graph: Graph, options: SearchOptions) -> tuple[LayerPins, ...]
                     "narrow one of them",
                 )
             found[i] = replace(found[i], **{name: value})  # type: ignore[arg-type]
-    return tuple(found)
+    return (
+        tuple(_of_experts(graph, i, pins) for i, pins in enumerate(found))
+        if any(p.expert for p in found)
+        else tuple(found)
+    )
+
+
+def _of_experts(graph: Graph, layer: int, pins: LayerPins) -> LayerPins:
+    """The layer's pins, ``expert`` taken as what it means for it."""
+    experts = graph.classes[graph.layers[layer].cls].experts
+    if pins.expert is None or experts:
+        return pins
+    if not any(cls.experts for cls in graph.classes.values()) and pins.expert > 1:
+        raise UsageError(f"expert {pins.expert}: {graph.name} has no mixture of experts", "leave the pin out")
+    return replace(pins, expert=None, data=pins.data and pins.data * pins.expert)
 
 
 def selects(selector: str, name: str, cls: str) -> bool:

@@ -191,20 +191,24 @@ def _distinct_orders(factors: list[int]) -> list[tuple[int, ...]]:
 
 
 def strategies(
-    mesh: Mesh, batch: int, gpus_per_node: int, options: SearchOptions, pins: LayerPins | None = None
+    mesh: Mesh, batch: int, gpus_per_node: int, options: SearchOptions, pins: LayerPins | None = None, experts: int = 0
 ) -> list[Strategy]:
     """Every candidate for a layer on ``mesh`` that ``pins`` (default: those of every layer) allow, for a microbatch of ``batch`` samples.
 
     Data takes the longest prefix of the axes that divides the batch (or the pinned one), other roles a suffix; what lies between is idle.
     Data being a prefix for every layer, the batch dim is gathered from its innermost axis outwards, and each slice stays contiguous.
+    A layer that has ``experts`` may deal them out over a degree that divides their number, right inside of the data axes.
     """
     pins = options.common if pins is None else pins
     sizes = [axis.size for axis in mesh]
     found: list[Strategy] = []
-    for suffix in _suffixes(mesh, gpus_per_node, options.roles or TENSOR_ROLES, pins):
+    for suffix in _suffixes(mesh, gpus_per_node, options.roles or TENSOR_ROLES, pins, experts):
         outer = len(sizes) - len(suffix)
         ways = [_product(sizes[:j]) for j in range(outer + 1)]
         prefixes = [j for j, n in enumerate(ways) if batch % n == 0 and pins.data in (None, n)]
+        if dealt := suffix.count(Role.EXPERT):  # they take other samples, too
+            owners = _product(sizes[outer : outer + dealt])
+            prefixes = [j for j in prefixes if j == outer and batch % (ways[j] * owners) == 0]
         if not prefixes:
             continue
         prefix = prefixes[-1]
@@ -215,28 +219,39 @@ def strategies(
     return found
 
 
-def _suffixes(mesh: Mesh, gpus_per_node: int, roles: tuple[Role, ...], pinned: LayerPins) -> Iterator[tuple[Role, ...]]:
-    """The roles of the innermost axes, besides data: ring attention outside of Ulysses and tensor parallelism.
+def _suffixes(
+    mesh: Mesh, gpus_per_node: int, roles: tuple[Role, ...], pinned: LayerPins, experts: int
+) -> Iterator[tuple[Role, ...]]:
+    """The roles of the innermost axes, besides data: experts outside of ring attention, that outside of Ulysses and tensor parallelism.
 
     A tensor degree may span at most four nodes unless it is pinned: all-reduce on the slow links costs more than it saves long before
-    that. Ring and Ulysses stand alone, beside degrees that are pinned, or beside one node of tensor parallelism.
+    that. Experts, ring and Ulysses stand alone, beside degrees that are pinned, or beside one node of tensor parallelism.
     """
     tensor_roles = tuple(role for role in roles if role in TENSOR_ROLES)
-    pins = {Role.RING: pinned.ring, Role.ULYSSES: pinned.ulysses, Role.TENSOR: pinned.tensor}
+    pins = {
+        Role.EXPERT: pinned.expert,
+        Role.RING: pinned.ring,
+        Role.ULYSSES: pinned.ulysses,
+        Role.TENSOR: pinned.tensor,
+    }
     some = range(len(mesh) + 1)
-    sequence = [some if role in roles or pins[role] is not None else (0,) for role in (Role.RING, Role.ULYSSES)]
-    for ring, ulysses, tensor in itertools.product(*sequence, some):
-        counts = {Role.RING: ring, Role.ULYSSES: ulysses, Role.TENSOR: tensor}
-        if ring + ulysses + tensor > len(mesh):
+    asked = {role: some if role in roles or pins[role] is not None else (0,) for role in list(pins)[:-1]}
+    asked[Role.EXPERT] = asked[Role.EXPERT] if experts else (0,)
+    for numbers in itertools.product(*asked.values(), some):
+        counts = dict(zip(pins, numbers, strict=True))
+        tensor = counts[Role.TENSOR]
+        if sum(numbers) > len(mesh):
             continue
         for role in tensor_roles if tensor else (Role.TENSOR,):
             # Ulysses exchanges the heads that tensor parallelism has left, so it is inside of it; of a sequence that both cut, outside
             inside = [Role.TENSOR, Role.ULYSSES] if role is Role.TENSOR else [Role.ULYSSES, Role.TENSOR]
-            suffix = tuple(each for each in (Role.RING, *inside) for _ in range(counts[each]))
+            suffix = tuple(each for each in (Role.EXPERT, Role.RING, *inside) for _ in range(counts[each]))
             inner = mesh[len(mesh) - len(suffix) :]
             degrees = {each: Strategy(suffix).degree(inner, each) for each in counts}
             if any(counts[each] and degrees[each] == 1 for each in counts):
                 continue  # a mesh of one device has no suffix worth naming
+            if counts[Role.EXPERT] and experts % degrees[Role.EXPERT]:
+                continue
             if all(_wanted(each, degrees, pins, roles, gpus_per_node) for each in counts):
                 yield tuple(role if each is Role.TENSOR else each for each in suffix)
 
@@ -265,7 +280,7 @@ def for_sequence(options: SearchOptions, length: int) -> SearchOptions:
     """The options with the roles that a sequence of ``length`` is worth: below ``LONG_SEQUENCE`` the search has enough to do."""
     if options.roles is not None:
         return options
-    return replace(options, roles=TENSOR_ROLES + (SEQUENCE_ROLES if length >= LONG_SEQUENCE else ()))
+    return replace(options, roles=(*TENSOR_ROLES, Role.EXPERT, *(SEQUENCE_ROLES if length >= LONG_SEQUENCE else ())))
 
 
 def _product(sizes: list[int]) -> int:

@@ -331,9 +331,8 @@ class Prices:
         key = (cls, pins, choice.mesh, m, tied, *map(id, pricers))  # the pricers live as long as their layouts
         if key not in self._tables:
             found, prices = [], []
-            candidates = strategies(
-                choice.mesh, self._graph.batch_size // m, self._cluster.gpus_per_node, self._options, pins
-            )
+            batch, experts = self._graph.batch_size // m, self._graph.classes[cls].experts
+            candidates = strategies(choice.mesh, batch, self._cluster.gpus_per_node, self._options, pins, experts)
             for strategy in candidates:
                 at = tuple(p for pricer in pricers if (p := pricer.layer(cls, choice.mesh, strategy, m)) is not None)
                 if len(at) == len(pricers):

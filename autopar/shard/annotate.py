@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
+
+from torch import fx
 
 from autopar.flow import gradient_flow
 from autopar.graph import Graph, LayerClass
 from autopar.plan import Role
 from autopar.rules import has_rule
-from autopar.rules.operands import op_name
+from autopar.rules.operands import op_name, operands
 from autopar.rules.traffic import OF_MICROBATCHES
 from autopar.shard.conversions import conversions
 from autopar.shard.plan import role_types
-from autopar.types import legal_in_time
+from autopar.sharding import AxisTypes
+from autopar.types import SpmdType, legal_in_time
 
 
 def annotate(graph: Graph) -> Graph:
@@ -39,12 +44,29 @@ def _couples_batch(graph: Graph, index: int, cls: LayerClass) -> str:
     types = role_types(graph, index, Role.DATA, 1)
     if types is None:
         return f"{name} has no way to compute on a part of the batch"
+    nodes = {node.name: node for node in cls.graph.graph.nodes}
     for value, kernel in types.kernel.items():
-        if kernel in OF_MICROBATCHES:
-            continue
-        return f"{name} needs the whole batch for {value} ({kernel})"
+        if kernel not in OF_MICROBATCHES:
+            return f"{name} needs the whole batch for {_described(nodes[value])}"
     flow = gradient_flow(cls)
     for value, source, target in conversions(cls, types):
         if not legal_in_time(source, target, flow[value]):
-            return f"{name} needs the whole batch's {value} ({source} to {target})"
+            readers = (n for n in nodes[value].users if n.op != "output")
+            takes = (n for n in readers if (value, target) in _read(n, types))
+            return f"{name} needs the whole batch for {_described(next(takes, nodes[value]))}"
     return ""
+
+
+def _read(node: fx.Node, types: AxisTypes) -> list[tuple[str, SpmdType]]:
+    """The values that a node reads, and as what."""
+    return [(operand.name, t) for operand, t in zip(operands(node), types.needed[node.name], strict=True)]
+
+
+def _described(node: fx.Node) -> str:
+    """The op, its module, and the line of the model's code that it comes from."""
+    text = op_name(node.target).removeprefix("aten.") if node.op == "call_function" else node.name
+    modules = list((node.meta.get("nn_module_stack") or {}).values())
+    path = str(modules[-1][0]).removeprefix("module").lstrip(".") if modules else ""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in \w+\n\s*(.+)', str(node.meta.get("stack_trace") or ""))
+    where = f"line {frames[-1][1]} of {Path(frames[-1][0]).name}: {frames[-1][2]}" if frames else ""
+    return f"{text}{f' of {path}' if path else ''}{f' ({where})' if where else ''}"

@@ -9,6 +9,7 @@ where the graph is too entangled.
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,15 +40,12 @@ def eliminate(problem: Problem) -> dict[str, int] | None:
     """The chosen option of every node, by index; ``None`` if no choice is legal."""
     factors, sizes = _factors(problem)
     steps: list[tuple[str, _Factor]] = []
-    remaining = set(sizes)
-    while remaining:
-        name = min(remaining, key=lambda v: (_joined_size(v, factors, sizes), v))
+    for name in _order(factors, sizes):
         touching = [factor for factor in factors if name in factor.variables]
         joined = _join(name, touching, sizes)
         steps.append((name, joined))
         factors = [factor for factor in factors if name not in factor.variables]
         factors.append(_Factor(joined.variables[1:], joined.table.min(axis=0)))
-        remaining.remove(name)
     if not np.isfinite(sum(float(factor.table) for factor in factors)):
         return None
     chosen: dict[str, int] = {}
@@ -57,11 +55,28 @@ def eliminate(problem: Problem) -> dict[str, int] | None:
     return {name: chosen[name] for name in problem.options}
 
 
-def _joined_size(name: str, factors: list[_Factor], sizes: dict[str, int]) -> int:
-    size = 1
-    for variable in {v for factor in factors if name in factor.variables for v in factor.variables} | {name}:
-        size *= sizes[variable]
-    return size
+def _order(factors: list[_Factor], sizes: dict[str, int]) -> list[str]:
+    """In which order the variables go: next is the one with the smallest table to minimise over; where a table would be too large so,
+    the one that leaves the smallest behind."""
+    largest: dict[str, int] = {}
+    for left in (False, True):
+        near = {name: {name} for name in sizes}  # the variables that share a factor with each, itself among them
+        for factor in factors:
+            for name in factor.variables:
+                near[name].update(factor.variables)
+        entries = {name: math.prod(sizes[v] for v in group) for name, group in near.items()}
+        largest = {}
+        while near:
+            name = min(near, key=lambda v: (entries[v] // sizes[v] if left else entries[v], v))
+            largest[name] = entries[name]
+            group = near.pop(name) - {name}
+            for v in group:
+                near[v] = (near[v] | group) - {name}
+                entries[v] = math.prod(sizes[u] for u in near[v])
+        if max(largest.values(), default=0) <= MAX_ENTRIES:
+            return list(largest)
+    name = max(largest, key=lambda v: largest[v])
+    raise TableTooLargeError(f"{name}: {largest[name]} entries")
 
 
 def _join(name: str, touching: list[_Factor], sizes: dict[str, int]) -> _Factor:
@@ -69,8 +84,6 @@ def _join(name: str, touching: list[_Factor], sizes: dict[str, int]) -> _Factor:
     others = sorted({v for factor in touching for v in factor.variables} - {name})
     variables = (name, *others)
     shape = tuple(sizes[v] for v in variables)
-    if int(np.prod([float(n) for n in shape])) > MAX_ENTRIES:
-        raise TableTooLargeError(f"{name}: {shape}")
     total = np.zeros(shape)
     for factor in touching:
         order = sorted(range(len(factor.variables)), key=lambda i: variables.index(factor.variables[i]))

@@ -1,4 +1,6 @@
-"""Roles on grids of devices: what each may do inside a layer, so that several axes together are 2D, 2.5D or 3D tensor parallelism.
+"""What a role may do inside a layer, beyond what its border says: roles on grids of devices, and that of experts.
+
+Several axes together are 2D, 2.5D or 3D tensor parallelism.
 
 One axis's optimum is Megatron's wherever it may be. A grid needs each of its axes to take one part of every product ``y = x w``, the
 sum over ``k`` of ``x[rows, k] w[k, columns]``, and to leave the other parts to the other axes. That is a restriction per role:
@@ -17,13 +19,15 @@ tensor+sequence    activations cut along rows    Megatron's, which is free: rows
   tensor+weights.
 
 The axis of gathered parameters is the innermost: other axes may cut the same dim of a parameter, and the inner slice is gathered first.
+
+Under expert the rows of a mixture travel to the owners of their experts, and all else is done as under data, with whole parameters.
 """
 
 from __future__ import annotations
 
 from autopar.plan import Role
 from autopar.rules import Candidate
-from autopar.types import P, S, SpmdType
+from autopar.types import I, P, S, SpmdType
 
 
 def admits(role: Role, option: Candidate, weights: tuple[bool, ...]) -> bool:
@@ -33,6 +37,8 @@ def admits(role: Role, option: Candidate, weights: tuple[bool, ...]) -> bool:
         return not any(t.sharded for t in on_weights)
     if role is Role.TENSOR_HIDDEN:
         return not (option.result == P and any(t.sharded for t in on_weights))
+    if role is Role.EXPERT:
+        return option.kernel == "expert_exchange" or not any(t.sharded for t in on_weights)
     return True
 
 
@@ -57,8 +63,10 @@ def gathers(role: Role, source: SpmdType, shape: tuple[int, ...]) -> bool:
     return role not in cuts or not source.sharded or len(shape) < 2
 
 
-def stored(role: Role, shape: tuple[int, ...], size: int) -> list[SpmdType] | None:
-    """The types in which a parameter may be stored; ``None`` where the role leaves that open."""
+def stored(role: Role, shape: tuple[int, ...], size: int, of_experts: bool) -> list[SpmdType] | None:
+    """The types in which a parameter may be stored; ``None`` where the role leaves that open. ``of_experts``: dim 0 are experts."""
+    if role is Role.EXPERT:
+        return [S(0)] if of_experts and shape[0] % size == 0 else [I]
     if role is not Role.TENSOR_WEIGHTS:
         return None
     whole = [d for d, extent in enumerate(shape) if extent % size == 0 and extent > 1]

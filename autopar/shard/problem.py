@@ -30,6 +30,7 @@ from autopar.graph import LayerClass, Value
 from autopar.plan import Role
 from autopar.price.roofline import op_cost
 from autopar.rules import Candidate, candidates, operands
+from autopar.rules.experts import Experts
 from autopar.rules.operands import op_name
 from autopar.rules.padding import padded, padding
 from autopar.rules.traffic import kernel_traffic
@@ -64,6 +65,11 @@ _WIRE_FACTOR = {
     Collective.SHIFT: 1 / REFERENCE_AXIS,
 }
 _BACKWARD_FACTOR = 2.0  # a matmul's backward is two matmuls
+_OWN_TOKENS = (
+    Role.ULYSSES,
+    Role.RING,
+    Role.EXPERT,
+)  # every rank computes its own tokens, as under data, but for an exchange
 
 
 def boundary(cls: LayerClass, role: Role, value: Value) -> SpmdType | None:
@@ -110,11 +116,12 @@ class Problem:
         """``batched`` are the types under data parallelism, for the roles that leave the batch alone."""
         self.cls, self.role, self.size, self.fixed, self.in_time = cls, role, size, fixed, in_time
         self._batched = batched or {}
+        self._op_costs: dict[str, tuple[float, float]] = {}
         self._flow = gradient_flow(cls)
         self._padding = padding(cls)
         self._inputs = placeholders(cls)
         self._weights = {node.name for node in self._inputs[len(self._inputs) - len(cls.parameters) :]}
-        self._replicated = self._from_weights() if role in (Role.ULYSSES, Role.RING) else set()
+        self._replicated = self._from_weights() if role in _OWN_TOKENS else set()
         # Of activations, one row of the batch: what a layer weighs against its parameters must not grow with the batch.
         self._row = 1.0 / max((v.shape[0] for v in (*cls.activations, *cls.inputs) if cls.batched(v)), default=1)
         self.nodes = {node.name: node for node in cls.graph.graph.nodes if node.op != "output"}
@@ -150,11 +157,10 @@ class Problem:
         ]
 
     def _repetition(self, name: str, option: Candidate) -> float:
-        """A role that replicates parameters divides nothing but activations: there every op done by all ranks counts as a dearest one, lest
-        small sizes, where collectives' waits outweigh arithmetic, find something else."""
+        """A role under which parameters are whole divides nothing but activations: there every op done by all ranks counts as a dearest
+        one, lest small sizes, where collectives' waits outweigh arithmetic, find something else."""
         alone = option.letter is None and not option.linear and bool(option.operands)
-        sequence = self.role in (Role.ULYSSES, Role.RING)
-        return 1.0 if sequence and alone and self._flow[name] and name not in self._replicated else 0.0
+        return 1.0 if self.role in _OWN_TOKENS and alone and self._flow[name] and name not in self._replicated else 0.0
 
     def conversion_cost(self, name: str, source: SpmdType, target: SpmdType) -> float:
         """Of turning the node's value from ``source`` into ``target``, in units of the dearest; infinite where that cannot be."""
@@ -206,7 +212,7 @@ class Problem:
         return [option for option in found if self._whole(node, option) and self._plays(node, option)]
 
     def _from_weights(self) -> set[str]:
-        """The values that are computed from parameters alone. Roles that replicate parameters do not slice them: gathering what they are
+        """The values that are computed from parameters alone. Roles under which these are whole do not slice them: gathering what they are
         multiplied with would cost fewer collectives and more bytes, which small sizes cannot tell."""
         found = set(self._weights)
         for node in self.cls.graph.graph.nodes:
@@ -273,7 +279,8 @@ class Problem:
         if role.replicates_parameters:
             return [R]
         pieces = [S(d) for d, extent in enumerate(shape) if extent > 1 and self._fits(node.name, shape, S(d))]
-        return stored(role, shape, self.size) or [I, *pieces]
+        of_experts = any(isinstance(reader.target, Experts) for reader in node.users)
+        return stored(role, shape, self.size, of_experts) or [I, *pieces]
 
     def _loss(self, name: str) -> None:
         """The loss starts the backward pass with gradient 1 on every rank, which is right for P and I alone; where gradients of
@@ -287,7 +294,9 @@ class Problem:
         if node.op == "placeholder":
             held = self._growth(node.name, option) / REFERENCE_AXIS if option.result.sharded else 1.0
             return BYTE_HELD_S * _bytes(node) * held if node.name in self._weights else 0.0
-        flops, traffic = op_cost(node)
+        if node.name not in self._op_costs:
+            self._op_costs[node.name] = op_cost(node)
+        flops, traffic = self._op_costs[node.name]
         seconds = max(flops / REFERENCE_FLOPS_PER_S, FUSED_SHARE * traffic / REFERENCE_BYTES_PER_S) * (
             1 + _BACKWARD_FACTOR
         )

@@ -7,6 +7,9 @@ from functools import lru_cache
 from autopar.flow import output_nodes
 from autopar.graph import LayerClass
 from autopar.plan import Role
+from autopar.rules import candidates
+from autopar.rules.operands import is_tensor, shape_of
+from autopar.rules.padding import padded, padding
 from autopar.rules.table import TABLE
 from autopar.shard.eliminate import TableTooLargeError, eliminate
 from autopar.shard.milp import solve_milp
@@ -20,7 +23,32 @@ def solve(cls: LayerClass, role: Role, size: int = 2, fixed: tuple[tuple[str, Sp
 
     ``fixed`` pins the types of parameters by placeholder name (a tied weight has one layout in all its layers).
     """
-    return _solve(cls, role, size, fixed, hash(tuple(TABLE.items())))
+    for value in (*cls.activations, *cls.outputs):
+        t = boundary(cls, role, value)
+        if value.shape and (t is None or (t.dim is not None and value.shape[t.dim] % size)):
+            return None
+    rules = hash(tuple(TABLE.items()))
+    alike = (d for d in range(2, size) if size % d == 0 and _shares(cls, d, rules) == _shares(cls, size, rules))
+    return _solve(cls, role, next(alike, size), fixed, rules)
+
+
+@lru_cache(maxsize=4096)
+def _shares(cls: LayerClass, size: int, rules: int) -> tuple[float, ...]:
+    """What a ``Problem`` sees of an axis's size: which extents it divides, and by how much padding would enlarge the others.
+
+    Sizes that are alike in this have the same solution: costs are weighed at one size for all.
+    """
+    groups = padding(cls).counts
+    return (*(extent % size == 0 for extent in _extents(cls, rules)), *(padded(n, size) / n for n in groups))
+
+
+@lru_cache(maxsize=1024)
+def _extents(cls: LayerClass, rules: int) -> tuple[int, ...]:
+    """The extents of all dims of the layer's values, and of all letters of its ops."""
+    nodes = [node for node in cls.graph.graph.nodes if node.op != "output"]
+    dims = {extent for node in nodes if is_tensor(node) for extent in shape_of(node)}
+    letters = {c.extent for node in nodes if node.op != "placeholder" for c in candidates(node) if c.letter is not None}
+    return tuple(sorted(dims | letters))
 
 
 @lru_cache(maxsize=4096)
@@ -28,10 +56,6 @@ def _solve(
     cls: LayerClass, role: Role, size: int, fixed: tuple[tuple[str, SpmdType], ...], rules: int
 ) -> AxisTypes | None:
     """``rules`` stands for the table: a rule that is registered later counts."""
-    for value in (*cls.activations, *cls.outputs):
-        t = boundary(cls, role, value)
-        if value.shape and (t is None or (t.dim is not None and value.shape[t.dim] % size)):
-            return None
     if role is Role.DATA:  # microbatches have its types too: what they allow comes before what would be cheaper
         found = _optimum(Problem(cls, role, size, dict(fixed), in_time=True))
         if found is not None:

@@ -174,18 +174,23 @@ def _architecture(data: Mapping[str, Any], setting: Setting) -> Architecture:
     if vocabulary % setting.tensor:  # as Megatron pads it
         part = 128 * setting.tensor
         vocabulary = -(-vocabulary // part) * part
+    experts = _integer(model, "n_experts", "num_experts", "experts", default=0)
+    if setting.expert > 1 and (not experts or experts % setting.expert):
+        raise RowError(f"ep = {setting.expert} does not divide the model's {experts} experts (n_experts)")
+    wide = ("ffn_hidden", "intermediate_size")
+    inner = ("moe_ffn_hidden", *wide) if experts else (*wide, "moe_ffn_hidden")
     return Architecture(
         layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,
-        ffn=_integer(model, "ffn_hidden", "intermediate_size", "moe_ffn_hidden", default=4 * hidden, least=1),
+        ffn=_integer(model, *inner, default=4 * hidden, least=1),
         gated=bool(gated),
         vocabulary=vocabulary,
         seq=_integer(model, "seq_len", "seq_length", least=1),
         tied=(not gated) if tied is None else bool(tied),
         dropout=bool(dropout),
-        experts=_integer(model, "n_experts", "num_experts", "experts", default=0),
+        experts=experts,
         experts_per_token=_integer(model, "experts_per_token", "moe_top_k", "top_k", default=2),
     )
 
@@ -198,6 +203,8 @@ def _setting(data: Mapping[str, Any]) -> Setting:
     if devices % group:
         raise RowError(f"tp * pp * cp = {group} does not divide n_gpus = {devices}")
     degree = devices // group
+    if degree % expert:  # experts are dealt out to devices that have other samples
+        raise RowError(f"ep = {expert} does not divide dp = {degree}")
     prose = " ".join(
         str(data.get(key) or "") for key in ("schedule", "recompute", "precision", "interconnect", "notes", "quote")
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.graph import Graph
 from autopar.plan import Plan, Role
-from autopar.validate.rows import Architecture, Measured, Row, RowError, labels, measured, read_row
+from autopar.validate.rows import Architecture, Measured, Row, labels, measured, read_row
 
 _ROWS = 8  # sequences in the batch of the graph that layouts are taken from
 
@@ -142,8 +142,6 @@ class Bench:
         from autopar.validate.models import textbook_types
         from autopar.validate.setting import cluster_of, practice_of
 
-        if row.setting.expert > 1:
-            raise RowError(f"ep = {row.setting.expert}: expert parallelism is not priced here")
         graph = self.graph(row)
         if row.hardware not in self.clusters:
             self.clusters[row.hardware] = cluster_of(row.hardware)

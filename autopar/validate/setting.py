@@ -29,24 +29,27 @@ class Written:
 
 def write(graph: Graph, s: Setting, context: Role) -> Written:
     """The plan that the row describes; the axis of context parallelism plays ``context``."""
-    mesh = make_mesh(("data", s.data), ("context", s.context), ("tensor", s.tensor))
+    mesh = make_mesh(("data", s.data // s.expert), ("expert", s.expert), ("context", s.context), ("tensor", s.tensor))
     role = {
         "data": Role.DATA,
+        "expert": Role.EXPERT,
         "context": context,
         "tensor": Role.TENSOR_SEQUENCE if s.sequence else Role.TENSOR,
     }
     strategy = Strategy(
         tuple(role[axis.name] for axis in mesh),
-        zero=s.zero if s.data * s.context > 1 else 0,
+        zero=s.zero if s.data // s.expert * s.context > 1 else 0,
         recompute=s.recompute == "full",
         selective=s.recompute == "selective",
     )
+    # where there are no experts their axis has copies of the parameters too
+    dense = dataclasses.replace(strategy.dense, zero=s.zero if s.data * s.context > 1 else 0)
     # the ends of the model are never recomputed: the head's logits are its last values, the lookup keeps nothing. They are the root of
     # FSDP's tree of units, whose parameters stay gathered from forward to backward
     ends = dataclasses.replace(
-        strategy, recompute=False, selective=False, zero=2 if is_fsdp(s) and strategy.zero else strategy.zero
+        dense, recompute=False, selective=False, zero=2 if is_fsdp(s) and dense.zero else dense.zero
     )
-    strategies = [strategy] * len(graph.layers)
+    strategies = [strategy if graph.classes[layer.cls].experts else dense for layer in graph.layers]
     strategies[0] = strategies[-1] = ends
     microbatches = s.global_batch // (s.data * s.microbatch)
     chunks = s.chunks if s.pipeline > 1 else 1

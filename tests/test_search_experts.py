@@ -1,0 +1,145 @@
+"""Expert parallelism as the search finds it: its candidates, where it pays, what pins mean, and that what was found is exact."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+from exactness import subject
+
+from autopar.cli.pricing import price_plan, write_plan
+from autopar.devices import parse
+from autopar.errors import UsageError
+from autopar.graph import Graph
+from autopar.plan import Plan, Role
+from autopar.price import Pricer
+from autopar.search import SearchOptions, search
+from autopar.search.options import pins_by_layer
+from autopar.search.problem import TENSOR_ROLES, meshes, strategies
+from autopar.shard import annotate
+from autopar.shard.plan import role_types
+from autopar.types import I, S
+from autopar.validate.models import graph_of
+from autopar.validate.rows import Architecture
+from autopar.verify import check_plan
+
+ROLES = (*TENSOR_ROLES, Role.EXPERT)
+
+
+@pytest.fixture(scope="module")
+def mixtral() -> Graph:
+    """Two blocks, with thirty-two times as many parameters in experts as a token meets."""
+    return graph_of(Architecture(2, 2048, 16, 16, 4096, True, 1024, 2048, False, False, 64, 2), 64)
+
+
+def degrees(plan: Plan, graph: Graph) -> set[tuple[bool, int]]:
+    """For every layer, whether it has experts, and over how many devices they are dealt out."""
+    return {
+        (graph.classes[layer.cls].experts > 0, layer.strategy.degree(plan.mesh, Role.EXPERT)) for layer in plan.layers
+    }
+
+
+def found(graph: Graph, devices: str, precision: str = "bfloat16", **options: object) -> Plan:
+    cluster = parse(devices)
+    chosen = SearchOptions(precision=precision, **options)  # type: ignore[arg-type]
+    return search(graph, cluster, Pricer(graph, cluster, precision), chosen)
+
+
+class TestCandidates:
+    def test_degrees_divide_the_experts_and_the_batch(self) -> None:
+        (mesh,) = meshes(16)
+        tried = strategies(mesh, 16, 8, SearchOptions(roles=ROLES), experts=4)
+        assert {s.degree(mesh, Role.EXPERT) for s in tried} == {1, 2, 4}
+        assert all(s.degree(mesh, Role.DATA, Role.EXPERT) <= 16 for s in tried)
+        assert all(Role.IDLE not in s.roles for s in tried if Role.EXPERT in s.roles)
+        few = strategies(mesh, 2, 8, SearchOptions(roles=ROLES), experts=4)
+        assert not any(Role.EXPERT in s.roles and s.degree(mesh, Role.EXPERT) > 2 for s in few)
+
+    def test_only_layers_with_experts_have_them(self) -> None:
+        (mesh,) = meshes(8)
+        assert not any(Role.EXPERT in s.roles for s in strategies(mesh, 8, 8, SearchOptions(roles=ROLES)))
+
+    def test_a_pin_holds_for_experts_and_gives_the_others_data(self, mixtral: Graph) -> None:
+        (mesh,) = meshes(8)
+        options = SearchOptions(roles=ROLES, data=2, expert=4)
+        found = pins_by_layer(mixtral, options)
+        first, mixture = (strategies(mesh, 8, 8, options, found[i], experts=8 * i) for i in (0, 1))
+        assert {(s.degree(mesh, Role.DATA), s.degree(mesh, Role.EXPERT)) for s in mixture} == {(2, 4)}
+        assert {(s.degree(mesh, Role.DATA), s.degree(mesh, Role.EXPERT)) for s in first} == {(8, 1)}
+        dense = dataclasses.replace(
+            mixtral, layers=mixtral.layers[:1], classes={"Embedding": mixtral.classes["Embedding"]}
+        )
+        with pytest.raises(UsageError, match="no mixture"):
+            pins_by_layer(dense, options)
+
+    def test_they_stand_beside_tensor_parallelism_of_a_node(self) -> None:
+        (mesh,) = meshes(16)
+        both = [s for s in strategies(mesh, 16, 4, SearchOptions(roles=ROLES), experts=4) if Role.EXPERT in s.roles]
+        assert {s.degree(mesh, *TENSOR_ROLES) for s in both} == {1, 4}
+
+
+class TestTypes:
+    def test_experts_are_dealt_out_and_the_rest_is_whole(self, mixtral: Graph) -> None:
+        types = role_types(mixtral, 1, Role.EXPERT, 8)
+        assert types is not None
+        parameters = [name for name in types.produced if name.endswith(("weight", "proj")) or "experts" in name]
+        held = {name: types.produced[name] for name in parameters if name in _placeholders(mixtral)}
+        assert {t for name, t in held.items() if "experts" in name} == {S(0)}
+        assert {t for name, t in held.items() if "experts" not in name} == {I}
+        assert set(types.kernel.values()) == {"expert_exchange"}
+
+    def test_sizes_that_divide_alike_have_one_solution(self, mixtral: Graph) -> None:
+        """A token's two choices are an extent that four and eight devices do not divide, and two do."""
+        assert role_types(mixtral, 1, Role.TENSOR, 4) is role_types(mixtral, 1, Role.TENSOR, 8)
+        assert role_types(mixtral, 1, Role.TENSOR, 2) is not role_types(mixtral, 1, Role.TENSOR, 8)
+
+
+def _placeholders(graph: Graph) -> set[str]:
+    return {node.name for node in graph.classes[graph.layers[1].cls].graph.graph.nodes if node.op == "placeholder"}
+
+
+class TestSearch:
+    def test_experts_are_dealt_out_where_that_is_cheaper(self, mixtral: Graph) -> None:
+        """Every device has all of the batch's experts to reduce under data, and all tokens to gather under tensor parallelism."""
+        plan = found(mixtral, "2x8xH100-80GB")
+        without = found(mixtral, "2x8xH100-80GB", roles=TENSOR_ROLES)
+        assert {degree for has, degree in degrees(plan, mixtral) if has} != {1}
+        assert {degree for has, degree in degrees(plan, mixtral) if not has} == {1}
+        assert plan.prediction.step_time_s < 0.8 * without.prediction.step_time_s
+        assert any("same number of tokens" in note for note in plan.notes)
+        assert Plan.from_json(plan.to_json()) == plan
+
+    def test_a_written_plan_with_experts_has_a_price(self, mixtral: Graph) -> None:
+        cluster = parse("8xH100-80GB")
+        plans = [
+            price_plan(mixtral, cluster, write_plan(mixtral, cluster, {"expert": n, "zero": 1}), "bfloat16")
+            for n in (1, 8)
+        ]
+        assert degrees(plans[1], mixtral) == {(True, 8), (False, 1)}
+        kept = [plan.stages[0].memory for plan in plans]
+        assert kept[1].parameters < 0.3 * kept[0].parameters and kept[1].gradients < 0.3 * kept[0].gradients
+        with pytest.raises(UsageError, match="expert 3"):
+            write_plan(mixtral, cluster, {"expert": 3})
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "pins"),
+    [
+        ("mixtral", 2, {"expert": 2}),
+        ("deepseek", 4, {"expert": 2, "zero": 1}),
+        ("qwen3_moe", 4, {"expert": 4, "microbatches": 2}),
+    ],
+)
+def test_what_is_found_is_exact(model: str, devices: int, pins: dict[str, int], request: pytest.FixtureRequest) -> None:
+    """Mixtures beside dense layers, and a first layer that is dense: those take data where the others deal out experts."""
+    given = subject(model)
+    plan = found(given.graph, str(devices), "float64", **pins)
+    assert degrees(plan, given.graph) == {(True, pins["expert"]), (False, 1)}
+    outcome = check_plan(given, plan, request.getfixturevalue(f"workers{devices}"))
+    assert outcome.error.exact, outcome.error
+
+
+def test_a_loss_over_all_tokens_choices_says_where_it_is() -> None:
+    why = annotate(subject("mixtral_balanced").graph).unmicrobatchable
+    assert re.search(r"needs the whole batch for histc \(line \d+ of modeling_mixtral.py: .*load_balancing_loss", why)
