@@ -112,9 +112,9 @@ class TestSearch:
 
     def test_a_written_plan_with_experts_has_a_price(self, mixtral: Graph) -> None:
         cluster = parse("8xH100-80GB")
+        pricer = Pricer(mixtral, cluster, "bfloat16")
         plans = [
-            price_plan(mixtral, cluster, write_plan(mixtral, cluster, {"expert": n, "zero": 1}), "bfloat16")
-            for n in (1, 8)
+            price_plan(mixtral, cluster, write_plan(mixtral, cluster, {"expert": n, "zero": 1}), pricer) for n in (1, 8)
         ]
         assert degrees(plans[1], mixtral) == {(True, 8), (False, 1)}
         kept = [plan.stages[0].memory for plan in plans]
@@ -126,9 +126,9 @@ class TestSearch:
 @pytest.mark.parametrize(
     ("model", "devices", "pins"),
     [
-        ("mixtral", 2, {"expert": 2}),
-        ("deepseek", 4, {"expert": 2, "zero": 1}),
-        ("qwen3_moe", 4, {"expert": 4, "microbatches": 2}),
+        ("mixtral", 2, {"expert": 2, "pipeline": 1}),
+        ("deepseek", 4, {"expert": 2, "zero": 1, "pipeline": 2, "microbatches": 2}),
+        ("qwen3_moe", 4, {"expert": 4, "pipeline": 1, "microbatches": 2}),
     ],
 )
 def test_what_is_found_is_exact(model: str, devices: int, pins: dict[str, int], request: pytest.FixtureRequest) -> None:
