@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from exactness import KINDS, run_case
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -98,4 +99,18 @@ def threads_after_a_group() -> int:
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted where Linux lists them")
 def test_a_call_leaves_no_threads_of_its_group(workers2):
     counts = [max(workers2.run("test_run_processes:threads_after_a_group")) for _ in range(6)]
+    assert counts[-1] <= counts[1], counts
+
+
+def threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted where Linux lists them")
+def test_a_program_leaves_no_threads_of_its_groups(workers2):
+    kind = next(kind for kind in KINDS if kind.name == "tensor 2")
+    counts = []
+    for _ in range(4):
+        run_case("mlp", kind, workers2, typed=False)
+        counts.append(max(workers2.run("test_run_processes:threads")))
     assert counts[-1] <= counts[1], counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -40,17 +41,38 @@ def wire(
     value: str, value_bytes: float, source: tuple[SpmdType, ...], target: tuple[SpmdType, ...], gradient: bool
 ) -> list[Move]:
     """The collectives from ``source`` to ``target``; equal conversions are one collective on the flattened axis."""
-    current = list(source)
+    silent = (Collective.NONE, Collective.LOCAL)
     moves = []
+    for axes, others, forward, backward in _steps(source, target):
+        back = backward if gradient else Collective.NONE
+        if forward not in silent or back not in silent:
+            moves.append(Move(value, value_bytes, axes, others, forward, back))
+    return moves
+
+
+Step = tuple[tuple[int, ...], tuple[int, ...], Collective, Collective]
+
+
+@functools.lru_cache(maxsize=65536)
+def _steps(source: tuple[SpmdType, ...], target: tuple[SpmdType, ...]) -> tuple[Step, ...]:
+    """Of each step of a conversion: its axes, the other axes that divide the value then, and the two collectives."""
+    current = list(source)
+    steps = []
     for step in conversion_steps(source, target):
         pair = conversion(step.source, step.target)
         assert pair is not None, step
         others = tuple(i for i, t in enumerate(current) if t.sharded and i not in step.axes)
-        moves.append(Move(value, value_bytes, step.axes, others, pair[0], pair[1] if gradient else Collective.NONE))
+        steps.append((step.axes, others, *pair))
         for axis in step.axes:
             current[axis] = step.target
-    silent = (Collective.NONE, Collective.LOCAL)
-    return [move for move in moves if move.forward not in silent or move.backward not in silent]
+    return tuple(steps)
+
+
+@functools.lru_cache(maxsize=256)
+def _reads(graph: fx.GraphModule) -> tuple[tuple[fx.Node, ...], tuple[tuple[str, int, str], ...]]:
+    """The graph's ops, and every read of one: the op's name, which operand, the operand's name."""
+    ops = tuple(n for n in graph.graph.nodes if n.op == "call_function" and tensors(n.meta.get("val")))
+    return ops, tuple((node.name, i, operand.name) for node in ops for i, operand in enumerate(operands(node)))
 
 
 def layer_moves(
@@ -65,11 +87,11 @@ def layer_moves(
     ``value_bytes`` are those of whole values by name; ``gradient`` says of which a gradient flows back. With ``regather`` what a
     product reads whole is gathered again in its backward, because only the slice was kept.
     """
-    ops = [n for n in cls.graph.graph.nodes if n.op == "call_function" and tensors(n.meta.get("val"))]
+    ops, reads = _reads(cls.graph)
+    needed = [t.needed for t in types]
     wanted: dict[tuple[str, tuple[SpmdType, ...]], None] = {}
-    for node in ops:
-        for i, operand in enumerate(operands(node)):
-            wanted[operand.name, tuple(t.needed[node.name][i] for t in types)] = None
+    for reader, i, name in reads:
+        wanted[name, tuple([one[reader][i] for one in needed])] = None
     for i, node in enumerate(output_nodes(cls)):
         wanted[node.name, tuple(t.outputs[i] for t in types)] = None
     moves: list[Move] = []
@@ -84,10 +106,13 @@ def layer_moves(
     return (*moves, *_kernel_moves(ops, types, value_bytes))
 
 
-def _kernel_moves(ops: list[fx.Node], types: tuple[AxisTypes, ...], value_bytes: Mapping[str, float]) -> list[Move]:
+def _kernel_moves(
+    ops: tuple[fx.Node, ...], types: tuple[AxisTypes, ...], value_bytes: Mapping[str, float]
+) -> list[Move]:
     """What kernels exchange by themselves, over the axes that run them."""
     moves = []
-    for node in ops:
+    run = {name for t in types for name in t.kernel}
+    for node in ops if run else ():
         kernels = {i: t.kernel[node.name] for i, t in enumerate(types) if node.name in t.kernel}
         for kernel in dict.fromkeys(kernels.values()):
             axes = tuple(i for i, name in kernels.items() if name == kernel)

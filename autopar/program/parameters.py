@@ -127,12 +127,15 @@ class FlatGroup:
 
     def _add_master(self, slot: Slot) -> None:
         grad = self._grads[slot.start : slot.stop].view(slot.param.shape)
+        # The hook holds neither this group nor the slot: a parameter's hooks are out of the garbage collector's sight, and with the
+        # group the process groups would live for ever.
+        name, unwritten = slot.layout.name, self._unwritten
 
         def accumulate(param: Tensor) -> None:
             if param.grad is None:
                 return
-            if slot.layout.name in self._unwritten:
-                self._unwritten.remove(slot.layout.name)
+            if name in unwritten:
+                unwritten.remove(name)
                 grad.copy_(param.grad)
             else:
                 grad.add_(param.grad)
@@ -170,7 +173,7 @@ class FlatGroup:
     def zero_grad(self) -> None:
         """The first gradient of a step takes the place of the last step's, so that the buffer need not be filled with zeros."""
         if self._grads.numel():
-            self._unwritten = {slot.layout.name for slot in self._slots}
+            self._unwritten.update(slot.layout.name for slot in self._slots)
 
     def _settle(self) -> None:
         """What got no gradient in this step has none."""

@@ -82,11 +82,12 @@ def in_fresh_group(target: str, args: Any, kwargs: dict[str, Any]) -> Any:
     try:
         return resolve(target)(*args, **kwargs)
     finally:
+        # FSDP's modules and the schedules' stages are reference cycles that hold process groups, and every gloo group that lives has
+        # threads that spin when a peer's sockets are closed: after some hundred calls a machine did little else. Groups that are
+        # destroyed while they are held stay, so cycles go before that.
+        gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
         forget_meshes()
-        # FSDP's modules and the schedules' stages are reference cycles that hold process groups, and every gloo group that lives has
-        # threads that wake up a hundred times a second: after some hundred calls a machine did little else
-        gc.collect()
         if _calls == 1:
             gc.freeze()  # what was imported need not be looked through again
