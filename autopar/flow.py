@@ -39,7 +39,9 @@ def gradient_flow(cls: LayerClass) -> dict[str, bool]:
         if node.op in ("placeholder", "output"):
             continue
         value = node.meta.get("val")
-        floating = value is None or not hasattr(value, "dtype") or value.dtype.is_floating_point
+        floating = (
+            value is None or not hasattr(value, "dtype") or value.dtype.is_floating_point or value.dtype.is_complex
+        )
         floating = floating and op_name(node.target) != "aten.detach"
         flow[node.name] = floating and any(flow[operand.name] for operand in operands(node))
     return flow

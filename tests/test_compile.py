@@ -32,14 +32,15 @@ def model(global_batch=8):
 """
 
 
-def small() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+def small(hidden: int = 1) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    between = [layer for _ in range(hidden - 1) for layer in (nn.Linear(16, 16), nn.ReLU())]
+    module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), *between, nn.Linear(16, 4))
     return module, (torch.randn(8, 8), torch.arange(8) % 4)
 
 
-def make_plan(devices="8xH100-80GB", rows=8, **pins):
-    module, batch = small()
+def make_plan(devices="8xH100-80GB", rows=8, hidden=1, **pins):
+    module, batch = small(hidden)
     batch = (batch[0][:1].expand(rows, 8).clone(), torch.zeros(rows, dtype=torch.long))
     return plan_model(module, batch, nn.functional.cross_entropy, parse(devices), SearchOptions(**pins))
 
@@ -80,7 +81,7 @@ def test_the_planner_says_what_it_took():
 
 
 def test_pins_hold():
-    _, plan = make_plan(pipeline=2, microbatches=4, schedule="gpipe")
+    _, plan = make_plan(pipeline=2, microbatches=4, schedule="gpipe", hidden=3)
     assert (plan.pipeline, plan.microbatches, plan.schedule) == (2, 4, "gpipe")
 
 

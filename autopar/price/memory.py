@@ -84,7 +84,7 @@ class _Tracer(fx.Interpreter):
         if n.op == "placeholder":
             value = self.borders[n.name]
             result: Any = torch.empty(value.shape, dtype=value.dtype, device="meta")
-            if value.requires_grad and value.dtype.is_floating_point:
+            if value.requires_grad and (value.dtype.is_floating_point or value.dtype.is_complex):
                 result.requires_grad_()
             if n.name in self.excluded_names:
                 self.excluded.add(self.number(result))

@@ -180,7 +180,7 @@ def _deal(value: Value, t: SpmdType, n: int) -> list[Value]:
         assert t.dim is not None and value.shape[t.dim] % n == 0, (tuple(value.shape), t, n)
         return list(value.chunk(n, t.dim))
     if t.kind == "P":
-        terms = [torch.randn_like(value) if value.is_floating_point() else torch.ones_like(value) for _ in range(n - 1)]
+        terms = [torch.randn_like(value) if _continuous(value) else torch.ones_like(value) for _ in range(n - 1)]
         rest = [torch.zeros_like(value)] * (n - 1) if value.dtype == torch.bool else terms
         last: Value = value if value.dtype == torch.bool else value - sum(rest)
         return [*rest, last]
@@ -206,8 +206,7 @@ def _difference(got: Tensor, expected: Tensor, what: str) -> float:
         raise RuleError(f"{what} has shape {tuple(got.shape)}, not {tuple(expected.shape)}")
     if got.numel() == 0:
         return 0.0
-    a, b = got.detach().double(), expected.detach().double()
-    b, a = b.nan_to_num(), a.nan_to_num()
+    a, b = ((torch.view_as_real(t) if t.is_complex() else t).detach().double().nan_to_num() for t in (got, expected))
     difference = float((a - b).abs().max() / b.abs().max().clamp_min(1e-3))
     if difference > TOLERANCE:
         raise RuleError(
@@ -234,7 +233,11 @@ def _double(tensor: Tensor) -> Tensor:
 
 
 def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
+    return tensor.detach().clone().requires_grad_(_continuous(tensor))
+
+
+def _continuous(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _constant(tensor: Tensor) -> Tensor:

@@ -99,6 +99,8 @@ TABLE: dict[str, Entry] = {
     "aten.constant_pad_nd": v.pad,
     "aten.repeat": v.repeat,
     "aten.repeat_interleave": v.repeat_interleave,
+    "aten.view_as_complex": "* p! -> *",
+    "aten.view_as_real": "* -> * p!",
     "aten.tril": v.whole,
     "aten.triu": v.whole,
     # reductions

@@ -19,15 +19,7 @@ from autopar.rules.operands import op_name
 from autopar.shard import annotate
 
 _DROPOUT_ARGUMENTS = ("dropout_p", "dropout")
-_DRAWS = (
-    "aten.bernoulli",
-    "aten.rand",
-    "aten.randn",
-    "aten.rand_like",
-    "aten.randn_like",
-    "aten.randint",
-    "aten.randperm",
-)
+_DRAWS = ("kernels_random.uniform", "kernels_random.normal")  # what capture makes of torch's own
 
 
 @dataclass(frozen=True)
@@ -96,6 +88,10 @@ def make_subject(
     if any(tensor.is_meta for tensor in model.state_dict().values()):
         raise ModelError("the model is on meta, where parameters have no values", "build it on the CPU to verify it")
     model = copy.deepcopy(model).cpu().double().train()
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "_experts_implementation", None) is not None:
+            config._experts_implementation = "eager"  # transformers' grouped products know no float64
     recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase) and module.dropout]
     for module in recurrent:
         module.dropout = 0.0  # handed to the kernel without a name
@@ -122,7 +118,7 @@ def _refuse_random(graph: Graph) -> None:
         for node in graph.classes[layer.cls].graph.graph.nodes:
             if node.op == "call_function" and op_name(node.target) in _DRAWS:
                 raise ModelError(
-                    f"the model draws random numbers with {op_name(node.target)} (in {layer.name}), so no two runs of it can be "
-                    "compared",
+                    f"the model draws random numbers ({op_name(node.target).rpartition('.')[2]} ones, in {layer.name}), so no two runs "
+                    "of it can be compared",
                     "give the drawn numbers in the batch; dropout alone is turned off by itself",
                 )

@@ -182,8 +182,8 @@ def mark_gradients(gm: fx.GraphModule) -> None:
         elif node.op == "call_function" and node.target is not aten.detach.default:
             value = node.meta["val"]
             tensors = value if isinstance(value, tuple | list) else (value,)
-            floating = any(isinstance(t, torch.Tensor) and t.is_floating_point() for t in tensors)
-            grad = floating and any(n.meta["grad"] for n in node.all_input_nodes)
+            flows = any(isinstance(t, torch.Tensor) and (t.is_floating_point() or t.is_complex()) for t in tensors)
+            grad = flows and any(n.meta["grad"] for n in node.all_input_nodes)
         node.meta["grad"] = grad
 
 

@@ -97,4 +97,4 @@ def _adopt(gm: fx.GraphModule, body: fx.GraphModule, inner: fx.Node) -> None:
 
 def _floating(node: fx.Node) -> bool:
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
