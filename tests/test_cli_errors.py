@@ -132,7 +132,15 @@ def test_sizes_that_are_none(text):
 def test_ctrl_c_ends_quietly(tmp_path):
     (tmp_path / "slow.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
     command = [sys.executable, "-m", "autopar", "plan", f"{tmp_path}/slow.py:f", "--devices", "8xH100-80GB"]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        ),  # a shell's background job ignores it
+    )
     assert child.stderr is not None and any(
         line == "here\n" for line in child.stderr
     )  # what a model prints is not the result

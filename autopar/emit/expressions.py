@@ -18,7 +18,7 @@ from torch import fx
 
 from autopar import program
 from autopar.rules.experts import Experts
-from autopar.rules.operands import arguments, is_custom, op_name
+from autopar.rules.operands import arguments, aten_names, is_custom, op_name
 from autopar.torch_private import overload_schema
 from autopar.types import SpmdType
 from passes.collectives import convert, share
@@ -164,9 +164,15 @@ def _conversion(node: fx.Node, texts: Texts) -> str:
     value, axes, source, target = node.args
     assert isinstance(value, fx.Node) and isinstance(axes, (list, tuple))
     dtype = value.meta["val"].dtype if value.meta["gradient"] else None
-    return conversion_text(texts[value].text, tuple(map(str, axes)), str(source), str(target), dtype)
+    text = texts[value].text
+    if str(source) == "P" and value.op == "call_function" and op_name(value.target) in _STRIDED:
+        text += ".contiguous()"  # as an all-reduce needs it
+    return conversion_text(text, tuple(map(str, axes)), str(source), str(target), dtype)
 
 
+_STRIDED = frozenset(
+    aten_names("transpose permute t movedim expand expand_as broadcast_to slice narrow select unbind split chunk")
+)
 _REDUCES_BACKWARD = frozenset(("IR", "SR", "PR"))
 _ALL_REDUCES_BACKWARD = frozenset(("IR", "PR"))
 

@@ -1,7 +1,8 @@
 """Best-first search over the outer choices: prices and a cluster in, a plan with its proved bound out.
 
-Every choice starts with a cheap bound (``bound.fewest_seconds``). The one with the lowest bound is opened: GLOP tightens its bound and
-``construct`` looks for a solution. If it comes up again, ties are decided one by one, or it is closed by an exact solver. The search ends
+Every choice starts with a cheap bound (``bound.fewest_seconds``). The one with the lowest bound goes one step further: dearer bounds
+(``lagrange``, then GLOP), then ``construct`` looks for a solution, then ties are decided one by one, or an exact solver closes it. A step
+is worth its time only while no other choice looks better, so each is made when the choice comes up again. The search ends
 when no open choice's bound, and no closed one's, is further than the target gap below the incumbent, or when time is up. The bound that is
 reported is the smallest of the open choices' bounds, of the closed ones', and of the incumbent's time.
 """
@@ -12,6 +13,7 @@ import heapq
 import itertools
 import resource
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -38,7 +40,7 @@ class _Node:
     bound_s: float
     number: int
     instance: Instance = field(compare=False)
-    opened: bool = field(default=False, compare=False)
+    done: int = field(default=0, compare=False)  # how many of ``_STEPS`` it has had
 
 
 @dataclass
@@ -70,8 +72,8 @@ class State:
         """A choice whose bound is at least this cannot improve the incumbent by more than the target."""
         return self.step_s * (1 - max(self.options.target_gap, 1e-9))
 
-    def push(self, instance: Instance, bound_s: float, opened: bool = False) -> None:
-        heapq.heappush(self.heap, _Node(bound_s, next(self.counter), instance, opened))
+    def push(self, instance: Instance, bound_s: float, done: int = 0) -> None:
+        heapq.heappush(self.heap, _Node(bound_s, next(self.counter), instance, done))
 
     def offer(self, instance: Instance, solution: Solution) -> None:
         """Take a solution as incumbent, if it fits and its true cost is the best so far."""
@@ -134,10 +136,7 @@ def explore(graph: Graph, cluster: Devices, pricer: Pricer, options: SearchOptio
         if state.heap[0].bound_s >= state.enough_s:
             break
         node = heapq.heappop(state.heap)
-        if node.opened:
-            _close(state, node)
-        else:
-            _open(state, node)
+        _STEPS[node.done](state, node)
     if state.best is None and not np.isfinite(known_s):
         _last_resort(graph, state, instances)
     return state
@@ -177,19 +176,53 @@ def _no_price(graph: Graph, state: State) -> InfeasibleError:
     )
 
 
-def _open(state: State, node: _Node) -> None:
-    state.opened += 1
+def _bottleneck(state: State, node: _Node) -> None:
     bound = max(node.bound_s, bottleneck_bound(node.instance))
-    if bound < state.enough_s:
-        state.solvers.add("GLOP")
-        bound = relaxation(node.instance, bound, max(state.left_s(), 0.05))
     if not np.isfinite(bound):
         return  # proved infeasible
-    if bound < state.enough_s and state.undecided(node.instance.choice) is None:
-        found = construct(node.instance, state.deadline)
-        if found is not None:
-            state.offer(node.instance, found[1])
-    state.push(node.instance, bound, opened=True)
+    if state.best is None and state.left_s() < 0.5 * state.options.time_limit_s:
+        _relax(state, _Node(bound, node.number, node.instance))
+    else:
+        state.push(node.instance, bound, 1)
+
+
+def _relax(state: State, node: _Node) -> None:
+    state.opened += 1
+    state.solvers.add("GLOP")
+    bound = relaxation(node.instance, node.bound_s, max(state.left_s(), 0.05))
+    if not np.isfinite(bound):
+        return  # proved infeasible
+    if state.best is None or state.left_s() < state.options.time_limit_s / 2:  # a plan first, or at last
+        _construct(state, _Node(bound, node.number, node.instance))
+    else:
+        state.push(node.instance, bound, 2)
+
+
+def _construct(state: State, node: _Node) -> None:
+    if node.bound_s < state.enough_s:
+        decided = _dive(state, node.instance)
+        found = construct(decided, state.deadline) if decided is not None else None
+        if decided is not None and found is not None:
+            state.offer(decided, found[1])
+    state.push(node.instance, node.bound_s, 3)
+
+
+def _dive(state: State, instance: Instance) -> Instance | None:
+    """The instance with every tie decided in the way that looks fastest: where a solution is looked for before ties are branched on."""
+    while (group := state.undecided(instance.choice)) is not None:
+        children = list(_decided(state, instance, group))
+        if not children:
+            return None
+        instance = min(children, key=fewest_seconds)
+    return instance
+
+
+def _decided(state: State, instance: Instance, group: int) -> Iterator[Instance]:
+    """The instances in which the tie of ``group`` is decided, each in its own way."""
+    for roles, zero in state.prices.ties(instance.choice, group):
+        child = state.prices.instance(replace(instance.choice, ties=(*instance.choice.ties, (group, roles, zero))))
+        if child is not None:
+            yield child
 
 
 def _close(state: State, node: _Node) -> None:
@@ -197,10 +230,8 @@ def _close(state: State, node: _Node) -> None:
     instance = node.instance
     group = state.undecided(instance.choice)
     if group is not None:
-        for roles, zero in state.prices.ties(instance.choice, group):
-            child = state.prices.instance(replace(instance.choice, ties=(*instance.choice.ties, (group, roles, zero))))
-            if child is not None:
-                state.push(child, max(node.bound_s, fewest_seconds(child)))
+        for child in _decided(state, instance, group):
+            state.push(child, max(node.bound_s, fewest_seconds(child)))
         return
     left = state.left_s()
     if instance.layers <= LABEL_LAYERS:
@@ -223,6 +254,10 @@ def _close(state: State, node: _Node) -> None:
     state.closed_s = min(state.closed_s, bound)
 
 
+_STEPS = (_bottleneck, _relax, _construct, _close)
+"""What is done to a choice, one step each time that its bound is the lowest: dearer bounds first, then solutions, then a proof."""
+
+
 def _last_resort(graph: Graph, state: State, instances: list[Instance]) -> None:
     """No incumbent: take the choice that needs the least memory, or explain why even that does not fit."""
     heap: list[tuple[float, int, Instance, Solution]] = []
@@ -238,10 +273,8 @@ def _last_resort(graph: Graph, state: State, instances: list[Instance]) -> None:
         group = state.undecided(instance.choice)
         if group is None:
             break
-        for roles, zero in state.prices.ties(instance.choice, group):
-            child = state.prices.instance(replace(instance.choice, ties=(*instance.choice.ties, (group, roles, zero))))
-            if child is not None:
-                push(child)
+        for child in _decided(state, instance, group):
+            push(child)
         if not heap:
             names = ", ".join(graph.layers[i].name for i in state.prices.groups[group])
             raise InfeasibleError(

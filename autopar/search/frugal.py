@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from itertools import pairwise
 
 import numpy as np
@@ -75,9 +76,15 @@ def span_memory(weights: Array, transient: Array) -> Array:
 def span_sums(values: Array) -> Array:
     """``[i, j]``: the sum over layers i..j-1, ``inf`` for empty runs. The last axis of ``values`` is the layer."""
     prefix = np.concatenate([np.zeros((*values.shape[:-1], 1)), np.cumsum(values, axis=-1)], axis=-1)
-    spans = prefix[..., None, :] - prefix[..., :, None]
-    spans[..., np.tri(values.shape[-1] + 1, dtype=bool)] = np.inf
+    spans: Array = prefix[..., None, :] - prefix[..., :, None]
+    spans += _empty_runs(values.shape[-1])
     return spans
+
+
+@functools.lru_cache(maxsize=64)
+def _empty_runs(count: int) -> Array:
+    """``[i, j]``: infinite where layers i..j-1 are none, else 0."""
+    return np.where(np.tri(count + 1, dtype=bool), np.inf, 0.0)
 
 
 def explain(graph: Graph, instance: Instance, solution: Solution) -> InfeasibleError:

@@ -23,6 +23,9 @@ _SMALL: dict[str, Any] = {
     **dict.fromkeys(("head_dim", "d_kv"), WIDTH),
     **dict.fromkeys(("intermediate_size", "d_ff", "n_inner"), 2 * HEADS * WIDTH),
     **dict.fromkeys(("moe_intermediate_size",), HEADS * WIDTH),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 3 * WIDTH),
+    **dict.fromkeys(("qk_nope_head_dim", "v_head_dim"), 2 * WIDTH),
+    **dict.fromkeys(("qk_rope_head_dim",), WIDTH),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 8),
     "vocab_size": VOCABULARY,
     "image_size": 32,
@@ -50,7 +53,7 @@ def shrink_config(config: dict[str, Any]) -> dict[str, Any]:
 
     Ratios that matter are kept: query heads per key head, experts per token up to the number of experts.
     """
-    small = {key: _SMALL.get(key, value) for key, value in config.items() if value is not None}
+    small = {key: None if value is None else _SMALL.get(key, value) for key, value in config.items()}
     kind = config.get("model_type", "")
     for key in (*_DEFAULTS.get(kind, ()), *(("vocab_size",) if kind and kind not in _IMAGES else ())):
         small[key] = _SMALL[key]
