@@ -53,7 +53,7 @@ def shrink_config(config: dict[str, Any]) -> dict[str, Any]:
 
     Ratios that matter are kept: query heads per key head, experts per token up to the number of experts.
     """
-    small = {key: None if value is None else _SMALL.get(key, value) for key, value in config.items()}
+    small: dict[str, Any] = {key: None if value is None else _SMALL.get(key, value) for key, value in config.items()}
     kind = config.get("model_type", "")
     for key in (*_DEFAULTS.get(kind, ()), *(("vocab_size",) if kind and kind not in _IMAGES else ())):
         small[key] = _SMALL[key]
