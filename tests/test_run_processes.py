@@ -114,3 +114,16 @@ def test_a_program_leaves_no_threads_of_its_groups(workers2):
         run_case("mlp", kind, workers2, typed=False)
         counts.append(max(workers2.run("test_run_processes:threads")))
     assert counts[-1] <= counts[1], counts
+
+
+def fail_to_connect(path: str) -> int:
+    """As gloo does where its sockets do not come up; the second time all is well."""
+    if dist.get_rank() == 1 and not Path(path).exists():
+        Path(path).touch()
+        raise RuntimeError("Gloo connectFullMesh failed with [pair.cc:553] Connection closed by peer")
+    return dist.get_rank()
+
+
+def test_a_group_that_does_not_connect_is_made_once_more(tmp_path):
+    with WorkerPool(2) as pool:
+        assert pool.run("test_run_processes:fail_to_connect", str(tmp_path / "failed")) == [0, 1]

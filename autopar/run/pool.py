@@ -17,9 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.errors import LaunchError
 from autopar.run.processes import Processes
 from autopar.run.worker import resolve
 from autopar.torch_private import forget_meshes
+
+_NOT_CONNECTED = "Gloo connectFullMesh failed"
+"""A group that could not be made, seen where many groups come and go on one machine: nothing has run yet, so it is made once more."""
 
 START_S = 300  # importing torch takes seconds, and on a machine that is busy a minute
 
@@ -36,6 +40,14 @@ class WorkerPool:
 
         Raises ``LaunchError`` when a rank raises, dies, or does not answer within ``timeout_s`` seconds.
         """
+        try:
+            return self._run(target, args, kwargs, timeout_s)
+        except LaunchError as error:
+            if _NOT_CONNECTED not in error.message:
+                raise
+        return self._run(target, args, kwargs, timeout_s)
+
+    def _run(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float) -> list[Any]:
         if self._processes is None or not self._processes.alive:
             self.close()
             self._processes = Processes(self.count)
