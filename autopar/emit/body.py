@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import fx
@@ -14,9 +15,15 @@ WIDTH = 110  # an expression that would make a line longer gets a name of its ow
 
 
 def statements(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Names, watch: bool = False) -> list[str]:
-    """One line per value that is used twice, converted or too long to stand inside another expression; with ``watch`` per value."""
+    """One line per value that is used twice, converted or too long to stand inside another expression; with ``watch`` per value.
+
+    Where a part of the model ends, names that nothing reads any more are deleted: the backward pass keeps what it needs, and the rest
+    would be in memory until the method returns.
+    """
     lines: list[str] = []
     watched: list[str] = []
+    named: list[str] = []
+    ends: list[int] = []  # the lines where a part of the model ends
     scope = None
     for node in nodes:
         if node.op == "placeholder":
@@ -26,6 +33,8 @@ def statements(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Names, w
             if watch:
                 lines.append(f"        self.watched = {{{', '.join(watched)}}}")
             lines.append("        return " + ", ".join(literal(result, texts) for result in results))
+            if not watch:
+                lines = _with_deletions(lines, named, ends)
             break
         text = expression(node, texts)
         if _inline(node, text) and not watch:
@@ -33,13 +42,31 @@ def statements(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Names, w
             continue
         here = _scope(node)
         if here and here != scope:
+            ends.append(len(lines))
             lines.append(f"        # {here}")
         scope = here or scope
         name = names.fresh(_name(node))
         lines.append(f"        {name} = {text.text}")
         texts[node] = Text(name)
         watched.append(f'"{node.name}": {name}')
+        named.append(name)
     return lines
+
+
+def _with_deletions(lines: list[str], named: list[str], ends: list[int]) -> list[str]:
+    """``lines`` with a ``del`` before each of ``ends`` that some of the ``named`` values do not outlive."""
+    last = dict.fromkeys(named, 0)
+    for index, line in enumerate(lines):
+        if not line.lstrip().startswith("#"):
+            last.update((word, index) for word in re.findall(r"\w+", line) if word in last)
+    found: list[str] = []
+    start = 0
+    for end in ends:
+        found += lines[start:end]
+        if dead := [name for name in named if start <= last[name] < end]:
+            found.append(f"        del {', '.join(dead)}")
+        start = end
+    return found + lines[start:]
 
 
 def _name(node: fx.Node) -> str:

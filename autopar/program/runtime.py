@@ -192,6 +192,20 @@ class _Microbatch(nn.Module):
         return out if isinstance(out, Tensor) else tuple(tensor.contiguous() for tensor in out)
 
 
+class _Ring(dict[int, Any]):
+    """What torch's stage receives a microbatch into, of ``depth`` microbatches only: the others take the place of one that is done.
+
+    torch makes a buffer for every microbatch of the step and keeps them all.
+    """
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self._depth = depth
+
+    def __setitem__(self, microbatch: int, infos: Any) -> None:
+        super().__setitem__(microbatch, self.get(microbatch - self._depth, infos))
+
+
 class _Pipeline:
     """Runs the microbatches through this rank's stage, in the plan's order, and adds up the loss."""
 
@@ -213,6 +227,11 @@ class _Pipeline:
             output_args=torch.empty((), device="meta", requires_grad=True) if last else _metas(self._kind.SENDS),
             group=self.world.mesh.get_group("pipeline"),
         )
+        if self.program.plan["schedule"] == "1f1b":
+            # A backward comes before the receipt of as many forwards later as are in flight. A gradient may be sent on as it was
+            # received, which has ended when the next but one is received.
+            stage.args_recv_info = _Ring(self.world.stages - self.world.stage)
+            stage.grad_recv_info = _Ring(2)
         schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[self.program.plan["schedule"]]
         # scale_grads would divide the gradients by the number of microbatches
         return schedule(stage, self.microbatches, loss_fn=lambda loss, _: loss, scale_grads=False)

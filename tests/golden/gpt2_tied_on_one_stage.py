@@ -80,20 +80,25 @@ class GPT2Block(nn.Module):
         add = F.linear(layer_norm_r, self.attn.c_attn.weight.part0.t(), self.attn.c_attn.bias.part0)
         add_1 = F.linear(layer_norm_r, self.attn.c_attn.weight.part1.t(), self.attn.c_attn.bias.part1)
         add_2 = F.linear(layer_norm_r, self.attn.c_attn.weight.part2.t(), self.attn.c_attn.bias.part2)
+        del layer_norm_r
         # attn
         view = kernels.reshape(add_1, [8, 16, 2, 8], (None, None, "tensor", None))
         view_1 = kernels.reshape(add_2, [8, 16, 2, 8], (None, None, "tensor", None))
         view_2 = kernels.reshape(add, [8, 16, 2, 8], (None, None, "tensor", None))
         scaled_dot_product_attention = kernels.attention(view_2.transpose(1, 2), view.transpose(1, 2), view_1.transpose(1, 2), scale=0.3535533905932738, is_causal=True)
+        del add, add_1, add_2, view, view_1, view_2
         # attn.c_proj
         reshape = scaled_dot_product_attention.transpose(1, 2).reshape(8, 16, 16)
         linear_3_i = spmd.all_reduce(F.linear(reshape, self.attn.c_proj.weight.t()), "tensor", src=spmd.P, dst=spmd.I)
         add_4 = linear_3_i + self.attn.c_proj.bias + x
+        del scaled_dot_product_attention, reshape, linear_3_i
         # ln_2
         layer_norm_1 = F.layer_norm(add_4, [32], self.ln_2.weight, self.ln_2.bias)
         layer_norm_1_r = kernels.dense_gradient(spmd.convert(layer_norm_1, "tensor", src=spmd.I, dst=spmd.R))
+        del layer_norm_1
         # mlp.c_fc
         add_5 = F.linear(layer_norm_1_r, self.mlp.c_fc.weight.t(), self.mlp.c_fc.bias)
+        del layer_norm_1_r
         # mlp.act
         mul_2 = (add_5 + torch.pow(add_5, 3.0) * 0.044715) * 0.7978845608028654
         # mlp.c_proj
@@ -121,6 +126,7 @@ class GPT2LMHeadModelHead(nn.Module):
         # module.transformer.ln_f
         layer_norm = F.layer_norm(x, [32], self.transformer.ln_f.weight, self.transformer.ln_f.bias)
         layer_norm_r = kernels.dense_gradient(spmd.convert(layer_norm, "tensor", src=spmd.I, dst=spmd.R))
+        del layer_norm
         # module
         cross_entropy_sum = kernels.vocab_parallel_cross_entropy_sum(F.linear(layer_norm_r, transformer_wte_weight), F.pad(labels, [0, 1], value=-100.0)[..., 1:17], "tensor", ignore_index=-100, label_smoothing=0.0, partial_axes=())
         div = cross_entropy_sum / valid_labels

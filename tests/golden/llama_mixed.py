@@ -81,15 +81,19 @@ class LlamaDecoderLayer(nn.Module):
         cat_1 = torch.cat([-transpose_1[..., 2:4], transpose_1[..., :2]], -1)
         scaled_dot_product_attention = kernels.attention(transpose * constant_0 + cat * constant_1, transpose_1 * constant_0 + cat_1 * constant_1, view_2.transpose(1, 2), scale=0.5, enable_gqa=True, is_causal=True)
         reshape = scaled_dot_product_attention.transpose(1, 2).reshape(4, 16, 16)
+        del mul_1_r, view, transpose, view_1, transpose_1, view_2, cat, cat_1, scaled_dot_product_attention
         # self_attn.o_proj
         linear_3_i = spmd.all_reduce(F.linear(reshape, self.self_attn.o_proj.weight), "inner", src=spmd.P, dst=spmd.I)
         add_3 = x + linear_3_i
+        del reshape, linear_3_i
         # post_attention_layernorm
         rsqrt_1 = torch.rsqrt(torch.pow(add_3, 2).mean([-1], keepdim=True) + 1e-06)
         mul_7 = self.post_attention_layernorm.weight * (add_3 * rsqrt_1)
         mul_7_r = kernels.dense_gradient(spmd.convert(mul_7, "inner", src=spmd.I, dst=spmd.R))
+        del rsqrt, rsqrt_1, mul_7
         # mlp
         mul_8 = F.silu(F.linear(mul_7_r, self.mlp.gate_proj.weight)) * F.linear(mul_7_r, self.mlp.up_proj.weight)
+        del mul_7_r
         # mlp.down_proj
         linear_6_i = spmd.all_reduce(F.linear(mul_8, self.mlp.down_proj.weight), "inner", src=spmd.P, dst=spmd.I)
         add_5 = add_3 + linear_6_i
@@ -139,15 +143,19 @@ class LlamaDecoderLayer_2(nn.Module):
         cat_1 = torch.cat([-transpose_1[..., 2:4], transpose_1[..., :2]], -1)
         scaled_dot_product_attention = kernels.attention(transpose * constant_0 + cat * constant_1, transpose_1 * constant_0 + cat_1 * constant_1, view_2.transpose(1, 2), scale=0.5, enable_gqa=True, is_causal=True)
         reshape = scaled_dot_product_attention.transpose(1, 2).reshape(8, 16, 8)
+        del mul_1_r, view, transpose, view_1, transpose_1, view_2, cat, cat_1, scaled_dot_product_attention
         # self_attn.o_proj
         linear_3_i = flattened.all_reduce(F.linear(reshape, self.self_attn.o_proj.weight), ("outer", "inner"), src=spmd.P, dst=spmd.I)
         add_3 = x + linear_3_i
+        del reshape, linear_3_i
         # post_attention_layernorm
         rsqrt_1 = torch.rsqrt(torch.pow(add_3, 2).mean([-1], keepdim=True) + 1e-06)
         mul_7 = self.post_attention_layernorm.weight * (add_3 * rsqrt_1)
         mul_7_r = kernels.dense_gradient(flattened.convert(mul_7, ("outer", "inner"), src=spmd.I, dst=spmd.R))
+        del rsqrt, rsqrt_1, mul_7
         # mlp
         mul_8 = F.silu(F.linear(mul_7_r, self.mlp.gate_proj.weight)) * F.linear(mul_7_r, self.mlp.up_proj.weight)
+        del mul_7_r
         # mlp.down_proj
         linear_6_i = flattened.all_reduce(F.linear(mul_8, self.mlp.down_proj.weight), ("outer", "inner"), src=spmd.P, dst=spmd.I)
         add_5 = add_3 + linear_6_i
@@ -188,6 +196,7 @@ class LlamaDecoderLayer_3(nn.Module):
         rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
         input_layernorm_weight_r = kernels.dense_gradient(spmd.convert(self.input_layernorm.weight, "inner", src=spmd.I, dst=spmd.R))
         mul_1_r = spmd.all_gather(input_layernorm_weight_r * (x * rsqrt), "inner", src=spmd.S(1), dst=spmd.R)
+        del input_layernorm_weight_r
         # self_attn
         view = kernels.reshape(F.linear(mul_1_r, self.self_attn.q_proj.weight), [4, 16, 4, 4], ("outer", None, "inner", None))
         transpose = view.transpose(1, 2)
@@ -198,15 +207,19 @@ class LlamaDecoderLayer_3(nn.Module):
         cat_1 = torch.cat([-transpose_1[..., 2:4], transpose_1[..., :2]], -1)
         scaled_dot_product_attention = kernels.attention(transpose * constant_0 + cat * constant_1, transpose_1 * constant_0 + cat_1 * constant_1, view_2.transpose(1, 2), scale=0.5, enable_gqa=True, is_causal=True)
         reshape = scaled_dot_product_attention.transpose(1, 2).reshape(4, 16, 16)
+        del mul_1_r, view, transpose, view_1, transpose_1, view_2, cat, cat_1, scaled_dot_product_attention
         # self_attn.o_proj
         linear_3_s = spmd.reduce_scatter(F.linear(reshape, self.self_attn.o_proj.weight), "inner", src=spmd.P, dst=spmd.S(1))
         add_3 = x + linear_3_s
+        del reshape, linear_3_s
         # post_attention_layernorm
         rsqrt_1 = torch.rsqrt(torch.pow(add_3, 2).mean([-1], keepdim=True) + 1e-06)
         post_attention_layernorm_weight_r = kernels.dense_gradient(spmd.convert(self.post_attention_layernorm.weight, "inner", src=spmd.I, dst=spmd.R))
         mul_7_r = spmd.all_gather(post_attention_layernorm_weight_r * (add_3 * rsqrt_1), "inner", src=spmd.S(1), dst=spmd.R)
+        del rsqrt, rsqrt_1, post_attention_layernorm_weight_r
         # mlp
         mul_8 = F.silu(F.linear(mul_7_r, self.mlp.gate_proj.weight)) * F.linear(mul_7_r, self.mlp.up_proj.weight)
+        del mul_7_r
         # mlp.down_proj
         linear_6_s = spmd.reduce_scatter(F.linear(mul_8, self.mlp.down_proj.weight), "inner", src=spmd.P, dst=spmd.S(1))
         add_5 = add_3 + linear_6_s
@@ -257,9 +270,11 @@ class LlamaDecoderLayer_4(nn.Module):
         scaled_dot_product_attention = kernels.attention(transpose * constant_0 + cat * constant_1, transpose_1 * constant_0 + cat_1 * constant_1, view_2.transpose(1, 2), scale=0.5, enable_gqa=True, is_causal=True)
         reshape = scaled_dot_product_attention.transpose(1, 2).reshape(2, 16, 32)
         add_3 = x + F.linear(reshape, self.self_attn.o_proj.weight)
+        del mul_1, view, transpose, view_1, transpose_1, view_2, cat, cat_1, scaled_dot_product_attention, reshape
         # post_attention_layernorm
         rsqrt_1 = torch.rsqrt(torch.pow(add_3, 2).mean([-1], keepdim=True) + 1e-06)
         mul_7 = self.post_attention_layernorm.weight * (add_3 * rsqrt_1)
+        del rsqrt, rsqrt_1
         # mlp
         mul_8 = F.silu(F.linear(mul_7, self.mlp.gate_proj.weight)) * F.linear(mul_7, self.mlp.up_proj.weight)
         add_5 = add_3 + F.linear(mul_8, self.mlp.down_proj.weight)
@@ -285,6 +300,7 @@ class LlamaForCausalLMHead(nn.Module):
         rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
         # module.lm_head
         linear = F.linear(self.model.norm.weight * (x * rsqrt), self.lm_head.weight)
+        del rsqrt
         # module
         cross_entropy_sum = kernels.cross_entropy_sum(linear, F.pad(labels, [0, 1], value=-100.0)[..., 1:17], ignore_index=-100, label_smoothing=0.0, partial_axes=("outer", "inner"))
         div = cross_entropy_sum / valid_labels

@@ -75,15 +75,19 @@ class LlamaDecoderLayer(nn.Module):
         cat_1 = torch.cat([-transpose_1[..., 2:4], transpose_1[..., :2]], -1)
         scaled_dot_product_attention = kernels.attention(transpose * constant_0 + cat * constant_1, transpose_1 * constant_0 + cat_1 * constant_1, view_2.transpose(1, 2), scale=0.5, enable_gqa=True, is_causal=True)
         reshape = scaled_dot_product_attention.transpose(1, 2).reshape(2, 16, 16)
+        del mul_1_r, view, transpose, view_1, transpose_1, view_2, cat, cat_1, scaled_dot_product_attention
         # self_attn.o_proj
         linear_3_i = spmd.all_reduce(F.linear(reshape, self.self_attn.o_proj.weight), "tensor", src=spmd.P, dst=spmd.I)
         add_3 = x + linear_3_i
+        del reshape, linear_3_i
         # post_attention_layernorm
         rsqrt_1 = torch.rsqrt(torch.pow(add_3, 2).mean([-1], keepdim=True) + 1e-06)
         mul_7 = self.post_attention_layernorm.weight * (add_3 * rsqrt_1)
         mul_7_r = kernels.dense_gradient(spmd.convert(mul_7, "tensor", src=spmd.I, dst=spmd.R))
+        del rsqrt, rsqrt_1, mul_7
         # mlp
         mul_8 = F.silu(F.linear(mul_7_r, self.mlp.gate_proj.weight)) * F.linear(mul_7_r, self.mlp.up_proj.weight)
+        del mul_7_r
         # mlp.down_proj
         linear_6_i = spmd.all_reduce(F.linear(mul_8, self.mlp.down_proj.weight), "tensor", src=spmd.P, dst=spmd.I)
         add_5 = add_3 + linear_6_i
@@ -108,6 +112,7 @@ class LlamaForCausalLMHead(nn.Module):
         # module.model.norm
         rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
         mul_1_r = kernels.dense_gradient(spmd.convert(self.model.norm.weight * (x * rsqrt), "tensor", src=spmd.I, dst=spmd.R))
+        del rsqrt
         # module
         cross_entropy_sum = kernels.vocab_parallel_cross_entropy_sum(F.linear(mul_1_r, self.lm_head.weight), F.pad(labels, [0, 1], value=-100.0)[..., 1:17], "tensor", ignore_index=-100, label_smoothing=0.0, partial_axes=("data",))
         div = cross_entropy_sum / valid_labels
