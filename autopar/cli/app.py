@@ -32,10 +32,11 @@ def _options(*options: Callable[[Any], Any]) -> Callable[[F], F]:
 
 
 _DEVICES_HELP = "4 (of this machine), 8xH100-80GB, 128x8xH100-80GB (nodes x GPUs x kind), or a cluster.toml."
+_calibration_option = click.option(
+    "--calibration", metavar="FILE", help="What `autopar profile` measured; without it, the file where it writes."
+)
 _batch_options = (
-    click.option(
-        "--calibration", metavar="FILE", help="What `autopar profile` measured; without it, the file where it writes."
-    ),
+    _calibration_option,
     click.option("--seq", type=int, metavar="N", help="Tokens in a sequence of the batch."),
     click.option("--global-batch", type=int, metavar="N", help="Sequences (or images) in a batch of one step."),
     click.option(
@@ -215,9 +216,7 @@ def run(**request: Any) -> None:
     "--steps", type=click.IntRange(1), default=3, show_default=True, metavar="N", help="Timed steps of a visit."
 )
 @click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of the order of visits.")
-@click.option(
-    "--calibration", metavar="FILE", help="What `autopar profile` measured; without it, the file where it writes."
-)
+@_calibration_option
 @click.option("-o", "--output", metavar="FILE", help="Also write one JSON object a line here.")
 @click.option("--plot", "plot_file", metavar="FILE", help="Also draw the step times (.png, .svg or .pdf).")
 @click.option(
