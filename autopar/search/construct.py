@@ -19,7 +19,8 @@ from itertools import pairwise
 import numpy as np
 
 from autopar.search.assess import Solution, cost, fits
-from autopar.search.frugal import most_frugal, span_memory, span_sums
+from autopar.search.frugal import most_frugal
+from autopar.search.runs import compositions
 from autopar.search.tables import Array, Indices, Instance, Regime, Table
 
 LADDER = (0.0, *np.geomspace(1e-3, 1e3, 13).tolist(), 1e9)
@@ -181,14 +182,15 @@ def _stage_costs(instance: Instance, allowed: tuple[Indices, ...], regime: Regim
     """``[i, j]``: seconds of the cheapest stage of layers i..j-1 on the ladder that fits, interpolated; ``inf`` where none does."""
     n, place, limit = regime
     ladder = np.array(LADDER) * _scale(instance)
+    runs = compositions(instance)
     columns = []
     for table, keep in zip(instance.at(place), allowed, strict=True):
         weight, held = _weight(instance, table)[keep], (table.weights + n * table.saved)[keep]
         choice = (weight[None, :] + ladder[:, None] * held[None, :]).argmin(axis=1)
         columns.append(np.stack([weight[choice], held[choice], table.transient[keep][choice]]))
-    time, held, transient = np.stack(columns, axis=2)[:, :, instance.kind]  # each [ladder, layer]
-    needs = span_memory(held, transient)
-    times = span_sums(time)
+    time, held, transient = np.stack(columns, axis=2)  # each [ladder, kind]
+    needs = held @ runs.counts.T + runs.most(transient)
+    times = time @ runs.counts.T
     ok = needs <= limit
     first = ok.argmax(axis=0)[None]
     result = np.where(ok.any(axis=0), np.take_along_axis(times, first, 0)[0], np.inf)
@@ -197,7 +199,8 @@ def _stage_costs(instance: Instance, allowed: tuple[Indices, ...], regime: Regim
     faster = np.take_along_axis(times, before, 0)[0]
     with np.errstate(invalid="ignore", divide="ignore"):
         share = np.where(high > limit, (limit - low) / (high - low), 0.0)
-        return np.where(np.isfinite(result), result - np.nan_to_num(share) * np.maximum(result - faster, 0.0), np.inf)
+        guess = np.where(np.isfinite(result), result - np.nan_to_num(share) * np.maximum(result - faster, 0.0), np.inf)
+    return runs.spread(guess)
 
 
 def _refined(

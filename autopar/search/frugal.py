@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from itertools import pairwise
 
 import numpy as np
@@ -11,6 +10,7 @@ from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.plan import Memory
 from autopar.search.assess import Solution, memories
+from autopar.search.runs import compositions
 from autopar.search.tables import Array, Indices, Instance, Regime
 
 
@@ -35,56 +35,34 @@ def most_frugal(instance: Instance) -> tuple[float, Solution]:
     pick: list[int] = []
     for s, (i, j) in enumerate(pairwise(bounds)):
         _, level, picks = spans[instance.regime(s)]
-        pick += [picks[level[i, j]][k] for k in instance.kind[i:j].tolist()]
+        pick += [picks[int(level[i, j])][k] for k in instance.kind[i:j].tolist()]
     solution = Solution(tuple(bounds), tuple(pick))
     # once more in whole bytes, which is what decides
     needs = zip(memories(instance, solution), instance.layout.limit, strict=True)
     return max(float(m.total) / limit for m, limit in needs), solution
 
 
-def _least_memory(instance: Instance, regime: Regime) -> tuple[Array, Indices, list[list[int]]]:
+def _least_memory(instance: Instance, regime: Regime) -> tuple[Array, Array, list[list[int]]]:
     """``[i, j]``: the least bytes of a stage of layers i..j-1, and the level that has it; by level, each kind's candidate."""
     n, place, _ = regime
     tables = instance.at(place)
     floor = max(float(table.transient.min()) for table in tables)
     levels = sorted({float(v) for table in tables for v in table.transient if v >= floor})
-    best = np.full((instance.layers + 1, instance.layers + 1), np.inf)
-    level = np.zeros(best.shape, dtype=np.int64)
+    runs = compositions(instance)
+    best = np.full(len(runs.counts), np.inf)
+    level = np.zeros(len(best))
     picks: list[list[int]] = []
     for number, height in enumerate(levels):
         held = [np.where(table.transient <= height, table.weights + n * table.saved, np.inf) for table in tables]
         picks.append([int(h.argmin()) for h in held])
         if number and picks[-1] == picks[-2]:
             continue
-        weights = np.array([float(h.min()) for h in held])[instance.kind]
-        transient = np.array([t.transient[k] for t, k in zip(tables, picks[-1], strict=True)])[instance.kind]
-        spans = span_memory(weights, transient)
-        level[spans < best] = number
-        best = np.minimum(best, spans)
-    return best, level, picks
-
-
-def span_memory(weights: Array, transient: Array) -> Array:
-    """``[i, j]``: bytes of a stage of layers i..j-1, ``inf`` for empty ones. The last axis of the arguments is the layer."""
-    count = weights.shape[-1]
-    spans = span_sums(weights)
-    inside = np.arange(count)[None, :] >= np.arange(count)[:, None]  # [i, layer]
-    spans[..., :count, 1:] += np.maximum.accumulate(np.where(inside, transient[..., None, :], 0.0), axis=-1)
-    return spans
-
-
-def span_sums(values: Array) -> Array:
-    """``[i, j]``: the sum over layers i..j-1, ``inf`` for empty runs. The last axis of ``values`` is the layer."""
-    prefix = np.concatenate([np.zeros((*values.shape[:-1], 1)), np.cumsum(values, axis=-1)], axis=-1)
-    spans: Array = prefix[..., None, :] - prefix[..., :, None]
-    spans += _empty_runs(values.shape[-1])
-    return spans
-
-
-@functools.lru_cache(maxsize=64)
-def _empty_runs(count: int) -> Array:
-    """``[i, j]``: infinite where layers i..j-1 are none, else 0."""
-    return np.where(np.tri(count + 1, dtype=bool), np.inf, 0.0)
+        weights = np.array([float(h.min()) for h in held])
+        transient = np.array([t.transient[k] for t, k in zip(tables, picks[-1], strict=True)])
+        needs = runs.counts @ weights + runs.most(transient)
+        level[needs < best] = number
+        best = np.minimum(best, needs)
+    return runs.spread(best), runs.spread(level), picks
 
 
 def explain(graph: Graph, instance: Instance, solution: Solution) -> InfeasibleError:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 
 from autopar.search.bound import TOLERANCE, cheapest_send
-from autopar.search.frugal import span_memory, span_sums
+from autopar.search.runs import Compositions, compositions
 from autopar.search.tables import Array, Instance, Regime
 
 LADDER = (0.0, *np.geomspace(1e-4, 1e4, 41).tolist())
@@ -44,50 +44,63 @@ def bottleneck_bound(instance: Instance) -> float:
         kinds = instance.at(regime[1])
         if regime not in summed:
             weight = m if stages == 1 else 1
-            summed[regime] = _spans(instance, [weight * t.time + t.step / stages for t in kinds], regime, ladder)
+            summed[regime] = _by_composition(
+                instance, [weight * t.time + t.step / stages for t in kinds], regime, ladder
+            )
         sends = send * (int(s > 0) + int(s < stages - 1))
         total.append(summed[regime] + sends)
         if stages > 1:
             warm = 1 if choice.schedule == "gpipe" else min(m, stages - s)
             costs = [(m - 1) * t.time - (warm - 1) * t.forward for t in kinds]
-            here = _spans(instance, costs, regime, ladder) + (m - 1) * sends - (warm - 1) * send * int(s < stages - 1)
+            here = (
+                _by_composition(instance, costs, regime, ladder)
+                + (m - 1) * sends
+                - (warm - 1) * send * int(s < stages - 1)
+            )
             worst.append(here)
+    runs = compositions(instance)
     if stages == 1:
-        return float(total[0][0, count]) * (1 - TOLERANCE)
-    return _together(total, worst, count) * (1 - TOLERANCE)
+        return float(total[0][runs.at[0, count]]) * (1 - TOLERANCE)
+    return _together(runs, total, worst) * (1 - TOLERANCE)
 
 
-def _together(total: list[Array], worst: list[Array], count: int) -> float:
-    """A lower bound of ``sum of total + max of worst`` over the cuts; the arguments are ``[i, j]`` by stage."""
+def _together(runs: Compositions, total: list[Array], worst: list[Array]) -> float:
+    """A lower bound of ``sum of total + max of worst`` over the cuts; the arguments are by composition, one for each stage."""
+    count = len(runs.at) - 1
     start = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
-    best = start
-    for here in worst:
-        best = np.maximum(best[:, None], here).min(axis=0)
+    best, free = start, start
+    for stage, here in zip(total, worst, strict=True):
+        best = np.maximum(best[:, None], runs.spread(here)).min(axis=0)
+        free = (free[:, None] + runs.spread(np.where(np.isfinite(here), stage, np.inf))).min(axis=0)
     least = float(best[count])
     if not np.isfinite(least):
         return np.inf
     # the optimum's worst stage is between two of these steps: at least the lower one, and no stage is above the higher one
-    steps = np.append(least * (1 + np.array(STEPS)), np.inf)
-    sums = np.tile(start, (len(STEPS), 1))
+    steps = least * (1 + np.array(STEPS))
+    caps = steps[1:, None]
+    some = np.min(worst, axis=0) <= steps[-1]  # few compositions are: stages about as large as the average one
+    longest = int(runs.counts[some].sum(axis=1).max(initial=1))
+    before = np.arange(count + 1)[:, None] - 1 - np.arange(longest)  # [j, more]: the first layer of j's stage
+    inside = np.where(before >= 0, runs.at[before.clip(0), np.arange(count + 1)[:, None]], len(runs.counts))
+    sums = np.tile(start, (len(caps), 1))
     for stage, here in zip(total, worst, strict=True):
-        for k, cap in enumerate(steps[1:]):
-            sums[k] = (sums[k][:, None] + np.where(here <= cap, stage, np.inf)).min(axis=0)
-    return float((steps[:-1] + sums[:, count]).min())
+        allowed = np.where(here <= caps, stage, np.inf)
+        allowed = np.concatenate([allowed, np.full((len(caps), 1), np.inf)], axis=1)
+        sums = (sums[:, before.clip(0)] + allowed[:, inside]).min(axis=2)
+    return float((steps + [*sums[:, count], free[count]]).min())
 
 
-def _spans(instance: Instance, costs: list[Array], regime: Regime, ladder: Array) -> Array:
-    """``[i, j]``: a lower bound of the cost of layers i..j-1 as one stage of that regime."""
+def _by_composition(instance: Instance, costs: list[Array], regime: Regime, ladder: Array) -> Array:
+    """By composition: a lower bound of the cost of its layers as one stage of that regime, ``inf`` where they never fit."""
     n, place, limit = regime
+    runs = compositions(instance)
     best, held, transient = [], [], []
     for table, cost in zip(instance.at(place), costs, strict=True):
         memory = table.weights + n * table.saved
         best.append((cost[None, :] + ladder[:, None] * memory[None, :]).min(axis=1))
         held.append(float(memory.min()))
         transient.append(float(table.transient.min()))
-    low = np.array(transient)[instance.kind]
-    room = limit - span_memory(np.zeros(instance.layers), low)
-    room = np.where(np.isfinite(room), room, 0.0)  # empty stages are infinite in ``price`` already
-    price = span_sums(np.stack(best, axis=1)[:, instance.kind])
-    price -= ladder[:, None, None] * room
-    bound = price.max(axis=0)
-    return np.where(span_memory(np.array(held)[instance.kind], low) <= limit, bound, np.inf)
+    room = limit - runs.most(np.array(transient))
+    price = runs.counts @ np.array(best)
+    price -= ladder * room[:, None]
+    return np.where(runs.counts @ np.array(held) <= room, price.max(axis=1), np.inf)

@@ -1,0 +1,51 @@
+"""Runs of layers by what they are made of.
+
+Layers of one kind have one table, so what a stage may cost or hold, resharding apart, depends only on how many layers of each kind it has.
+A chain of L layers has L (L+1) / 2 runs, but where blocks repeat only a few of these compositions: prices are worked out by
+composition and then spread over the runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.search.tables import Array, Indices, Instance
+
+
+@dataclass(frozen=True)
+class Compositions:
+    """Every composition of a chain's runs."""
+
+    counts: Array  # [composition, kind]: layers of that kind
+    has: NDArray[np.bool_]  # [composition, kind]
+    at: Indices  # [i, j]: the composition of layers i..j-1; one past the last for empty runs
+
+    def spread(self, values: Array) -> Array:
+        """``[..., i, j]``: ``values[..., composition]`` of layers i..j-1, ``inf`` for empty runs."""
+        return np.concatenate([values, np.full((*values.shape[:-1], 1), np.inf)], axis=-1)[..., self.at]
+
+    def most(self, values: Array) -> Array:
+        """``[..., composition]``: the largest of ``values[..., kind]`` among the kinds that a composition has; values are not negative."""
+        return np.where(self.has, values[..., None, :], 0.0).max(axis=-1)
+
+
+def compositions(instance: Instance) -> Compositions:
+    """The compositions of the instance's chain, which all outer choices without decided ties share."""
+    return _compositions(tuple(instance.kind.tolist()), len(instance.kinds))
+
+
+@functools.lru_cache(maxsize=16)
+def _compositions(kind: tuple[int, ...], kinds: int) -> Compositions:
+    layers = len(kind)
+    one = np.zeros((layers + 1, kinds))
+    one[np.arange(1, layers + 1), list(kind)] = 1
+    before = np.cumsum(one, axis=0)
+    i, j = np.triu_indices(layers + 1, 1)
+    counts, which = np.unique(before[j] - before[i], axis=0, return_inverse=True)
+    at = np.full((layers + 1, layers + 1), len(counts), dtype=np.int64)
+    at[i, j] = which.ravel()
+    return Compositions(counts, counts > 0, at)
