@@ -17,6 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from autopar.picture import pyplot, save
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 LAYERS = (32, 64, 128, 256)
@@ -124,12 +126,7 @@ def page(lines: list[dict]) -> str:
 
 def draw(lines: list[dict], path: Path) -> None:
     """Wall and processor seconds, one panel against layers and one against devices."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, 2, figsize=(8, 3), sharey=True)
+    figure, panels = pyplot().subplots(1, 2, figsize=(8, 3), sharey=True)
     for panel, name, other, fixed in zip(
         panels, ("layers", "devices"), ("devices", "layers"), (FIXED_DEVICES, FIXED_LAYERS), strict=True
     ):
@@ -142,9 +139,7 @@ def draw(lines: list[dict], path: Path) -> None:
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("seconds")
     panels[0].legend()
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    save(figure, path, metadata={"Date": None})
 
 
 def main() -> None:

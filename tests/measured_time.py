@@ -45,10 +45,11 @@ TIMEOUT_S = 600.0
 
 def plans(graph: Graph, cluster: Cluster) -> dict[str, Plan]:
     """The automatic plan and the hand-made ones that the model admits, priced."""
-    found = {AUTOMATIC: search(graph, cluster, Pricer(graph, cluster, "float32"), SearchOptions(precision="float32"))}
+    pricer = Pricer(graph, cluster, "float32")
+    found = {AUTOMATIC: search(graph, cluster, pricer, SearchOptions(precision="float32"))}
     for kind in time_kinds(cluster.count):
         try:
-            found[kind.name] = price_plan(graph, cluster, kind.plan(graph), "float32")
+            found[kind.name] = price_plan(graph, cluster, kind.plan(graph), pricer)
         except UsageError as error:
             print(f"{kind.name}: not admitted: {error.message}", file=sys.stderr)
     return found

@@ -49,6 +49,7 @@ def calibration(wire_s: float = 1e-3) -> Calibration:
         for size in (1e6, 1e7):
             found.append(figure("wire", wire_s * size / 1e6, {"members": 2, "bytes": size}, name))
     found.append(figure("overlap", 0.5, {"members": 2}))
+    found.append(figure("wait", 0.02, {"members": 2, "seconds": 0.25}))
     return Calibration(this_machine(), "2020-01-01 00:00 UTC", tuple(found))
 
 
@@ -64,6 +65,14 @@ def test_curves_interpolate_in_the_logarithms_and_go_on():
     assert curve.at(0.1) == 1.0 and curve.at(1e6) == pytest.approx(2.0)
     assert curve.beyond(1000.0) == pytest.approx(20.0)
     assert Curve.through([(1.0, 3.0), (2.0, 1.0)], rising=True).y == pytest.approx((3.0, 3.0))
+
+
+def test_meetings_wait_for_the_slowest_member(tmp_path):
+    wires = parse(2, calibration=written(tmp_path, calibration())).wires
+    assert wires is not None
+    assert wires.wait_s((2,), 0.25) == pytest.approx(0.02) and wires.wait_s((2,), 1.0) == pytest.approx(0.04)
+    assert wires.wait_s((2,) * 4, 1.0) == pytest.approx(4 * 0.02), "four meetings after a quarter of a second each"
+    assert wires.wait_s((), 1.0) == wires.wait_s((4,), 1.0) == 0.0
 
 
 def test_the_file_reads_back(tmp_path):
@@ -158,6 +167,7 @@ def some(function: str, arguments: dict[str, object]) -> list[dict[str, object]]
         ("update", {"elements": 64}),
         *(("wire", {"name": name, "members": 2, "size": 4096}) for name in (*COLLECTIVES, "p2p")),
         ("sharded", {"members": 2, "width": 16}),
+        ("meeting", {"members": 2}),
         ("call", {"members": 2}),
         ("overlap", {"members": 2}),
     ],

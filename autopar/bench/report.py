@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.bench.contest import AUTOMATIC, Contender, Result
+from autopar.picture import pyplot, save
 
 
 def table(result: Result) -> Any:
@@ -53,12 +54,7 @@ def markdown(lines: Iterable[dict[str, Any]]) -> str:
 
 def plot(results: list[Result], path: Path) -> None:
     """Bars of the measured step times, the automatic program's in another colour, one panel a contest."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(len(results), 1, figsize=(8, 3.2 * len(results)), squeeze=False)
+    figure, panels = pyplot().subplots(len(results), 1, figsize=(8, 3.2 * len(results)), squeeze=False)
     for panel, result in zip(panels[:, 0], results, strict=True):
         running = sorted((c for c in result.contenders if c.rounds_s), key=lambda c: c.step_s)[:12]
         colours = ["tab:orange" if c.name == AUTOMATIC else "tab:blue" for c in running]
@@ -66,9 +62,7 @@ def plot(results: list[Result], path: Path) -> None:
         panel.invert_yaxis()
         panel.set_xlabel("measured step time (ms)")
         panel.set_title(f"{result.name}, {result.processes} processes", loc="left")
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def _row(result: Result, contender: Contender) -> tuple[str, ...]:

@@ -35,13 +35,14 @@ _DEVICES_HELP = "4 (of this machine), 8xH100-80GB, 128x8xH100-80GB (nodes x GPUs
 _calibration_option = click.option(
     "--calibration", metavar="FILE", help="What `autopar profile` measured; without it, the file where it writes."
 )
+_precision_option = click.option(
+    "--precision", metavar="NAME", help="bfloat16, float16, float32 or float64, of parameters and activations."
+)
 _batch_options = (
     _calibration_option,
     click.option("--seq", type=int, metavar="N", help="Tokens in a sequence of the batch."),
     click.option("--global-batch", type=int, metavar="N", help="Sequences (or images) in a batch of one step."),
-    click.option(
-        "--precision", metavar="NAME", help="bfloat16, float16, float32 or float64, of parameters and activations."
-    ),
+    _precision_option,
 )
 _size_options = (click.option("--devices", metavar="SPEC", help=_DEVICES_HELP), *_batch_options)
 _model_options = _options(
@@ -153,9 +154,7 @@ def explain(**request: Any) -> None:
 )
 @click.option("--seq", metavar="RANGE", help="Tokens in a sequence of the batch.")
 @click.option("--global-batch", metavar="RANGE", help="Sequences (or images) in a batch of one step.")
-@click.option(
-    "--precision", metavar="NAME", help="bfloat16, float16, float32 or float64, of parameters and activations."
-)
+@_precision_option
 @click.option(
     "--gpu-hour",
     multiple=True,
@@ -354,9 +353,8 @@ def compare(first: str, second: str, as_json: bool) -> None:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Entry point of the console script; ends the process with the exit status."""
-    gc.set_threshold(
-        100_000, 20, 100
-    )  # graphs and prices live as long as the command: looking for garbage among them costs a tenth
+    # graphs and prices live as long as the command: looking for garbage among them costs a tenth
+    gc.set_threshold(100_000, 20, 100)
     try:
         status = cli.main(argv, prog_name="autopar", standalone_mode=False)
         sys.stdout.flush()

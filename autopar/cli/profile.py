@@ -82,6 +82,11 @@ def _print(found: Calibration) -> None:
             shown = name, f"{f.median * 1e6:,.0f} us"
         elif f.name == "call":
             shown = "a collective's call", f"{f.median * 1e6:.0f} us"
+        elif f.name == "wait":
+            shown = (
+                f"meeting in groups of {int(f.size['members'])}",
+                f"{f.median / f.size['seconds']:.0%} of the ms before",
+            )
         elif f.name == "overlap":
             shown = "hidden communication costs", f"{f.median:.0%} of it"
         if shown:

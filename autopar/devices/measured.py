@@ -8,8 +8,9 @@ never has to know where its figures come from.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -95,12 +96,24 @@ class Wires:
     """Seconds of collectives by name and group size, by the bytes of the tensor that the group makes whole.
 
     Names are ``Collective``'s values, ``"p2p"`` by the bytes sent, and ``"sharded all_gather"`` and ``"sharded reduce_scatter"``: what
-    they cost with the copies into and out of a layer's flat buffers, as FSDP runs them.
+    they cost with the copies into and out of a layer's flat buffers, as FSDP runs them. ``waits`` is, by group size, what meeting for a
+    collective costs after arithmetic of one second, in seconds: no two devices take equally long.
     """
 
     curves: Mapping[tuple[str, int], Curve]
+    waits: Mapping[int, float] = field(default_factory=dict)
 
     def seconds(self, name: str, members: int, size: float) -> float | None:
         """``None`` where nothing of the kind was measured."""
         curve = self.curves.get((name, members))
         return None if curve is None else curve.beyond(size)
+
+    def wait_s(self, meetings: Sequence[int], compute_s: float) -> float:
+        """What groups of these sizes wait for their slowest member, meeting after equal parts of ``compute_s``.
+
+        Delays add up independently, so that the spread of a part's time, and with it how far its slowest member is behind the mean
+        (order statistics of the normal distribution), grows with the square root of the part's length.
+        """
+        if not meetings:
+            return 0.0
+        return sum(self.waits.get(n, 0.0) for n in meetings) * math.sqrt(compute_s / len(meetings))

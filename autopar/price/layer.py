@@ -79,6 +79,8 @@ class Core:
     backward_beside_s: float
     forward_host_s: float  # what the host needs to start all that, below which no device's speed helps
     backward_host_s: float
+    forward_meetings: tuple[int, ...]  # the groups' sizes of the collectives that are waited for
+    backward_meetings: tuple[int, ...]
     saved_bytes: float
     selective_bytes: float
     input_bytes: float
@@ -156,9 +158,14 @@ def core(bound: Bound, axes: tuple[Axis, ...], cluster: Cluster, numbers: Precis
         slowdown = cluster.overlap_slowdown
         return sum(beside_s(float(arithmetic_s[at[name]]), wire_s, slowdown) for name, wire_s in found.items())
 
-    def calls(side: str) -> int:
-        found = [getattr(move, side) for move in bound.moves if math.prod(axes[i].size for i in move.axes) > 1]
-        return sum(c not in (Collective.NONE, Collective.LOCAL) for c in found)
+    def meetings(side: str, beside: bool) -> tuple[int, ...]:
+        """The groups' sizes of the collectives, those that run beside an op's arithmetic among them or not."""
+        groups = [
+            math.prod(axes[i].size for i in move.axes)
+            for move in bound.moves
+            if getattr(move, side) not in (Collective.NONE, Collective.LOCAL) and (beside or not move.beside)
+        ]
+        return tuple(n for n in groups if n > 1)
 
     forward_s = seconds(table.forward_flops, table.slot_forward, table.forward_kernels, False)
     backward_s = seconds(table.backward_flops, table.slot_backward, table.backward_kernels, True)
@@ -174,8 +181,12 @@ def core(bound: Bound, axes: tuple[Axis, ...], cluster: Cluster, numbers: Precis
         backward_wire_s=wires("backward"),
         forward_beside_s=left("forward", forward_s),
         backward_beside_s=left("backward", backward_s),
-        forward_host_s=float(table.forward_kernels.sum()) * gpu.op_floor_s + calls("forward") * cluster.host_s,
-        backward_host_s=float(table.backward_kernels.sum()) * gpu.op_floor_s + calls("backward") * cluster.host_s,
+        forward_host_s=float(table.forward_kernels.sum()) * gpu.op_floor_s
+        + len(meetings("forward", True)) * cluster.host_s,
+        backward_host_s=float(table.backward_kernels.sum()) * gpu.op_floor_s
+        + len(meetings("backward", True)) * cluster.host_s,
+        forward_meetings=meetings("forward", False),
+        backward_meetings=meetings("backward", False),
         saved_bytes=float(saved[list(bound.plain)].sum()),
         selective_bytes=float(saved[list(bound.selective)].sum()),
         input_bytes=float(local(inputs, "activation").sum()),
@@ -246,6 +257,13 @@ def assemble(
         c.backward_compute_s + accumulate_s + recomputed_s,
         c.backward_host_s + again * c.forward_host_s - backward_wire_s,
     )
+    if cluster.wires is not None:
+        shards = (data,) if zero >= 2 else ()  # the layer's gather; its gradients' reduction, and the gather again
+        back = c.backward_meetings + shards * (2 if zero == 3 else 1)
+        if strategy.recompute:
+            back += c.forward_meetings
+        forward_wire_s += cluster.wires.wait_s(c.forward_meetings + shards, forward_compute_s)
+        backward_wire_s += cluster.wires.wait_s(back, backward_compute_s)
     gather = over(Collective.ALL_GATHER, parameters * numbers.parameter, c.tensors if practice.by_parameter else 1)
     reduce = over(Collective.REDUCE_SCATTER, trainable * numbers.reduced)
     forward_exposed = beside(forward_compute_s, gather if zero >= 2 else 0.0)

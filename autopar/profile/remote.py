@@ -26,6 +26,8 @@ _BUDGET_S = 0.06  # of one measurement, after a run that is not counted
 _SAMPLES = (3, 40)
 _LEAST_SHARE = 0.1  # of the difference between two noisy times, what is taken at the least
 _BACK_TO_BACK_S = 2e-4  # runs shorter than this are timed together
+_BEYOND_CACHES = 1 << 26  # bytes that no cache keeps, of the modules that take turns
+_SEGMENT_S, _SEGMENTS, _BLOCKS = 5e-3, 10, 8  # of arithmetic before a meeting; meetings timed together; samples
 _device = torch.device("cpu")
 _groups: dict[int, dist.ProcessGroup] = {}  # by members: this rank's
 
@@ -230,31 +232,88 @@ def _send_round(tensor: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _sharded(members: int, width: int) -> Figures:
-    """FSDP2's gather of one module's parameters and its reduction of their gradients, copies and hooks included."""
+    """FSDP2's gather of one module's parameters and its reduction of their gradients, copies and hooks included.
+
+    The modules of a chain take turns, so that neither parameters nor buffers are in a cache, as they are not in a training step.
+    """
     mesh = _mesh(members)
-    plain = nn.Linear(width, width, bias=False, device=_device)
-    module = nn.Linear(width, width, bias=False, device=_device)
-    fully_shard(module, mesh=mesh, reshard_after_forward=False)
-    assert isinstance(module, FSDPModule)
-    module.set_force_sum_reduction_for_comms(True)
+    depth = min(8, 2 + _BEYOND_CACHES // (8 * width * width))
+    plain = nn.Sequential(*(nn.Linear(width, width, bias=False, device=_device) for _ in range(depth)))
+    sharded = nn.Sequential(*(nn.Linear(width, width, bias=False, device=_device) for _ in range(depth)))
+    modules: list[FSDPModule] = []
+    for layer in sharded:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+        assert isinstance(layer, FSDPModule)
+        layer.set_force_sum_reduction_for_comms(True)
+        modules.append(layer)
     x = torch.ones(1, width, device=_device, requires_grad=True)
 
     def step(of: nn.Module) -> None:
         of(x).sum().backward()
+        for parameter in of.parameters():
+            parameter.grad = None
 
     def gather() -> None:
-        module.unshard()
-        module.reshard()
+        for module in modules:
+            module.unshard()
+        for module in modules:
+            module.reshard()
 
-    gathers = _seconds(gather, members)
-    with_hooks, without = _seconds(lambda: step(module), members), statistics.median(_seconds(lambda: step(plain)))
-    gathered = statistics.median(gathers)
-    reduces = [max(s - without - gathered, _LEAST_SHARE * s) for s in with_hooks]
+    def both() -> tuple[float, float, float]:
+        """Seconds for a module: a gather, a step with hooks, one without."""
+        seconds = []
+        for run in (gather, lambda: step(sharded), lambda: step(plain)):
+            dist.barrier()
+            start = time.perf_counter()
+            run()
+            _wait()
+            seconds.append((time.perf_counter() - start) / depth)
+        return seconds[0], seconds[1], seconds[2]
+
+    both()
+    found = [both() for _ in range(_BLOCKS)]
+    gathers = [gathered for gathered, _, _ in found]
+    reduces = [max(hooks - gathered - without, _LEAST_SHARE * hooks) for gathered, hooks, without in found]
     size = {"members": float(members), "bytes": 4.0 * width * width}
     return [
         _figure("wire", gathers, size, "sharded all_gather"),
         _figure("wire", reduces, size, "sharded reduce_scatter"),
     ]
+
+
+def _meeting(members: int) -> Figures:
+    """What a collective after ``_SEGMENT_S`` of arithmetic waits for the slowest of its group."""
+    a, b = torch.randn(256, 256, device=_device), torch.randn(256, 256, device=_device)
+    small, group = torch.zeros(1, device=_device), _groups[members]
+    once = torch.tensor([statistics.median(_seconds(lambda: a @ b))])
+    dist.all_reduce(once, op=dist.ReduceOp.MAX)
+    count = max(1, round(_SEGMENT_S / float(once)))
+
+    def arithmetic() -> None:
+        for _ in range(count):
+            a @ b
+        _wait()
+
+    def together() -> None:
+        arithmetic()
+        dist.all_reduce(small, group=group)
+
+    def mean_s(run: Callable[[], Any]) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(_SEGMENTS):
+            run()
+        taken = torch.tensor([(time.perf_counter() - start) / _SEGMENTS], dtype=torch.float64)
+        dist.all_reduce(taken)
+        return float(taken) / dist.get_world_size()
+
+    samples, segments = [], []
+    for _ in range(_BLOCKS):
+        alone_s, both_s = mean_s(arithmetic), mean_s(together)
+        wire_s = mean_s(lambda: dist.all_reduce(small, group=group))
+        segments.append(alone_s)
+        samples.append(max(both_s - alone_s - wire_s, 1e-9))
+    return [_figure("wait", samples, {"members": float(members), "seconds": statistics.median(segments)})]
 
 
 def _mesh(members: int) -> Any:

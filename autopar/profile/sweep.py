@@ -83,6 +83,7 @@ def _tasks(processes: int) -> Iterator[Task]:
                     yield Task("wire", {"name": name, "members": members, "size": size})
             for width in SHARDED_WIDTHS:
                 yield Task("sharded", {"members": members, "width": width})
+            yield Task("meeting", {"members": members})
     if processes > 1:
         for size in WIRE_BYTES:
             yield Task("wire", {"name": "p2p", "members": 2, "size": size})

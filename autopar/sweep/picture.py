@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autopar.errors import UsageError
+from autopar.picture import pyplot, save
 from autopar.sweep.cells import Cell
 
 _PANELS = (
@@ -22,17 +23,10 @@ def plot(cells: Sequence[Cell], path: Path, title: str) -> None:
     Raises:
         UsageError: matplotlib is not there, nothing was feasible, or the file cannot be written.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise UsageError("a plot needs matplotlib, which is not installed", "pip install matplotlib") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     panels = [panel for panel in _PANELS if any(getattr(cell, panel[0]) is not None for cell in cells)]
     if not panels:
         raise UsageError("there is nothing to draw: no cell of the sweep has a plan")
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(4 * len(panels), 3.4), squeeze=False)
+    figure, axes = pyplot().subplots(1, len(panels), figsize=(4 * len(panels), 3.4), squeeze=False)
     for (name, label, logarithmic), ax in zip(panels, axes[0], strict=True):
         for line, members in _lines(cells).items():
             points = [(c.devices, getattr(c, name)) for c in members if getattr(c, name) is not None]
@@ -46,13 +40,7 @@ def plot(cells: Sequence[Cell], path: Path, title: str) -> None:
         ax.grid(alpha=0.3)
     axes[0][0].legend(fontsize="small")
     figure.suptitle(title)
-    figure.tight_layout()
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"the plot cannot be written to {path}: {error}", "use .png, .svg or .pdf") from error
-    finally:
-        pyplot.close(figure)
+    save(figure, path)
 
 
 def _lines(cells: Sequence[Cell]) -> dict[str, list[Cell]]:

@@ -1,0 +1,39 @@
+"""Pictures: matplotlib, which autopar works without, and a file that may not be writable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import UsageError
+
+
+def pyplot() -> Any:
+    """``matplotlib.pyplot``, drawing into files only.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UsageError("a plot needs matplotlib, which is not installed", "pip install matplotlib") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def save(figure: Any, path: Path, **options: Any) -> None:
+    """Writes ``figure`` (``.png``, ``.svg`` or ``.pdf``) and closes it; ``options`` are those of ``savefig``.
+
+    Raises:
+        UsageError: the file cannot be written, or its ending is not known.
+    """
+    figure.tight_layout()
+    try:
+        figure.savefig(path, **options)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the plot cannot be written to {path}: {error}", "use .png, .svg or .pdf") from error
+    finally:
+        pyplot().close(figure)
