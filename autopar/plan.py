@@ -48,6 +48,23 @@ class Role(Enum):
         return self in (Role.TENSOR_SEQUENCE, Role.ULYSSES, Role.RING)
 
 
+SCHEDULES = ("none", "gpipe", "1f1b", "interleaved-1f1b")
+"""Orders of a pipeline's forwards and backwards: ``none`` is of one stage; all from the fourth on give a device several stages."""
+
+RUNNABLE = SCHEDULES[:4]
+"""Those that programs run exactly, and so may be chosen. The others split a backward into one of inputs and one of weights; they are
+priced, and not emitted."""
+
+FOLDED = ("zbv", "dualpipev")
+"""Those whose line of devices is gone through and back: a device has a stage of each way."""
+
+
+def device_of(schedule: str, stage: int, pipeline: int) -> int:
+    """The place in a line of ``pipeline`` devices that runs a stage."""
+    way, place = divmod(stage, pipeline)
+    return pipeline - 1 - place if way % 2 and schedule in FOLDED else place
+
+
 REPLICATING = tuple(role for role in Role if role.replicates_parameters)
 BATCHES = tuple(role for role in Role if role.shards_batch)
 SEQUENCES = tuple(role for role in Role if role.shards_sequence)
@@ -161,8 +178,8 @@ class Plan:
     """Mesh, stages, schedule, microbatches and a strategy for every layer, with what was predicted and proved.
 
     The mesh is that of one stage; device ``rank = stage * prod(mesh) + position in the mesh`` (outermost axis first).
-    Under the schedule "interleaved" each device has ``chunks`` of the stages: stage ``i`` runs on the devices of stage ``i`` modulo
-    ``pipeline``, and its memory is that of all its devices' stages together.
+    Where each device has several ``chunks`` of the stages, ``device_of`` says which; a stage's memory is that of all its devices' stages
+    together.
     ``bound_s`` is a proved lower bound of the step time over the candidates that were searched; ``gap`` is ``1 - bound_s/step_time_s``.
     ``pins`` are the decisions that were the user's, where their prices were asked for.
     """
@@ -171,7 +188,7 @@ class Plan:
     devices: str
     mesh: tuple[Axis, ...]
     stages: tuple[StagePlan, ...]
-    schedule: str  # "none" (one stage), "gpipe", "1f1b" or "interleaved"
+    schedule: str  # of ``SCHEDULES``
     microbatches: int
     global_batch: int
     precision: str

@@ -145,3 +145,36 @@ def as_if_exported() -> Iterator[None]:
     finally:
         for flag, value in before.items():
             setattr(torch.compiler, flag, value)
+
+
+def pipeline_order(schedule: str, line: int, chunks: int, microbatches: int) -> list[list[tuple[str, int, int]]]:
+    """What torch's schedule of that name does on each of ``line`` devices, in order: ("F", "B", "I" or "W", stage, microbatch).
+
+    ``schedule`` is as ``get_schedule_class`` takes it, one for several stages on each device. "B" is a whole backward, "I" that of the
+    inputs and "W" that of the weights. (torch 2.13)
+    """
+    from types import SimpleNamespace
+
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    stages = [
+        SimpleNamespace(
+            group_size=line,
+            group_rank=0,
+            num_stages=line * chunks,
+            stage_index=0,
+            is_last=False,
+            submod=torch.nn.Module(),
+        )
+        for _ in range(chunks)
+    ]
+    made = get_schedule_class(schedule)(stages, microbatches)
+    return [
+        [
+            (str(each.computation_type.value), each.stage_index, each.microbatch_index)
+            for action in made.pipeline_order[rank]
+            if action is not None
+            for each in action.sub_actions or (action,)
+        ]
+        for rank in range(line)
+    ]

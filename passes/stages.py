@@ -94,7 +94,7 @@ def cut_stages(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> Loc
             made[key] = local_layer(graph.classes[layer.cls], sharding, planned.strategy)
         layers.append(made[key])
     _check_shared(graph, layers)
-    stages = tuple(_stage(graph, plan, tuple(layers), index) for index in range(plan.pipeline))
+    stages = tuple(_stage(graph, plan, tuple(layers), index) for index in range(len(plan.stages)))
     return LocalProgram(graph, plan, tuple(layers), stages)
 
 
@@ -113,7 +113,7 @@ def _check_shared(graph: Graph, layers: list[LocalLayer]) -> None:
 def _stage(graph: Graph, plan: Plan, layers: tuple[LocalLayer, ...], index: int) -> Stage:
     span = plan.stages[index]
     own = range(span.start, span.stop)
-    last = index == plan.pipeline - 1
+    last = index == len(plan.stages) - 1
     used = {name for i in own for name in graph.layers[i].parameters}
     owned = {}
     for name in sorted(used & set(graph.shared_parameters)):

@@ -230,6 +230,8 @@ KINDS: tuple[Kind, ...] = (
     kind("tensor 3", tensor=3),
     kind("tensor+sequence 3", tensor=3, sequence=True),
     kind("pipeline 3", pipeline=3, microbatches=3, schedule="1f1b"),
+    kind("pipeline 3 of 2 chunks", pipeline=3, chunks=2, microbatches=4),  # one round of more microbatches than devices
+    kind("pipeline 2 of 3 chunks, 8 microbatches", pipeline=2, chunks=3, microbatches=8),
     kind("tensor 5", tensor=5),
     kind("tensor 2 x 3", mesh=make_mesh(("tensor0", 2), ("tensor1", 3)), microbatches=2),
     kind("data 2 x tensor 3, zero 3", data=2, tensor=3, zero=3, microbatches=2),

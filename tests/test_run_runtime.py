@@ -203,9 +203,11 @@ def test_what_is_wrong_with_a_program_is_said(tmp_path: Path, monkeypatch: pytes
             RuntimeError, match=r"2 devices \(pipeline 1 x data 1 x tensor 2\) and was started with 3 proc"
         ):
             world.start(program)
-        here = SimpleNamespace(device=torch.device("cpu"), stage=0, coordinates={"data": (0, 1), "tensor": (0, 2)})
+        here = SimpleNamespace(
+            device=torch.device("cpu"), stages=(0,), pipeline=1, coordinates={"data": (0, 1), "tensor": (0, 2)}
+        )
         with pytest.raises(ValueError, match=r"table has local shape \(11, 6\) in model.py and \(11, 3\) by layouts"):
-            parameters.build_stage(program, here)  # type: ignore[arg-type]
+            parameters.build_stages(program, here)  # type: ignore[arg-type]
         with pytest.raises(FileNotFoundError, match="is not a program folder: it has no plan.json"):
             world.load(tmp_path / "nowhere")
 

@@ -32,7 +32,7 @@ def test_moments_by_hand():
 @pytest.mark.parametrize("line", [1, 2, 4])
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_orders_are_whole_and_hold_what_the_search_counts(line, chunks):
-    schedule = "interleaved" if chunks > 1 else "1f1b" if line > 1 else "none"
+    schedule = "interleaved-1f1b" if chunks > 1 else "1f1b" if line > 1 else "none"
     counts = interleaved_in_flight(line, chunks, 2 * line) if chunks > 1 else None
     for rank in range(line):
         order = device_order(schedule, rank, line, 2 * line, chunks)
@@ -47,7 +47,7 @@ def test_orders_are_whole_and_hold_what_the_search_counts(line, chunks):
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "schedule", "chunks"), [(1, "none", 1), (2, "gpipe", 1), (4, "1f1b", 1), (2, "interleaved", 2)]
+    ("pipeline", "schedule", "chunks"), [(1, "none", 1), (2, "gpipe", 1), (4, "1f1b", 1), (2, "interleaved-1f1b", 2)]
 )
 def test_the_maximum_is_the_predicted_memory(pipeline, schedule, chunks):
     graph = chain(mlp(32, 128, 256, 1024), 8)

@@ -128,7 +128,7 @@ def test_cuts():
     assert balanced(16, 4.0, 2) == (0, 12, 18) and balanced(16, 4.0, 4) == (0, 7, 12, 17, 18)
     interleaved = dataclasses.replace(setting, chunks=2)
     written = write(graph, interleaved, Role.RING)
-    assert written.schedule == "interleaved" and written.bounds == (0, 3, 5, 7, 10)
+    assert written.schedule == "interleaved-1f1b" and written.bounds == (0, 3, 5, 7, 10)
 
 
 def test_rows_of_mixtures_deal_out_experts(tmp_path):
@@ -168,7 +168,7 @@ def test_loose_names_of_machines():
 
 def test_interleaving_divides_the_bubble():
     line, chunks, m = 4, 3, 8
-    step = simulate([1.0] * line * chunks, [2.0] * line * chunks, m, "interleaved", chunks)
+    step = simulate([1.0] * line * chunks, [2.0] * line * chunks, m, "interleaved-1f1b", chunks)
     # Narayanan et al. 2021: the bubble of (p - 1) microbatches is divided by the chunks
     assert step == pytest.approx(3 * m * chunks + 3 * (line - 1))
     assert simulate([3.0] * line, [6.0] * line, m, "1f1b") == pytest.approx(9 * (m + line - 1))

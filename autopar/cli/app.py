@@ -328,7 +328,8 @@ def hardware(action: str | None, name: str | None, as_json: bool) -> None:
 @click.option("--zero", type=click.IntRange(0, 3), metavar="0-3", help="ZeRO stage.")
 @click.option("--microbatches", type=click.IntRange(1), metavar="N", help="Microbatches of a step.")
 @click.option("--microbatch", type=click.IntRange(1), metavar="N", help="Sequences in a microbatch of one device.")
-@click.option("--schedule", metavar="NAME", help="gpipe or 1f1b.")
+@click.option("--schedule", metavar="NAME", help="gpipe, 1f1b or interleaved-1f1b.")
+@click.option("--chunks", type=click.IntRange(1), metavar="N", help="Stages of each device, under interleaved-1f1b.")
 @click.option("--recompute", metavar="NAME", help="none, selective or full.")
 @click.option("--timeline", is_flag=True, help="Show besides what each device holds at each action of a step.")
 @_plan_file_option

@@ -186,6 +186,7 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
     plan = hand_plan(
         graph,
         pipeline=pipeline,
+        chunks=request.get("chunks") or 1,
         data=rest // expert,
         expert=expert,
         ring=context,

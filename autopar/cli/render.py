@@ -45,7 +45,9 @@ def _sections(plan: Plan) -> Iterable[RenderableType]:
 def _overview(plan: Plan) -> RenderableType:
     table = _grid()
     axes = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh)
-    spread = f", in each of {plan.pipeline} pipeline stages" if plan.pipeline > 1 else ""
+    spread = f", in each of {len(plan.stages)} pipeline stages" if plan.pipeline > 1 else ""
+    if plan.chunks > 1:
+        spread += f", {plan.chunks} of them on each device"
     table.add_row("mesh", f"{axes}{spread}" + (" (last axis innermost)" if len(plan.mesh) > 1 else ""))
     batch = f"{plan.global_batch:,} in {_plural(plan.microbatches, 'microbatch', 'microbatches')}"
     table.add_row("batch", batch if plan.schedule == "none" else f"{batch}, schedule {plan.schedule}")

@@ -111,7 +111,7 @@ def _border_types(stage: Stage, axes: tuple[str, ...]) -> str:
 
 
 def _loss_types(program: LocalProgram, stage: Stage, axes: tuple[str, ...]) -> str:
-    if stage.index != program.plan.pipeline - 1:
+    if stage.index != len(program.plan.stages) - 1:
         return "{}"
     return _named(axes, program.layers[-1].output(0))
 

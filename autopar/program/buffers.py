@@ -18,32 +18,33 @@ from autopar.program.world import BufferRecord, Program, World
 
 
 class StageBuffers:
-    """The written buffers of this rank's stage."""
+    """The written buffers of this rank's stages."""
 
-    def __init__(self, stage: nn.Module, program: Program, world: World) -> None:
-        self._stage, self._world = stage, world
+    def __init__(self, stages: Mapping[int, nn.Module], program: Program, world: World) -> None:
+        self._stages, self._world = stages, world
         self._records = program.buffers
-        self._own = [record for record in program.buffers if record.stage == world.stage]
+        self._own = [record for record in program.buffers if record.stage in stages]
         for record in self._own:
             owner, _, leaf = record.name.rpartition(".")
             value = _initial(record, program.constants).to(world.device)
-            stage.get_submodule(owner).register_buffer(leaf, value)
+            stages[record.stage].get_submodule(owner).register_buffer(leaf, value)
 
     def clear(self) -> None:
         """Forget what a step returned: another begins."""
-        if self._own:
-            self._returned().clear()
+        for stage in {record.stage for record in self._own}:
+            self._returned(stage).clear()
 
     @torch.no_grad()
     def write(self) -> None:
         """Write what the microbatches' forward passes returned."""
         if not self._records:
             return
-        returned: dict[str, list[list[Tensor]]] = {}
-        for layer, values in self._returned() if self._own else ():
-            returned.setdefault(layer, []).append(values)
-        for layer, microbatches in returned.items():
-            module = self._stage.get_submodule(layer)
+        returned: dict[tuple[int, str], list[list[Tensor]]] = {}
+        for stage in {record.stage for record in self._own}:
+            for layer, values in self._returned(stage):
+                returned.setdefault((stage, layer), []).append(values)
+        for (stage, layer), microbatches in returned.items():
+            module = self._stages[stage].get_submodule(layer)
             names: Any = module.UPDATES
             for name, new in zip(names, zip(*microbatches, strict=True), strict=True):
                 alike = len(new) == 1 or not new[0].is_floating_point()
@@ -52,30 +53,36 @@ class StageBuffers:
         for name in sorted({record.original for record in self._records}):
             self._spread(name)
 
-    def _returned(self) -> list[tuple[str, list[Tensor]]]:
-        updates: Any = self._stage.updates
+    def _returned(self, stage: int) -> list[tuple[str, list[Tensor]]]:
+        updates: Any = self._stages[stage].updates
         return updates
+
+    def _held(self, record: BufferRecord) -> Tensor | None:
+        """This rank's tensor of a buffer; ``None`` where another device of the line has it."""
+        return self._stages[record.stage].get_buffer(record.name) if record.stage in self._stages else None
 
     def _spread(self, name: str) -> None:
         """Bring the new value of a buffer to the other layers that read it."""
         copies = [record for record in self._records if record.original == name]
         writer = next(record for record in copies if record.written)
-        mine = [self._stage.get_buffer(record.name) for record in copies if record.stage == self._world.stage]
         if len(copies) == 1:
             return
-        new = self._stage.get_buffer(writer.name) if writer.stage == self._world.stage else _empty(writer, self._world)
-        if len({record.stage for record in copies}) > 1:
+        held, line = self._held(writer), self._world.pipeline
+        new = _empty(writer, self._world) if held is None else held
+        if len({record.stage % line for record in copies}) > 1:
             group = self._world.mesh.get_group("pipeline")
-            dist.broadcast(new, dist.get_global_rank(group, writer.stage), group=group)
-        for buffer in mine:
-            buffer.copy_(new)
+            dist.broadcast(new, dist.get_global_rank(group, writer.stage % line), group=group)
+        for record in copies:
+            buffer = self._held(record)
+            if buffer is not None:
+                buffer.copy_(new)
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Set those that a state dict of the user's model has."""
         for record in self._own:
             if record.original in state:
-                self._stage.get_buffer(record.name).copy_(state[record.original])
+                self._stages[record.stage].get_buffer(record.name).copy_(state[record.original])
 
     @torch.no_grad()
     def values(self) -> dict[str, Tensor]:
@@ -85,8 +92,8 @@ class StageBuffers:
         for record in self._records:
             if not (record.written and record.persistent):
                 continue
-            sender = int(self._world.mesh.mesh[record.stage].flatten()[0])
-            value = self._stage.get_buffer(record.name) if record.stage == self._world.stage else None
+            sender = int(self._world.mesh.mesh[record.stage % self._world.pipeline].flatten()[0])
+            value = self._held(record)
             if sender != 0 and rank == sender:
                 assert value is not None
                 dist.send(value, 0)

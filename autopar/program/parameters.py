@@ -1,4 +1,4 @@
-"""The stage's parameters on this rank: initial values, flat buffers (ZeRO 0 and 1), FSDP2 (ZeRO 2 and 3).
+"""The parameters of this rank's stages: initial values, flat buffers (ZeRO 0 and 1), FSDP2 (ZeRO 2 and 3).
 
 Everything here is a function of the parameters' layout records (``layouts.json``). The optimizer owns plain tensors, the
 *masters*: whole local slices, or under ZeRO this rank's pieces of them.
@@ -175,18 +175,23 @@ class FlatGroup:
         if self._grads.numel():
             self._unwritten.update(slot.layout.name for slot in self._slots)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """What got no gradient in this step has none."""
         for slot in self._slots:
             if slot.layout.name in self._unwritten:
                 self._grads[slot.start : slot.stop].zero_()
         self._unwritten.clear()
 
-    def reduce_over_stages(self) -> None:
-        """Sum a tied parameter's gradients over the stages that have a copy."""
-        self._settle()
-        if self.shared is not None and self._grads.numel():
+    def reduce_over_stages(self, others: Sequence[FlatGroup]) -> None:
+        """Sum a tied parameter's gradients over the stages that have a copy; ``others`` are those of this rank's besides this one."""
+        if self.shared is None or not self._grads.numel():
+            return
+        for other in others:
+            self._grads += other._grads
+        if self.shared in self._world.shared:
             dist.all_reduce(self._grads, group=self._world.shared[self.shared])
+        for other in others:
+            other._grads.copy_(self._grads)
 
     def reduce(self) -> None:
         """Sum the gradients over the data axes. Padding has none."""
@@ -276,7 +281,7 @@ class ShardedGroup:
         for master in self.masters:
             master.tensor.grad = None  # a view of the same: the old gradients would live on beside the new ones
 
-    def reduce_over_stages(self) -> None:
+    def settle(self) -> None:
         pass
 
     def reduce(self) -> None:
@@ -334,7 +339,19 @@ def _set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
     setattr(module.get_submodule(path), leaf, param)
 
 
-# -- the stage --------------------------------------------------------------------------------------------------------
+def reduce_over_stages(groups: Sequence[Group]) -> None:
+    """Sum the gradients of tied parameters over the stages that have a copy, in one order on every rank."""
+    copies: dict[str, list[FlatGroup]] = {}
+    for group in groups:
+        group.settle()
+        if isinstance(group, FlatGroup) and group.shared is not None:
+            copies.setdefault(group.shared, []).append(group)
+    for key in sorted(copies):
+        first, *others = copies[key]
+        first.reduce_over_stages(others)
+
+
+# -- stages -----------------------------------------------------------------------------------------------------------
 
 
 def grouping(program: Program, stage: int) -> list[tuple[Layout, ...]]:
@@ -351,14 +368,21 @@ def grouping(program: Program, stage: int) -> list[tuple[Layout, ...]]:
     return [tuple(layouts) for _, layouts in sorted(groups.items(), key=lambda item: item[0][1])]
 
 
-def build_stage(program: Program, world: World) -> tuple[nn.Module, list[Group], StageBuffers]:
-    """This rank's stage on its device, with its parameters allocated (zeros) in their groups, and its buffers."""
+def build_stages(program: Program, world: World) -> tuple[dict[int, nn.Module], dict[int, list[Group]], StageBuffers]:
+    """This rank's stages on its device, with their parameters allocated (zeros) in their groups, and their buffers."""
     constants = {name: tensor.to(world.device) for name, tensor in program.constants.items()}
-    kind = program.model.STAGES[world.stage]
-    stage: nn.Module = kind(device=torch.device("meta"), dtype=None, constants=constants)
-    buffers = StageBuffers(stage, program, world)
+    stages: dict[int, nn.Module] = {
+        index: program.model.STAGES[index](device=torch.device("meta"), dtype=None, constants=constants)
+        for index in world.stages
+    }
+    buffers = StageBuffers(stages, program, world)
+    return stages, {index: _build(index, stage, program, world) for index, stage in stages.items()}, buffers
+
+
+def _build(index: int, stage: nn.Module, program: Program, world: World) -> list[Group]:
+    """Allocate a stage's parameters."""
     groups: list[Group] = []
-    for layouts in grouping(program, world.stage):
+    for layouts in grouping(program, index):
         for layout in layouts:
             _check_layout(layout, stage, world)
         which = ShardedGroup if program.group(layouts[0])[1] >= 2 else FlatGroup
@@ -366,12 +390,12 @@ def build_stage(program: Program, world: World) -> tuple[nn.Module, list[Group],
     left = [name for name, tensor in (*stage.named_parameters(), *stage.named_buffers()) if tensor.is_meta]
     if left:
         raise ValueError(
-            f"stage {world.stage} of model.py has tensors that no layout and no constant gives: {', '.join(left)}"
+            f"stage {index} of model.py has tensors that no layout and no constant gives: {', '.join(left)}"
         )
-    for name in kind.GROUPS:
+    for name in program.model.STAGES[index].GROUPS:
         if name:
             _run_in_mesh(stage.get_submodule(name), world)
-    return stage, groups, buffers
+    return groups
 
 
 def _check_layout(layout: Layout, stage: nn.Module, world: World) -> None:

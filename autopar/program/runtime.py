@@ -15,9 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from autopar.program.parameters import Group, all_gather, build_stage, given, grouping, seeded
+from autopar.program.parameters import (
+    Group,
+    all_gather,
+    build_stages,
+    given,
+    grouping,
+    reduce_over_stages,
+    seeded,
+)
 from autopar.program.world import Layout, Program, World, load, start
 
 __all__ = ["Trainer", "load", "start"]
@@ -49,12 +57,13 @@ class Trainer:
         max_norm: float | None = None,
     ) -> None:
         self.program, self.world, self.max_norm = program, world, max_norm
-        self.stage, self._groups, self._buffers = build_stage(program, world)
+        self.stages, self._by_stage, self._buffers = build_stages(program, world)
+        self._groups = [group for groups in self._by_stage.values() for group in groups]
         if state is not None:
             self.load_state_dict(state)
         else:
             self._load(seeded(seed))
-        self._pipeline = _Pipeline(program, world, self.stage)
+        self._pipeline = _Pipeline(program, world, self.stages)
         masters = [master.tensor for group in self._groups for master in group.masters]
         self.optimizer = optimizer(masters) if masters else None
         self._seed, self._steps = seed, 0
@@ -82,8 +91,7 @@ class Trainer:
             group.zero_grad()
         self._buffers.clear()
         loss = self._pipeline.run(batch, (self._seed << 40) + self._steps * self._pipeline.microbatches)
-        for group in sorted(self._groups, key=lambda group: group.shared or ""):  # one order for all stages
-            group.reduce_over_stages()
+        reduce_over_stages(self._groups)
         for group in self._groups:
             group.reduce()
         return loss
@@ -139,12 +147,12 @@ class Trainer:
     ) -> Iterator[tuple[str, Tensor]]:
         """Originals put together from all stages' slices, one group at a time, on rank 0."""
         fused: dict[str, Tensor] = {}
-        for stage in range(self.world.stages):
+        for stage in range(len(self.program.model.STAGES)):
             for index, layouts in enumerate(grouping(self.program, stage)):
                 layouts = tuple(layout for layout in layouts if wanted(layout) and self._first_copy(layout))
                 if not layouts:
                     continue
-                local = of(self._groups[index]) if stage == self.world.stage else {}
+                local = of(self._by_stage[stage][index]) if stage in self._by_stage else {}
                 for layout in layouts:
                     whole = self._whole(layout, local.get(layout.name))
                     if whole is not None and layout.part is None:
@@ -157,7 +165,7 @@ class Trainer:
 
     def _whole(self, layout: Layout, local: Tensor | None) -> Tensor | None:
         """One parameter on rank 0: its slices joined over the axes of its stage, then sent there."""
-        sender = int(self.world.mesh.mesh[layout.stage].flatten()[0])
+        sender = int(self.world.mesh.mesh[layout.stage % self.world.pipeline].flatten()[0])
         dtype = self.program.dtypes(layout)[0]
         if local is not None:
             for axis, dim in reversed(layout.sharded):
@@ -179,16 +187,20 @@ class Trainer:
 
 
 class _Microbatch(nn.Module):
-    """A stage as the schedule calls it: with the step's scalars, and outputs that can be sent."""
+    """A stage as the schedule calls it: with the step's scalars, and outputs that can be sent.
 
-    def __init__(self, stage: nn.Module, world: World) -> None:
+    A schedule gives every stage the inputs of all of the rank's: a stage's own have its number before their names.
+    """
+
+    def __init__(self, index: int, stage: nn.Module, world: World) -> None:
         super().__init__()
-        self.stage, self.world = stage, world
+        self.prefix, self.stage, self.world = f"{index}.", stage, world
         self.scalars: dict[str, Tensor] = {}
 
     def forward(self, *activations: Tensor, **inputs: Tensor) -> Any:
+        own = {name.removeprefix(self.prefix): x for name, x in inputs.items() if name.startswith(self.prefix)}
         with self.world.in_mesh():
-            out = self.stage(*activations, **inputs, **self.scalars)
+            out = self.stage(*activations, **own, **self.scalars)
         return out if isinstance(out, Tensor) else tuple(tensor.contiguous() for tensor in out)
 
 
@@ -207,34 +219,41 @@ class _Ring(dict[int, Any]):
 
 
 class _Pipeline:
-    """Runs the microbatches through this rank's stage, in the plan's order, and adds up the loss."""
+    """Runs the microbatches through this rank's stages, in the plan's order, and adds up the loss."""
 
-    def __init__(self, program: Program, world: World, stage: nn.Module) -> None:
+    def __init__(self, program: Program, world: World, stages: Mapping[int, nn.Module]) -> None:
         self.program, self.world = program, world
         self.microbatches = int(program.plan["microbatches"])
-        self._module = _Microbatch(stage, world)
-        self._kind = program.model.STAGES[world.stage]
-        self._schedule = self._make_schedule() if world.stages > 1 else None
+        self._modules = {index: _Microbatch(index, stage, world) for index, stage in stages.items()}
+        self._kinds = program.model.STAGES
+        self._schedule = self._make_schedule() if len(self._kinds) > 1 else None
 
     def _make_schedule(self) -> Any:
-        last = self.world.stage == self.world.stages - 1
-        stage = PipelineStage(
-            self._module,
-            self.world.stage,
-            self.world.stages,
-            self.world.device,
-            input_args=_metas(self._kind.RECEIVES),
-            output_args=torch.empty((), device="meta", requires_grad=True) if last else _metas(self._kind.SENDS),
-            group=self.world.mesh.get_group("pipeline"),
-        )
+        stages: list[Any] = [self._stage(index) for index in self.world.stages]
+        # scale_grads would divide the gradients by the number of microbatches
+        options: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
+        if self.program.plan["schedule"] == "interleaved-1f1b":
+            return ScheduleInterleaved1F1B(stages, self.microbatches, **options)
+        schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[self.program.plan["schedule"]]
+        (stage,) = stages
         if self.program.plan["schedule"] == "1f1b":
             # A backward comes before the receipt of as many forwards later as are in flight. A gradient may be sent on as it was
             # received, which has ended when the next but one is received.
-            stage.args_recv_info = _Ring(self.world.stages - self.world.stage)
+            stage.args_recv_info = _Ring(self.world.pipeline - self.world.stages[0])
             stage.grad_recv_info = _Ring(2)
-        schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[self.program.plan["schedule"]]
-        # scale_grads would divide the gradients by the number of microbatches
-        return schedule(stage, self.microbatches, loss_fn=lambda loss, _: loss, scale_grads=False)
+        return schedule(stage, self.microbatches, **options)
+
+    def _stage(self, index: int) -> PipelineStage:
+        kind, last = self._kinds[index], index == len(self._kinds) - 1
+        return PipelineStage(
+            self._modules[index],
+            index,
+            len(self._kinds),
+            self.world.device,
+            input_args=_metas(kind.RECEIVES),
+            output_args=torch.empty((), device="meta", requires_grad=True) if last else _metas(kind.SENDS),
+            group=self.world.mesh.get_group("pipeline"),
+        )
 
     def run(self, batch: Mapping[str, Tensor], key: int) -> float:
         """Forward and backward of all microbatches; the whole batch's loss, on every rank.
@@ -245,18 +264,23 @@ class _Pipeline:
         device = self.world.device
         prelude = self.program.model.PRELUDE
         scalars = prelude(batch, self.program.constants) if prelude is not None else {}
-        self._module.scalars = {name: scalars[name].to(device) for name in self._kind.SCALARS}
-        inputs = {name: self._local(batch[name], spec).to(device) for name, spec in self._kind.INPUTS.items()}
-        if self._kind.RANDOM:
-            inputs["key"] = torch.arange(key, key + self.microbatches)
+        inputs: dict[str, Tensor] = {}
+        for index, module in self._modules.items():
+            kind = self._kinds[index]
+            module.scalars = {name: scalars[name].to(device) for name in kind.SCALARS}
+            for name, spec in kind.INPUTS.items():
+                inputs[module.prefix + name] = self._local(batch[name], spec).to(device)
+            if kind.RANDOM:
+                inputs[module.prefix + "key"] = torch.arange(key, key + self.microbatches)
         losses: list[Tensor] = []
         # The current mesh is this thread's. The backward runs here too, not in a thread of the device's: it recomputes layers,
         # whose collectives name axes of that mesh.
         with self.world.in_mesh(), torch.autograd.set_multithreading_enabled(False):
             if self._schedule is None:
+                (module,) = self._modules.values()
                 chunks = {name: tensor.chunk(self.microbatches) for name, tensor in inputs.items()}
                 for i in range(self.microbatches):
-                    loss = self._module(**{name: parts[i] for name, parts in chunks.items()})
+                    loss = module(**{name: parts[i] for name, parts in chunks.items()})
                     loss.backward()
                     losses.append(loss.detach())
             else:
@@ -289,13 +313,13 @@ class _Pipeline:
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for loss in losses:
             total += loss.detach()
-        if self.world.stage == self.world.stages - 1:
-            for axis, kind in self._kind.LOSS.items():
+        if len(self._kinds) - 1 in self._modules:
+            for axis, kind in self._kinds[-1].LOSS.items():
                 if kind == "P" and self.world.coordinates[axis][1] > 1:
                     dist.all_reduce(total, group=self.world.mesh.get_group(axis))
-        if self.world.stages > 1:
+        if self.world.pipeline > 1:
             group = self.world.mesh.get_group("pipeline")
-            dist.broadcast(total, dist.get_global_rank(group, self.world.stages - 1), group=group)
+            dist.broadcast(total, dist.get_global_rank(group, self.world.pipeline - 1), group=group)
         return float(total)
 
 

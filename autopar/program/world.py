@@ -213,16 +213,21 @@ def load(folder: str | os.PathLike[str]) -> Program:
 
 @dataclass(frozen=True)
 class World:
-    """This rank's place: its device, its stage, its coordinate on every axis, and the groups it speaks in."""
+    """This rank's place: its device, its stages, its coordinate on every axis, and the groups it speaks in.
+
+    Stage ``i`` runs on the devices in place ``i`` modulo ``pipeline`` of the line.
+    """
 
     device: torch.device
-    stage: int
-    stages: int
+    stages: tuple[int, ...]  # that this rank runs, ascending
+    pipeline: int  # devices in a line
     mesh: DeviceMesh  # all devices: "pipeline", then one stage's axes
     stage_mesh: DeviceMesh  # one stage's axes
     coordinates: Mapping[str, tuple[int, int]]  # axis: index, size
     groups: Mapping[tuple[str, ...], dist.ProcessGroup]  # over several axes flattened, outermost first
-    shared: Mapping[str, dist.ProcessGroup]  # the stages that hold a copy of a tied parameter
+    shared: Mapping[
+        str, dist.ProcessGroup
+    ]  # the devices of the line that hold a copy of a tied parameter, if several do
 
     @contextmanager
     def in_mesh(self) -> Iterator[None]:
@@ -248,7 +253,11 @@ def start(program: Program, *, device: str | None = None, timeout_s: float = 600
     kind = device or ("cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= local else "cpu")
     here = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
     axes: dict[str, int] = program.model.MESH
-    shape = (len(program.model.STAGES), *axes.values())
+    stages, chunks = len(program.model.STAGES), int(program.plan.get("chunks", 1))
+    if stages % chunks:
+        raise RuntimeError(f"{stages} stages cannot be dealt out to devices that run {chunks} each")
+    line = stages // chunks
+    shape = (line, *axes.values())
     if kind == "cuda":
         torch.cuda.set_device(here)
     if not dist.is_initialized():
@@ -263,8 +272,8 @@ def start(program: Program, *, device: str | None = None, timeout_s: float = 600
     assert place is not None
     return World(
         device=here,
-        stage=place[0],
-        stages=shape[0],
+        stages=tuple(range(place[0], stages, line)),
+        pipeline=line,
         mesh=mesh,
         stage_mesh=mesh[tuple(axes)],
         coordinates={axis: (index, axes[axis]) for axis, index in zip(axes, place[1:], strict=True)},
@@ -315,14 +324,14 @@ def flat_groups(
 
 
 def _stage_groups(program: Program, ranks: Tensor) -> dict[str, dist.ProcessGroup]:
-    """A group for every tied parameter with copies in several stages."""
-    stages: dict[str, list[int]] = {}
+    """A group for every tied parameter with copies on several devices of the line."""
+    places: dict[str, set[int]] = {}
     for layout in program.layouts:
         if layout.shared is not None:
-            stages.setdefault(layout.shared, []).append(layout.stage)
+            places.setdefault(layout.shared, set()).add(layout.stage % len(ranks))
     groups = {}
-    for key in sorted(stages):
-        group = _subgroups(ranks[sorted(stages[key])].flatten(1).t())
+    for key in sorted(key for key, found in places.items() if len(found) > 1):
+        group = _subgroups(ranks[sorted(places[key])].flatten(1).t())
         if group is not None:
             groups[key] = group
     return groups

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -213,13 +214,17 @@ def make_plan(
 def counted_twice(
     graph: Graph, pricer: Pricer, choice: Choice, bounds: Sequence[int], strategies: Sequence[Strategy]
 ) -> list[State]:
-    """Of each device of the line, what its layers' prices count more than once: parameters that several of them share."""
+    """Of each device of the line, what its layers' prices count more than once: parameters that several layers of a stage share.
+
+    Each stage holds its own copy, also where a device has several.
+    """
     line, found = choice.pipeline, []
-    stage_of = [s for s, (i, j) in enumerate(pairwise(bounds)) for _ in range(i, j)]
+    spans = list(pairwise(bounds))
     for d in range(line):
         extra = [0, 0, 0]
-        for name, uses in graph.shared_parameters.items():
-            for layer in [i for i in uses if stage_of[i] % line == d][1:]:
+        here = [range(i, j) for s, (i, j) in enumerate(spans) if s % line == d]
+        for (name, uses), span in itertools.product(graph.shared_parameters.items(), here):
+            for layer in [i for i in uses if i in span][1:]:
                 state = pricer.tied(layer, name, choice.mesh, strategies[layer])
                 extra = [a + b for a, b in zip(extra, state, strict=True)]
         found.append((extra[0], extra[1], extra[2]))

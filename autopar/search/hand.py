@@ -10,7 +10,21 @@ import itertools
 
 from autopar.errors import BatchError, UsageError
 from autopar.graph import Graph
-from autopar.plan import BATCHES, REPLICATING, Axis, LayerPlan, Memory, Plan, Prediction, Role, StagePlan, Strategy
+from autopar.plan import (
+    BATCHES,
+    FOLDED,
+    REPLICATING,
+    SCHEDULES,
+    Axis,
+    LayerPlan,
+    Memory,
+    Plan,
+    Prediction,
+    Role,
+    StagePlan,
+    Strategy,
+    device_of,
+)
 
 
 def make_mesh(*axes: tuple[str, int]) -> tuple[Axis, ...]:
@@ -43,9 +57,50 @@ def even_cuts(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(cuts)
 
 
-def default_schedule(stages: int, microbatches: int) -> str:
+def default_schedule(stages: int, microbatches: int, chunks: int = 1) -> str:
     """1F1B where it can be: with fewer microbatches than stages it has no advantage over GPipe, and torch's refuses them."""
+    if chunks > 1:
+        return "interleaved-1f1b"
     return "none" if stages == 1 else "1f1b" if microbatches >= stages else "gpipe"
+
+
+def check_schedule(schedule: str, pipeline: int, chunks: int, microbatches: int) -> None:
+    """Raise ``UsageError`` where a schedule cannot have so many devices in a line, stages of each of them, or microbatches."""
+    if schedule not in SCHEDULES:
+        raise UsageError(f"there is no schedule {schedule!r}", f"the schedules are {', '.join(SCHEDULES)}")
+    several = schedule in SCHEDULES[3:]
+    if several and pipeline == 1:
+        raise UsageError(
+            f"{schedule} is a schedule of pipelines, and there is one device in the line", "use pipeline 2 or more"
+        )
+    if schedule in FOLDED and chunks != 2:
+        raise UsageError(
+            f"{schedule} goes through the line and back: 2 chunks on each device, not {chunks}", "use chunks 2"
+        )
+    if several and chunks == 1:
+        raise UsageError(
+            f"{schedule} needs several stages on each device, and chunks is 1", "use chunks 2 or more, or 1f1b"
+        )
+    if chunks > 1 and not several:
+        raise UsageError(
+            f"{schedule} has one stage on each device, and chunks is {chunks}", "use interleaved-1f1b, or chunks 1"
+        )
+    if schedule == "1f1b" and microbatches < pipeline:
+        raise UsageError(
+            f"1F1B over {pipeline} stages needs a microbatch for each of them, and there are {microbatches}",
+            f"take {pipeline} microbatches or more, or the schedule gpipe",
+        )
+    if schedule == "dualpipev" and microbatches < 2 * pipeline:
+        raise UsageError(
+            f"dualpipev over {2 * pipeline} stages needs a microbatch for each of them, and there are {microbatches}",
+            f"take {2 * pipeline} microbatches or more, or the schedule zbv",
+        )
+    rounds = max(1, microbatches // pipeline)
+    if several and schedule not in FOLDED and microbatches % rounds:
+        raise UsageError(
+            f"{schedule} goes in rounds of {pipeline} microbatches or a few more, all equal, and {microbatches} do not make {rounds}",
+            f"take a multiple of {pipeline}, or fewer than {2 * pipeline}",
+        )
 
 
 def hand_plan(
@@ -53,6 +108,7 @@ def hand_plan(
     *,
     mesh: tuple[Axis, ...] | None = None,
     pipeline: int = 1,
+    chunks: int = 1,
     data: int = 1,
     tensor: int = 1,
     expert: int = 1,
@@ -72,11 +128,12 @@ def hand_plan(
     Without ``mesh`` a stage's mesh is ("data", "expert", "ring", "ulysses", "tensor"), outermost first, and axes of size 1 are left out (a
     single axis ("data", size 1) stands when all are). With ``mesh`` those five are not used: an axis takes the role that its
     name begins with (``tensor0``, ``ring``, ``sequence``; ``weights``, ``hidden`` and ``rows`` of ``grid_mesh``), or data.
-    ``cuts`` are the first layers of the stages after the first (default: even numbers of layers).
+    ``pipeline`` is the number of devices in a line, ``chunks`` how many stages each has (``plan.device_of``).
+    ``cuts`` are the first layers of the stages after the first (default: even numbers).
     ``zero`` takes effect where a layer has a data axis of more than one device.
 
     Raises:
-        UsageError: cuts that do not cut the layers into ``pipeline`` runs, or strategies for layers that are not there.
+        UsageError: cuts that do not cut the layers into the stages, a schedule that cannot be, or strategies for layers that are not there.
         BatchError: a global batch that the microbatches and the data axes do not divide.
     """
     count = len(graph.layers)
@@ -92,11 +149,11 @@ def hand_plan(
         raise UsageError(
             f"strategies are given for layers {sorted(set(chosen) - set(range(count)))}, the model has {count} layers"
         )
-    bounds = _bounds(count, pipeline, cuts)
+    bounds = _bounds(count, pipeline * chunks, cuts)
+    schedule = default_schedule(pipeline, microbatches, chunks) if schedule is None else schedule
+    check_schedule(schedule, pipeline, chunks, microbatches)
     for index, strategy in chosen.items():
         _check_strategy(graph, mesh, microbatches, index, strategy)
-    schedule = default_schedule(pipeline, microbatches) if schedule is None else schedule
-    _check_schedule(schedule, pipeline, microbatches)
     size = 1
     for axis in mesh:
         size *= axis.size
@@ -104,10 +161,7 @@ def hand_plan(
         model=graph.name,
         devices=str(size * pipeline),
         mesh=mesh,
-        stages=tuple(
-            StagePlan(bounds[i], bounds[i + 1], (i * size, size), Memory(0, 0, 0, 0, 0), 0, 0.0)
-            for i in range(pipeline)
-        ),
+        stages=_stages(schedule, bounds, pipeline, size),
         schedule=schedule,
         microbatches=microbatches,
         global_batch=graph.batch_size,
@@ -117,6 +171,7 @@ def hand_plan(
         bound_s=0.0,
         gap=1.0,
         solver="by hand",
+        chunks=chunks,
     )
 
 
@@ -135,22 +190,26 @@ def _roles(mesh: tuple[Axis, ...], sequence: bool) -> tuple[Role, ...]:
     return tuple(next((r for name, r in named.items() if axis.name.startswith(name)), Role.DATA) for axis in mesh)
 
 
-def _bounds(count: int, pipeline: int, cuts: tuple[int, ...] | None) -> tuple[int, ...]:
+def _stages(schedule: str, bounds: tuple[int, ...], pipeline: int, size: int) -> tuple[StagePlan, ...]:
+    """The stages without a prediction, on ``size`` devices each."""
+    nothing = Memory(0, 0, 0, 0, 0)
+    return tuple(
+        StagePlan(start, stop, (device_of(schedule, stage, pipeline) * size, size), nothing, 0, 0.0)
+        for stage, (start, stop) in enumerate(itertools.pairwise(bounds))
+    )
+
+
+def _bounds(count: int, stages: int, cuts: tuple[int, ...] | None) -> tuple[int, ...]:
     """Where the stages begin, and the end of the last."""
-    if not 1 <= pipeline <= count:
-        raise UsageError(f"{count} layers cannot be cut into {pipeline} pipeline stages")
-    bounds = (0, *(even_cuts(count, pipeline) if cuts is None else cuts), count)
-    if len(bounds) != pipeline + 1 or any(a >= b for a, b in itertools.pairwise(bounds)):
-        raise UsageError(f"cuts {cuts} do not make {pipeline} stages of {count} layers")
-    return bounds
-
-
-def _check_schedule(schedule: str, pipeline: int, microbatches: int) -> None:
-    if schedule == "1f1b" and microbatches < pipeline:
+    if not 1 <= stages <= count:
         raise UsageError(
-            f"1F1B over {pipeline} stages needs a microbatch for each of them, and there are {microbatches}",
-            f"take {pipeline} microbatches or more, or the schedule gpipe",
+            f"{count} layers cannot be cut into {stages} pipeline stages",
+            f"{count} stages are the most: one for each layer",
         )
+    bounds = (0, *(even_cuts(count, stages) if cuts is None else cuts), count)
+    if len(bounds) != stages + 1 or any(a >= b for a, b in itertools.pairwise(bounds)):
+        raise UsageError(f"cuts {cuts} do not make {stages} stages of {count} layers")
+    return bounds
 
 
 def _check_strategy(graph: Graph, mesh: tuple[Axis, ...], microbatches: int, index: int, strategy: Strategy) -> None:

@@ -136,7 +136,7 @@ class Choice:
     @property
     def in_flight(self) -> tuple[int, ...]:
         """Microbatches whose activations each stage holds at its peak; under the interleaved schedule, times the chunks of a device."""
-        if self.schedule == "interleaved":
+        if self.schedule == "interleaved-1f1b":
             return interleaved_in_flight(self.pipeline, self.chunks, self.microbatches)
         if self.schedule == "none":
             return (1,)

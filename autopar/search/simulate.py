@@ -91,15 +91,20 @@ def critical_path(
 
 def interleaved_warmup(rank: int, line: int, chunks: int, microbatches: int) -> int:
     """Forwards of a device before its first backward, as in torch's ``ScheduleInterleaved1F1B`` and in Megatron."""
-    return min((chunks - 1) * line + 2 * (line - 1 - rank), microbatches * chunks)
+    return min((chunks - 1) * _round(line, microbatches) + 2 * (line - 1 - rank), microbatches * chunks)
+
+
+def _round(line: int, microbatches: int) -> int:
+    """Microbatches that go through a chunk before the next: as many as devices, or a few more, so that all rounds are equal."""
+    return microbatches // max(1, microbatches // line)
 
 
 def _interleaved_order(line: int, chunks: int, microbatches: int) -> list[tuple[int, int]]:
-    """(chunk, microbatch) of a device's forwards: rounds of ``line`` microbatches, each through every chunk."""
-    order = []
-    for start in range(0, microbatches, line):
+    """(chunk, microbatch) of a device's forwards: rounds of microbatches, each through every chunk."""
+    order, size = [], _round(line, microbatches)
+    for start in range(0, microbatches, size):
         for chunk in range(chunks):
-            order += [(chunk, i) for i in range(start, min(start + line, microbatches))]
+            order += [(chunk, i) for i in range(start, min(start + size, microbatches))]
     return order
 
 
@@ -115,7 +120,7 @@ def interleaved_in_flight(line: int, chunks: int, microbatches: int) -> tuple[in
 
 def device_order(schedule: str, rank: int, line: int, microbatches: int, chunks: int = 1) -> list[tuple[str, int, int]]:
     """The actions of one of ``line`` devices in order: ("F" or "B", stage, microbatch). Stage ``i`` is on device ``i`` modulo ``line``."""
-    if schedule != "interleaved":
+    if schedule != "interleaved-1f1b":
         if schedule == "none":
             order = [(kind, i) for i in range(microbatches) for kind in ("F", "B")]
         else:
@@ -142,7 +147,7 @@ def _simulate_interleaved(
     orders = [
         [
             (kind == "F", stage // line, i)
-            for kind, stage, i in device_order("interleaved", rank, line, microbatches, chunks)
+            for kind, stage, i in device_order("interleaved-1f1b", rank, line, microbatches, chunks)
         ]
         for rank in range(line)
     ]
@@ -178,7 +183,7 @@ def simulate(
     """Seconds from the first forward to the last backward (the last entry of ``timeline``, without building it)."""
     if len(forward_s) == 1:
         return microbatches * (forward_s[0] + backward_s[0])
-    if schedule == "interleaved":
+    if schedule == "interleaved-1f1b":
         return _simulate_interleaved(forward_s, backward_s, microbatches, chunks)
     if schedule == "gpipe":  # two flow shops of equal jobs, one after the other: exact
         total = sum(forward_s) + sum(backward_s)

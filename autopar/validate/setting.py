@@ -53,7 +53,7 @@ def write(graph: Graph, s: Setting, context: Role) -> Written:
     strategies[0] = strategies[-1] = ends
     microbatches = s.global_batch // (s.data * s.microbatch)
     chunks = s.chunks if s.pipeline > 1 else 1
-    schedule = "none" if s.pipeline == 1 else "interleaved" if chunks > 1 else "1f1b"
+    schedule = "none" if s.pipeline == 1 else "interleaved-1f1b" if chunks > 1 else "1f1b"
     return Written(mesh, cuts(graph, s), strategies, microbatches, schedule, chunks, s.precision)
 
 

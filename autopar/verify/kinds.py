@@ -91,6 +91,8 @@ def _single(n: int) -> tuple[Kind, ...]:
         kind(f"expert {n}", expert=n),
         kind(f"pipeline {n}", pipeline=n, microbatches=4 if n <= 4 else n, schedule="1f1b"),
         kind(f"pipeline {n}, gpipe", pipeline=n, microbatches=2, schedule="gpipe"),
+        # more devices than three would ask for models of many layers
+        *((kind(f"pipeline {n} of 2 chunks", pipeline=n, chunks=2, microbatches=4),) if n <= 3 else ()),
         kind(f"recompute, data {n}, zero 3", data=n, zero=3, recompute=True),
         kind(f"recompute, tensor {n}", tensor=n, recompute=True, microbatches=2),
     )
@@ -102,6 +104,7 @@ def _combined(n: int) -> tuple[Kind, ...]:
     half = n // 2
     grid = make_mesh(("tensor0", 2), ("tensor1", half))
     pipelined = {"pipeline": 2, "microbatches": 2, "schedule": "1f1b"}
+    interleaved = {"pipeline": 2, "chunks": 2, "microbatches": 4, "schedule": "interleaved-1f1b"}
     return (
         kind(f"data 2 x tensor {half}, zero 3", data=2, tensor=half, zero=3),
         kind(f"data 2 x tensor+sequence {half}, zero 1", data=2, tensor=half, sequence=True, zero=1, microbatches=2),
@@ -122,6 +125,11 @@ def _combined(n: int) -> tuple[Kind, ...]:
         kind(f"pipeline 2 x ring {half}, zero 2, recompute", ring=half, zero=2, recompute=True, **pipelined),
         kind(f"pipeline 2 x data {half}, zero 2", data=half, zero=2, **pipelined),
         kind(f"pipeline 2 x data {half}, zero 3, recompute", data=half, zero=3, recompute=True, **pipelined),
+        kind(f"pipeline 2 of 2 chunks x data {half}, zero 1", data=half, zero=1, **interleaved),
+        kind(
+            f"pipeline 2 of 2 chunks x data {half}, zero 3, recompute", data=half, zero=3, recompute=True, **interleaved
+        ),
+        kind(f"pipeline 2 of 2 chunks x tensor {half}", tensor=half, **interleaved),
     )
 
 

@@ -153,7 +153,8 @@ class _Search:
         """The value (0) or gradient (1) of every microbatch and rank of the layer's stage, microbatches outermost."""
         plan = self.program.plan
         stage, attribute = plan.stage_of(layer), layer_attribute(self.program, layer)
-        ranks = records[stage * plan.devices_per_stage : (stage + 1) * plan.devices_per_stage]
+        first, count = plan.stages[stage].devices
+        ranks = records[first : first + count]
         columns = [rank.get(attribute, {}).get(key, [])[which::2] for rank in ranks]
         parts = [column[i] if i < len(column) else None for i in range(plan.microbatches) for column in columns]
         found = [part for part in parts if isinstance(part, Tensor)]

@@ -40,7 +40,8 @@ def draw(graph: Graph, devices: int, rng: random.Random) -> Plan:
 def describe(plan: Plan) -> str:
     """The plan in one line: ``2 stages (cut 3) of outer 2 x inner 2, 1f1b, 4 microbatches: data+tensor zero 2 recomputed, ...``."""
     cuts = ", ".join(str(stage.start) for stage in plan.stages[1:])
-    stages = f"{plan.pipeline} stages (cut at {cuts}) of " if plan.pipeline > 1 else ""
+    dealt = f" on {plan.pipeline} devices" if plan.chunks > 1 else ""
+    stages = f"{len(plan.stages)} stages{dealt} (cut at {cuts}) of " if plan.pipeline > 1 else ""
     mesh = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh)
     runs = "; ".join(f"{count} of {text}" for text, count in _runs(plan))
     return f"{stages}{mesh}, {plan.schedule}, {plan.microbatches} microbatches: {runs}"
@@ -72,14 +73,18 @@ def _draw(graph: Graph, devices: int, rng: random.Random) -> Plan:
         if not fit:
             raise UsageError("no strategy of the palette suits a layer")
         strategies.update(dict.fromkeys(group, rng.choice(fit)))
-    schedules = {default_schedule(pipeline, microbatches), "none" if pipeline == 1 else "gpipe"}
+    chunks = rng.choice([n for n in (1, 1, 2, 3) if n == 1 or (pipeline > 1 and n * pipeline <= layers)])
+    schedules = {default_schedule(pipeline, microbatches, chunks)}
+    if chunks == 1 and pipeline > 1:
+        schedules.add("gpipe")
     return hand_plan(
         graph,
         mesh=mesh,
         pipeline=pipeline,
+        chunks=chunks,
         microbatches=microbatches,
         schedule=rng.choice(sorted(schedules)),
-        cuts=tuple(sorted(rng.sample(range(1, layers), pipeline - 1))),
+        cuts=tuple(sorted(rng.sample(range(1, layers), pipeline * chunks - 1))),
         strategies=strategies,
     )
 

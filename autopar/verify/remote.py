@@ -62,8 +62,9 @@ def watch(folder: str, state: str, batch: dict[str, Tensor], layer: str | None) 
 
         return collect
 
-    for name, module in trainer.stage.named_children():
-        if layer in (None, name):
-            module.register_forward_hook(hook(name))
+    for stage in trainer.stages.values():
+        for name, module in stage.named_children():
+            if layer in (None, name):
+                module.register_forward_hook(hook(name))
     remote.perform(trainer, "gradients", batch)
     return found

@@ -87,18 +87,22 @@ def shrink_plan(plan: Plan, graph: Graph, devices: int) -> Plan:
     ways = max(
         math.prod(a.size for a, r in zip(mesh, s.roles, strict=True) if r.shards_batch) for s in strategies.values()
     )
-    chunks = microbatches(graph, min(plan.microbatches, 2 * pipeline), ways)
+    parts = microbatches(graph, min(plan.microbatches, 2 * pipeline), ways)
+    chunks = min(plan.chunks, count // pipeline) if pipeline > 1 else 1
+    stages = pipeline * chunks
     cuts = [
-        _place(plan.stages[i * plan.pipeline // pipeline].start, len(plan.layers), count) for i in range(1, pipeline)
+        _place(plan.stages[i * len(plan.stages) // stages].start, len(plan.layers), count) for i in range(1, stages)
     ]
-    schedule = plan.schedule if pipeline > 1 and chunks >= pipeline else default_schedule(pipeline, chunks)
+    kept_schedule = pipeline > 1 and parts >= pipeline and chunks == plan.chunks
+    schedule = plan.schedule if kept_schedule else default_schedule(pipeline, parts, chunks)
     return hand_plan(
         graph,
         mesh=mesh,
         pipeline=pipeline,
+        chunks=chunks,
         cuts=_rising(cuts, count),
         strategies=strategies,
-        microbatches=chunks,
+        microbatches=parts,
         schedule=schedule,
     )
 
