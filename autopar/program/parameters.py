@@ -101,7 +101,7 @@ class FlatGroup:
         wide, compute = program.dtypes(layouts[0])
         trainable = layouts[0].trainable
         self.shared = layouts[0].shared
-        self._world, self._scattered = world, zero == 1
+        self._world, self._scattered = world, zero == 1 and trainable  # frozen ones stay as they are, whole
         self._group = world.group(self._axes) if self._axes and trainable else None
         self._parts = dist.get_world_size(self._group) if self._scattered else 1
         shapes = [stage.get_parameter(layout.name).shape for layout in layouts]
