@@ -159,13 +159,7 @@ def core(bound: Bound, axes: tuple[Axis, ...], cluster: Cluster, numbers: Precis
         return sum(beside_s(float(arithmetic_s[at[name]]), wire_s, slowdown) for name, wire_s in found.items())
 
     def meetings(side: str, beside: bool) -> tuple[int, ...]:
-        """The groups' sizes of the collectives, those that run beside an op's arithmetic among them or not."""
-        groups = [
-            math.prod(axes[i].size for i in move.axes)
-            for move in bound.moves
-            if getattr(move, side) not in (Collective.NONE, Collective.LOCAL) and (beside or not move.beside)
-        ]
-        return tuple(n for n in groups if n > 1)
+        return _meetings(bound.moves, axes, side, beside)
 
     forward_s = seconds(table.forward_flops, table.slot_forward, table.forward_kernels, False)
     backward_s = seconds(table.backward_flops, table.slot_backward, table.backward_kernels, True)
@@ -198,6 +192,16 @@ def core(bound: Bound, axes: tuple[Axis, ...], cluster: Cluster, numbers: Precis
         microbatches=microbatches,
         flops=table.model_flops / microbatches,
     )
+
+
+def _meetings(moves: tuple[Move, ...], axes: tuple[Axis, ...], side: str, beside: bool) -> tuple[int, ...]:
+    """The groups' sizes of the collectives, with or without those that run beside an op's arithmetic."""
+    groups = [
+        math.prod(axes[i].size for i in move.axes)
+        for move in moves
+        if getattr(move, side) not in (Collective.NONE, Collective.LOCAL) and (beside or not move.beside)
+    ]
+    return tuple(n for n in groups if n > 1)
 
 
 def _transient(
@@ -257,13 +261,8 @@ def assemble(
         c.backward_compute_s + accumulate_s + recomputed_s,
         c.backward_host_s + again * c.forward_host_s - backward_wire_s,
     )
-    if cluster.wires is not None:
-        shards = (data,) if zero >= 2 else ()  # the layer's gather; its gradients' reduction, and the gather again
-        back = c.backward_meetings + shards * (2 if zero == 3 else 1)
-        if strategy.recompute:
-            back += c.forward_meetings
-        forward_wire_s += cluster.wires.wait_s(c.forward_meetings + shards, forward_compute_s)
-        backward_wire_s += cluster.wires.wait_s(back, backward_compute_s)
+    waits_s = _waits_s(c, strategy, data if zero >= 2 else 1, cluster, forward_compute_s, backward_compute_s)
+    forward_wire_s, backward_wire_s = forward_wire_s + waits_s[0], backward_wire_s + waits_s[1]
     gather = over(Collective.ALL_GATHER, parameters * numbers.parameter, c.tensors if practice.by_parameter else 1)
     reduce = over(Collective.REDUCE_SCATTER, trainable * numbers.reduced)
     forward_exposed = beside(forward_compute_s, gather if zero >= 2 else 0.0)
@@ -299,6 +298,22 @@ def assemble(
         flops=c.flops,
         fresh_bytes=trainable * numbers.fresh,
     )
+
+
+def _waits_s(
+    c: Core, strategy: Strategy, shards: int, cluster: Cluster, forward_s: float, backward_s: float
+) -> tuple[float, float]:
+    """What collectives wait for the slowest of their group, forward and backward, where that was measured.
+
+    ``shards`` is the size of the group that gathers the layer's parameters and reduces its gradients, 1 where none does.
+    """
+    if cluster.wires is None:
+        return 0.0, 0.0
+    gathers = (shards,) if shards > 1 else ()
+    back = c.backward_meetings + gathers * (2 if strategy.zero == 3 else 1)
+    if strategy.recompute:
+        back += c.forward_meetings
+    return cluster.wires.wait_s(c.forward_meetings + gathers, forward_s), cluster.wires.wait_s(back, backward_s)
 
 
 def _activations(
