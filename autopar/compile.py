@@ -63,7 +63,7 @@ def compile(
     ulysses: int | None = None,
     ring: int | None = None,
     zero: int | None = None,
-    recompute: bool | None = None,
+    recompute: bool | str | None = None,
     microbatches: int | None = None,
     schedule: str | None = None,
     pin: Mapping[str, int | str | bool] | None = None,

@@ -69,6 +69,8 @@ REPLICATING = tuple(role for role in Role if role.replicates_parameters)
 BATCHES = tuple(role for role in Role if role.shards_batch)
 SEQUENCES = tuple(role for role in Role if role.shards_sequence)
 
+RECOMPUTATIONS = ("none", "selective", "full")  # from the most that is kept to the least
+
 
 @dataclass(frozen=True, slots=True)
 class Axis:
@@ -83,8 +85,8 @@ class Axis:
 class Strategy:
     """For one layer: the role of each axis of the mesh (same order), ZeRO stage over its data axes, recomputation.
 
-    ``recompute`` keeps the layer's input alone. ``selective`` keeps what is dear to compute and recomputes the rest (``price.table``
-    says which); it is priced, and not emitted yet.
+    ``recompute`` keeps the layer's input alone. ``selective`` keeps besides what is dear to compute, and recomputes the rest
+    (``passes.keep`` says which).
     """
 
     roles: tuple[Role, ...]
@@ -94,6 +96,12 @@ class Strategy:
 
     def __post_init__(self) -> None:
         assert self.zero in (0, 1, 2, 3), self.zero
+        assert not (self.recompute and self.selective), self
+
+    @property
+    def recomputation(self) -> str:
+        """One of ``RECOMPUTATIONS``."""
+        return "full" if self.recompute else "selective" if self.selective else "none"
 
     @property
     def dense(self) -> Strategy:

@@ -13,6 +13,7 @@ from autopar.sharding import Sharding, local_shape
 from autopar.types import SpmdType
 from passes.collectives import MICROBATCH, convert, insert_collectives_pass
 from passes.fuse_bias import fuse_bias_pass
+from passes.keep import keep_pass
 from passes.localise_layer import localise_pass, random_seed
 from passes.pad import pad_class
 from passes.runner import run
@@ -97,6 +98,8 @@ def local_layer(cls: LayerClass, sharding: Sharding, strategy: Strategy) -> Loca
             ("fuse_bias", fuse_bias_pass),
         ],
     )
+    if strategy.selective:
+        gm = run(gm, [("keep", lambda gm: keep_pass(gm, [axis.name for axis in sharding.axes]))])
     nodes = placeholders(cls)[len(placeholders(cls)) - len(cls.parameters) :]
     local = tuple(
         LocalParameter(

@@ -31,8 +31,8 @@ def random_pins(seed: int, layers: int, devices: int) -> SearchOptions:
     degrees = [n for n in (1, 2, 4) if n <= devices]
     choices: list[tuple[str, list[Any]]] = [
         ("pipeline", degrees), ("microbatches", [1, 2]), ("schedule", ["gpipe", "1f1b"]), ("tensor", degrees), ("data", degrees),
-        ("zero", [0, 1, 2, 3]), ("recompute", [True, False]), ("layers.0.tensor", degrees), ("c0.zero", [0, 3]),
-        (f"layers.0-{layers - 1}.recompute", [True, False]), (f"layers.{layers - 1}.zero", [1, 2]), ("layers.0.data", degrees),
+        ("zero", [0, 1, 2, 3]), ("recompute", [True, False, "selective"]), ("layers.0.tensor", degrees), ("c0.zero", [0, 3]),
+        (f"layers.0-{layers - 1}.recompute", [True, False, "selective"]), (f"layers.{layers - 1}.zero", [1, 2]), ("layers.0.data", degrees),
     ]  # fmt: skip
     pin = {key: rng.choice(values) for key, values in rng.sample(choices, rng.randint(1, 3))}
     return SearchOptions(target_gap=0.0, time_limit_s=120, pin=pin)

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from autopar.graph import Graph, Layer, LayerClass, Value
-from autopar.plan import Axis, Role, Strategy
+from autopar.plan import RECOMPUTATIONS, Axis, Role, Strategy
 from autopar.search.hand import make_mesh
 from autopar.search.options import SearchOptions
 from autopar.search.problem import Choice
@@ -220,9 +220,9 @@ def candidates(graph: Graph, layer: int, mesh: tuple[Axis, ...], m: int, options
                 continue
             if Strategy(roles).degree(mesh, inner) != pins.get("tensor", Strategy(roles).degree(mesh, inner)):
                 continue
-            for zero, recompute in itertools.product((0, 1, 2, 3) if ways > 1 else (0,), (False, True)):
-                if recompute == pins.get("recompute", recompute) and (ways == 1 or zero == pins.get("zero", zero)):
-                    found.append(Strategy(roles, zero, recompute))
+            for zero, again in itertools.product((0, 1, 2, 3) if ways > 1 else (0,), RECOMPUTATIONS):
+                if again == pins.get("recompute", again) and (ways == 1 or zero == pins.get("zero", zero)):
+                    found.append(Strategy(roles, zero, again == "full", again == "selective"))
     return found
 
 

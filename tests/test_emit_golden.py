@@ -36,6 +36,7 @@ CASES: dict[str, tuple[str, Any]] = {
     "llama_pipeline_data_tensor": ("llama", {"pipeline": 2, "data": 2, "tensor": 2, "microbatches": 2}),
     "gpt2_tied_on_one_stage": ("gpt2", {"tensor": 2}),
     "llama_mixed": ("llama", "mixed: tensor 1, 2 and 4"),
+    "llama_selective": ("llama", {"tensor": 2, "sequence": True, "recompute": "selective"}),
     "bert_recompute": ("bert", {"data": 2, "zero": 3, "recompute": True, "microbatches": 2}),
 }
 
@@ -85,7 +86,7 @@ def test_the_text_stands_alone(name: str) -> None:
     tree = ast.parse((GOLDEN / f"{name}.py").read_text())
     imported = {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     imported |= {(n.module or "").split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    assert imported - {"flattened"} == {"__future__", "spmd_types", "torch", "kernels"}
+    assert imported - {"flattened", "selective"} == {"__future__", "spmd_types", "torch", "kernels"}
     assert ast.get_docstring(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
@@ -190,7 +191,9 @@ class Hostile(nn.Module):
         return modules["0"](modules["forward_"](x))
 
 
-@pytest.mark.parametrize("options", [{"tensor": 2}, {"data": 2, "recompute": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"tensor": 2}, {"data": 2, "recompute": True}, {"data": 2, "recompute": "selective"}], ids=str
+)
 def test_hostile_names_make_a_program(tmp_path: Path, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = Hostile().double()

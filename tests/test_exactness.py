@@ -26,6 +26,7 @@ STRAINS = {
     ("gpt2", "pipeline 2 x data 2, zero 2"),
     ("llama", "tensor 4"),
     ("llama", "pipeline 2 x data 2, zero 3, recompute"),
+    ("gpt2", "recompute in part, tensor+sequence 4"),
     ("bert", "tensor+sequence 4"),
     ("bert", "pipeline 2, gpipe"),
     ("mlp", "mixed: tensor 1, 2 and 4"),

@@ -64,7 +64,7 @@ class TestRefused:
             ({"layers.0.pipeline": 2}, "of the whole plan, not of layers.0"),
             ({"layers.0.zero": 4}, "no ZeRO stage 4"),
             ({"schedule": "zigzag"}, "the schedules are none, gpipe, 1f1b"),
-            ({"recompute": 3}, "true or recompute=false"),
+            ({"recompute": 3}, "recompute=selective or recompute=none"),
             ({"layer.1.tensor": 2}, r"no layer 'layer.1'; the nearest name is layers.1\n.*its layers are layers.0-4"),
             ({"layers.0-2.zero": 1, "layers.2.zero": 2}, "both speak of layers.2"),
             ({"layers.1.tensor": 3}, r"tensor 3 does not divide .*\(8\)\n.*1, 2, 4, 8"),

@@ -12,6 +12,7 @@ import click
 
 import autopar
 from autopar.errors import AutoparError
+from autopar.plan import RECOMPUTATIONS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -80,8 +81,13 @@ _pin_options = _options(
     ),
     click.option("--schedule", metavar="NAME", help="Pin the schedule: none, gpipe or 1f1b."),
     click.option(
-        "--recompute/--no-recompute", default=None, help="Pin recomputation of activations, everywhere or nowhere."
+        "--recompute",
+        is_flag=False,
+        flag_value="full",
+        type=click.Choice(RECOMPUTATIONS),
+        help="Pin recomputation of activations in every layer; without a value, full.",
     ),
+    click.option("--no-recompute", "recompute", flag_value="none", help="The same as --recompute none."),
     click.option("--memory-limit", metavar="SIZE", help="What may be filled of one device, such as 40GB or 37GiB."),
     click.option(
         "--local-batch-norm",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import UsageError
-from autopar.plan import REPLICATING, LayerPlan, Plan, Role
+from autopar.plan import RECOMPUTATIONS, REPLICATING, LayerPlan, Plan, Role
 
 if TYPE_CHECKING:
     from autopar.devices import Cluster
@@ -181,7 +181,7 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
                 f"a global batch of {graph.batch_size} does not divide into microbatches of {size} on {rest} data-parallel devices"
             )
     recompute = request.get("recompute") or "none"
-    if recompute not in ("none", "full", "selective"):
+    if recompute not in RECOMPUTATIONS:
         raise UsageError(f"there is no recomputation {recompute!r}", "write none, selective or full")
     plan = hand_plan(
         graph,
@@ -192,7 +192,7 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
         ring=context,
         tensor=tensor,
         sequence=bool(request.get("sequence")),
-        recompute=recompute == "full",
+        recompute=recompute,
         microbatches=microbatches,
         schedule=request.get("schedule"),
     )
@@ -201,9 +201,7 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
         """With what only some layers can do."""
         strategy = layer.strategy if graph.classes[layer.cls].experts else layer.strategy.dense
         zero = (request.get("zero") or 0) if strategy.degree(plan.mesh, *REPLICATING) > 1 else 0
-        return dataclasses.replace(
-            layer, strategy=dataclasses.replace(strategy, zero=zero, selective=recompute == "selective")
-        )
+        return dataclasses.replace(layer, strategy=dataclasses.replace(strategy, zero=zero))
 
     return dataclasses.replace(plan, layers=tuple(map(own, plan.layers)))
 

@@ -99,7 +99,7 @@ def _layers(plan: Plan) -> RenderableType:
             _degree(s.degree(plan.mesh, Role.TENSOR, Role.TENSOR_SEQUENCE)),
             _degree(s.degree(plan.mesh, *SEQUENCES)),
             str(s.zero) if s.degree(plan.mesh, Role.DATA) > 1 else "-",
-            "yes" if s.recompute else "-",
+            {"none": "-", "selective": "in part", "full": "yes"}[s.recomputation],
         )
     return table
 

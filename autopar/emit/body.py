@@ -10,6 +10,7 @@ from torch import fx
 from autopar.emit.expressions import Text, expression, literal
 from autopar.emit.names import Names
 from passes.collectives import convert
+from passes.keep import is_dear
 
 WIDTH = 110  # an expression that would make a line longer gets a name of its own
 
@@ -37,6 +38,8 @@ def statements(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Names, w
                 lines = _with_deletions(lines, named, ends)
             break
         text = expression(node, texts)
+        if node.meta.get("kept"):
+            text = Text(f"selective.keep(lambda: {text.text})")
         if _inline(node, text) and not watch:
             texts[node] = text
             continue
@@ -80,6 +83,9 @@ def _name(node: fx.Node) -> str:
 
 def _inline(node: fx.Node, text: Text) -> bool:
     """Whether the expression may stand in its only reader: a conversion always gets a line, to be seen."""
+    # what stands inside of ``keep`` is kept: a product that is not gets a line of its own
+    if node.meta.get("kept") or ("kept" in node.meta and is_dear(node)):
+        return False
     if node.target is convert or len(node.users) != 1 or len(text.text) > WIDTH // 2:
         return False
     user = next(iter(node.users))

@@ -116,13 +116,19 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
     count = len(layer.cls.outputs) + len(layer.cls.updates)
     returns = "torch.Tensor" if count == 1 else "tuple[torch.Tensor, ...]"
     body += [line for op, name in bodies.items() for line in body_method(op, name)]
-    if not layer.strategy.recompute:
+    if not layer.strategy.recompute and not layer.strategy.selective:
         return [f"    def forward({signature}) -> {returns}:", *body]
     call = ", ".join(["self.compute", *arguments])
+    if layer.strategy.recompute:
+        how = "Recomputed in the backward pass: only the arguments are kept."
+        result = f"checkpoint({call}, use_reentrant=False, preserve_rng_state=False)"
+    else:
+        how = "Recomputed in the backward pass, but for what is kept."
+        result = f"selective.selectively({call})"
     return [
         f"    def forward({signature}) -> {returns}:",
-        "        # Recomputed in the backward pass: only the arguments are kept.",
-        f"        return checkpoint({call}, use_reentrant=False, preserve_rng_state=False)",
+        f"        # {how}",
+        f"        return {result}",
         "",
         f"    def compute({signature}) -> {returns}:",
         *body,

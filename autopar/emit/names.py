@@ -24,6 +24,7 @@ _RESERVED = frozenset(
         "kernels_ring",
         "kernels_rnn",
         "opaque",
+        "selective",
         "checkpoint",
         "key",
     }

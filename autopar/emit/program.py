@@ -120,7 +120,8 @@ def _siblings(program: LocalProgram, opaque: bool) -> list[str]:
     """The files of the program that its model calls."""
     nodes = (node for layer in program.layers for node in layer.graph.graph.nodes)
     called = {name for node in nodes if (name := kernel_module(node)) is not None}
-    others = {"flattened": bool(program.flattened), "kernels": True, "opaque": opaque}
+    selective = any(layer.strategy.selective for layer in program.layers)
+    others = {"flattened": bool(program.flattened), "kernels": True, "opaque": opaque, "selective": selective}
     return sorted(called | {name for name, used in others.items() if used})
 
 
@@ -151,7 +152,7 @@ def _uses(program: LocalProgram, index: int) -> str:
     which = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} layers)"
     strategy = program.plan.layers[index].strategy
     roles = ", ".join(f"{role.value} on {a.name}" for a, role in zip(program.plan.mesh, strategy.roles, strict=True))
-    recompute = ", recomputed" if strategy.recompute else ""
+    recompute = {"none": "", "full": ", recomputed", "selective": ", recomputed in part"}[strategy.recomputation]
     return f"{which}: {roles}; ZeRO {strategy.zero}{recompute}."
 
 

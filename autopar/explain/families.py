@@ -51,8 +51,8 @@ def definitions(gpus_per_node: int, count: int) -> list[tuple[str, str, Pins]]:
         ("no_tensor", "no tensor parallelism", {"tensor": 1}),
         ("no_expert", "no expert parallelism", {"expert": 1}),
         ("no_sequence", "neither Ulysses nor ring attention", {"ulysses": 1, "ring": 1}),
-        ("no_recomputation", "no recomputation", {"recompute": False}),
-        ("full_recomputation", "every layer recomputed", {"recompute": True}),
+        ("no_recomputation", "no recomputation", {"recompute": "none"}),
+        ("full_recomputation", "every layer recomputed", {"recompute": "full"}),
         ("no_zero", "no ZeRO", {"zero": 0}),
         ("zero3_only", "ZeRO-3 alone", alone | {"zero": 3}),
         ("pure_data", "data parallelism alone, whole copies", alone | {"zero": 0}),
@@ -78,7 +78,7 @@ def obeys(plan: Plan, pins: Pins) -> bool:
             if any(s.zero != value for s in strategies if s.degree(plan.mesh, *REPLICATING) > 1):
                 return False
         elif name == "recompute":
-            if any(s.recompute != value for s in strategies):
+            if any(s.recomputation != value for s in strategies):
                 return False
         elif getattr(plan, name) != value:
             return False

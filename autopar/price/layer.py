@@ -23,6 +23,7 @@ from autopar.price.collectives import group, group_time_s
 from autopar.price.memory import Precision, precision, state_bytes
 from autopar.price.moves import Move, layer_moves
 from autopar.price.practice import EMITTED, Practice
+from autopar.price.selective import Selected, select
 from autopar.price.table import AxisFlags, ClassTable, Flags, Floats, Rows, build, flags
 from autopar.sharding import AxisTypes, Sharding
 from autopar.types import Collective
@@ -64,6 +65,8 @@ class Bound:
     moves: tuple[Move, ...]
     plain: tuple[int, ...]  # the saved entries that are storages of their own
     selective: tuple[int, ...]  # those under selective recomputation
+    common: tuple[int, ...]  # of ``plain``: those that selective recomputation has too, or as an input
+    selected: Selected
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,9 @@ class Core:
     forward_compute_s: float
     backward_compute_s: float
     selective_compute_s: float  # what selective recomputation runs again
+    selective_wire_s: float
+    selective_host_s: float
+    selective_meetings: tuple[int, ...]
     forward_wire_s: float
     backward_wire_s: float
     forward_beside_s: float  # what is left of exchanges that run under their own op's arithmetic
@@ -82,7 +88,8 @@ class Core:
     forward_meetings: tuple[int, ...]  # the groups' sizes of the collectives that are waited for
     backward_meetings: tuple[int, ...]
     saved_bytes: float
-    selective_bytes: float
+    selective_bytes: float  # what it keeps, and of that what is saved without it, too
+    common_bytes: float
     input_bytes: float
     alive_bytes: float
     parameters: float
@@ -111,7 +118,11 @@ def bind(
         return tuple(seen.values())
 
     moves = layer_moves(table.cls, types, table.value_bytes, table.value_gradient, regather)
-    return Bound(table, rows, axis_flags, moves, distinct(table.plain), distinct(table.selective))
+    chosen = select(table.selection, table.ops, table.saved, types, moves)
+    plain, kept = distinct(table.plain), distinct(chosen.kept)
+    held = {table.saved[i].storage for i in kept} | table.selection.inputs
+    common = tuple(i for i in plain if table.saved[i].storage in held)
+    return Bound(table, rows, axis_flags, moves, plain, kept, common, chosen)
 
 
 def divisible(bound: Bound, axes: tuple[Axis, ...]) -> bool:
@@ -143,47 +154,43 @@ def core(bound: Bound, axes: tuple[Axis, ...], cluster: Cluster, numbers: Precis
         running = gpu.seconds(table.kinds, local(flops, "op"), traffic, numbers.name, backward)
         return np.asarray(running + kernels * gpu.kernel_s)
 
-    def wires(side: str) -> float:
-        return sum(move_s(m, getattr(m, side), axes, cluster) for m in bound.moves if not m.beside)
+    def wires(side: str, moves: tuple[Move, ...]) -> float:
+        return sum(move_s(m, getattr(m, side), axes, cluster) for m in moves if not m.beside)
 
-    def left(side: str, arithmetic_s: Floats) -> float:
-        """What exchanges beside an op's arithmetic add to it."""
-        found: dict[str, float] = {}
-        for m in bound.moves:
-            if m.beside:
-                found[m.beside] = found.get(m.beside, 0.0) + move_s(m, getattr(m, side), axes, cluster)
-        if not found:
-            return 0.0
-        at = {node.name: i for i, node in enumerate(table.ops)}
-        slowdown = cluster.overlap_slowdown
-        return sum(beside_s(float(arithmetic_s[at[name]]), wire_s, slowdown) for name, wire_s in found.items())
+    def left(side: str, arithmetic_s: Floats, moves: tuple[Move, ...]) -> float:
+        return _left_s(table, moves, side, arithmetic_s, axes, cluster)
 
-    def meetings(side: str, beside: bool) -> tuple[int, ...]:
-        return _meetings(bound.moves, axes, side, beside)
+    def host(side: str, kernels: Floats, moves: tuple[Move, ...]) -> float:
+        return float(kernels.sum()) * gpu.op_floor_s + len(_meetings(moves, axes, side, True)) * cluster.host_s
 
     forward_s = seconds(table.forward_flops, table.slot_forward, table.forward_kernels, False)
     backward_s = seconds(table.backward_flops, table.slot_backward, table.backward_kernels, True)
     saved = local(table.saved_bytes, "saved")
+    again, repeated = bound.selected.again, bound.selected.moves
     inputs = np.array([table.value_bytes[name] for name in table.activations], dtype=float)
+    input_bytes = float(local(inputs, "activation").sum())
+    selective_bytes, common_bytes = _selective_bytes(bound, saved, input_bytes)
     parameters = local(table.parameter_numel, "parameter")
     microbatches = math.prod(axis.size for axis in axes if axis.stride == 0)
     return Core(
         forward_compute_s=float(forward_s.sum()),
         backward_compute_s=float(backward_s.sum()),
-        selective_compute_s=float(forward_s[table.again].sum()),
-        forward_wire_s=wires("forward"),
-        backward_wire_s=wires("backward"),
-        forward_beside_s=left("forward", forward_s),
-        backward_beside_s=left("backward", backward_s),
-        forward_host_s=float(table.forward_kernels.sum()) * gpu.op_floor_s
-        + len(meetings("forward", True)) * cluster.host_s,
-        backward_host_s=float(table.backward_kernels.sum()) * gpu.op_floor_s
-        + len(meetings("backward", True)) * cluster.host_s,
-        forward_meetings=meetings("forward", False),
-        backward_meetings=meetings("backward", False),
+        selective_compute_s=float(forward_s[again].sum()),
+        selective_wire_s=wires("forward", repeated) + left("forward", forward_s, repeated),
+        selective_host_s=host("forward", table.forward_kernels[again], repeated),
+        selective_meetings=_meetings(repeated, axes, "forward", False),
+        forward_wire_s=wires("forward", bound.moves),
+        backward_wire_s=wires("backward", bound.moves),
+        forward_beside_s=left("forward", forward_s, bound.moves),
+        backward_beside_s=left("backward", backward_s, bound.moves),
+        forward_host_s=host("forward", table.forward_kernels, bound.moves),
+        backward_host_s=host("backward", table.backward_kernels, bound.moves),
+        forward_meetings=_meetings(bound.moves, axes, "forward", False),
+        backward_meetings=_meetings(bound.moves, axes, "backward", False),
         saved_bytes=float(saved[list(bound.plain)].sum()),
-        selective_bytes=float(saved[list(bound.selective)].sum()),
-        input_bytes=float(local(inputs, "activation").sum()),
+        selective_bytes=selective_bytes,
+        common_bytes=common_bytes,
+        input_bytes=input_bytes,
         alive_bytes=_transient(table, local, saved, bound.plain),
         parameters=float(parameters.sum()),
         trainable=float(parameters[table.trainable].sum()),
@@ -192,6 +199,35 @@ def core(bound: Bound, axes: tuple[Axis, ...], cluster: Cluster, numbers: Precis
         microbatches=microbatches,
         flops=table.model_flops / microbatches,
     )
+
+
+def _left_s(
+    table: ClassTable,
+    moves: tuple[Move, ...],
+    side: str,
+    arithmetic_s: Floats,
+    axes: tuple[Axis, ...],
+    cluster: Cluster,
+) -> float:
+    """What exchanges beside an op's arithmetic add to it."""
+    found: dict[str, float] = {}
+    for m in moves:
+        if m.beside:
+            found[m.beside] = found.get(m.beside, 0.0) + move_s(m, getattr(m, side), axes, cluster)
+    if not found:
+        return 0.0
+    at = {node.name: i for i, node in enumerate(table.ops)}
+    slowdown = cluster.overlap_slowdown
+    return sum(beside_s(float(arithmetic_s[at[name]]), wire_s, slowdown) for name, wire_s in found.items())
+
+
+def _selective_bytes(bound: Bound, saved: Floats, input_bytes: float) -> tuple[float, float]:
+    """What selective recomputation keeps, and of that what a layer without it saves, too."""
+    held = float(saved[list(bound.selective)].sum())
+    if bound.table.selection.emitted:
+        return held + input_bytes, float(saved[list(bound.common)].sum())
+    found = min(float(saved[list(bound.plain)].sum()), max(held, input_bytes))
+    return found, found  # published figures count what stays of the plain run
 
 
 def _meetings(moves: tuple[Move, ...], axes: tuple[Axis, ...], side: str, beside: bool) -> tuple[int, ...]:
@@ -249,17 +285,18 @@ def assemble(
     def beside(compute_s: float, wire_s: float) -> float:
         return beside_s(compute_s, wire_s, cluster.overlap_slowdown)
 
-    again = 1.0 if strategy.recompute else 0.0
+    again, part = float(strategy.recompute), float(strategy.selective)
     exposed = 1.0 - practice.overlap_tensor
     forward_wire_s = exposed * c.forward_wire_s + c.forward_beside_s
-    backward_wire_s = exposed * c.backward_wire_s + c.backward_beside_s + again * forward_wire_s
+    backward_wire_s = exposed * c.backward_wire_s + c.backward_beside_s
+    backward_wire_s += again * forward_wire_s + part * exposed * c.selective_wire_s
     forward_compute_s = max(c.forward_compute_s, c.forward_host_s - forward_wire_s)
     held_gradient = trainable / (data if zero >= 2 else 1)
     accumulate_s = (1 - 1 / c.microbatches) * held_gradient * numbers.accumulated / cluster.gpu.bytes_per_s
-    recomputed_s = again * c.forward_compute_s + (c.selective_compute_s if strategy.selective else 0.0)
+    recomputed_s = again * c.forward_compute_s + part * c.selective_compute_s
     backward_compute_s = max(
         c.backward_compute_s + accumulate_s + recomputed_s,
-        c.backward_host_s + again * c.forward_host_s - backward_wire_s,
+        c.backward_host_s + again * c.forward_host_s + part * c.selective_host_s - backward_wire_s,
     )
     waits_s = _waits_s(c, strategy, data if zero >= 2 else 1, cluster, forward_compute_s, backward_compute_s)
     forward_wire_s, backward_wire_s = forward_wire_s + waits_s[0], backward_wire_s + waits_s[1]
@@ -313,6 +350,8 @@ def _waits_s(
     back = c.backward_meetings + gathers * (2 if strategy.zero == 3 else 1)
     if strategy.recompute:
         back += c.forward_meetings
+    elif strategy.selective:
+        back += c.selective_meetings
     return cluster.wires.wait_s(c.forward_meetings + gathers, forward_s), cluster.wires.wait_s(back, backward_s)
 
 
@@ -320,12 +359,12 @@ def _activations(
     c: Core, strategy: Strategy, zero: int, whole_bytes: float, gradient_bytes: float, apart: bool
 ) -> tuple[float, float]:
     """Bytes that a microbatch in flight holds, and the most that the layer needs besides while it runs."""
-    saved = c.saved_bytes
+    saved = found = c.saved_bytes
     if strategy.recompute:
-        saved = c.input_bytes
+        saved = found = c.input_bytes
     elif strategy.selective:
-        saved = min(saved, max(c.selective_bytes, c.input_bytes))
-    transient = c.alive_bytes + max(0.0, c.saved_bytes - saved)
+        saved, found = c.selective_bytes, c.common_bytes
+    transient = c.alive_bytes + max(0.0, c.saved_bytes - found)
     gathered = whole_bytes if zero == 3 else 0.0
     if (
         apart and zero >= 2

@@ -24,7 +24,8 @@ class Move:
     """One collective over ``axes`` on a value of ``bytes`` globally, of which ``sharded`` are the other axes that divide it.
 
     With ``per_rank`` the bytes are what each rank contributes to a gather. ``value`` is the value's name. ``beside`` is the op under
-    whose own arithmetic the collective runs, as a ring's rotations do; empty where the layer waits for it.
+    whose own arithmetic the collective runs, as a ring's rotations do; empty where the layer waits for it. ``op`` is the op whose kernel
+    exchanges it; empty for a conversion between ops.
     """
 
     value: str
@@ -35,6 +36,7 @@ class Move:
     backward: Collective
     per_rank: bool = False
     beside: str = ""
+    op: str = ""
 
 
 def wire(
@@ -122,7 +124,9 @@ def _kernel_moves(
                 name = one.value.name
                 whole = one.bytes(value_bytes[name] / max(1, math.prod(shape_of(one.value))))
                 beside = node.name if one.overlapped else ""
-                moves.append(Move(name, whole, axes, others, one.forward, one.backward, one.per_rank, beside))
+                moves.append(
+                    Move(name, whole, axes, others, one.forward, one.backward, one.per_rank, beside, node.name)
+                )
     return moves
 
 

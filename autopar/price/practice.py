@@ -34,6 +34,7 @@ class Practice:
     ``apart``               gradients are made apart from the buffer in which they add up (ZeRO 0 and 1), and each layer is an FSDP
                             root of its own (2 and 3): nothing is fetched ahead, and what a layer sent to its reduction stays
                             until the microbatch's backward has ended
+    ``published``           selective recomputation keeps what Megatron's and torchtitan's do, see ``price.selective``
     ``query_layout``        attention's result lies in memory as the queries do, and so merging heads may copy; flash attention
                             on GPUs writes it merged
     ======================  ==========================================================================================
@@ -52,6 +53,7 @@ class Practice:
     overlap_data: int = 0
     overlap_tensor: float = 0.0
     apart: bool = False
+    published: bool = False
     query_layout: bool = False
 
 

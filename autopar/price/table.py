@@ -22,6 +22,7 @@ from autopar.price import roofline
 from autopar.price.fusion import Fusion, fuse
 from autopar.price.memory import INTERNAL, OUTPUT, Precision, Saved, Trace, scores, trace
 from autopar.price.practice import Practice
+from autopar.price.selective import Selection, emitted, published
 from autopar.rules.operands import operands
 from autopar.sharding import AxisTypes
 
@@ -54,9 +55,8 @@ class ClassTable:
     live: Live
     saved: tuple[Saved, ...]
     saved_bytes: Floats
-    plain: Flags  # of ``saved``: what is kept without recomputation
-    selective: Flags  # of ``saved``: what is kept under selective recomputation
-    again: Flags  # ops whose forward runs twice under selective recomputation
+    plain: Flags  # of ``saved``: what is kept without recomputation; they come first
+    selection: Selection  # what selective recomputation keeps, and runs again
     parameters: tuple[str, ...]
     parameter_numel: Floats
     trainable: Flags
@@ -134,7 +134,9 @@ def build(cls: LayerClass, numbers: Precision, practice: Practice) -> tuple[Clas
         fused = fuse(ops, run, kept)
         _merge(ops, fused, run, slots, forward_kernels, backward_kernels)
         kept = fused.saved
-    kept, plain, selective, again = _selective(ops, run, kept, practice.flash)
+    live = live_ranges(ops, run, kept, slots, practice.fused, practice.apart)
+    plain = len(kept)
+    kept, selection = published(ops, run, kept, practice.flash) if practice.published else emitted(cls, ops, run, kept)
     table = ClassTable(
         cls=cls,
         ops=ops,
@@ -148,12 +150,11 @@ def build(cls: LayerClass, numbers: Precision, practice: Practice) -> tuple[Clas
         slot_operand=tuple(s.operand for s in slots),
         slot_forward=np.array([s.forward for s in slots], dtype=float),
         slot_backward=np.array([s.backward for s in slots], dtype=float),
-        live=live_ranges(ops, run, kept, slots, practice.fused, practice.apart),
+        live=live,
         saved=kept,
         saved_bytes=np.array([s.numel * element_bytes(s.dtype, dtype, numbers) for s in kept], dtype=float),
-        plain=plain,
-        selective=selective,
-        again=again,
+        plain=np.arange(len(kept)) < plain,
+        selection=selection,
         parameters=parameters,
         parameter_numel=np.array([value.numel for value in cls.parameters], dtype=float),
         trainable=np.array([value.requires_grad for value in cls.parameters], dtype=bool),
@@ -274,34 +275,6 @@ def _merge(
                 whole = run.extent[storage][0] if storage in run.extent else 0
                 if whole and first.bytes >= whole:
                     slot.forward = slot.backward = slot.alive = 0.0
-
-
-def _selective(
-    ops: tuple[fx.Node, ...], run: Trace, kept: tuple[Saved, ...], flash: bool
-) -> tuple[tuple[Saved, ...], Flags, Flags, Flags]:
-    """Selective recomputation: what it keeps besides the layer's inputs, and what it runs again.
-
-    Attention that keeps its scores is what selective recomputation was made for (arXiv:2205.05198): its scores go, all else stays.
-    With flash attention it is torchtitan's policy by op: attention and every second matrix product keep their results, the rest
-    runs again.
-    """
-    attention = {node.name for node in ops if roofline.is_attention(node)}
-    if attention and not flash:
-        stays = [not (entry.node in attention and entry.operand == INTERNAL) for entry in kept]
-        again = [node.name in attention for node in ops]
-        return kept, np.ones(len(kept), dtype=bool), np.array(stays, dtype=bool), np.array(again, dtype=bool)
-    products = [node for node in ops if roofline.model_flops(node) and node.name not in attention]
-    held = products[::2]
-    found = [*kept, *(Saved(run.storage[n.name], n.name, OUTPUT, *run.extent[run.storage[n.name]]) for n in held)]
-    results = {run.storage[n.name] for n in (*held, *(n for n in ops if n.name in attention))}
-    inside = [e.storage in results or (e.operand == INTERNAL and e.node in attention) for e in found]
-    quiet = attention | {n.name for n in held}
-    return (
-        tuple(found),
-        np.arange(len(found)) < len(kept),
-        np.array(inside, dtype=bool),
-        np.array([node.name not in quiet for node in ops], dtype=bool),
-    )
 
 
 @dataclass(slots=True)

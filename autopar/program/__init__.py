@@ -19,6 +19,7 @@ FILES = (
     "kernels_ring.py",
     "kernels_rnn.py",
     "opaque.py",
+    "selective.py",
     "world.py",
     "buffers.py",
     "parameters.py",

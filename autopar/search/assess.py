@@ -11,7 +11,7 @@ import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
-from autopar.plan import Axis, LayerPlan, Memory, Plan, Prediction, Role, StagePlan, Strategy
+from autopar.plan import RECOMPUTATIONS, Axis, LayerPlan, Memory, Plan, Prediction, Role, StagePlan, Strategy
 from autopar.search.problem import Choice, Devices, LayerPrice, Mesh, Pricer
 from autopar.search.simulate import device_order, simulate
 from autopar.search.tables import Instance
@@ -400,6 +400,11 @@ def _price(graph: Graph, pricer: Pricer, index: int, mesh: Mesh, strategy: Strat
     return price
 
 
+def _effort(strategy: Strategy) -> tuple[int, int]:
+    """The ZeRO stage and how much is recomputed: of equally fast strategies the least is told."""
+    return strategy.zero, RECOMPUTATIONS.index(strategy.recomputation)
+
+
 def tidy(instance: Instance, solution: Solution) -> tuple[list[Strategy], list[LayerPrice], Cost]:
     """The same plan or a faster one in simpler words: no recomputation and no higher ZeRO stage than it has a use for.
 
@@ -425,9 +430,9 @@ def tidy(instance: Instance, solution: Solution) -> tuple[list[Strategy], list[L
         simpler = [
             (strategy, index)
             for index, (strategy, _) in enumerate(instance.kinds[kind].everything)
-            if strategy.roles == now.roles and (strategy.zero, strategy.recompute) < (now.zero, now.recompute)
+            if strategy.roles == now.roles and _effort(strategy) < _effort(now)
         ]
-        for strategy, index in sorted(simpler, key=lambda pair: (pair[0].zero, pair[0].recompute)):
+        for strategy, index in sorted(simpler, key=lambda pair: _effort(pair[0])):
             change = [instance.kind[i] == kind and pick[i] == k for i in range(instance.layers)]
             trial = [
                 instance.kinds[kind].at(place).everything[index][1] if c else p

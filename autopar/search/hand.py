@@ -7,6 +7,7 @@ zeros; ``autopar.search.evaluate`` prices the same choice.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 from autopar.errors import BatchError, UsageError
 from autopar.graph import Graph
@@ -116,7 +117,7 @@ def hand_plan(
     ulysses: int = 1,
     sequence: bool = False,
     zero: int = 0,
-    recompute: bool = False,
+    recompute: bool | str = False,
     microbatches: int = 1,
     schedule: str | None = None,
     cuts: tuple[int, ...] | None = None,
@@ -130,7 +131,8 @@ def hand_plan(
     name begins with (``tensor0``, ``ring``, ``sequence``; ``weights``, ``hidden`` and ``rows`` of ``grid_mesh``), or data.
     ``pipeline`` is the number of devices in a line, ``chunks`` how many stages each has (``plan.device_of``).
     ``cuts`` are the first layers of the stages after the first (default: even numbers).
-    ``zero`` takes effect where a layer has a data axis of more than one device.
+    ``zero`` takes effect where a layer has a data axis of more than one device. ``recompute`` is one of ``RECOMPUTATIONS``, or
+    true for "full" and false for "none".
 
     Raises:
         UsageError: cuts that do not cut the layers into the stages, a schedule that cannot be, or strategies for layers that are not there.
@@ -140,10 +142,7 @@ def hand_plan(
     mesh = mesh or make_mesh(
         ("data", data), ("expert", expert), ("ring", ring), ("ulysses", ulysses), ("tensor", tensor)
     )
-    roles = _roles(mesh, sequence)
-    common = Strategy(roles, recompute=recompute)
-    if common.degree(mesh, *REPLICATING) > 1:
-        common = Strategy(roles, zero, recompute)
+    common = _common(mesh, _roles(mesh, sequence), zero, recompute)
     chosen = dict.fromkeys(range(count), common) | (strategies or {})
     if len(chosen) != count:
         raise UsageError(
@@ -173,6 +172,12 @@ def hand_plan(
         solver="by hand",
         chunks=chunks,
     )
+
+
+def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], zero: int, recompute: bool | str) -> Strategy:
+    """The strategy of all layers; ZeRO where there are copies of the parameters."""
+    common = Strategy(roles, recompute=recompute in (True, "full"), selective=recompute == "selective")
+    return replace(common, zero=zero) if common.degree(mesh, *REPLICATING) > 1 else common
 
 
 def _roles(mesh: tuple[Axis, ...], sequence: bool) -> tuple[Role, ...]:

@@ -18,10 +18,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.plan import Role
+from autopar.plan import RECOMPUTATIONS, Role
 
 Value = int | str | bool
 
@@ -42,7 +43,7 @@ class LayerPins:
     ulysses: int | None = None
     ring: int | None = None
     zero: int | None = None
-    recompute: bool | None = None
+    recompute: str | None = None
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -87,7 +88,7 @@ class SearchOptions:
     ulysses: int | None = None
     ring: int | None = None
     zero: int | None = None
-    recompute: bool | None = None
+    recompute: bool | str | None = None
     pin: Mapping[str, Value] = field(default_factory=dict)
     roles: tuple[Role, ...] | None = None
     memory_limit_bytes: int | None = None
@@ -98,16 +99,18 @@ class SearchOptions:
         for key, value in self.pin.items():
             selector, _, name = key.rpartition(".")
             _check(key, selector, name, value)
+            value = _normal(name, value)
             if selector:
                 some[key] = value
-            elif getattr(self, name) not in (None, value):
-                raise UsageError(f"{name} is pinned to {getattr(self, name)} and to {value}", "pin it once")
+            elif (given := _normal(name, getattr(self, name))) not in (None, value):
+                raise UsageError(f"{name} is pinned to {given} and to {value}", "pin it once")
             else:
                 object.__setattr__(self, name, value)
         object.__setattr__(self, "pin", some)
         for name in (*OF_PLAN, *OF_LAYER):
-            if getattr(self, name) is not None:
-                _check(name, "", name, getattr(self, name))
+            if (given := getattr(self, name)) is not None:
+                _check(name, "", name, given)
+                object.__setattr__(self, name, _normal(name, given))
 
     @property
     def common(self) -> LayerPins:
@@ -143,8 +146,11 @@ def _check(key: str, selector: str, name: str, value: Value) -> None:
         if value not in SCHEDULES:
             raise UsageError(f"there is no schedule {value!r}", f"the schedules are {', '.join(SCHEDULES)}")
     elif name == "recompute":
-        if not isinstance(value, bool):
-            raise UsageError(f"{key} is {value!r}, it is either true or false", f"write {key}=true or {key}=false")
+        if not isinstance(value, bool) and value not in RECOMPUTATIONS:
+            raise UsageError(
+                f"{key} is {value!r}, it is one of {', '.join(RECOMPUTATIONS)}",
+                f"write {key}=full (or true), {key}=selective or {key}=none (or false)",
+            )
     elif isinstance(value, bool) or not isinstance(value, int):
         raise UsageError(f"{key} is {value!r}, it must be a whole number", _FORM)
     elif name == "zero":
@@ -152,6 +158,11 @@ def _check(key: str, selector: str, name: str, value: Value) -> None:
             raise UsageError(f"there is no ZeRO stage {value} ({key})", "the stages are 0, 1, 2 and 3")
     elif value < 1:
         raise UsageError(f"{key} is {value}, it must be at least 1", "leave it out to leave it to the search")
+
+
+def _normal(name: str, value: Any) -> Any:
+    """The value in its one spelling: recomputation is none or full where it is false or true."""
+    return RECOMPUTATIONS[-1 if value else 0] if name == "recompute" and isinstance(value, bool) else value
 
 
 def read_pin(text: str) -> tuple[str, Value]:

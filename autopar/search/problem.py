@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.plan import REPLICATING, Axis, Role, Strategy
+from autopar.plan import RECOMPUTATIONS, REPLICATING, Axis, Role, Strategy
 from autopar.search.hand import default_schedule, make_mesh
 from autopar.search.options import LayerPins, SearchOptions
 from autopar.search.simulate import interleaved_in_flight
@@ -214,8 +214,8 @@ def strategies(
         prefix = prefixes[-1]
         roles = (Role.DATA,) * prefix + (Role.IDLE,) * (outer - prefix) + suffix
         for zero in _zeros(Strategy(roles).degree(mesh, *REPLICATING), pins):
-            for recompute in (False, True) if pins.recompute is None else (pins.recompute,):
-                found.append(Strategy(roles, zero, recompute))
+            for again in RECOMPUTATIONS if pins.recompute is None else (pins.recompute,):
+                found.append(Strategy(roles, zero, again == "full", again == "selective"))
     return found
 
 

@@ -133,6 +133,7 @@ def practice_of(s: Setting, cluster: Cluster) -> Practice:
         regather=not fsdp,
         overlap_data=overlap_data,
         overlap_tensor=overlap_tensor,
+        published=True,
     )
 
 

@@ -95,6 +95,8 @@ def _single(n: int) -> tuple[Kind, ...]:
         *((kind(f"pipeline {n} of 2 chunks", pipeline=n, chunks=2, microbatches=4),) if n <= 3 else ()),
         kind(f"recompute, data {n}, zero 3", data=n, zero=3, recompute=True),
         kind(f"recompute, tensor {n}", tensor=n, recompute=True, microbatches=2),
+        kind(f"recompute in part, data {n}, zero 3", data=n, zero=3, recompute="selective", microbatches=2),
+        kind(f"recompute in part, tensor+sequence {n}", tensor=n, sequence=True, recompute="selective"),
     )
 
 

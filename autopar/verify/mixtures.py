@@ -52,7 +52,11 @@ def _runs(plan: Plan) -> list[tuple[str, int]]:
     for layer in plan.layers:
         s = layer.strategy
         text = "/".join(role.value for role in s.roles)
-        text += (f" zero {s.zero}" if s.zero else "") + (" recomputed" if s.recompute else "")
+        text += (f" zero {s.zero}" if s.zero else "") + {
+            "none": "",
+            "selective": " recomputed in part",
+            "full": " recomputed",
+        }[s.recomputation]
         if runs and runs[-1][0] == text:
             runs[-1] = (text, runs[-1][1] + 1)
         else:
@@ -109,7 +113,8 @@ def _factorisations(n: int, most: int) -> Iterator[tuple[int, ...]]:
 def _strategy(mesh: tuple[Axis, ...], rng: random.Random) -> Strategy:
     roles = tuple(rng.choice(list(Role)) for _ in mesh)
     replicated = math.prod(a.size for a, r in zip(mesh, roles, strict=True) if r.replicates_parameters) > 1
-    return Strategy(roles, rng.randrange(4) if replicated else 0, rng.random() < 0.3)
+    zero, drawn = rng.randrange(4) if replicated else 0, rng.random()
+    return Strategy(roles, zero, recompute=drawn < 0.3, selective=0.3 <= drawn < 0.5)
 
 
 def _tied(graph: Graph) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -83,7 +84,7 @@ def shrink_plan(plan: Plan, graph: Graph, devices: int) -> Plan:
     kept = [i for i, axis in enumerate(plan.mesh) if axis.name in {a.name for a in mesh}] or [0]
     strategies = {i: _strategy(plan, _place(i, count, len(plan.layers)), kept) for i in range(count)}
     if len(mesh) == 1 and mesh[0].size == 1:
-        strategies = {i: Strategy((Role.DATA,), recompute=s.recompute) for i, s in strategies.items()}
+        strategies = {i: dataclasses.replace(s, roles=(Role.DATA,), zero=0) for i, s in strategies.items()}
     ways = max(
         math.prod(a.size for a, r in zip(mesh, s.roles, strict=True) if r.shards_batch) for s in strategies.values()
     )
@@ -121,7 +122,9 @@ def _fit(sizes: list[int], plan: Plan, devices: int) -> list[int]:
 def _strategy(plan: Plan, layer: int, kept: list[int]) -> Strategy:
     given = plan.layers[layer].strategy
     roles = tuple(given.roles[i] for i in kept)
-    return Strategy(roles, given.zero if any(r.replicates_parameters for r in roles) else 0, given.recompute)
+    return dataclasses.replace(
+        given, roles=roles, zero=given.zero if any(r.replicates_parameters for r in roles) else 0
+    )
 
 
 def _place(index: int, count: int, other: int) -> int:

@@ -1,0 +1,206 @@
+"""llama on 2: 2 device(s).
+
+1 stage(s), 1 microbatch(es) of 8 rows, schedule none; mesh of a stage: tensor 2.
+Types: I same value and gradient, R same value and terms of the gradient, S(d) a slice of dim d, P a term of the sum.
+Collectives are calls of spmd_types that name the axis and both types. Written by autopar; yours to edit.
+"""
+
+from __future__ import annotations
+
+import spmd_types as spmd
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import kernels
+import selective
+
+MESH = {"tensor": 2}  # axes of a stage's mesh, outermost first
+
+
+class Embedding(nn.Module):
+    """model.embed_tokens: tensor+sequence on tensor; ZeRO 0, recomputed in part."""
+
+    def __init__(self, **factory: object) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(96, 16, **factory, dtype=torch.float64))  # S(1) on tensor
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        # Recomputed in the backward pass, but for what is kept.
+        return selective.selectively(self.compute, input_ids)
+
+    def compute(self, input_ids: torch.Tensor) -> torch.Tensor:
+        # input_ids (8, 16): R on tensor
+        # module.model.embed_tokens
+        embedding_s = spmd.all_to_all(F.embedding(input_ids, self.weight), "tensor", src=spmd.S(2), dst=spmd.S(1))
+        return embedding_s
+
+
+class LlamaDecoderLayer(nn.Module):
+    """model.layers.0 to model.layers.3 (4 layers): tensor+sequence on tensor; ZeRO 0, recomputed in part."""
+
+    def __init__(self, **factory: object) -> None:
+        super().__init__()
+        self.input_layernorm = nn.Module()
+        self.input_layernorm.weight = nn.Parameter(torch.empty(32, **factory, dtype=torch.float64))  # I on tensor
+        self.self_attn = nn.Module()
+        self.self_attn.q_proj = nn.Module()
+        self.self_attn.q_proj.weight = nn.Parameter(torch.empty(16, 32, **factory, dtype=torch.float64))  # S(0) on tensor
+        self.self_attn.k_proj = nn.Module()
+        self.self_attn.k_proj.weight = nn.Parameter(torch.empty(8, 32, **factory, dtype=torch.float64))  # S(0) on tensor
+        self.self_attn.v_proj = nn.Module()
+        self.self_attn.v_proj.weight = nn.Parameter(torch.empty(8, 32, **factory, dtype=torch.float64))  # S(0) on tensor
+        self.self_attn.o_proj = nn.Module()
+        self.self_attn.o_proj.weight = nn.Parameter(torch.empty(32, 16, **factory, dtype=torch.float64))  # S(1) on tensor
+        self.post_attention_layernorm = nn.Module()
+        self.post_attention_layernorm.weight = nn.Parameter(torch.empty(32, **factory, dtype=torch.float64))  # I on tensor
+        self.mlp = nn.Module()
+        self.mlp.gate_proj = nn.Module()
+        self.mlp.gate_proj.weight = nn.Parameter(torch.empty(32, 32, **factory, dtype=torch.float64))  # S(0) on tensor
+        self.mlp.up_proj = nn.Module()
+        self.mlp.up_proj.weight = nn.Parameter(torch.empty(32, 32, **factory, dtype=torch.float64))  # S(0) on tensor
+        self.mlp.down_proj = nn.Module()
+        self.mlp.down_proj.weight = nn.Parameter(torch.empty(32, 32, **factory, dtype=torch.float64))  # S(1) on tensor
+
+    def forward(self, x: torch.Tensor, constant_0: torch.Tensor, constant_1: torch.Tensor) -> torch.Tensor:
+        # Recomputed in the backward pass, but for what is kept.
+        return selective.selectively(self.compute, x, constant_0, constant_1)
+
+    def compute(self, x: torch.Tensor, constant_0: torch.Tensor, constant_1: torch.Tensor) -> torch.Tensor:
+        # x (8, 8, 32): S(1) on tensor
+        # constant_0 (1, 1, 16, 4): R on tensor
+        # constant_1 (1, 1, 16, 4): R on tensor
+        # input_layernorm
+        rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
+        input_layernorm_weight_r = kernels.dense_gradient(spmd.convert(self.input_layernorm.weight, "tensor", src=spmd.I, dst=spmd.R))
+        mul_1_r = spmd.all_gather(input_layernorm_weight_r * (x * rsqrt), "tensor", src=spmd.S(1), dst=spmd.R)
+        del input_layernorm_weight_r
+        # self_attn.q_proj
+        linear = selective.keep(lambda: F.linear(mul_1_r, self.self_attn.q_proj.weight))
+        # self_attn
+        view = kernels.reshape(linear, [8, 16, 4, 4], (None, None, "tensor", None))
+        transpose = view.transpose(1, 2)
+        del view
+        # self_attn.k_proj
+        linear_1 = selective.keep(lambda: F.linear(mul_1_r, self.self_attn.k_proj.weight))
+        # self_attn
+        view_1 = kernels.reshape(linear_1, [8, 16, 2, 4], (None, None, "tensor", None))
+        transpose_1 = view_1.transpose(1, 2)
+        del linear_1, view_1
+        # self_attn.v_proj
+        linear_2 = selective.keep(lambda: F.linear(mul_1_r, self.self_attn.v_proj.weight))
+        del mul_1_r
+        # self_attn
+        view_2 = kernels.reshape(linear_2, [8, 16, 2, 4], (None, None, "tensor", None))
+        cat = torch.cat([-transpose[..., 2:4], transpose[..., :2]], -1)
+        cat_1 = torch.cat([-transpose_1[..., 2:4], transpose_1[..., :2]], -1)
+        scaled_dot_product_attention = selective.keep(lambda: kernels.attention(transpose * constant_0 + cat * constant_1, transpose_1 * constant_0 + cat_1 * constant_1, view_2.transpose(1, 2), scale=0.5, enable_gqa=True, is_causal=True))
+        reshape = scaled_dot_product_attention.transpose(1, 2).reshape(8, 16, 16)
+        del transpose, transpose_1, linear_2, view_2, cat, cat_1, scaled_dot_product_attention
+        # self_attn.o_proj
+        linear_3 = F.linear(reshape, self.self_attn.o_proj.weight)
+        linear_3_s = selective.keep(lambda: spmd.reduce_scatter(linear_3, "tensor", src=spmd.P, dst=spmd.S(1)))
+        add_3 = x + linear_3_s
+        del reshape, linear_3, linear_3_s
+        # post_attention_layernorm
+        rsqrt_1 = torch.rsqrt(torch.pow(add_3, 2).mean([-1], keepdim=True) + 1e-06)
+        post_attention_layernorm_weight_r = kernels.dense_gradient(spmd.convert(self.post_attention_layernorm.weight, "tensor", src=spmd.I, dst=spmd.R))
+        mul_7_r = spmd.all_gather(post_attention_layernorm_weight_r * (add_3 * rsqrt_1), "tensor", src=spmd.S(1), dst=spmd.R)
+        del rsqrt, rsqrt_1, post_attention_layernorm_weight_r
+        # mlp.gate_proj
+        linear_4 = selective.keep(lambda: F.linear(mul_7_r, self.mlp.gate_proj.weight))
+        # mlp.up_proj
+        linear_5 = selective.keep(lambda: F.linear(mul_7_r, self.mlp.up_proj.weight))
+        del mul_7_r
+        # mlp.down_proj
+        linear_6 = F.linear(F.silu(linear_4) * linear_5, self.mlp.down_proj.weight)
+        linear_6_s = spmd.reduce_scatter(linear_6, "tensor", src=spmd.P, dst=spmd.S(1))
+        add_5 = add_3 + linear_6_s
+        return add_5
+
+
+class LlamaForCausalLMHead(nn.Module):
+    """lm_head: tensor+sequence on tensor; ZeRO 0, recomputed in part."""
+
+    def __init__(self, **factory: object) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        self.model.norm = nn.Module()
+        self.model.norm.weight = nn.Parameter(torch.empty(32, **factory, dtype=torch.float64))  # I on tensor
+        self.lm_head = nn.Module()
+        self.lm_head.weight = nn.Parameter(torch.empty(48, 32, **factory, dtype=torch.float64))  # S(0) on tensor
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, valid_labels: torch.Tensor) -> torch.Tensor:
+        # Recomputed in the backward pass, but for what is kept.
+        return selective.selectively(self.compute, x, labels, valid_labels)
+
+    def compute(self, x: torch.Tensor, labels: torch.Tensor, valid_labels: torch.Tensor) -> torch.Tensor:
+        # x (8, 8, 32): S(1) on tensor
+        # labels (8, 16): R on tensor
+        # valid_labels (): I on tensor
+        # module.model.norm
+        rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
+        model_norm_weight_r = kernels.dense_gradient(spmd.convert(self.model.norm.weight, "tensor", src=spmd.I, dst=spmd.R))
+        mul_1_r = spmd.all_gather(model_norm_weight_r * (x * rsqrt), "tensor", src=spmd.S(1), dst=spmd.R)
+        del rsqrt, model_norm_weight_r
+        # module.lm_head
+        linear = selective.keep(lambda: F.linear(mul_1_r, self.lm_head.weight))
+        del mul_1_r
+        # module
+        cross_entropy_sum = kernels.vocab_parallel_cross_entropy_sum(linear, F.pad(labels, [0, 1], value=-100.0)[..., 1:17], "tensor", ignore_index=-100, label_smoothing=0.0, partial_axes=())
+        div = cross_entropy_sum / valid_labels
+        return div
+
+
+class Stage0(nn.Module):
+    """model.embed_tokens to lm_head."""
+
+    INPUTS = {"input_ids": {}, "labels": {}}
+    SHAPES = {"input_ids": ((8, 16), "int64"), "labels": ((8, 16), "int64")}
+    TYPES = {"input_ids": {"tensor": "R"}, "labels": {"tensor": "R"}}
+    RANDOM = False
+    SCALARS = ("valid_labels",)
+    RECEIVES = ()
+    SENDS = ()
+    BORDERS = {}
+    LOSS = {"tensor": "I"}
+    GROUPS = {
+        "model_embed_tokens": {"zero": 0, "data_axes": ()},
+        "model_layers_0": {"zero": 0, "data_axes": ()},
+        "model_layers_1": {"zero": 0, "data_axes": ()},
+        "model_layers_2": {"zero": 0, "data_axes": ()},
+        "model_layers_3": {"zero": 0, "data_axes": ()},
+        "lm_head": {"zero": 0, "data_axes": ()},
+    }
+
+    def __init__(self, device=None, dtype=None, constants=None) -> None:
+        super().__init__()
+        self.register_buffer("constant_0", constants["constant_0"], persistent=False)
+        self.register_buffer("constant_1", constants["constant_1"], persistent=False)
+        self.model_embed_tokens = Embedding(device=device)
+        self.model_layers_0 = LlamaDecoderLayer(device=device)
+        self.model_layers_1 = LlamaDecoderLayer(device=device)
+        self.model_layers_2 = LlamaDecoderLayer(device=device)
+        self.model_layers_3 = LlamaDecoderLayer(device=device)
+        self.lm_head = LlamaForCausalLMHead(device=device)
+
+    def forward(self, *, input_ids: torch.Tensor, labels: torch.Tensor, valid_labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.model_embed_tokens(input_ids)
+        for layer in (self.model_layers_0, self.model_layers_1, self.model_layers_2, self.model_layers_3):
+            hidden = layer(hidden, self.constant_0, self.constant_1)
+        loss = self.lm_head(hidden, labels, valid_labels)
+        return loss
+
+
+def PRELUDE(batch: dict[str, torch.Tensor], constants: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # noqa: N802
+    """Scalars of the whole global batch, such as its number of valid tokens."""
+    pad = F.pad(batch["labels"], [0, 1], value=-100.0)
+    slice_1 = pad[..., 1:17]
+    ne = slice_1 != -100
+    sum_1 = ne.sum()
+    to = sum_1.to(torch.float64)
+    return {"valid_labels": to}
+
+
+STAGES = (Stage0,)
