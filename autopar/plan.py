@@ -51,18 +51,10 @@ class Role(Enum):
 SCHEDULES = ("none", "gpipe", "1f1b", "interleaved-1f1b")
 """Orders of a pipeline's forwards and backwards: ``none`` is of one stage; all from the fourth on give a device several stages."""
 
-RUNNABLE = SCHEDULES[:4]
-"""Those that programs run exactly, and so may be chosen. The others split a backward into one of inputs and one of weights; they are
-priced, and not emitted."""
 
-FOLDED = ("zbv", "dualpipev")
-"""Those whose line of devices is gone through and back: a device has a stage of each way."""
-
-
-def device_of(schedule: str, stage: int, pipeline: int) -> int:
-    """The place in a line of ``pipeline`` devices that runs a stage."""
-    way, place = divmod(stage, pipeline)
-    return pipeline - 1 - place if way % 2 and schedule in FOLDED else place
+def device_of(stage: int, pipeline: int) -> int:
+    """The place in a line of ``pipeline`` devices that runs a stage: the line is gone through once for each of a device's stages."""
+    return stage % pipeline
 
 
 REPLICATING = tuple(role for role in Role if role.replicates_parameters)

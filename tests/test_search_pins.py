@@ -63,6 +63,7 @@ class TestRefused:
             ({"tensor": "two"}, "'two', it must be a whole number"),
             ({"layers.0.pipeline": 2}, "of the whole plan, not of layers.0"),
             ({"layers.0.zero": 4}, "no ZeRO stage 4"),
+            ({"schedule": "interleaved-1f1b"}, "`autopar price` takes all schedules"),
             ({"schedule": "zigzag"}, "the schedules are none, gpipe, 1f1b"),
             ({"recompute": 3}, "recompute=selective or recompute=none"),
             ({"layer.1.tensor": 2}, r"no layer 'layer.1'; the nearest name is layers.1\n.*its layers are layers.0-4"),

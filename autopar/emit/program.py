@@ -15,9 +15,8 @@ from autopar.emit.names import Names
 from autopar.emit.opaque import describe_opaque, imported_modules
 from autopar.emit.prelude import prelude_function
 from autopar.emit.stage import layer_attribute, owned_attribute, stage_class
-from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.plan import RUNNABLE, Plan
+from autopar.plan import Plan
 from autopar.program import copy_runtime
 from autopar.shard import plan_shardings
 from passes.stages import LocalProgram, cut_stages
@@ -48,13 +47,8 @@ def emit(graph: Graph, plan: Plan, folder: str | Path, *, watch: bool = False) -
     With ``watch`` the layers keep every value that they compute (``layer_class``).
 
     Raises:
-        UsageError: a schedule that is priced only, or what the model does not admit.
+        UsageError: what the model does not admit.
     """
-    if plan.schedule not in RUNNABLE:
-        raise UsageError(
-            f"the schedule {plan.schedule} is priced only: programs cannot run it exactly yet",
-            f"use {', '.join(RUNNABLE[1:])}",
-        )
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     local = cut_stages(graph, plan, plan_shardings(graph, plan))

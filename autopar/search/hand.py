@@ -13,7 +13,6 @@ from autopar.errors import BatchError, UsageError
 from autopar.graph import Graph
 from autopar.plan import (
     BATCHES,
-    FOLDED,
     REPLICATING,
     SCHEDULES,
     Axis,
@@ -74,10 +73,6 @@ def check_schedule(schedule: str, pipeline: int, chunks: int, microbatches: int)
         raise UsageError(
             f"{schedule} is a schedule of pipelines, and there is one device in the line", "use pipeline 2 or more"
         )
-    if schedule in FOLDED and chunks != 2:
-        raise UsageError(
-            f"{schedule} goes through the line and back: 2 chunks on each device, not {chunks}", "use chunks 2"
-        )
     if several and chunks == 1:
         raise UsageError(
             f"{schedule} needs several stages on each device, and chunks is 1", "use chunks 2 or more, or 1f1b"
@@ -91,13 +86,8 @@ def check_schedule(schedule: str, pipeline: int, chunks: int, microbatches: int)
             f"1F1B over {pipeline} stages needs a microbatch for each of them, and there are {microbatches}",
             f"take {pipeline} microbatches or more, or the schedule gpipe",
         )
-    if schedule == "dualpipev" and microbatches < 2 * pipeline:
-        raise UsageError(
-            f"dualpipev over {2 * pipeline} stages needs a microbatch for each of them, and there are {microbatches}",
-            f"take {2 * pipeline} microbatches or more, or the schedule zbv",
-        )
     rounds = max(1, microbatches // pipeline)
-    if several and schedule not in FOLDED and microbatches % rounds:
+    if several and microbatches % rounds:
         raise UsageError(
             f"{schedule} goes in rounds of {pipeline} microbatches or a few more, all equal, and {microbatches} do not make {rounds}",
             f"take a multiple of {pipeline}, or fewer than {2 * pipeline}",
@@ -199,7 +189,7 @@ def _stages(schedule: str, bounds: tuple[int, ...], pipeline: int, size: int) ->
     """The stages without a prediction, on ``size`` devices each."""
     nothing = Memory(0, 0, 0, 0, 0)
     return tuple(
-        StagePlan(start, stop, (device_of(schedule, stage, pipeline) * size, size), nothing, 0, 0.0)
+        StagePlan(start, stop, (device_of(stage, pipeline) * size, size), nothing, 0, 0.0)
         for stage, (start, stop) in enumerate(itertools.pairwise(bounds))
     )
 

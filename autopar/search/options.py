@@ -22,14 +22,14 @@ from typing import Any
 
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.plan import RECOMPUTATIONS, Role
+from autopar.plan import RECOMPUTATIONS, SCHEDULES, Role
 
 Value = int | str | bool
 
 OF_PLAN = ("pipeline", "microbatches", "schedule")
 OF_LAYER = ("data", "tensor", "expert", "ulysses", "ring", "zero", "recompute")
 DEGREES = ("data", "tensor", "expert", "ulysses", "ring")
-SCHEDULES = ("none", "gpipe", "1f1b")
+SEARCHED = ("none", "gpipe", "1f1b")
 _FORM = "write key=value, such as pipeline=4, tensor=8, layers.0-7.tensor=8, lm_head.zero=3 or schedule=1f1b"
 
 
@@ -143,8 +143,12 @@ def _check(key: str, selector: str, name: str, value: Value) -> None:
             f"the pins are {', '.join(names)}" + (f"; did you mean {near[0]}?" if near else f"; {_FORM}"),
         )
     if name == "schedule":
-        if value not in SCHEDULES:
-            raise UsageError(f"there is no schedule {value!r}", f"the schedules are {', '.join(SCHEDULES)}")
+        if value not in SEARCHED:
+            known = value in SCHEDULES
+            raise UsageError(
+                f"the search does not choose the schedule {value!r}" if known else f"there is no schedule {value!r}",
+                f"the schedules are {', '.join(SEARCHED)}" + ("; `autopar price` takes all schedules" if known else ""),
+            )
     elif name == "recompute":
         if not isinstance(value, bool) and value not in RECOMPUTATIONS:
             raise UsageError(
