@@ -267,6 +267,24 @@ def test_whole_float64(factory: Callable[[], nn.Module]) -> None:
     assert values and all(v.dtype != torch.float32 for v in values)
 
 
+class Counted(nn.Module):
+    """Tensors of the default dtype that a forward makes of numbers, and a table computed from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        steps = torch.log(torch.tensor((1.0, 2.0, 4.0, 8.0))).round().long()
+        return self.linear(x) * steps / torch.tensor(3.0)
+
+
+def test_constants_of_the_default_dtype_keep_it() -> None:
+    torch.manual_seed(0)
+    with WholeFloat64():
+        assert_equals_eager(Counted(), pair(8, 4), F.mse_loss)
+
+
 def test_mixtral_keeps_its_loss() -> None:
     """In float32: transformers' expert kernels take no float64."""
     torch.manual_seed(0)
