@@ -72,13 +72,16 @@ def localised(
         return target, tuple(given.values())[:split], rest, 1.0 / prod(shape_of(operands(node)[0]))
     if name in ("aten.slice", "aten.narrow"):
         return _slice(node, operand_shapes[0], result_shape)
+    if name == "aten.matmul" and shards and _broadcasts_where_sharded(node, partition):
+        return kernels.broadcast_matmul, (*args, partition), kwargs, None
     if name in ("aten.linear", "aten.addmm", "aten.baddbmm") and len(operand_shapes) == 3:
         summed = 0 if name == "aten.linear" else 1  # the operand whose last dim is summed over
         if operand_shapes[summed][-1] != shape_of(operands(node)[summed])[-1]:
             return _partial_product(node, name)
     if name == "aten.scaled_dot_product_attention" and shards:
         given = arguments(node)
-        if given["enable_gqa"] or not isinstance(given["attn_mask"], fx.Node):
+        one_head = shape_of(given["query"])[:-2] != shape_of(given["key"])[:-2]  # for all queries
+        if given["enable_gqa"] or one_head or not isinstance(given["attn_mask"], fx.Node):
             return kernels.attention, args, kwargs, None
     if (
         name in _CONVOLUTIONS
@@ -146,6 +149,18 @@ def _beyond_checker(before: Shape, after: Shape, name: str) -> bool:
 def _grows_where_sharded(before: Shape, partition: Partition | None) -> bool:
     assert partition is not None
     return any(axis is not None and size == 1 for axis, size in zip(partition, before, strict=True))
+
+
+def _broadcasts_where_sharded(node: fx.Node, partition: Partition | None) -> bool:
+    """Whether a product's batch dims are sharded where one of its operands has no such dim, or one of size one. One matrix on the right is
+    no concern of the checker's, nor are vectors."""
+    assert partition is not None
+    left, right = (shape_of(operand) for operand in operands(node))
+    if len(left) < 2 or len(right) < 3:
+        return False
+    rank = len(partition) - 2
+    sizes = [(1,) * (rank + 2 - len(shape)) + shape[:-2] for shape in (left, right)]
+    return any(axis is not None and x != y for axis, x, y in zip(partition[:-2], *sizes, strict=True))
 
 
 def _mean(node: fx.Node, operand_shapes: Sequence[Shape]) -> Call:

@@ -143,9 +143,12 @@ def expand(x: Tensor, shape: Sequence[int], partition: Partition) -> Tensor:
     A dim of size one (or a new one) that grows may be sharded in the result: each rank makes its own share of a copy that it has, so
     ``x`` is R there, and its gradient is the sum of the ranks' (P).
     """
+    return _expand(x, shape, _axes(partition) if spmd.is_type_checking() else [])
+
+
+def _expand(x: Tensor, shape: Sequence[int], places: Sequence[tuple[Any, ...]]) -> Tensor:
     with spmd.local():
         if spmd.is_type_checking():
-            places = _axes(partition)
             kept = [() for _ in range(len(shape) - x.ndim)] + _places(x)
             for dim, (now, then) in enumerate(zip(places, kept, strict=True)):
                 grows = dim < len(shape) - x.ndim or x.shape[dim - len(shape)] == 1
@@ -156,7 +159,18 @@ def expand(x: Tensor, shape: Sequence[int], partition: Partition) -> Tensor:
                 for axis in set(now) - set(then):
                     x = spmd.reinterpret(x, axis, src=R, dst=V, expert_mode=True)
         y = x.expand(list(shape))
-    return _declare(y, _axes(partition)) if spmd.is_type_checking() else y
+    return _declare(y, places)
+
+
+def broadcast_matmul(a: Tensor, b: Tensor, partition: Partition) -> Tensor:
+    """``a @ b`` whose batch dims broadcast where ``partition``, the result's, shards them: an operand that lacks such a dim is R there.
+
+    The dims are written out first, which ``torch.matmul`` does too.
+    """
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    places = _axes(partition)[:-2] if spmd.is_type_checking() else []
+    a, b = (_expand(x, [*batch, *x.shape[-2:]], [*places, *_places(x)[-2:]]) for x in (a, b))
+    return torch.matmul(a, b)
 
 
 class _Dense(torch.autograd.Function):

@@ -121,7 +121,12 @@ def products() -> list[Sample]:
         ),
         *(
             sample(aten.matmul.default, a, c)
-            for a, c in ((r(6, 4, 12), r(12, 6)), (r(6, 1, 4, 12), r(6, 12, 5)), (r(6, 4), r(5, 4, 6)))
+            for a, c in (
+                (r(6, 4, 12), r(12, 6)),
+                (r(6, 1, 4, 12), r(6, 12, 5)),
+                (r(6, 4), r(5, 4, 6)),
+                (r(6, 4, 12), r(1, 12, 6)),
+            )
         ),
         sample(aten.mm.default, r(6, 12), r(12, 6)),
         sample(aten.bmm.default, r(6, 4, 12), r(6, 12, 6)),

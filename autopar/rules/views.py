@@ -255,7 +255,7 @@ def logsumexp(node: fx.Node) -> str:
 
 
 def matmul(node: fx.Node) -> str:
-    """matmul, by the ranks of its operands. Batch dims are letters unless they broadcast against each other."""
+    """matmul, by the ranks of its operands. Batch dims are letters, and one of them may be 1 or absent."""
     left, right = (shape_of(operand) for operand in operands(node))
     text = {
         (True, True): "k, k -> ",
@@ -263,9 +263,6 @@ def matmul(node: fx.Node) -> str:
         (False, True): "* m k, k -> * m",
         (False, False): "* m k, * k n -> * m n",
     }[len(left) == 1, len(right) == 1]
-    if len(left) > 2 and len(right) > 2 and left[:-2] != right[:-2]:
-        batch = [["1"] * (len(shape) - 2) for shape in (left, right, shape_of(node))]
-        text = line([[*batch[0], "m", "k"], [*batch[1], "k", "n"]], [*batch[2], "m", "n"])
     return text + " ; linear 0 1"
 
 
