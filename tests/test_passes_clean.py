@@ -276,9 +276,19 @@ class TestShapes:
         gm = apply(b, b.module(b.call(aten.index.Tensor, x, [rows, keys])), clean.indexing_pass, clean.dead_code_pass)
         assert ops(gm) == ["unsqueeze", "unsqueeze"]
 
+    @pytest.mark.parametrize("rest", [(), (3,), (3, 4)])
+    def test_a_row_of_each_example_is_a_gather(self, rest: tuple[int, ...]) -> None:
+        b = Build()
+        x, i = b.input("x", 2, 5, *rest), b.input("i", 2, dtype=torch.int64)
+        j = b.call(aten.arange.default, 2)
+        gm = apply(b, b.module(b.call(aten.index.Tensor, x, [j, i])), clean.indexing_pass, clean.dead_code_pass)
+        assert ops(gm) == ["remainder.Scalar", "to.dtype", "view", "expand", "gather", "select.int"]
+        values, rows = torch.randn(2, 5, *rest), torch.tensor([4, -2])
+        assert torch.equal(gm(values, rows)[0], values[[0, 1], rows])
+
     def test_gathering_index_stays(self) -> None:
         b = Build()
-        x, i = b.input("x", 2, 5), b.input("i", 2, dtype=torch.int64)
+        x, i = b.input("x", 3, 5), b.input("i", 2, dtype=torch.int64)
         j = b.call(aten.arange.default, 2)
         gm = apply(b, b.module(b.call(aten.index.Tensor, x, [j, i])), clean.indexing_pass)
         assert ops(gm) == ["arange", "index.Tensor"]

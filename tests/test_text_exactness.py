@@ -37,6 +37,7 @@ PAIRS: dict[str, tuple[str, ...]] = {
     "contrastive": ("data 2", "data 4, zero 3", "tensor 2"),
     "deeply supervised": ("pipeline 2", "tensor+sequence 2"),
     "token weights": WHOLE_BATCH,
+    "relative": ("data 2, zero 2", "tensor 2", "data 2 x tensor 2, zero 3"),
     "unrolled": ("data 2, zero 1", "tensor 2", "pipeline 2"),
 }
 CASES = [(model, kind) for model, kinds in PAIRS.items() for kind in kinds]

@@ -290,6 +290,46 @@ def unrolled() -> tuple[nn.Module, Any, Any]:
     return Unrolled(), (ids(), ids(3)), None
 
 
+class Relative(nn.Module):
+    """Scores against positions that all rows share, one key head for all queries under a bias, a matrix before a batch, and the last
+    token of each row that is not padding."""
+
+    def __init__(self, width: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.embed, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(2 * SEQUENCE, width)
+        self.query, self.key, self.place = (nn.Linear(width, width) for _ in range(3))
+        self.one_key, self.one_value = nn.Linear(width, width // heads), nn.Linear(width, width // heads)
+        self.mix = nn.Parameter(torch.randn(SEQUENCE, SEQUENCE, generator=random(7)) * 0.1)
+        self.out, self.classify = nn.Linear(width, width), nn.Linear(width, 5)
+
+    def forward(self, tokens: Tensor, padded: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        b, t, width = x.shape
+
+        def split(y: Tensor) -> Tensor:
+            return y.view(y.shape[0], y.shape[1], -1, width // self.heads).transpose(1, 2)
+
+        query, key = split(self.query(x)), split(self.key(x))
+        distances = torch.arange(t)[:, None] - torch.arange(t) + t
+        place = split(self.place(self.positions.weight)[None])
+        scores = query @ key.mT + (query @ place.mT).gather(-1, distances.expand(b, self.heads, t, t))
+        mixed = scores.softmax(-1) @ split(x)
+        bias = -0.1 * (distances - t).abs() * torch.arange(1, self.heads + 1)[:, None, None]
+        one = F.scaled_dot_product_attention(
+            query, split(self.one_key(x)), split(self.one_value(x)), attn_mask=bias[None].to(x.dtype)
+        )
+        x = x + self.out((mixed + one).transpose(1, 2).reshape(b, t, width))
+        x = x + torch.tanh(self.mix @ x)
+        last = torch.where(padded, -1, torch.arange(t)).argmax(-1)
+        scores = self.classify(x[torch.arange(b), last]).log_softmax(-1)
+        return -scores[torch.arange(b), labels].mean()
+
+
+def relative() -> tuple[nn.Module, Any, Any]:
+    return Relative(), (ids(), padding(), CLASSES), None
+
+
 WRITTEN: dict[str, Factory] = {
     "masked by hand": masked_by_hand,
     "several losses": several_losses,
@@ -302,4 +342,5 @@ WRITTEN: dict[str, Factory] = {
     "deeply supervised": deeply_supervised,
     "token weights": token_weights,
     "unrolled": unrolled,
+    "relative": relative,
 }

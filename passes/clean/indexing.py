@@ -1,20 +1,28 @@
-"""Indexing that is only a broadcast: transformers pads masks by ``mask[batch_index, key_index]`` with ``arange`` indices."""
+"""Indexing that is less than that: a broadcast (transformers pads masks by ``mask[batch_index, key_index]`` with ``arange`` indices), or
+one row of each example (``hidden[arange(batch), last]``)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import fx
 
-from passes.clean.nodes import add, arguments, aten, calls, packet, replace, shape
+from passes.clean.nodes import add, arguments, aten, calls, dtype, packet, replace, shape
 
 _DROPPED = -1
 
 
 def indexing_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """``index(x, [i0, i1, ...])`` where each ``i`` is ``arange`` over its dim, laid out along one output dim of its own, in
-    the same order, is ``x`` with dims of size 1 between: ``unsqueeze``."""
+    the same order, is ``x`` with dims of size 1 between: ``unsqueeze``. ``index(x, [arange, i])`` along one dim is a ``gather``, which
+    keeps the examples apart."""
     for node in calls(gm, aten.index.Tensor):
         source, indices = arguments(node)
         assert isinstance(source, fx.Node) and isinstance(indices, list | tuple)
+        if (row := _row_of_each(node, source, indices)) is not None:
+            replace(node, row)
+            continue
         if len(indices) != len(shape(source)):
             continue
         rank = len(shape(node))
@@ -31,6 +39,21 @@ def indexing_pass(gm: fx.GraphModule) -> fx.GraphModule:
         if shape(new) == shape(node):
             replace(node, new)
     return gm
+
+
+def _row_of_each(node: fx.Node, source: fx.Node, indices: Sequence[object]) -> fx.Node | None:
+    """``x[arange(b), i]``, with ``i`` of shape ``[b]``, as a gather along dim 1; ``None`` for another index."""
+    sizes = shape(source)
+    if len(indices) != 2 or _arange_place(indices[0], sizes[0], 1) != 0:
+        return None
+    row = indices[1]
+    if not isinstance(row, fx.Node) or shape(row) != sizes[:1] or dtype(row) not in (torch.int64, torch.int32):
+        return None
+    counted = add(node, aten.remainder.Scalar, (row, sizes[1]))  # from the end, where it is negative
+    wide = add(node, aten.to.dtype, (counted, torch.int64))
+    each = add(node, aten.view.default, (wide, [sizes[0]] + [1] * (len(sizes) - 1)))
+    whole = add(node, aten.expand.default, (each, [sizes[0], 1, *sizes[2:]]))
+    return add(node, aten.select.int, (add(node, aten.gather.default, (source, 1, whole)), 1, 0))
 
 
 def _arange_place(index: object, extent: int, rank: int) -> int | None:
