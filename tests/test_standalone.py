@@ -1,20 +1,27 @@
-"""What is emitted runs with torch and spmd-types alone: two processes under torchrun, and an importer that refuses the rest."""
+"""What is emitted runs with torch and spmd-types alone (and a user's own ops): two processes under torchrun, and an importer that
+refuses the rest."""
 
 from __future__ import annotations
 
 import ast
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Set
 from pathlib import Path
 
+import custom_ops
 import pytest
 import torch
 from exactness import subject
 
+from autopar import register_rule
 from autopar.emit import emit
+from autopar.rules.table import TABLE
 from autopar.search.hand import hand_plan
+from autopar.verify import make_subject
 
 # networkx is a dependency of ours too, but torch has it as its own: its pipelining imports its compiler.
 REFUSED = ("autopar", "passes", "transformers", "ortools", "safetensors", "rich", "click", "typer", "pytest")
@@ -31,7 +38,7 @@ sys.meta_path.insert(0, Refuse())
 
 
 def launch(folder: Path, tmp_path: Path, *arguments: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
-    """``train.py`` under torchrun, in processes that cannot import ``REFUSED``."""
+    """``train.py`` under torchrun, in processes that cannot import ``REFUSED`` and find what lies in ``tmp_path / "blocker"``."""
     blocker = tmp_path / "blocker"
     blocker.mkdir(exist_ok=True)
     (blocker / "sitecustomize.py").write_text(REFUSE.format(refused=REFUSED))
@@ -69,16 +76,46 @@ def test_the_blocker_blocks(tmp_path: Path) -> None:
         )
 
 
-def test_the_folder_imports_torch_and_spmd_types_alone(llama: Path) -> None:
-    own = {path.stem for path in llama.glob("*.py")}
+def check_imports(folder: Path, allowed: Set[str]) -> None:
+    """Assert that the folder's files import each other, the standard library and ``allowed``."""
+    own = {path.stem for path in folder.glob("*.py")}
     assert {"model", "kernels", "runtime", "train"} <= own
-    for path in llama.glob("*.py"):
+    for path in folder.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for name in names:
                 top = name.partition(".")[0]
-                assert top in own | {"torch", "spmd_types"} | sys.stdlib_module_names, f"{path.name}: {name}"
+                assert top in own | allowed | sys.stdlib_module_names, f"{path.name}: {name}"
+
+
+def test_the_folder_imports_torch_and_spmd_types_alone(llama: Path) -> None:
+    check_imports(llama, {"torch", "spmd_types"})
+
+
+def test_a_users_op_is_the_only_other_import(tmp_path: Path) -> None:
+    """Sharded, by its registered rule: the file that defines it is all that the processes have beside the folder."""
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    batch = tuple(torch.randn(8, 4, 16, generator=generator, dtype=torch.float64) for _ in range(2))
+    given = make_subject(custom_ops.Gated(), batch, name="gated")
+    folder, data, state, home = (tmp_path / name for name in ("program", "batch.pt", "state.pt", "blocker"))
+    register_rule("custom_ops::gated", "* d, d -> * d")
+    try:
+        emit(given.graph, hand_plan(given.graph, tensor=2), folder)
+    finally:
+        del TABLE["custom_ops.gated"]
+    assert "custom.call(torch.ops.custom_ops.gated.default, (" in (folder / "model.py").read_text()
+    assert json.loads((folder / "plan.json").read_text())["imports"] == ["custom_ops"]
+    check_imports(folder, {"torch", "spmd_types", "custom_ops"})
+    torch.save(given.batch, data)
+    torch.save(given.state, state)
+    home.mkdir()
+    shutil.copy(custom_ops.__file__, home)
+    done = launch(folder, tmp_path, "--steps", "1", "--device", "cpu", "--data", str(data), "--init", str(state))
+    assert done.returncode == 0, done.stderr
+    (line,) = (json.loads(text) for text in done.stdout.splitlines() if text.startswith("{"))
+    assert line["loss"] == pytest.approx(given.loss, rel=1e-9)
 
 
 def test_it_trains_alone_and_as_one_device_would(llama: Path, tmp_path: Path) -> None:
