@@ -47,7 +47,7 @@ def emit(graph: Graph, plan: Plan, folder: str | Path, *, watch: bool = False) -
     With ``watch`` the layers keep every value that they compute (``layer_class``).
 
     Raises:
-        UsageError: what the model does not admit.
+        UsageError: the model does not admit the plan.
     """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)

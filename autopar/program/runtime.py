@@ -204,7 +204,7 @@ class _Microbatch(nn.Module):
         return out if isinstance(out, Tensor) else tuple(tensor.contiguous() for tensor in out)
 
 
-class _Ring(dict[int, Any]):
+class _Received(dict[int, Any]):
     """What torch's stage receives a microbatch into, of ``depth`` microbatches only: the others take the place of one that is done.
 
     torch makes a buffer for every microbatch of the step and keeps them all.
@@ -239,8 +239,8 @@ class _Pipeline:
         if self.program.plan["schedule"] == "1f1b":
             # A backward comes before the receipt of as many forwards later as are in flight. A gradient may be sent on as it was
             # received, which has ended when the next but one is received.
-            stage.args_recv_info = _Ring(self.world.pipeline - self.world.stages[0])
-            stage.grad_recv_info = _Ring(2)
+            stage.args_recv_info = _Received(self.world.pipeline - self.world.stages[0])
+            stage.grad_recv_info = _Received(2)
         return schedule(stage, self.microbatches, **options)
 
     def _stage(self, index: int) -> PipelineStage:

@@ -225,9 +225,8 @@ class World:
     stage_mesh: DeviceMesh  # one stage's axes
     coordinates: Mapping[str, tuple[int, int]]  # axis: index, size
     groups: Mapping[tuple[str, ...], dist.ProcessGroup]  # over several axes flattened, outermost first
-    shared: Mapping[
-        str, dist.ProcessGroup
-    ]  # the devices of the line that hold a copy of a tied parameter, if several do
+    # by tied parameter: the devices of the line that hold a copy of it, where several do
+    shared: Mapping[str, dist.ProcessGroup]
 
     @contextmanager
     def in_mesh(self) -> Iterator[None]:
