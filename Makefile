@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format matrix volumes dtensor-check measured-memory measured-time mutations simpler growth published infeasible clean
+.PHONY: help install demo test check format matrix volumes dtensor-check measured-memory measured-time bench mutations simpler growth published infeasible clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -49,6 +49,12 @@ measured-memory: $(STAMP) ## predicted against measured memory of emitted progra
 measured-time: $(STAMP) ## profile this machine, then predicted against measured step times (a quiet machine, half an hour)
 	OMP_NUM_THREADS=1 $(BIN)/python -m autopar profile
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/measured_time.py
+
+bench: $(STAMP) ## profile this machine, then automatic against hand-tuned programs: docs/bench.md (a quiet machine, half an hour)
+	OMP_NUM_THREADS=1 $(BIN)/python -m autopar profile
+	OMP_NUM_THREADS=1 $(BIN)/python -m autopar bench --processes 2 --output docs/bench-2.jsonl
+	OMP_NUM_THREADS=1 $(BIN)/python -m autopar bench --processes 4 --output docs/bench-4.jsonl
+	$(BIN)/python tests/bench_page.py
 
 mutations: $(STAMP) ## put faults in on purpose, one at a time, and see what catches them (a few minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutations.py

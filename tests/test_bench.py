@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bench_page
 import pytest
 import torch
 from workers import WorkerPool
@@ -72,3 +73,8 @@ def test_reports_say_what_was_measured():
     assert line["automatic_s"] == pytest.approx(1.1) and line["best_hand_tuned_s"] == pytest.approx(2.2)
     assert line["candidates"] == 1
     assert "| toy | 2 | 1100 ms | 2200 ms: ddp 2, of 1 | 0.50 (0.40 to 0.60) |" in markdown([line])
+
+
+def test_the_pages_are_what_was_measured():
+    assert bench_page.PAGE.read_text() == bench_page.page()
+    assert bench_page.README.read_text() == bench_page.readme(bench_page.README.read_text())

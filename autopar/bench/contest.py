@@ -77,7 +77,7 @@ class Result:
             "name": self.name,
             "processes": self.processes,
             "automatic_s": self.automatic.step_s,
-            "best_hand_tuned_s": min(c.step_s for c in self.hand_tuned),
+            "best_hand_tuned_s": next(c.step_s for c in self.hand_tuned if c.name == self.best),
             "best_hand_tuned": self.best,
             "ratio": self.ratio,
             "ratio_interval": list(self.ratio_interval),
@@ -101,9 +101,10 @@ def contest(
 ) -> Result:
     """Measure ``model`` (a name of ``MODELS``) on ``processes`` local processes.
 
-    Plans are priced by ``calibration`` (see ``autopar.devices.parse``). After the first round hand-tuned contenders that are twice
-    slower than the best one are left out of the later rounds. ``progress`` is called with what is being done, and how many of how
-    many visits are done.
+    Plans are priced by ``calibration`` (see ``autopar.devices.parse``). After every round hand-tuned contenders that are twice
+    slower than the best one, as medians so far, are left out of the later ones; one that stands to the end has a time of every
+    round, paired with the automatic program's. ``progress`` is called with what is being done, and how many of how many visits
+    are done.
 
     Raises:
         ProgramError: the automatic program's losses are not those of the hand-tuned ones.
@@ -121,13 +122,14 @@ def contest(
             arena.open_hand_tuned(name, recipe)
         order = random.Random(seed)
         for number in range(rounds):
-            names = arena.standing() if number == 0 else arena.standing(within=2.0)
+            names = list(arena.standing)
             order.shuffle(names)
             for name in names:
                 tell(name, visits, total)
                 arena.visit(name)
                 visits += 1
-            total = visits + (rounds - 1 - number) * len(arena.standing(within=2.0))
+            arena.leave_out(slower_than=2.0)
+            total = visits + (rounds - 1 - number) * len(arena.standing)
         arena.check_losses()
         settings = {"rounds": rounds, "steps": steps, "seed": seed, "torch": torch.__version__}
         return _result(subject, processes, plan, arena, choices, settings)
@@ -141,6 +143,7 @@ class _Arena:
         self.rounds: dict[str, list[float]] = {}
         self.losses: dict[str, float] = {}
         self.errors: dict[str, str] = {}
+        self.standing: list[str] = []
         self._openers: dict[str, tuple[Any, ...]] = {}
         self._processes = self._start()
 
@@ -161,27 +164,23 @@ class _Arena:
         torch.save(module.state_dict(), state)
         names = [value.name for value in graph.inputs]
         self._open(AUTOMATIC, "open_automatic", str(self.folder / "program"), names, LEARNING_RATE, str(state))
-        if AUTOMATIC in self.errors:
-            raise LaunchError(f"the automatic program of {self.subject.name} fails: {self.errors[AUTOMATIC]}")
+        self._needs_automatic()
         return plan
 
     def open_hand_tuned(self, name: str, recipe: dict[str, Any]) -> None:
         self._open(name, "open_hand_tuned", self.subject.name, recipe, LEARNING_RATE)
 
-    def standing(self, within: float = float("inf")) -> list[str]:
-        """Those that run, and are not slower than ``within`` times the best; the automatic program always."""
-        medians = {name: statistics.median(times) for name, times in self.rounds.items() if times}
-        best = min(medians.values(), default=0.0)
-        return [
-            name
-            for name in self.rounds
-            if name not in self.errors and (name == AUTOMATIC or medians.get(name, 0.0) <= within * best)
-        ]
+    def leave_out(self, slower_than: float) -> None:
+        """Those that fail, and hand-tuned ones slower than so many times the best: for good, so that who stands ran every round."""
+        medians = {name: statistics.median(self.rounds[name]) for name in self.standing if name not in self.errors}
+        limit_s = slower_than * min(medians.values(), default=0.0)
+        self.standing = [name for name, median_s in medians.items() if name == AUTOMATIC or median_s <= limit_s]
 
     def visit(self, name: str) -> None:
         """One untimed step, then ``steps`` timed ones."""
         answers = self._call(name, "steps", self.subject.name, 0, self.steps + 1)
         if answers is None:
+            self._needs_automatic()
             return
         self.rounds[name].append(statistics.median(answers[0]["seconds"][1:]))
         # replicas know their share's mean loss, and of a pipeline the last stage alone knows it
@@ -198,6 +197,10 @@ class _Arena:
                     "they would not be compared on the same work",
                 )
 
+    def _needs_automatic(self) -> None:
+        if AUTOMATIC in self.errors:
+            raise LaunchError(f"the automatic program of {self.subject.name} fails: {self.errors[AUTOMATIC]}")
+
     def _start(self) -> Processes:
         processes = Processes(self.count)
         processes.call("autopar.bench.remote:join")
@@ -207,6 +210,8 @@ class _Arena:
         self._openers[name] = (opener, *args)
         self.rounds[name] = []
         self._call(name, opener, *args)
+        if name not in self.errors:
+            self.standing.append(name)
 
     def _call(self, name: str, function: str, *args: Any) -> list[Any] | None:
         try:
@@ -231,7 +236,7 @@ def _result(
     contenders = [Contender(AUTOMATIC, None, plan.prediction.step_time_s, tuple(arena.rounds[AUTOMATIC]))]
     for name, recipe in choices.items():
         contenders.append(Contender(name, recipe, None, tuple(arena.rounds[name]), arena.errors.get(name, "")))
-    running = [c for c in contenders[1:] if c.rounds_s]
+    running = [c for c in contenders[1:] if c.name in arena.standing]
     if not running:
         raise LaunchError(f"no hand-tuned program of {subject.name} runs: {next(iter(arena.errors.values()), '')}")
     best = min(running, key=lambda c: c.step_s)
@@ -253,9 +258,8 @@ def _result(
 
 
 def paired_ratio(ours: tuple[float, ...], theirs: tuple[float, ...], seed: int) -> tuple[float, tuple[float, float]]:
-    """The median over rounds of ours/theirs, and its 95 % interval (percentile bootstrap; Efron and Tibshirani 1993, ch. 13)."""
-    count = min(len(ours), len(theirs))
-    ratios = np.array(ours[:count]) / np.array(theirs[:count])
-    draws = np.random.default_rng(seed).choice(ratios, size=(2000, count))
+    """The median of ours/theirs, round by round, and its 95 % interval (percentile bootstrap; Efron and Tibshirani 1993, ch. 13)."""
+    ratios = np.array(ours) / np.array(theirs)
+    draws = np.random.default_rng(seed).choice(ratios, size=(2000, len(ratios)))
     low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
     return float(np.median(ratios)), (float(low), float(high))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -52,16 +53,18 @@ def markdown(lines: Iterable[dict[str, Any]]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def plot(results: list[Result], path: Path) -> None:
-    """Bars of the measured step times, the automatic program's in another colour, one panel a contest."""
-    figure, panels = pyplot().subplots(len(results), 1, figsize=(8, 3.2 * len(results)), squeeze=False)
-    for panel, result in zip(panels[:, 0], results, strict=True):
-        running = sorted((c for c in result.contenders if c.rounds_s), key=lambda c: c.step_s)[:12]
-        colours = ["tab:orange" if c.name == AUTOMATIC else "tab:blue" for c in running]
-        panel.barh([c.name for c in running], [c.step_s * 1e3 for c in running], color=colours)
+def plot(lines: list[dict[str, Any]], path: Path) -> None:
+    """Bars of the measured step times from the objects of ``Result.to_json``, the automatic program's in another colour, one panel
+    a contest."""
+    figure, panels = pyplot().subplots(len(lines), 1, figsize=(8, 3.2 * len(lines)), squeeze=False)
+    for panel, line in zip(panels[:, 0], lines, strict=True):
+        running = [(statistics.median(c["rounds_s"]) * 1e3, c["name"]) for c in line["contenders"] if c["rounds_s"]]
+        running = sorted(running)[:12]
+        colours = ["tab:orange" if name == AUTOMATIC else "tab:blue" for _, name in running]
+        panel.barh([name for _, name in running], [step_ms for step_ms, _ in running], color=colours)
         panel.invert_yaxis()
         panel.set_xlabel("measured step time (ms)")
-        panel.set_title(f"{result.name}, {result.processes} processes", loc="left")
+        panel.set_title(f"{line['name']}, {line['processes']} processes", loc="left")
     save(figure, path)
 
 

@@ -39,7 +39,7 @@ def bench_command(
     if output:
         write_lines(results, Path(output))
     if plot_file:
-        plot(results, Path(plot_file))
+        plot([result.to_json() for result in results], Path(plot_file))
     if as_json:
         print(json.dumps({"models": [result.to_json() for result in results]}, indent=1))
         return
