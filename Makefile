@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format matrix volumes dtensor-check measured-memory measured-time bench mutations simpler growth published infeasible clean
+.PHONY: help install demo test check format matrix volumes dtensor-check measured-memory measured-time bench mutations simpler growth endtoend published infeasible clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -64,6 +64,9 @@ simpler: $(STAMP) ## autopar's plans against those of simpler searches, at the s
 
 growth: $(STAMP) ## planning time against layers and devices: docs/growth.md
 	OMP_NUM_THREADS=1 $(BIN)/python tests/growth.py
+
+endtoend: $(STAMP) ## six requests from the command line to the plan, the largest on 16,384 GPUs (a quiet machine): docs/endtoend.md
+	OMP_NUM_THREADS=1 $(BIN)/python tests/endtoend.py
 
 published: $(STAMP) ## the automatic layout on every cell of the published sweep, and what it would have lost: docs/published.md
 	OMP_NUM_THREADS=1 $(BIN)/python tests/published.py

@@ -1,25 +1,23 @@
 """Planning time against layers and devices: ``make growth`` measures and writes ``docs/growth.{jsonl,svg,md}``.
 
 Each point is a process of its own, ``autopar plan`` on a configuration in the shape of Llama-3-8B with another number of layers, from
-the first import to the plan; seconds are those of the wall and of the processor (user), memory is the process's peak. Run it on a
-machine that does nothing else.
+the first import to the plan. What is drawn is the processor's time: that of the wall is kept beside it, and is what else ran on the
+machine as well.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import resource
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+from typing import Any
+
+from planning import ROOT, machine_words, measure
 
 from autopar.picture import pyplot, save
 
-ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 LAYERS = (32, 64, 128, 256)
 DEVICES = (8, 64, 512, 4096, 16_384, 65_536)
@@ -53,44 +51,22 @@ def points() -> list[tuple[int, int]]:
     return list(dict.fromkeys(found))
 
 
-def measure(layers: int, devices: int, limit_s: float) -> dict[str, object]:
+def point(layers: int, devices: int, limit_s: float) -> dict[str, Any]:
     """One point."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
-        spec = f"{devices // 8}x8xH100-80GB"
-        command = [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-m",
-            "autopar",
-            "plan",
-            str(path),
-            "--devices",
-            spec,
-            "--seq",
-            "8192",
-        ]
-        command += ["--global-batch", str(ROWS), "--json"]
-        before, start = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime, time.perf_counter()
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=limit_s)
-        wall = time.perf_counter() - start
-    line: dict[str, object] = {"layers": layers, "devices": devices, "wall_s": round(wall, 3)}
-    line["user_s"] = round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before, 3)
-    if done.returncode:
-        return line | {"error": done.stdout.strip() or done.stderr.strip()}
-    plan = json.loads(done.stdout)
-    return line | {key: plan[key] for key in ("gap", "step_time_s", "peak_memory_bytes")}
+        request = [str(path), "--devices", f"{devices // 8}x8xH100-80GB", "--seq", "8192", "--global-batch", str(ROWS)]
+        return {"layers": layers, "devices": devices} | measure(request, limit_s)
 
 
-def page(lines: list[dict]) -> str:
+def page(lines: list[dict[str, Any]]) -> str:
     """The page that is made of the results."""
     parts = [
         "# How planning time grows\n",
         "`autopar plan` on models in the shape of Llama-3-8B with more layers, on nodes of 8 H100; a process each, imports and capture",
-        f"included; global batch {ROWS:,} sequences of 8,192 tokens.\n",
+        f"included; global batch {ROWS:,} sequences of 8,192 tokens. Seconds are the processor's (user); a plan uses one core.",
+        f"{machine_words(lines)}\n",
         "![planning time](growth.svg)\n",
     ]
     for title, wanted in (
@@ -99,14 +75,14 @@ def page(lines: list[dict]) -> str:
     ):
         parts += [
             f"## {title}\n",
-            "| layers | GPUs | wall | processor | gap | peak memory |",
-            "|---|---|---|---|---|---|",
+            "| layers | GPUs | processor | gap | peak memory |",
+            "|---|---|---|---|---|",
         ]
         for x in sorted(wanted, key=lambda x: (x["layers"], x["devices"])):
             rest = (
                 f"{x['gap']:.2%} | {x['peak_memory_bytes'] / 1e6:,.0f} MB" if "gap" in x else f"{x['error'][:80]} | -"
             )
-            parts.append(f"| {x['layers']} | {x['devices']:,} | {x['wall_s']:.1f} s | {x['user_s']:.1f} s | {rest} |")
+            parts.append(f"| {x['layers']} | {x['devices']:,} | {x['user_s']:.1f} s | {rest} |")
         parts.append("")
     same = [x for x in lines if (x["layers"], x["devices"]) == (FIXED_LAYERS, PEER_DEVICES) and "gap" in x]
     parts += [
@@ -115,7 +91,7 @@ def page(lines: list[dict]) -> str:
         "| who | what | time | source |",
         "|---|---|---|---|",
         *(
-            f"| autopar | Llama-3-8B on {PEER_DEVICES} GPUs: everything, from the first import to the plan | {x['wall_s']:.1f} s | above |"
+            f"| autopar | Llama-3-8B on {PEER_DEVICES} GPUs: everything, from the first import to the plan | {x['user_s']:.1f} s | above |"
             for x in same
         ),
         *(f"| {who} | {what} | {took} | <{source}> |" for who, what, took, source in PEERS),
@@ -124,21 +100,19 @@ def page(lines: list[dict]) -> str:
     return "\n".join([*parts, "Made by `make growth`. Do not edit."]) + "\n"
 
 
-def draw(lines: list[dict], path: Path) -> None:
-    """Wall and processor seconds, one panel against layers and one against devices."""
+def draw(lines: list[dict[str, Any]], path: Path) -> None:
+    """Processor seconds, one panel against layers and one against devices."""
     figure, panels = pyplot().subplots(1, 2, figsize=(8, 3), sharey=True)
     for panel, name, other, fixed in zip(
         panels, ("layers", "devices"), ("devices", "layers"), (FIXED_DEVICES, FIXED_LAYERS), strict=True
     ):
         some = sorted((x for x in lines if x[other] == fixed), key=lambda x: x[name])
-        for key, label in (("wall_s", "wall"), ("user_s", "processor")):
-            panel.plot([x[name] for x in some], [x[key] for x in some], marker="o", markersize=3, label=label)
+        panel.plot([x[name] for x in some], [x["user_s"] for x in some], marker="o", markersize=3)
         panel.set_xscale("log", base=2)
         panel.set_xlabel(f"{name} ({fixed:,} {other})")
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
-    panels[0].set_ylabel("seconds")
-    panels[0].legend()
+    panels[0].set_ylabel("seconds of processor time")
     save(figure, path, metadata={"Date": None})
 
 
@@ -150,7 +124,7 @@ def main() -> None:
     path = DOCS / "growth.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if asked.page else []
     for layers, devices in [] if asked.page else points():
-        line = measure(layers, devices, asked.limit)
+        line = point(layers, devices, asked.limit)
         print(json.dumps(line), file=sys.stderr, flush=True)
         lines.append(line)
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))

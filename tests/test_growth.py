@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from endtoend import CASES, Kinds
+from endtoend import page as endtoend_page
 from growth import DEVICES, LAYERS, PEER_DEVICES, PEERS, draw, page, points
 
 
@@ -14,6 +17,7 @@ def line(layers: int, devices: int) -> dict:
         "devices": devices,
         "wall_s": 3.25,
         "user_s": 2.5,
+        "load": 1.2,
         "gap": 0.004,
         "peak_memory_bytes": 5 * 10**8,
     }
@@ -30,13 +34,35 @@ def test_the_page_has_every_point_and_source() -> None:
     lines = [line(*point) for point in points()]
     lines[-1] = {"layers": 32, "devices": 65_536, "wall_s": 9.0, "user_s": 8.0, "error": "no time"}
     text = page(lines)
-    assert text.count("| 3.2 s | 2.5 s | 0.40% | 500 MB |") == len(lines)  # one point is in both tables, one failed
-    assert "| 32 | 65,536 | 9.0 s | 8.0 s | no time | - |" in text
+    assert text.count("| 2.5 s | 0.40% | 500 MB |") == len(lines)  # one point is in both tables, one failed
+    assert "| 32 | 65,536 | 8.0 s | no time | - |" in text
     assert all(source in text for *_, source in PEERS)
-    assert f"Llama-3-8B on {PEER_DEVICES} GPUs" in text
+    assert f"Llama-3-8B on {PEER_DEVICES} GPUs" in text and "at a load average of 1.2 to 1.2" in text
 
 
 def test_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     draw([line(*point) for point in points()], tmp_path / "growth.svg")
     assert "<svg" in (tmp_path / "growth.svg").read_text()
+
+
+def test_the_page_of_cases_says_what_is_missed() -> None:
+    lines = [{"case": name} | line(0, 0) for name, _, _ in CASES]
+    assert "met by all" in endtoend_page(lines) and all(name in endtoend_page(lines) for name, _, _ in CASES)
+    lines[1]["gap"], lines[2]["wall_s"] = 0.02, 12.5
+    lines[3] = {
+        "case": lines[3]["case"],
+        "wall_s": 600.0,
+        "user_s": 500.0,
+        "load": 1.0,
+        "error": "no plan within 600 s",
+    }
+    text = endtoend_page(lines)
+    assert "missed by Llama-3-70B, GPT-1T, Llama-3-405B." in text and "| - | no plan within 600 s |" in text
+
+
+def test_kinds_take_turns() -> None:
+    model = Kinds(16, 8, 16, 2, 11)
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    assert {block.up.out_features for block in model.blocks} == {16 * n for n in range(2, 10)}
+    assert model(tokens, tokens).isfinite()
