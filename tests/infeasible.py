@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cli.load import Loaded, Sizes, load_model
-from autopar.compile import plan_model
+from autopar.compile import capture_model, find_plan
 from autopar.devices import parse
 from autopar.errors import InfeasibleError
-from autopar.explain import Change
+from autopar.explain import Change, Study, sequence_length, suggest
 from autopar.graph import Graph
 from autopar.plan import Plan
 from autopar.search import SearchOptions
@@ -72,33 +72,37 @@ REQUESTS: tuple[dict[str, Any], ...] = (
     {"model": "vit-large", "devices": "1xA10G", "global_batch": 256, "microbatches": 1, "recompute": False},
 )
 SIZES = ("seq", "global_batch", "precision")
+LIMIT_S = (
+    900.0  # for all suggestions of a request: the command line gives them 60, here none is left out on a busy machine
+)
 
 
 def loaded(request: dict[str, Any]) -> Loaded:
     return load_model(request["model"], Sizes(*(request.get(name) for name in SIZES)))
 
 
-def planned(request: dict[str, Any]) -> Plan:
-    """The plan of a request; raises ``InfeasibleError`` with its changes."""
+def captured(request: dict[str, Any]) -> Graph:
+    """The graph of a request's model and batch."""
     model = loaded(request)
+    return capture_model(model.module, model.batch, model.loss_fn, name=model.name)
+
+
+def planned(request: dict[str, Any], suggestions: bool = False) -> Plan:
+    """The plan of a request; raises ``InfeasibleError``, with what would help if ``suggestions`` are asked for."""
+    graph, cluster = captured(request), parse(request["devices"])
     pins = {key: value for key, value in request.items() if key not in ("model", "devices", *SIZES)}
+    options = SearchOptions(time_limit_s=300, target_gap=0.1, **pins)
 
     def recapture(**sizes: Any) -> Graph:
-        from autopar.compile import capture_model
+        return captured(request | {key: value for key, value in sizes.items() if value is not None})
 
-        other = loaded(request | {key: value for key, value in sizes.items() if value is not None})
-        return capture_model(other.module, other.batch, other.loss_fn, name=other.name)
-
-    _, plan = plan_model(
-        model.module,
-        model.batch,
-        model.loss_fn,
-        parse(request["devices"]),
-        SearchOptions(time_limit_s=60, target_gap=0.1, **pins),
-        name=model.name,
-        recapture=recapture,
-    )
-    return plan
+    try:
+        return find_plan(graph, cluster, options)
+    except InfeasibleError as error:
+        if not suggestions:
+            raise
+        study = Study(graph, cluster, options, recapture=recapture, seq=sequence_length(graph))
+        raise suggest(study, error, limit_s=LIMIT_S) from None
 
 
 def applied(request: dict[str, Any], change: Change) -> dict[str, Any]:
@@ -109,7 +113,7 @@ def applied(request: dict[str, Any], change: Change) -> dict[str, Any]:
 def line(request: dict[str, Any]) -> dict[str, Any]:
     """A request, why it is infeasible, and every suggestion with what came of it."""
     try:
-        plan = planned(request)
+        plan = planned(request, suggestions=True)
     except InfeasibleError as error:
         changes = []
         for change in error.changes:

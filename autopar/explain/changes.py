@@ -22,8 +22,7 @@ from autopar.plan import Plan
 MOST_DEVICES = 65_536
 MOST_PROCESSES = 64  # of this machine
 ENOUGH_S = 60.0  # for one search; it stops with the first plan that fits, long before
-LIMIT_S = 60.0
-"""All of it together; kinds that there was no time for are left out."""
+LIMIT_S = 60.0  # for all of them together
 SEQ_STEP = 128
 ANY = 1.0 - 1e-9  # the gap at which a search stops with the first plan that fits
 
@@ -45,10 +44,16 @@ class Change:
 
 
 def suggest(
-    study: Study, error: InfeasibleError, progress: Callable[[str], None] = lambda text: None
+    study: Study,
+    error: InfeasibleError,
+    progress: Callable[[str], None] = lambda text: None,
+    limit_s: float = LIMIT_S,
 ) -> InfeasibleError:
-    """``error`` with the changes that make the request feasible, those first that need no new capture of the model."""
-    deadline = time.monotonic() + LIMIT_S
+    """``error`` with the changes that make the request feasible, those first that need no new capture of the model.
+
+    After ``limit_s`` seconds nothing new is begun: kinds that there was no time for are left out.
+    """
+    deadline = time.monotonic() + limit_s
     kinds: list[tuple[str, Callable[[Study, float], Iterator[Change]]]] = [
         ("without a pin", _without_pins),
         ("on more devices", _devices),
