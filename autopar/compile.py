@@ -290,8 +290,7 @@ def _given_plan(plan: Plan | str | Path, graph: Graph, cluster: Cluster) -> Plan
     if not isinstance(plan, Plan):
         plan = read_plan(plan)
     fit_plan(plan, graph)
-    if plan.device_count > cluster.count:
-        raise UsageError(f"the plan is for {plan.device_count} devices, {cluster.name} has {cluster.count}")
+    fit_devices(plan, cluster, some_idle=True)
     return plan
 
 
@@ -305,7 +304,19 @@ def fit_plan(plan: Plan, graph: Graph) -> None:
             "a plan fits the model, the batch and the version of autopar that it was made for: make it anew",
         )
     if plan.global_batch != graph.batch_size:
-        raise UsageError(f"the plan is for a global batch of {plan.global_batch}, this one has {graph.batch_size}")
+        raise UsageError(
+            f"the plan is for a global batch of {plan.global_batch}, this one has {graph.batch_size}",
+            f"give a batch of {plan.global_batch} rows (--global-batch {plan.global_batch}), or make the plan anew",
+        )
+
+
+def fit_devices(plan: Plan, cluster: Cluster, some_idle: bool = False) -> None:
+    """Raise ``UsageError`` where the plan is for more devices, or without ``some_idle`` for fewer."""
+    if plan.device_count > cluster.count or (plan.device_count < cluster.count and not some_idle):
+        raise UsageError(
+            f"the plan is for {plan.device_count} devices, {cluster.name} has {cluster.count}",
+            f"give {plan.device_count} devices, or make a plan for these",
+        )
 
 
 def read_plan(path: str | Path) -> Plan:

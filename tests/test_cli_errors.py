@@ -44,6 +44,16 @@ PLAN = ("plan", "gpt2", "--global-batch", "8")
         (("plan", "gpt22", "--devices", "8xH100-80GB"), "no model called 'gpt22'"),
         (("emit", "gpt2", "--devices", "4", "-o", __file__), "is a file"),
         (("run", "gpt2", "--devices", "4", "--steps", "0"), "--steps"),
+        (("emit", "gpt2", "--devices", "4", "-o", f"{__file__}/program"), "is a file"),
+        (("sweep", "gpt2", "--devices", "8", "--plot", "/nowhere/at/all.png"), "no folder /nowhere/at"),
+        (("sweep", "gpt2", "--devices", "8", "--plot", "all.txt"), "no ending that pictures have"),
+        (("sweep", "gpt2", "--devices", "8..4"), "'8..4' is no range"),
+        (("bench", "--plot", "/nowhere/at/all.png"), "no folder /nowhere/at"),
+        (("bench", "-o", "/"), "/ is a folder"),
+        (("profile", "-o", "/nowhere/at/all.json"), "no folder /nowhere/at"),
+        (("explain", "nowhere.json", "--devices", "8xH100-80GB"), "no file nowhere.json"),
+        (("compare", "nowhere.json", "nowhere.json"), "nowhere.json cannot be read"),
+        (("verify", "gpt2", "--seq", "0"), "--seq is 0"),
     ],
 )
 def test_requests_that_are_wrong_end_with_2_and_a_hint(capsys, argv, words):
@@ -137,13 +147,11 @@ def test_ctrl_c_ends_quietly(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        ),  # a shell's background job ignores it
+        # a shell's background job ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    assert child.stderr is not None and any(
-        line == "here\n" for line in child.stderr
-    )  # what a model prints is not the result
+    # what a model prints is not the result
+    assert child.stderr is not None and any(line == "here\n" for line in child.stderr)
     start = time.perf_counter()
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=20)

@@ -151,9 +151,7 @@ def test_a_transformers_module_gets_a_batch(tmp_path):
     assert loaded.batch["input_ids"].shape == (2, 1024) and loaded.batch["input_ids"].max() < 31
 
 
-@pytest.mark.parametrize(
-    "sizes", [Sizes(seq=0), Sizes(global_batch=-1), Sizes(precision="int3"), Sizes(precision="float8")]
-)
+@pytest.mark.parametrize("sizes", [{"seq": 0}, {"global_batch": -1}, {"precision": "int3"}, {"precision": "float8"}])
 def test_sizes_that_make_no_sense(sizes):
     with pytest.raises(UsageError):
-        load_model("gpt2", sizes)
+        load_model("gpt2", Sizes(**sizes))

@@ -46,13 +46,14 @@ def study(devices: str = "1x8xH100-80GB", batch: int = 8, **options: Any) -> Stu
     )
 
 
-class TestExplanation:
-    @pytest.fixture(scope="class")
-    def found(self) -> Any:
-        request = study()
-        best = request.solve()
-        return request, explain(request, best, best)
+@pytest.fixture(scope="module")
+def found() -> Any:
+    request = study()
+    best = request.solve()
+    return request, explain(request, best, best)
 
+
+class TestExplanation:
     def test_a_family_is_the_optimum_under_its_pins(self, found: Any) -> None:
         request, explanation = found
         step = explanation.best.prediction.step_time_s

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 import json
-from pathlib import Path
 
 from autopar.bench import MODELS, contest
 from autopar.bench.contest import Result
 from autopar.bench.report import plot, table, verdict, write_lines
+from autopar.cli.output import output_file
 from autopar.errors import UsageError
 
 
@@ -35,53 +35,44 @@ def bench_command(
                 f"the benchmark has no model {name!r}",
                 f"did you mean {near[0]}?" if near else f"it has {', '.join(MODELS)}",
             )
+    lines = output_file(output, "-o") if output else None
+    picture = output_file(plot_file, "--plot", picture=True) if plot_file else None
     results = [_contest(name, processes, rounds, steps, seed, calibration) for name in names or MODELS]
-    if output:
-        write_lines(results, Path(output))
-    if plot_file:
-        plot([result.to_json() for result in results], Path(plot_file))
+    if lines:
+        write_lines(results, lines)
+    if picture:
+        plot([result.to_json() for result in results], picture)
     if as_json:
         print(json.dumps({"models": [result.to_json() for result in results]}, indent=1))
         return
-    from rich.console import Console
+    from autopar.cli.talk import console
 
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=120)
+    out = console()
     for result in results:
-        console.print(table(result))
-        console.print(verdict(result), soft_wrap=True)
-        console.print()
+        out.print(table(result))
+        out.print(verdict(result), soft_wrap=True)
+        out.print()
 
 
 def _contest(name: str, processes: int, rounds: int, steps: int, seed: int, calibration: str | None) -> Result:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from autopar.cli.talk import progress_bar
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(name)
-
-        def show(what: str, done: int, total: int) -> None:
-            bar.update(task, description=f"{name}: {what}", completed=done, total=total)
-
+    with progress_bar(name) as show:
         return contest(name, processes, rounds=rounds, steps=steps, seed=seed, calibration=calibration, progress=show)
 
 
 def _published(path: str, as_json: bool) -> None:
     """The automatic layout of every cell of ``path`` beside the best that was measured there."""
-    from rich.console import Console
-    from rich.table import Table
-
     from autopar.bench.published import CellResult, summary, to_json
     from autopar.bench.published import published as on_paper
-    from autopar.cli.talk import Talk
+    from autopar.cli.talk import Talk, console, plain_table
 
     with Talk() as talk:
         cells = on_paper(path, lambda what, done, total: talk("bench", f"{what}: {done} of {total} cells"))
     if as_json:
         print(json.dumps(to_json(cells), indent=1))
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     for column in ("cell", "GPUs", "ran", "automatic", "measured", "best", "measured", "regret"):
         table.add_column(
             column, justify="left" if column in ("cell", "automatic", "best") else "right", overflow="fold"
@@ -95,10 +86,9 @@ def _published(path: str, as_json: bool) -> None:
 
     for cell in cells:
         table.add_row(*row(cell))
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=150)
-    console.print(table)
+    out = console(width=150)
+    out.print(table)
     found = summary(cells)
     if found["cells"]:
         worst = f"{found['worst_regret']:.1%} at worst"
-        console.print(f"regret {found['mean_regret']:.1%} on average, {worst}; {found['failed']} choices failed")
+        out.print(f"regret {found['mean_regret']:.1%} on average, {worst}; {found['failed']} choices failed")

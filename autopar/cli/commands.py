@@ -6,7 +6,6 @@ import dataclasses
 import json
 import re
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import BatchError, InfeasibleError, LaunchError, UsageError
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from autopar.plan import Plan
     from autopar.search import SearchOptions
 
-_WIDTH = 120  # of tables that go to a file or a pipe
 _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")},
           **{f"{p}IB": 1024 ** (i + 1) for i, p in enumerate("KMGT")}}  # fmt: skip
 
@@ -62,9 +60,10 @@ def plan_command(as_json: bool, **request: Any) -> None:
 
 def emit_command(output: str, **request: Any) -> None:
     """``autopar emit``: writes the folder, prints its path."""
+    from autopar.cli.output import output_folder
     from autopar.compile import emit_program
 
-    folder = _output_folder(output)
+    folder = output_folder(output)
     _, cluster, graph, plan = _plan(request)
     with _talk() as talk:
         emit_program(graph, plan, folder, talk)
@@ -82,6 +81,7 @@ def run_command(steps: int, seed: int, lr: float, output: str | None, **request:
     """``autopar run``: trains on the factory's batch over and over, prints the loss of each step."""
     import torch
 
+    from autopar.cli.output import output_folder
     from autopar.compile import start_program
     from autopar.devices import parse
 
@@ -91,7 +91,7 @@ def run_command(steps: int, seed: int, lr: float, output: str | None, **request:
             f"{devices} describes devices that are not here, so nothing can run on them",
             "`autopar emit` writes the program for them; `--devices 4` runs on this machine",
         )
-    folder = _output_folder(output) if output else None
+    folder = output_folder(output) if output else None
     torch.manual_seed(seed)
     loaded, cluster, graph, plan = _plan(request, device="cpu")
     with _talk() as talk:
@@ -102,15 +102,14 @@ def run_command(steps: int, seed: int, lr: float, output: str | None, **request:
 
 def models_command(as_json: bool) -> None:
     """``autopar models``: the zoo."""
-    from rich.table import Table
-
+    from autopar.cli.talk import console, plain_table
     from autopar.zoo import CATALOGUE
 
     if as_json:
         keys = ("name", "kind", "parameters", "source", "seq", "global_batch")
         print(json.dumps([{key: getattr(entry, key) for key in keys} for entry in CATALOGUE], indent=1))
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     table.add_column("model", no_wrap=True)
     table.add_column("kind", no_wrap=True)
     for name in ("parameters", "--seq", "--global-batch"):
@@ -204,16 +203,6 @@ def given(request: dict[str, Any]) -> dict[str, Any]:
     return found | ({"local_batch_norm": True} if request["local_batch_norm"] else {})
 
 
-def _output_folder(output: str) -> Path:
-    """The folder to emit into: new, empty, or one that an earlier emission filled."""
-    folder = Path(output)
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{output} is a file, the program is a folder", "give -o a new folder")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "plan.json").is_file():
-        raise UsageError(f"{output} holds other files than a program", "give -o a new or an empty folder")
-    return folder
-
-
 def _talk() -> Talk:
     from autopar.cli.talk import Talk
 
@@ -222,12 +211,6 @@ def _talk() -> Talk:
 
 def _print(plan: Plan) -> None:
     from autopar.cli.render import print_plan
+    from autopar.cli.talk import console
 
     print_plan(plan, console())
-
-
-def console() -> Any:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_WIDTH)

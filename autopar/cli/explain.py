@@ -12,10 +12,10 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopar.cli.commands import asked, console, given, load, recapture
+from autopar.cli.commands import asked, given, load, recapture
 from autopar.cli.render import seconds, size
-from autopar.cli.talk import Talk
-from autopar.compile import capture_model, find_plan, fit_plan
+from autopar.cli.talk import Talk, console, plain_table
+from autopar.compile import capture_model, find_plan, fit_devices, fit_plan
 from autopar.errors import InfeasibleError, UsageError
 from autopar.explain import Explanation, Study, describe, explain, sequence_length, suggest
 from autopar.plan import Plan
@@ -57,8 +57,10 @@ def _read(target: str) -> Plan | None:
     from autopar.compile import read_plan
 
     path = Path(target)
-    if not (path.suffix == ".json" and path.is_file()):
+    if path.suffix != ".json":
         return None
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}", "`autopar plan MODEL --devices ... --json` writes a plan")
     try:
         data = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -84,6 +86,7 @@ def explained(request: dict[str, Any], written: Plan | None) -> Explanation:
         plan = None
         if written is not None:
             fit_plan(written, graph)
+            fit_devices(written, cluster)
             plan = study.reprice(written, cluster)
             before, now = written.prediction.step_time_s, plan.prediction.step_time_s
             if written.bound_s and math.isclose(before, now, rel_tol=_SAME):
@@ -125,7 +128,7 @@ def _sections(found: Explanation) -> list[RenderableType]:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table(title)
     for i, name in enumerate(columns):
         last = i == len(columns) - 1
         table.add_column(name, justify="left" if last or i == 0 else "right", no_wrap=not last, overflow="fold")

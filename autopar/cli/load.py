@@ -38,11 +38,22 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the command line says of the batch; ``None`` where it says nothing."""
+    """What the command line says of the batch; ``None`` where it says nothing.
+
+    Raises:
+        BatchError: a size below 1.
+    """
 
     seq: int | None = None
     global_batch: int | None = None
     precision: str | None = None
+
+    def __post_init__(self) -> None:
+        for option, value in (("--seq", self.seq), ("--global-batch", self.global_batch)):
+            if value is not None and value < 1:
+                raise BatchError(
+                    f"{option} is {value}, it must be at least 1", f"leave {option} out for the model's own"
+                )
 
 
 def load_model(model: str, sizes: Sizes, *, device: str = "meta", default_precision: str = "bfloat16") -> Loaded:
@@ -55,9 +66,6 @@ def load_model(model: str, sizes: Sizes, *, device: str = "meta", default_precis
         ModelError: nothing of that name, or the user's code raised (with the file and line).
         BatchError: sizes that the model cannot take, or a factory that gives no batch.
     """
-    for option, value in (("--seq", sizes.seq), ("--global-batch", sizes.global_batch)):
-        if value is not None and value < 1:
-            raise BatchError(f"{option} is {value}, it must be at least 1")
     if sizes.precision is not None:
         sizes = Sizes(sizes.seq, sizes.global_batch, normalise(sizes.precision))
     source, colon, factory = model.rpartition(":")
@@ -78,7 +86,8 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ModelError(f"{path} cannot be read: {reason}", "give a transformers config.json") from error
     except json.JSONDecodeError as error:
         raise ModelError(f"{path}:{error.lineno}: not JSON: {error.msg}", "give a transformers config.json") from error
     if not isinstance(config, dict):
@@ -140,7 +149,10 @@ def _guarded(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any)
                 f"there is no Python module {error.name!r}", "it is looked for here and in the environment"
             ) from error
         if isinstance(error, SyntaxError):
-            raise ModelError(f"{error.filename}:{error.lineno}: {error.msg}") from error
+            raise ModelError(
+                f"{error.filename}:{error.lineno}: {error.msg}",
+                "the error is the model's own: python cannot read its file",
+            ) from error
         ours = str(Path(__file__).resolve())
         frames = [
             f for f in traceback.extract_tb(error.__traceback__) if f.filename != ours and "importlib" not in f.filename

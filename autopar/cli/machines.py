@@ -6,9 +6,7 @@ import json
 from dataclasses import asdict, fields
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from autopar.cli.talk import console, plain_table
 from autopar.devices import Constant, constants, hardware
 
 
@@ -101,7 +99,7 @@ def _print_list(as_json: bool) -> None:
     if as_json:
         print(json.dumps(rows, indent=1))
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     for column in ("kind", "memory GiB", "bf16 TFLOP/s", "memory GB/s", "NVLink GB/s"):
         table.add_column(column, justify="left" if column == "kind" else "right", no_wrap=True)
     for row in rows:
@@ -112,17 +110,16 @@ def _print_list(as_json: bool) -> None:
             f"{row['memory_bytes_per_s'] / 1e9:,.4g}",
             f"{row['nvlink_bytes_per_s'] / 1e9:,.4g}" if row["nvlink_bytes_per_s"] else "-",
         )
-    Console(highlight=False).print(table)
+    console().print(table)
 
 
 def _print_figures(figures: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         print(json.dumps(figures, indent=1))
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     for column in ("figure", "value", "unit", "source"):
         table.add_column(column, overflow="fold", justify="right" if column == "value" else "left")
     for row in figures:
         table.add_row(row["figure"], f"{row['value']:.4g}", row["unit"], row["source"])
-    console = Console(highlight=False)
-    (console if console.is_terminal else Console(highlight=False, width=170)).print(table)
+    console(width=170).print(table)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.errors import UsageError
+from autopar.errors import BatchError, UsageError
 from autopar.plan import RECOMPUTATIONS, REPLICATING, LayerPlan, Plan, Role
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ FLAGS = {
     "--training.seq_len": "seq",
     "--activation_checkpoint.mode": "recompute",
 }
-_WIDTH = 120  # of tables that go to a file or a pipe
 _SWITCHES = frozenset({"sequence", "zero1", "bfloat16", "float16"})
 
 
@@ -85,17 +84,15 @@ def price_command(as_json: bool, timeline: bool, plan_file: str | None, flags: S
 
         print(json.dumps(plan.to_json() | ({"timeline": timeline_data(moments)} if timeline else {}), indent=1))
         return
-    from rich.console import Console
-
     from autopar.cli.render import print_plan
+    from autopar.cli.talk import console
     from autopar.cli.timeline import print_timeline
 
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=_WIDTH)
-    print_plan(plan, console)
+    out = console()
+    print_plan(plan, out)
     if timeline:
-        console.print()
-        print_timeline(moments, console)
+        out.print()
+        print_timeline(moments, out)
 
 
 def translated(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,7 +141,13 @@ def price_request(
     with Talk() as talk:
         talk("load", request["model"])
         default = "float32" if cluster.kind == "cpu" else "bfloat16"
-        loaded = load_model(request["model"], sizes, default_precision=default)
+        try:
+            loaded = load_model(request["model"], sizes, default_precision=default)
+        except BatchError:
+            if given is None:
+                raise
+            sizes = dataclasses.replace(sizes, global_batch=None)  # a factory that makes its own batch
+            loaded = load_model(request["model"], sizes, default_precision=default)
         talk("capture")
         precision = normalise(sizes.precision) if sizes.precision else None
         graph = annotate(capture(loaded.module, loaded.batch, loaded.loss_fn, precision=precision, name=loaded.name))
@@ -178,7 +181,8 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
         microbatches, odd = divmod(graph.batch_size, rest * size)
         if odd or not microbatches:
             raise UsageError(
-                f"a global batch of {graph.batch_size} does not divide into microbatches of {size} on {rest} data-parallel devices"
+                f"a global batch of {graph.batch_size} does not divide into microbatches of {size} on {rest} data-parallel devices",
+                f"--microbatch times {rest} must divide it; without --microbatch there is one microbatch",
             )
     recompute = request.get("recompute") or "none"
     if recompute not in RECOMPUTATIONS:
@@ -208,10 +212,11 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
 
 def price_plan(graph: Graph, cluster: Cluster, plan: Plan, pricer: Pricer) -> Plan:
     """``plan`` with its prediction on ``cluster``."""
+    from autopar.compile import fit_devices, fit_plan
     from autopar.search import evaluate
 
-    if len(plan.layers) != len(graph.layers):
-        raise UsageError(f"the plan is for a model of {len(plan.layers)} layers, this one has {len(graph.layers)}")
+    fit_plan(plan, graph)
+    fit_devices(plan, cluster)
     priced = evaluate(
         graph,
         cluster,
@@ -229,22 +234,20 @@ def price_plan(graph: Graph, cluster: Cluster, plan: Plan, pricer: Pricer) -> Pl
 
 def compare_command(first: str, second: str, as_json: bool) -> None:
     """``autopar compare``: two plans (JSON files of ``plan --json`` or ``price --json``) side by side."""
-    from rich.console import Console
-    from rich.table import Table
-
+    from autopar.cli.talk import console, plain_table
     from autopar.compile import read_plan
 
     rows = compared(read_plan(first), read_plan(second))
     if as_json:
         print(json.dumps([{"figure": a, "first": b, "second": c} for a, b, c, _ in rows], indent=1))
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     for name in ("", Path(first).name, Path(second).name, "second / first"):
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
     for figure, a, b, form in rows:
         numbers = isinstance(a, (int, float)) and isinstance(b, (int, float)) and a
         table.add_row(figure, _form(a, form), _form(b, form), f"{b / a:.2f}" if numbers and form else "")
-    Console(highlight=False).print(table)
+    console().print(table)
 
 
 def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
@@ -252,6 +255,9 @@ def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
 
     def degree(plan: Plan, *roles: Role) -> int:
         return max(layer.strategy.degree(plan.mesh, *roles) for layer in plan.layers)
+
+    def count(plan: Plan, recomputation: str) -> int:
+        return sum(layer.strategy.recomputation == recomputation for layer in plan.layers)
 
     def largest(plan: Plan, part: str) -> int:
         return max(getattr(stage.memory, part) for stage in plan.stages)
@@ -266,9 +272,11 @@ def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
         found.append((name, degree(a, *roles), degree(b, *roles), ""))
     found += [
         (name, getattr(a, name), getattr(b, name), "")
-        for name in ("pipeline", "microbatches", "schedule", "global_batch")
+        for name in ("pipeline", "chunks", "microbatches", "schedule", "global_batch")
     ]
     found.append(("ZeRO", *(max(layer.strategy.zero for layer in plan.layers) for plan in (a, b)), ""))  # type: ignore[arg-type]
+    for words, how in (("layers recomputed", "full"), ("layers recomputed in part", "selective")):
+        found.append((words, count(a, how), count(b, how), ""))
     for name in ("step_time_s", "compute_s", "communication_s", "bubble_s", "optimizer_s"):
         found.append(
             (name.removesuffix("_s").replace("_", " "), getattr(a.prediction, name), getattr(b.prediction, name), "s")

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import math
 
+from autopar.cli.output import output_file
 from autopar.devices.calibration import Calibration, default_path
 from autopar.errors import UsageError
+
+_ARITHMETIC_S = 5e-3
+"""For which waiting is shown: it grows with the square root of the arithmetic since the devices last met."""
 
 
 def profile_command(processes: str, device: str | None, output: str | None, as_json: bool) -> None:
     """Measures with a progress bar on stderr, writes the file, prints what was found."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+    from autopar.cli.talk import progress_bar
     from autopar.profile import profile
 
-    path = Path(output) if output else default_path()
+    path = output_file(output, "-o") if output else default_path()
     if path is None:
         raise UsageError("AUTOPAR_CALIBRATION is empty, so there is no place for the file", "say where with -o FILE")
     counts = _counts(processes)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("profile")
-
-        def show(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
-
+    with progress_bar("profile") as show:
         found = profile(counts, device, show)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,11 +47,10 @@ def _counts(text: str) -> list[int]:
 
 def _print(found: Calibration) -> None:
     """The figures that people know, one column for each number of processes."""
-    from rich.console import Console
-    from rich.table import Table
+    from autopar.cli.talk import console, plain_table
 
     keys = dict.fromkeys((f.device, f.processes) for f in found.figures)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     table.add_column("median, all processes at work", no_wrap=True)
     for device, count in keys:
         table.add_column(f"{count} x {device}", justify="right", no_wrap=True)
@@ -83,9 +78,10 @@ def _print(found: Calibration) -> None:
         elif f.name == "call":
             shown = "a collective's call", f"{f.median * 1e6:.0f} us"
         elif f.name == "wait":
+            wait_s = f.median * math.sqrt(_ARITHMETIC_S / f.size["seconds"])
             shown = (
-                f"meeting in groups of {int(f.size['members'])}",
-                f"{f.median / f.size['seconds']:.0%} of the ms before",
+                f"waiting for the slowest of {int(f.size['members'])}, {_ARITHMETIC_S * 1e3:.0f} ms after they last met",
+                f"{wait_s * 1e6:,.0f} us",
             )
         elif f.name == "overlap":
             shown = "hidden communication costs", f"{f.median:.0%} of it"
@@ -93,5 +89,4 @@ def _print(found: Calibration) -> None:
             rows.setdefault(shown[0], {})[f.device, f.processes] = shown[1]
     for name, values in rows.items():
         table.add_row(name, *(values.get(key, "") for key in keys))
-    console = Console(highlight=False)
-    (console if console.is_terminal else Console(highlight=False, width=120)).print(table)
+    console().print(table)

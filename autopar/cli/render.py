@@ -10,6 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autopar.cli.talk import plain_table
 from autopar.plan import SEQUENCES, LayerPlan, Memory, Plan, Role, StagePlan, Strategy
 
 _BAR = 20  # characters of a full bar
@@ -83,9 +84,7 @@ def runs(plan: Plan) -> list[LayerRun]:
 
 
 def _layers(plan: Plan) -> RenderableType:
-    table = Table(
-        title="layers", title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
-    )
+    table = plain_table("layers")
     table.add_column("layers", no_wrap=True)
     for name in ("count", "data", "tensor", "sequence", "ZeRO"):
         table.add_column(name, justify="right")
@@ -105,8 +104,7 @@ def _layers(plan: Plan) -> RenderableType:
 
 
 def _stages(plan: Plan) -> RenderableType:
-    table = Table(title="memory of one device", title_justify="left", title_style="bold", box=None, pad_edge=False,
-                  padding=(0, 2, 0, 0))  # fmt: skip
+    table = plain_table("memory of one device")
     table.add_column("stage", no_wrap=True)
     for name in ("layers", *_PARTS, "total", "limit"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -137,8 +135,7 @@ def _alike(stages: tuple[StagePlan, ...]) -> Iterable[tuple[int, int, StagePlan]
 
 def _time(plan: Plan) -> RenderableType:
     p = plan.prediction
-    table = Table(title=f"one step: {seconds(p.step_time_s)}", title_justify="left", title_style="bold", box=None,
-                  show_header=False, pad_edge=False, padding=(0, 2, 0, 0))  # fmt: skip
+    table = plain_table(f"one step: {seconds(p.step_time_s)}", show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
@@ -167,8 +164,7 @@ def _quality(plan: Plan) -> RenderableType:
 
 def _pins(plan: Plan) -> RenderableType:
     """What each pin costs: the gain of the best plan without it, and where nothing better is proved the most that there can be."""
-    table = Table(title="the price of each pin", title_justify="left", title_style="bold", box=None, pad_edge=False,
-                  padding=(0, 2, 0, 0))  # fmt: skip
+    table = plain_table("the price of each pin")
     table.add_column("pin", no_wrap=True)
     for name in ("best step without it", "saves", "at most"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from autopar.cli.commands import asked, console, recapture
+from autopar.cli.commands import asked, recapture
+from autopar.cli.output import output_file
 from autopar.cli.render import seconds, size
+from autopar.cli.talk import console, plain_table, progress_bar
 from autopar.errors import InfeasibleError, UsageError
 from autopar.precision import normalise
 from autopar.sweep import Cell, Range, numbers, plot, read_prices, sweep
@@ -21,6 +20,7 @@ from autopar.sweep import Cell, Range, numbers, plot, read_prices, sweep
 def sweep_command(as_json: bool, plot_file: str | None, gpu: str, gpu_hour: tuple[str, ...], **request: Any) -> None:
     """Plans the range, prints a table or one JSON object, and draws the picture that was asked for."""
     prices = read_prices(gpu_hour)
+    picture = output_file(plot_file, "--plot", picture=True) if plot_file else None
     gpus = tuple(part.strip() for part in gpu.split(",") if part.strip())
     if not gpus:
         raise UsageError("--gpu names no kind of GPU", "`autopar hardware` lists them")
@@ -39,16 +39,10 @@ def sweep_command(as_json: bool, plot_file: str | None, gpu: str, gpu_hour: tupl
         return again(seq=seq, global_batch=global_batch)
 
     options = dataclasses.replace(options, precision=precision, memory_limit_bytes=first.memory_override_bytes)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(request["model"], total=there.cells)
-
-        def show(what: str, done: int, total: int) -> None:
-            bar.update(task, description=f"{request['model']}: {what}", completed=done, total=total)
-
+    with progress_bar(request["model"], there.cells) as show:
         cells = sweep(capture, there, options, prices=prices, progress=show)
-    if plot_file:
-        plot(cells, Path(plot_file), request["model"])
+    if picture:
+        plot(cells, picture, request["model"])
     if as_json:
         print(json.dumps({"model": request["model"], "cells": [cell.to_json() for cell in cells]}, indent=1))
     else:
@@ -65,7 +59,7 @@ def table(cells: list[Cell]) -> Table:
     """One row a cell; columns that say nothing are left out."""
     priced = any(cell.cost_per_billion_tokens is not None for cell in cells)
     long = any(cell.seq is not None for cell in cells)
-    found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    found = plain_table()
     names = ["devices", *(["seq"] if long else []), "batch", "step", "tokens/s", "MFU", "memory", "gap"]
     for name in [*names, *(["1e9 tokens"] if priced else [])]:
         found.add_column(name, justify="left" if name == "devices" else "right", no_wrap=True)

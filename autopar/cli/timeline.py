@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
+
+from autopar.cli.talk import plain_table
 
 if TYPE_CHECKING:
     from autopar.search.timeline import Moment
@@ -42,8 +43,7 @@ def timeline_data(devices: Timeline) -> list[dict[str, Any]]:
 
 def print_timeline(devices: Timeline, console: Console) -> None:
     """A curve per device, from empty to the largest total of all, and the action at its top."""
-    table = Table(title="memory through one step", title_justify="left", title_style="bold", box=None, pad_edge=False,
-                  padding=(0, 2, 0, 0))  # fmt: skip
+    table = plain_table("memory through one step")
     for name in ("device", "most at", "activations", "transients", "total"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("from the first action to the last", no_wrap=True)

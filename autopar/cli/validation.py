@@ -8,7 +8,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
+
+from autopar.cli.talk import Talk, console, plain_table
 
 if TYPE_CHECKING:
     from autopar.validate import Report, Score
@@ -18,7 +19,6 @@ _LISTED = 20  # rows that could not be priced, by name
 
 def validate_command(path: str, as_json: bool) -> None:
     """Prices every row of ``path`` and prints how well that agrees."""
-    from autopar.cli.talk import Talk
     from autopar.validate import scores, validate
 
     with Talk() as talk:
@@ -28,10 +28,7 @@ def validate_command(path: str, as_json: bool) -> None:
     if as_json:
         print(json.dumps(as_data(report, found), indent=1))
         return
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=170)
-    _print(report, found, console)
+    _print(report, found, console(width=170))
 
 
 def as_data(report: Report, found: dict[str, Any]) -> dict[str, Any]:
@@ -59,9 +56,9 @@ def as_data(report: Report, found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _print(report: Report, found: dict[str, Any], console: Console) -> None:
+def _print(report: Report, found: dict[str, Any], out: Console) -> None:
     for title in ("sources", "groups"):
-        table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+        table = plain_table(title)
         table.add_column(title.removesuffix("s"), overflow="ellipsis", no_wrap=True, max_width=52)
         for name in ("rows", "priced", "Spearman", "regret", "ran", "refused", "failed", "refused", "time median",
                      "p90", "memory median", "p90"):  # fmt: skip
@@ -69,13 +66,13 @@ def _print(report: Report, found: dict[str, Any], console: Console) -> None:
         rows = {**found[title], **({"all": found["overall"]} if title == "sources" else {})}
         for name, score in rows.items():
             table.add_row(name, *_cells(score))
-        console.print(table)
-        console.print()
+        out.print(table)
+        out.print()
     unpriced = [o for o in report.outcomes if not o.priced]
-    console.print(f"{len(unpriced)} of {len(report.outcomes)} rows could not be priced")
+    out.print(f"{len(unpriced)} of {len(report.outcomes)} rows could not be priced")
     for reason, count in Counter(o.reason for o in unpriced).most_common(_LISTED):
         first = next(o.id for o in unpriced if o.reason == reason)
-        console.print(f"  {count} x {reason} ({first}{', ...' if count > 1 else ''})", soft_wrap=True)
+        out.print(f"  {count} x {reason} ({first}{', ...' if count > 1 else ''})", soft_wrap=True)
 
 
 def _cells(score: Score) -> list[str]:

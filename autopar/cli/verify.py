@@ -39,7 +39,8 @@ def verify_command(
     plan = read_plan(plan_file) if plan_file else None
     torch.manual_seed(0)
     with redirect_stdout(sys.stderr), _Bar() as bar:  # what the model's own code prints is no part of the result
-        loaded, notes = _load(model, devices, Sizes() if plan_file else Sizes(seq, global_batch))
+        sizes = Sizes(seq, global_batch)  # of a plan's model, where it is shrunk, they are those of the real one
+        loaded, notes = _load(model, devices, Sizes() if plan_file and not _is_factory(model) else sizes)
         real = _real(model, plan, seq) if plan is not None and notes else None
         report = verify(
             loaded.module,
@@ -68,7 +69,7 @@ def _load(model: str, devices: int, sizes: Sizes) -> tuple[Loaded, list[str]]:
     from autopar.zoo import find
     from autopar.zoo.hf import build_config
 
-    if ":" in model or model.endswith(".py"):
+    if _is_factory(model):
         return load_model(model, sizes, device="cpu", default_precision="float32"), []
     is_file = model.endswith(".json") or Path(model).is_file()
     config = read_config(Path(model)) if is_file else find(model).config
@@ -80,6 +81,10 @@ def _load(model: str, devices: int, sizes: Sizes) -> tuple[Loaded, list[str]]:
     return Loaded(name, module, batch), [
         f"shrunk: {changed}; batch of {rows}" + (f" x {seq}" if "input_ids" in batch else "")
     ]
+
+
+def _is_factory(model: str) -> bool:
+    return ":" in model or model.endswith(".py")
 
 
 def _real(model: str, plan: Plan, seq: int | None) -> Graph:
@@ -118,13 +123,11 @@ class _Bar:
 
 
 def _print(report: Report, notes: list[str]) -> None:
-    from rich.table import Table
-
-    from autopar.cli.commands import console
+    from autopar.cli.talk import console, plain_table
     from autopar.measure import EXACT
 
     out = console()
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     table.add_column("plan", no_wrap=True)
     table.add_column("error", justify="right", no_wrap=True)
     table.add_column("largest in")

@@ -71,9 +71,7 @@ def _seconds(run: Callable[[], Any], together: int = 1) -> list[float]:
     _wait()
     once = time.perf_counter() - start
     if together > 1:
-        reached = torch.tensor([once])
-        dist.all_reduce(reached, op=dist.ReduceOp.MAX)
-        once = float(reached)
+        once = _over_all(once, dist.ReduceOp.MAX)
     inner = max(1, min(1000, round(_BACK_TO_BACK_S / max(once, 1e-7))))
     least, most = _SAMPLES
     samples = []
@@ -84,6 +82,13 @@ def _seconds(run: Callable[[], Any], together: int = 1) -> list[float]:
         _wait()
         samples.append((time.perf_counter() - start) / inner)
     return samples
+
+
+def _over_all(value: float, op: Any = dist.ReduceOp.SUM) -> float:
+    """``value`` of all ranks together; on the device, for NCCL takes no other tensors."""
+    tensor = torch.tensor([value], dtype=torch.float64, device=_device)
+    dist.all_reduce(tensor, op=op)
+    return float(tensor)
 
 
 def _wait() -> None:
@@ -259,7 +264,7 @@ def _sharded(members: int, width: int) -> Figures:
         for module in modules:
             module.reshard()
 
-    def both() -> tuple[float, float, float]:
+    def visit() -> tuple[float, float, float]:
         """Seconds for a module: a gather, a step with hooks, one without."""
         seconds = []
         for run in (gather, lambda: step(sharded), lambda: step(plain)):
@@ -270,8 +275,8 @@ def _sharded(members: int, width: int) -> Figures:
             seconds.append((time.perf_counter() - start) / depth)
         return seconds[0], seconds[1], seconds[2]
 
-    both()
-    found = [both() for _ in range(_BLOCKS)]
+    visit()
+    found = [visit() for _ in range(_BLOCKS)]
     gathers = [gathered for gathered, _, _ in found]
     reduces = [max(hooks - gathered - without, _LEAST_SHARE * hooks) for gathered, hooks, without in found]
     size = {"members": float(members), "bytes": 4.0 * width * width}
@@ -285,9 +290,8 @@ def _meeting(members: int) -> Figures:
     """What a collective after ``_SEGMENT_S`` of arithmetic waits for the slowest of its group."""
     a, b = torch.randn(256, 256, device=_device), torch.randn(256, 256, device=_device)
     small, group = torch.zeros(1, device=_device), _groups[members]
-    once = torch.tensor([statistics.median(_seconds(lambda: a @ b))])
-    dist.all_reduce(once, op=dist.ReduceOp.MAX)
-    count = max(1, round(_SEGMENT_S / float(once)))
+    once = _over_all(statistics.median(_seconds(lambda: a @ b)), dist.ReduceOp.MAX)
+    count = max(1, round(_SEGMENT_S / once))
 
     def arithmetic() -> None:
         for _ in range(count):
@@ -303,9 +307,8 @@ def _meeting(members: int) -> Figures:
         start = time.perf_counter()
         for _ in range(_SEGMENTS):
             run()
-        taken = torch.tensor([(time.perf_counter() - start) / _SEGMENTS], dtype=torch.float64)
-        dist.all_reduce(taken)
-        return float(taken) / dist.get_world_size()
+        _wait()
+        return _over_all((time.perf_counter() - start) / _SEGMENTS) / dist.get_world_size()
 
     samples, segments = [], []
     for _ in range(_BLOCKS):

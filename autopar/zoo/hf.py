@@ -126,7 +126,8 @@ def _resolve(config: dict[str, Any], kind: str) -> tuple[Any, Any]:
         hf_config = transformers.AutoConfig.for_model(model_type, **fields)
     except Exception as error:  # each configuration class validates in its own way
         raise ModelError(
-            f"transformers {transformers.__version__} cannot read the configuration (model_type {model_type!r}): {error}"
+            f"transformers {transformers.__version__} cannot read the configuration (model_type {model_type!r}): {error}",
+            "give the config.json that transformers saves",
         ) from error
     if hasattr(hf_config, "use_cache"):
         hf_config.use_cache = False
@@ -139,7 +140,8 @@ def _build_module(auto: Any, hf_config: Any, dtype: torch.dtype, device: str) ->
             model: nn.Module = auto.from_config(hf_config, dtype=dtype)
     except Exception as error:  # whatever a model's own code raises for sizes that do not go together
         raise ModelError(
-            f"transformers cannot build the model (model_type {hf_config.model_type!r}): {error}"
+            f"transformers cannot build the model (model_type {hf_config.model_type!r}): {error}",
+            "its sizes must go together: transformers alone must build it",
         ) from error
     return _placed(model, device)
 
@@ -162,7 +164,10 @@ def _build_plain(
         with _EmptyOnMeta() if device == "meta" else contextlib.nullcontext():
             module, batch = module_and_batch(config, seq, global_batch, dtype, device)
     except TypeError as error:
-        raise ModelError(f"the configuration does not fit the module {config['module']}: {error}") from error
+        raise ModelError(
+            f"the configuration does not fit the module {config['module']}: {error}",
+            "its keys are the module's arguments",
+        ) from error
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
     return _placed(module, device), batch
