@@ -13,6 +13,7 @@ Each stage takes values and gives values back. The names are those that the comm
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -22,12 +23,12 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.errors import AutoparError, InfeasibleError, ModelError, UsageError
-from autopar.plan import Plan
+from autopar.errors import AutoparError, CaptureError, InfeasibleError, ModelError, UsageError
+from autopar.plan import ALLOWED, MICROBATCH_STATISTICS, Plan
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +69,7 @@ def compile(
     schedule: str | None = None,
     pin: Mapping[str, int | str | bool] | None = None,
     local_batch_norm: bool = False,
+    allow: Collection[str] = (),
     memory_limit_bytes: int | None = None,
     calibration: str | Path | None = None,
     time_limit_s: float = 20.0,
@@ -91,6 +93,7 @@ def compile(
         pipeline, data, tensor, expert, ulysses, ring, zero, recompute, microbatches, schedule: pinned if given, the rest is searched.
         pin: the same by key, and pins of some layers, ``{"layers.0-7.tensor": 8, "lm_head.zero": 3}`` (see ``autopar.search.options``).
         local_batch_norm: let batch norm take the statistics of each rank's part of each microbatch, not those of the whole batch.
+        allow: what of exactness may be given up: ``{"microbatch_statistics"}`` (see ``autopar.plan.ALLOWED``).
         memory_limit_bytes, time_limit_s: what may be filled of one device's memory, and how long to search, in seconds.
         folder: where the program goes; without one, a temporary folder that lives as long as the ``Program``.
         optimizer, lr, max_norm, seed, port: as for ``Program``; ``progress`` is told of each stage.
@@ -108,8 +111,9 @@ def compile(
     pins: dict[str, Any] = {"pipeline": pipeline, "microbatches": microbatches, "schedule": schedule, "data": data, "tensor": tensor,
                             "expert": expert, "ulysses": ulysses, "ring": ring, "zero": zero, "recompute": recompute}  # fmt: skip
     options = SearchOptions(time_limit_s=time_limit_s, pin=pin or {}, **pins)
-    how = {"precision": precision, "plan": plan, "progress": progress, "local_batch_norm": local_batch_norm}
-    graph, chosen = plan_model(model, batch, loss_fn, cluster, options, **how)  # type: ignore[arg-type]
+    how: dict[str, Any] = {"precision": precision, "plan": plan, "progress": progress}
+    how |= {"local_batch_norm": local_batch_norm, "allow": allow}
+    graph, chosen = plan_model(model, batch, loss_fn, cluster, options, **how)
     running = {"optimizer": optimizer, "lr": lr, "max_norm": max_norm, "seed": seed, "port": port}
     return start_program(graph, chosen, cluster, folder, model, progress, **running)
 
@@ -126,6 +130,7 @@ def plan_model(
     plan: Plan | str | Path | None = None,
     progress: Progress | None = None,
     local_batch_norm: bool = False,
+    allow: Collection[str] = (),
     pin_time_s: float | None = None,
     recapture: Recapture | None = None,
 ) -> tuple[Graph, Plan]:
@@ -134,26 +139,90 @@ def plan_model(
     With ``pin_time_s`` the plan has the prices of the pins in ``options``, found in about so many seconds more.
 
     The plan's ``wall_time_s`` and ``peak_memory_bytes`` are those of this process from the call on. ``recapture`` makes the graph with
-    other sizes, for what an infeasible request is told; without it the batch is cut down.
+    other sizes, for what an infeasible request is told; without it the batch is cut down. With ``allow`` the graph may be of one
+    microbatch.
     """
+    from autopar.capture import apart
     from autopar.explain import Study, sequence_length, suggest
     from autopar.explain.resize import recapture_cut
+    from autopar.precision import normalise
 
     start = time.perf_counter()
-    how = {"name": name, "precision": precision, "local_batch_norm": local_batch_norm}
+    check_allowed(allow)
+    numbers = None if precision is None else normalise(precision)
+    how = {"name": name, "precision": numbers, "local_batch_norm": local_batch_norm}
     graph = capture_model(model, batch, loss_fn, progress=progress, **how)  # type: ignore[arg-type]
+    again = recapture or recapture_cut(model, batch, loss_fn, **how)  # type: ignore[arg-type]
+
+    @functools.cache
+    def in_parts(microbatches: int) -> Graph:
+        return apart(graph, lambda rows: again(global_batch=rows), microbatches)
+
     if plan is not None:
-        return graph, _given_plan(plan, graph, cluster)
+        plan = plan if isinstance(plan, Plan) else read_plan(plan)
+        found = in_parts(plan.microbatches if MICROBATCH_STATISTICS in plan.allow else 1)
+        return found, _given_plan(plan, found, cluster)
 
     def find() -> Plan:
         try:
-            return find_plan(graph, cluster, options, pin_time_s=pin_time_s, progress=progress, start=start)
+            counts = _own_batches(graph, options, allow)
+            if len(counts) > 1:
+                return _best_of(counts, in_parts, cluster, options, progress, start)
+            return find_plan(
+                in_parts(counts[0]), cluster, options, pin_time_s=pin_time_s, progress=progress, start=start
+            )
         except InfeasibleError as error:
-            again = recapture or recapture_cut(model, batch, loss_fn, **how)  # type: ignore[arg-type]
             study = Study(graph, cluster, options, recapture=again, seq=sequence_length(graph))
             raise suggest(study, error, lambda text: _say(progress, "search", text)) from None
 
-    return graph, _on_rank_0(find)
+    chosen = _on_rank_0(find)
+    return in_parts(chosen.microbatches if chosen.allow else 1), chosen
+
+
+def check_allowed(allow: Collection[str]) -> None:
+    """Raise ``UsageError`` where ``allow`` names what there is not."""
+    unknown = sorted(set(allow) - set(ALLOWED))
+    if unknown or isinstance(allow, str):
+        raise UsageError(f"allow={allow!r} is not known", f"it is a set of: {', '.join(ALLOWED)}")
+
+
+def _own_batches(graph: Graph, options: SearchOptions, allow: Collection[str]) -> list[int]:
+    """The numbers of microbatches that are to be tried as batches of their own; one alone where that is nothing but the whole batch."""
+    if MICROBATCH_STATISTICS not in allow or not graph.unmicrobatchable:
+        return [1]
+    if options.microbatches is not None:
+        return [options.microbatches]
+    return [m for m in range(1, graph.batch_size + 1) if graph.batch_size % m == 0]
+
+
+def _best_of(
+    counts: Sequence[int],
+    in_parts: Callable[[int], Graph],
+    cluster: Cluster,
+    options: SearchOptions,
+    progress: Progress | None,
+    start: float,
+) -> Plan:
+    """The fastest of the plans for each number of microbatches; the bound is the least of theirs. Pins are not priced."""
+    plans: list[Plan] = []
+    options = dataclasses.replace(options, time_limit_s=options.time_limit_s / len(counts))
+    why: InfeasibleError | None = None
+    for m in counts:
+        try:
+            graph = in_parts(m)
+        except CaptureError as error:  # a batch norm cannot have one row
+            _say(progress, "capture", f"not as {m} microbatches: {error.message}")
+            continue
+        try:
+            plans.append(find_plan(graph, cluster, options, progress=progress, start=start))
+        except InfeasibleError as error:
+            why = error  # of the smallest microbatches in the end, which need least
+    if not plans:
+        assert why is not None
+        raise why
+    best = min(plans, key=lambda plan: plan.prediction.step_time_s)
+    bound_s = min(plan.bound_s for plan in plans)
+    return dataclasses.replace(best, bound_s=bound_s, gap=max(0.0, 1 - bound_s / best.prediction.step_time_s))
 
 
 def capture_model(
@@ -286,9 +355,7 @@ def _on_rank_0(find: Callable[[], Plan]) -> Plan:
     return Plan.from_json(answer["plan"])
 
 
-def _given_plan(plan: Plan | str | Path, graph: Graph, cluster: Cluster) -> Plan:
-    if not isinstance(plan, Plan):
-        plan = read_plan(plan)
+def _given_plan(plan: Plan, graph: Graph, cluster: Cluster) -> Plan:
     fit_plan(plan, graph)
     fit_devices(plan, cluster, some_idle=True)
     return plan

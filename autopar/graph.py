@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx, nn
 
+from autopar.plan import MICROBATCH_STATISTICS
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -133,6 +135,8 @@ class Graph:
     (see ``capture.flatten_batch``). ``prelude`` maps the whole batch's inputs to ``scalars``: 0-d values that depend on inputs only,
     such as the number of valid tokens. ``constants`` are folded tensors, on the CPU. ``values`` describes every activation by name.
     ``replicated`` names ops that no rule covers. ``unmicrobatchable`` says why the batch may not be split in time (empty: it may).
+    ``accumulated`` microbatches of these shapes, each a batch of its own, make the global batch; the loss is then their mean, and not the
+    whole batch's (``autopar.capture.apart``). Everywhere else a graph is the whole batch's, and the number is one.
     ``opaque`` holds the modules that are kept whole, by the name of the op that stands for each (``"autopar.opaque_0"``). ``buffers`` are
     those that the forward pass writes: each belongs to one layer. Those it only reads are ``constants``.
     """
@@ -155,10 +159,21 @@ class Graph:
     replicated: tuple[str, ...] = field(default=())
     opaque: dict[str, nn.Module] = field(default_factory=dict)
     buffers: dict[str, Buffer] = field(default_factory=dict)
+    accumulated: int = 1
 
     @property
     def batch_size(self) -> int:
-        return self.inputs[0].shape[0]
+        """Rows of the global batch."""
+        return self.inputs[0].shape[0] * self.accumulated
+
+    @property
+    def allow(self) -> tuple[str, ...]:
+        """What of exactness the user let go of, in plans of this graph (see ``Plan.allow``)."""
+        return (MICROBATCH_STATISTICS,) if self.accumulated > 1 else ()
+
+    def parts(self, microbatches: int) -> int:
+        """Into how many parts a plan's microbatches cut the values of this graph along the batch."""
+        return microbatches if self.accumulated == 1 else 1
 
     @property
     def shared_parameters(self) -> dict[str, tuple[int, ...]]:

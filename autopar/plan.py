@@ -57,6 +57,11 @@ def device_of(stage: int, pipeline: int) -> int:
     return stage % pipeline
 
 
+MICROBATCH_STATISTICS = "microbatch_statistics"
+ALLOWED = (MICROBATCH_STATISTICS,)
+"""What of exactness a user may let go of. ``microbatch_statistics``: a loss that needs the whole batch (a router's auxiliary loss, batch
+norm, negatives of the same batch) is taken of each microbatch alone, and the step's loss is their mean."""
+
 REPLICATING = tuple(role for role in Role if role.replicates_parameters)
 BATCHES = tuple(role for role in Role if role.shards_batch)
 SEQUENCES = tuple(role for role in Role if role.shards_sequence)
@@ -181,7 +186,8 @@ class Plan:
     Where each device has several ``chunks`` of the stages, ``device_of`` says which; a stage's memory is that of all its devices' stages
     together.
     ``bound_s`` is a proved lower bound of the step time over the candidates that were searched; ``gap`` is ``1 - bound_s/step_time_s``.
-    ``pins`` are the decisions that were the user's, where their prices were asked for.
+    ``pins`` are the decisions that were the user's, where their prices were asked for. ``allow`` is what of exactness this plan gives up
+    by the user's leave (some of ``ALLOWED``).
     """
 
     model: str
@@ -205,6 +211,7 @@ class Plan:
     peak_memory_bytes: int = 0
     chunks: int = 1
     pins: tuple[PinPrice, ...] = ()
+    allow: tuple[str, ...] = ()
     request: dict[str, Any] = field(default_factory=dict, hash=False)  # the command line's options, to ask it again
 
     def __post_init__(self) -> None:
@@ -283,6 +290,7 @@ class Plan:
             "notes": list(self.notes),
             "imports": list(self.imports),
             "pins": [dataclasses.asdict(pin) for pin in self.pins],
+            "allow": list(self.allow),
             "wall_time_s": self.wall_time_s,
             "peak_memory_bytes": self.peak_memory_bytes,
             "request": self.request,
@@ -333,6 +341,7 @@ class Plan:
             peak_memory_bytes=data["peak_memory_bytes"],
             chunks=data.get("chunks", 1),
             pins=tuple(PinPrice(**pin) for pin in data.get("pins", ())),
+            allow=tuple(data.get("allow", ())),
             request=data.get("request", {}),
         )
 

@@ -109,7 +109,7 @@ def priced(layer: LocalLayer) -> Iterator[Exchange]:
 def _crossing_moves(crossing: Crossing, program: LocalProgram) -> Iterator[Exchange]:
     if crossing.value is None:
         return  # a batch's tensor is taken whole or in slices; neither moves anything, which the comparison holds it to
-    value, axes = crossing.value, (Axis(MICROBATCH, program.plan.microbatches, 0), *program.plan.mesh)
+    value, axes = crossing.value, (_time(program), *program.plan.mesh)
     maker = next(i for i, layer in enumerate(program.graph.layers) if value.name in layer.outputs)
     position = program.graph.layers[maker].outputs.index(value.name)
     index = program.graph.layers[crossing.layer].activations.index(value.name)
@@ -193,8 +193,7 @@ def _kernel(node: fx.Node, original: fx.Node, axes: tuple[Axis, ...]) -> Iterato
 def _crossing_exchanges(crossing: Crossing, program: LocalProgram) -> Iterator[Exchange]:
     mesh, types = program.plan.mesh, list(crossing.source)
     value = crossing.value or next(v for v in program.graph.inputs if f"input {v.name}" == crossing.key)
-    time = (Axis(MICROBATCH, program.plan.microbatches, 0),)
-    rows = local_shape(value.shape, time, (_in_time(crossing, program),))
+    rows = local_shape(value.shape, (_time(program),), (_in_time(crossing, program),))
 
     def local_bytes() -> int:
         return math.prod(local_shape(rows, mesh, types)) * value.dtype.itemsize
@@ -208,6 +207,11 @@ def _crossing_exchanges(crossing: Crossing, program: LocalProgram) -> Iterator[E
         axes = tuple(mesh[axis].name for axis in step.axes)
         ranks = math.prod(mesh[axis].size for axis in step.axes)
         yield from _conversion(value.name, axes, pair, before, local_bytes(), ranks, value.requires_grad)
+
+
+def _time(program: LocalProgram) -> Axis:
+    """The axis of the microbatches."""
+    return Axis(MICROBATCH, program.graph.parts(program.plan.microbatches), 0)
 
 
 def _in_time(crossing: Crossing, program: LocalProgram) -> SpmdType:

@@ -166,6 +166,9 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
     **vision_models.MODELS,
     **expert_models.MODELS,
     **ODD,
+    # two microbatches, each a batch of its own, against one device that accumulates over them
+    "mixtral balanced by microbatch": expert_models.mixtral_balanced,
+    "resnet by microbatch": vision_models.resnet,
 }
 
 
@@ -174,7 +177,7 @@ def subject(name: str) -> Subject:
     """Capture the model and run it eagerly, once."""
     torch.manual_seed(0)
     model, batch, loss_fn = (MODELS | WRITTEN)[name]()
-    return make_subject(model, batch, loss_fn, name=name)
+    return make_subject(model, batch, loss_fn, name=name, microbatches=2 if name.endswith(" by microbatch") else 1)
 
 
 # -- kinds of plans ---------------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """From a model and an example batch to a graph of layers."""
 
-from autopar.capture.batch import BatchStructure, flatten_batch
+from autopar.capture.apart import apart
+from autopar.capture.batch import BatchStructure, flatten_batch, rebuild_batch
 from autopar.capture.float64 import WholeFloat64
 from autopar.capture.opaque import opaque
 from autopar.capture.pipeline import capture
 
-__all__ = ["BatchStructure", "WholeFloat64", "capture", "flatten_batch", "opaque"]
+__all__ = ["BatchStructure", "WholeFloat64", "apart", "capture", "flatten_batch", "opaque", "rebuild_batch"]

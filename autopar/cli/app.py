@@ -12,7 +12,7 @@ import click
 
 import autopar
 from autopar.errors import AutoparError
-from autopar.plan import RECOMPUTATIONS
+from autopar.plan import ALLOWED, RECOMPUTATIONS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -45,11 +45,19 @@ _batch_options = (
     click.option("--global-batch", type=int, metavar="N", help="Sequences (or images) in a batch of one step."),
     _precision_option,
 )
+_allow_option = click.option(
+    "--allow",
+    multiple=True,
+    type=click.Choice([name.replace("_", "-") for name in ALLOWED]),
+    help="Give up exactness: microbatch-statistics takes several microbatches where the loss couples the batch's examples, each with its "
+    "own statistics and loss.",
+)
 _size_options = (click.option("--devices", metavar="SPEC", help=_DEVICES_HELP), *_batch_options)
 _model_options = _options(
     click.argument("model"),
     click.option("--devices", required=True, metavar="SPEC", help=_DEVICES_HELP),
     *_batch_options,
+    _allow_option,
 )
 _pin_options = _options(
     click.option(
@@ -137,7 +145,7 @@ def plan(**request: Any) -> None:
     "left out are those that the plan was made with." + _MODEL_HELP,
 )
 @click.argument("target", metavar="PLAN|MODEL")
-@_options(*_size_options)
+@_options(*_size_options, _allow_option)
 @_pin_options
 @click.option("--model", "model", metavar="MODEL", help="The model of PLAN, where the plan does not say it.")
 @click.option("--json", "as_json", is_flag=True, help="Print the explanation as one JSON object.")
@@ -262,6 +270,7 @@ def bench(**request: Any) -> None:
     metavar="SIZE",
     help="What the comparison may take of this machine.",
 )
+@_allow_option
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 def verify(**request: Any) -> None:
     from autopar.cli.verify import verify_command

@@ -45,7 +45,7 @@ def parse_size(text: str) -> int:
 def plan_command(as_json: bool, **request: Any) -> None:
     """``autopar plan``: the plan as tables, or as one JSON object; an infeasible request is such an object too."""
     try:
-        _, _, _, plan = _plan(request, pin_time_s=request["time_limit"] / 2)
+        _, _, _, plan = planned(request, pin_time_s=request["time_limit"] / 2)
     except InfeasibleError as error:
         if not as_json:
             raise
@@ -64,7 +64,7 @@ def emit_command(output: str, **request: Any) -> None:
     from autopar.compile import emit_program
 
     folder = output_folder(output)
-    _, cluster, graph, plan = _plan(request)
+    _, cluster, graph, plan = planned(request)
     with _talk() as talk:
         emit_program(graph, plan, folder, talk)
         talk.console.print(
@@ -93,7 +93,7 @@ def run_command(steps: int, seed: int, lr: float, output: str | None, **request:
         )
     folder = output_folder(output) if output else None
     torch.manual_seed(seed)
-    loaded, cluster, graph, plan = _plan(request, device="cpu")
+    loaded, cluster, graph, plan = planned(request, device="cpu")
     with _talk() as talk:
         program = start_program(graph, plan, cluster, folder, loaded.module, talk, seed=seed, lr=lr)
     with program:
@@ -122,7 +122,7 @@ def models_command(as_json: bool) -> None:
     console().print(table)
 
 
-def _plan(
+def planned(
     request: dict[str, Any], device: str = "meta", pin_time_s: float | None = None
 ) -> tuple[Loaded, Cluster, Graph, Plan]:
     """The stages up to the plan for the options of a command line."""
@@ -140,6 +140,7 @@ def _plan(
             name=loaded.name,
             precision=request["precision"],
             local_batch_norm=request["local_batch_norm"],
+            allow=allowed(request),
             plan=request.get("plan_file"),
             progress=talk,
             pin_time_s=pin_time_s,
@@ -200,7 +201,13 @@ def given(request: dict[str, Any]) -> dict[str, Any]:
     kept = ("model", "devices", "seq", "global_batch", "precision", "memory_limit", "time_limit", *OF_PLAN, *OF_LAYER)
     found = {key: request[key] for key in kept if request.get(key) is not None}
     found |= {"pins": list(request["pins"])} if request["pins"] else {}
+    found |= {"allow": list(request["allow"])} if request.get("allow") else {}
     return found | ({"local_batch_norm": True} if request["local_batch_norm"] else {})
+
+
+def allowed(request: dict[str, Any]) -> tuple[str, ...]:
+    """What of exactness the command line gives up, by the names in ``autopar.plan.ALLOWED``."""
+    return tuple(name.replace("-", "_") for name in request.get("allow") or ())
 
 
 def _talk() -> Talk:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopar.cli.commands import asked, given, load, recapture
+from autopar.capture import apart
+from autopar.cli.commands import asked, given, load, planned, recapture
 from autopar.cli.render import seconds, size
 from autopar.cli.talk import Talk, console, plain_table
 from autopar.compile import capture_model, find_plan, fit_devices, fit_plan
 from autopar.errors import InfeasibleError, UsageError
 from autopar.explain import Explanation, Study, describe, explain, sequence_length, suggest
+from autopar.explain.study import Recapture
+from autopar.graph import Graph
 from autopar.plan import Plan
 
 _SAME = 1e-6  # relative: prices that agree to this are the prices that the plan was made with
@@ -28,7 +32,8 @@ def explain_command(target: str, model: str | None, as_json: bool, **request: An
     written = _read(target)
     request |= {"model": model}
     if written is not None:
-        before = {"global_batch": written.global_batch, "devices": written.devices} | written.request
+        # a command line that left the batch to the factory leaves it there again
+        before = written.request or {"global_batch": written.global_batch, "devices": written.devices}
         request |= {key: value for key, value in before.items() if request.get(key) in (None, False, ())}
     else:
         request["model"] = target
@@ -39,6 +44,8 @@ def explain_command(target: str, model: str | None, as_json: bool, **request: An
         if not request.get(name):
             raise UsageError(f"{target} does not say {why.partition(':')[0]}", why.partition(": ")[2])
     try:
+        if written is None and request["allow"]:  # which microbatches to explain is the plan's to say
+            written = planned(request)[-1]
         found = explained(request, written)
     except InfeasibleError as error:
         if not as_json:
@@ -82,7 +89,11 @@ def explained(request: dict[str, Any], written: Plan | None) -> Explanation:
             local_batch_norm=request["local_batch_norm"],
             progress=talk,
         )
-        study = Study(graph, cluster, options, recapture=recapture(request, cluster), seq=sequence_length(graph))
+        own = written.microbatches if written is not None and written.allow else 1
+        again = partial(_again, recapture(request, cluster), own)
+        if own > 1:
+            graph = again()
+        study = Study(graph, cluster, options, recapture=again, seq=sequence_length(graph))
         plan = None
         if written is not None:
             fit_plan(written, graph)
@@ -99,6 +110,12 @@ def explained(request: dict[str, Any], written: Plan | None) -> Explanation:
                 raise suggest(study, error, lambda text: talk("explain", text)) from None
         best = dataclasses.replace(best, request=given(request))
         return explain(study, plan or best, best, lambda text: talk("explain", text))
+
+
+def _again(recapture: Recapture, microbatches: int, **sizes: Any) -> Graph:
+    """The request's graph with other sizes, of one microbatch where each is a batch of its own."""
+    whole = recapture(**sizes)
+    return apart(whole, lambda rows: recapture(**sizes | {"global_batch": rows}), microbatches)
 
 
 def print_explanation(found: Explanation, to: Console) -> None:

@@ -25,12 +25,13 @@ def verify_command(
     seq: int | None,
     global_batch: int | None,
     memory_limit: str,
+    allow: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Ends the process with status 1 unless the model is exact under all plans that were checked."""
     import torch
 
-    from autopar.cli.commands import parse_size
+    from autopar.cli.commands import allowed, parse_size
     from autopar.cli.load import Sizes
     from autopar.compile import read_plan
     from autopar.verify import verify
@@ -51,6 +52,7 @@ def verify_command(
             real=real,
             name=loaded.name,
             memory_limit_bytes=limit,
+            allow=allowed({"allow": allow}),
             progress=bar,
         )
     if as_json:
@@ -89,12 +91,16 @@ def _is_factory(model: str) -> bool:
 
 def _real(model: str, plan: Plan, seq: int | None) -> Graph:
     """The model that the plan was made for, at its own size: its structure alone, on meta."""
-    from autopar.capture import capture
+    from autopar.capture import apart, capture
     from autopar.cli.load import Sizes, load_model
     from autopar.shard import annotate
 
-    loaded = load_model(model, Sizes(seq, plan.global_batch, plan.precision), device="meta")
-    return annotate(capture(loaded.module, loaded.batch, loaded.loss_fn, precision=plan.precision, name=loaded.name))
+    def of(rows: int) -> Graph:
+        loaded = load_model(model, Sizes(seq, rows, plan.precision), device="meta")
+        captured = capture(loaded.module, loaded.batch, loaded.loss_fn, precision=plan.precision, name=loaded.name)
+        return annotate(captured)
+
+    return apart(of(plan.global_batch), of, plan.microbatches if plan.allow else 1)
 
 
 class _Bar:

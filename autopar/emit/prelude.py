@@ -13,11 +13,12 @@ def prelude_function(graph: Graph) -> str:
     """The source of ``PRELUDE``: a function of the batch's tensors and the folded constants, both by name, or ``None``."""
     if graph.prelude is None or not graph.scalars:
         return "PRELUDE = None\n"
+    batch = "the whole global batch" if graph.accumulated == 1 else "one microbatch"
     texts: dict[fx.Node, Text] = {}
     names = Names()
     lines = [
         "def PRELUDE(batch: dict[str, torch.Tensor], constants: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # noqa: N802",
-        '    """Scalars of the whole global batch, such as its number of valid tokens."""',
+        f'    """Scalars of {batch}, such as its number of valid tokens."""',
     ]
     for node in graph.prelude.graph.nodes:
         if node.op == "placeholder":

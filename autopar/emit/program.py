@@ -23,7 +23,7 @@ from passes.stages import LocalProgram, cut_stages
 
 _HEADER = '''"""{model} on {devices}: {summary}.
 
-{stages} stage(s), {microbatches} microbatch(es) of {rows} rows, schedule {schedule}; mesh of a stage: {mesh}.
+{stages} stage(s), {microbatches} microbatch(es) of {rows} rows, schedule {schedule}; mesh of a stage: {mesh}.{apart}
 Types: I same value and gradient, R same value and terms of the gradient, S(d) a slice of dim d, P a term of the sum.
 Collectives are calls of spmd_types that name the axis and both types. Written by autopar; yours to edit.
 """
@@ -39,6 +39,10 @@ from torch.utils.checkpoint import checkpoint
 {imports}
 
 '''
+
+
+_APART = """
+Each microbatch is a batch of its own, as microbatch_statistics allows: the step's loss is the mean of theirs, not the whole batch's."""
 
 
 def emit(graph: Graph, plan: Plan, folder: str | Path, *, watch: bool = False) -> LocalProgram:
@@ -57,7 +61,7 @@ def emit(graph: Graph, plan: Plan, folder: str | Path, *, watch: bool = False) -
     note = f"the program imports {', '.join(imports)} for opaque modules"
     if imports and note not in plan.notes:
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
-    plan = dataclasses.replace(plan, imports=tuple(sorted({*imports, *custom_modules(graph)})))
+    plan = dataclasses.replace(plan, imports=tuple(sorted({*imports, *custom_modules(graph)})), allow=graph.allow)
     (path / "model.py").write_text(model_source(local, bool(modules), watch))
     (path / "plan.json").write_text(plan.dumps() + "\n")
     (path / "layouts.json").write_text(
@@ -91,6 +95,7 @@ def model_source(program: LocalProgram, opaque: bool = False, watch: bool = Fals
         rows=plan.global_batch // plan.microbatches,
         schedule=plan.schedule,
         mesh=" x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh),
+        apart=_APART if program.graph.accumulated > 1 else "",
     )
     sources, class_names = _layer_classes(program, axes, watch)
     mesh = ", ".join(f'"{axis.name}": {axis.size}' for axis in plan.mesh)

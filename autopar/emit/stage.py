@@ -84,8 +84,9 @@ def _inputs(stage: Stage, axes: tuple[str, ...]) -> str:
 
 def _shapes(program: LocalProgram, stage: Stage) -> str:
     """Global shapes and dtypes of the inputs."""
+    rows = program.graph.batch_size
     inputs = [value for value in program.graph.inputs if value.name in stage.inputs]
-    return _quoted({v.name: f'({v.shape!r}, "{str(v.dtype).removeprefix("torch.")}")' for v in inputs})
+    return _quoted({v.name: f'({(rows, *v.shape[1:])!r}, "{str(v.dtype).removeprefix("torch.")}")' for v in inputs})
 
 
 def _named(axes: tuple[str, ...], types: Types) -> str:

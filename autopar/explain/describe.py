@@ -34,6 +34,8 @@ def describe(plan: Plan) -> str:
     if zeros and zeros != [0]:
         parts.append(f"ZeRO {zeros[0]}" if len(zeros) == 1 else f"ZeRO {zeros[0]} to {zeros[-1]}")
     parts.append(f"{plan.microbatches} microbatches" if plan.microbatches > 1 else "1 microbatch")
+    if plan.allow:
+        parts[-1] += f" with losses of their own ({', '.join(plan.allow)}: not exact)"
     for name in ("recompute", "selective"):
         count = sum(getattr(layer.strategy, name) for layer in plan.layers)
         if count:

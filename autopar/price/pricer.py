@@ -164,9 +164,10 @@ class Pricer:
             axes = self._axes(mesh, microbatches)
             bound = self._bind(cls_name, axes, mesh, roles)
             fits = bound is not None and divisible(bound, axes)
-            self._cores[key] = (
-                core(bound, axes, self._seen_by(mesh), self.numbers) if bound is not None and fits else None
-            )
+            found = core(bound, axes, self._seen_by(mesh), self.numbers) if bound is not None and fits else None
+            if found is not None and self.graph.accumulated > 1:
+                found = dataclasses.replace(found, microbatches=microbatches)  # the axis of time is one of their own
+            self._cores[key] = found
         return self._cores[key]
 
     def _bind(self, cls_name: str, axes: Mesh, mesh: Mesh, roles: tuple[Role, ...]) -> Bound | None:
@@ -225,9 +226,8 @@ class Pricer:
             return self.cluster
         return self._pipelined if math.prod(axis.size for axis in mesh) < self.cluster.count else self.cluster
 
-    @staticmethod
-    def _axes(mesh: Mesh, microbatches: int) -> Mesh:
-        return Axis(MICROBATCH, microbatches, 0), *mesh
+    def _axes(self, mesh: Mesh, microbatches: int) -> Mesh:
+        return Axis(MICROBATCH, self.graph.parts(microbatches), 0), *mesh
 
     def _find_readers(self) -> dict[str, int]:
         """The last layer that reads each value."""

@@ -2,7 +2,7 @@
 
 A layer returns their new values behind its outputs, and its stage keeps them (``updates``), outside of what is recomputed. They are written
 once, at the end of the step: every microbatch reads what the step began with. Where the new values of the microbatches differ (only by
-leave of ``local_batch_norm``) their mean is written. All ranks of a stage hold the same.
+leave of ``local_batch_norm`` or ``microbatch_statistics``) their mean is written. All ranks of a stage hold the same.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The trainer: pipeline, loss, gradients, clipping, optimizer, state dicts.
 
 Gradients are sums, never means: the loss that a stage returns is a term of the whole batch's loss, and so the gradients of all
-ranks and microbatches add up to exactly those of one device.
+ranks and microbatches add up to exactly those of one device. Where the plan allows ``microbatch_statistics`` each microbatch is a batch
+of its own, with scalars of its own: its loss is divided by their number, and what adds up is the mean.
 
 Microbatch ``i`` is the ``i``-th chunk of the *global* batch, and the mesh's axes divide each microbatch (outermost first). The
 other order would be wrong where layers of one stage use different data axes.
@@ -187,7 +188,7 @@ class Trainer:
 
 
 class _Microbatch(nn.Module):
-    """A stage as the schedule calls it: with the step's scalars, and outputs that can be sent.
+    """A stage as the schedule calls it: with the step's scalars (or the microbatch's, among its inputs), and outputs that can be sent.
 
     A schedule gives every stage the inputs of all of the rank's: a stage's own have its number before their names.
     """
@@ -199,6 +200,8 @@ class _Microbatch(nn.Module):
 
     def forward(self, *activations: Tensor, **inputs: Tensor) -> Any:
         own = {name.removeprefix(self.prefix): x for name, x in inputs.items() if name.startswith(self.prefix)}
+        scalars: Any = self.stage.SCALARS
+        own.update({name: own[name].squeeze(0) for name in scalars if name in own})
         with self.world.in_mesh():
             out = self.stage(*activations, **own, **self.scalars)
         return out if isinstance(out, Tensor) else tuple(tensor.contiguous() for tensor in out)
@@ -224,6 +227,7 @@ class _Pipeline:
     def __init__(self, program: Program, world: World, stages: Mapping[int, nn.Module]) -> None:
         self.program, self.world = program, world
         self.microbatches = int(program.plan["microbatches"])
+        self._apart = "microbatch_statistics" in program.plan.get("allow", ())
         self._modules = {index: _Microbatch(index, stage, world) for index, stage in stages.items()}
         self._kinds = program.model.STAGES
         self._schedule = self._make_schedule() if len(self._kinds) > 1 else None
@@ -231,7 +235,7 @@ class _Pipeline:
     def _make_schedule(self) -> Any:
         stages: list[Any] = [self._stage(index) for index in self.world.stages]
         # scale_grads would divide the gradients by the number of microbatches
-        options: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
+        options: dict[str, Any] = {"loss_fn": lambda loss, _: self._term(loss), "scale_grads": False}
         if self.program.plan["schedule"] == "interleaved-1f1b":
             return ScheduleInterleaved1F1B(stages, self.microbatches, **options)
         schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[self.program.plan["schedule"]]
@@ -262,12 +266,15 @@ class _Pipeline:
         """
         batch = self._checked(batch)
         device = self.world.device
-        prelude = self.program.model.PRELUDE
-        scalars = prelude(batch, self.program.constants) if prelude is not None else {}
+        scalars = self._scalars(batch)
         inputs: dict[str, Tensor] = {}
         for index, module in self._modules.items():
             kind = self._kinds[index]
-            module.scalars = {name: scalars[name].to(device) for name in kind.SCALARS}
+            own = {name: scalars[name].to(device) for name in kind.SCALARS}
+            if self._apart:
+                inputs.update({module.prefix + name: values for name, values in own.items()})
+            else:
+                module.scalars = own
             for name, spec in kind.INPUTS.items():
                 inputs[module.prefix + name] = self._local(batch[name], spec).to(device)
             if kind.RANDOM:
@@ -280,7 +287,7 @@ class _Pipeline:
                 (module,) = self._modules.values()
                 chunks = {name: tensor.chunk(self.microbatches) for name, tensor in inputs.items()}
                 for i in range(self.microbatches):
-                    loss = module(**{name: parts[i] for name, parts in chunks.items()})
+                    loss = self._term(module(**{name: parts[i] for name, parts in chunks.items()}))
                     loss.backward()
                     losses.append(loss.detach())
             else:
@@ -289,6 +296,25 @@ class _Pipeline:
                 )  # the schedule wants one; the loss is in the stage
                 self._schedule.step(target=target, losses=losses, return_outputs=False, **inputs)
         return self._sum(losses)
+
+    def _term(self, loss: Tensor) -> Tensor:
+        """A microbatch's term of the step's loss."""
+        return loss / self.microbatches if self._apart else loss
+
+    def _scalars(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the prelude computes: of the whole batch, or of every microbatch along dim 0."""
+        prelude = self.program.model.PRELUDE
+        if prelude is None:
+            return {}
+        if not self._apart:
+            found: dict[str, Tensor] = prelude(batch, self.program.constants)
+            return found
+        chunks = {name: tensor.chunk(self.microbatches) for name, tensor in batch.items()}
+        parts = [
+            prelude({name: own[i] for name, own in chunks.items()}, self.program.constants)
+            for i in range(self.microbatches)
+        ]
+        return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
 
     def _checked(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         rows = int(self.program.plan["global_batch"])

@@ -208,6 +208,7 @@ def make_plan(
         wall_time_s=proof.wall_time_s,
         peak_memory_bytes=proof.peak_memory_bytes,
         chunks=choice.chunks,
+        allow=graph.allow,
     )
 
 
@@ -320,7 +321,12 @@ def _notes(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh: M
         notes.append(f"used by several layers, and held once where one device has them: {', '.join(sorted(shared))}")
     if any(s.degree(mesh, Role.EXPERT) > 1 for s in strategies):
         notes.append("experts are priced as if all got the same number of tokens: uneven loads make them slower")
-    if graph.unmicrobatchable:
+    if graph.accumulated > 1:
+        notes.append(
+            f"not exact, as microbatch_statistics allows: the loss is the mean of {graph.accumulated} microbatches' own losses, each of "
+            f"its own rows' statistics, and not the whole batch's ({graph.unmicrobatchable})"
+        )
+    elif graph.unmicrobatchable:
         notes.append(f"one microbatch only: {graph.unmicrobatchable}")
     return tuple(notes)
 

@@ -161,6 +161,7 @@ def hand_plan(
         gap=1.0,
         solver="by hand",
         chunks=chunks,
+        allow=graph.allow,
     )
 
 

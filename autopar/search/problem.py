@@ -300,13 +300,14 @@ def choices(
     """
     pinned = tuple(dict.fromkeys(pinned or [options.common]))
     pipelines = _pipelines(len(graph.layers), devices, options, pinned)
-    counts = [1] if graph.unmicrobatchable else divisors(graph.batch_size)
+    counts = [graph.accumulated] if graph.unmicrobatchable else divisors(graph.batch_size)
     if options.microbatches is not None:
         if options.microbatches not in counts:
             why = graph.unmicrobatchable or f"a global batch of {graph.batch_size} does not divide into that many"
+            leave = "; allow={'microbatch_statistics'} takes more, and is not exact" if graph.unmicrobatchable else ""
             raise UsageError(
                 f"{options.microbatches} microbatches are not possible: {why}",
-                f"the numbers that fit are {', '.join(map(str, counts))}",
+                f"the numbers that fit are {', '.join(map(str, counts))}{leave}",
             )
         counts = [options.microbatches]
     data = [pins.data for pins in pinned if pins.data is not None]

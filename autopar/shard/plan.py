@@ -50,7 +50,7 @@ def layer_sharding(
 ) -> Sharding | None:
     """Types on the microbatch axis (first) and every axis of the mesh; ``None`` where a role has no solution."""
     roles = (Role.DATA, *strategy.roles)
-    axes = (Axis(MICROBATCH, microbatches, 0), *mesh)
+    axes = (Axis(MICROBATCH, graph.parts(microbatches), 0), *mesh)
     sizes: dict[Role, int] = {}
     for role, axis in zip(roles, axes, strict=True):
         sizes[role] = sizes.get(role, 1) * axis.size
@@ -67,8 +67,14 @@ def plan_shardings(graph: Graph, plan: Plan) -> tuple[Sharding, ...]:
     """One sharding per layer of the plan.
 
     Raises:
-        UsageError: a layer does not admit a role, its roles do not go together, or layers that share a parameter would hold it differently.
+        UsageError: the graph is of another number of microbatches, a layer does not admit a role, its roles do not go together, or layers
+            that share a parameter would hold it differently.
     """
+    if graph.accumulated not in (1, plan.microbatches):
+        raise UsageError(
+            f"the model is captured as {graph.accumulated} microbatches, each with its own statistics, and not as {plan.microbatches}",
+            "capture it for as many as the plan has",
+        )
     found = []
     for index, layer in enumerate(plan.layers):
         sharding = layer_sharding(graph, index, plan.mesh, layer.strategy, plan.microbatches)
@@ -93,7 +99,7 @@ def _refused(graph: Graph, plan: Plan, layer: int) -> str:
     """The first role of the layer's strategy that it does not admit, and why."""
     strategy = plan.layers[layer].strategy
     for role in (Role.DATA, *strategy.roles):
-        size = strategy.degree(plan.mesh, role) * (plan.microbatches if role is Role.DATA else 1)
+        size = strategy.degree(plan.mesh, role) * (graph.parts(plan.microbatches) if role is Role.DATA else 1)
         if role_types(graph, layer, role, size) is None:
             return refusal(graph, layer, role, size)
     raise AssertionError(f"layer {layer} admits every role of {strategy}")

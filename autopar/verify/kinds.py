@@ -62,7 +62,7 @@ class Kind:
 def microbatches(graph: Graph, wanted: int, ways: int = 1) -> int:
     """The most microbatches up to ``wanted`` that the model admits and its batch divides into, on ``ways`` data-parallel devices."""
     if graph.unmicrobatchable:
-        return 1
+        return graph.accumulated
     return next((m for m in range(wanted, 1, -1) if graph.batch_size % (m * ways) == 0), 1)
 
 

@@ -62,11 +62,14 @@ class Difference:
 
 
 def locate(subject: Subject, plan: Plan, pool: WorkerPool, error: Error) -> Difference | None:
-    """The first difference of a program whose largest ``error`` is known; ``None`` where none shows when the program runs again.
+    """The first difference of a program whose largest ``error`` is known; ``None`` where none shows when the program runs again, and
+    where each microbatch is a batch of its own, of which the captured graph is one.
 
     Where every value and every gradient between nodes is right, what is wrong is how the gradient of the parameter at ``error.where`` is
     summed over the axes. Raises what running the program raises.
     """
+    if subject.graph.accumulated > 1:
+        return None
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
         program = emit(subject.graph, plan, Path(folder) / "program", watch=True)
         state = Path(folder) / "initial.pt"

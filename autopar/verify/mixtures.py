@@ -68,7 +68,9 @@ def _draw(graph: Graph, devices: int, rng: random.Random) -> Plan:
     layers = len(graph.layers)
     pipeline = rng.choice([p for p in range(1, min(devices, layers) + 1) if devices % p == 0])
     mesh = _mesh(devices // pipeline, rng)
-    counts = [m for m in (1, 2, 4, 8) if graph.batch_size % m == 0] if not graph.unmicrobatchable else [1]
+    counts = (
+        [m for m in (1, 2, 4, 8) if graph.batch_size % m == 0] if not graph.unmicrobatchable else [graph.accumulated]
+    )
     microbatches = rng.choice(counts)
     palette = [_strategy(mesh, rng) for _ in range(_PALETTE)]
     strategies: dict[int, Strategy] = {}

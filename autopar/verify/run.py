@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.check import check_program
-from autopar.compile import fit_plan, read_plan
+from autopar.compile import check_allowed, fit_plan, read_plan
 from autopar.emit import emit
 from autopar.errors import AutoparError, LaunchError, ProgramError, UsageError
 from autopar.graph import Graph
 from autopar.measure import Error
-from autopar.plan import Plan
+from autopar.plan import MICROBATCH_STATISTICS, Plan
 from autopar.run.pool import WorkerPool
 from autopar.verify.case import check_plan
 from autopar.verify.kinds import kinds
@@ -30,6 +30,9 @@ from autopar.verify.subject import Subject, make_subject
 
 MEMORY_BYTES = 8 * 10**9
 """What a verification may take by default: on a laptop, half of the memory."""
+
+MICROBATCHES = 2
+"""Of plans for a model whose microbatches are to be batches of their own."""
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being checked, how many plans are done, and how many there are."""
@@ -47,6 +50,7 @@ def verify(
     real: Graph | None = None,
     name: str | None = None,
     memory_limit_bytes: int = MEMORY_BYTES,
+    allow: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Report:
     """Compare the model's distributed programs with eager PyTorch on one device: the loss and every gradient, in float64.
@@ -55,6 +59,9 @@ def verify(
     parallelism that it admits is checked. With one, that plan: where it is for more devices, its axes are shrunk to fit, and
     the program at the plan's own size, for ``real`` (the captured model it was made for; this one, if left out), is
     type-checked only. Every program is type-checked.
+
+    With ``allow={"microbatch_statistics"}``, or a plan that was made so, a model that couples the examples of a batch is run in
+    microbatches and compared with one device that accumulates the mean over the same ones.
 
     Args:
         model: a module on the CPU, see ``compile``; it is copied, not touched.
@@ -74,9 +81,10 @@ def verify(
         raise UsageError(f"{devices} processes cannot run a program", "devices is a number from 1 up")
     check_size(model, devices, memory_limit_bytes)
     given = read_plan(plan) if isinstance(plan, str | Path) else plan
+    check_allowed(allow)
     if progress is not None:
         progress("capture", 0, 1)
-    subject = make_subject(model, batch, loss_fn, name=name)
+    subject = make_subject(model, batch, loss_fn, name=name, microbatches=_own(given, real, allow))
     run = _Run(subject, devices)
     plans: list[tuple[str, PlanOf]] = [(kind.name, kind.plan) for kind in kinds(devices)]
     if given is not None:
@@ -93,6 +101,15 @@ def verify(
     if progress is not None:
         progress("", len(plans), len(plans))
     return run.report()
+
+
+def _own(given: Plan | None, real: Graph | None, allow: Collection[str]) -> int:
+    """How many microbatches are batches of their own, where the model asks for it: the plan's, or two where its batch is shrunk."""
+    if given is None:
+        return MICROBATCHES if MICROBATCH_STATISTICS in allow else 1
+    if MICROBATCH_STATISTICS not in given.allow:
+        return 1
+    return given.microbatches if real is None else MICROBATCHES
 
 
 def check_size(model: nn.Module, devices: int, memory_limit_bytes: int) -> None:
@@ -176,8 +193,13 @@ class _Run:
         self._failures.append(Failure(kind, describe(plan), message, first))
 
     def report(self) -> Report:
-        off = ["dropout was off, in both: it is random"] if self.subject.dropout else []
         graph = self.subject.graph
+        off = ["dropout was off, in both: it is random"] if self.subject.dropout else []
+        if graph.accumulated > 1:
+            off.append(
+                f"one device accumulated over {graph.accumulated} microbatches, as microbatch_statistics allows: the mean of their "
+                f"losses is not the whole batch's ({graph.unmicrobatchable})"
+            )
         return Report(
             model=graph.name,
             devices=self.devices,

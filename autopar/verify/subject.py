@@ -8,10 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture import BatchStructure, WholeFloat64, capture, flatten_batch
+from autopar.capture import BatchStructure, WholeFloat64, apart, capture, flatten_batch, rebuild_batch
 from autopar.capture.export import call_model
 from autopar.errors import BatchError, ModelError
 from autopar.graph import Graph
@@ -76,9 +77,17 @@ class WithoutDropout(TorchFunctionMode):
 
 
 def make_subject(
-    model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None = None, *, name: str | None = None
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[..., Any] | None = None,
+    *,
+    name: str | None = None,
+    microbatches: int = 1,
 ) -> Subject:
     """Capture a copy of ``model`` in float64 and run it eagerly, forward and backward. ``model`` itself is not touched.
+
+    Where the model couples the examples of a batch and ``microbatches`` are more than one, each is a batch of its own
+    (``autopar.capture.apart``): one device then accumulates over the same microbatches, and their mean is the loss.
 
     Raises:
         ModelError: parameters or buffers on meta, which have no values; random numbers other than dropout.
@@ -97,19 +106,37 @@ def make_subject(
         module.dropout = 0.0  # handed to the kernel without a name
     with WholeFloat64(), WithoutDropout() as off:
         graph = annotate(capture(model, batch, loss_fn, precision="float64", name=name))
-        assert isinstance(graph.structure, BatchStructure)
-        tensors = flatten_batch(graph.structure, batch)
+        structure = graph.structure
+        assert isinstance(structure, BatchStructure)
+        tensors = flatten_batch(structure, batch)
+
+        def again(rows: int) -> Graph:
+            part = rebuild_batch(structure, [tensor[:rows] for tensor in tensors.values()])
+            return annotate(capture(model, part, loss_fn, precision="float64", name=name))
+
+        graph = apart(graph, again, microbatches)
         if any(tensor.is_meta for tensor in tensors.values()):
             raise BatchError("the batch is on meta and has no values", "give one on the CPU")
         _refuse_random(graph)
         tensors = {n: tensor.detach().cpu() for n, tensor in tensors.items()}
         state = {n: tensor.detach().clone() for n, tensor in model.state_dict().items()}  # before statistics move
-        loss = call_model(model, graph.structure, loss_fn, tuple(tensors.values()))
-        loss.backward()
+        parts = list(zip(*(tensor.chunk(graph.accumulated) for tensor in tensors.values()), strict=True))
+        loss, written = 0.0, []
+        for part in parts:
+            model.load_state_dict(state)  # each begins with the buffers that the step began with
+            term = call_model(model, structure, loss_fn, part) / len(parts)
+            term.backward()
+            loss += float(term.detach())
+            written.append({n: t.detach().clone() for n, t in model.named_buffers() if n in graph.buffers})
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    after = dict(model.named_buffers())
-    written = {name: after[name].detach().clone() for name, buffer in graph.buffers.items() if buffer.persistent}
-    return Subject(graph, state, tensors, float(loss.detach()), gradients, off.seen or bool(recurrent), written)
+    kept = [buffer.name for buffer in graph.buffers.values() if buffer.persistent]
+    after = {n: _mean([buffers[n] for buffers in written]) for n in kept}
+    return Subject(graph, state, tensors, loss, gradients, off.seen or bool(recurrent), after)
+
+
+def _mean(values: list[Tensor]) -> Tensor:
+    """What a step writes of the new values of its microbatches: their mean, or of counts, which agree, the last."""
+    return torch.stack(values).mean(0) if values[0].is_floating_point() and len(values) > 1 else values[-1]
 
 
 def _refuse_random(graph: Graph) -> None:
