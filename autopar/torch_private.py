@@ -54,6 +54,12 @@ def is_fake(tensor: Any) -> bool:
     return isinstance(tensor, FakeTensor) or (isinstance(tensor, torch.Tensor) and tensor.device.type == "meta")
 
 
+def has_gradient_hooks(thing: torch.nn.Module | torch.Tensor) -> bool:
+    """Whether a module's or a parameter's gradient passes through a hook. (torch 2.11, 2.13)"""
+    names = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
+    return any(getattr(thing, name, None) for name in names)
+
+
 @contextmanager
 def masks_as_given() -> Iterator[None]:
     """Inside, ``nn.TransformerEncoder`` and ``nn.TransformerDecoder`` add a mask as it is. (torch 2.11, 2.13)

@@ -45,6 +45,8 @@ class Model(nn.Module):
             y = y[y > 0]
         if self.kind == "reversed":
             y = Reversed.apply(y)
+        if self.kind == "hook":
+            y.register_hook(lambda grad: 2 * grad)
         if self.kind == "reentrant":
             y = checkpoint(torch.tanh, y, use_reentrant=True)
         return {"logits": y, "features": x, "count": 3} if self.kind == "no loss" else y.sum()
@@ -57,6 +59,7 @@ class Model(nn.Module):
         ("item", X, "x.max().item()", "autopar.opaque"),
         ("select", X, "y[y > 0]", "autopar.opaque"),
         ("reversed", X, "autograd.Function Reversed", "torch.library.custom_op"),
+        ("hook", X, "y.register_hook", "register_autograd"),
         ("no loss", X, "logits: a tensor float32[4, 4], features: a tensor float32[4, 8], count: int", "loss_fn"),
         ("plain", X.long(), "x int64", "the model's dtype"),
         ("plain", X.half(), "x float16", "precision"),
@@ -70,6 +73,19 @@ def test_refusals_say_where_and_what_to_do(kind: str, batch: Any, words: str, hi
         capture(Model(kind), batch)
     assert isinstance(refused.value, CaptureError | BatchError)
     assert words in refused.value.message and hint in str(refused.value.hint)
+
+
+@pytest.mark.parametrize("where", ["linear", "linear.weight", "embed"])
+def test_hooks_on_gradients_are_refused(where: str) -> None:
+    model = Model("plain")
+    if where == "linear":
+        model.linear.register_full_backward_hook(lambda module, before, after: (2 * before[0],))
+    elif where == "embed":
+        model.embed.register_full_backward_pre_hook(lambda module, after: (2 * after[0],))
+    else:
+        model.linear.weight.register_hook(lambda grad: 2 * grad)
+    with pytest.raises(CaptureError, match=f"(module|parameter) {where} has a hook"):
+        capture(model, X)
 
 
 def test_half_inputs_are_cast_when_a_precision_is_given() -> None:

@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx, nn
-from torch.utils.checkpoint import CheckpointFunction
 
+from autopar.capture.backward import OPAQUE_HINT, own_gradients_refused, refuse_hooks
 from autopar.capture.batch import BatchStructure, rebuild_batch
 from autopar.capture.clone import Twin, twin
 from autopar.capture.repeat import Repeats, expand, members, record, traced_once
@@ -22,8 +21,6 @@ from autopar.errors import CaptureError
 from autopar.graph import Parameter
 from autopar.torch_private import as_if_exported, is_fake, masks_as_given
 from passes.clean.nodes import like, packet
-
-OPAQUE_HINT = "keep that module whole and replicated: wrap it in autopar.opaque(module)"
 
 
 class _RefusedError(Exception):
@@ -115,6 +112,7 @@ def export(
     Returns the lifted graph with labelled placeholders (``passes.clean.nodes``), the values of its buffers and lifted constants
     by name (absent where the model is on meta), and the class name of every module by path (``""`` is the model).
     """
+    refuse_hooks(model)
     copied = twin(model, dtype)
     if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
         raise CaptureError(
@@ -144,8 +142,7 @@ def _repeats(
         copied = twin(model, dtype, meta=meta)
 
         def run(copied: Twin = copied, device: str = "meta" if meta else "cpu") -> None:
-            patched = mock.patch.object(torch.autograd.Function, "apply", classmethod(_apply))
-            with copied.mode, patched, masks_as_given(), as_if_exported():
+            with copied.mode, own_gradients_refused(), masks_as_given(), as_if_exported():
                 tensors = [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in structure.leaves]
                 call_model(copied.module, structure, loss_fn, tensors)
 
@@ -164,7 +161,7 @@ def _export(captured: _Captured, tensors: tuple[torch.Tensor, ...], repeats: Rep
     try:
         with warnings.catch_warnings(), ExitStack() as stack:
             warnings.simplefilter("ignore")
-            stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(_apply)))
+            stack.enter_context(own_gradients_refused())
             stack.enter_context(masks_as_given())
             if repeats is not None:
                 stack.enter_context(traced_once(captured.module, repeats))
@@ -178,27 +175,6 @@ def _export(captured: _Captured, tensors: tuple[torch.Tensor, ...], repeats: Rep
     finally:
         for logger, level in zip(noisy, levels, strict=True):
             logger.setLevel(level)
-
-
-_apply_of_torch: Any = vars(torch.autograd.Function)["apply"].__func__
-
-
-def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands for ``autograd.Function.apply`` during export, which would keep the forward of a function and lose its backward."""
-    if function is CheckpointFunction:  # its backward is the function's own: autopar recomputes by itself where it pays
-        run, _, *inputs = args
-        return run(*inputs)
-    if function.__module__.partition(".")[0] == "torch":
-        return _apply_of_torch(function, *args, **kwargs)
-    frame = next(
-        f for f in reversed(traceback.extract_stack()[:-1]) if not f.filename.startswith(str(Path(__file__).parent))
-    )
-    raise CaptureError(
-        f"{frame.filename}:{frame.lineno} `{frame.line}` calls the autograd.Function {function.__name__}: torch.export keeps its "
-        "forward and loses its backward",
-        hint="make it a torch.library.custom_op with register_autograd (and autopar.register_rule, to shard it), or "
-        + OPAQUE_HINT,
-    )
 
 
 def _explain(error: Exception) -> CaptureError:
