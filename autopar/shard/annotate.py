@@ -18,6 +18,7 @@ from autopar.shard.conversions import conversions
 from autopar.shard.plan import role_types
 from autopar.sharding import AxisTypes
 from autopar.types import SpmdType, legal_in_time
+from passes.clean.nodes import module_path
 
 
 def annotate(graph: Graph) -> Graph:
@@ -63,10 +64,11 @@ def _read(node: fx.Node, types: AxisTypes) -> list[tuple[str, SpmdType]]:
 
 
 def _described(node: fx.Node) -> str:
-    """The op, its module, and the line of the model's code that it comes from."""
-    text = op_name(node.target).removeprefix("aten.") if node.op == "call_function" else node.name
-    modules = list((node.meta.get("nn_module_stack") or {}).values())
-    path = str(modules[-1][0]).removeprefix("module").lstrip(".") if modules else ""
+    """The op, its module, and the line of the model's code that it comes from; of what enters the layer, its first reader's."""
+    if node.op == "placeholder":
+        node = next((reader for reader in node.users if reader.op == "call_function"), node)
+    text = op_name(node.target).removeprefix("aten.") if node.op == "call_function" else f"the value {node.name}"
+    path = module_path(node)
     frames = re.findall(r'File "([^"]+)", line (\d+), in \w+\n\s*(.+)', str(node.meta.get("stack_trace") or ""))
     where = f"line {frames[-1][1]} of {Path(frames[-1][0]).name}: {frames[-1][2]}" if frames else ""
     return f"{text}{f' of {path}' if path else ''}{f' ({where})' if where else ''}"

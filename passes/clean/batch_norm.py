@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import fx
 
 from autopar.program import kernels_norm
-from passes.clean.nodes import add, aten, calls, dtype, note, packet, replace, shape
+from passes.clean.nodes import add, aten, calls, dtype, module_path, note, packet, replace, shape
 
 LOCAL = "local_batch_norm"  # key of ``GraphModule.meta``: every part of the batch is normalised by its own statistics
 
@@ -35,7 +35,11 @@ def _replacement(gm: fx.GraphModule, node: fx.Node) -> fx.Node:
             own = add(node, aten.detach.default, (x,))
             _keep(node, add(node, kernels_norm.step_statistics, (own,)), running_mean, running_var)
         return add(node, kernels_norm.local_batch_norm, (x, weight, bias, eps))
-    gm.meta["unmicrobatchable"] = "batch norm couples the batch (local_batch_norm=True lets go of that)"
+    path = module_path(node)
+    where = f", first in {path}" if path else ""
+    gm.meta.setdefault(
+        "unmicrobatchable", f"batch norm couples the batch{where} (local_batch_norm=True lets go of that)"
+    )
     statistics = add(node, kernels_norm.batch_statistics, (x,))
     mean, var = (add(node, aten.select.int, (statistics, 0, row)) for row in (0, 1))
     if isinstance(running_mean, fx.Node) and isinstance(running_var, fx.Node):

@@ -112,6 +112,12 @@ def copy_origin(source: fx.Node, target: fx.Node) -> None:
             target.meta[key] = source.meta[key]
 
 
+def module_path(node: fx.Node) -> str:
+    """The dotted name of the user's module that the node comes from; empty for the model itself."""
+    modules = list((node.meta.get("nn_module_stack") or {}).values())
+    return str(modules[-1][0]).removeprefix("module").lstrip(".") if modules else ""
+
+
 def replace(node: fx.Node, new: fx.Node) -> None:
     """Everyone who read ``node`` reads ``new``; ``node`` goes."""
     node.replace_all_uses_with(new)
