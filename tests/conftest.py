@@ -18,6 +18,12 @@ def _pool(count: int) -> Iterator[WorkerPool]:
 
 
 @pytest.fixture(scope="session")
+def workers1() -> Iterator[WorkerPool]:
+    """One process."""
+    yield from _pool(1)
+
+
+@pytest.fixture(scope="session")
 def workers2() -> Iterator[WorkerPool]:
     """Two processes."""
     yield from _pool(2)

@@ -229,6 +229,7 @@ KINDS: tuple[Kind, ...] = (
     Kind("mixed: tensor 1, 2 and 4", 4, mixed=_three_degrees),
     Kind("mixed: ring, ulysses, data and tensor+sequence", 4, mixed=_sequence_roles),
     # numbers of devices that divide little
+    *kinds(1),
     kind("data 3, zero 3", data=3, zero=3, microbatches=2),
     kind("tensor 3", tensor=3),
     kind("tensor+sequence 3", tensor=3, sequence=True),
@@ -236,6 +237,8 @@ KINDS: tuple[Kind, ...] = (
     kind("pipeline 3 of 2 chunks", pipeline=3, chunks=2, microbatches=4),  # one round of more microbatches than devices
     kind("pipeline 2 of 3 chunks, 8 microbatches", pipeline=2, chunks=3, microbatches=8),
     kind("tensor 5", tensor=5),
+    kind("pipeline 5", pipeline=5, microbatches=8, schedule="1f1b"),
+    kind("pipeline 3 x tensor 2", pipeline=3, tensor=2, microbatches=4, schedule="1f1b"),
     kind("tensor 2 x 3", mesh=make_mesh(("tensor0", 2), ("tensor1", 3)), microbatches=2),
     kind("data 2 x tensor 3, zero 3", data=2, tensor=3, zero=3, microbatches=2),
     kind("tensor 7", tensor=7),
