@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own convention
 from torch import Tensor, nn
+
+from autopar.zoo.modules import DiT
 
 ROWS = 8
 
@@ -227,98 +228,14 @@ def vit() -> tuple[nn.Module, Any, Any]:
     )
 
 
-def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
-
-
-class TimestepEmbedder(nn.Module):
-    def __init__(self, width: int, frequencies: int = 16) -> None:
-        super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(frequencies, width), nn.SiLU(), nn.Linear(width, width))
-        self.frequencies = frequencies
-
-    def forward(self, t: Tensor) -> Tensor:
-        half = self.frequencies // 2
-        freqs = torch.exp(-math.log(10000) * torch.arange(0, half, dtype=torch.float32) / half).to(t.device)
-        args = t[:, None].float() * freqs[None]
-        embedding = torch.cat([torch.cos(args), torch.sin(args)], dim=-1)
-        return self.mlp(embedding.to(self.mlp[0].weight.dtype))
-
-
-class DiTAttention(nn.Module):
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(dim, 3 * dim)
-        self.proj = nn.Linear(dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, n, c = x.shape
-        q, k, v = self.qkv(x).reshape(b, n, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
-        x = F.scaled_dot_product_attention(q, k, v)
-        return self.proj(x.transpose(1, 2).reshape(b, n, c))
-
-
-class DiTBlock(nn.Module):
-    """adaLN-zero: shift, scale and gate from the conditioning."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
-        self.attn = DiTAttention(width, heads)
-        self.norm2 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(approximate="tanh"), nn.Linear(2 * width, width))
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
-
-    def forward(self, x: Tensor, c: Tensor) -> Tensor:
-        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = self.adaLN_modulation(c).chunk(6, dim=1)
-        x = x + gate_msa.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift_msa, scale_msa))
-        return x + gate_mlp.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
-
-
-class DiT(nn.Module):
-    """Peebles and Xie's diffusion transformer (arXiv:2212.09748); the noise comes in, the loss is its prediction's error."""
-
-    def __init__(self, size: int = 8, patch: int = 2, width: int = 32, depth: int = 4, heads: int = 4) -> None:
-        super().__init__()
-        self.patch, self.channels = patch, 4
-        self.x_embedder = nn.Conv2d(4, width, patch, stride=patch)
-        self.t_embedder = TimestepEmbedder(width)
-        self.y_embedder = nn.Embedding(11, width)
-        self.register_buffer("pos_embed", _normal(1, (size // patch) ** 2, width, seed=5))
-        self.register_buffer("alphas", torch.linspace(0.99, 0.05, 100, dtype=torch.float64))
-        self.blocks = nn.ModuleList([DiTBlock(width, heads) for _ in range(depth)])
-        self.norm_final = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
-        self.linear = nn.Linear(width, patch * patch * 4)
-
-    def unpatchify(self, x: Tensor) -> Tensor:
-        side = int(x.shape[1] ** 0.5)
-        x = x.reshape(x.shape[0], side, side, self.patch, self.patch, self.channels)
-        return torch.einsum("nhwpqc->nchpwq", x).reshape(
-            x.shape[0], self.channels, side * self.patch, side * self.patch
-        )
-
-    def forward(self, x: Tensor, t: Tensor, y: Tensor, noise: Tensor) -> Tensor:
-        alpha = self.alphas[t].view(-1, 1, 1, 1)
-        noisy = alpha.sqrt() * x + (1 - alpha).sqrt() * noise
-        hidden = self.x_embedder(noisy).flatten(2).transpose(1, 2) + self.pos_embed
-        c = self.t_embedder(t) + self.y_embedder(y)
-        for block in self.blocks:
-            hidden = block(hidden, c)
-        shift, scale = self.adaLN_modulation(c).chunk(2, dim=1)
-        hidden = self.linear(modulate(self.norm_final(hidden), shift, scale))
-        return F.mse_loss(self.unpatchify(hidden), noise)
-
-
 def dit() -> tuple[nn.Module, Any, Any]:
     batch = {
-        "x": _normal(ROWS, 4, 8, 8),
-        "t": _classes(100, ROWS),
-        "y": _classes(11, ROWS),
+        "latents": _normal(ROWS, 4, 8, 8),
         "noise": _normal(ROWS, 4, 8, 8, seed=7),
+        "steps": _classes(1000, ROWS),
+        "labels": _classes(11, ROWS),
     }
-    return DiT(), batch, None
+    return DiT(32, 4, 4, image_size=8, patch_size=2, num_labels=10), batch, None
 
 
 # -- recurrent --------------------------------------------------------------------------------------------------------
