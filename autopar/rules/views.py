@@ -189,9 +189,10 @@ def stack(node: fx.Node) -> str:
 
 
 def pad(node: fx.Node) -> str:
-    """pad, constant_pad_nd: padded dims are held."""
-    before, after = source(node), shape_of(node)
-    words = [w if a == b else "1" for w, a, b in zip(names(len(before)), before, after, strict=True)]
+    """pad, constant_pad_nd: padded dims are held, those among them that are cut on the other side and keep their size."""
+    dims, amounts = len(source(node)), arguments(node)["pad"]  # pairs, from the last dim on
+    held = {dims - 1 - i // 2 for i, amount in enumerate(amounts) if amount != 0}
+    words = ["1" if dim in held else word for dim, word in enumerate(names(dims))]
     return line([words], words)
 
 
