@@ -118,7 +118,7 @@ def running_peak(events: list[dict[str, Any]], alive: set[int]) -> dict[str, int
 
 
 def predicted(graph: Graph, kind: Kind) -> list[dict[str, int]]:
-    """Bytes by part of every stage."""
+    """Bytes by part of every device of the line."""
     plan = kind.plan(graph)
     cluster = parse(plan.device_count)
     priced = evaluate(
@@ -131,8 +131,9 @@ def predicted(graph: Graph, kind: Kind) -> list[dict[str, int]]:
         microbatches=plan.microbatches,
         schedule=plan.schedule,
         precision="float32",
+        chunks=plan.chunks,
     )
-    return [{part: int(getattr(stage.memory, part)) for part in PARTS} for stage in priced.stages]
+    return [{part: int(getattr(stage.memory, part)) for part in PARTS} for stage in priced.stages[: plan.pipeline]]
 
 
 def run_case(name: str, graph: Graph, kind: Kind, pool: WorkerPool) -> dict[str, Any]:

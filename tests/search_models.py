@@ -31,6 +31,7 @@ class Price:
     transient_bytes: int
     flops: float
     fresh_bytes: int = 0
+    border_bytes: int = 0
 
     @property
     def weights_bytes(self) -> int:

@@ -15,7 +15,7 @@ from autopar.plan import Axis, Role, Strategy
 from autopar.price import LayerPrice, price_layer
 from autopar.price.collectives import time_s
 from autopar.price.memory import precision, state_bytes, trace
-from autopar.price.practice import EMITTED, Practice
+from autopar.price.practice import EMITTED, Practice, on_cpu
 from autopar.price.roofline import executed_flops, model_flops, op_cost
 from autopar.price.table import ClassTable, build
 from autopar.sharding import Sharding
@@ -187,7 +187,7 @@ def test_bytes_per_parameter(dtype, per_parameter):
 
 def test_a_plans_layer_uses_the_same_formula():
     for zero in range(4):
-        found = must(price((DATA, TENSOR), (4, 2), zero=zero))
+        found = must(price((DATA, TENSOR), (4, 2), zero=zero, microbatches=2))
         held = (found.parameters_bytes, found.gradients_bytes, found.optimizer_bytes)
         assert held == state_bytes(H * F, H * F, 4, zero, precision("bfloat16"))
 
@@ -217,7 +217,42 @@ def test_transients_of_zero():
         == must(price((DATA,), (8,), zero=1)).transient_bytes
         == base + largest
     )
-    assert must(price((DATA,), (8,), zero=3)).transient_bytes == max(base + weights, 2 * weights)
+    result = (
+        2 * B * SEQ * H // 8
+    )  # what the gather made stays beside the parameters that were copied out of it until the forward ends
+    assert must(price((DATA,), (8,), zero=3)).transient_bytes == 2 * weights + result
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_gradients_of_an_fsdp_root_come_as_activations_go(zero):
+    """Large parameters and few activations: a layer's figure is what it holds after its backward, and it needs most while its
+    gradients are reduced, with gloo beside a copy of them. A second microbatch finds the first one's shard."""
+    rows, data = 16, 8
+    cls = mlp(rows, 1, H, F, torch.float32)
+    whole = 4 * 2 * H * F
+    shard = whole // data
+    for microbatches in (1, 2):
+        sharding = Sharding((Axis("microbatch", microbatches, 0), Axis("a", data, 1)), (mlp_types(DATA),) * 2)
+        found = must(
+            price_layer(cls, sharding, Strategy((DATA,), zero), parse(["cpu"] * 8), "float32", on_cpu(EMITTED))
+        )
+        gathered = whole if zero == 2 else 0  # counts with the parameters
+        held = found.gradients_bytes + found.saved_bytes + gathered
+        earlier = shard if microbatches == 2 else 0
+        assert found.saved_bytes == 4 * (rows // data // microbatches) * (H + 2 * F)
+        assert held == earlier + max(found.saved_bytes + gathered, whole + shard - earlier)
+        assert held + found.transient_bytes == 2 * whole + shard + earlier
+
+
+def test_after_the_backward_passes_gradients_are_reduced_and_parameters_updated():
+    """ZeRO 1 with few activations: gloo reduces a copy of the gradients into this device's piece; without ZeRO AdamW's two temporaries."""
+    cls, largest = mlp(8, 1, H, F, torch.float32), 4 * H * F
+    sharding = Sharding((Axis("microbatch", 1, 0), Axis("a", 8, 1)), (mlp_types(DATA),) * 2)
+    for zero, needed in ((0, 2 * largest), (1, 2 * largest + 2 * largest // 8)):
+        found = must(
+            price_layer(cls, sharding, Strategy((DATA,), zero), parse(["cpu"] * 8), "float32", on_cpu(EMITTED))
+        )
+        assert found.saved_bytes + found.transient_bytes == needed
 
 
 # -- time ------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from autopar.devices import parse
 from autopar.plan import Axis, Role, Strategy
 from autopar.price import Pricer
 from autopar.search import evaluate, memory_timeline
+from autopar.search.problem import Choice
 from autopar.search.simulate import device_order, interleaved_in_flight
 from autopar.search.timeline import Held, peak, timeline
 
@@ -70,6 +71,23 @@ def test_the_maximum_is_the_predicted_memory(pipeline, schedule, chunks):
         )
     data = timeline_data(devices)
     assert [entry["memory_bytes"] for entry in data] == [plan.stages[d].memory.total for d in range(pipeline)]
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "microbatches", "schedule", "chunks", "held"),
+    [
+        (1, 4, "none", 1, (0,)),
+        # outputs in flight and two gradients; from the second stage on the gradient that was sent last, once there is another forward
+        (4, 8, "1f1b", 1, (4 + 2, 3 + 2 + 1, 2 + 2 + 1, 1)),
+        (2, 2, "1f1b", 1, (2 + 2, 1)),
+        (3, 4, "gpipe", 1, (4 + 4, 4 + 4, 0)),
+        # one input and one gradient for each microbatch; of the inputs those in flight are saved anyway
+        (2, 4, "interleaved-1f1b", 2, (3 + 4, 2 + 4 + 2 + 1, 2 + 4 + 2 + 1, 3 + 1)),
+    ],
+)
+def test_tensors_between_stages(pipeline, microbatches, schedule, chunks, held):
+    choice = Choice(MESH, pipeline, microbatches, schedule, chunks=chunks)
+    assert choice.passing == held
 
 
 def test_a_curve_keeps_its_peak():

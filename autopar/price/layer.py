@@ -20,6 +20,7 @@ from autopar.devices import Cluster
 from autopar.graph import LayerClass
 from autopar.plan import Axis, Strategy
 from autopar.price.collectives import group, group_time_s
+from autopar.price.held import Alive, Share, flat_bytes, sharded_bytes
 from autopar.price.memory import Precision, precision, state_bytes
 from autopar.price.moves import Move, layer_moves
 from autopar.price.practice import EMITTED, Practice
@@ -38,8 +39,8 @@ class LayerPrice:
 
     ``communication_s`` is the exposed part of ``forward_s + backward_s``. ``step_s`` comes once a step: gradient reduction,
     ZeRO's gathers, the optimizer. ``saved_bytes`` is per microbatch in flight, ``fresh_bytes`` what its backward leaves in their
-    place. ``flops`` counts the model's arithmetic for one microbatch, forward and backward, over all devices of the stage: replicated work
-    once, recomputation not at all.
+    place, ``border_bytes`` what a stage with its border here passes on. ``flops`` counts the model's arithmetic for one microbatch, forward
+    and backward, over all devices of the stage: replicated work once, recomputation not at all.
     """
 
     forward_s: float
@@ -53,6 +54,7 @@ class LayerPrice:
     transient_bytes: int
     flops: float
     fresh_bytes: int = 0
+    border_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ class Core:
     selective_bytes: float  # what it keeps, and of that what is saved without it, too
     common_bytes: float
     input_bytes: float
-    alive_bytes: float
+    output_bytes: float
+    alive: Alive
     parameters: float
     trainable: float
     largest: float  # of the trainable parameters, in elements
@@ -191,7 +194,8 @@ def core(bound: Bound, axes: tuple[Axis, ...], cluster: Cluster, numbers: Precis
         selective_bytes=selective_bytes,
         common_bytes=common_bytes,
         input_bytes=input_bytes,
-        alive_bytes=_transient(table, local, saved, bound.plain),
+        output_bytes=float(local(table.output_bytes, "output").sum()),
+        alive=_alive(bound, axes, local, saved, parameters * numbers.parameter),
         parameters=float(parameters.sum()),
         trainable=float(parameters[table.trainable].sum()),
         largest=float(parameters[table.trainable].max(initial=0.0)),
@@ -240,20 +244,36 @@ def _meetings(moves: tuple[Move, ...], axes: tuple[Axis, ...], side: str, beside
     return tuple(n for n in groups if n > 1)
 
 
-def _transient(
-    table: ClassTable, local: Callable[[Floats, str], Floats], saved: Floats, plain: tuple[int, ...]
-) -> float:
-    """The most bytes that the layer holds at one time, forward or backward, over what it has saved at its end."""
+def _alive(
+    bound: Bound,
+    axes: tuple[Axis, ...],
+    local: Callable[[Floats, str], Floats],
+    saved: Floats,
+    parameter_bytes: Floats,
+) -> Alive:
+    """What the layer holds at most, forward and backward, over what it has saved at its end."""
+    table, plain = bound.table, bound.plain
     live, ops = table.live, len(table.ops)
     if not ops:
-        return 0.0
+        return Alive(0.0, 0.0, 0.0, 0.0)
     kept = np.zeros(ops)
     np.add.at(kept, live.saver[list(plain)], saved[list(plain)])
     later = kept.sum() - np.cumsum(kept)  # what ops after this one save
-    forward = np.bincount(table.slot_op, weights=local(live.touched_forward, "slot"), minlength=ops)
-    backward = np.bincount(table.slot_op, weights=local(live.touched_backward, "slot"), minlength=ops)
+    is_cut = np.any([f.loss for f, axis in zip(bound.flags, axes, strict=True) if axis.size > 1], axis=0)
+    touched = (
+        live.touched_forward + np.where(is_cut, live.cut_loss, 0.0),
+        live.touched_backward + np.where(is_cut, live.cut_loss, live.whole_loss),
+    )
+    forward, backward = (np.bincount(table.slot_op, weights=local(t, "slot"), minlength=ops) for t in touched)
     waiting, gradients = live.across @ local(live.waiting, "across"), live.across @ local(live.gradient, "across")
-    return float(max(0.0, (forward + waiting - later).max(), (backward + gradients - later).max()))
+    back = backward + gradients - later
+    made = np.bincount(live.reader[table.trainable], weights=parameter_bytes[table.trainable], minlength=ops)
+    return Alive(
+        forward=float((forward + waiting - later).max()),
+        backward=float(back.max()),
+        one_gradient=float((back + made).max()),
+        all_gradients=float((back + made[::-1].cumsum()[::-1]).max()),
+    )
 
 
 def move_s(move: Move, collective: Collective, axes: tuple[Axis, ...], cluster: Cluster) -> float:
@@ -312,16 +332,7 @@ def assemble(
     elif zero == 1:
         step_s += beside(under * backward_compute_s, reduce) + beside(under * forward_compute_s, gather)
 
-    held, gradients, optimizer = state_bytes(parameters, trainable, data, zero, numbers)
-    whole_gradients = trainable * numbers.gradient
-    whole_parameters = parameters * numbers.parameter
-    saved, transient = _activations(c, strategy, zero, whole_parameters, whole_gradients, practice.apart)
-    if practice.apart and zero < 2:
-        transient += c.largest * numbers.parameter
-    elif practice.apart:
-        # a layer's whole gradients stay where its activations (and under ZeRO 2 its parameters) were, and need more room if larger
-        stay = max(0.0, whole_gradients - saved - (whole_parameters if zero == 2 else 0.0))
-        gradients += math.ceil(stay)
+    held, gradients, optimizer, saved, transient = _bytes(c, strategy, data, zero, numbers, practice)
     return LayerPrice(
         forward_s=forward_compute_s + forward_wire_s + forward_exposed,
         backward_s=backward_compute_s + backward_wire_s + backward_exposed,
@@ -330,10 +341,11 @@ def assemble(
         parameters_bytes=held,
         gradients_bytes=gradients,
         optimizer_bytes=optimizer,
-        saved_bytes=math.ceil(saved),
-        transient_bytes=math.ceil(transient),
+        saved_bytes=saved,
+        transient_bytes=transient,
         flops=c.flops,
         fresh_bytes=trainable * numbers.fresh,
+        border_bytes=math.ceil(c.input_bytes or c.output_bytes) if practice.apart else 0,
     )
 
 
@@ -355,26 +367,37 @@ def _waits_s(
     return cluster.wires.wait_s(c.forward_meetings + gathers, forward_s), cluster.wires.wait_s(back, backward_s)
 
 
-def _activations(
-    c: Core, strategy: Strategy, zero: int, whole_bytes: float, gradient_bytes: float, apart: bool
-) -> tuple[float, float]:
-    """Bytes that a microbatch in flight holds, and the most that the layer needs besides while it runs."""
+def _bytes(
+    c: Core, strategy: Strategy, data: int, zero: int, numbers: Precision, practice: Practice
+) -> tuple[int, int, int, int, int]:
+    """Bytes of parameters, gradients, optimizer state, of what is saved for a microbatch, and of transients."""
+    parameters, trainable = math.ceil(c.parameters), math.ceil(c.trainable)
+    held, gradients, optimizer = state_bytes(parameters, trainable, data, zero, numbers)
+    saved, working = _activations(c, strategy)
+    share = Share(c.alive, saved, working, parameters, trainable, c.largest, c.microbatches)
+    if not practice.apart:
+        transient = working - saved + c.alive.activations
+        if (
+            zero >= 2
+        ):  # a gradient being filled, the one before being reduced; the layer at work and the next one, fetched ahead
+            gathered = parameters * numbers.parameter if zero == 3 else 0
+            transient += 2 * trainable * numbers.gradient + 2 * gathered
+    elif zero < 2:
+        transient = flat_bytes(share, data, zero, numbers, practice)
+    else:
+        sharded, transient = sharded_bytes(share, data, strategy, numbers, practice)
+        gradients = math.ceil(sharded)
+    return held, gradients, optimizer, math.ceil(saved), math.ceil(transient)
+
+
+def _activations(c: Core, strategy: Strategy) -> tuple[float, float]:
+    """Bytes that a microbatch in flight holds, and those while its backward pass runs."""
     saved = found = c.saved_bytes
     if strategy.recompute:
         saved = found = c.input_bytes
     elif strategy.selective:
         saved, found = c.selective_bytes, c.common_bytes
-    transient = c.alive_bytes + max(0.0, c.saved_bytes - found)
-    gathered = whole_bytes if zero == 3 else 0.0
-    if (
-        apart and zero >= 2
-    ):  # the layer's ops beside its gathered parameters; then its gradients, and their copy in the reduction
-        return saved, max(transient + gathered, gradient_bytes + max(0.0, min(gradient_bytes, saved)))
-    if (
-        zero >= 2
-    ):  # one gradient being filled, the one before it being reduced; the layer at work and the next one, fetched ahead
-        transient += 2 * gradient_bytes + 2 * gathered
-    return saved, transient
+    return saved, saved + max(0.0, c.saved_bytes - found)
 
 
 def beside_s(compute_s: float, wire_s: float, slowdown: float) -> float:

@@ -6,7 +6,7 @@ costs something else with other kernels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,8 @@ class Practice:
     ``published``           selective recomputation keeps what Megatron's and torchtitan's do, see ``price.selective``
     ``query_layout``        attention's result lies in memory as the queries do, and so merging heads may copy; flash attention
                             on GPUs writes it merged
+    ``cloned``              a reduce-scatter works on a copy of its input, as gloo does
+    ``update_copies``       tensors of a parameter's size that the optimizer makes while it updates it: AdamW on CPUs makes 2
     ======================  ==========================================================================================
     """
 
@@ -55,6 +57,13 @@ class Practice:
     apart: bool = False
     published: bool = False
     query_layout: bool = False
+    cloned: bool = False
+    update_copies: int = 0
 
 
 EMITTED = Practice(apart=True)
+
+
+def on_cpu(practice: Practice) -> Practice:
+    """The practice with PyTorch's kernels for CPUs, and gloo."""
+    return replace(practice, query_layout=True, cloned=True, update_copies=2)

@@ -15,7 +15,7 @@ from autopar.price.collectives import group, p2p_s
 from autopar.price.layer import MICROBATCH, Bound, Core, LayerPrice, assemble, bind, core, divisible, move_s
 from autopar.price.memory import precision, state_bytes
 from autopar.price.moves import wire
-from autopar.price.practice import EMITTED, Practice
+from autopar.price.practice import EMITTED, Practice, on_cpu
 from autopar.rules.padding import padded, padding
 from autopar.sharding import AxisTypes, Sharding
 from autopar.types import SpmdType
@@ -41,7 +41,7 @@ class Pricer:
         practice: Practice = EMITTED,
     ) -> None:
         self.graph, self.cluster = graph, cluster
-        self.practice = dataclasses.replace(practice, query_layout=cluster.kind == "cpu")
+        self.practice = on_cpu(practice) if cluster.kind == "cpu" else practice
         self.numbers = precision(precision_name, practice)
         self._pipelined = dataclasses.replace(cluster, pipelined=True)
         self._solve = solve or self._optimum

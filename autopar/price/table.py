@@ -64,6 +64,7 @@ class ClassTable:
     value_bytes: dict[str, int]
     value_gradient: dict[str, bool]
     activations: tuple[str, ...]
+    output_bytes: Floats
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class AxisFlags:
     across: Flags
     parameter: Flags
     activation: Flags
+    output: Flags
+    loss: Flags
     dims: NDArray[np.intp]
 
 
@@ -134,7 +137,7 @@ def build(cls: LayerClass, numbers: Precision, practice: Practice) -> tuple[Clas
         fused = fuse(ops, run, kept)
         _merge(ops, fused, run, slots, forward_kernels, backward_kernels)
         kept = fused.saved
-    live = live_ranges(ops, run, kept, slots, practice.fused, practice.apart)
+    live = live_ranges(ops, run, kept, slots, parameters, practice)
     plain = len(kept)
     kept, selection = published(ops, run, kept, practice.flash) if practice.published else emitted(cls, ops, run, kept)
     table = ClassTable(
@@ -162,6 +165,7 @@ def build(cls: LayerClass, numbers: Precision, practice: Practice) -> tuple[Clas
         value_bytes={name: sum(map(size, ts)) for name, ts in values.items()},
         value_gradient=run.requires_grad,
         activations=tuple(names[: len(cls.activations)]),
+        output_bytes=np.array([v.numel * element_bytes(v.dtype, dtype, numbers) for v in cls.outputs], dtype=float),
     )
     return table, _rows(table, nodes)
 
@@ -170,28 +174,39 @@ def build(cls: LayerClass, numbers: Precision, practice: Practice) -> tuple[Clas
 class Live:
     """What is in memory while an op runs, besides what is saved for the backward pass.
 
-    ``touched_forward`` and ``touched_backward`` are bytes by slot: operands and result that nothing saves, and their gradients.
+    ``touched_forward`` and ``touched_backward`` are bytes by slot: operands and result that nothing saves, and their gradients. To those
+    of a loss come ``whole_loss`` on the way back, or ``cut_loss`` both ways where an axis cuts the vocabulary.
     ``makers`` are the ops whose result others read later, ``across[t, k]`` says that the result of ``makers[k]`` waits while op ``t``
     runs, with ``waiting`` bytes of value and ``gradient`` bytes of gradient. ``saver`` is the op that saves each saved entry: what
-    later ops save is not there yet on the way forward, and gone on the way back.
+    later ops save is not there yet on the way forward, and gone on the way back. ``reader`` is the last op that reads each parameter:
+    on the way back the first to make a gradient of it.
     """
 
     touched_forward: Floats
     touched_backward: Floats
+    whole_loss: Floats
+    cut_loss: Floats
     makers: tuple[str, ...]
     across: Flags
     waiting: Floats
     gradient: Floats
     saver: NDArray[np.intp]
+    reader: NDArray[np.intp]
 
 
 def live_ranges(
-    ops: tuple[fx.Node, ...], run: Trace, kept: tuple[Saved, ...], slots: list[_Slot], fused: bool, whole_loss: bool
+    ops: tuple[fx.Node, ...],
+    run: Trace,
+    kept: tuple[Saved, ...],
+    slots: list[_Slot],
+    parameters: tuple[str, ...],
+    practice: Practice,
 ) -> Live:
     """The life of every value from the op that makes it to the last that reads it; its gradient lives as long, backwards.
 
-    ``whole_loss``: cross entropy is PyTorch's own, which trainers replace.
+    Where trainers replace PyTorch's own cross entropy (not ``practice.apart``) it makes one gradient.
     """
+    fused, whole_loss = practice.fused, practice.apart
     saved = {entry.storage for entry in kept}
     index = {node.name: i for i, node in enumerate(ops)}
     first: dict[int, int] = {}
@@ -203,7 +218,7 @@ def live_ranges(
             last[storage] = i
     size: dict[int, float] = {}
     maker: dict[int, str] = {}
-    forward, backward = np.zeros(len(slots)), np.zeros(len(slots))
+    forward, backward, whole, cut = np.zeros((4, len(slots)))
     for k, slot in enumerate(slots):
         storage = run.storage[slot.value]
         here = storage not in run.excluded and not (fused and not slot.alive)
@@ -215,9 +230,10 @@ def live_ranges(
         if here and run.requires_grad[slot.value]:
             backward[k] = slot.alive
             if "cross_entropy" in roofline.op_name(ops[slot.op]) and whole_loss:
-                backward[k] += (
-                    slot.alive
-                )  # the gradient of the logarithms of probabilities, and then that of the logits
+                # the gradient of the logarithms of probabilities, and then that of the logits
+                whole[k] = slot.alive
+                # with the vocabulary cut, exponentials in float32 or wider are taken again, in place
+                cut[k] = 0.0 if slot.bytes >= 4 * slot.numel else 3 * slot.bytes
         if slot.operand == OUTPUT and ops[slot.op].name not in run.views and here:
             size[storage], maker[storage] = slot.bytes, slot.value
     storages = [storage for storage in maker if last[storage] > first[storage] + 1]
@@ -230,11 +246,14 @@ def live_ranges(
     return Live(
         forward,
         backward,
+        whole,
+        cut,
         tuple(maker[storage] for storage in storages),
         across,
         np.array([0.0 if storage in saved else size[storage] for storage in storages]),
         np.array([size[storage] if run.requires_grad[maker[storage]] else 0.0 for storage in storages]),
         np.array([index[entry.node] for entry in kept], dtype=np.intp),
+        np.array([last.get(run.storage[name], 0) for name in parameters], dtype=np.intp),
     )
 
 
@@ -286,28 +305,32 @@ class _Slot:
     backward: float
     alive: float
     bytes: float
+    numel: int = 0
 
 
 def _slots(index: int, node: fx.Node, run: Trace, size: object, flash: bool) -> list[_Slot]:
     """One slot per operand, then one for the result."""
     assert callable(size)
     made = float(sum(size(t) for t in roofline.tensors(node.meta["val"])))
-    read = [(o.name, float(sum(size(t) for t in roofline.tensors(o.meta["val"])))) for o in operands(node)]
+    read = []
+    for operand in operands(node):
+        held = roofline.tensors(operand.meta["val"])
+        read.append((operand.name, float(sum(map(size, held))), sum(t.numel() for t in held)))
     moves = node.name not in run.views
     picks = roofline.op_name(node) in _ROWS_PICKED
     differentiable = run.requires_grad[node.name]
-    same_size = all(n == made for _, n in read)
+    same_size = all(n == made for _, n, _ in read)
     if moves:
         silent = roofline.op_name(node) in _PASSES_GRADIENT_ON and same_size
     else:
         silent = same_size  # a slice's or an expand's gradient is padded or summed, any other view's is a view
     slots = []
-    for i, (name, n) in enumerate(read):
+    for i, (name, n, numel) in enumerate(read):
         wants = run.requires_grad[name]
         forward = n if moves and not (picks and i == 0) else 0.0
         backward = 0.0 if silent or not differentiable else n * ((1.0 if moves and not picks else 0.0) + wants)
         alive = n if wants and differentiable and not (picks and i == 0) else 0.0
-        slots.append(_Slot(index, i, name, forward, backward, alive, n))
+        slots.append(_Slot(index, i, name, forward, backward, alive, n, numel))
     backward = made if differentiable and not silent else 0.0
     # of a table only the rows that are picked are read, as many as the result has
     written = (2 * made if picks else made) if moves else 0.0
@@ -438,5 +461,7 @@ def flags(table: ClassTable, rows: Rows, types: AxisTypes, regather: bool = Fals
         across=np.array([types.produced[name].sharded for name in table.live.makers], dtype=bool),
         parameter=np.array([types.produced[name].sharded for name in table.parameters], dtype=bool),
         activation=np.array([types.produced[name].sharded for name in table.activations], dtype=bool),
+        output=np.array([t.sharded for t in types.outputs[: len(table.output_bytes)]], dtype=bool),
+        loss=np.array([types.kernel.get(n, "").startswith("vocab_parallel") for n in where], dtype=bool),
         dims=np.array([dim(node, operand) for node, operand in rows.names], dtype=np.intp),
     )

@@ -95,14 +95,14 @@ def ways(instance: Instance, solution: Solution) -> tuple[list[float], list[floa
     return edges, sends
 
 
-def memory(prices: Sequence[LayerPrice], in_flight: int) -> Memory:
-    """A stage's bytes at the step's peak."""
+def memory(prices: Sequence[LayerPrice], in_flight: int, passing: int = 0) -> Memory:
+    """A stage's bytes at the step's peak; ``passing`` as in ``Choice``."""
     return Memory(
         sum(int(p.parameters_bytes) for p in prices),
         sum(int(p.gradients_bytes) for p in prices),
         sum(int(p.optimizer_bytes) for p in prices),
         in_flight * sum(int(p.saved_bytes) for p in prices),
-        transients(prices),
+        transients(prices, passing),
     )
 
 
@@ -110,7 +110,8 @@ def memories(instance: Instance, solution: Solution) -> list[Memory]:
     """Memory by stage."""
     prices = prices_of(instance, solution)
     stages = enumerate(pairwise(solution.bounds))
-    return [memory(prices[i:j], instance.choice.in_flight[s]) for s, (i, j) in stages]
+    in_flight, passing = instance.choice.in_flight, instance.choice.passing
+    return [memory(prices[i:j], in_flight[s], passing[s]) for s, (i, j) in stages]
 
 
 def fits(instance: Instance, solution: Solution) -> bool:
@@ -237,7 +238,7 @@ def device_memories(
 ) -> list[Memory]:
     """The bytes of each device of the line when it holds most; ``stages`` are the layers of each stage."""
     if choice.chunks == 1:
-        held = [memory(prices, n) for prices, n in zip(stages, choice.in_flight, strict=True)]
+        held = [memory(*stage) for stage in zip(stages, choice.in_flight, choice.passing, strict=True)]
     else:  # which chunk is at work when most is held decides whose transients count: the moments themselves are looked at
         held = [peak(held, order) for held, order in _devices(choice, stages)]
     return [less(m, state) for m, state in zip(held, twice, strict=True)] if twice else held
@@ -254,7 +255,8 @@ def _devices(choice: Choice, stages: Sequence[Sequence[LayerPrice]]) -> list[tup
     line = choice.pipeline
     return [
         (
-            Held.of(range(d, len(stages), line), stages[d::line]),
+            # what the pipeline holds for a device's other stages is there whichever of them is at work
+            Held.of(range(d, len(stages), line), stages[d::line], [sum(choice.passing[d::line])] * choice.chunks),
             device_order(choice.schedule, d, line, choice.microbatches, choice.chunks),
         )
         for d in range(line)
@@ -427,8 +429,8 @@ def tidy(instance: Instance, solution: Solution) -> tuple[list[Strategy], list[L
         return step_cost(solution.bounds, trial, edges, sends, choice.microbatches, choice.schedule)
 
     def fit(trial: list[LayerPrice]) -> bool:
-        stages = enumerate(pairwise(solution.bounds))
-        return all(memory(trial[i:j], choice.in_flight[s]).total <= instance.layout.limit[s] for s, (i, j) in stages)
+        stages = zip(pairwise(solution.bounds), choice.in_flight, choice.passing, instance.layout.limit, strict=True)
+        return all(memory(trial[i:j], n, passing).total <= limit for (i, j), n, passing, limit in stages)
 
     best = step(prices)
     for kind, k in sorted({(int(instance.kind[i]), k) for i, k in enumerate(pick)}):

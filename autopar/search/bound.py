@@ -172,8 +172,8 @@ class Model:
         self._row(1.0, self.infinity, [(v, 1.0) for group in self.x[s] for v in group], f"nonempty{s}")
 
     def _transient(self, s: int, z: pywraplp.Variable) -> None:
-        limit, place = self.instance.layout.limit[s], self.instance.layout.place[s]
-        transients = [group.table.at(place).transient[group.use] for group in self.groups]
+        _, passing, place, limit = self.instance.regime(s)
+        transients = [group.table.at(place).at_work(passing)[group.use] for group in self.groups]
         if not self.integer:
             for r, (group, transient) in enumerate(zip(self.groups, transients, strict=True)):
                 share = transient / (limit * group.count)

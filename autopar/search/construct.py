@@ -180,14 +180,14 @@ def _drafts(instance: Instance, allowed: tuple[Indices, ...]) -> list[_Draft]:
 
 def _stage_costs(instance: Instance, allowed: tuple[Indices, ...], regime: Regime) -> Array:
     """``[i, j]``: seconds of the cheapest stage of layers i..j-1 on the ladder that fits, interpolated; ``inf`` where none does."""
-    n, place, limit = regime
+    n, passing, place, limit = regime
     ladder = np.array(LADDER) * _scale(instance)
     runs = compositions(instance)
     columns = []
     for table, keep in zip(instance.at(place), allowed, strict=True):
         weight, held = _weight(instance, table)[keep], (table.weights + n * table.saved)[keep]
         choice = (weight[None, :] + ladder[:, None] * held[None, :]).argmin(axis=1)
-        columns.append(np.stack([weight[choice], held[choice], table.transient[keep][choice]]))
+        columns.append(np.stack([weight[choice], held[choice], table.at_work(passing)[keep][choice]]))
     time, held, transient = np.stack(columns, axis=2)  # each [ladder, kind]
     needs = held @ runs.counts.T + runs.most(transient)
     times = time @ runs.counts.T
@@ -224,13 +224,13 @@ class _Stage:
     """One stage: the cheapest candidates of its layers, resharding between them included, that fit."""
 
     def __init__(self, instance: Instance, allowed: tuple[Indices, ...], i: int, j: int, regime: Regime) -> None:
-        n, place, self.limit = regime
+        n, passing, place, self.limit = regime
         kinds = instance.kind[i:j].tolist()
         tables = [instance.kinds[k].at(place) for k in kinds]
         self.keep = [allowed[k] for k in kinds]
         self.weight = [_weight(instance, t)[keep] for t, keep in zip(tables, self.keep, strict=True)]
         self.held = [(t.weights + n * t.saved)[keep] for t, keep in zip(tables, self.keep, strict=True)]
-        self.transient = [t.transient[keep] for t, keep in zip(tables, self.keep, strict=True)]
+        self.transient = [t.at_work(passing)[keep] for t, keep in zip(tables, self.keep, strict=True)]
         self.edges = [
             instance.edge(i + a, place)[np.ix_(self.keep[a], self.keep[a + 1])] for a in range(len(kinds) - 1)
         ]

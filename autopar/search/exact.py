@@ -54,7 +54,7 @@ def solve_labels(instance: Instance, cutoff_s: float, deadline: float) -> tuple[
 
 def _ways(instance: Instance, i: int, stop: int, regime: Regime, deadline: float) -> dict[int, Stages]:
     """Undominated ways for layers i..j-1, for every j up to ``stop``. A label is (forward, backward, step, held, transient)."""
-    n, place, limit = regime
+    n, passing, place, limit = regime
     first = instance.table(i)
     single = instance.choice.pipeline == 1
     m = instance.choice.microbatches
@@ -64,8 +64,8 @@ def _ways(instance: Instance, i: int, stop: int, regime: Regime, deadline: float
         held = t.weights + n * t.saved
         if single:  # one stage: seconds add up to one number, and fewer labels are undominated
             zero = np.zeros(len(t))
-            return np.stack([t.time + t.step / m, zero, zero, held, t.transient], axis=1)
-        return np.stack([t.forward, t.backward, t.step, held, t.transient], axis=1)
+            return np.stack([t.time + t.step / m, zero, zero, held, t.at_work(passing)], axis=1)
+        return np.stack([t.forward, t.backward, t.step, held, t.at_work(passing)], axis=1)
 
     label = columns(i)
     picks = np.arange(len(first), dtype=np.int32)[:, None]

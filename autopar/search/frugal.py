@@ -44,21 +44,25 @@ def most_frugal(instance: Instance) -> tuple[float, Solution]:
 
 def _least_memory(instance: Instance, regime: Regime) -> tuple[Array, Array, list[list[int]]]:
     """``[i, j]``: the least bytes of a stage of layers i..j-1, and the level that has it; by level, each kind's candidate."""
-    n, place, _ = regime
+    n, passing, place, _ = regime
     tables = instance.at(place)
-    floor = max(float(table.transient.min()) for table in tables)
-    levels = sorted({float(v) for table in tables for v in table.transient if v >= floor})
+    working = [table.at_work(passing) for table in tables]
+    floor = max(float(each.min()) for each in working)
+    levels = sorted({float(v) for each in working for v in each if v >= floor})
     runs = compositions(instance)
     best = np.full(len(runs.counts), np.inf)
     level = np.zeros(len(best))
     picks: list[list[int]] = []
     for number, height in enumerate(levels):
-        held = [np.where(table.transient <= height, table.weights + n * table.saved, np.inf) for table in tables]
+        held = [
+            np.where(each <= height, table.weights + n * table.saved, np.inf)
+            for table, each in zip(tables, working, strict=True)
+        ]
         picks.append([int(h.argmin()) for h in held])
         if number and picks[-1] == picks[-2]:
             continue
         weights = np.array([float(h.min()) for h in held])
-        transient = np.array([t.transient[k] for t, k in zip(tables, picks[-1], strict=True)])
+        transient = np.array([each[k] for each, k in zip(working, picks[-1], strict=True)])
         needs = runs.counts @ weights + runs.most(transient)
         level[needs < best] = number
         best = np.minimum(best, needs)

@@ -41,7 +41,7 @@ def bottleneck_bound(instance: Instance) -> float:
     total, worst = [], []
     for s in range(stages):
         regime = instance.regime(s)
-        kinds = instance.at(regime[1])
+        kinds = instance.at(regime[2])
         if regime not in summed:
             weight = m if stages == 1 else 1
             summed[regime] = _by_composition(
@@ -92,14 +92,14 @@ def _together(runs: Compositions, total: list[Array], worst: list[Array]) -> flo
 
 def _by_composition(instance: Instance, costs: list[Array], regime: Regime, ladder: Array) -> Array:
     """By composition: a lower bound of the cost of its layers as one stage of that regime, ``inf`` where they never fit."""
-    n, place, limit = regime
+    n, passing, place, limit = regime
     runs = compositions(instance)
     best, held, transient = [], [], []
     for table, cost in zip(instance.at(place), costs, strict=True):
         memory = table.weights + n * table.saved
         best.append((cost[None, :] + ladder[:, None] * memory[None, :]).min(axis=1))
         held.append(float(memory.min()))
-        transient.append(float(table.transient.min()))
+        transient.append(float(table.at_work(passing).min()))
     room = limit - runs.most(np.array(transient))
     price = runs.counts @ np.array(best)
     price -= ladder * room[:, None]

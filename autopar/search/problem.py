@@ -8,11 +8,12 @@ The problem, for one outer choice (mesh of a stage, pipeline degree ``P``, micro
              b_s  = sum_{i in s} backward(i, k(i)) + resharding/2 inside and at the entry of s + p2p to s-1
              g_s  = sum_{i in s} step(i, k(i))                      gradient reduction and optimizer, once a step
     subject to
-      memory[s]   sum_{i in s} (weights + n_s * saved)(i, k(i)) + max_{i in s} transient(i, k(i)) <= limit
+      memory[s]   sum_{i in s} (weights + n_s * saved)(i, k(i)) + max_{i in s} (transient + b_s * border)(i, k(i)) <= limit
       nonempty[s] c_s < c_{s+1}
       tied[p]     layers that share parameter p: equal roles, equal ZeRO stage
 
 Where stages run on different devices every price and the limit also depend on ``s``; the candidates do not.
+``b_s`` counts the tensors that the pipeline itself holds (``Choice.passing``), and
 ``n_s`` is the number of microbatches in flight: ``m`` under GPipe, ``min(m, P - s)`` under 1F1B, 1 without a pipeline.
 ``schedule(f, b, m)`` is the longest path through the schedule's actions (``simulate``), which never falls when an ``f_s`` or a
 ``b_s`` rises. ``bound`` states the linear relaxation, ``lagrange`` a second bound; ``exact`` solves.
@@ -72,6 +73,8 @@ class LayerPrice(Protocol):
     def transient_bytes(self) -> int: ...
     @property
     def fresh_bytes(self) -> int: ...
+    @property
+    def border_bytes(self) -> int: ...
     @property
     def flops(self) -> float: ...
 
@@ -143,6 +146,21 @@ class Choice:
         if self.schedule == "gpipe":
             return (self.microbatches,) * self.pipeline
         return tuple(min(self.microbatches, self.pipeline - s) for s in range(self.pipeline))
+
+    @property
+    def passing(self) -> tuple[int, ...]:
+        """Tensors of a border's size that torch's pipeline holds at each stage besides what the layers save: outputs until their backward,
+        what gradients and later inputs are received into (see ``program.runtime`` for 1F1B), the last gradient that was sent."""
+        m, found, last = self.microbatches, [], len(self.in_flight) - 1
+        for s, n in enumerate(self.in_flight):
+            if self.schedule == "none":
+                outputs, gradients, inputs, sent = 0, 0, 0, 0
+            elif self.schedule == "1f1b":
+                outputs, gradients, inputs, sent = n, 2, 0, int(m > n)
+            else:
+                outputs, gradients, inputs, sent = n, m, m - n, int(self.schedule != "gpipe")
+            found.append((outputs + gradients) * (s < last) + (inputs + sent) * (s > 0))
+        return tuple(found)
 
     def __str__(self) -> str:
         sizes = "x".join(str(axis.size) for axis in self.mesh)

@@ -47,6 +47,7 @@ class Table:
     weights: Array  # parameters, gradients and optimizer state
     saved: Array
     transient: Array
+    border: Array
     everything: tuple[tuple[Strategy, LayerPrice], ...] = ()  # dominated candidates included
     elsewhere: tuple[Table, ...] = ()
 
@@ -70,6 +71,7 @@ class Table:
             self.weights[keep],
             self.saved[keep],
             self.transient[keep],
+            self.border[keep],
             self.everything,
             tuple(table.take(keep) for table in self.elsewhere),
         )
@@ -94,8 +96,17 @@ class Table:
     def columns(self) -> Array:
         """All prices of a candidate at all places, side by side."""
         return np.stack(
-            [c for t in self.places for c in (t.forward, t.backward, t.step, t.weights, t.saved, t.transient)], axis=1
+            [
+                c
+                for t in self.places
+                for c in (t.forward, t.backward, t.step, t.weights, t.saved, t.transient, t.border)
+            ],
+            axis=1,
         )
+
+    def at_work(self, passing: int) -> Array:
+        """What a layer at work needs of its stage besides what is held, in a stage that holds so many tensors of a border's size."""
+        return self.transient + passing * self.border
 
     @cached_property
     def bounding(self) -> Indices:
@@ -128,6 +139,7 @@ def _one_place(candidates: list[Strategy], prices: list[LayerPrice]) -> Table:
         weights,
         column("saved_bytes"),
         column("transient_bytes"),
+        column("border_bytes"),
         tuple(zip(candidates, prices, strict=True)),
     )
 
@@ -159,8 +171,8 @@ class Layout:
 Path = tuple[list[int], list[int]]
 """How many forwards and backwards of each stage a path through the schedule has."""
 
-Regime = tuple[int, int, float]
-"""What makes two stages alike: microbatches in flight, the place, the memory limit."""
+Regime = tuple[int, int, int, float]
+"""What makes two stages alike: microbatches in flight, tensors that the pipeline holds, the place, the memory limit."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +200,12 @@ class Instance:
         return np.array(self.choice.in_flight, dtype=np.int64)
 
     def regime(self, stage: int) -> Regime:
-        return int(self.in_flight[stage]), self.layout.place[stage], self.layout.limit[stage]
+        return (
+            int(self.in_flight[stage]),
+            self.choice.passing[stage],
+            self.layout.place[stage],
+            self.layout.limit[stage],
+        )
 
     @cached_property
     def regimes(self) -> tuple[Regime, ...]:

@@ -42,13 +42,13 @@ class Held:
     optimizer: int
 
     @staticmethod
-    def of(stages: Sequence[int], layers: Sequence[Sequence[LayerPrice]]) -> Held:
-        """Of a device that runs ``stages``, stage ``stages[k]`` being ``layers[k]``."""
+    def of(stages: Sequence[int], layers: Sequence[Sequence[LayerPrice]], passing: Sequence[int]) -> Held:
+        """Of a device that runs ``stages``, stage ``stages[k]`` being ``layers[k]``; ``passing`` as in ``Choice``."""
         every = [price for prices in layers for price in prices]
         return Held(
             tuple(stages),
             tuple(sum(int(p.saved_bytes) for p in prices) for prices in layers),
-            tuple(transients(prices) for prices in layers),
+            tuple(map(transients, layers, passing)),
             sum(int(p.parameters_bytes) for p in every),
             sum(int(p.gradients_bytes) for p in every),
             sum(int(p.optimizer_bytes) for p in every),
@@ -58,14 +58,15 @@ class Held:
         return Memory(self.parameters, self.gradients, self.optimizer, activations, transients)
 
 
-def transients(prices: Sequence[LayerPrice]) -> int:
-    """The most that an action of these layers holds besides what its microbatch saves.
+def transients(prices: Sequence[LayerPrice], passing: int = 0) -> int:
+    """The most that an action of these layers holds besides what its microbatch saves, tensors between stages included.
 
     While the backward of a layer runs, later layers' activations are gone, and their fresh gradients are there in their place.
     """
     most = after = 0
     for price in reversed(prices):
-        most = max(most, int(price.transient_bytes), int(price.transient_bytes) + after)
+        here = int(price.transient_bytes) + passing * int(price.border_bytes)
+        most = max(most, here, here + after)
         after += int(price.fresh_bytes) - int(price.saved_bytes)
     return max(most, after)
 
