@@ -400,8 +400,9 @@ def read_plan(path: str | Path) -> Plan:
             f"the plan {path} cannot be read: {error.strerror}", "`autopar plan MODEL --devices ... --json` writes one"
         ) from error
     except (ValueError, KeyError, TypeError, IndexError, AssertionError, AttributeError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
         raise UsageError(
-            f"{path} holds no plan ({type(error).__name__}: {error})",
+            f"{path} holds no plan ({reason})",
             "`autopar plan MODEL --devices ... --json` writes one",
         ) from error
 

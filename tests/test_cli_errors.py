@@ -48,6 +48,8 @@ PLAN = ("plan", "gpt2", "--global-batch", "8")
         (("sweep", "gpt2", "--devices", "8", "--plot", "/nowhere/at/all.png"), "no folder /nowhere/at"),
         (("sweep", "gpt2", "--devices", "8", "--plot", "all.txt"), "no ending that pictures have"),
         (("sweep", "gpt2", "--devices", "8..4"), "'8..4' is no range"),
+        (("sweep", "gpt22", "--devices", "8"), "no model called 'gpt22'"),
+        (("sweep", "gpt2", "--devices", "8", "--seq", "4096"), "1024 learned positions"),
         (("bench", "--plot", "/nowhere/at/all.png"), "no folder /nowhere/at"),
         (("bench", "-o", "/"), "/ is a folder"),
         (("profile", "-o", "/nowhere/at/all.json"), "no folder /nowhere/at"),

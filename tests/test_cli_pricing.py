@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,26 @@ def test_a_hand_written_plan_has_the_price_of_the_same_plan_in_a_file(tmp_path: 
     assert again["step_time_s"] == plan["step_time_s"] and again["stages"] == plan["stages"]
     side = invoke("compare", str(file), str(file))
     assert "step time" in side and "1.00" in side and "memory, activations" in side
+    assert re.search(r"layers recomputed in part +0 +0", side) and re.search(r"chunks +1 +1", side)
+
+
+@pytest.mark.parametrize(
+    ("request_of", "words"),
+    [
+        (["gpt2", "--devices", "16xH100-80GB"], "is for 8 devices"),
+        (["gpt2-xl", "--devices", "8xH100-80GB"], "14 layers"),
+    ],
+)
+def test_a_plan_for_other_devices_or_layers_is_refused(tmp_path: Path, request_of: list[str], words: str):
+    file = tmp_path / "plan.json"
+    file.write_text(invoke("price", *GPT2, "--json"))
+    for command in (
+        ["price", *request_of, "--seq", "256", "--plan", str(file)],
+        ["explain", str(file), "--model", *request_of],
+    ):
+        with pytest.raises(UsageError, match=words) as error:
+            invoke(*command)
+        assert error.value.hint
 
 
 def test_the_flags_of_other_trainers_mean_the_same():

@@ -185,9 +185,13 @@ def recapture(request: dict[str, Any], cluster: Cluster) -> Recapture:
         try:
             changed = request | {key: value for key, value in sizes.items() if value is not None}
             loaded = load(changed, cluster)
-        except BatchError:  # a factory that has no parameter for it
+        except BatchError as refused:
             loaded = load(request, cluster)
-            return recapture_cut(loaded.module, loaded.batch, loaded.loss_fn, **how | {"name": loaded.name})(**sizes)
+            cut = recapture_cut(loaded.module, loaded.batch, loaded.loss_fn, **how | {"name": loaded.name})
+            try:
+                return cut(**sizes)  # where a factory has no parameter for it
+            except BatchError:
+                raise refused from None
         how |= {"name": loaded.name, "precision": changed["precision"]}
         return capture_model(loaded.module, loaded.batch, loaded.loss_fn, **how)
 

@@ -71,8 +71,8 @@ def _read(target: str) -> Plan | None:
     try:
         data = json.loads(path.read_text())
     except (OSError, ValueError):
-        return None  # said better by whoever reads it as a model's configuration
-    return read_plan(path) if isinstance(data, dict) and "stages" in data else None
+        return read_plan(path)  # which says what is wrong
+    return read_plan(path) if isinstance(data, dict) and "stages" in data else None  # a model's configuration
 
 
 def explained(request: dict[str, Any], written: Plan | None) -> Explanation:

@@ -20,7 +20,9 @@ def output_file(name: str | Path, option: str, picture: bool = False) -> Path:
     if path.is_dir():
         raise UsageError(f"{option} {path} is a folder, the result is a file", f"give {option} the name of a file")
     if picture and path.suffix.lower() not in _PICTURES:
-        raise UsageError(f"{option} {path} has no ending that pictures have", f"use {', '.join(_PICTURES)}")
+        raise UsageError(
+            f"{option} {path} has no ending that pictures have", f"end it in one of {', '.join(_PICTURES)}"
+        )
     if not path.parent.is_dir():
         raise UsageError(
             f"{option} {path} cannot be written: there is no folder {path.parent}", "make the folder first"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import BatchError, UsageError
-from autopar.plan import RECOMPUTATIONS, REPLICATING, LayerPlan, Plan, Role
+from autopar.plan import RECOMPUTATIONS, REPLICATING, SEQUENCES, LayerPlan, Plan, Role
 
 if TYPE_CHECKING:
     from autopar.devices import Cluster
@@ -47,6 +47,7 @@ FLAGS = {
     "--training.seq_len": "seq",
     "--activation_checkpoint.mode": "recompute",
 }
+_NOTHING = 1e-9  # seconds: what rounding leaves of a bubble that is not there
 _SWITCHES = frozenset({"sequence", "zero1", "bfloat16", "float16"})
 
 
@@ -245,7 +246,7 @@ def compare_command(first: str, second: str, as_json: bool) -> None:
     for name in ("", Path(first).name, Path(second).name, "second / first"):
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
     for figure, a, b, form in rows:
-        numbers = isinstance(a, (int, float)) and isinstance(b, (int, float)) and a
+        numbers = isinstance(a, (int, float)) and isinstance(b, (int, float)) and a > _NOTHING
         table.add_row(figure, _form(a, form), _form(b, form), f"{b / a:.2f}" if numbers and form else "")
     console().print(table)
 
@@ -267,7 +268,7 @@ def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
         ("data", (Role.DATA,)),
         ("tensor", (Role.TENSOR, Role.TENSOR_SEQUENCE)),
         ("expert", (Role.EXPERT,)),
-        ("sequence", (Role.RING, Role.ULYSSES)),
+        ("sequence", SEQUENCES),
     ):
         found.append((name, degree(a, *roles), degree(b, *roles), ""))
     found += [
@@ -288,8 +289,10 @@ def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
 
 
 def _form(value: Any, unit: str) -> str:
+    from autopar.cli.render import seconds
+
     if unit == "s":
-        return f"{value:.4g} s"
+        return seconds(value if value > _NOTHING else 0.0)
     if unit == "GiB":
         return f"{value / 2**30:.1f} GiB"
     return f"{100 * value:.1f} %" if unit == "%" else str(value)

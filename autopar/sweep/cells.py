@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from autopar.devices import Cluster, hardware, parse
-from autopar.errors import AutoparError, UsageError
+from autopar.errors import AutoparError, BatchError, UsageError
 from autopar.explain import describe
 from autopar.explain.describe import memory_bytes
 from autopar.explain.study import PricerOf, shared_pricers
@@ -126,17 +126,26 @@ def sweep(
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     pricer_of: PricerOf | None = None,
 ) -> list[Cell]:
-    """Plans every cell, one graph after the other; ``prices`` are those of a GPU for an hour (``read_prices``)."""
+    """Plans every cell, one graph after the other; ``prices`` are those of a GPU for an hour (``read_prices``).
+
+    Raises:
+        AutoparError: a model that cannot be captured.
+        BatchError: none of the sequences and batches is one that the model can have.
+    """
     found: list[Cell] = []
+    refused: list[BatchError] = []
     there = list(clusters(asked))
     for seq in asked.seqs:
         for global_batch in asked.global_batches:
-            graph: Graph | AutoparError
+            graph: Graph | BatchError
             progress("capture", len(found), asked.cells)
             try:
                 graph = capture(seq=seq, global_batch=global_batch)
-            except UsageError as error:
+            except BatchError as error:
                 graph = error
+                refused.append(error)
+                if len(refused) == len(asked.seqs) * len(asked.global_batches):
+                    raise refused[0] from None
             pricers = pricer_of or shared_pricers()
             for cluster in there:
                 progress(cluster.name, len(found), asked.cells)
@@ -148,13 +157,13 @@ def sweep(
 
 def _planned(
     cell: Cell,
-    graph: Graph | AutoparError,
+    graph: Graph | BatchError,
     cluster: Cluster,
     options: SearchOptions,
     pricer_of: PricerOf,
     prices: dict[str, float],
 ) -> Cell:
-    if isinstance(graph, AutoparError):
+    if isinstance(graph, BatchError):
         return dataclasses.replace(cell, error=graph.message)
     cell = dataclasses.replace(cell, global_batch=graph.batch_size)
     try:

@@ -67,7 +67,8 @@ def read_file(path: str | Path) -> list[Mapping[str, Any] | str]:
     try:
         lines = Path(path).read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}", "give a JSON Lines file of measurements") from error
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{path} cannot be read: {reason}", "give a JSON Lines file of measurements") from error
     rows: list[Mapping[str, Any] | str] = []
     for line in lines:
         if line.strip():
