@@ -13,7 +13,7 @@ from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.plan import RECOMPUTATIONS, Axis, LayerPlan, Memory, Plan, Prediction, Role, StagePlan, Strategy
 from autopar.search.problem import Choice, Devices, LayerPrice, Mesh, Pricer
-from autopar.search.simulate import device_order, simulate
+from autopar.search.simulate import device_order, lower_bound, simulate
 from autopar.search.tables import Instance
 from autopar.search.timeline import Action, Held, Moment, peak, timeline, transients
 
@@ -48,11 +48,12 @@ def step_cost(
     microbatches: int,
     schedule: str,
     chunks: int = 1,
+    below_s: float = np.inf,
 ) -> Cost:
     """``edges[i]`` and ``sends[i]`` are the seconds of resharding and of a send after layer ``i``.
 
     Resharding at a cut is done by the stage that receives. A send is paid by the stage that sends: forward to the next stage,
-    backward to the one before.
+    backward to the one before. Of a step that is not below ``below_s`` only that is found: its time is then a lower bound.
     """
     forward, backward, moved, steps = [], [], [], []
     last = len(bounds) - 2
@@ -65,16 +66,21 @@ def step_cost(
         moved.append(sum(p.communication_s for p in prices[i:j]) + reshard + out + back)
         steps.append(sum(p.step_s for p in prices[i:j]))
     line = (len(bounds) - 1) // chunks  # devices in a line
-    step = simulate(forward, backward, microbatches, schedule, chunks) + max(sum(steps[d::line]) for d in range(line))
+    once = max(sum(steps[d::line]) for d in range(line))
+    step = (
+        lower_bound(forward, backward, microbatches, schedule) + once if np.isfinite(below_s) and chunks == 1 else 0.0
+    )
+    if step < below_s:
+        step = simulate(forward, backward, microbatches, schedule, chunks) + once
     return Cost(tuple(forward), tuple(backward), tuple(moved), tuple(steps), step)
 
 
-def cost(instance: Instance, solution: Solution) -> Cost:
-    """The true cost of a solution, memory aside."""
+def cost(instance: Instance, solution: Solution, below_s: float = np.inf) -> Cost:
+    """The true cost of a solution, memory aside. ``below_s`` as in ``step_cost``."""
     choice = instance.choice
     edges, sends = ways(instance, solution)
     prices = prices_of(instance, solution)
-    return step_cost(solution.bounds, prices, edges, sends, choice.microbatches, choice.schedule)
+    return step_cost(solution.bounds, prices, edges, sends, choice.microbatches, choice.schedule, below_s=below_s)
 
 
 def prices_of(instance: Instance, solution: Solution) -> list[LayerPrice]:

@@ -16,12 +16,15 @@ dropped) or a run of equal layers (the integer model); x[s, r, k] is how many la
                       GPipe      sum t + (m-1)(F + B),  F >= f_s, B >= b_s     (exact)
                       1F1B       upto[s]   sum_{s' <= s} t_s' + (m-1) t_s
                                  round[s]  sum t + (m-1) t_s - (w_s - 1) f_s,  w_s = min(m, P-s)
+                        twice[s]  sum t + (m-w_s) t_s + sum_{s' > s} t_s', where m > w_s
                                  met[i]    the longest path of some earlier solution
 
-Proof of the two 1F1B paths. Stage s cannot start before one forward of each earlier stage, has m t_s of work, and each earlier stage's
+Proof of the three 1F1B paths. Stage s cannot start before one forward of each earlier stage, has m t_s of work, and each earlier stage's
 last backward follows: ``upto``. Stage s runs w_s forwards, then waits for its first backward, which comes after one forward of all stages
-and one backward of the later ones; then m backwards and m - w_s forwards of its own, then the earlier stages' backward: ``round``. The
-textbook's ``sum t + (m-1) max t`` is no bound for uneven stages: with P=2, t_1 small, the step is m t_0, as t_1 hides under stage 0.
+and one backward of the later ones; then m backwards and m - w_s forwards of its own, then the earlier stages' backward: ``round``. Its
+last forward is followed, too, by one forward and one backward of all later stages, and it has done m - w_s backwards before that:
+``twice``, which gives uniform stages their (m + P - 1) t. The textbook's ``sum t + (m-1) max t`` is no bound for uneven stages: with P=2,
+t_1 small, the step is m t_0, as t_1 hides under stage 0.
 
 The step is the longest of all paths, so each is a cut: the relaxation is solved, the longest path for its ``f`` and ``b`` is added, and so
 on (Kelley's cutting planes) until the schedule's time of the relaxation's stages is its own.
@@ -226,7 +229,7 @@ class Model:
 
 
 def textbook_paths(stages: int, microbatches: int) -> list[Path]:
-    """``upto`` and ``round`` of every stage under 1F1B; of one stage, its work."""
+    """``upto``, ``round`` and ``twice`` of every stage under 1F1B; of one stage, its work."""
     found = []
     for s in range(stages):
         warm = min(microbatches, stages - s)
@@ -236,6 +239,9 @@ def textbook_paths(stages: int, microbatches: int) -> list[Path]:
         forwards, backwards = [1] * stages, [1] * stages
         forwards[s], backwards[s] = microbatches - warm + 1, microbatches
         found.append((forwards, backwards))
+        if s < stages - 1 and microbatches > warm:
+            both = [1] * s + [microbatches - warm + 1] + [2] * (stages - s - 1)
+            found.append((both, both))
     return found
 
 

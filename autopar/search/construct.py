@@ -13,6 +13,7 @@ All of it is done for all layouts at once and for each layout alone, since mixin
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -21,13 +22,20 @@ import numpy as np
 from autopar.search.assess import Solution, cost, fits
 from autopar.search.frugal import most_frugal
 from autopar.search.runs import compositions
-from autopar.search.tables import Array, Indices, Instance, Regime, Table
+from autopar.search.tables import Array, Indices, Instance, Regime, Roles, Table
+from autopar.search.whole import knapsacks, only
 
 LADDER = (0.0, *np.geomspace(1e-3, 1e3, 13).tolist(), 1e9)
 """Prices of memory to try, in units of a stage's time per device memory; the last one is "memory alone"."""
 
 CAPS = (1.0, 1.02, 1.05, 1.15, 1.5, np.inf)
 """Caps on the slowest stage, as multiples of the least possible one."""
+
+WHOLE = 4
+"""Modes whose drafts are made again from stages of whole layers."""
+
+WINDOW = 1.3
+"""How much slower than the least bottleneck stages of whole layers are worked out."""
 
 REFINED = 6
 """Cuts per outer choice that are refined with resharding."""
@@ -37,10 +45,18 @@ MOVES, NEIGHBOURS = 12, 200
 
 
 @dataclass(frozen=True)
+class _Mode:
+    """The candidates that may be used: all, or those of one layout, by the kinds that have it."""
+
+    roles: Roles | None
+    allowed: tuple[Indices, ...]  # by kind
+
+
+@dataclass(frozen=True)
 class _Draft:
     estimate_s: float
     bounds: tuple[int, ...]
-    allowed: tuple[Indices, ...]  # per kind, the candidates that may be used
+    mode: _Mode
 
 
 def construct(instance: Instance, deadline: float = np.inf) -> tuple[float, Solution] | None:
@@ -50,17 +66,21 @@ def construct(instance: Instance, deadline: float = np.inf) -> tuple[float, Solu
     def offer(solution: Solution) -> bool:
         nonlocal found
         if fits(instance, solution):
-            step = cost(instance, solution).step_time_s
+            step = cost(instance, solution, np.inf if found is None else found[0]).step_time_s
             if found is None or step < found[0] * (1 - 1e-9):
                 found = step, solution
                 return True
         return False
 
     drafts: list[_Draft] = []
-    for allowed in _modes(instance):
-        drafts += _drafts(instance, allowed)
+    for mode in _modes(instance):
+        drafts += _drafts(instance, mode)
         if time.monotonic() > deadline:
             break
+    drafts.sort(key=lambda d: d.estimate_s)
+    best_modes = list(dict.fromkeys(draft.mode.roles for draft in drafts))[:WHOLE]
+    modes = {draft.mode.roles: draft.mode for draft in drafts}
+    drafts = [draft for roles in best_modes for draft in _drafts(instance, modes[roles], whole=True)]
     drafts.sort(key=lambda d: d.estimate_s)
     cache: dict[tuple[object, ...], tuple[int, ...] | None] = {}
     for draft in _distinct(drafts)[:REFINED]:
@@ -102,19 +122,13 @@ def _neighbours(bounds: tuple[int, ...]) -> list[tuple[int, ...]]:
     )
 
 
-def _modes(instance: Instance) -> list[tuple[Indices, ...]]:
+def _modes(instance: Instance) -> list[_Mode]:
     """The candidates of every kind: all, then those of one layout (all, for a kind that does not have it)."""
-    every = tuple(np.arange(len(t)) for t in instance.kinds)
+    every = _every(instance)
     layouts = dict.fromkeys(roles for t in instance.kinds for roles in t.layouts)
-    modes = [every]
-    if len(layouts) == 1:
-        return modes
-    for roles in layouts:
-        allowed = []
-        for table, full in zip(instance.kinds, every, strict=True):
-            keep = np.array([i for i, s in enumerate(table.strategies) if s.roles == roles], dtype=np.int64)
-            allowed.append(keep if len(keep) else full)
-        modes.append(tuple(allowed))
+    modes = [_Mode(None, every)]
+    for roles in layouts if len(layouts) > 1 else ():
+        modes.append(_Mode(roles, tuple(only(table, roles) for table in instance.kinds)))
     return modes
 
 
@@ -123,14 +137,14 @@ def _distinct(drafts: list[_Draft]) -> list[_Draft]:
     seen: set[tuple[object, ...]] = set()
     first: list[_Draft] = []
     rest: list[_Draft] = []
-    modes: set[int] = set()
+    modes: set[Roles | None] = set()
     for draft in drafts:
-        key = (draft.bounds, id(draft.allowed))
+        key = draft.bounds, draft.mode.roles
         if key in seen:
             continue
         seen.add(key)
-        (rest if id(draft.allowed) in modes else first).append(draft)
-        modes.add(id(draft.allowed))
+        (rest if draft.mode.roles in modes else first).append(draft)
+        modes.add(draft.mode.roles)
     mixed = first[: REFINED // 2] + rest[: REFINED - REFINED // 2] + first[REFINED // 2 :]
     return sorted(mixed[:REFINED], key=lambda d: d.estimate_s)
 
@@ -140,15 +154,26 @@ def _weight(instance: Instance, t: Table) -> Array:
     return t.time + t.step / instance.choice.microbatches
 
 
+def tied_cost(instance: Instance, layers: Sequence[int], price: float) -> float:
+    """Of the cheapest candidates of some layers: what they take, and what they hold at a price in units of ``_scale``."""
+    n, total = float(instance.in_flight.max()), 0.0
+    for layer in layers:
+        t = instance.table(layer)
+        held = t.weights + n * t.saved + t.transient
+        total += float((_weight(instance, t) + price * _scale(instance) * held).min())
+    return total
+
+
 def _scale(instance: Instance) -> float:
     """A stage's least time per byte of device memory."""
     least = np.array([float(_weight(instance, t).min()) for t in instance.kinds])
     return max(float(least[instance.kind].sum()) / instance.choice.pipeline / instance.limit, 1e-30)
 
 
-def _drafts(instance: Instance, allowed: tuple[Indices, ...]) -> list[_Draft]:
+def _drafts(instance: Instance, mode: _Mode, whole: bool = False) -> list[_Draft]:
+    """Cuts for a mode, one for each cap; ``whole``: from stages of whole layers, which are dearer to work out."""
     stages, m, count = instance.choice.pipeline, instance.choice.microbatches, instance.layers
-    spans = {regime: _stage_costs(instance, allowed, regime) for regime in instance.regimes}
+    spans = {regime: _stage_costs(instance, mode, regime) for regime in instance.regimes}
     by_stage = [spans[instance.regime(s)] for s in range(stages)]
     start = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
     burden = [
@@ -156,12 +181,14 @@ def _drafts(instance: Instance, allowed: tuple[Indices, ...]) -> list[_Draft]:
     ] * stages  # 1F1B hides part of an early stage's forwards in the warm-up; a forward is a third of the time
     if instance.choice.schedule == "1f1b":
         burden = [1 - (min(m, stages - s) - 1) / (3 * max(m - 1, 1)) for s in range(stages)]
-    slowest = start
-    for span, share in zip(by_stage, burden, strict=True):
-        slowest = np.maximum(slowest[:, None], share * span).min(axis=0)
-    least = float(slowest[count])
+    least = _bottleneck(by_stage, burden)
     if not np.isfinite(least):
         return []
+    if whole:
+        by_stage = _wholes(instance, mode, by_stage, burden, WINDOW * least)
+        least = _bottleneck(by_stage, burden)
+        if not np.isfinite(least):
+            return []
     drafts = []
     for cap in CAPS if stages > 1 else (np.inf,):
         best, came = start, []
@@ -174,17 +201,40 @@ def _drafts(instance: Instance, allowed: tuple[Indices, ...]) -> list[_Draft]:
             bounds.append(int(came[s][bounds[-1]]))
         bounds.reverse()
         worst = max(burden[s] * by_stage[s][i, j] for s, (i, j) in enumerate(pairwise(bounds)))
-        drafts.append(_Draft(float(best[count]) + (m - 1) * float(worst), tuple(bounds), allowed))
+        drafts.append(_Draft(float(best[count]) + (m - 1) * float(worst), tuple(bounds), mode))
     return drafts
 
 
-def _stage_costs(instance: Instance, allowed: tuple[Indices, ...], regime: Regime) -> Array:
+def _bottleneck(by_stage: list[Array], burden: list[float]) -> float:
+    """The least that the slowest stage can be, by its share of the time."""
+    count = len(by_stage[0]) - 1
+    slowest = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
+    for span, share in zip(by_stage, burden, strict=True):
+        slowest = np.maximum(slowest[:, None], share * span).min(axis=0)
+    return float(slowest[count])
+
+
+def _wholes(instance: Instance, mode: _Mode, by_stage: list[Array], burden: list[float], most_s: float) -> list[Array]:
+    """The stages' seconds from whole layers; ``inf`` for those of more than ``most_s``."""
+    runs = compositions(instance)
+    weights = (1.0, 0.0, 1 / instance.choice.microbatches)
+    found = []
+    for s, (span, share) in enumerate(zip(by_stage, burden, strict=True)):
+        sacks = knapsacks(instance, instance.regime(s), weights, bound=False, roles=mode.roles)
+        values = np.full(len(runs.counts) + 1, np.inf)
+        for c in np.unique(runs.at[share * span <= most_s]).tolist():
+            values[c] = sacks.least(runs.layers(instance, c))
+        found.append(values[runs.at])
+    return found
+
+
+def _stage_costs(instance: Instance, mode: _Mode, regime: Regime) -> Array:
     """``[i, j]``: seconds of the cheapest stage of layers i..j-1 on the ladder that fits, interpolated; ``inf`` where none does."""
     n, passing, place, limit = regime
     ladder = np.array(LADDER) * _scale(instance)
     runs = compositions(instance)
     columns = []
-    for table, keep in zip(instance.at(place), allowed, strict=True):
+    for table, keep in zip(instance.at(place), mode.allowed, strict=True):
         weight, held = _weight(instance, table)[keep], (table.weights + n * table.saved)[keep]
         choice = (weight[None, :] + ladder[:, None] * held[None, :]).argmin(axis=1)
         columns.append(np.stack([weight[choice], held[choice], table.at_work(passing)[keep][choice]]))
@@ -206,25 +256,58 @@ def _stage_costs(instance: Instance, allowed: tuple[Indices, ...], regime: Regim
 def _refined(
     instance: Instance, draft: _Draft, cache: dict[tuple[object, ...], tuple[int, ...] | None]
 ) -> tuple[int, ...] | None:
+    """Each stage's candidates, from the first stage to the last: what a layer sends decides what the next stage starts from."""
     pick: list[int] = []
+    layout, every = instance.layout, _every(instance)
     for s, (i, j) in enumerate(pairwise(draft.bounds)):
         regime = instance.regime(s)
-        borders = tuple(instance.layout.inside[0].border[i : j - 1])
-        key = (id(draft.allowed), tuple(instance.kind[i:j].tolist()), borders, regime)
+        came = instance.table(i - 1).strategies[pick[-1]].roles if i else None
+        way = layout.way[s] if j < instance.layers else None
+        borders = tuple(layout.inside[0].border[max(i - 1, 0) : j])
+        key = draft.mode.roles, tuple(instance.kind[i:j].tolist()), borders, regime, came, way
         if key not in cache:
-            cache[key] = _Stage(instance, draft.allowed, i, j, regime).solve()
-        chosen = cache[key]
-        if chosen is None:
+            before = pick[-1] if i else None
+            chosen = _Stage(instance, draft.mode.allowed, i, j, s, before).solve()
+            full = _Stage(instance, every, i, j, s, before)
+            whole = _whole(instance, draft.mode, i, j, regime)
+            found = [full.improved(start) for start in (chosen, whole) if start is not None]
+            cache[key] = min(found, key=full.seconds) if found else None
+        stage = cache[key]
+        if stage is None:
             return None
-        pick += chosen
+        pick += stage
     return tuple(pick)
 
 
-class _Stage:
-    """One stage: the cheapest candidates of its layers, resharding between them included, that fit."""
+def _every(instance: Instance) -> tuple[Indices, ...]:
+    return tuple(np.arange(len(t)) for t in instance.kinds)
 
-    def __init__(self, instance: Instance, allowed: tuple[Indices, ...], i: int, j: int, regime: Regime) -> None:
-        n, passing, place, self.limit = regime
+
+def _whole(instance: Instance, mode: _Mode, i: int, j: int, regime: Regime) -> tuple[int, ...] | None:
+    """The best candidates of a stage's layers where resharding costs nothing, those of one layout together."""
+    runs = compositions(instance)
+    weights = (1.0, 0.0, 1 / instance.choice.microbatches)
+    sacks = knapsacks(instance, regime, weights, bound=False, roles=mode.roles)
+    composition = int(runs.at[i, j])
+    picks = sacks.picks(runs.layers(instance, composition))
+    if picks is None:
+        return None
+    left = dict(zip(np.flatnonzero(runs.counts[composition]).tolist(), picks, strict=True))
+    for kind, chosen in left.items():
+        chosen.sort(key=lambda k: (int(instance.kinds[kind].layout[k]), k))
+    return tuple(left[kind].pop(0) for kind in instance.kind[i:j].tolist())
+
+
+class _Stage:
+    """One stage: the cheapest candidates of its layers that fit, resharding between them, at its entry and its sends included.
+
+    ``before`` is the candidate of layer ``i - 1``.
+    """
+
+    def __init__(
+        self, instance: Instance, allowed: tuple[Indices, ...], i: int, j: int, s: int, before: int | None
+    ) -> None:
+        n, passing, place, self.limit = instance.regime(s)
         kinds = instance.kind[i:j].tolist()
         tables = [instance.kinds[k].at(place) for k in kinds]
         self.keep = [allowed[k] for k in kinds]
@@ -234,6 +317,10 @@ class _Stage:
         self.edges = [
             instance.edge(i + a, place)[np.ix_(self.keep[a], self.keep[a + 1])] for a in range(len(kinds) - 1)
         ]
+        if before is not None:
+            self.weight[0] = self.weight[0] + instance.edge(i - 1, place)[before, self.keep[0]]
+        if j < instance.layers:  # forwards, and backwards by the next stage
+            self.weight[-1] = self.weight[-1] + 2 * instance.p2p(j - 1, s)[self.keep[-1]]
         self.scale = _scale(instance)
 
     def solve(self) -> tuple[int, ...] | None:
@@ -256,6 +343,19 @@ class _Stage:
                     low = middle
             pick = self._spend(pick)
         return tuple(int(self.keep[a][k]) for a, k in enumerate(pick))
+
+    def improved(self, pick: tuple[int, ...]) -> tuple[int, ...]:
+        """Such candidates, or better ones that differ from them layer by layer."""
+        at = [int(np.searchsorted(keep, k)) for keep, k in zip(self.keep, pick, strict=True)]
+        if not self._fits(at):
+            return pick
+        return tuple(int(self.keep[a][k]) for a, k in enumerate(self._spend(at)))
+
+    def seconds(self, pick: tuple[int, ...]) -> float:
+        """What such candidates take, resharding between them included."""
+        at = [int(np.searchsorted(keep, k)) for keep, k in zip(self.keep, pick, strict=True)]
+        own = sum(float(w[k]) for w, k in zip(self.weight, at, strict=True))
+        return own + sum(float(edge[a, b]) for edge, (a, b) in zip(self.edges, pairwise(at), strict=True))
 
     def _fits(self, pick: list[int]) -> bool:
         held = sum(h[k] for h, k in zip(self.held, pick, strict=True))

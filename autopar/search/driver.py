@@ -1,7 +1,8 @@
 """Best-first search over the outer choices: prices and a cluster in, a plan with its proved bound out.
 
 Every choice starts with a cheap bound (``bound.fewest_seconds``). The one with the lowest bound goes one step further: dearer bounds
-(``lagrange``, then GLOP), then ``construct`` looks for a solution, then ties are decided one by one, or an exact solver closes it. A step
+(``lagrange``: coarse, fine, then with stages of whole layers), then ``construct`` looks for a solution, GLOP for a last bound, then
+ties are decided one by one, or an exact solver closes it. A step
 is worth its time only while no other choice looks better, so each is made when the choice comes up again. The search ends
 when no open choice's bound, and no closed one's, is further than the target gap below the incumbent, or when time is up. The bound that is
 reported is the smallest of the open choices' bounds, of the closed ones', and of the incumbent's time.
@@ -23,16 +24,24 @@ from autopar.graph import Graph
 from autopar.plan import PinPrice, Plan
 from autopar.search.assess import Proof, Solution, cost, counted_twice, fits, make_plan, tidy
 from autopar.search.bound import fewest_seconds, relaxation
-from autopar.search.construct import construct
+from autopar.search.construct import construct, tied_cost
 from autopar.search.exact import TooLargeError, solve_labels, solve_scip
 from autopar.search.frugal import explain, most_frugal
-from autopar.search.lagrange import bottleneck_bound
+from autopar.search.lagrange import GRIDS, bottleneck_bound, whole_bound
 from autopar.search.options import SearchOptions
 from autopar.search.problem import Choice, Devices, Pricer, choices
 from autopar.search.tables import Instance, Prices
 
 LABEL_LAYERS = 16
 """Up to this many layers the label method is tried before SCIP."""
+
+
+MARGIN = 0.15
+"""How far above a choice's bound a plan is looked for while none is known."""
+
+
+PRICES = (0.0, 0.03, 0.3)
+"""Prices of memory at which tied layers are decided, in units of a stage's least time per device memory."""
 
 
 @dataclass(order=True)
@@ -177,25 +186,27 @@ def _no_price(graph: Graph, state: State) -> InfeasibleError:
 
 
 def _bottleneck(state: State, node: _Node) -> None:
-    bound = max(node.bound_s, bottleneck_bound(node.instance))
+    """Coarse first: most choices are far from the best."""
+    bound = bottleneck_bound(node.instance, node.bound_s, state.enough_s, GRIDS[:1])
     if not np.isfinite(bound):
         return  # proved infeasible
     if state.best is None and state.left_s() < 0.5 * state.options.time_limit_s:
-        _relax(state, _Node(bound, node.number, node.instance))
+        _construct(state, _Node(bound, node.number, node.instance))  # a plan first
     else:
         state.push(node.instance, bound, 1)
 
 
-def _relax(state: State, node: _Node) -> None:
-    state.opened += 1
-    state.solvers.add("GLOP")
-    bound = relaxation(node.instance, node.bound_s, max(state.left_s(), 0.05))
-    if not np.isfinite(bound):
-        return  # proved infeasible
-    if state.best is None or state.left_s() < state.options.time_limit_s / 2:  # a plan first, or at last
-        _construct(state, _Node(bound, node.number, node.instance))
-    else:
+def _fine(state: State, node: _Node) -> None:
+    bound = bottleneck_bound(node.instance, node.bound_s, state.enough_s, GRIDS[1:2])
+    if np.isfinite(bound):
         state.push(node.instance, bound, 2)
+
+
+def _whole(state: State, node: _Node) -> None:
+    cutoff = state.enough_s if np.isfinite(state.enough_s) else (1 + MARGIN) * node.bound_s
+    bound = whole_bound(node.instance, node.bound_s, cutoff)
+    if np.isfinite(bound):
+        state.push(node.instance, bound, 3)
 
 
 def _construct(state: State, node: _Node) -> None:
@@ -204,16 +215,27 @@ def _construct(state: State, node: _Node) -> None:
         found = construct(decided, state.deadline) if decided is not None else None
         if decided is not None and found is not None:
             state.offer(decided, found[1])
-    state.push(node.instance, node.bound_s, 3)
+    state.push(node.instance, node.bound_s, 4)
+
+
+def _relax(state: State, node: _Node) -> None:
+    state.opened += 1
+    state.solvers.add("GLOP")
+    bound = relaxation(node.instance, node.bound_s, max(state.left_s(), 0.05))
+    if np.isfinite(bound):
+        state.push(node.instance, bound, 5)
 
 
 def _dive(state: State, instance: Instance) -> Instance | None:
-    """The instance with every tie decided in the way that looks fastest: where a solution is looked for before ties are branched on."""
+    """The instance with every tie decided in the way that looks best: where a solution is looked for before ties are branched on."""
     while (group := state.undecided(instance.choice)) is not None:
         children = list(_decided(state, instance, group))
         if not children:
             return None
-        instance = min(children, key=fewest_seconds)
+        layers = state.prices.groups[group]
+        likely = [min(children, key=lambda child, p=price: tied_cost(child, layers, p)) for price in PRICES]  # type: ignore[misc]
+        kept = {id(child): child for child in likely}.values()
+        instance = min(kept, key=bottleneck_bound) if len(kept) > 1 else likely[0]
     return instance
 
 
@@ -231,7 +253,7 @@ def _close(state: State, node: _Node) -> None:
     group = state.undecided(instance.choice)
     if group is not None:
         for child in _decided(state, instance, group):
-            state.push(child, max(node.bound_s, fewest_seconds(child)))
+            state.push(child, max(node.bound_s, fewest_seconds(child)), 1)
         return
     left = state.left_s()
     if instance.layers <= LABEL_LAYERS:
@@ -254,7 +276,7 @@ def _close(state: State, node: _Node) -> None:
     state.closed_s = min(state.closed_s, bound)
 
 
-_STEPS = (_bottleneck, _relax, _construct, _close)
+_STEPS = (_bottleneck, _fine, _whole, _construct, _relax, _close)
 """What is done to a choice, one step each time that its bound is the lowest: dearer bounds first, then solutions, then a proof."""
 
 

@@ -5,89 +5,218 @@ For any stage s of layers i..j-1, any cost c and any price of memory lambda >= 0
     c(i, j) >= sum_{layers} min_k (c_k + lambda (weights_k + n_s saved_k)) - lambda (limit - z),   z = max_{layers} min_k transient_k
 
 because a stage that fits uses no more than the limit. The largest value over a ladder of lambdas is almost the linear relaxation of that
-stage's choice. Dynamic programming over the cuts then gives
+stage's choice; ``whole`` has its integer optimum. With P stages, and max_s g_s >= sum_s g_s / P, take as costs
 
-    worst    = min over cuts of max_s  ((m-1) t_s - (w_s - 1) f_s)    the bottleneck's share of path ``round`` (GPipe: (m-1) t_s)
-    sum(cap) = min over cuts of sum_s  (t + g/P)(s)                   at least the sum of the stages' times plus max_s g_s; only stages
-                                                                      whose share of ``round`` is at most cap
+    time     t                        total    t + g/P
+    round    m t - (w_s - 1) f + g/P
 
-and for steps worst = w_0 < w_1 < ... < w_n = inf the least of w_k + sum(w_{k+1}) bounds the step. GLOP's relaxation couples the two better
-but may split layers between stages, which costs it most where stages are few layers long; the two bounds complement each other.
+A step of no more than T seconds has no path of more (the paths of ``bound``), so of each of its stages
+
+    ahead(i) + round(i, j) + behind(j) <= T
+    ahead(i) + total(i, j) + (m - w_s) time(i, j) + behind(j) + twice(j) <= T        (GPipe: with m - 1 and without the last term)
+
+where ahead, behind (of total) and twice (of time) are the least sums over the stages before and after, found by dynamic programming over
+the cuts. Stages that break this are dropped, which raises the sums, and so on; where no cuts are left T is a bound of the step.
+
+GLOP's relaxation couples the stages better but may split layers between them, which costs it most where stages are few layers long; the
+two bounds complement each other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.search.bound import TOLERANCE, cheapest_send
 from autopar.search.runs import Compositions, compositions
 from autopar.search.tables import Array, Instance, Regime
+from autopar.search.whole import Sends, Weights
 
 LADDER = (0.0, *np.geomspace(1e-4, 1e4, 41).tolist())
 """Prices of memory, in units of a stage's least time per device memory."""
 
 
-STEPS = (0.0, 0.002, 0.004, 0.007, 0.01, 0.014, 0.02, 0.03, 0.04, 0.055, 0.075, 0.1, 0.14, 0.2, 0.3, 0.5)
-"""How far above its least value the bottleneck may be, as the steps of the bound."""
+GRIDS = (tuple(np.geomspace(1.15, 3.0, 8) - 1), tuple(np.arange(1, 17) * 0.01), tuple(np.arange(1, 17) * 0.001))
+"""Step times that are tried at once, as multiples above the best bound so far, from coarse to fine."""
+
+ROUNDS = 3
+"""How often the stages that a step time allows are narrowed down."""
 
 
-def bottleneck_bound(instance: Instance) -> float:
-    """The bound of the module's docstring in seconds; ``inf`` where no cuts fit."""
-    choice, count = instance.choice, instance.layers
-    m, stages = choice.microbatches, choice.pipeline
-    ladder = np.array(LADDER) * (float(instance.least("time").sum()) / stages / instance.limit)
+@dataclass(frozen=True)
+class _Stages:
+    """By stage and composition: lower bounds of the time, of ``total`` and of ``round``, all with the cheapest sends."""
+
+    time: list[Array]
+    total: list[Array]
+    round: list[Array]
+
+
+def _weights(instance: Instance, s: int) -> tuple[tuple[Weights, float], ...]:
+    """The costs of the module's docstring for stage ``s``, ``time``, ``total`` and ``round``: of its layers, and of its sends."""
+    m, stages = instance.choice.microbatches, instance.choice.pipeline
+    if stages == 1:
+        return ((float(m), 0.0, 1.0), 0.0), ((float(m), 0.0, 1.0), 0.0), ((float(m), 0.0, 1.0), 0.0)
     send = cheapest_send(instance)
-    summed: dict[Regime, Array] = {}
-    total, worst = [], []
+    sends = send * (int(s > 0) + int(s < stages - 1))
+    hidden = _warm(instance, s) - 1
+    share = m * sends - hidden * send * int(s < stages - 1)
+    return (
+        ((1.0, 0.0, 0.0), sends),
+        ((1.0, 0.0, 1 / stages), sends),
+        ((float(m), -float(hidden), 1 / stages), share),
+    )
+
+
+def _warm(instance: Instance, s: int) -> int:
+    choice = instance.choice
+    return 1 if choice.schedule == "gpipe" else min(choice.microbatches, choice.pipeline - s)
+
+
+def _relaxed(instance: Instance) -> _Stages:
+    """The bounds from the ladder."""
+    stages = instance.choice.pipeline
+    ladder = np.array(LADDER) * (float(instance.least("time").sum()) / stages / instance.limit)
+    known: dict[tuple[Regime, Weights], Array] = {}
+    found = _Stages([], [], [])
     for s in range(stages):
         regime = instance.regime(s)
-        kinds = instance.at(regime[2])
-        if regime not in summed:
-            weight = m if stages == 1 else 1
-            summed[regime] = _by_composition(
-                instance, [weight * t.time + t.step / stages for t in kinds], regime, ladder
-            )
-        sends = send * (int(s > 0) + int(s < stages - 1))
-        total.append(summed[regime] + sends)
-        if stages > 1:
-            warm = 1 if choice.schedule == "gpipe" else min(m, stages - s)
-            costs = [(m - 1) * t.time - (warm - 1) * t.forward for t in kinds]
-            here = (
-                _by_composition(instance, costs, regime, ladder)
-                + (m - 1) * sends
-                - (warm - 1) * send * int(s < stages - 1)
-            )
-            worst.append(here)
-    runs = compositions(instance)
-    if stages == 1:
-        return float(total[0][runs.at[0, count]]) * (1 - TOLERANCE)
-    return _together(runs, total, worst) * (1 - TOLERANCE)
+        columns = (found.time, found.total, found.round)
+        for (weights, sends), column in zip(_weights(instance, s), columns, strict=True):
+            if (regime, weights) not in known:
+                time, forward, step = weights
+                costs = [time * t.time + forward * t.forward + step * t.step for t in instance.at(regime[2])]
+                known[regime, weights] = _by_composition(instance, costs, regime, ladder)
+            column.append(known[regime, weights] + sends)
+    return found
 
 
-def _together(runs: Compositions, total: list[Array], worst: list[Array]) -> float:
-    """A lower bound of ``sum of total + max of worst`` over the cuts; the arguments are by composition, one for each stage."""
+def bottleneck_bound(
+    instance: Instance, at_least_s: float = 0.0, cutoff_s: float = np.inf, grids: Sequence[Sequence[float]] = GRIDS
+) -> float:
+    """The bound of the module's docstring in seconds; ``inf`` where no cuts fit. None of more than ``cutoff_s`` is looked for."""
+    return max(at_least_s, _least_step(instance, _relaxed(instance), at_least_s, cutoff_s, grids) * (1 - TOLERANCE))
+
+
+def whole_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> float:
+    """The same from stages of whole layers (``whole``), as far as they may be part of a step of less than ``cutoff_s``."""
+    costs = _relaxed(instance)
+    runs, sends = compositions(instance), Sends(instance)
+    for s, wanted in enumerate(_wanted(runs, costs, cutoff_s)):
+        for (weights, _), values in zip(_weights(instance, s), (costs.time[s], costs.total[s]), strict=False):
+            for c in wanted:
+                values[c] = max(values[c], sends.least(s, runs.layers(instance, c), weights))
+    return max(at_least_s, _least_step(instance, costs, at_least_s, cutoff_s, GRIDS[-1:]) * (1 - TOLERANCE))
+
+
+def _wanted(runs: Compositions, costs: _Stages, cutoff_s: float) -> list[list[int]]:
+    """By stage, the compositions that may be part of a step of less than ``cutoff_s``."""
     count = len(runs.at) - 1
-    start = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
-    best, free = start, start
-    for stage, here in zip(total, worst, strict=True):
-        best = np.maximum(best[:, None], runs.spread(here)).min(axis=0)
-        free = (free[:, None] + runs.spread(np.where(np.isfinite(here), stage, np.inf))).min(axis=0)
-    least = float(best[count])
-    if not np.isfinite(least):
-        return np.inf
-    # the optimum's worst stage is between two of these steps: at least the lower one, and no stage is above the higher one
-    steps = least * (1 + np.array(STEPS))
-    caps = steps[1:, None]
-    some = np.min(worst, axis=0) <= steps[-1]  # few compositions are: stages about as large as the average one
-    longest = int(runs.counts[some].sum(axis=1).max(initial=1))
-    before = np.arange(count + 1)[:, None] - 1 - np.arange(longest)  # [j, more]: the first layer of j's stage
-    inside = np.where(before >= 0, runs.at[before.clip(0), np.arange(count + 1)[:, None]], len(runs.counts))
-    sums = np.tile(start, (len(caps), 1))
-    for stage, here in zip(total, worst, strict=True):
-        allowed = np.where(here <= caps, stage, np.inf)
-        allowed = np.concatenate([allowed, np.full((len(caps), 1), np.inf)], axis=1)
-        sums = (sums[:, before.clip(0)] + allowed[:, inside]).min(axis=2)
-    return float((steps + [*sums[:, count], free[count]]).min())
+    ends = np.arange(count + 1)
+    through = [runs.spread(t) for t in costs.total]
+    ahead = [np.where(ends == 0, 0.0, np.inf)]
+    for stage in through:
+        ahead.append((ahead[-1][:, None] + stage).min(axis=0))
+    behind = [np.where(ends == count, 0.0, np.inf)]
+    for stage in reversed(through):
+        behind.append((stage + behind[-1][None, :]).min(axis=1))
+    behind.reverse()
+    found = []
+    for s, here in enumerate(costs.round):
+        least = ahead[s][:, None] + runs.spread(here) + behind[s + 1][None, :]
+        found.append(np.unique(runs.at[least < cutoff_s]).tolist())
+    return found
+
+
+def _least_step(
+    instance: Instance, costs: _Stages, at_least_s: float, cutoff_s: float, grids: Sequence[Sequence[float]]
+) -> float:
+    """The largest step time found, up to ``cutoff_s``, for which no cuts exist; ``inf`` if there are none for any."""
+    runs, stages = compositions(instance), instance.choice.pipeline
+    if stages == 1:
+        return float(costs.total[0][runs.at[0, instance.layers]])
+    paths = _Paths(instance, costs)
+    cutoff_s *= 1 + 2 * TOLERANCE  # so that it is still reached when the bound is lowered by the tolerance
+    low = max(at_least_s, paths.floor_s)
+    for grid in grids:
+        while low < cutoff_s:
+            steps = np.unique(np.minimum(low * (1 + np.array(grid)), cutoff_s))
+            ok = paths.possible(steps)
+            if ok.any():
+                first = int(ok.argmax())
+                low = float(steps[first - 1]) if first else low
+                break
+            if steps[-1] < cutoff_s and not paths.possible(np.array([np.inf]))[0]:
+                return np.inf
+            low = float(steps[-1])
+    return low
+
+
+class _Paths:
+    """Which step times the paths of the module's docstring leave room for."""
+
+    def __init__(self, instance: Instance, costs: _Stages) -> None:
+        self.runs, self.count = compositions(instance), instance.layers
+        choice = instance.choice
+        m, stages = choice.microbatches, choice.pipeline
+        self.time, self.total, self.round = costs.time, costs.total, costs.round
+        warm = [_warm(instance, s) for s in range(stages)]
+        # of a stage alone, what it does between the two ways through the later stages
+        self.between = [(m - w) * t if m > w else np.zeros_like(t) for w, t in zip(warm, self.time, strict=True)]
+        self.twice = [choice.schedule == "1f1b" and m > w for w in warm]
+        self.floor_s = max(float(t.min()) for t in self.round)
+
+    def possible(self, steps: Array) -> NDArray[np.bool_]:
+        """For each step time, whether there are cuts of which no path is longer."""
+        count, runs = self.count, self.runs
+        some = np.min(self.round, axis=0) <= float(steps.max())
+        longest = int(runs.counts[some].sum(axis=1).max(initial=1))
+        at = np.arange(count + 1)[:, None]
+        more = np.arange(longest)
+        before, after = (
+            at - 1 - more,
+            at + 1 + more,
+        )  # [j, more]: the first layer of j's stage; [i, more]: the end of i's
+        empty = len(runs.counts)
+        inside = np.where(before >= 0, runs.at[before.clip(0), at], empty)
+        beyond = np.minimum(after, count)
+        total = [np.append(t, np.inf)[inside] for t in self.total]
+        time = [np.append(t, np.inf)[inside] for t in self.time]
+        alone = [np.append(t, np.inf)[inside] for t in self.round]
+        between = [np.append(t, np.inf)[inside] for t in self.between]
+        limit = steps[:, None, None]
+        start = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
+        end = start[::-1]
+        allowed = [np.isfinite(t) for t in total]
+        before = before.clip(0)
+        for _ in range(ROUNDS):
+            ahead = [np.tile(start, (len(steps), 1))]
+            for ok, cost in zip(allowed, total, strict=True):
+                ahead.append((ahead[-1][:, before] + np.where(ok, cost, np.inf)).min(axis=2))
+            if not np.isfinite(ahead[-1][:, -1]).any():
+                break
+            rest = twice = np.tile(end, (len(steps), 1))
+            for s in range(len(total) - 1, -1, -1):
+                own = total[s] + between[s] + (twice[:, :, None] if self.twice[s] else 0.0)
+                path = ahead[s][:, before] + np.maximum(own, alone[s]) + rest[:, :, None]
+                ok = path <= limit
+                allowed[s] = ok
+                sums = [
+                    np.where(ok, cost, np.inf) + later[:, :, None]
+                    for cost, later in ((total[s], rest), (time[s], twice))
+                ]
+                back = [np.where(after <= count, part[:, beyond, more], np.inf).min(axis=2) for part in sums]
+                rest, twice = back
+            if not np.isfinite(rest[:, 0]).any():
+                break
+        ahead_s = np.tile(start, (len(steps), 1))
+        for ok, cost in zip(allowed, total, strict=True):
+            ahead_s = (ahead_s[:, before] + np.where(ok, cost, np.inf)).min(axis=2)
+        found: NDArray[np.bool_] = np.isfinite(ahead_s[:, -1])
+        return found
 
 
 def _by_composition(instance: Instance, costs: list[Array], regime: Regime, ladder: Array) -> Array:

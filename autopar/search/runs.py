@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.search.tables import Array, Indices, Instance
+from autopar.search.tables import Array, Indices, Instance, Table
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,11 @@ class Compositions:
     counts: Array  # [composition, kind]: layers of that kind
     has: NDArray[np.bool_]  # [composition, kind]
     at: Indices  # [i, j]: the composition of layers i..j-1; one past the last for empty runs
+
+    def layers(self, instance: Instance, composition: int) -> list[tuple[Table, int]]:
+        """The tables that a composition's layers choose from, and how many each."""
+        counts = self.counts[composition]
+        return [(instance.kinds[kind], int(counts[kind])) for kind in np.flatnonzero(counts)]
 
     def spread(self, values: Array) -> Array:
         """``[..., i, j]``: ``values[..., composition]`` of layers i..j-1, ``inf`` for empty runs."""

@@ -222,4 +222,6 @@ def lower_bound(forward_s: Sequence[float], backward_s: Sequence[float], microba
         before += t[s]
         warm = min(m, stages - s)
         best = max(best, before + (m - 1) * t[s], total + (m - 1) * t[s] - (warm - 1) * forward_s[s])
+        if m > warm:
+            best = max(best, 2 * total - before + (m - warm) * t[s])
     return best

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -185,6 +186,7 @@ class Instance:
     layout: Layout
     matrices: dict[tuple[object, ...], Array] = field(default_factory=dict, compare=False)
     paths: list[Path] = field(default_factory=list, compare=False)  # through the schedule, met so far
+    known: dict[tuple[object, ...], Any] = field(default_factory=dict, compare=False)  # what ``whole`` has worked out
 
     @property
     def layers(self) -> int:
@@ -320,6 +322,7 @@ class Prices:
         self._tables: dict[tuple[object, ...], Table | None] = {}
         self.pins = pins_by_layer(graph, options)
         self.groups = tied_groups(graph)
+        self._known: dict[tuple[object, ...], Any] = {}
         self.refused: dict[int, int] = {}  # layer: choices for which it had no price
 
     def layout(self, pipeline: int) -> Layout:
@@ -381,7 +384,8 @@ class Prices:
                 index[key] = len(kinds)
                 kinds.append(table)
             kind.append(index[key])
-        return Instance(choice, tuple(kinds), np.array(kind, dtype=np.int64), self.layout(choice.pipeline))
+        layout = self.layout(choice.pipeline)
+        return Instance(choice, tuple(kinds), np.array(kind, dtype=np.int64), layout, known=self._known)
 
     def ties(self, choice: Choice, group: int) -> list[tuple[Roles, int]]:
         """The (roles, ZeRO stage) that every layer of a tied group could take."""
