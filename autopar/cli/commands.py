@@ -119,7 +119,7 @@ def models_command(as_json: bool) -> None:
         size = f"{entry.parameters / 1e9:,.1f} B" if entry.parameters >= 1e9 else f"{entry.parameters / 1e6:,.1f} M"
         seq = f"{entry.seq:,}" if entry.seq else "-"
         table.add_row(entry.name, entry.kind, size, seq, f"{entry.global_batch:,}", entry.source)
-    console().print(table)
+    console(width=150).print(table)
 
 
 def planned(

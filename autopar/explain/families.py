@@ -52,6 +52,7 @@ def definitions(gpus_per_node: int, count: int) -> list[tuple[str, str, Pins]]:
         ("no_expert", "no expert parallelism", {"expert": 1}),
         ("no_sequence", "neither Ulysses nor ring attention", {"ulysses": 1, "ring": 1}),
         ("no_recomputation", "no recomputation", {"recompute": "none"}),
+        ("selective_recomputation", "every layer recomputed in part", {"recompute": "selective"}),
         ("full_recomputation", "every layer recomputed", {"recompute": "full"}),
         ("no_zero", "no ZeRO", {"zero": 0}),
         ("zero3_only", "ZeRO-3 alone", alone | {"zero": 3}),
