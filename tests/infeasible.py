@@ -33,14 +33,6 @@ REQUESTS: tuple[dict[str, Any], ...] = (
         "recompute": False,
     },
     {
-        "model": "gpt2-xl",
-        "devices": "8xA100-40GB",
-        "seq": 1024,
-        "global_batch": 256,
-        "microbatches": 1,
-        "recompute": False,
-    },
-    {
         "model": "bert-large",
         "devices": "1xRTX4090",
         "seq": 512,
@@ -59,7 +51,6 @@ REQUESTS: tuple[dict[str, Any], ...] = (
         "pipeline": 1,
     },
     {"model": "llama3-8b", "devices": "4xA100-40GB", "seq": 8192, "global_batch": 16, "recompute": False},
-    {"model": "llama3-8b", "devices": "8xA100-40GB", "seq": 131072, "global_batch": 8},
     {
         "model": "gpt2",
         "devices": "1xV100-32GB",
