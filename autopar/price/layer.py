@@ -67,7 +67,6 @@ class Bound:
     moves: tuple[Move, ...]
     plain: tuple[int, ...]  # the saved entries that are storages of their own
     selective: tuple[int, ...]  # those under selective recomputation
-    common: tuple[int, ...]  # of ``plain``: those that selective recomputation has too, or as an input
     selected: Selected
 
 
@@ -90,8 +89,8 @@ class Core:
     forward_meetings: tuple[int, ...]  # the groups' sizes of the collectives that are waited for
     backward_meetings: tuple[int, ...]
     saved_bytes: float
-    selective_bytes: float  # what it keeps, and of that what is saved without it, too
-    common_bytes: float
+    selective_bytes: float  # what it keeps, and the most that there is while it runs again and backwards
+    selective_working_bytes: float
     input_bytes: float
     output_bytes: float
     alive: Alive
@@ -123,9 +122,7 @@ def bind(
     moves = layer_moves(table.cls, types, table.value_bytes, table.value_gradient, regather)
     chosen = select(table.selection, table.ops, table.saved, types, moves)
     plain, kept = distinct(table.plain), distinct(chosen.kept)
-    held = {table.saved[i].storage for i in kept} | table.selection.inputs
-    common = tuple(i for i in plain if table.saved[i].storage in held)
-    return Bound(table, rows, axis_flags, moves, plain, kept, common, chosen)
+    return Bound(table, rows, axis_flags, moves, plain, kept, chosen)
 
 
 def divisible(bound: Bound, axes: tuple[Axis, ...]) -> bool:
@@ -172,7 +169,7 @@ def core(bound: Bound, axes: tuple[Axis, ...], cluster: Cluster, numbers: Precis
     again, repeated = bound.selected.again, bound.selected.moves
     inputs = np.array([table.value_bytes[name] for name in table.activations], dtype=float)
     input_bytes = float(local(inputs, "activation").sum())
-    selective_bytes, common_bytes = _selective_bytes(bound, saved, input_bytes)
+    selective_bytes, selective_working_bytes = _selective_bytes(bound, saved, input_bytes)
     parameters = local(table.parameter_numel, "parameter")
     microbatches = math.prod(axis.size for axis in axes if axis.stride == 0)
     return Core(
@@ -192,7 +189,7 @@ def core(bound: Bound, axes: tuple[Axis, ...], cluster: Cluster, numbers: Precis
         backward_meetings=_meetings(bound.moves, axes, "backward", False),
         saved_bytes=float(saved[list(bound.plain)].sum()),
         selective_bytes=selective_bytes,
-        common_bytes=common_bytes,
+        selective_working_bytes=selective_working_bytes,
         input_bytes=input_bytes,
         output_bytes=float(local(table.output_bytes, "output").sum()),
         alive=_alive(bound, axes, local, saved, parameters * numbers.parameter),
@@ -226,12 +223,19 @@ def _left_s(
 
 
 def _selective_bytes(bound: Bound, saved: Floats, input_bytes: float) -> tuple[float, float]:
-    """What selective recomputation keeps, and of that what a layer without it saves, too."""
-    held = float(saved[list(bound.selective)].sum())
-    if bound.table.selection.emitted:
-        return held + input_bytes, float(saved[list(bound.common)].sum())
-    found = min(float(saved[list(bound.plain)].sum()), max(held, input_bytes))
-    return found, found  # published figures count what stays of the plain run
+    """What selective recomputation keeps, and the most that is there while the layer runs again: an op that does finds what was kept and
+    saves what it always does, so that of ops before it there is the one and of ops after it the other."""
+    table, plain, kept = bound.table, list(bound.plain), list(bound.selective)
+    held = float(saved[kept].sum())
+    if not table.selection.emitted:  # published figures count what stays of the plain run
+        found = min(float(saved[plain].sum()), max(held, input_bytes))
+        return found, found
+    ops = len(table.ops)
+    again = np.bincount(table.live.saver[plain], weights=saved[plain], minlength=ops).cumsum()
+    waits = np.bincount(table.selection.maker[kept], weights=saved[kept], minlength=ops)
+    working = again + waits.sum() - waits.cumsum()
+    inputs = sum(float(saved[i]) for i in plain if table.saved[i].storage in table.selection.inputs)
+    return held + input_bytes, float(working.max(initial=held)) + max(0.0, input_bytes - inputs)
 
 
 def _meetings(moves: tuple[Move, ...], axes: tuple[Axis, ...], side: str, beside: bool) -> tuple[int, ...]:
@@ -392,12 +396,12 @@ def _bytes(
 
 def _activations(c: Core, strategy: Strategy) -> tuple[float, float]:
     """Bytes that a microbatch in flight holds, and those while its backward pass runs."""
-    saved = found = c.saved_bytes
+    saved = c.saved_bytes
     if strategy.recompute:
-        saved = found = c.input_bytes
-    elif strategy.selective:
-        saved, found = c.selective_bytes, c.common_bytes
-    return saved, saved + max(0.0, c.saved_bytes - found)
+        return c.input_bytes, max(c.input_bytes, saved)
+    if strategy.selective:
+        return c.selective_bytes, max(c.selective_bytes, c.selective_working_bytes, saved)
+    return saved, saved
 
 
 def beside_s(compute_s: float, wire_s: float, slowdown: float) -> float:

@@ -74,8 +74,11 @@ def emitted(
                 place = operands(reader).index(node)
                 found.append((Saved(storage, reader.name, place, *run.extent[storage]), i, True))
     at = {node.name: i for i, node in made}
-    # such as the logarithms of attention's sums
-    inside = [at[e.node] if e.operand == INTERNAL and e.node in at and is_dear(ops[at[e.node]]) else -1 for e in plain]
+    # such as the logarithms of attention's sums; what a product makes inside of itself is a copy of an operand, and runs again
+    inside = [
+        at[e.node] if e.operand == INTERNAL and e.node in at and roofline.is_attention(ops[at[e.node]]) else -1
+        for e in plain
+    ]
     names = [node.name for node in cls.graph.graph.nodes if node.op == "placeholder"][: len(cls.activations)]
     return (*plain, *(entry for entry, _, _ in found)), Selection(
         stays=np.array([*(i >= 0 for i in inside), *(True for _ in found)], dtype=bool),
