@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import fx, nn
@@ -175,7 +176,7 @@ class Graph:
         """Into how many parts a plan's microbatches cut the values of this graph along the batch."""
         return microbatches if self.accumulated == 1 else 1
 
-    @property
+    @cached_property
     def shared_parameters(self) -> dict[str, tuple[int, ...]]:
         """Parameters that several layers use: name to the layers' indices."""
         uses: dict[str, list[int]] = {}
