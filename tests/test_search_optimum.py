@@ -14,7 +14,7 @@ from autopar.plan import Plan
 from autopar.search import SearchOptions, driver, search
 from autopar.search.bound import fewest_seconds, relaxation
 from autopar.search.exact import solve_scip
-from autopar.search.lagrange import bottleneck_bound
+from autopar.search.lagrange import bottleneck_bound, whole_bound
 from autopar.search.problem import choices
 from autopar.search.tables import Prices
 
@@ -111,6 +111,7 @@ def test_every_bound_of_every_outer_choice_holds() -> None:
             bounds = {
                 "cheap": cheap,
                 "bottleneck": bottleneck_bound(instance),
+                "whole": whole_bound(instance, cheap, float("inf")),
                 "linear": relaxation(instance, cheap, 5.0),
                 "integer": solve_scip(instance, cheap, float("inf"), 5.0, 0.0)[0],
             }
@@ -119,5 +120,5 @@ def test_every_bound_of_every_outer_choice_holds() -> None:
                 if best < float("inf"):
                     tight.setdefault(name, []).append(bound / best)
     mean = {name: sum(values) / len(values) for name, values in tight.items()}
-    assert mean["cheap"] < mean["linear"] < mean["integer"] and mean["cheap"] < mean["bottleneck"]
+    assert mean["cheap"] < mean["linear"] < mean["integer"] and mean["cheap"] < mean["bottleneck"] < mean["whole"]
     assert mean["integer"] > 0.85

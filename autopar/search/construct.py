@@ -23,7 +23,7 @@ from autopar.search.assess import Solution, cost, fits
 from autopar.search.frugal import most_frugal
 from autopar.search.runs import compositions
 from autopar.search.tables import Array, Indices, Instance, Regime, Roles, Table
-from autopar.search.whole import knapsacks, only
+from autopar.search.whole import TABLES, knapsacks, only
 
 LADDER = (0.0, *np.geomspace(1e-3, 1e3, 13).tolist(), 1e9)
 """Prices of memory to try, in units of a stage's time per device memory; the last one is "memory alone"."""
@@ -222,8 +222,11 @@ def _wholes(instance: Instance, mode: _Mode, by_stage: list[Array], burden: list
     for s, (span, share) in enumerate(zip(by_stage, burden, strict=True)):
         sacks = knapsacks(instance, instance.regime(s), weights, bound=False, roles=mode.roles)
         values = np.full(len(runs.counts) + 1, np.inf)
-        for c in np.unique(runs.at[share * span <= most_s]).tolist():
-            values[c] = sacks.least(runs.layers(instance, c))
+        near = share * span <= most_s
+        values[runs.at[near]] = span[near]
+        for c in np.unique(runs.at[near]).tolist():
+            if len(layers := runs.layers(instance, c)) <= TABLES:
+                values[c] = sacks.least(layers)
         found.append(values[runs.at])
     return found
 
@@ -289,7 +292,8 @@ def _whole(instance: Instance, mode: _Mode, i: int, j: int, regime: Regime) -> t
     weights = (1.0, 0.0, 1 / instance.choice.microbatches)
     sacks = knapsacks(instance, regime, weights, bound=False, roles=mode.roles)
     composition = int(runs.at[i, j])
-    picks = sacks.picks(runs.layers(instance, composition))
+    layers = runs.layers(instance, composition)
+    picks = sacks.picks(layers) if len(layers) <= TABLES else None
     if picks is None:
         return None
     left = dict(zip(np.flatnonzero(runs.counts[composition]).tolist(), picks, strict=True))

@@ -142,7 +142,7 @@ def _least_step(
     cutoff_s *= 1 + 2 * TOLERANCE  # so that it is still reached when the bound is lowered by the tolerance
     low = max(at_least_s, paths.floor_s)
     for grid in grids:
-        while low < cutoff_s:
+        while 0 < low < cutoff_s:
             steps = np.unique(np.minimum(low * (1 + np.array(grid)), cutoff_s))
             ok = paths.possible(steps)
             if ok.any():

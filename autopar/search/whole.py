@@ -21,6 +21,10 @@ from autopar.search.tables import Array, Indices, Instance, Regime, Roles, Table
 WAYS = 400
 """Ways to run some layers that are told apart; more are thinned out."""
 
+TABLES = 3
+"""Different layers of a stage, up to which it is worked out: more make too many ways, and are so many layers that a fraction of one is
+little."""
+
 
 @dataclass(frozen=True)
 class Front:
@@ -196,7 +200,7 @@ class Sends:
         self.instance = instance
         stages, last = instance.choice.pipeline, instance.layers - 1
         place = instance.layout.place
-        borders = [i for i in range(last) if i == 0 or self._border(i) not in {self._border(j) for j in range(i)}]
+        borders = {self._border(i): i for i in range(last)}.values()  # one of each
         self.forward: list[ByRoles] = []
         self.back: list[ByRoles] = []
         self.mixed: list[float] = []
@@ -225,7 +229,9 @@ class Sends:
         return way.p2p(i, self.instance.choice, self.instance.table(i).layouts)
 
     def least(self, s: int, layers: Layers, weights: Weights) -> float:
-        """The least cost of a stage with such layers, with what it sends; ``weights`` cost forwards and backwards alike."""
+        """A lower bound of the cost of a stage with such layers, with what it sends; ``weights`` cost forwards and backwards alike."""
+        if len(layers) > TABLES:
+            return 0.0
         instance, regime = self.instance, self.instance.regime(s)
         some = (self.forward[s], self.back[s])
         fewest = sum(min(way.values()) for way in some if way)
