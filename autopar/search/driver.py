@@ -1,11 +1,11 @@
 """Best-first search over the outer choices: prices and a cluster in, a plan with its proved bound out.
 
 Every choice starts with a cheap bound (``bound.fewest_seconds``). The one with the lowest bound goes one step further: dearer bounds
-(``lagrange``: coarse, fine, then with stages of whole layers), then ``construct`` looks for a solution, GLOP for a last bound, then
-ties are decided one by one, or an exact solver closes it. A step
-is worth its time only while no other choice looks better, so each is made when the choice comes up again. The search ends
-when no open choice's bound, and no closed one's, is further than the target gap below the incumbent, or when time is up. The bound that is
-reported is the smallest of the open choices' bounds, of the closed ones', and of the incumbent's time.
+(``lagrange``: coarse, fine, then with stages of whole layers), then ``construct`` looks for a solution, then GLOP's bound, then ties
+are decided one by one, or an exact solver closes it. A step is worth its time only while no other choice looks better, so each is made
+when the choice comes up again. The search ends when no open choice's bound, and no closed one's, is further than the target gap below
+the incumbent, or when time is up. The bound that is reported is the smallest of the open choices' bounds, of the closed ones', and of
+the incumbent's time.
 """
 
 from __future__ import annotations
@@ -211,6 +211,7 @@ def _whole(state: State, node: _Node) -> None:
 
 def _construct(state: State, node: _Node) -> None:
     if node.bound_s < state.enough_s:
+        state.opened += 1
         decided = _dive(state, node.instance)
         found = construct(decided, state.deadline) if decided is not None else None
         if decided is not None and found is not None:
@@ -219,7 +220,6 @@ def _construct(state: State, node: _Node) -> None:
 
 
 def _relax(state: State, node: _Node) -> None:
-    state.opened += 1
     state.solvers.add("GLOP")
     bound = relaxation(node.instance, node.bound_s, max(state.left_s(), 0.05))
     if np.isfinite(bound):
@@ -268,7 +268,7 @@ def _close(state: State, node: _Node) -> None:
             state.closed_s = min(state.closed_s, value)
             return
     state.solvers.add("SCIP")
-    budget = min(left, max(2.0, 0.3 * state.options.time_limit_s))
+    budget = min(left, max(2.0, 0.1 * state.options.time_limit_s))  # what it does not close soon it hardly ever closes
     gap = max(state.options.target_gap / 4, 1e-9)
     bound, solution = solve_scip(instance, node.bound_s, state.step_s, budget, gap)
     if solution is not None:
