@@ -63,10 +63,10 @@ simpler: $(STAMP) ## autopar's plans against those of simpler searches, at the s
 	OMP_NUM_THREADS=1 $(BIN)/python tests/simpler.py
 
 growth: $(STAMP) ## planning time against layers and devices: docs/growth.md
-	OMP_NUM_THREADS=1 $(BIN)/python tests/growth.py
+	OMP_NUM_THREADS=1 $(BIN)/python tests/growth.py --fresh
 
 endtoend: $(STAMP) ## six requests from the command line to the plan, the largest on 16,384 GPUs (a quiet machine): docs/endtoend.md
-	OMP_NUM_THREADS=1 $(BIN)/python tests/endtoend.py
+	OMP_NUM_THREADS=1 $(BIN)/python tests/endtoend.py --fresh
 
 published: $(STAMP) ## the automatic layout on every cell of the published sweep, and what it would have lost: docs/published.md
 	OMP_NUM_THREADS=1 $(BIN)/python tests/published.py

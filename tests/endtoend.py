@@ -121,10 +121,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for one case")
     parser.add_argument("--page", action="store_true", help="make the page anew, measure nothing")
+    parser.add_argument("--fresh", action="store_true", help="measure all cases; else those that the file lacks")
     asked = parser.parse_args()
     path = DOCS / "endtoend.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if asked.page else []
+    lines = [] if asked.fresh or not path.is_file() else [json.loads(line) for line in path.read_text().splitlines()]
+    known = {line["case"] for line in lines}
     for name, request, _ in () if asked.page else CASES:
+        if name in known:
+            continue
         lines.append({"case": name} | measure(request, asked.limit))
         print(json.dumps(lines[-1]), file=sys.stderr, flush=True)
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))

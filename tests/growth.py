@@ -123,10 +123,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--limit", type=float, default=900.0, help="seconds for one point")
     parser.add_argument("--page", action="store_true", help="make the page anew, measure nothing")
+    parser.add_argument("--fresh", action="store_true", help="measure all points; else those that the file lacks")
     asked = parser.parse_args()
     path = DOCS / "growth.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if asked.page else []
+    lines = [] if asked.fresh or not path.is_file() else [json.loads(line) for line in path.read_text().splitlines()]
+    known = {(line["layers"], line["devices"]) for line in lines}
     for layers, devices in [] if asked.page else points():
+        if (layers, devices) in known:
+            continue
         line = point(layers, devices, asked.limit)
         print(json.dumps(line), file=sys.stderr, flush=True)
         lines.append(line)
