@@ -124,7 +124,8 @@ def price_request(
     request: Mapping[str, Any], plan_file: str | None, timeline: bool = False
 ) -> tuple[Plan, tuple[tuple[Moment, ...], ...]]:
     """The priced plan of a command line, and if asked its devices' memory at each action of a step."""
-    from autopar.capture import capture
+    from autopar.capture import apart, capture
+    from autopar.cli.commands import recapture
     from autopar.cli.load import Sizes, load_model
     from autopar.cli.talk import Talk
     from autopar.compile import read_plan
@@ -152,6 +153,9 @@ def price_request(
         talk("capture")
         precision = normalise(sizes.precision) if sizes.precision else None
         graph = annotate(capture(loaded.module, loaded.batch, loaded.loss_fn, precision=precision, name=loaded.name))
+        if given is not None and given.allow:  # each microbatch a batch of its own
+            again = recapture(dict(request) | dataclasses.asdict(sizes) | {"local_batch_norm": False}, cluster)
+            graph = apart(graph, lambda rows: again(global_batch=rows), given.microbatches)
         talk("price")
         pricer = Pricer(graph, cluster, name_of(graph.dtype))
         plan = price_plan(graph, cluster, given or write_plan(graph, cluster, request), pricer)

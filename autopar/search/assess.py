@@ -334,6 +334,10 @@ def _notes(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh: M
             f"not exact, as microbatch_statistics allows: the loss is the mean of {graph.accumulated} microbatches' own losses, each of "
             f"its own rows' statistics, and not the whole batch's ({graph.unmicrobatchable})"
         )
+    elif graph.unmicrobatchable and choice.microbatches > 1:
+        notes.append(
+            f"priced alone: a program of {choice.microbatches} microbatches is refused: {graph.unmicrobatchable}"
+        )
     elif graph.unmicrobatchable:
         notes.append(f"one microbatch only: {graph.unmicrobatchable}")
     return tuple(notes)

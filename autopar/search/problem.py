@@ -322,7 +322,8 @@ def choices(
     if options.microbatches is not None:
         if options.microbatches not in counts:
             why = graph.unmicrobatchable or f"a global batch of {graph.batch_size} does not divide into that many"
-            leave = "; allow={'microbatch_statistics'} takes more, and is not exact" if graph.unmicrobatchable else ""
+            coupled = graph.unmicrobatchable and graph.accumulated == 1
+            leave = "; allow={'microbatch_statistics'} takes more, and is not exact" if coupled else ""
             raise UsageError(
                 f"{options.microbatches} microbatches are not possible: {why}",
                 f"the numbers that fit are {', '.join(map(str, counts))}{leave}",
