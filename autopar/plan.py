@@ -49,7 +49,10 @@ class Role(Enum):
 
 
 SCHEDULES = ("none", "gpipe", "1f1b", "interleaved-1f1b")
-"""Orders of a pipeline's forwards and backwards: ``none`` is of one stage; all from the fourth on give a device several stages."""
+"""Orders of a pipeline's forwards and backwards; ``none`` is of one stage."""
+
+INTERLEAVED = "interleaved-1f1b"
+"""The schedule that gives a device several stages."""
 
 
 def device_of(stage: int, pipeline: int) -> int:

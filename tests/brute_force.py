@@ -21,7 +21,7 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.graph import Graph
 from autopar.search import SearchOptions, search
 
-FAMILIES = ("plain", "memory", "skips", "pins", "odd counts", "mixed devices")
+FAMILIES = ("plain", "memory", "skips", "pins", "odd counts", "mixed devices", "chunks")
 EXACT = SearchOptions(target_gap=0.0, time_limit_s=120)
 
 
@@ -38,8 +38,23 @@ def random_pins(seed: int, layers: int, devices: int) -> SearchOptions:
     return SearchOptions(target_gap=0.0, time_limit_s=120, pin=pin)
 
 
+def random_chunks(seed: int) -> tuple[Graph, Devices, RandomPricer, SearchOptions]:
+    """Four or five layers on a line of devices: each may have several stages. Memory is often short, devices are sometimes mixed."""
+    rng = random.Random(f"chunks {seed}")
+    graph, cluster, pricer = random_problem(seed, layers=rng.choice([4, 4, 5]), devices=(2, 2, 4))
+    limits = [rng.choice([90, 150, 220, 300, 10_000]) for _ in range(2)]
+    kinds = tuple((rng.choice([1.0, 2.0]), limit) for limit in limits) if rng.random() < 0.3 else ()
+    dealt = {"schedule": "interleaved-1f1b"}
+    chosen = [dealt, dealt, {"chunks": 2}, dealt, {"pipeline": 2} | dealt, {"chunks": 2, "microbatches": 2}]
+    pins: dict[str, Any] = rng.choice(chosen)
+    options = SearchOptions(target_gap=0.0, time_limit_s=120, pin=pins)
+    return graph, Devices(cluster.count, limits[0] if not kinds else min(limits), kinds=kinds), pricer, options
+
+
 def problem(family: str, seed: int) -> tuple[Graph, Devices, RandomPricer, SearchOptions]:
     """The problem of a family with that seed."""
+    if family == "chunks":
+        return random_chunks(seed)
     devices = (3, 3, 1) if family == "odd counts" else (1, 2, 4, 4)
     graph, cluster, pricer = random_problem(seed, devices=devices, skips=family == "skips")
     if family == "memory":
@@ -65,7 +80,7 @@ def compare(family: str, seed: int) -> dict[str, Any]:
     try:
         plan = search(graph, cluster, pricer, options)
         found, gap = plan.prediction.step_time_s, plan.gap
-        row |= {"outcome": "optimum", "pipeline": plan.pipeline}
+        row |= {"outcome": "optimum", "pipeline": plan.pipeline, "chunks": plan.chunks}
     except InfeasibleError:
         found, row["outcome"] = None, "infeasible"
     except UsageError:  # pins that contradict each other or the problem: there is nothing to compare

@@ -15,7 +15,7 @@ from autopar.plan import RECOMPUTATIONS, Axis, Role, Strategy
 from autopar.search.hand import make_mesh
 from autopar.search.options import SearchOptions
 from autopar.search.problem import Choice
-from autopar.search.simulate import simulate
+from autopar.search.simulate import device_order, simulate
 
 
 @dataclass(frozen=True)
@@ -162,17 +162,15 @@ def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: S
     return min(
         (
             step
-            for p, mesh, m, schedule in outer_choices(graph, cluster, options)
-            for step in every_plan(graph, cluster, pricer, options, Choice(mesh, p, m, schedule))
+            for choice in outer_choices(graph, cluster, options)
+            for step in every_plan(graph, cluster, pricer, options, choice)
         ),
         default=None,
     )
 
 
-def outer_choices(
-    graph: Graph, cluster: Devices, options: SearchOptions
-) -> Iterator[tuple[int, tuple[Axis, ...], int, str]]:
-    """Pipeline degree, mesh of a stage, microbatches and schedule: every one that the pins allow."""
+def outer_choices(graph: Graph, cluster: Devices, options: SearchOptions) -> Iterator[Choice]:
+    """Pipeline degree, mesh of a stage, microbatches, schedule and chunks: every one that the pins allow."""
     for p in range(1, min(cluster.count, len(graph.layers)) + 1):
         if cluster.count % p or options.pipeline not in (None, p):
             continue
@@ -186,9 +184,14 @@ def outer_choices(
             for m in range(1, graph.batch_size + 1):
                 if graph.batch_size % m or options.microbatches not in (None, m):
                     continue
+                dealt = options.schedule == "interleaved-1f1b" or (options.chunks or 1) > 1
                 schedule = "none" if p == 1 else options.schedule or ("1f1b" if m >= p else "gpipe")
-                if (schedule != "1f1b" or m >= p) and (options.schedule != "none" or p == 1):
-                    yield p, mesh, m, schedule
+                if (schedule != "1f1b" or m >= p) and (options.schedule != "none" or p == 1) and not dealt:
+                    yield Choice(mesh, p, m, schedule)
+                for chunks in range(2, len(graph.layers) // p + 1):
+                    asked = options.schedule in (None, "interleaved-1f1b") and options.chunks in (None, chunks)
+                    if p > 1 and dealt and asked and (m < p or m % (m // p) == 0):
+                        yield Choice(mesh, p, m, "interleaved-1f1b", chunks=chunks)
 
 
 def candidates(graph: Graph, layer: int, mesh: tuple[Axis, ...], m: int, options: SearchOptions) -> list[Strategy]:
@@ -231,10 +234,13 @@ def every_plan(
     graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions, choice: Choice
 ) -> Iterator[float]:
     """The step times of all plans that fit of one outer choice."""
-    mesh, m, stages, count = choice.mesh, choice.microbatches, choice.pipeline, len(graph.layers)
-    views = cluster.stages(stages)
+    mesh, m, line, count = choice.mesh, choice.microbatches, choice.pipeline, len(graph.layers)
+    stages = line * choice.chunks
+    views, borders = cluster.stages(line), cluster.borders(line)
     limits = [options.memory_limit_bytes or view.memory_limit_bytes for view in views]
-    at, over = [pricer.on(view) for view in views], [pricer.on(view) for view in cluster.borders(stages)]
+    at = [pricer.on(views[s % line]) for s in range(stages)]
+    over = [pricer.on(borders[min(s % line, line - 2)]) for s in range(stages - 1)]
+    orders = [device_order(choice.schedule, d, line, m, choice.chunks) for d in range(line)]
     tables = []
     for i, layer in enumerate(graph.layers):
         priced = [
@@ -248,12 +254,11 @@ def every_plan(
             continue
         for cuts in itertools.combinations(range(1, count), stages - 1):
             bounds = (0, *cuts, count)
-            forward, backward, step, ok = [], [], [], True
-            for s in range(stages):
-                inside = [p[s] for _, p in picked[bounds[s] : bounds[s + 1]]]
-                n = {"none": 1, "gpipe": m, "1f1b": min(m, stages - s)}[choice.schedule]
-                held = sum(p.weights_bytes + n * p.saved_bytes for p in inside) + max(p.transient_bytes for p in inside)
-                ok = ok and held <= limits[s]
+            runs = [[p[s] for _, p in picked[bounds[s] : bounds[s + 1]]] for s in range(stages)]
+            if any(most_held(runs, d, line, orders[d]) > limits[d] for d in range(line)):
+                continue
+            forward, backward, step = [], [], []
+            for s, inside in enumerate(runs):
                 f, b = sum(p.forward_s for p in inside), sum(p.backward_s for p in inside)
                 for i in range(max(bounds[s] - 1, 0), bounds[s + 1] - 1):
                     reshard = at[s].edge(i, mesh, ways[i], ways[i + 1], m)
@@ -265,8 +270,20 @@ def every_plan(
                 forward.append(f)
                 backward.append(b)
                 step.append(sum(p.step_s for p in inside))
-            if ok:
-                yield simulate(forward, backward, m, choice.schedule) + max(step)
+            seconds = simulate(forward, backward, m, choice.schedule, choice.chunks)
+            yield seconds + max(sum(step[d::line]) for d in range(line))
+
+
+def most_held(runs: list[list[Price]], device: int, line: int, order: list[tuple[str, int, int]]) -> int:
+    """The bytes of a device at the moment of its schedule at which it holds most; ``runs`` are the layers of every stage."""
+    weights = sum(p.weights_bytes for run in runs[device::line] for p in run)
+    saved = most = 0
+    for kind, stage, _ in order:
+        own = sum(p.saved_bytes for p in runs[stage])
+        saved += own if kind == "F" else 0
+        most = max(most, saved + max(p.transient_bytes for p in runs[stage]))
+        saved -= own if kind == "B" else 0
+    return weights + most
 
 
 class TransformerPricer:

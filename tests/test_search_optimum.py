@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import pytest
-from brute_force import FAMILIES, compare
+from brute_force import FAMILIES, compare, problem
 from search_models import brute_force, every_plan, random_problem
 
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, UsageError
 from autopar.plan import Plan
 from autopar.search import SearchOptions, driver, search
-from autopar.search.bound import fewest_seconds, relaxation
+from autopar.search.assess import cost
+from autopar.search.bound import relaxation
+from autopar.search.dealt import construct_dealt, solve_dealt
+from autopar.search.dealt_bound import dealt_bound, dealt_relaxation, fewest_seconds
 from autopar.search.exact import solve_scip
 from autopar.search.lagrange import bottleneck_bound, whole_bound
 from autopar.search.problem import choices
@@ -37,7 +42,7 @@ def test_same_optimum_and_same_infeasible_set_as_brute_force(family: str) -> Non
     assert not [row for row in rows if not row["agrees"]]
     outcomes = [row["outcome"] for row in rows]
     # the problems are neither all easy nor all impossible
-    assert outcomes.count("infeasible") >= 2 and outcomes.count("optimum") >= 12
+    assert outcomes.count("infeasible") >= 2 and outcomes.count("optimum") >= 10
     assert sum(row.get("pipeline", 1) > 1 for row in rows) >= 1
 
 
@@ -101,6 +106,8 @@ def test_every_bound_of_every_outer_choice_holds() -> None:
         graph, cluster, pricer = random_problem(seed, layers=4)
         prices = Prices(graph, cluster, pricer, EXACT)
         for choice in choices(graph, cluster.count, EXACT):
+            if choice.chunks > 1:
+                continue
             instance = prices.instance(choice)
             plans = every_plan(graph, cluster, pricer, EXACT, choice)
             best = min(plans, default=float("inf"))
@@ -122,3 +129,39 @@ def test_every_bound_of_every_outer_choice_holds() -> None:
     mean = {name: sum(values) / len(values) for name, values in tight.items()}
     assert mean["cheap"] < mean["linear"] < mean["integer"] and mean["cheap"] < mean["bottleneck"] < mean["whole"]
     assert mean["integer"] > 0.85
+
+
+def test_every_bound_of_choices_with_several_stages_on_a_device_holds() -> None:
+    tight: dict[str, list[float]] = {}
+    options = SearchOptions(schedule="interleaved-1f1b")
+    for seed in range(6000, 6040):
+        graph, cluster, pricer, _ = problem("chunks", seed)
+        prices = Prices(graph, cluster, pricer, options)
+        try:
+            wholes = choices(graph, cluster.count, options, prices.pins)
+        except UsageError:  # too few layers, or rows of the batch
+            continue
+        for whole in wholes:
+            ties = prices.ties(whole, 0) if prices.groups else []
+            decided = [replace(whole, ties=((0, roles, zero),)) for roles, zero in ties] or [whole]
+            for choice in decided if whole.chunks > 1 else ():
+                instance = prices.instance(choice)
+                if instance is None:
+                    continue
+                best, solution = solve_dealt(instance, inf, inf)
+                assert solution is None or cost(instance, solution).step_time_s == pytest.approx(best, rel=1e-12)
+                cheap = fewest_seconds(instance)
+                bounds = {
+                    "cheap": cheap,
+                    "packed or mixed": dealt_bound(instance, cheap, inf),
+                    "columns": dealt_relaxation(instance, cheap, inf),
+                }
+                found = construct_dealt(instance)
+                assert found is None or found[0] >= best * (1 - 1e-9), (seed, choice)
+                for name, bound in bounds.items():
+                    assert bound <= best * (1 + 1e-6), (seed, choice, name)
+                    if best < inf:
+                        tight.setdefault(name, []).append(bound / best)
+    mean = {name: sum(values) / len(values) for name, values in tight.items()}
+    assert len(tight["cheap"]) > 20 and mean["cheap"] < mean["packed or mixed"] < mean["columns"]
+    assert mean["columns"] > 0.75

@@ -87,7 +87,10 @@ _pin_options = _options(
     click.option(
         "--microbatches", type=click.IntRange(1), metavar="N", help="Pin the number of microbatches of a step."
     ),
-    click.option("--schedule", metavar="NAME", help="Pin the schedule: none, gpipe or 1f1b."),
+    click.option("--schedule", metavar="NAME", help="Pin the schedule: none, gpipe, 1f1b or interleaved-1f1b."),
+    click.option(
+        "--chunks", type=click.IntRange(1), metavar="N", help="Pin the stages of each device; several are interleaved."
+    ),
     click.option(
         "--recompute",
         is_flag=False,

@@ -15,7 +15,7 @@ from autopar.errors import InfeasibleError
 from autopar.explain.describe import describe, memory_bytes
 from autopar.explain.study import Study
 from autopar.plan import Plan
-from autopar.search.bound import fewest_seconds
+from autopar.search.dealt_bound import fewest_seconds
 from autopar.search.problem import choices
 from autopar.search.tables import Prices
 
@@ -50,14 +50,14 @@ class Alternatives:
         ]
 
 
-Outer = tuple[int, int, str]
+Outer = tuple[int, int, str, int]
 
 
 def alternatives(study: Study, plan: Plan, count: int = 10, limit_s: float = 60.0) -> Alternatives:
     """The ``count`` best outer choices, that of ``plan`` among them where it is one of the best."""
     deadline = time.monotonic() + limit_s
     order = _by_bound(study, deadline)
-    mine = (plan.pipeline, plan.microbatches, plan.schedule)
+    mine = (plan.pipeline, plan.microbatches, plan.schedule, plan.chunks)
     found: list[Plan] = [plan]
     solved = 1
     complete = True
@@ -70,11 +70,9 @@ def alternatives(study: Study, plan: Plan, count: int = 10, limit_s: float = 60.
         if time.monotonic() > deadline:
             complete = False
             break
-        pipeline, microbatches, schedule = outer
+        asked: dict[str, Any] = dict(zip(("pipeline", "microbatches", "schedule", "chunks"), outer, strict=True))
         try:
-            best = study.solve(
-                pipeline=pipeline, microbatches=microbatches, schedule=schedule, target_gap=GAP, time_limit_s=SOLVE_S
-            )
+            best = study.solve(**asked, target_gap=GAP, time_limit_s=SOLVE_S)
         except InfeasibleError:
             continue
         finally:
@@ -90,7 +88,7 @@ def _by_bound(study: Study, deadline: float) -> list[tuple[float, Outer]]:
     prices = Prices(study.graph, study.cluster, study.pricer(), options)
     least: dict[Outer, float] = {}
     for choice in choices(study.graph, study.cluster.count, options, prices.pins):
-        outer = (choice.pipeline, choice.microbatches, choice.schedule)
+        outer = (choice.pipeline, choice.microbatches, choice.schedule, choice.chunks)
         instance = prices.instance(choice) if time.monotonic() < deadline else None
         if instance is not None:
             least[outer] = min(fewest_seconds(instance), least.get(outer, float("inf")))

@@ -8,7 +8,7 @@ from typing import Any
 from autopar.errors import InfeasibleError, UsageError
 from autopar.explain.describe import describe, memory_bytes
 from autopar.explain.study import Study
-from autopar.plan import REPLICATING, Plan, Role
+from autopar.plan import INTERLEAVED, REPLICATING, Plan, Role
 
 Pins = dict[str, Any]
 
@@ -48,6 +48,7 @@ def definitions(gpus_per_node: int, count: int) -> list[tuple[str, str, Pins]]:
     alone = {"pipeline": 1, "tensor": 1, "expert": 1, "ulysses": 1, "ring": 1}
     found: list[tuple[str, str, Pins]] = [
         ("no_pipeline", "no pipeline", {"pipeline": 1}),
+        ("interleaved", "several stages on each device", {"schedule": INTERLEAVED}),
         ("no_tensor", "no tensor parallelism", {"tensor": 1}),
         ("no_expert", "no expert parallelism", {"expert": 1}),
         ("no_sequence", "neither Ulysses nor ring attention", {"ulysses": 1, "ring": 1}),

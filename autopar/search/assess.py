@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,9 +14,9 @@ from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.plan import RECOMPUTATIONS, Axis, LayerPlan, Memory, Plan, Prediction, Role, StagePlan, Strategy
 from autopar.search.problem import Choice, Devices, LayerPrice, Mesh, Pricer
-from autopar.search.simulate import device_order, lower_bound, simulate
+from autopar.search.simulate import device_order, holdings, lower_bound, simulate
 from autopar.search.tables import Instance
-from autopar.search.timeline import Action, Held, Moment, peak, timeline, transients
+from autopar.search.timeline import Action, Held, Moment, most_held, timeline, transients
 
 State = tuple[int, int, int]
 """Bytes of parameters, of their gradients and of their optimizer state."""
@@ -80,7 +81,9 @@ def cost(instance: Instance, solution: Solution, below_s: float = np.inf) -> Cos
     choice = instance.choice
     edges, sends = ways(instance, solution)
     prices = prices_of(instance, solution)
-    return step_cost(solution.bounds, prices, edges, sends, choice.microbatches, choice.schedule, below_s=below_s)
+    return step_cost(
+        solution.bounds, prices, edges, sends, choice.microbatches, choice.schedule, choice.chunks, below_s=below_s
+    )
 
 
 def prices_of(instance: Instance, solution: Solution) -> list[LayerPrice]:
@@ -113,16 +116,20 @@ def memory(prices: Sequence[LayerPrice], in_flight: int, passing: int = 0) -> Me
 
 
 def memories(instance: Instance, solution: Solution) -> list[Memory]:
-    """Memory by stage."""
-    prices = prices_of(instance, solution)
-    stages = enumerate(pairwise(solution.bounds))
-    in_flight, passing = instance.choice.in_flight, instance.choice.passing
-    return [memory(prices[i:j], in_flight[s], passing[s]) for s, (i, j) in stages]
+    """Memory by device of the line."""
+    return _memories(instance, solution.bounds, prices_of(instance, solution))
+
+
+def _memories(instance: Instance, bounds: Sequence[int], prices: Sequence[LayerPrice]) -> list[Memory]:
+    return device_memories(instance.choice, [prices[i:j] for i, j in pairwise(bounds)])
 
 
 def fits(instance: Instance, solution: Solution) -> bool:
-    held = zip(memories(instance, solution), instance.layout.limit, strict=True)
-    return all(m.total <= limit for m, limit in held)
+    return _fit(instance, memories(instance, solution))
+
+
+def _fit(instance: Instance, held: Sequence[Memory]) -> bool:
+    return all(m.total <= limit for m, limit in zip(held, instance.layout.limit, strict=False))
 
 
 def coalesce(mesh: Mesh, strategies: Sequence[Strategy]) -> tuple[Mesh, list[Strategy]]:
@@ -246,7 +253,11 @@ def device_memories(
     if choice.chunks == 1:
         held = [memory(*stage) for stage in zip(stages, choice.in_flight, choice.passing, strict=True)]
     else:  # which chunk is at work when most is held decides whose transients count: the moments themselves are looked at
-        held = [peak(held, order) for held, order in _devices(choice, stages)]
+        line, m = choice.pipeline, choice.microbatches
+        held = []
+        for d in range(line):
+            counts, at_work = holdings(line, choice.chunks, m, d)
+            held.append(most_held(stages[d::line], passing_by(choice, d), counts, at_work))
     return [less(m, state) for m, state in zip(held, twice, strict=True)] if twice else held
 
 
@@ -256,13 +267,18 @@ def less(held: Memory, state: State) -> Memory:
     return replace(held, parameters=held.parameters - p, gradients=held.gradients - g, optimizer=held.optimizer - o)
 
 
+@functools.lru_cache(maxsize=4096)
+def passing_by(choice: Choice, device: int) -> int:
+    """What the pipeline holds for all stages of a device: it is there whichever of them is at work."""
+    return sum(choice.passing[device :: choice.pipeline])
+
+
 def _devices(choice: Choice, stages: Sequence[Sequence[LayerPrice]]) -> list[tuple[Held, list[Action]]]:
     """What each device of the line holds, and what it does."""
     line = choice.pipeline
     return [
         (
-            # what the pipeline holds for a device's other stages is there whichever of them is at work
-            Held.of(range(d, len(stages), line), stages[d::line], [sum(choice.passing[d::line])] * choice.chunks),
+            Held.of(range(d, len(stages), line), stages[d::line], [passing_by(choice, d)] * choice.chunks),
             device_order(choice.schedule, d, line, choice.microbatches, choice.chunks),
         )
         for d in range(line)
@@ -436,11 +452,10 @@ def tidy(instance: Instance, solution: Solution) -> tuple[list[Strategy], list[L
     edges, sends = ways(instance, solution)
 
     def step(trial: list[LayerPrice]) -> Cost:
-        return step_cost(solution.bounds, trial, edges, sends, choice.microbatches, choice.schedule)
+        return step_cost(solution.bounds, trial, edges, sends, choice.microbatches, choice.schedule, choice.chunks)
 
     def fit(trial: list[LayerPrice]) -> bool:
-        stages = zip(pairwise(solution.bounds), choice.in_flight, choice.passing, instance.layout.limit, strict=True)
-        return all(memory(trial[i:j], n, passing).total <= limit for (i, j), n, passing, limit in stages)
+        return _fit(instance, _memories(instance, solution.bounds, trial))
 
     best = step(prices)
     for kind, k in sorted({(int(instance.kind[i]), k) for i, k in enumerate(pick)}):

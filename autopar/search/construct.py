@@ -45,7 +45,7 @@ MOVES, NEIGHBOURS = 12, 200
 
 
 @dataclass(frozen=True)
-class _Mode:
+class Mode:
     """The candidates that may be used: all, or those of one layout, by the kinds that have it."""
 
     roles: Roles | None
@@ -56,7 +56,7 @@ class _Mode:
 class _Draft:
     estimate_s: float
     bounds: tuple[int, ...]
-    mode: _Mode
+    mode: Mode
 
 
 def construct(instance: Instance, deadline: float = np.inf) -> tuple[float, Solution] | None:
@@ -73,7 +73,7 @@ def construct(instance: Instance, deadline: float = np.inf) -> tuple[float, Solu
         return False
 
     drafts: list[_Draft] = []
-    for mode in _modes(instance):
+    for mode in modes_of(instance):
         drafts += _drafts(instance, mode)
         if time.monotonic() > deadline:
             break
@@ -99,7 +99,7 @@ def construct(instance: Instance, deadline: float = np.inf) -> tuple[float, Solu
     if found is None:
         need, solution = most_frugal(instance)
         if need <= 1:
-            pick = _refined(instance, _Draft(0.0, solution.bounds, _modes(instance)[0]), cache)
+            pick = _refined(instance, _Draft(0.0, solution.bounds, modes_of(instance)[0]), cache)
             offer(solution if pick is None else Solution(solution.bounds, pick))
             offer(solution)
     return found
@@ -122,13 +122,13 @@ def _neighbours(bounds: tuple[int, ...]) -> list[tuple[int, ...]]:
     )
 
 
-def _modes(instance: Instance) -> list[_Mode]:
+def modes_of(instance: Instance) -> list[Mode]:
     """The candidates of every kind: all, then those of one layout (all, for a kind that does not have it)."""
     every = _every(instance)
     layouts = dict.fromkeys(roles for t in instance.kinds for roles in t.layouts)
-    modes = [_Mode(None, every)]
+    modes = [Mode(None, every)]
     for roles in layouts if len(layouts) > 1 else ():
-        modes.append(_Mode(roles, tuple(only(table, roles) for table in instance.kinds)))
+        modes.append(Mode(roles, tuple(only(table, roles) for table in instance.kinds)))
     return modes
 
 
@@ -149,28 +149,28 @@ def _distinct(drafts: list[_Draft]) -> list[_Draft]:
     return sorted(mixed[:REFINED], key=lambda d: d.estimate_s)
 
 
-def _weight(instance: Instance, t: Table) -> Array:
+def seconds_of(instance: Instance, t: Table) -> Array:
     """Seconds per microbatch that a candidate counts for: its time, and its share of what is done once a step."""
     return t.time + t.step / instance.choice.microbatches
 
 
 def tied_cost(instance: Instance, layers: Sequence[int], price: float) -> float:
-    """Of the cheapest candidates of some layers: what they take, and what they hold at a price in units of ``_scale``."""
+    """Of the cheapest candidates of some layers: what they take, and what they hold at a price in units of ``memory_scale``."""
     n, total = float(instance.in_flight.max()), 0.0
     for layer in layers:
         t = instance.table(layer)
         held = t.weights + n * t.saved + t.transient
-        total += float((_weight(instance, t) + price * _scale(instance) * held).min())
+        total += float((seconds_of(instance, t) + price * memory_scale(instance) * held).min())
     return total
 
 
-def _scale(instance: Instance) -> float:
+def memory_scale(instance: Instance) -> float:
     """A stage's least time per byte of device memory."""
-    least = np.array([float(_weight(instance, t).min()) for t in instance.kinds])
+    least = np.array([float(seconds_of(instance, t).min()) for t in instance.kinds])
     return max(float(least[instance.kind].sum()) / instance.choice.pipeline / instance.limit, 1e-30)
 
 
-def _drafts(instance: Instance, mode: _Mode, whole: bool = False) -> list[_Draft]:
+def _drafts(instance: Instance, mode: Mode, whole: bool = False) -> list[_Draft]:
     """Cuts for a mode, one for each cap; ``whole``: from stages of whole layers, which are dearer to work out."""
     stages, m, count = instance.choice.pipeline, instance.choice.microbatches, instance.layers
     spans = {regime: _stage_costs(instance, mode, regime) for regime in instance.regimes}
@@ -214,7 +214,7 @@ def _bottleneck(by_stage: list[Array], burden: list[float]) -> float:
     return float(slowest[count])
 
 
-def _wholes(instance: Instance, mode: _Mode, by_stage: list[Array], burden: list[float], most_s: float) -> list[Array]:
+def _wholes(instance: Instance, mode: Mode, by_stage: list[Array], burden: list[float], most_s: float) -> list[Array]:
     """The stages' seconds from whole layers; ``inf`` for those of more than ``most_s``."""
     runs = compositions(instance)
     weights = (1.0, 0.0, 1 / instance.choice.microbatches)
@@ -231,14 +231,14 @@ def _wholes(instance: Instance, mode: _Mode, by_stage: list[Array], burden: list
     return found
 
 
-def _stage_costs(instance: Instance, mode: _Mode, regime: Regime) -> Array:
+def _stage_costs(instance: Instance, mode: Mode, regime: Regime) -> Array:
     """``[i, j]``: seconds of the cheapest stage of layers i..j-1 on the ladder that fits, interpolated; ``inf`` where none does."""
     n, passing, place, limit = regime
-    ladder = np.array(LADDER) * _scale(instance)
+    ladder = np.array(LADDER) * memory_scale(instance)
     runs = compositions(instance)
     columns = []
     for table, keep in zip(instance.at(place), mode.allowed, strict=True):
-        weight, held = _weight(instance, table)[keep], (table.weights + n * table.saved)[keep]
+        weight, held = seconds_of(instance, table)[keep], (table.weights + n * table.saved)[keep]
         choice = (weight[None, :] + ladder[:, None] * held[None, :]).argmin(axis=1)
         columns.append(np.stack([weight[choice], held[choice], table.at_work(passing)[keep][choice]]))
     time, held, transient = np.stack(columns, axis=2)  # each [ladder, kind]
@@ -270,8 +270,8 @@ def _refined(
         key = draft.mode.roles, tuple(instance.kind[i:j].tolist()), borders, regime, came, way
         if key not in cache:
             before = pick[-1] if i else None
-            chosen = _Stage(instance, draft.mode.allowed, i, j, s, before).solve()
-            full = _Stage(instance, every, i, j, s, before)
+            chosen = Stage(instance, draft.mode.allowed, i, j, s, before).solve()
+            full = Stage(instance, every, i, j, s, before)
             whole = _whole(instance, draft.mode, i, j, regime)
             found = [full.improved(start) for start in (chosen, whole) if start is not None]
             cache[key] = min(found, key=full.seconds) if found else None
@@ -286,7 +286,7 @@ def _every(instance: Instance) -> tuple[Indices, ...]:
     return tuple(np.arange(len(t)) for t in instance.kinds)
 
 
-def _whole(instance: Instance, mode: _Mode, i: int, j: int, regime: Regime) -> tuple[int, ...] | None:
+def _whole(instance: Instance, mode: Mode, i: int, j: int, regime: Regime) -> tuple[int, ...] | None:
     """The best candidates of a stage's layers where resharding costs nothing, those of one layout together."""
     runs = compositions(instance)
     weights = (1.0, 0.0, 1 / instance.choice.microbatches)
@@ -302,7 +302,7 @@ def _whole(instance: Instance, mode: _Mode, i: int, j: int, regime: Regime) -> t
     return tuple(left[kind].pop(0) for kind in instance.kind[i:j].tolist())
 
 
-class _Stage:
+class Stage:
     """One stage: the cheapest candidates of its layers that fit, resharding between them, at its entry and its sends included.
 
     ``before`` is the candidate of layer ``i - 1``.
@@ -315,7 +315,7 @@ class _Stage:
         kinds = instance.kind[i:j].tolist()
         tables = [instance.kinds[k].at(place) for k in kinds]
         self.keep = [allowed[k] for k in kinds]
-        self.weight = [_weight(instance, t)[keep] for t, keep in zip(tables, self.keep, strict=True)]
+        self.weight = [seconds_of(instance, t)[keep] for t, keep in zip(tables, self.keep, strict=True)]
         self.held = [(t.weights + n * t.saved)[keep] for t, keep in zip(tables, self.keep, strict=True)]
         self.transient = [t.at_work(passing)[keep] for t, keep in zip(tables, self.keep, strict=True)]
         self.edges = [
@@ -325,7 +325,7 @@ class _Stage:
             self.weight[0] = self.weight[0] + instance.edge(i - 1, place)[before, self.keep[0]]
         if j < instance.layers:  # forwards, and backwards by the next stage
             self.weight[-1] = self.weight[-1] + 2 * instance.p2p(j - 1, s)[self.keep[-1]]
-        self.scale = _scale(instance)
+        self.scale = memory_scale(instance)
 
     def solve(self) -> tuple[int, ...] | None:
         pick = self._viterbi(0.0)

@@ -1,6 +1,6 @@
 """Best-first search over the outer choices: prices and a cluster in, a plan with its proved bound out.
 
-Every choice starts with a cheap bound (``bound.fewest_seconds``). The one with the lowest bound goes one step further: dearer bounds
+Every choice starts with a cheap bound (``fewest_seconds``). The one with the lowest bound goes one step further: dearer bounds
 (``lagrange``: coarse, fine, then with stages of whole layers), then ``construct`` looks for a solution, then GLOP's bound, then ties
 are decided one by one, or an exact solver closes it. A step is worth its time only while no other choice looks better, so each is made
 when the choice comes up again. The search ends when no open choice's bound, and no closed one's, is further than the target gap below
@@ -23,8 +23,10 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.graph import Graph
 from autopar.plan import PinPrice, Plan
 from autopar.search.assess import Proof, Solution, cost, counted_twice, fits, make_plan, tidy
-from autopar.search.bound import fewest_seconds, relaxation
+from autopar.search.bound import relaxation
 from autopar.search.construct import construct, tied_cost
+from autopar.search.dealt import construct_dealt, most_frugal_dealt, solve_dealt
+from autopar.search.dealt_bound import dealt_bound, dealt_relaxation, fewest_seconds
 from autopar.search.exact import TooLargeError, solve_labels, solve_scip
 from autopar.search.frugal import explain, most_frugal
 from autopar.search.lagrange import GRIDS, bottleneck_bound, whole_bound
@@ -185,9 +187,17 @@ def _no_price(graph: Graph, state: State) -> InfeasibleError:
     )
 
 
+def _dealt(instance: Instance) -> bool:
+    """Whether devices have several stages each: such choices have bounds and solvers of their own."""
+    return instance.choice.chunks > 1
+
+
 def _bottleneck(state: State, node: _Node) -> None:
     """Coarse first: most choices are far from the best."""
-    bound = bottleneck_bound(node.instance, node.bound_s, state.enough_s, GRIDS[:1])
+    if _dealt(node.instance):
+        bound = dealt_bound(node.instance, node.bound_s, state.enough_s)
+    else:
+        bound = bottleneck_bound(node.instance, node.bound_s, state.enough_s, GRIDS[:1])
     if not np.isfinite(bound):
         return  # proved infeasible
     if state.best is None and state.left_s() < 0.5 * state.options.time_limit_s:
@@ -197,6 +207,12 @@ def _bottleneck(state: State, node: _Node) -> None:
 
 
 def _fine(state: State, node: _Node) -> None:
+    if _dealt(node.instance):
+        state.solvers.add("GLOP")
+        bound = dealt_relaxation(node.instance, node.bound_s, state.enough_s)
+        if np.isfinite(bound):
+            state.push(node.instance, bound, 3)
+        return
     bound = bottleneck_bound(node.instance, node.bound_s, state.enough_s, GRIDS[1:2])
     if np.isfinite(bound):
         state.push(node.instance, bound, 2)
@@ -213,10 +229,14 @@ def _construct(state: State, node: _Node) -> None:
     if node.bound_s < state.enough_s:
         state.opened += 1
         decided = _dive(state, node.instance)
-        found = construct(decided, state.deadline) if decided is not None else None
+        found = _constructed(decided, state.deadline) if decided is not None else None
         if decided is not None and found is not None:
             state.offer(decided, found[1])
-    state.push(node.instance, node.bound_s, 4)
+    state.push(node.instance, node.bound_s, 5 if _dealt(node.instance) else 4)
+
+
+def _constructed(instance: Instance, deadline: float = np.inf) -> tuple[float, Solution] | None:
+    return construct_dealt(instance, deadline) if _dealt(instance) else construct(instance, deadline)
 
 
 def _relax(state: State, node: _Node) -> None:
@@ -235,7 +255,8 @@ def _dive(state: State, instance: Instance) -> Instance | None:
         layers = state.prices.groups[group]
         likely = [min(children, key=lambda child, p=price: tied_cost(child, layers, p)) for price in PRICES]  # type: ignore[misc]
         kept = {id(child): child for child in likely}.values()
-        instance = min(kept, key=bottleneck_bound) if len(kept) > 1 else likely[0]
+        estimate = fewest_seconds if _dealt(instance) else bottleneck_bound
+        instance = min(kept, key=estimate) if len(kept) > 1 else likely[0]
     return instance
 
 
@@ -258,7 +279,8 @@ def _close(state: State, node: _Node) -> None:
     left = state.left_s()
     if instance.layers <= LABEL_LAYERS:
         try:
-            value, solution = solve_labels(instance, state.step_s, time.monotonic() + min(left, 3.0))
+            solve = solve_dealt if _dealt(instance) else solve_labels
+            value, solution = solve(instance, state.step_s, time.monotonic() + min(left, 3.0))
         except TooLargeError:
             pass
         else:
@@ -267,6 +289,9 @@ def _close(state: State, node: _Node) -> None:
                 state.offer(instance, solution)
             state.closed_s = min(state.closed_s, value)
             return
+    if _dealt(instance):
+        state.closed_s = min(state.closed_s, node.bound_s)
+        return
     state.solvers.add("SCIP")
     budget = min(left, max(2.0, 0.1 * state.options.time_limit_s))  # what it does not close soon it hardly ever closes
     gap = max(state.options.target_gap / 4, 1e-9)
@@ -285,10 +310,10 @@ def _last_resort(graph: Graph, state: State, instances: list[Instance]) -> None:
     heap: list[tuple[float, int, Instance, Solution]] = []
 
     def push(instance: Instance) -> None:
-        need, solution = most_frugal(instance)
+        need, solution = most_frugal_dealt(instance) if _dealt(instance) else most_frugal(instance)
         heapq.heappush(heap, (need, next(state.counter), instance, solution))
 
-    for instance in instances:
+    for instance in [i for i in instances if not _dealt(i)] or instances:
         push(instance)
     while True:
         need, _, instance, solution = heapq.heappop(heap)
@@ -305,7 +330,7 @@ def _last_resort(graph: Graph, state: State, instances: list[Instance]) -> None:
             )
     if need > 1:
         raise explain(graph, instance, solution)
-    found = construct(instance)
+    found = _constructed(instance)
     state.offer(instance, solution if found is None else found[1])
     assert state.best is not None
 

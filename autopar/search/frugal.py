@@ -75,7 +75,8 @@ def explain(graph: Graph, instance: Instance, solution: Solution) -> InfeasibleE
     limits = instance.layout.limit
     worst = max(range(len(by_stage)), key=lambda s: by_stage[s].total / limits[s])
     held = by_stage[worst]
-    i, j = solution.bounds[worst], solution.bounds[worst + 1]
+    spans = list(pairwise(solution.bounds))[worst :: instance.choice.pipeline]
+    i, j = max(spans, key=lambda span: span[1] - span[0])
     part, size = _largest_part(held)
     place = instance.layout.place[worst]
     prices = {layer: instance.table(layer, place).prices[solution.pick[layer]] for layer in range(i, j)}

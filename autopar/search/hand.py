@@ -13,6 +13,7 @@ from autopar.errors import BatchError, UsageError
 from autopar.graph import Graph
 from autopar.plan import (
     BATCHES,
+    INTERLEAVED,
     REPLICATING,
     SCHEDULES,
     Axis,
@@ -60,15 +61,20 @@ def even_cuts(layers: int, stages: int) -> tuple[int, ...]:
 def default_schedule(stages: int, microbatches: int, chunks: int = 1) -> str:
     """1F1B where it can be: with fewer microbatches than stages it has no advantage over GPipe, and torch's refuses them."""
     if chunks > 1:
-        return "interleaved-1f1b"
+        return INTERLEAVED
     return "none" if stages == 1 else "1f1b" if microbatches >= stages else "gpipe"
+
+
+def equal_rounds(pipeline: int, microbatches: int) -> bool:
+    """Whether the interleaved schedule can have so many microbatches: they go in equal rounds of one for each device, or a few more."""
+    return microbatches % max(1, microbatches // pipeline) == 0
 
 
 def check_schedule(schedule: str, pipeline: int, chunks: int, microbatches: int) -> None:
     """Raise ``UsageError`` where a schedule cannot have so many devices in a line, stages of each of them, or microbatches."""
     if schedule not in SCHEDULES:
         raise UsageError(f"there is no schedule {schedule!r}", f"the schedules are {', '.join(SCHEDULES)}")
-    several = schedule in SCHEDULES[3:]
+    several = schedule == INTERLEAVED
     if several and pipeline == 1:
         raise UsageError(
             f"{schedule} is a schedule of pipelines, and there is one device in the line", "use pipeline 2 or more"
@@ -87,7 +93,7 @@ def check_schedule(schedule: str, pipeline: int, chunks: int, microbatches: int)
             f"take {pipeline} microbatches or more, or the schedule gpipe",
         )
     rounds = max(1, microbatches // pipeline)
-    if several and microbatches % rounds:
+    if several and not equal_rounds(pipeline, microbatches):
         raise UsageError(
             f"{schedule} goes in rounds of {pipeline} microbatches or a few more, all equal, and {microbatches} do not make {rounds}",
             f"take a multiple of {pipeline}, or fewer than {2 * pipeline}",
@@ -150,7 +156,7 @@ def hand_plan(
         model=graph.name,
         devices=str(size * pipeline),
         mesh=mesh,
-        stages=_stages(schedule, bounds, pipeline, size),
+        stages=_stages(bounds, pipeline, size),
         schedule=schedule,
         microbatches=microbatches,
         global_batch=graph.batch_size,
@@ -186,7 +192,7 @@ def _roles(mesh: tuple[Axis, ...], sequence: bool) -> tuple[Role, ...]:
     return tuple(next((r for name, r in named.items() if axis.name.startswith(name)), Role.DATA) for axis in mesh)
 
 
-def _stages(schedule: str, bounds: tuple[int, ...], pipeline: int, size: int) -> tuple[StagePlan, ...]:
+def _stages(bounds: tuple[int, ...], pipeline: int, size: int) -> tuple[StagePlan, ...]:
     """The stages without a prediction, on ``size`` devices each."""
     nothing = Memory(0, 0, 0, 0, 0)
     return tuple(

@@ -1,9 +1,11 @@
 """What the user decides: pins, limits, how long to look.
 
-A pin is a key and a value. ``pipeline``, ``microbatches`` and ``schedule`` are of the whole plan; ``data``, ``tensor``, ``expert``,
-``ulysses``, ``ring``, ``zero`` and ``recompute`` of every layer, or of those that a selector before the last dot names::
+A pin is a key and a value. ``pipeline``, ``chunks``, ``microbatches`` and ``schedule`` are of the whole plan; ``data``, ``tensor``,
+``expert``, ``ulysses``, ``ring``, ``zero`` and ``recompute`` of every layer, or of those that a selector before the last dot names::
 
     {"pipeline": 4, "schedule": "1f1b", "layers.0-7.tensor": 8, "lm_head.zero": 3}
+
+``chunks`` is the number of stages of each device: more than one is the interleaved schedule, which needs a pipeline.
 
 A selector is a layer's name or its end (``layers.3`` is ``model.layers.3``), or a layer class. In place of a number may stand a range
 (``0-7``, both ends included), and ``*`` for any text. What is said of some layers goes before what is said of all. ``expert`` is of
@@ -26,16 +28,14 @@ from autopar.plan import RECOMPUTATIONS, SCHEDULES, Role
 
 Value = int | str | bool
 
-OF_PLAN = ("pipeline", "microbatches", "schedule")
-OF_LAYER = ("data", "tensor", "expert", "ulysses", "ring", "zero", "recompute")
+OF_PLAN = ("pipeline", "chunks", "microbatches", "schedule")
 DEGREES = ("data", "tensor", "expert", "ulysses", "ring")
-SEARCHED = ("none", "gpipe", "1f1b")
 _FORM = "write key=value, such as pipeline=4, tensor=8, layers.0-7.tensor=8, lm_head.zero=3 or schedule=1f1b"
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPins:
-    """What is pinned of one layer; ``None`` leaves it to the search."""
+    """What is pinned of one layer; ``None`` leaves it to the search. ``recompute``: of ``RECOMPUTATIONS``, or a bool for none and full."""
 
     data: int | None = None
     tensor: int | None = None
@@ -43,7 +43,7 @@ class LayerPins:
     ulysses: int | None = None
     ring: int | None = None
     zero: int | None = None
-    recompute: str | None = None
+    recompute: bool | str | None = None
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -62,13 +62,17 @@ class LayerPins:
         return ", ".join(f"{f.name} {value}" for f in fields(self) if (value := getattr(self, f.name)) is not None)
 
 
+OF_LAYER = tuple(f.name for f in fields(LayerPins))
+
+
 @dataclass(frozen=True, slots=True)
-class SearchOptions:
+class SearchOptions(LayerPins):
     """What the user pins, and how long to look. ``None`` leaves a choice to the search.
 
-    ``pin`` holds pins by key (see the module); those of the whole plan and of every layer are the fields of the same name, whichever way
-    they are given (ZeRO where a layer has copies of its parameters). ``roles`` are the roles that may be used without being pinned,
-    besides data; left out, tensor parallelism, experts where there are any, and where the sequence is long Ulysses and ring attention.
+    The fields of ``LayerPins`` are pins of every layer (ZeRO where a layer has copies of its parameters), those in ``OF_PLAN`` of the
+    whole plan; ``pin`` takes both by key, and keeps the pins of some layers (see the module). ``roles`` are the roles that may be used
+    without being pinned, besides data; left out, tensor parallelism, experts where there are any, and where the sequence is long Ulysses
+    and ring attention.
     The search stops once the gap is ``target_gap``, or at the limit. ``progress`` is called with a short text whenever the incumbent or
     the bound has moved.
 
@@ -80,15 +84,9 @@ class SearchOptions:
     time_limit_s: float = 20.0
     target_gap: float = 0.01
     pipeline: int | None = None
+    chunks: int | None = None
     microbatches: int | None = None
     schedule: str | None = None
-    data: int | None = None
-    tensor: int | None = None
-    expert: int | None = None
-    ulysses: int | None = None
-    ring: int | None = None
-    zero: int | None = None
-    recompute: bool | str | None = None
     pin: Mapping[str, Value] = field(default_factory=dict)
     roles: tuple[Role, ...] | None = None
     memory_limit_bytes: int | None = None
@@ -143,12 +141,8 @@ def _check(key: str, selector: str, name: str, value: Value) -> None:
             f"the pins are {', '.join(names)}" + (f"; did you mean {near[0]}?" if near else f"; {_FORM}"),
         )
     if name == "schedule":
-        if value not in SEARCHED:
-            known = value in SCHEDULES
-            raise UsageError(
-                f"the search does not choose the schedule {value!r}" if known else f"there is no schedule {value!r}",
-                f"the schedules are {', '.join(SEARCHED)}" + ("; `autopar price` takes all schedules" if known else ""),
-            )
+        if value not in SCHEDULES:
+            raise UsageError(f"there is no schedule {value!r}", f"the schedules are {', '.join(SCHEDULES)}")
     elif name == "recompute":
         if not isinstance(value, bool) and value not in RECOMPUTATIONS:
             raise UsageError(

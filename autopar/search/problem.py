@@ -18,6 +18,10 @@ Where stages run on different devices every price and the limit also depend on `
 ``schedule(f, b, m)`` is the longest path through the schedule's actions (``simulate``), which never falls when an ``f_s`` or a
 ``b_s`` rises. ``bound`` states the linear relaxation, ``lagrange`` a second bound; ``exact`` solves.
 
+Under interleaved 1F1B each of ``P`` devices has ``v`` chunks: stage ``s`` of ``P v`` is on device ``s mod P``, which pays the sum of its
+stages' ``g`` and holds all of them; of activations the most that its actions ever have at once (``simulate.holdings``). Such choices
+have bounds and solvers of their own (``dealt_bound``, ``dealt``).
+
 1F1B never has more in flight than GPipe, and was never slower on tens of thousands of random stages (observed, and a test holds
 it; not proved), so GPipe is planned only where it is asked for and the bound does not cover it.
 """
@@ -31,8 +35,8 @@ from typing import Any, Protocol
 
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.plan import RECOMPUTATIONS, REPLICATING, Axis, Role, Strategy
-from autopar.search.hand import default_schedule, make_mesh
+from autopar.plan import INTERLEAVED, RECOMPUTATIONS, REPLICATING, Axis, Role, Strategy
+from autopar.search.hand import check_schedule, default_schedule, equal_rounds, make_mesh
 from autopar.search.options import LayerPins, SearchOptions
 from autopar.search.simulate import interleaved_in_flight
 
@@ -40,6 +44,9 @@ Mesh = tuple[Axis, ...]
 
 TENSOR_ROLES = (Role.TENSOR, Role.TENSOR_SEQUENCE)
 SEQUENCE_ROLES = (Role.ULYSSES, Role.RING)
+MOST_CHUNKS = 8
+"""Chunks of a device that are tried where the interleaved schedule is pinned and their number is not. Without that pin it is not searched:
+its bounds are some per cent looser than those of the other schedules, and there are many such choices."""
 LONG_SEQUENCE = 16384
 """Sequences from here on are cut without being asked to: attention then outweighs what is gathered for it."""
 
@@ -127,7 +134,8 @@ Tie = tuple[int, tuple[Role, ...], int]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An outer choice: a stage's mesh, pipeline degree, microbatches, schedule, and the decisions made for tied layers."""
+    """An outer choice: a stage's mesh, pipeline degree (devices in a line), microbatches, schedule, the decisions made for tied layers,
+    and the stages of each device."""
 
     mesh: Mesh
     pipeline: int
@@ -137,9 +145,13 @@ class Choice:
     chunks: int = 1
 
     @property
+    def stages(self) -> int:
+        return self.pipeline * self.chunks
+
+    @property
     def in_flight(self) -> tuple[int, ...]:
         """Microbatches whose activations each stage holds at its peak; under the interleaved schedule, times the chunks of a device."""
-        if self.schedule == "interleaved-1f1b":
+        if self.schedule == INTERLEAVED:
             return interleaved_in_flight(self.pipeline, self.chunks, self.microbatches)
         if self.schedule == "none":
             return (1,)
@@ -164,7 +176,8 @@ class Choice:
 
     def __str__(self) -> str:
         sizes = "x".join(str(axis.size) for axis in self.mesh)
-        return f"pipeline {self.pipeline}, mesh {sizes}, {self.microbatches} microbatches, {self.schedule}"
+        dealt = f" of {self.chunks} chunks" if self.chunks > 1 else ""
+        return f"pipeline {self.pipeline}{dealt}, mesh {sizes}, {self.microbatches} microbatches, {self.schedule}"
 
 
 def divisors(n: int) -> list[int]:
@@ -341,15 +354,43 @@ def choices(
     for p in pipelines:
         for mesh in meshes(devices // p, every_order=any(pins.degrees for pins in pinned)):
             for m in split:
-                schedule = options.schedule or default_schedule(p, m) if p > 1 else "none"
-                if schedule != "1f1b" or m >= p:
-                    found.append(Choice(mesh, p, m, schedule))
+                for schedule, chunks in _schedules(len(graph.layers), p, m, options):
+                    found.append(Choice(mesh, p, m, schedule, chunks=chunks))
     if not found:
-        raise UsageError(
-            f"1f1b needs a microbatch for every stage: {min(pipelines)} stages, at most {max(split)} microbatches",
-            "use gpipe, more microbatches or fewer stages",
-        )
+        raise _no_schedule(len(graph.layers), pipelines, split, options)
     return found
+
+
+def _schedules(layers: int, pipeline: int, microbatches: int, options: SearchOptions) -> list[tuple[str, int]]:
+    """(schedule, chunks) of a pipeline of that many devices that the pins allow."""
+    found = []
+    if options.chunks in (None, 1) and options.schedule != INTERLEAVED:
+        schedule = options.schedule or default_schedule(pipeline, microbatches) if pipeline > 1 else "none"
+        if schedule != "1f1b" or microbatches >= pipeline:
+            found.append((schedule, 1))
+    if pipeline > 1 and options.schedule in (None, INTERLEAVED) and equal_rounds(pipeline, microbatches):
+        asked = range(2, MOST_CHUNKS + 1 if options.schedule else 0) if options.chunks is None else (options.chunks,)
+        found += [(INTERLEAVED, chunks) for chunks in asked if chunks > 1 and pipeline * chunks <= layers]
+    return found
+
+
+def _no_schedule(layers: int, pipelines: Sequence[int], counts: Sequence[int], options: SearchOptions) -> UsageError:
+    """Why no pipeline can have the pinned schedule and chunks."""
+    pipeline, chunks = min((p for p in pipelines if p > 1), default=1), options.chunks
+    if options.schedule == INTERLEAVED or (chunks or 1) > 1:
+        chunks = 2 if chunks is None else chunks
+        try:
+            check_schedule(options.schedule or INTERLEAVED, pipeline, chunks, max(counts))
+        except UsageError as error:
+            return error
+        return UsageError(
+            f"{layers} layers cannot be cut into {pipeline * chunks} stages, {chunks} for each of {pipeline} devices",
+            f"{layers} stages are the most: one for each layer",
+        )
+    return UsageError(
+        f"1f1b needs a microbatch for every stage: {min(pipelines)} stages, at most {max(counts)} microbatches",
+        "use gpipe, more microbatches or fewer stages",
+    )
 
 
 def _pipelines(layers: int, devices: int, options: SearchOptions, pinned: Sequence[LayerPins]) -> list[int]:

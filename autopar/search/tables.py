@@ -187,6 +187,7 @@ class Instance:
     matrices: dict[tuple[object, ...], Array] = field(default_factory=dict, compare=False)
     paths: list[Path] = field(default_factory=list, compare=False)  # through the schedule, met so far
     known: dict[tuple[object, ...], Any] = field(default_factory=dict, compare=False)  # what ``whole`` has worked out
+    shares: list[Array] = field(default_factory=list, compare=False)  # seconds of each stage in the latest relaxation
 
     @property
     def layers(self) -> int:
@@ -318,23 +319,31 @@ class Prices:
         self._options = for_sequence(options, graph.tokens // graph.batch_size)
         self._border = _borders(graph)
         self._ways: dict[Devices, Ways] = {}
-        self._layouts: dict[int, Layout] = {}
+        self._layouts: dict[tuple[int, int], Layout] = {}
+        self._latest: tuple[Choice, tuple[Table, ...], Indices, dict[tuple[object, ...], Array]] | None = None
         self._tables: dict[tuple[object, ...], Table | None] = {}
         self.pins = pins_by_layer(graph, options)
         self.groups = tied_groups(graph)
         self._known: dict[tuple[object, ...], Any] = {}
         self.refused: dict[int, int] = {}  # layer: choices for which it had no price
 
-    def layout(self, pipeline: int) -> Layout:
-        """What the stages of a pipeline of that many run on."""
-        if pipeline not in self._layouts:
+    def layout(self, pipeline: int, chunks: int = 1) -> Layout:
+        """What the stages run on, of a pipeline of that many devices that have so many stages each."""
+        if chunks > 1 and (pipeline, chunks) not in self._layouts:
+            line = self.layout(pipeline)
+            # from the last device an interleaved pipeline goes back to the first: as far as its last border, it is taken
+            way = tuple(line.way[min(s % pipeline, pipeline - 2)] for s in range(pipeline * chunks - 1))
+            self._layouts[pipeline, chunks] = replace(
+                line, place=line.place * chunks, way=way, limit=line.limit * chunks
+            )
+        if (pipeline, chunks) not in self._layouts:
             stages, borders = self._cluster.stages(pipeline), self._cluster.borders(pipeline)
             places, ways = list(dict.fromkeys(stages)), list(dict.fromkeys(borders))
             for view in {*places, *ways}:
                 if view not in self._ways:
                     self._ways[view] = Ways(self._border, self._pricer.on(view))
             given = self._options.memory_limit_bytes
-            self._layouts[pipeline] = Layout(
+            self._layouts[pipeline, chunks] = Layout(
                 tuple(places.index(view) for view in stages),
                 tuple(ways.index(view) for view in borders),
                 tuple(float(given or view.memory_limit_bytes) for view in stages),
@@ -342,7 +351,7 @@ class Prices:
                 tuple(self._ways[view] for view in places),
                 tuple(self._ways[view] for view in ways),
             )
-        return self._layouts[pipeline]
+        return self._layouts[pipeline, chunks]
 
     def table(self, layer: int, choice: Choice, tied: bool) -> Table | None:
         """The candidates of a layer; ``None`` where nothing has a price. Layers of one class and equal pins share it."""
@@ -363,6 +372,20 @@ class Prices:
 
     def instance(self, choice: Choice) -> Instance | None:
         """The choice with its tables; ``None`` where a layer has no candidate left."""
+        layout = self.layout(choice.pipeline, choice.chunks)
+        plain = replace(
+            choice, schedule="", chunks=1
+        )  # choices that differ in these follow each other, and have equal tables
+        if self._latest is None or self._latest[0] != plain:
+            found = self._bind(choice)
+            if found is None:
+                return None
+            self._latest = (plain, *found, {})
+        _, kinds, kind, matrices = self._latest
+        return Instance(choice, kinds, kind, layout, matrices, known=self._known)
+
+    def _bind(self, choice: Choice) -> tuple[tuple[Table, ...], Indices] | None:
+        """The tables of a choice, and which of them each layer has."""
         fixed = {index: (roles, zero) for index, roles, zero in choice.ties}
         group_of = {i: g for g, layers in enumerate(self.groups) for i in layers}
         index: dict[tuple[str, LayerPins, int | None], int] = {}
@@ -384,8 +407,7 @@ class Prices:
                 index[key] = len(kinds)
                 kinds.append(table)
             kind.append(index[key])
-        layout = self.layout(choice.pipeline)
-        return Instance(choice, tuple(kinds), np.array(kind, dtype=np.int64), layout, known=self._known)
+        return tuple(kinds), np.array(kind, dtype=np.int64)
 
     def ties(self, choice: Choice, group: int) -> list[tuple[Roles, int]]:
         """The (roles, ZeRO stage) that every layer of a tied group could take."""

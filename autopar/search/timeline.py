@@ -91,8 +91,12 @@ def timeline(held: Held, order: Sequence[Action]) -> tuple[Moment, ...]:
     )
 
 
-def peak(held: Held, order: Sequence[Action]) -> Memory:
-    """The largest moment of ``timeline``, without building it."""
-    activations, transients = _levels(held, order)
+def most_held(
+    layers: Sequence[Sequence[LayerPrice]], passing: int, counts: NDArray[np.int64], at_work: NDArray[np.int64]
+) -> Memory:
+    """The largest moment of a device whose stages are ``layers``, of those that ``simulate.holdings`` gives."""
+    held = Held.of(range(len(layers)), layers, [passing] * len(layers))
+    activations = counts @ np.array(held.saved, dtype=np.int64)
+    transients = np.array(held.transients, dtype=np.int64)[at_work]
     most = int(np.argmax(activations + transients))
     return held.memory(int(activations[most]), int(transients[most]))

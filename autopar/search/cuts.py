@@ -1,0 +1,58 @@
+"""Cuts of a chain whose stages are dealt out to devices in turn."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.search.tables import Array
+
+
+def deal(shares: Sequence[Array], line: int, chunks: int) -> tuple[int, ...]:
+    """Cuts that make the largest device small; ``shares[device]`` is what the first layers count for on it, from none to all of them.
+
+    Bisection over the largest device's share: stages are filled one after the other, up to what their device may have by then.
+    """
+    stages, count = line * chunks, len(shares[0]) - 1
+    sums = [share.tolist() for share in shares]
+    average = sum(share[-1] for share in sums) / line**2
+    largest = max(max(np.diff(share)) for share in shares)
+    best: tuple[float, tuple[int, ...]] = (np.inf, ())
+
+    def attempt(limit: float, slack: float) -> tuple[float, tuple[int, ...]]:
+        bounds, loads = [0], [0.0] * line
+        for s in range(stages - 1):
+            chunk, d = divmod(s, line)
+            at, share = bounds[-1], sums[d]
+            until = min(limit, limit * (chunk + 1) / chunks + slack) - loads[d]
+            stop = bisect_right(share, share[at] + until * (1 + 1e-9)) - 1
+            stop = min(max(stop, at + 1), count - (stages - 1 - s))
+            loads[d] += share[stop] - share[at]
+            bounds.append(stop)
+        loads[-1] += sums[-1][count] - sums[-1][bounds[-1]]
+        return max(loads), (*bounds, count)
+
+    for slack in (0.0, largest / 2, largest):
+        low, high = average, 2 * average + largest
+        for _ in range(12):
+            middle = (low + high) / 2
+            found = attempt(middle, slack)
+            best = min(best, found)
+            low, high = (low, middle) if found[0] <= middle * (1 + 1e-9) else (middle, high)
+    return best[1]
+
+
+def by_share(shares: Array, wanted: Array) -> tuple[int, ...]:
+    """Cuts whose stages count for about what is ``wanted`` of them; ``shares`` as for ``deal``, by device."""
+    stages, count = len(wanted), shares.shape[1] - 1
+    scale = float(shares[:, -1].mean()) / float(wanted.sum())
+    bounds, owed = [0], 0.0
+    for s in range(stages - 1):
+        share, at = shares[s % len(shares)], bounds[-1]
+        owed += float(wanted[s]) * scale
+        stop = int(np.abs(share - share[at] - owed).argmin())
+        bounds.append(min(max(stop, at + 1), count - (stages - 1 - s)))
+        owed -= float(share[bounds[-1]] - share[at])
+    return (*bounds, count)

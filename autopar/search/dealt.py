@@ -1,0 +1,382 @@
+"""Solutions of a choice that deals several stages to each device (interleaved 1F1B): constructed, most frugal, and exact for small ones.
+
+1. ``deal`` cuts the layers so that the device with the largest share has little more than the mean: bisection over that largest
+   share, stages being filled one after the other up to what their device may have by then.
+2. The cuts are moved by single layers, from a stage to a neighbour or from the slowest device to any stage, while the schedule itself,
+   simulated for all such moves at once, gets shorter.
+3. Each device's layers are chosen again with resharding in the costs, under its memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from autopar.search.assess import Solution, cost, fits, memories, passing_by
+from autopar.search.bound import cheapest_send
+from autopar.search.construct import LADDER, Stage, memory_scale, modes_of, seconds_of
+from autopar.search.cuts import by_share, deal
+from autopar.search.dealt_bound import textbook_paths
+from autopar.search.exact import LABELS, NODES, TooLargeError, undominated
+from autopar.search.simulate import holdings, simulate, simulate_many
+from autopar.search.tables import Array, Indices, Instance
+
+ACTIONS = 2_000_000
+"""Actions of all moves of one step of 2 together; where one move has more than half of that, there is no such step."""
+
+STEPS = 12
+"""Steps of 2 at most."""
+
+DRAFTS, REFINED = 6, 3
+"""Choices of candidates that are cut, and drafts that get to step 3."""
+
+
+def _picks(instance: Instance) -> list[tuple[float, tuple[Indices, ...], list[int]]]:
+    """Of each mode the fastest candidates of all kinds, and the fastest that the devices have room for together: seconds of a device's work
+    where it is even (times what is too much of memory), the mode, the candidates; the fastest first."""
+    counts = np.bincount(instance.kind, minlength=len(instance.kinds))
+    n, line = float(instance.in_flight.mean()), instance.choice.pipeline
+    room = float(sum(instance.layout.limit[:line]))
+    found = []
+    for allowed in (mode.allowed for mode in modes_of(instance)):
+        seconds = [seconds_of(instance, table)[keep] for table, keep in zip(instance.kinds, allowed, strict=True)]
+        held = [(t.weights + n * t.saved)[keep] for t, keep in zip(instance.kinds, allowed, strict=True)]
+        here: list[tuple[float, tuple[Indices, ...], list[int]]] = []
+        for step in LADDER:
+            price = step * memory_scale(instance)
+            rows = [int((s + price * h).argmin()) for s, h in zip(seconds, held, strict=True)]
+            work = sum(c * float(s[k]) for c, s, k in zip(counts, seconds, rows, strict=True))
+            full = sum(c * float(h[k]) for c, h, k in zip(counts, held, rows, strict=True)) / room
+            pick = [int(keep[k]) for keep, k in zip(allowed, rows, strict=True)]
+            here = [*here[:1], (work * max(1.0, full), allowed, pick)]
+            if full <= 1:
+                break
+        found += here
+    return sorted(found, key=lambda each: each[0])
+
+
+class _Draft:
+    """Layers with the candidates that ``pick`` has for each kind, cut and improved."""
+
+    def __init__(self, instance: Instance, allowed: tuple[Indices, ...], pick: list[int]) -> None:
+        self.instance, self.allowed, self.pick = instance, allowed, pick
+        self.line, self.chunks, self.m = instance.choice.pipeline, instance.choice.chunks, instance.choice.microbatches
+        places = instance.layout.place[: self.line]
+        sums = {place: self._sums(place) for place in set(places)}
+        self.forward, self.backward, self.held = (np.array([sums[place][i] for place in places]) for i in range(3))
+        self.send = cheapest_send(instance)
+        seconds = self.forward + self.backward
+        cuts = [
+            deal(list(seconds), self.line, self.chunks),
+            *(by_share(seconds, share) for share in instance.shares[-1:]),
+        ]
+        self.estimate_s, self.bounds = min(zip(self._steps(cuts).tolist(), cuts, strict=True))
+
+    def _sums(self, place: int) -> tuple[Array, Array, Array]:
+        """Sums over the first layers, from none to all: forward and backward with a share of what is done once a step, and bytes held."""
+        tables, n = self.instance.at(place), float(self.instance.in_flight.mean())
+        once = np.array([float(t.step[k]) for t, k in zip(tables, self.pick, strict=True)]) / self.m
+        forward = np.array([float(t.forward[k]) for t, k in zip(tables, self.pick, strict=True)])
+        backward = np.array([float(t.backward[k]) for t, k in zip(tables, self.pick, strict=True)])
+        held = np.array([float(t.weights[k] + n * t.saved[k]) for t, k in zip(tables, self.pick, strict=True)])
+        kind = self.instance.kind
+        first, second, third = (
+            np.concatenate([[0.0], np.cumsum(each[kind])]) for each in (forward + once / 2, backward + once / 2, held)
+        )
+        return first, second, third
+
+    @property
+    def too_much(self) -> float:
+        """The bytes that the fullest device would hold, over its limit."""
+        _, held = self._by_stage(np.array([self.bounds]), self.held)
+        return max(float(x) / limit for x, limit in zip(held[0], self.instance.layout.limit, strict=False))
+
+    def _by_stage(self, bounds: Indices, sums: Array) -> tuple[Array, Array]:
+        """Of many cuts ``[set, ...]``: what each stage has ``[set, stage]``, and each device ``[set, device]``."""
+        device = np.arange(bounds.shape[1] - 1) % self.line
+        values = sums[device, bounds[:, 1:]] - sums[device, bounds[:, :-1]]
+        return values, values.reshape(len(values), self.chunks, self.line).sum(axis=1)
+
+    def _steps(self, cuts: Sequence[tuple[int, ...]]) -> Array:
+        """The schedule's seconds for each of many cuts."""
+        bounds = np.array(cuts)
+        forward, backward = (self._by_stage(bounds, sums)[0].T for sums in (self.forward, self.backward))
+        forward[:-1] += self.send
+        backward[1:] += self.send
+        return simulate_many(forward, backward, self.m, self.chunks)
+
+    def improve(self, deadline: float) -> None:
+        """Move single layers as long as the schedule gets shorter."""
+        actions = 2 * self.m * self.instance.choice.stages
+        for _ in range(STEPS):
+            moves = self._moves()[: ACTIONS // actions]
+            if len(moves) < 2 or time.monotonic() > deadline:
+                return
+            steps = self._steps(moves)
+            best = int(steps.argmin())
+            if steps[best] >= self.estimate_s * (1 - 1e-6):
+                return
+            self.bounds, self.estimate_s = moves[best], float(steps[best])
+
+    def _moves(self) -> list[tuple[int, ...]]:
+        """One layer less for a stage of the slowest device and one more for any other stage, then each cut moved by one layer."""
+        stages = self.instance.choice.stages
+        bounds = np.array(self.bounds)
+        _, seconds = self._by_stage(bounds[None], self.forward + self.backward)
+        slowest = int(seconds[0].argmax())
+        order = np.argsort(seconds[0])
+        pairs = [(a, int(b)) for d in order for b in range(int(d), stages, self.line)
+                 for a in range(slowest, stages, self.line) if a != b]  # fmt: skip
+        pairs += [(s, s + 1) for s in range(stages - 1)] + [(s + 1, s) for s in range(stages - 1)]
+        found = []
+        for a, b in dict.fromkeys(pairs):
+            if bounds[a + 1] - bounds[a] > 1:
+                moved = bounds.copy()
+                moved[min(a, b) + 1 : max(a, b) + 1] += 1 if b < a else -1
+                found.append(tuple(moved.tolist()))
+        return found
+
+
+def construct_dealt(instance: Instance, deadline: float = np.inf) -> tuple[float, Solution] | None:
+    """The best solution found, with its true step time; ``None`` where nothing that was tried fits."""
+    drafts = [_Draft(instance, allowed, pick) for _, allowed, pick in _picks(instance)[:DRAFTS]]
+    drafts.sort(key=lambda draft: draft.estimate_s * max(1.0, draft.too_much))
+    found: tuple[float, Solution] | None = None
+    cache: dict[tuple[object, ...], tuple[int, ...] | None] = {}
+    for draft in drafts[:REFINED]:
+        if found is not None and draft.estimate_s >= found[0] * 1.1:
+            break
+        draft.improve(deadline)
+        solution = _refined(instance, draft.allowed, draft.bounds, cache)
+        if solution is not None and (step := cost(instance, solution).step_time_s) < (found or (np.inf,))[0]:
+            found = step, solution
+    if found is None:
+        need, solution = most_frugal_dealt(instance)
+        if need <= 1:
+            better = _refined(instance, modes_of(instance)[0].allowed, solution.bounds, cache)
+            found = min((cost(instance, s).step_time_s, s) for s in (solution, better) if s is not None)
+    return found
+
+
+def _refined(
+    instance: Instance,
+    allowed: tuple[Indices, ...],
+    bounds: tuple[int, ...],
+    cache: dict[tuple[object, ...], tuple[int, ...] | None],
+) -> Solution | None:
+    """The candidates of every device's layers for these cuts; ``None`` where none that were found fit."""
+    line, kind = instance.choice.pipeline, instance.kind
+    border = instance.layout.inside[0].border
+    room = 1.0
+    for _ in range(4):
+        pick = [0] * instance.layers
+        for d in range(line):
+            runs = [range(bounds[s], bounds[s + 1]) for s in range(d, instance.choice.stages, line)]
+            layers = [i for run in runs for i in run]
+            counts = [int(instance.in_flight[s]) for s in range(d, instance.choice.stages, line)]
+            held = [n for n, run in zip(counts, runs, strict=True) for _ in run]
+            place, limit = instance.layout.place[d], instance.layout.limit[d] * room
+            borders = tuple(tuple(border[i] for i in run[:-1]) for run in runs)
+            passing = passing_by(instance.choice, d)
+            key = (id(allowed), tuple(kind[layers].tolist()), tuple(held), borders, place, passing, limit)
+            if key not in cache:
+                cache[key] = _Device(instance, allowed, layers, held, d, limit).solve()
+            chosen = cache[key]
+            if chosen is None:
+                return None
+            for i, k in zip(layers, chosen, strict=True):
+                pick[i] = k
+        solution = Solution(bounds, tuple(pick))
+        if fits(instance, solution):
+            return solution
+        # another moment of the schedule holds more than the one that was planned for
+        held_by = zip(memories(instance, solution), instance.layout.limit, strict=False)
+        room *= 0.999 / max(m.total / limit for m, limit in held_by)
+    return None
+
+
+class _Device(Stage):
+    """All layers of one device, in order: their cheapest candidates, resharding between neighbours included, that fit.
+
+    ``in_flight`` is how many microbatches of each are held.
+    """
+
+    def __init__(
+        self,
+        instance: Instance,
+        allowed: tuple[Indices, ...],
+        layers: Sequence[int],
+        in_flight: Sequence[float],
+        device: int,
+        limit: float,
+    ) -> None:
+        self.limit, place, passing = limit, instance.layout.place[device], passing_by(instance.choice, device)
+        kinds = instance.kind[list(layers)].tolist()
+        tables = [instance.kinds[k].at(place) for k in kinds]
+        self.keep = [allowed[k] for k in kinds]
+        self.weight = [seconds_of(instance, t)[keep] for t, keep in zip(tables, self.keep, strict=True)]
+        priced = zip(tables, self.keep, in_flight, strict=True)
+        self.held = [(t.weights + n * t.saved)[keep] for t, keep, n in priced]
+        self.transient = [t.at_work(passing)[keep] for t, keep in zip(tables, self.keep, strict=True)]
+        self.edges = [
+            instance.edge(i, place)[np.ix_(*keep)] if j == i + 1 else np.zeros([len(k) for k in keep])
+            for (i, j), keep in zip(pairwise(layers), pairwise(self.keep), strict=True)
+        ]
+        self.scale = memory_scale(instance)
+
+
+def most_frugal_dealt(instance: Instance) -> tuple[float, Solution]:
+    """The largest share of a device's memory limit that is needed, and a solution that needs no more: a good one, not proved the best."""
+    choice = instance.choice
+    line, n = choice.pipeline, float(instance.in_flight.mean())
+    picks, shares = [], []
+    for d in range(line):
+        tables = instance.at(instance.layout.place[d])
+        held = [t.weights + n * t.saved + t.transient / instance.layers for t in tables]
+        picks.append(np.array([int(h.argmin()) for h in held]))
+        each = np.array([float(h.min()) for h in held])[instance.kind]
+        shares.append(np.concatenate([[0.0], np.cumsum(each)]) / instance.layout.limit[d])
+    bounds = deal(shares, line, choice.chunks)
+    device = np.repeat(np.arange(choice.stages) % line, np.diff(bounds))
+    pick = tuple(int(picks[d][k]) for d, k in zip(device, instance.kind, strict=True))
+    solution = Solution(bounds, pick)
+    held_by = zip(memories(instance, solution), instance.layout.limit, strict=False)
+    return max(m.total / limit for m, limit in held_by), solution
+
+
+def solve_dealt(instance: Instance, cutoff_s: float, deadline: float) -> tuple[float, Solution | None]:
+    """The optimum below ``cutoff_s`` (``None``: there is none), by enumeration of undominated stages.
+
+    Raises:
+        TooLargeError: too many labels, combinations or seconds.
+    """
+    ways: _WaysBy = {}
+    for regime in {_regime(instance, d) for d in range(instance.choice.pipeline)}:
+        for i in range(instance.layers):
+            for j, found in _ways(instance, i, regime, deadline).items():
+                ways[i, j, regime] = found
+    return _Enumeration(instance, ways, cutoff_s, deadline).solve()
+
+
+_Regime = tuple[int, int]
+_WaysBy = dict[tuple[int, int, _Regime], tuple[Array, Indices]]
+
+
+def _regime(instance: Instance, device: int) -> _Regime:
+    """What makes the stages of two devices alike: the place, and what the pipeline holds besides."""
+    return instance.layout.place[device], passing_by(instance.choice, device)
+
+
+def _ways(instance: Instance, i: int, regime: _Regime, deadline: float) -> dict[int, tuple[Array, Indices]]:
+    """By ``j``, undominated ways to run layers i..j-1 as one stage: (forward, backward, step, weights, saved, transient), candidates."""
+
+    def columns(layer: int) -> Array:
+        t = instance.table(layer, place)
+        return np.stack([t.forward, t.backward, t.step, t.weights, t.saved, t.at_work(passing)], axis=1)
+
+    place, passing = regime
+    label = columns(i)
+    picks = np.arange(len(label))[:, None]
+    found = {}
+    for layer in range(i, instance.layers - instance.choice.stages + 1 + min(i, instance.choice.stages - 1)):
+        if layer > i:
+            more = columns(layer)
+            if len(label) * len(more) > 50 * LABELS or time.monotonic() > deadline:
+                raise TooLargeError
+            halves = instance.edge(layer - 1, place)[picks[:, -1]].ravel() / 2
+            old, new = np.repeat(label, len(more), axis=0), np.tile(more, (len(label), 1))
+            label = old + new
+            label[:, :2] += halves[:, None]
+            label[:, 5] = np.maximum(old[:, 5], new[:, 5])
+            picks = np.concatenate(
+                [np.repeat(picks, len(more), axis=0), np.tile(np.arange(len(more))[:, None], (len(picks), 1))], axis=1
+            )
+        ends = (
+            instance.table(i).layout[picks[:, 0]] * 1000 + instance.table(layer).layout[picks[:, -1]]
+        )  # resharding at the cuts depends on them
+        keep = undominated(label, ends)
+        label, picks = label[keep], picks[keep]
+        if len(label) > LABELS:
+            raise TooLargeError
+        found[layer + 1] = label, picks
+    return found
+
+
+class _Enumeration:
+    """Stages one after the other, each in every undominated way, while the step that is left possible is below the best one."""
+
+    def __init__(
+        self,
+        instance: Instance,
+        ways: _WaysBy,
+        cutoff_s: float,
+        deadline: float,
+    ) -> None:
+        choice = instance.choice
+        self.instance, self.ways, self.deadline = instance, ways, deadline
+        self.stages, self.line, self.m = choice.stages, choice.pipeline, choice.microbatches
+        self.paths = textbook_paths(choice.pipeline, choice.chunks, choice.microbatches)
+        self.holdings = [holdings(choice.pipeline, choice.chunks, choice.microbatches, d) for d in range(self.line)]
+        least = instance.least("time")
+        self.rest = (
+            np.append(np.cumsum(least[::-1])[::-1], 0.0) * self.m / self.line
+        )  # of the layers from i on, on the average device
+        self.columns = np.zeros((self.stages, 6))  # of the stages so far, and zeros behind them
+        self.best_s, self.visited = cutoff_s, 0
+        self.found: Solution | None = None
+
+    def solve(self) -> tuple[float, Solution | None]:
+        self._visit(0, 0, (0,), ())
+        return self.best_s, self.found
+
+    def _visit(self, s: int, i: int, bounds: tuple[int, ...], pick: tuple[int, ...]) -> None:
+        instance, count = self.instance, self.instance.layers
+        last = s == self.stages - 1
+        place = instance.layout.place[s]
+        regime = _regime(instance, s % self.line)
+        for j in (count,) if last else range(i + 1, count - (self.stages - s - 1) + 1):
+            send = None if last else instance.p2p(j - 1, s)
+            for row, chosen in zip(*self.ways[i, j, regime], strict=True):
+                self.visited += 1
+                if self.visited > NODES or (self.visited % 1000 == 0 and time.monotonic() > self.deadline):
+                    raise TooLargeError
+                self.columns[s] = row
+                if s:
+                    half = float(instance.edge(i - 1, place)[pick[-1], chosen[0]]) / 2
+                    self.columns[s, :2] += half, half + float(instance.p2p(i - 1, s - 1)[pick[-1]])
+                if send is not None:
+                    self.columns[s, 0] += send[chosen[-1]]
+                if self._least(j) < self.best_s and self._fits(s):
+                    here = (*pick, *(int(k) for k in chosen))
+                    if last:
+                        self._offer(Solution((*bounds, j), here))
+                    else:
+                        self._visit(s + 1, j, (*bounds, j), here)
+            self.columns[s] = 0.0
+
+    def _least(self, done: int) -> float:
+        """What the step takes at least, layers from ``done`` on taking their best times."""
+        forward, backward, step = self.columns[:, 0], self.columns[:, 1], self.columns[:, 2]
+        path = float((self.paths[0] @ forward + self.paths[1] @ backward).max())
+        work = float((forward + backward).sum()) * self.m / self.line + float(self.rest[done])
+        return max(path, work) + float(step.reshape(-1, self.line).sum(axis=0).max())
+
+    def _fits(self, s: int) -> bool:
+        """Whether the device of stage ``s`` can hold what it has so far."""
+        d = s % self.line
+        own = self.columns[d :: self.line]
+        counts, at_work = self.holdings[d]
+        most = float((counts @ own[:, 4] + own[at_work, 5]).max())
+        return float(own[:, 3].sum()) + most <= self.instance.layout.limit[d]
+
+    def _offer(self, solution: Solution) -> None:
+        choice = self.instance.choice
+        step = simulate(
+            self.columns[:, 0].tolist(), self.columns[:, 1].tolist(), self.m, choice.schedule, choice.chunks
+        )
+        step += float(self.columns[:, 2].reshape(-1, self.line).sum(axis=0).max())
+        if step < self.best_s:
+            self.best_s, self.found = step, solution

@@ -1,0 +1,84 @@
+"""Every dimension that is searched changes what is predicted: seconds of the step or bytes of a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+from price_models import chain, mlp, solve_mlp
+
+from autopar.devices import parse
+from autopar.plan import INTERLEAVED, RECOMPUTATIONS, Axis, Plan, Role, Strategy
+from autopar.price import Pricer
+from autopar.search import SearchOptions, evaluate, make_mesh
+from autopar.search.hand import even_cuts
+from autopar.search.problem import choices, strategies
+
+LAYERS, BATCH = 8, 32
+GRAPH = chain(mlp(BATCH, 128, 256, 1024), LAYERS)
+CLUSTER = parse("8xH100-80GB")
+PRICER = Pricer(GRAPH, CLUSTER, "bfloat16", solve_mlp)
+D, T = Role.DATA, Role.TENSOR
+
+
+@dataclass(frozen=True)
+class Written:
+    """A plan of the eight devices by hand."""
+
+    pipeline: int = 2
+    chunks: int = 1
+    schedule: str = "1f1b"
+    microbatches: int = 4
+    mesh: tuple[Axis, ...] = make_mesh(("outer", 2), ("inner", 2))
+    roles: tuple[Role, ...] = (D, T)
+    zero: int = 1
+    recompute: str = "none"
+    cuts: tuple[int, ...] | None = None
+
+    def priced(self) -> Plan:
+        strategy = Strategy(self.roles, self.zero, self.recompute == "full", self.recompute == "selective")
+        cuts = even_cuts(LAYERS, self.pipeline * self.chunks) if self.cuts is None else self.cuts
+        return evaluate(
+            GRAPH, CLUSTER, PRICER, mesh=self.mesh, stage_bounds=(0, *cuts, LAYERS), strategies=[strategy] * LAYERS,
+            microbatches=self.microbatches, schedule=self.schedule, precision="bfloat16", chunks=self.chunks,
+        )  # fmt: skip
+
+
+PLAIN = Written()
+DIMENSIONS: dict[str, list[Written]] = {
+    "pipeline degree": [PLAIN, replace(PLAIN, pipeline=4, mesh=make_mesh(("inner", 2)), roles=(T,), zero=0)],
+    "stage cuts": [replace(PLAIN, cuts=(cut,)) for cut in (3, 4, 5)],
+    "chunks": [PLAIN, *(replace(PLAIN, chunks=n, schedule=INTERLEAVED) for n in (2, 4))],
+    "schedule": [PLAIN, replace(PLAIN, schedule="gpipe")],
+    "microbatch size": [replace(PLAIN, microbatches=n) for n in (2, 4, 8)],
+    "mesh factorisation": [PLAIN, replace(PLAIN, mesh=make_mesh(("inner", 4)), roles=(T,), zero=0)],
+    "roles": [replace(PLAIN, roles=roles) for roles in ((D, T), (D, Role.TENSOR_SEQUENCE), (D, D))],
+    "ZeRO": [replace(PLAIN, zero=zero) for zero in (0, 1, 2, 3)],
+    "recomputation": [replace(PLAIN, recompute=how) for how in RECOMPUTATIONS],
+}
+
+
+def outcome(plan: Plan) -> tuple[float, int]:
+    """Seconds of the step, and bytes of the fullest device."""
+    return plan.prediction.step_time_s, max(stage.memory.total for stage in plan.stages)
+
+
+@pytest.mark.parametrize("dimension", DIMENSIONS)
+def test_each_value_of_a_dimension_is_predicted_differently(dimension: str) -> None:
+    found = [outcome(written.priced()) for written in DIMENSIONS[dimension]]
+    assert len(set(found)) == len(found) >= 2, found
+
+
+def test_the_search_tries_these_values() -> None:
+    tried = choices(GRAPH, CLUSTER.count, SearchOptions())
+    for choice in {
+        (c.pipeline, c.chunks, c.schedule, c.microbatches) for written in DIMENSIONS.values() for c in written
+    }:
+        asked = [(c.pipeline, c.chunks, c.schedule, c.microbatches) for c in tried]
+        pinned = choices(GRAPH, CLUSTER.count, SearchOptions(schedule=choice[2]))
+        asked += [(c.pipeline, c.chunks, c.schedule, c.microbatches) for c in pinned]
+        assert choice in asked, choice
+    candidates = strategies(PLAIN.mesh, BATCH // PLAIN.microbatches, CLUSTER.gpus_per_node, SearchOptions())
+    for written in (w for name in ("roles", "ZeRO", "recomputation") for w in DIMENSIONS[name]):
+        wanted = Strategy(written.roles, written.zero, written.recompute == "full", written.recompute == "selective")
+        assert wanted in candidates, written
