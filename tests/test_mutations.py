@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from exactness import subject
 from mutations import CATCHERS, MUTATIONS, RESULTS, Mutation, caught, page
 from workers import WorkerPool
 
+import autopar.program
 from autopar.search.hand import hand_plan
 from autopar.verify import check_plan
+
+RUNTIME_FILES = Path(autopar.program.__file__).parent
 
 # One for each catcher that sees it first, and faults that nothing but the exactness run sees.
 TRIED = {
@@ -45,6 +50,13 @@ def test_all_that_was_tried_is_there() -> None:
     names = [mutation.name for mutation in MUTATIONS]
     assert set(TRIED) <= set(names) and len(set(names)) == len(names) >= 40
     assert {mutation.breaks for mutation in MUTATIONS} == {"rule", "pass", "program", "runtime"}
+
+
+@pytest.mark.parametrize(
+    "mutation", [m for m in MUTATIONS if m.breaks == "runtime"], ids=lambda mutation: mutation.name
+)
+def test_what_a_fault_replaces_is_in_the_runtime(mutation: Mutation) -> None:
+    assert re.search(mutation.pattern, (RUNTIME_FILES / mutation.file).read_text())
 
 
 def test_the_results_are_of_all_mutations_and_all_are_caught() -> None:
