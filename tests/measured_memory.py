@@ -218,6 +218,7 @@ def main() -> None:
             RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for pool in pools.values():
         pool.close()
+    RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))  # with what comes after the last new one
     PAGE.write_text(page(lines))
 
 
