@@ -346,6 +346,10 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
         notes.append(
             f"time ran out with {state.unpriced} outer choices unpriced: all that is known of them is the arithmetic at peak"
         )
+    if instance.choice.pipeline > 1 and state.options.schedule is None and state.options.chunks is None:
+        notes.append(
+            "several stages on a device were not looked for: the schedule interleaved-1f1b does where it is pinned"
+        )
     gap = max(0.0, 1 - bound / state.step_s) if state.step_s > 0 else 0.0
     proof = Proof(
         bound,
