@@ -68,7 +68,7 @@ def page(lines: list[dict[str, Any]]) -> str:
         "# How planning time grows\n",
         "`autopar plan` on models in the shape of Llama-3-8B with more layers, on nodes of 8 H100; a process each, imports and capture",
         f"included; global batch {ROWS:,} sequences of 8,192 tokens. Seconds are the processor's (user); a plan uses one core, and a",
-        "search ends with its gap at most 1 %.",
+        "search aims at a gap of 1 %.",
         f"{machine_words(lines)}\n",
         "![planning time](growth.svg)\n",
     ]
