@@ -10,7 +10,7 @@ from workers import WorkerPool
 from autopar.bench.baselines import HandTuned, Recipe, recipes
 from autopar.bench.contest import AUTOMATIC, Contender, Result, paired_ratio
 from autopar.bench.models import MODELS, Subject, _decoder, _wide
-from autopar.bench.report import markdown, verdict
+from autopar.bench.report import failures, markdown, table, verdict
 
 SMALL: dict[str, Subject] = {
     "llama": _decoder("llama", width=128, layers=2, length=8, rows=8, vocabulary=64),
@@ -68,11 +68,18 @@ def test_ratio_is_paired():
 def test_reports_say_what_was_measured():
     ours, theirs = Contender(AUTOMATIC, None, 0.9, (1.0, 1.2)), Contender("ddp 2", {"data": 2}, None, (2.0, 2.4))
     result = Result("toy", 2, 64, {}, (ours, theirs), 0.5, (0.4, 0.6), "ddp 2")
+    assert table(result).row_count == 2 and failures(result) == []
     assert "0.50" in verdict(result) and "ddp 2" in verdict(result)
     line = result.to_json()
     assert line["automatic_s"] == pytest.approx(1.1) and line["best_hand_tuned_s"] == pytest.approx(2.2)
     assert line["candidates"] == 1
     assert "| toy | 2 | 1100 ms | 2200 ms: ddp 2, of 1 | 0.50 (0.40 to 0.60) |" in markdown([line])
+
+
+def test_what_did_not_run_is_said():
+    ours, theirs = Contender(AUTOMATIC, None, 0.9, (1.0,)), Contender("fsdp 2", {}, None, (), "rank 1: it broke\nhere")
+    result = Result("toy", 2, 64, {}, (ours, theirs), 0.5, (0.4, 0.6), "ddp 2")
+    assert table(result).row_count == 1 and failures(result) == ["fsdp 2 did not run: rank 1: it broke"]
 
 
 def test_the_pages_are_what_was_measured():

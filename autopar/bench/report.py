@@ -13,7 +13,7 @@ from autopar.picture import pyplot, save
 
 
 def table(result: Result) -> Any:
-    """A rich table: the automatic program first, then the hand-tuned ones, fastest first."""
+    """A rich table: the automatic program first, then the hand-tuned ones that ran, fastest first."""
     from rich.table import Table
 
     title = f"{result.name} on {result.processes} processes"
@@ -21,9 +21,15 @@ def table(result: Result) -> Any:
     made.add_column("program", no_wrap=True)
     for name in ("ms a step", "fastest to slowest round", "predicted", "tokens/s", "automatic is"):
         made.add_column(name, justify="right", no_wrap=True)
-    for contender in (result.automatic, *sorted(result.hand_tuned, key=lambda c: c.step_s)):
+    ran = [contender for contender in result.hand_tuned if contender.rounds_s]
+    for contender in (result.automatic, *sorted(ran, key=lambda c: c.step_s)):
         made.add_row(*_row(result, contender))
     return made
+
+
+def failures(result: Result) -> list[str]:
+    """A line for every program that did not run, with the first line of its error."""
+    return [f"{c.name} did not run: {c.error.partition(chr(10))[0]}" for c in result.hand_tuned if not c.rounds_s]
 
 
 def verdict(result: Result) -> str:
@@ -69,8 +75,6 @@ def plot(lines: list[dict[str, Any]], path: Path) -> None:
 
 
 def _row(result: Result, contender: Contender) -> tuple[str, ...]:
-    if not contender.rounds_s:
-        return contender.name, "-", "-", "-", "-", contender.error.splitlines()[0][:60] if contender.error else "-"
     step_s = contender.step_s
     predicted = "-" if contender.predicted_s is None else f"{contender.predicted_s * 1e3:.1f}"
     share = "" if contender.name == AUTOMATIC else f"{result.automatic.step_s / step_s:.2f} of it"

@@ -7,7 +7,7 @@ import json
 
 from autopar.bench import MODELS, contest
 from autopar.bench.contest import Result
-from autopar.bench.report import plot, table, verdict, write_lines
+from autopar.bench.report import failures, plot, table, verdict, write_lines
 from autopar.cli.output import output_file
 from autopar.errors import UsageError
 
@@ -50,6 +50,8 @@ def bench_command(
     out = console()
     for result in results:
         out.print(table(result))
+        for line in failures(result):
+            out.print(line, soft_wrap=True, markup=False)
         out.print(verdict(result), soft_wrap=True)
         out.print()
 

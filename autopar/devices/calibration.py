@@ -140,14 +140,23 @@ def apply(cluster: Cluster, path: Path | None) -> Cluster:
     if not reason and cluster.count not in counts:
         measured = " and ".join(map(str, counts)) or "no"
         reason = f"was measured with {measured} {cluster.kind} processes, not with {cluster.count}"
+    name = _short(path)
     if reason:
-        text = f"{path} {reason}"
+        text = f"{name} {reason}"
         if given:
             raise DeviceError(text, f"`autopar profile --processes {cluster.count}` measures this machine")
         return dataclasses.replace(cluster, notes=(*cluster.notes, f"prices are not calibrated: {text}"))
     figures = [f for f in found.figures if f.device == cluster.kind and f.processes == cluster.count]
-    note = f"times are priced by what was measured here: {path}, {found.measured_at}"
-    return _calibrated(cluster, figures, (*cluster.notes, note), str(path))
+    note = f"times are priced by what was measured here: {name}, {found.measured_at}"
+    return _calibrated(cluster, figures, (*cluster.notes, note), name)
+
+
+def _short(path: Path) -> str:
+    """The path as a plan keeps it: plans are shared, and the user's home is nobody's business."""
+    try:
+        return f"~/{path.resolve().relative_to(Path.home()).as_posix()}"
+    except (ValueError, RuntimeError):  # not below the home, or there is none
+        return str(path)
 
 
 def _calibrated(cluster: Cluster, figures: list[Figure], notes: tuple[str, ...], source: str) -> Cluster:
