@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from workers import WorkerPool
 
-from autopar.program.runtime import _Ring
+from autopar.program.runtime import _Received
 from autopar.verify import kind
 from autopar.verify.case import check_plan
 from autopar.verify.subject import make_subject
@@ -35,8 +35,8 @@ def test_more_microbatches_than_buffers(workers4: WorkerPool) -> None:
     assert check_plan(subject, plan, workers4, typed=False).error.value <= 1e-9
 
 
-def test_a_ring_gives_the_place_of_a_microbatch_that_is_done() -> None:
-    ring = _Ring(2)
+def test_what_is_received_takes_the_place_of_a_microbatch_that_is_done() -> None:
+    received = _Received(2)
     for microbatch in range(5):
-        ring[microbatch] = f"made for {microbatch}"
-    assert [ring[i] for i in range(5)] == [f"made for {i % 2}" for i in range(5)]
+        received[microbatch] = f"made for {microbatch}"
+    assert [received[i] for i in range(5)] == [f"made for {i % 2}" for i in range(5)]
