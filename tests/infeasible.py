@@ -63,9 +63,8 @@ REQUESTS: tuple[dict[str, Any], ...] = (
     {"model": "vit-large", "devices": "1xA10G", "global_batch": 256, "microbatches": 1, "recompute": False},
 )
 SIZES = ("seq", "global_batch", "precision")
-LIMIT_S = (
-    900.0  # for all suggestions of a request: the command line gives them 60, here none is left out on a busy machine
-)
+LIMIT_S = 900.0
+"""For all suggestions of a request: the command line gives them 60, here none is left out on a busy machine."""
 
 
 def loaded(request: dict[str, Any]) -> Loaded:

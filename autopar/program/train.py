@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -95,3 +96,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    # all is said and saved; taking gloo's threads down with the interpreter has aborted one exit in thirty on a busy machine
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
