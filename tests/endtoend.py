@@ -6,15 +6,12 @@ nothing else.
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own convention
-from planning import ROOT, machine_words, measure
+from planning import ROOT, machine_words, measure, resumed
 from torch import Tensor, nn
 
 DOCS = ROOT / "docs"
@@ -118,20 +115,14 @@ def met(line: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds for one case")
-    parser.add_argument("--page", action="store_true", help="make the page anew, measure nothing")
-    parser.add_argument("--fresh", action="store_true", help="measure all cases; else those that the file lacks")
-    asked = parser.parse_args()
-    path = DOCS / "endtoend.jsonl"
-    lines = [] if asked.fresh or not path.is_file() else [json.loads(line) for line in path.read_text().splitlines()]
-    known = {line["case"] for line in lines}
-    for name, request, _ in () if asked.page else CASES:
-        if name in known:
-            continue
-        lines.append({"case": name} | measure(request, asked.limit))
-        print(json.dumps(lines[-1]), file=sys.stderr, flush=True)
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    requests = {name: request for name, request, _ in CASES}
+    lines = resumed(
+        DOCS / "endtoend.jsonl",
+        [{"case": name} for name in requests],
+        lambda case, limit_s: {**case, **measure(requests[case["case"]], limit_s)},
+        __doc__,
+        600.0,
+    )
     (DOCS / "endtoend.md").write_text(page(lines))
 
 

@@ -7,14 +7,12 @@ machine as well.
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from planning import ROOT, machine_words, measure
+from planning import ROOT, machine_words, measure, resumed
 
 from autopar.picture import pyplot, save
 
@@ -120,21 +118,13 @@ def draw(lines: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--limit", type=float, default=900.0, help="seconds for one point")
-    parser.add_argument("--page", action="store_true", help="make the page anew, measure nothing")
-    parser.add_argument("--fresh", action="store_true", help="measure all points; else those that the file lacks")
-    asked = parser.parse_args()
-    path = DOCS / "growth.jsonl"
-    lines = [] if asked.fresh or not path.is_file() else [json.loads(line) for line in path.read_text().splitlines()]
-    known = {(line["layers"], line["devices"]) for line in lines}
-    for layers, devices in [] if asked.page else points():
-        if (layers, devices) in known:
-            continue
-        line = point(layers, devices, asked.limit)
-        print(json.dumps(line), file=sys.stderr, flush=True)
-        lines.append(line)
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = resumed(
+        DOCS / "growth.jsonl",
+        [{"layers": layers, "devices": devices} for layers, devices in points()],
+        lambda case, limit_s: point(case["layers"], case["devices"], limit_s),
+        __doc__,
+        900.0,
+    )
     draw(lines, DOCS / "growth.svg")
     (DOCS / "growth.md").write_text(page(lines))
 

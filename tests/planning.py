@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +54,29 @@ def machine_words(lines: Iterable[Mapping[str, Any]]) -> str:
         words
         + f", at a load average of {min(loads):.1f} to {max(loads):.1f}, the measured process itself being about 1."
     )
+
+
+def resumed(
+    path: Path,
+    cases: Sequence[Mapping[str, Any]],
+    work: Callable[[Mapping[str, Any], float], dict[str, Any]],
+    description: str | None,
+    limit_s: float,
+) -> list[dict[str, Any]]:
+    """The lines of ``path`` after ``work(case, limit_s)`` has made those that it lacks, as the command line asks.
+
+    A case is what tells its line from the others'. The file is written after every one, so that an interrupted run goes on.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--limit", type=float, default=limit_s, help="seconds for one case")
+    parser.add_argument("--page", action="store_true", help="make the page anew, measure nothing")
+    parser.add_argument("--fresh", action="store_true", help="measure all cases; else those that the file lacks")
+    asked = parser.parse_args()
+    lines = [] if asked.fresh or not path.is_file() else [json.loads(line) for line in path.read_text().splitlines()]
+    for case in () if asked.page else cases:
+        if any(case.items() <= line.items() for line in lines):
+            continue
+        lines.append(work(case, asked.limit))
+        print(json.dumps(lines[-1]), file=sys.stderr, flush=True)
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return lines

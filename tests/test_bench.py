@@ -8,7 +8,7 @@ import torch
 from workers import WorkerPool
 
 from autopar.bench.baselines import HandTuned, Recipe, recipes
-from autopar.bench.contest import AUTOMATIC, Contender, Result, paired_ratio
+from autopar.bench.contest import AUTOMATIC, Contender, Result, _Arena, paired_ratio
 from autopar.bench.models import MODELS, Subject, _decoder, _wide
 from autopar.bench.report import failures, markdown, table, verdict
 
@@ -63,6 +63,20 @@ def test_ratio_is_paired():
     assert (ratio, low, high) == (0.5, 0.5, 0.5)
     ratio, (low, high) = paired_ratio((1.0, 2.0, 3.0), (1.0, 1.0, 1.0), 0)
     assert (ratio, low, high) == (2.0, 1.0, 3.0)
+
+
+def test_who_stands_to_the_end_has_run_every_round():
+    """Who is left out stays out, however the others' times go on: rounds would be paired with others' rounds."""
+    arena = object.__new__(_Arena)
+    arena.standing, arena.errors = [AUTOMATIC, "good", "slow", "broken"], {"broken": "it broke"}
+    arena.rounds = {AUTOMATIC: [9.0], "good": [1.0], "slow": [2.1], "broken": []}
+    arena.leave_out(slower_than=2.0)
+    assert arena.standing == [AUTOMATIC, "good"]
+    arena.rounds = {AUTOMATIC: [9.0, 9.0], "good": [1.0, 5.0], "slow": [2.1], "broken": []}
+    arena.leave_out(slower_than=2.0)
+    assert arena.standing == [AUTOMATIC, "good"]
+    with pytest.raises(ValueError):
+        paired_ratio((1.0, 2.0, 3.0), (1.0, 1.0), 0)
 
 
 def test_reports_say_what_was_measured():

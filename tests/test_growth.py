@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from endtoend import CASES, Kinds
 from endtoend import page as endtoend_page
 from growth import DEVICES, LAYERS, PEER_DEVICES, PEERS, draw, page, points
+from planning import resumed
 
 
 def line(layers: int, devices: int) -> dict:
@@ -66,3 +70,18 @@ def test_kinds_take_turns() -> None:
     tokens = torch.zeros(2, 4, dtype=torch.long)
     assert {block.up.out_features for block in model.blocks} == {16 * n for n in range(2, 10)}
     assert model(tokens, tokens).isfinite()
+
+
+def test_an_interrupted_measurement_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"case": "a", "took": 1}\n')
+    monkeypatch.setattr("sys.argv", ["program"])
+    done = []
+
+    def work(case: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+        done.append(case["case"])
+        return {**case, "took": limit_s}
+
+    lines = resumed(path, [{"case": "a"}, {"case": "b"}], work, None, 2.0)
+    assert done == ["b"] and lines == [{"case": "a", "took": 1}, {"case": "b", "took": 2.0}]
+    assert [json.loads(text) for text in path.read_text().splitlines()] == lines
