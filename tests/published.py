@@ -16,8 +16,9 @@ HEAD = """# The automatic layout against 995 published ones
 
 For every cell of [layout_sweep.jsonl](groundtruth/layout_sweep.jsonl) (one model, one number of H100 nodes; nanotron) the search is
 restricted by pins to the layouts that were tried there (data, tensor and pipeline degree, ZeRO stage, microbatches; no recomputation),
-with that trainer's kernels and overlaps; it chooses one of them, and the stage cuts. *Regret* is the measured time of its choice over the
-best measured time, minus one. A choice that failed in the sweep (out of memory, or a crash of another cause) is called so, and the
+with that trainer's kernels and overlaps; it chooses one of them, and the stage cuts. A layout that does not keep to the memory that a
+plan may fill with the trainer's own cuts is left out, for those are the cuts that were measured. *Regret* is the measured time of its
+choice over the best measured time, minus one. A choice that failed in the sweep (out of memory, or a crash of another cause) is called so, and the
 regret is then that of the fastest predicted layout that ran. The constants behind the prices were fitted with these rows in view
 ([validation](validation.md)).
 """

@@ -2,9 +2,10 @@
 
 A cell is a group of rows: one model on one cluster, many layouts (degrees, ZeRO stage, microbatches), each of them measured or failed. The
 search is restricted by pins to what the cell's trainer could run: one of those layouts, no recomputation but the row's, the row's
-kernels and overlaps; it chooses the layout and the stage cuts. *Regret* is the measured time of the layout that it chooses over that of
-the fastest one, minus one. A choice that failed when it was tried has no regret; it counts as failed, and the regret of the fastest
-predicted layout that ran is reported beside it.
+kernels and overlaps; it chooses the layout and the stage cuts. A layout that does not keep to the memory that a plan may fill with the
+trainer's own cuts is left out, for those are the cuts that were measured. *Regret* is the measured time of the layout that it chooses
+over that of the fastest one, minus one. A choice that failed when it was tried has no regret; it counts as failed, and the regret of the
+fastest predicted layout that ran is reported beside it.
 
 Layouts whose price with equal stages is more than ``HOPELESS`` times the cell's least are not searched: better cuts do not win that back.
 """
@@ -93,7 +94,7 @@ def _cell(bench: Bench, name: str, rows: Sequence[tuple[int, Mapping[str, Any]]]
     measured = [o for _, o in priced if o.measured.step_s is not None]
     if len(measured) < 2:
         return None
-    possible = [pair for pair in priced if pair[1].feasible] or priced
+    possible = [pair for pair in priced if pair[1].roomy] or priced
     least = min(o.step_s for _, o in possible if o.step_s is not None)
     found: list[Choice] = []
     for row, outcome in possible:

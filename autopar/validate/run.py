@@ -33,6 +33,9 @@ class Outcome:
     feasible: bool | None
     reason: str = ""
     refused: str = ""  # why the plan cannot run, where it is not for its memory
+    roomy: bool = (
+        False  # whether it keeps to the memory that a plan may fill, which is less than what can be filled at all
+    )
 
     @property
     def priced(self) -> bool:
@@ -113,7 +116,8 @@ class Bench:
 
         memory = max(stage.memory.total for stage in plan.stages)
         shown = int(instrument(row.setting, memory))
-        return Outcome(*names, seen, plan.prediction.step_time_s, shown, memory <= limit)
+        roomy = all(stage.memory.total <= stage.memory_limit_bytes for stage in plan.stages)
+        return Outcome(*names, seen, plan.prediction.step_time_s, shown, memory <= limit, roomy=roomy)
 
     def price(self, row: Row) -> tuple[Plan, int]:
         """The row as a priced plan, and the memory that can be filled at all."""
