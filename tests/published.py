@@ -18,8 +18,9 @@ For every cell of [layout_sweep.jsonl](groundtruth/layout_sweep.jsonl) (one mode
 restricted by pins to the layouts that were tried there (data, tensor and pipeline degree, ZeRO stage, microbatches; no recomputation),
 with that trainer's kernels and overlaps; it chooses one of them, and the stage cuts. A layout that does not keep to the memory that a
 plan may fill with the trainer's own cuts is left out, for those are the cuts that were measured. *Regret* is the measured time of its
-choice over the best measured time, minus one. A choice that failed in the sweep (out of memory, or a crash of another cause) is called so, and the
-regret is then that of the fastest predicted layout that ran. The constants behind the prices were fitted with these rows in view
+choice over the best measured time, minus one. A choice that failed in the sweep (out of memory, or a crash of another cause) is called
+so, and the regret is then that of the fastest predicted layout that ran. The constants behind the prices were fitted with these rows in
+view
 ([validation](validation.md)).
 """
 
