@@ -71,6 +71,9 @@ SEQUENCES = tuple(role for role in Role if role.shards_sequence)
 
 RECOMPUTATIONS = ("none", "selective", "full")  # from the most that is kept to the least
 
+OFFLOADS = ("none", "optimizer", "activations", "both")
+"""What of a layer is in the host's memory: the optimizer's states and master copies, what is saved for the backward pass, or both."""
+
 
 @dataclass(frozen=True, slots=True)
 class Axis:
@@ -83,7 +86,8 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """For one layer: the role of each axis of the mesh (same order), ZeRO stage over its data axes, recomputation.
+    """For one layer: the role of each axis of the mesh (same order), ZeRO stage over its data axes, recomputation, and what
+    is in the host's memory (``OFFLOADS``).
 
     ``recompute`` keeps the layer's input alone. ``selective`` keeps besides what is dear to compute, and recomputes the rest
     (``passes.keep`` says which).
@@ -93,15 +97,25 @@ class Strategy:
     zero: int = 0
     recompute: bool = False
     selective: bool = False
+    offload: str = "none"
 
     def __post_init__(self) -> None:
         assert self.zero in (0, 1, 2, 3), self.zero
+        assert self.offload in OFFLOADS, self.offload
         assert not (self.recompute and self.selective), self
 
     @property
     def recomputation(self) -> str:
         """One of ``RECOMPUTATIONS``."""
         return "full" if self.recompute else "selective" if self.selective else "none"
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        return self.offload in ("optimizer", "both")
+
+    @property
+    def offloads_activations(self) -> bool:
+        return self.offload in ("activations", "both")
 
     @property
     def dense(self) -> Strategy:
@@ -259,6 +273,7 @@ class Plan:
                     "zero": s.zero,
                     "recompute": s.recompute,
                     "selective": s.selective,
+                    "offload": s.offload,
                     "roles": [role.value for role in s.roles],
                 }
             )
@@ -330,6 +345,7 @@ class Plan:
                         layer["zero"],
                         layer["recompute"],
                         layer.get("selective", False),
+                        offload=layer.get("offload", "none"),
                     ),
                 )
                 for layer in data["layers"]

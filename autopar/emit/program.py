@@ -15,6 +15,7 @@ from autopar.emit.names import Names
 from autopar.emit.opaque import describe_opaque, imported_modules
 from autopar.emit.prelude import prelude_function
 from autopar.emit.stage import layer_attribute, owned_attribute, stage_class
+from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.plan import Plan
 from autopar.program import copy_runtime
@@ -51,8 +52,9 @@ def emit(graph: Graph, plan: Plan, folder: str | Path, *, watch: bool = False) -
     With ``watch`` the layers keep every value that they compute (``layer_class``).
 
     Raises:
-        UsageError: the model does not admit the plan.
+        UsageError: the model does not admit the plan, or it is one that can be priced only.
     """
+    _refuse_priced(plan)
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     local = cut_stages(graph, plan, plan_shardings(graph, plan))
@@ -79,6 +81,16 @@ def emit(graph: Graph, plan: Plan, folder: str | Path, *, watch: bool = False) -
         constants.unlink(missing_ok=True)
     copy_runtime(path)
     return local
+
+
+def _refuse_priced(plan: Plan) -> None:
+    """Raise ``UsageError`` for what has a price and no program."""
+    layer = next((layer for layer in plan.layers if layer.strategy.offload != "none"), None)
+    if layer is not None:
+        raise UsageError(
+            f"{layer.name}: programs with {layer.strategy.offload} in the host's memory are priced, not written",
+            "leave the pin offload out",
+        )
 
 
 def model_source(program: LocalProgram, opaque: bool = False, watch: bool = False) -> str:
