@@ -40,7 +40,9 @@ class LayerPrice:
     ``communication_s`` is the exposed part of ``forward_s + backward_s``. ``step_s`` comes once a step: gradient reduction,
     ZeRO's gathers, the optimizer. ``saved_bytes`` is per microbatch in flight, ``fresh_bytes`` what its backward leaves in their
     place, ``border_bytes`` what a stage with its border here passes on. ``flops`` counts the model's arithmetic for one microbatch, forward
-    and backward, over all devices of the stage: replicated work once, recomputation not at all.
+    and backward, over all devices of the stage: replicated work once, recomputation not at all. ``weight_s`` is the part of ``backward_s``
+    that makes parameters' gradients alone; where a schedule runs it apart, ``waiting_bytes`` come to ``saved_bytes`` until then
+    (``price.split``).
     """
 
     forward_s: float
@@ -55,6 +57,8 @@ class LayerPrice:
     flops: float
     fresh_bytes: int = 0
     border_bytes: int = 0
+    weight_s: float = 0.0
+    waiting_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ class Core:
 
     forward_compute_s: float
     backward_compute_s: float
+    weight_compute_s: float  # the part of it that makes parameters' gradients alone
     selective_compute_s: float  # what selective recomputation runs again
     selective_wire_s: float
     selective_host_s: float
@@ -89,6 +94,7 @@ class Core:
     forward_meetings: tuple[int, ...]  # the groups' sizes of the collectives that are waited for
     backward_meetings: tuple[int, ...]
     saved_bytes: float
+    waiting_bytes: float  # gradients that are kept until parameters' gradients are made of them
     selective_bytes: float  # what it keeps, and the most that there is while it runs again and backwards
     selective_working_bytes: float
     input_bytes: float
@@ -175,6 +181,7 @@ def core(bound: Bound, axes: tuple[Axis, ...], cluster: Cluster, numbers: Precis
     return Core(
         forward_compute_s=float(forward_s.sum()),
         backward_compute_s=float(backward_s.sum()),
+        weight_compute_s=float(backward_s @ table.weight_share),
         selective_compute_s=float(forward_s[again].sum()),
         selective_wire_s=wires("forward", repeated) + left("forward", forward_s, repeated),
         selective_host_s=host("forward", table.forward_kernels[again], repeated),
@@ -188,6 +195,7 @@ def core(bound: Bound, axes: tuple[Axis, ...], cluster: Cluster, numbers: Precis
         forward_meetings=_meetings(bound.moves, axes, "forward", False),
         backward_meetings=_meetings(bound.moves, axes, "backward", False),
         saved_bytes=float(saved[list(bound.plain)].sum()),
+        waiting_bytes=float(local(table.slot_waiting, "slot").sum()),
         selective_bytes=selective_bytes,
         selective_working_bytes=selective_working_bytes,
         input_bytes=input_bytes,
@@ -318,8 +326,9 @@ def assemble(
     held_gradient = trainable / (data if zero >= 2 else 1)
     accumulate_s = (1 - 1 / c.microbatches) * held_gradient * numbers.accumulated / cluster.gpu.bytes_per_s
     recomputed_s = again * c.forward_compute_s + part * c.selective_compute_s
+    device_s = c.backward_compute_s + accumulate_s + recomputed_s
     backward_compute_s = max(
-        c.backward_compute_s + accumulate_s + recomputed_s,
+        device_s,
         c.backward_host_s + again * c.forward_host_s + part * c.selective_host_s - backward_wire_s,
     )
     waits_s = _waits_s(c, strategy, data if zero >= 2 else 1, cluster, forward_compute_s, backward_compute_s)
@@ -337,6 +346,8 @@ def assemble(
         step_s += beside(under * backward_compute_s, reduce) + beside(under * forward_compute_s, gather)
 
     held, gradients, optimizer, saved, transient = _bytes(c, strategy, data, zero, numbers, practice)
+    weight_s = c.weight_compute_s + accumulate_s
+    kept, working = _activations(c, strategy)
     return LayerPrice(
         forward_s=forward_compute_s + forward_wire_s + forward_exposed,
         backward_s=backward_compute_s + backward_wire_s + backward_exposed,
@@ -350,6 +361,9 @@ def assemble(
         flops=c.flops,
         fresh_bytes=trainable * numbers.fresh,
         border_bytes=math.ceil(c.input_bytes or c.output_bytes) if practice.apart else 0,
+        # where the host is what takes the time, it takes a part's share of it
+        weight_s=weight_s / device_s * backward_compute_s if weight_s else 0.0,
+        waiting_bytes=math.ceil(c.waiting_bytes + working - kept),
     )
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from autopar.rules.experts import Experts
+from autopar.rules.operands import operands
 
 # Backward FLOPs of one op over its forward FLOPs, when every floating operand needs a gradient. Matrix products: one
 # product of the same size per operand. Flash attention: five products (one recomputes the scores) for forward's two.
@@ -72,6 +73,12 @@ def is_view(node: fx.Node) -> bool:
 def is_attention(node: fx.Node) -> bool:
     """Whether the op is (flash) attention: its first three tensors are query, key and value."""
     return node.op == "call_function" and _ATTENTION in op_name(node) and len(tensor_operands(node)) >= 3
+
+
+def factors(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The two factors of a product; the first operand of addmm and its like is only added."""
+    first = 1 if op_name(node) in ("addmm", "addbmm", "baddbmm") else 0
+    return operands(node)[first : first + 2]
 
 
 def op_cost(node: fx.Node) -> tuple[float, float]:

@@ -23,6 +23,7 @@ from autopar.price.fusion import Fusion, fuse
 from autopar.price.memory import INTERNAL, OUTPUT, Precision, Saved, Trace, scores, trace
 from autopar.price.practice import Practice
 from autopar.price.selective import Selection, emitted, published
+from autopar.price.split import weight_shares
 from autopar.rules.operands import operands
 from autopar.sharding import AxisTypes
 
@@ -55,6 +56,8 @@ class ClassTable:
     live: Live
     saved: tuple[Saved, ...]
     saved_bytes: Floats
+    weight_share: Floats  # of each op's backward, see ``price.split``
+    slot_waiting: Floats  # gradients that are kept between the two parts of a backward
     plain: Flags  # of ``saved``: what is kept without recomputation; they come first
     selection: Selection  # what selective recomputation keeps, and runs again
     parameters: tuple[str, ...]
@@ -138,7 +141,8 @@ def build(cls: LayerClass, numbers: Precision, practice: Practice) -> tuple[Clas
         _merge(ops, fused, run, slots, forward_kernels, backward_kernels)
         kept = fused.saved
     live = live_ranges(ops, run, kept, slots, parameters, practice)
-    plain = len(kept)
+    plain, activations = len(kept), tuple(names[: len(cls.activations)])
+    weight_share, waits = weight_shares(ops, run, activations, size)
     kept, selection = published(ops, run, kept, practice.flash) if practice.published else emitted(cls, ops, run, kept)
     table = ClassTable(
         cls=cls,
@@ -156,6 +160,8 @@ def build(cls: LayerClass, numbers: Precision, practice: Practice) -> tuple[Clas
         live=live,
         saved=kept,
         saved_bytes=np.array([s.numel * element_bytes(s.dtype, dtype, numbers) for s in kept], dtype=float),
+        weight_share=weight_share,
+        slot_waiting=np.array([s.bytes if s.operand == OUTPUT and waits[s.op] else 0.0 for s in slots], dtype=float),
         plain=np.arange(len(kept)) < plain,
         selection=selection,
         parameters=parameters,
@@ -164,7 +170,7 @@ def build(cls: LayerClass, numbers: Precision, practice: Practice) -> tuple[Clas
         value_shape={name: tuple(ts[0].shape) for name, ts in values.items() if ts},
         value_bytes={name: sum(map(size, ts)) for name, ts in values.items()},
         value_gradient=run.requires_grad,
-        activations=tuple(names[: len(cls.activations)]),
+        activations=activations,
         output_bytes=np.array([v.numel * element_bytes(v.dtype, dtype, numbers) for v in cls.outputs], dtype=float),
     )
     return table, _rows(table, nodes)
@@ -400,10 +406,7 @@ def _cast(ops: tuple[fx.Node, ...], slots: list[_Slot]) -> None:
 
 def _flops(node: fx.Node, run: Trace, flash: bool) -> tuple[float, float, float, float]:
     """Executed FLOPs forward and backward, kernels backward, and model FLOPs of both."""
-    read = operands(node)
-    # a product's two factors; the first operand of addmm and its like is only added
-    first = 1 if roofline.op_name(node) in ("addmm", "addbmm", "baddbmm") else 0
-    factors = read[first : first + 2]
+    factors = roofline.factors(node)
     wanting = sum(run.requires_grad[o.name] for o in factors)
     differentiable = run.requires_grad[node.name]
     factor = roofline.backward_factor(node, wanting, len(factors)) if differentiable else 0.0

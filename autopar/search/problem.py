@@ -57,7 +57,8 @@ class LayerPrice(Protocol):
     Seconds are for one microbatch with exposed communication and recomputation, except ``step_s`` (gradient reduction and
     optimizer, once per step); ``communication_s`` is the exposed part of ``forward_s + backward_s``. ``saved_bytes`` is per microbatch
     in flight. ``flops`` counts the layer's arithmetic for one microbatch, forward and backward, over all devices of the stage,
-    replicated work once and recomputation not at all.
+    replicated work once and recomputation not at all. ``weight_s`` is the part of ``backward_s`` that makes parameters' gradients alone:
+    where a schedule runs that apart, ``waiting_bytes`` come to ``saved_bytes`` until it has run.
     """
 
     @property
@@ -84,6 +85,10 @@ class LayerPrice(Protocol):
     def border_bytes(self) -> int: ...
     @property
     def flops(self) -> float: ...
+    @property
+    def weight_s(self) -> float: ...
+    @property
+    def waiting_bytes(self) -> int: ...
 
 
 class Pricer(Protocol):
