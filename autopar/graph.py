@@ -7,7 +7,9 @@ of them is decided later, by types.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -175,6 +177,26 @@ class Graph:
     def parts(self, microbatches: int) -> int:
         """Into how many parts a plan's microbatches cut the values of this graph along the batch."""
         return microbatches if self.accumulated == 1 else 1
+
+    @cached_property
+    def chains(self) -> dict[str, int]:
+        """By layer class, how many of its layers at most may be recomputed as one: the longest run of them in which each hands its only
+        value to the next. 1 where some neighbours of the class do not: what they read besides would have to be kept too."""
+        readers = Counter(name for layer in self.layers for name in layer.activations)
+        longest = dict.fromkeys(self.classes, 1)
+        broken, run = set(), 1
+        for before, this in itertools.pairwise(self.layers):
+            run = run + 1 if this.cls == before.cls else 1
+            longest[this.cls] = max(longest[this.cls], run)
+            if run > 1 and not self._hands_on(before, this, readers):
+                broken.add(this.cls)
+        return longest | dict.fromkeys(broken, 1)
+
+    def _hands_on(self, before: Layer, this: Layer, readers: Counter[str]) -> bool:
+        alone = len(before.outputs) == 1 and readers[before.outputs[0]] == 1 and this.activations == before.outputs
+        alike = (this.inputs, this.constants, this.scalars) == (before.inputs, before.constants, before.scalars)
+        own = not any(name in self.shared_parameters for name in (*before.parameters, *this.parameters))
+        return alone and alike and own and not self.classes[this.cls].updates
 
     @cached_property
     def shared_parameters(self) -> dict[str, tuple[int, ...]]:

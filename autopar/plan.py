@@ -90,7 +90,8 @@ class Strategy:
     is in the host's memory (``OFFLOADS``).
 
     ``recompute`` keeps the layer's input alone. ``selective`` keeps besides what is dear to compute, and recomputes the rest
-    (``passes.keep`` says which).
+    (``passes.keep`` says which). ``segment`` is the number of consecutive layers that are recomputed as one: of so many layers of one class
+    and equal strategies in a stage (fewer at the end of their run) the first one's input alone is kept.
     """
 
     roles: tuple[Role, ...]
@@ -98,11 +99,13 @@ class Strategy:
     recompute: bool = False
     selective: bool = False
     offload: str = "none"
+    segment: int = 1
 
     def __post_init__(self) -> None:
         assert self.zero in (0, 1, 2, 3), self.zero
         assert self.offload in OFFLOADS, self.offload
         assert not (self.recompute and self.selective), self
+        assert self.segment == 1 or (self.segment > 1 and self.recompute), self
 
     @property
     def recomputation(self) -> str:
@@ -274,6 +277,7 @@ class Plan:
                     "recompute": s.recompute,
                     "selective": s.selective,
                     "offload": s.offload,
+                    "segment": s.segment,
                     "roles": [role.value for role in s.roles],
                 }
             )
@@ -346,6 +350,7 @@ class Plan:
                         layer["recompute"],
                         layer.get("selective", False),
                         offload=layer.get("offload", "none"),
+                        segment=layer.get("segment", 1),
                     ),
                 )
                 for layer in data["layers"]

@@ -107,7 +107,8 @@ class RandomPricer:
         return type(self)(self.graph, self.seed, self.density, self.edges, cluster.slower)
 
     def _rng(self, *key: object) -> random.Random:
-        return random.Random(f"{self.seed} {key}")
+        # what a strategy may say besides draws other prices, and leaves those of all others as they were
+        return random.Random(f"{self.seed} {key}".replace(", segment=1", ""))
 
     def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> Price | None:
         rng = self._rng(cls, mesh, strategy, microbatches)
