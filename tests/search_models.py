@@ -108,7 +108,7 @@ class RandomPricer:
 
     def _rng(self, *key: object) -> random.Random:
         # what a strategy may say besides draws other prices, and leaves those of all others as they were
-        return random.Random(f"{self.seed} {key}".replace(", segment=1", ""))
+        return random.Random(f"{self.seed} {key}".replace(", offload='none'", "").replace(", segment=1", ""))
 
     def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> Price | None:
         rng = self._rng(cls, mesh, strategy, microbatches)
