@@ -267,3 +267,24 @@ class TestGroups:
     def test_what_makes_no_sense_is_refused(self, tmp_path: Path, text: str, words: str) -> None:
         with pytest.raises(DeviceError, match=words):
             self.cluster(tmp_path, text)
+
+
+def test_a_devices_share_of_its_host(tmp_path):
+    host = constants.HOST_MEMORY_EFFICIENCY.value, constants.USABLE_HOST_MEMORY.value
+    eight, one = parse("8xH100-80GB"), parse("1xH100-80GB")
+    assert one.host_limit_bytes == int(2048 * 2**30 * host[1]) and eight.host_limit_bytes == one.host_limit_bytes // 8
+    assert one.host_bytes_per_s == 8 * eight.host_bytes_per_s == 614.4e9 * host[0]
+    # alone a device has its link to itself; eight share the memory behind their links, which is read and written at once
+    assert one.host_link_bytes_per_s == 63e9 * constants.HOST_LINK_EFFICIENCY.value
+    assert eight.host_link_bytes_per_s == pytest.approx(614.4e9 * constants.MEMORY_EFFICIENCY.value / 16)
+    assert parse(2).host is None and parse(2).host_limit_bytes == 0
+
+    path = tmp_path / "cluster.toml"
+    path.write_text('gpu = "H100-80GB"\nhost_gb_per_s = 20\nhost_memory_gb = 512\nhost_memory_gb_per_s = 400')
+    file = parse(str(path))
+    assert file.host_link_bytes_per_s == 20e9 * constants.HOST_LINK_EFFICIENCY.value
+    assert file.host_limit_bytes == int(512 * 2**30 * host[1]) // 8
+    path.write_text('[[group]]\ngpu = "H100-80GB"\n[[group]]\ngpu = "A100-40GB-SXM"')
+    mixed = parse(str(path))
+    assert mixed.host_limit_bytes == parse("8xA100-40GB").host_limit_bytes < eight.host_limit_bytes
+    assert mixed.host_bytes_per_s == parse("8xA100-40GB").host_bytes_per_s

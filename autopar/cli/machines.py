@@ -30,6 +30,7 @@ def kind_figures(name: str) -> list[dict[str, Any]]:
     entry, gpu = hardware.table()[name], hardware.gpu(name)
     sources = dict(entry["sources"])
     intra, inter = hardware.links(name, entry.get("gpus_per_node", hardware.GPUS_PER_NODE))
+    host = hardware.host(name)
     peak = sources.get("bf16") or sources.get("fp16", "")
     rows = [
         ("memory", gpu.memory_bytes, "bytes", sources.get("hbm", "")),
@@ -45,6 +46,9 @@ def kind_figures(name: str) -> list[dict[str, Any]]:
         ("sustained copies", gpu.bytes_per_s, "bytes/s", _of("MEMORY_EFFICIENCY")),
         ("link in a node", intra.bytes_per_s, "bytes/s", intra.source),
         ("share of the network", inter.bytes_per_s, "bytes/s per GPU", inter.source),
+        ("link to the host", host.link_bytes_per_s, "bytes/s per GPU, peak", sources["host"]),
+        ("memory of the host", host.memory_bytes, "bytes per node", host.source),
+        ("host's memory bandwidth", host.bytes_per_s, "bytes/s per node, peak", host.source),
     ]
     found = [{"figure": a, "value": b, "unit": c, "source": d} for a, b, c, d in rows]
     network = hardware.network(name, entry.get("gpus_per_node", hardware.GPUS_PER_NODE), "")

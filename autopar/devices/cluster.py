@@ -25,6 +25,20 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Host:
+    """What a node's devices can put aside in the memory of its processors.
+
+    ``memory_bytes`` and ``bytes_per_s`` are the node's, all processors together, as installed and at peak; ``link_bytes_per_s`` is one
+    device's way there and, at the same time, back, in one direction, at peak.
+    """
+
+    memory_bytes: int
+    bytes_per_s: float
+    link_bytes_per_s: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class Network:
     """What was measured of collectives on a cluster: bus bandwidth of all GPUs of 1, 2, 4, ... nodes together.
 
@@ -102,6 +116,7 @@ class Cluster:
     ``intra`` links devices of a node (NVLink, PCIe, gloo), ``inter`` is one device's share of its node's network,
     all devices of the node sending at once. ``collective_s`` is the fixed cost of starting a collective. ``local``
     says that the devices are this machine's; ``devices`` names them where the user did. ``wires`` is what was measured of collectives.
+    ``host`` is a node's own memory, ``None`` where that is the devices' memory already.
     """
 
     name: str
@@ -123,6 +138,7 @@ class Cluster:
     pipelined: bool = False  # whether stages on other nodes are sent to: what ``network.pipelined_hop_s`` is about
     parts: tuple[Cluster, ...] = ()
     between: Link | None = None  # one device's share of the way from part to part
+    host: Host | None = None
 
     def __post_init__(self) -> None:
         assert self.nodes > 0 and self.gpus_per_node > 0 and self.kind in ("cuda", "cpu"), self
@@ -141,6 +157,27 @@ class Cluster:
             return min(part.memory_limit_bytes for part in self.parts)
         usable = constants.USABLE_MEMORY if self.kind == "cuda" else constants.USABLE_MEMORY_CPU
         return int(self.gpu.memory_bytes * usable.value)
+
+    @property
+    def host_limit_bytes(self) -> int:
+        """What a plan may put aside for one device: its share of the usable memory of its node."""
+        if self.host is None:
+            return 0
+        return int(self.host.memory_bytes * constants.USABLE_HOST_MEMORY.value) // self.gpus_per_node
+
+    @property
+    def host_bytes_per_s(self) -> float:
+        """One device's share of what its node's processors read and write in their memory."""
+        assert self.host is not None
+        return self.host.bytes_per_s * constants.HOST_MEMORY_EFFICIENCY.value / self.gpus_per_node
+
+    @property
+    def host_link_bytes_per_s(self) -> float:
+        """Bytes per second of a device to its host, and as many back, all devices of the node copying at once: what its link and its share
+        of the memory behind it allow."""
+        assert self.host is not None
+        memory = self.host.bytes_per_s * constants.MEMORY_EFFICIENCY.value / self.gpus_per_node
+        return min(self.host.link_bytes_per_s * constants.HOST_LINK_EFFICIENCY.value, memory / 2)
 
     def peak_flops(self, precision: str) -> float:
         """Of all devices together, FLOP/s; 0 where a kind's is not known."""
@@ -209,6 +246,20 @@ def joined(name: str, parts: Sequence[Cluster], between: Link | None, apart: boo
         host_s=max(part.host_s for part in parts),
         parts=tuple(parts),
         between=between,
+        host=_scarcest([part.host for part in parts]),
+    )
+
+
+def _scarcest(hosts: Sequence[Host | None]) -> Host | None:
+    """A host that has no more of anything than any of ``hosts``."""
+    known = [host for host in hosts if host is not None]
+    if len(known) < len(hosts):
+        return None
+    return Host(
+        min(host.memory_bytes for host in known),
+        min(host.bytes_per_s for host in known),
+        min(host.link_bytes_per_s for host in known),
+        "; ".join(dict.fromkeys(host.source for host in known)),
     )
 
 

@@ -62,6 +62,11 @@ GIB_PER_VENDOR_GB = Constant(
     "published: the GB in a GPU's name are GiB: nvidia-smi shows 81,920 MiB for A100-80GB; 178.35 GiB are "
     "seen of B200-180GB",
 )
+USABLE_HOST_MEMORY = Constant(
+    0.8,
+    "fraction of a node's memory",
+    "assumed: the operating system, file caches, data loading, the processes themselves",
+)
 
 DEEPSPEED_GRADIENT_BYTES = Constant(
     10,
@@ -155,6 +160,25 @@ PCIE_HOP_S = Constant(5.7e-6, "s", _NCCL + ", ring")
 NETWORK_HOP_S = Constant(14e-6, "s", _NCCL + ", ring")
 DEFAULT_INTER_NODE_BYTES_PER_S = Constant(
     12.5e9, "bytes/s per GPU", "assumed: one 100 Gb/s port per GPU, where the kind's file has no figure for the node"
+)
+HOST_LINK_EFFICIENCY = Constant(
+    0.85,
+    "fraction of peak bytes/s",
+    "assumed: copies from and to pinned memory reach about 54 of the 63 GB/s of a PCIe 5.0 x16 link, 26 of the 31.5 of a 4.0 one",
+)
+HOST_MEMORY_EFFICIENCY = Constant(
+    0.5,
+    "fraction of peak bytes/s",
+    "assumed: a vectorised Adam reaches half of what all sockets' memory has together",
+)
+DEFAULT_HOST_MEMORY_BYTES = Constant(
+    512 * 2.0**30, "bytes per node", "assumed: of a node of 8, where the kind's file says nothing of the host"
+)
+DEFAULT_HOST_LINK_BYTES_PER_S = Constant(
+    31.5e9, "bytes/s per GPU, one direction", "assumed: PCIe 4.0 x16, for a GPU that a file describes"
+)
+DEFAULT_HOST_BYTES_PER_S = Constant(
+    204.8e9, "bytes/s per node", "assumed: 8 channels of DDR4-3200, where the kind's file says nothing of the host"
 )
 
 # -- processes on this machine's CPU ----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.devices import constants as c
-from autopar.devices.cluster import Gpu, Link, Network
+from autopar.devices.cluster import Gpu, Host, Link, Network
 from autopar.errors import DeviceError
 
 _GIGA, _TERA = 1e9, 1e12
@@ -212,6 +212,18 @@ def links(name: str, gpus_per_node: int) -> tuple[Link, Link]:
         return intra, inter_link(node * _GIGA / gpus_per_node, sources.get("inter_node", name))
     default = c.DEFAULT_INTER_NODE_BYTES_PER_S
     return intra, inter_link(default.value, default.source)
+
+
+def host(name: str) -> Host:
+    """The host of that GPU's node, modest where the file says nothing of it."""
+    entry = table()[name]
+    memory, bandwidth = c.DEFAULT_HOST_MEMORY_BYTES, c.DEFAULT_HOST_BYTES_PER_S
+    return Host(
+        int(entry.get("host_memory_gb", 0) * c.GIB_PER_VENDOR_GB.value or memory.value),
+        entry.get("host_memory_gb_per_s", 0) * _GIGA or bandwidth.value,
+        entry["host_gb_per_s"] * _GIGA,
+        entry["sources"]["host"] if "host_memory_gb" in entry else memory.source,
+    )
 
 
 def intra_link(bytes_per_s: float, source: str) -> Link:

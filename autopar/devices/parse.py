@@ -23,6 +23,9 @@ A TOML file has these keys, all but ``gpu`` optional for a GPU that is known; fo
     intra_latency_us = 3.4       # one hop
     inter_latency_us = 14
     memory_limit_gb = 70         # what a plan may fill of one GPU, GB = 1e9 bytes
+    host_gb_per_s = 63           # per GPU to the memory of the node's processors, one direction
+    host_memory_gb = 2048        # per node, as the memory's makers write it
+    host_memory_gb_per_s = 614   # per node, peak
     local = false                # the devices are this machine's
 
 Devices that differ, or parts with a slow link between them, are groups with those keys (but ``name`` and ``local``); pipeline stages take
@@ -56,7 +59,7 @@ from typing import Any
 from autopar.devices import constants as c
 from autopar.devices import hardware
 from autopar.devices.calibration import apply as measured_here
-from autopar.devices.cluster import Cluster, Gpu, Link, joined
+from autopar.devices.cluster import Cluster, Gpu, Host, Link, joined
 from autopar.errors import DeviceError
 
 _FORMS = (
@@ -72,6 +75,9 @@ _NUMBERS = (
     "intra_latency_us",
     "inter_latency_us",
     "memory_limit_gb",
+    "host_gb_per_s",
+    "host_memory_gb",
+    "host_memory_gb_per_s",
 )
 _KEYS = ("name", "gpu", "local", *_INTEGERS, *_NUMBERS)
 _BETWEEN = ("between_gb_per_s", "between_latency_us")
@@ -147,7 +153,7 @@ def _from_text(text: str) -> Cluster:
 
 def _described(text: str, nodes: int, per_node: int, name: str) -> Cluster:
     intra, inter = hardware.links(name, per_node)
-    return Cluster(text, nodes, per_node, "cuda", hardware.gpu(name), intra, inter)
+    return Cluster(text, nodes, per_node, "cuda", hardware.gpu(name), intra, inter, host=hardware.host(name))
 
 
 def described(gpu: str, nodes: int, per_node: int, network: str = "") -> Cluster:
@@ -193,7 +199,8 @@ def _local_cuda(name: str, indices: tuple[int, ...]) -> Cluster:
     entry = hardware.match_device(seen[0].name, memory)
     intra, inter = hardware.links(entry, len(indices))
     devices = tuple(f"cuda:{index}" for index in indices)
-    return Cluster(name, 1, len(indices), "cuda", hardware.gpu(entry, memory), intra, inter, True, devices)
+    host = dataclasses.replace(hardware.host(entry), memory_bytes=hardware.machine_memory_bytes())
+    return Cluster(name, 1, len(indices), "cuda", hardware.gpu(entry, memory), intra, inter, True, devices, host=host)
 
 
 def _from_list(spec: Sequence[Any]) -> Cluster:
@@ -275,6 +282,7 @@ def _part(path: Path, data: dict[str, Any]) -> Cluster:
         inter=inter,
         local=data.get("local", False),
         memory_override_bytes=int(limit * 1e9) if limit is not None else None,
+        host=_host(path, data),
     )
 
 
@@ -323,6 +331,25 @@ def _gpu(path: Path, data: dict[str, Any]) -> Gpu:
     if "peak_bf16_tflops" in data:
         changes["peak_flops"] = hardware.peaks(data["peak_bf16_tflops"] * 1e12)
     return dataclasses.replace(known, **changes, sources=known.sources + source) if changes or memory else known
+
+
+def _host(path: Path, data: dict[str, Any]) -> Host:
+    try:
+        found = hardware.host(hardware.find(data["gpu"]))
+    except DeviceError:
+        memory, bandwidth, link = (
+            c.DEFAULT_HOST_MEMORY_BYTES,
+            c.DEFAULT_HOST_BYTES_PER_S,
+            c.DEFAULT_HOST_LINK_BYTES_PER_S,
+        )
+        found = Host(int(memory.value), bandwidth.value, link.value, memory.source)
+    said = {
+        "memory_bytes": int(data.get("host_memory_gb", 0) * c.GIB_PER_VENDOR_GB.value),
+        "bytes_per_s": data.get("host_memory_gb_per_s", 0) * 1e9,
+        "link_bytes_per_s": data.get("host_gb_per_s", 0) * 1e9,
+    }
+    changes: dict[str, Any] = {key: value for key, value in said.items() if value}
+    return dataclasses.replace(found, **changes, source=str(path)) if changes else found
 
 
 def _links(path: Path, data: dict[str, Any], per_node: int) -> tuple[Link, Link]:
