@@ -1,8 +1,11 @@
 """The price of one layer class under one strategy, on one device.
 
 Three steps, from the slowest-changing to the fastest: ``build`` (per class: arrays), ``bind`` (per class and types of every
-axis: flags, conversions, distinct saved storages), ``core`` (per sizes: seconds and bytes of one microbatch). ZeRO and
+run of axes: flags, conversions, distinct saved storages), ``core`` (per sizes: seconds and bytes of one microbatch). ZeRO and
 recomputation are arithmetic on top. ``price_layer`` runs all of them; ``Pricer`` keeps the results.
+
+Neighbouring axes of equal types are a *run*: what converts a value on one converts it on all of them together. Most of a core depends on
+how many parts a run makes, not on how many axes it has or on what pipeline the mesh is a stage of, so that few cores make many prices.
 
 Time of an op is ``max(FLOPs / rate, bytes / bandwidth, floor)``: replicated ops cost every device the same. Tensor-parallel
 collectives are waited for. FSDP's gathers and reductions run beside the layer's compute, and what does not fit is exposed.
@@ -18,8 +21,8 @@ import numpy as np
 
 from autopar.devices import Cluster
 from autopar.graph import LayerClass
-from autopar.plan import Axis, Strategy
-from autopar.price.collectives import group, group_time_s
+from autopar.plan import Axis, Role, Strategy
+from autopar.price.collectives import Group, group, group_time_s
 from autopar.price.held import Alive, Share, flat_bytes, sharded_bytes
 from autopar.price.memory import Precision, precision, state_bytes
 from autopar.price.moves import Move, layer_moves
@@ -31,6 +34,9 @@ from autopar.types import Collective
 from passes.pad import pad_class
 
 MICROBATCH = "microbatch"
+
+Runs = tuple[tuple[Axis, ...], ...]
+"""The axes, those of microbatches first, in runs of equal types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +69,54 @@ class LayerPrice:
 
 @dataclass(frozen=True)
 class Bound:
-    """A class table with the types of every axis, the microbatch axis first: all but the sizes."""
+    """A class table with the types of every run of axes, the microbatches' first: all but the sizes."""
 
     table: ClassTable
     rows: Rows
-    flags: tuple[AxisFlags, ...]
+    flags: tuple[AxisFlags, ...]  # the distinct ones
+    flag: tuple[int, ...]  # by run
     moves: tuple[Move, ...]
+    ways: tuple[Over, ...]  # the distinct ones among the moves
     plain: tuple[int, ...]  # the saved entries that are storages of their own
     selective: tuple[int, ...]  # those under selective recomputation
     selected: Selected
+
+
+Over = tuple[tuple[int, ...], tuple[int, ...]]
+"""Of a move: its runs, and the others that divide the value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What a move depends on of the axes' sizes: its group, the product of the sizes of its axes, and the parts that others make."""
+
+    members: Group
+    meeting: int
+    parts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """All that a core depends on of the axes' sizes: parts by distinct flags, and ways by distinct runs of moves."""
+
+    parts: tuple[int, ...]
+    ways: tuple[Way, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The devices that have the same parameters, over which ZeRO spreads them, with seconds of collectives over them.
+
+    Of gathers and reductions those done once a step (ZeRO 0 and 1), then those around each pass of a layer. ``flops`` are those of one
+    microbatch, see ``LayerPrice``.
+    """
+
+    size: int
+    microbatches: int
+    flops: float
+    gather_s: tuple[float, float]
+    reduce_s: tuple[float, float]
+    average_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +149,6 @@ class Core:
     trainable: float
     largest: float  # of the trainable parameters, in elements
     tensors: int
-    microbatches: int
-    flops: float
 
 
 def bind(
@@ -115,7 +158,7 @@ def bind(
     axis_flags: tuple[AxisFlags, ...],
     regather: bool = False,
 ) -> Bound:
-    """Puts the axes' solutions together, the microbatch axis (outermost) first."""
+    """Puts the runs' solutions together, the microbatches' first."""
 
     def distinct(which: Flags) -> tuple[int, ...]:
         seen: dict[tuple[int, tuple[bool, ...]], int] = {}
@@ -128,29 +171,49 @@ def bind(
     moves = layer_moves(table.cls, types, table.value_bytes, table.value_gradient, regather)
     chosen = select(table.selection, table.ops, table.saved, types, moves)
     plain, kept = distinct(table.plain), distinct(chosen.kept)
-    return Bound(table, rows, axis_flags, moves, plain, kept, chosen)
+    different = {id(f): f for f in axis_flags}
+    numbers = {key: k for k, key in enumerate(different)}
+    ways = dict.fromkeys((move.axes, move.sharded) for move in moves)
+    flag = tuple(numbers[id(f)] for f in axis_flags)
+    return Bound(table, rows, tuple(different.values()), flag, moves, tuple(ways), plain, kept, chosen)
 
 
-def divisible(bound: Bound, axes: tuple[Axis, ...]) -> bool:
+def measure(bound: Bound, runs: Runs, cluster: Cluster) -> Sizes:
+    """What these axes make of a bound class."""
+    sizes = [math.prod([axis.size for axis in run]) for run in runs]
+    parts = [1] * len(bound.flags)
+    for k, size in zip(bound.flag, sizes, strict=True):
+        parts[k] *= size
+    return Sizes(tuple(parts), tuple(_way(over, runs, cluster) for over in bound.ways))
+
+
+def _way(over: Over, runs: Runs, cluster: Cluster) -> Way:
+    axes = tuple(axis for i in over[0] for axis in runs[i])
+    others = math.prod([axis.size for i in over[1] for axis in runs[i]])
+    return Way(group(axes, cluster), math.prod([axis.size for axis in axes]), others)
+
+
+def divisible(bound: Bound, given: Sizes) -> bool:
     """Whether every local shape is whole."""
     sizes = bound.rows.sizes
     needed = np.ones_like(sizes)
     index = np.arange(len(sizes))
-    for axis, f in zip(axes, bound.flags, strict=True):
+    for parts, f in zip(given.parts, bound.flags, strict=True):
         at = f.dims >= 0
-        needed[index[at], f.dims[at]] *= axis.size
+        needed[index[at], f.dims[at]] *= parts
     return not (sizes % needed).any()
 
 
-def core(bound: Bound, axes: tuple[Axis, ...], cluster: Cluster, numbers: Precision) -> Core:
+def core(bound: Bound, given: Sizes, cluster: Cluster, numbers: Precision) -> Core:
     """Seconds and bytes of one microbatch on one device; the sizes must divide."""
     table, gpu = bound.table, cluster.gpu
+    ways = dict(zip(bound.ways, given.ways, strict=True))
+    cuts = [(f, parts) for f, parts in zip(bound.flags, given.parts, strict=True) if parts > 1]
 
     def local(whole: Floats, part: str) -> Floats:
         share = np.ones_like(whole)
-        for axis, f in zip(axes, bound.flags, strict=True):
-            if axis.size > 1:
-                share[getattr(f, part)] *= axis.size
+        for f, parts in cuts:
+            share[getattr(f, part)] *= parts
         return whole / share
 
     ops = len(table.ops)
@@ -161,13 +224,13 @@ def core(bound: Bound, axes: tuple[Axis, ...], cluster: Cluster, numbers: Precis
         return np.asarray(running + kernels * gpu.kernel_s)
 
     def wires(side: str, moves: tuple[Move, ...]) -> float:
-        return sum(move_s(m, getattr(m, side), axes, cluster) for m in moves if not m.beside)
+        return sum(_move_s(m, getattr(m, side), ways[m.axes, m.sharded], cluster) for m in moves if not m.beside)
 
     def left(side: str, arithmetic_s: Floats, moves: tuple[Move, ...]) -> float:
-        return _left_s(table, moves, side, arithmetic_s, axes, cluster)
+        return _left_s(table, moves, side, arithmetic_s, ways, cluster)
 
     def host(side: str, kernels: Floats, moves: tuple[Move, ...]) -> float:
-        return float(kernels.sum()) * gpu.op_floor_s + len(_meetings(moves, axes, side, True)) * cluster.host_s
+        return float(kernels.sum()) * gpu.op_floor_s + len(_meetings(moves, ways, side, True)) * cluster.host_s
 
     forward_s = seconds(table.forward_flops, table.slot_forward, table.forward_kernels, False)
     backward_s = seconds(table.backward_flops, table.slot_backward, table.backward_kernels, True)
@@ -177,7 +240,6 @@ def core(bound: Bound, axes: tuple[Axis, ...], cluster: Cluster, numbers: Precis
     input_bytes = float(local(inputs, "activation").sum())
     selective_bytes, selective_working_bytes = _selective_bytes(bound, saved, input_bytes)
     parameters = local(table.parameter_numel, "parameter")
-    microbatches = math.prod(axis.size for axis in axes if axis.stride == 0)
     return Core(
         forward_compute_s=float(forward_s.sum()),
         backward_compute_s=float(backward_s.sum()),
@@ -185,28 +247,26 @@ def core(bound: Bound, axes: tuple[Axis, ...], cluster: Cluster, numbers: Precis
         selective_compute_s=float(forward_s[again].sum()),
         selective_wire_s=wires("forward", repeated) + left("forward", forward_s, repeated),
         selective_host_s=host("forward", table.forward_kernels[again], repeated),
-        selective_meetings=_meetings(repeated, axes, "forward", False),
+        selective_meetings=_meetings(repeated, ways, "forward", False),
         forward_wire_s=wires("forward", bound.moves),
         backward_wire_s=wires("backward", bound.moves),
         forward_beside_s=left("forward", forward_s, bound.moves),
         backward_beside_s=left("backward", backward_s, bound.moves),
         forward_host_s=host("forward", table.forward_kernels, bound.moves),
         backward_host_s=host("backward", table.backward_kernels, bound.moves),
-        forward_meetings=_meetings(bound.moves, axes, "forward", False),
-        backward_meetings=_meetings(bound.moves, axes, "backward", False),
+        forward_meetings=_meetings(bound.moves, ways, "forward", False),
+        backward_meetings=_meetings(bound.moves, ways, "backward", False),
         saved_bytes=float(saved[list(bound.plain)].sum()),
         waiting_bytes=float(local(table.slot_waiting, "slot").sum()),
         selective_bytes=selective_bytes,
         selective_working_bytes=selective_working_bytes,
         input_bytes=input_bytes,
         output_bytes=float(local(table.output_bytes, "output").sum()),
-        alive=_alive(bound, axes, local, saved, parameters * numbers.parameter),
+        alive=_alive(bound, cuts, local, saved, parameters * numbers.parameter),
         parameters=float(parameters.sum()),
         trainable=float(parameters[table.trainable].sum()),
         largest=float(parameters[table.trainable].max(initial=0.0)),
         tensors=len(table.parameters),
-        microbatches=microbatches,
-        flops=table.model_flops / microbatches,
     )
 
 
@@ -215,14 +275,15 @@ def _left_s(
     moves: tuple[Move, ...],
     side: str,
     arithmetic_s: Floats,
-    axes: tuple[Axis, ...],
+    ways: dict[Over, Way],
     cluster: Cluster,
 ) -> float:
     """What exchanges beside an op's arithmetic add to it."""
     found: dict[str, float] = {}
     for m in moves:
         if m.beside:
-            found[m.beside] = found.get(m.beside, 0.0) + move_s(m, getattr(m, side), axes, cluster)
+            seconds = _move_s(m, getattr(m, side), ways[m.axes, m.sharded], cluster)
+            found[m.beside] = found.get(m.beside, 0.0) + seconds
     if not found:
         return 0.0
     at = {node.name: i for i, node in enumerate(table.ops)}
@@ -246,10 +307,10 @@ def _selective_bytes(bound: Bound, saved: Floats, input_bytes: float) -> tuple[f
     return held + input_bytes, float(working.max(initial=held)) + max(0.0, input_bytes - inputs)
 
 
-def _meetings(moves: tuple[Move, ...], axes: tuple[Axis, ...], side: str, beside: bool) -> tuple[int, ...]:
+def _meetings(moves: tuple[Move, ...], ways: dict[Over, Way], side: str, beside: bool) -> tuple[int, ...]:
     """The groups' sizes of the collectives, with or without those that run beside an op's arithmetic."""
     groups = [
-        math.prod(axes[i].size for i in move.axes)
+        ways[move.axes, move.sharded].meeting
         for move in moves
         if getattr(move, side) not in (Collective.NONE, Collective.LOCAL) and (beside or not move.beside)
     ]
@@ -258,7 +319,7 @@ def _meetings(moves: tuple[Move, ...], axes: tuple[Axis, ...], side: str, beside
 
 def _alive(
     bound: Bound,
-    axes: tuple[Axis, ...],
+    cuts: list[tuple[AxisFlags, int]],
     local: Callable[[Floats, str], Floats],
     saved: Floats,
     parameter_bytes: Floats,
@@ -271,7 +332,7 @@ def _alive(
     kept = np.zeros(ops)
     np.add.at(kept, live.saver[list(plain)], saved[list(plain)])
     later = kept.sum() - np.cumsum(kept)  # what ops after this one save
-    is_cut = np.any([f.loss for f, axis in zip(bound.flags, axes, strict=True) if axis.size > 1], axis=0)
+    is_cut = np.any([f.loss for f, _ in cuts], axis=0)
     touched = (
         live.touched_forward + np.where(is_cut, live.cut_loss, 0.0),
         live.touched_backward + np.where(is_cut, live.cut_loss, live.whole_loss),
@@ -289,30 +350,64 @@ def _alive(
 
 
 def move_s(move: Move, collective: Collective, axes: tuple[Axis, ...], cluster: Cluster) -> float:
-    """Seconds of one collective at given sizes."""
+    """Seconds of one collective at given sizes; the runs of the move are axes."""
+    return _move_s(move, collective, _way((move.axes, move.sharded), tuple((a,) for a in axes), cluster), cluster)
+
+
+def _move_s(move: Move, collective: Collective, way: Way, cluster: Cluster) -> float:
     if collective in (Collective.NONE, Collective.LOCAL):
         return 0.0
-    members = group(tuple(axes[i] for i in move.axes), cluster)
-    whole = move.bytes / math.prod(axes[i].size for i in move.sharded) * (members.size if move.per_rank else 1)
-    return group_time_s(collective, whole, members, cluster)
+    whole = move.bytes / way.parts * (way.members.size if move.per_rank else 1)
+    return group_time_s(collective, whole, way.members, cluster)
+
+
+def spread(
+    c: Core,
+    mesh: tuple[Axis, ...],
+    roles: tuple[Role, ...],
+    microbatches: int,
+    flops: float,
+    cluster: Cluster,
+    numbers: Precision,
+    practice: Practice,
+) -> Spread:
+    """What ZeRO over the data axes of a mesh has to do with: ``microbatches`` a step, of ``flops`` each."""
+    members = group(tuple(a for a, r in zip(mesh, roles, strict=True) if r.replicates_parameters), cluster)
+    parameters, trainable = math.ceil(c.parameters), math.ceil(c.trainable)
+    calls = c.tensors if practice.by_parameter else 1
+
+    def over(collective: Collective, size: float, apart: bool, calls: int = 1) -> float:
+        batched = practice.bucketed and not apart
+        return calls * group_time_s(collective, size / calls, members, cluster, batched, apart) if size else 0.0
+
+    return Spread(
+        size=members.size,
+        microbatches=microbatches,
+        flops=flops,
+        gather_s=(
+            over(Collective.ALL_GATHER, parameters * numbers.parameter, False, calls),
+            over(Collective.ALL_GATHER, parameters * numbers.parameter, True, calls),
+        ),
+        reduce_s=(
+            over(Collective.REDUCE_SCATTER, trainable * numbers.reduced, False),
+            over(Collective.REDUCE_SCATTER, trainable * numbers.reduced, True),
+        ),
+        average_s=over(Collective.ALL_REDUCE, trainable * numbers.averaged, False),
+    )
 
 
 def assemble(
     c: Core,
-    mesh: tuple[Axis, ...],
+    spread: Spread,
     strategy: Strategy,
     cluster: Cluster,
     numbers: Precision,
     practice: Practice,
 ) -> LayerPrice:
     """Adds ZeRO over the data axes and recomputation."""
-    members = group(tuple(a for a, r in zip(mesh, strategy.roles, strict=True) if r.replicates_parameters), cluster)
-    data, zero = members.size, strategy.zero if members.size > 1 else 0
-    parameters, trainable = math.ceil(c.parameters), math.ceil(c.trainable)
-
-    def over(collective: Collective, size: float, calls: int = 1) -> float:
-        batched = practice.bucketed and zero < 2
-        return calls * group_time_s(collective, size / calls, members, cluster, batched, zero >= 2) if size else 0.0
+    data, zero = spread.size, strategy.zero if spread.size > 1 else 0
+    trainable = math.ceil(c.trainable)
+    gather, reduce = spread.gather_s[zero >= 2], spread.reduce_s[zero >= 2]
 
     def beside(compute_s: float, wire_s: float) -> float:
         return beside_s(compute_s, wire_s, cluster.overlap_slowdown)
@@ -324,7 +419,7 @@ def assemble(
     backward_wire_s += again * forward_wire_s + part * exposed * c.selective_wire_s
     forward_compute_s = max(c.forward_compute_s, c.forward_host_s - forward_wire_s)
     held_gradient = trainable / (data if zero >= 2 else 1)
-    accumulate_s = (1 - 1 / c.microbatches) * held_gradient * numbers.accumulated / cluster.gpu.bytes_per_s
+    accumulate_s = (1 - 1 / spread.microbatches) * held_gradient * numbers.accumulated / cluster.gpu.bytes_per_s
     recomputed_s = again * c.forward_compute_s + part * c.selective_compute_s
     device_s = c.backward_compute_s + accumulate_s + recomputed_s
     backward_compute_s = max(
@@ -333,19 +428,19 @@ def assemble(
     )
     waits_s = _waits_s(c, strategy, data if zero >= 2 else 1, cluster, forward_compute_s, backward_compute_s)
     forward_wire_s, backward_wire_s = forward_wire_s + waits_s[0], backward_wire_s + waits_s[1]
-    gather = over(Collective.ALL_GATHER, parameters * numbers.parameter, c.tensors if practice.by_parameter else 1)
-    reduce = over(Collective.REDUCE_SCATTER, trainable * numbers.reduced)
     forward_exposed = beside(forward_compute_s, gather if zero >= 2 else 0.0)
     backward_exposed = beside(backward_compute_s, (reduce if zero >= 2 else 0.0) + (gather if zero == 3 else 0.0))
 
     step_s = cluster.gpu.update_s(trainable / (data if zero else 1) * update_bytes(numbers), c.tensors)
     under = practice.overlap_data
     if zero == 0:
-        step_s += beside(under * backward_compute_s, over(Collective.ALL_REDUCE, trainable * numbers.averaged))
+        step_s += beside(under * backward_compute_s, spread.average_s)
     elif zero == 1:
         step_s += beside(under * backward_compute_s, reduce) + beside(under * forward_compute_s, gather)
 
-    held, gradients, optimizer, saved, transient = _bytes(c, strategy, data, zero, numbers, practice)
+    held, gradients, optimizer, saved, transient = _bytes(
+        c, spread.microbatches, strategy, data, zero, numbers, practice
+    )
     weight_s = c.weight_compute_s + accumulate_s
     kept, working = _activations(c, strategy)
     return LayerPrice(
@@ -358,7 +453,7 @@ def assemble(
         optimizer_bytes=optimizer,
         saved_bytes=saved,
         transient_bytes=transient,
-        flops=c.flops,
+        flops=spread.flops,
         fresh_bytes=trainable * numbers.fresh,
         border_bytes=math.ceil(c.input_bytes or c.output_bytes) if practice.apart else 0,
         # where the host is what takes the time, it takes a part's share of it
@@ -386,13 +481,13 @@ def _waits_s(
 
 
 def _bytes(
-    c: Core, strategy: Strategy, data: int, zero: int, numbers: Precision, practice: Practice
+    c: Core, microbatches: int, strategy: Strategy, data: int, zero: int, numbers: Precision, practice: Practice
 ) -> tuple[int, int, int, int, int]:
     """Bytes of parameters, gradients, optimizer state, of what is saved for a microbatch, and of transients."""
     parameters, trainable = math.ceil(c.parameters), math.ceil(c.trainable)
     held, gradients, optimizer = state_bytes(parameters, trainable, data, zero, numbers)
     saved, working = _activations(c, strategy)
-    share = Share(c.alive, saved, working, parameters, trainable, c.largest, c.microbatches)
+    share = Share(c.alive, saved, working, parameters, trainable, c.largest, microbatches)
     if not practice.apart:
         transient = working - saved + c.alive.activations
         if (
@@ -451,7 +546,12 @@ def price_layer(
     table = replace(table, model_flops=whole)  # padding is no work of the model's
     found = tuple(flags(table, rows, t, practice.regather) for t in types)
     bound = bind(table, rows, types, found, practice.regather)
-    if not divisible(bound, axes):
+    given = measure(bound, tuple((axis,) for axis in axes), cluster)
+    if not divisible(bound, given):
         return None
     mesh = tuple(axis for axis in axes if axis.name != MICROBATCH)
-    return assemble(core(bound, axes, cluster, numbers), mesh, strategy, cluster, numbers, practice)
+    microbatches = math.prod(axis.size for axis in axes if axis.stride == 0)
+    c = core(bound, given, cluster, numbers)
+    flops = table.model_flops / microbatches
+    around = spread(c, mesh, strategy.roles, microbatches, flops, cluster, numbers, practice)
+    return assemble(c, around, strategy, cluster, numbers, practice)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 
@@ -12,7 +13,22 @@ from autopar.graph import Graph, LayerClass
 from autopar.plan import Axis, Role, Strategy
 from autopar.price import table as tables
 from autopar.price.collectives import group, p2p_s
-from autopar.price.layer import MICROBATCH, Bound, Core, LayerPrice, assemble, bind, core, divisible, move_s
+from autopar.price.layer import (
+    MICROBATCH,
+    Bound,
+    Core,
+    LayerPrice,
+    Runs,
+    Sizes,
+    Spread,
+    assemble,
+    bind,
+    core,
+    divisible,
+    measure,
+    move_s,
+    spread,
+)
 from autopar.price.memory import precision, state_bytes
 from autopar.price.moves import wire
 from autopar.price.practice import EMITTED, Practice, on_cpu
@@ -50,8 +66,11 @@ class Pricer:
         self._types: dict[tuple[str, Role, int], AxisTypes | None] = {}
         self._flags: dict[tuple[str, int], tables.AxisFlags] = {}
         self._bound: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Bound] = {}
-        self._cores: dict[tuple[str, Mesh, tuple[Role, ...], int], Core | None] = {}
-        self._layers: dict[tuple[str, Mesh, Strategy, int], LayerPrice | None] = {}
+        self._cores: dict[tuple[int, Sizes, bool], Core | None] = {}
+        self._placed: dict[tuple[str, int, tuple[Role, ...], int], tuple[Core, Spread, Cluster] | None] = {}
+        self._layers: dict[tuple[str, int, Strategy, int], LayerPrice | None] = {}
+        self._meshes: dict[Mesh, int] = {}  # a number for each: hashing one takes longer than the rest of a look-up
+        self._latest: tuple[Mesh, int] = ((), -1)
         self._edges: dict[tuple[int, Mesh, tuple[Role, ...], tuple[Role, ...], int], float] = {}
         self._p2p: dict[tuple[int, Mesh, tuple[Role, ...], int], float] = {}
         self._elsewhere: dict[Cluster, Pricer] = {}
@@ -65,7 +84,7 @@ class Pricer:
         if _nameless(cluster) not in self._elsewhere:
             other = copy.copy(self)
             other.cluster, other._pipelined = cluster, dataclasses.replace(cluster, pipelined=True)
-            other._cores, other._layers, other._edges, other._p2p = {}, {}, {}, {}
+            other._cores, other._placed, other._layers, other._edges, other._p2p = {}, {}, {}, {}, {}
             self._elsewhere[_nameless(cluster)] = other
         return self._elsewhere[_nameless(cluster)]
 
@@ -76,14 +95,12 @@ class Pricer:
 
     def layer(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
         """The price of a layer class; ``None`` where a role is inadmissible or a local shape is not whole."""
-        key = (cls_name, mesh, strategy, microbatches)
+        key = (cls_name, self._number(mesh), strategy, microbatches)
         if key not in self._layers:
-            found = self._core(cls_name, mesh, strategy.roles, microbatches)
-            cluster = self._seen_by(mesh)
-            priced = (
-                assemble(found, mesh, strategy, cluster, self.numbers, self.practice) if found is not None else None
+            found = self._place(cls_name, mesh, strategy.roles, microbatches)
+            self._layers[key] = (
+                None if found is None else assemble(found[0], found[1], strategy, found[2], self.numbers, self.practice)
             )
-            self._layers[key] = priced
         return self._layers[key]
 
     def edge(self, layer_index: int, mesh: Mesh, left: Strategy, right: Strategy, microbatches: int) -> float:
@@ -144,11 +161,18 @@ class Pricer:
 
     def types(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[AxisTypes, ...] | None:
         """The types on the microbatch axis, then on every axis of the mesh; ``None`` where a role is inadmissible."""
+        runs, found = self._runs(mesh, roles), self._solved(cls_name, mesh, roles)
+        if found is None:
+            return None
+        return found[0], *(t for run, t in zip(runs, found[1:], strict=True) for _ in run)
+
+    def _solved(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[AxisTypes, ...] | None:
+        """The types on the microbatch axis, then on every run of axes in one role."""
         sizes: dict[Role, int] = {Role.DATA: 1}
         for axis, role in zip(mesh, roles, strict=True):
             sizes[role] = sizes.get(role, 1) * axis.size
         found = []
-        for role in (Role.DATA, *roles):
+        for role in (Role.DATA, *(role for role, _ in itertools.groupby(roles))):
             key = (cls_name, role, sizes[role] if role.shards_parameters or role.shards_sequence else 1)
             if key not in self._types:
                 self._types[key] = self._solve(self.graph.classes[cls_name], role, key[2])
@@ -158,43 +182,57 @@ class Pricer:
             found.append(types)
         return tuple(found)
 
-    def _core(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], microbatches: int) -> Core | None:
-        key = (cls_name, mesh, roles, microbatches)
+    def _place(
+        self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], microbatches: int
+    ) -> tuple[Core, Spread, Cluster] | None:
+        """All of a price but what ZeRO and recomputation make of it; ``None`` where there is none."""
+        key = (cls_name, self._number(mesh), roles, microbatches)
+        if key not in self._placed:
+            self._placed[key] = None
+            parts = self.graph.parts(microbatches)
+            runs = ((Axis(MICROBATCH, parts, 0),), *self._runs(mesh, roles))
+            bound = self._bind(cls_name, runs, mesh, roles)
+            cluster = self._seen_by(mesh)
+            c = None if bound is None else self._core(bound, runs, cluster)
+            if bound is not None and c is not None:
+                # where microbatches are batches of their own, flops are those of the graph
+                flops = bound.table.model_flops / parts
+                around = spread(c, mesh, roles, microbatches, flops, cluster, self.numbers, self.practice)
+                self._placed[key] = c, around, cluster
+        return self._placed[key]
+
+    def _core(self, bound: Bound, runs: Runs, cluster: Cluster) -> Core | None:
+        """The same for many meshes: of a pipeline of any length, with microbatches and data parallelism in any proportion."""
+        given = measure(bound, runs, cluster)
+        key = (id(bound), given, cluster is self.cluster)  # kept in self._bound, so that ids stay theirs
         if key not in self._cores:
-            axes = self._axes(mesh, microbatches)
-            bound = self._bind(cls_name, axes, mesh, roles)
-            fits = bound is not None and divisible(bound, axes)
-            found = core(bound, axes, self._seen_by(mesh), self.numbers) if bound is not None and fits else None
-            if found is not None and self.graph.accumulated > 1:
-                found = dataclasses.replace(found, microbatches=microbatches)  # the axis of time is one of their own
-            self._cores[key] = found
+            self._cores[key] = core(bound, given, cluster, self.numbers) if divisible(bound, given) else None
         return self._cores[key]
 
-    def _bind(self, cls_name: str, axes: Mesh, mesh: Mesh, roles: tuple[Role, ...]) -> Bound | None:
-        types = self.types(cls_name, mesh, roles)
+    def _bind(self, cls_name: str, runs: Runs, mesh: Mesh, roles: tuple[Role, ...]) -> Bound | None:
+        types = self._solved(cls_name, mesh, roles)
         if types is None:
             return None
-        counts = self._padded_counts(cls_name, axes, types)
+        counts = self._padded_counts(cls_name, runs, types)
         key = (cls_name, counts, tuple(id(t) for t in types))  # kept in self._types, so that ids stay theirs
         if key not in self._bound:
-            table, rows = self._table(cls_name) if not counts else self._padded_table(cls_name, counts, axes, types)
+            table, rows = self._table(cls_name) if not counts else self._padded_table(cls_name, counts, runs, types)
             for t in types:
                 if (cls_name, id(t)) not in self._flags:
                     self._flags[cls_name, id(t)] = tables.flags(table, rows, t, self.practice.regather)
-            self._bound[key] = bind(
-                table, rows, types, tuple(self._flags[cls_name, id(t)] for t in types), self.practice.regather
-            )
+            found = tuple(self._flags[cls_name, id(t)] for t in types)
+            self._bound[key] = bind(table, rows, types, found, self.practice.regather)
         return self._bound[key]
 
-    def _padded_counts(self, cls_name: str, axes: Mesh, types: tuple[AxisTypes, ...]) -> tuple[int, ...]:
+    def _padded_counts(self, cls_name: str, runs: Runs, types: tuple[AxisTypes, ...]) -> tuple[int, ...]:
         """The sizes to which the class's groups of dims are padded; nothing where the axes divide all that they shard."""
         found = padding(self.graph.classes[cls_name])
         multiples = [1] * len(found.counts)
-        for axis, t in zip(axes, types, strict=True):
+        for run, t in zip(runs, types, strict=True):
             if (cls_name, id(t)) not in self._sharded:
                 self._sharded[cls_name, id(t)] = found.sharded(t)
             for index in self._sharded[cls_name, id(t)]:
-                multiples[index] *= axis.size
+                multiples[index] *= math.prod(axis.size for axis in run)
         counts = tuple(padded(count, multiple) for count, multiple in zip(found.counts, multiples, strict=True))
         return () if counts == found.counts else counts
 
@@ -204,11 +242,14 @@ class Pricer:
         return self._tables[cls_name, ()]
 
     def _padded_table(
-        self, cls_name: str, counts: tuple[int, ...], axes: Mesh, types: tuple[AxisTypes, ...]
+        self, cls_name: str, counts: tuple[int, ...], runs: Runs, types: tuple[AxisTypes, ...]
     ) -> tuple[tables.ClassTable, tables.Rows]:
         """The table of the class as its program will be: padding is computed on, sent and stored. It is no work of the model's."""
         if (cls_name, counts) not in self._tables:
-            cls = pad_class(self.graph.classes[cls_name], Sharding(axes, types))
+            axes = [(axis, t) for run, t in zip(runs, types, strict=True) for axis in run]
+            cls = pad_class(
+                self.graph.classes[cls_name], Sharding(tuple(a for a, _ in axes), tuple(t for _, t in axes))
+            )
             table, rows = tables.build(cls, self.numbers, self.practice)
             table = dataclasses.replace(table, model_flops=self._table(cls_name)[0].model_flops)
             self._tables[cls_name, counts] = table, rows
@@ -219,6 +260,17 @@ class Pricer:
 
         layer = next(i for i, layer in enumerate(self.graph.layers) if layer.cls == cls.name)
         return role_types(self.graph, layer, role, size)
+
+    def _number(self, mesh: Mesh) -> int:
+        if mesh is not self._latest[0]:
+            self._latest = mesh, self._meshes.setdefault(mesh, len(self._meshes))
+        return self._latest[1]
+
+    @staticmethod
+    def _runs(mesh: Mesh, roles: tuple[Role, ...]) -> Runs:
+        """The mesh's axes, neighbours in one role together."""
+        pairs = zip(mesh, roles, strict=True)
+        return tuple(tuple(axis for axis, _ in run) for _, run in itertools.groupby(pairs, lambda pair: pair[1]))
 
     def _seen_by(self, mesh: Mesh) -> Cluster:
         """The cluster as a stage on ``mesh`` has it: with neighbours to send to where the mesh is not the whole of it."""
