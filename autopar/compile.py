@@ -65,6 +65,7 @@ def compile(
     ring: int | None = None,
     zero: int | None = None,
     recompute: bool | str | None = None,
+    offload: str | None = None,
     microbatches: int | None = None,
     schedule: str | None = None,
     chunks: int | None = None,
@@ -91,8 +92,7 @@ def compile(
         loss_fn: ``loss_fn(output, targets)`` makes the loss, a 0-d tensor; ``batch`` is then the pair ``(inputs, targets)``.
         precision: of parameters and activations, by name (``"bfloat16"``); the model's own if left out.
         plan: a plan to use instead of searching for one, or the path of its JSON file.
-        pipeline, data, tensor, expert, ulysses, ring, zero, recompute, microbatches, schedule, chunks: pinned if given, the
-            rest is searched.
+        pipeline, data, tensor, expert, ulysses, ring, zero, recompute, offload, microbatches, schedule, chunks: pinned if given.
         pin: the same by key, and pins of some layers, ``{"layers.0-7.tensor": 8, "lm_head.zero": 3}`` (see ``autopar.search.options``).
         local_batch_norm: let batch norm take the statistics of each rank's part of each microbatch, not those of the whole batch.
         allow: what of exactness may be given up: ``{"microbatch_statistics"}`` (see ``autopar.plan.ALLOWED``).
@@ -112,7 +112,7 @@ def compile(
     cluster = parse(devices, memory_limit_bytes=memory_limit_bytes, calibration=calibration)
     pins: dict[str, Any] = {"pipeline": pipeline, "microbatches": microbatches, "schedule": schedule, "chunks": chunks,
                             "data": data, "tensor": tensor, "expert": expert, "ulysses": ulysses, "ring": ring, "zero": zero,
-                            "recompute": recompute}  # fmt: skip
+                            "recompute": recompute, "offload": offload}  # fmt: skip
     options = SearchOptions(time_limit_s=time_limit_s, pin=pin or {}, **pins)
     how: dict[str, Any] = {"precision": precision, "plan": plan, "progress": progress}
     how |= {"local_batch_norm": local_batch_norm, "allow": allow}

@@ -161,7 +161,7 @@ class Memory:
 @dataclass(frozen=True, slots=True)
 class StagePlan:
     """A pipeline stage: layers ``start`` to ``stop`` (exclusive), its devices, predicted memory against the limit and time
-    of one microbatch (forward plus backward, seconds)."""
+    of one microbatch (forward plus backward, seconds). ``host_bytes`` are what a device has in its host's memory besides."""
 
     start: int
     stop: int
@@ -169,6 +169,7 @@ class StagePlan:
     memory: Memory
     memory_limit_bytes: int
     microbatch_s: float
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +290,7 @@ class Plan:
                 "memory_limit_bytes": stage.memory_limit_bytes,
                 "memory_by_part_bytes": dataclasses.asdict(stage.memory),
                 "microbatch_s": stage.microbatch_s,
+                "host_bytes": stage.host_bytes,
             }
             for stage in self.stages
         ]
@@ -333,6 +335,7 @@ class Plan:
                     Memory(**s["memory_by_part_bytes"]),
                     s["memory_limit_bytes"],
                     s["microbatch_s"],
+                    s.get("host_bytes", 0),
                 )
                 for s in data["stages"]
             ),

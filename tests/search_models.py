@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx, nn
 
 from autopar.graph import Graph, Layer, LayerClass, Value
-from autopar.plan import RECOMPUTATIONS, Axis, Role, Strategy
+from autopar.plan import OFFLOADS, RECOMPUTATIONS, Axis, Role, Strategy
 from autopar.search.hand import make_mesh
 from autopar.search.options import SearchOptions
 from autopar.search.problem import Choice
@@ -32,6 +32,8 @@ class Price:
     flops: float
     fresh_bytes: int = 0
     border_bytes: int = 0
+    host_bytes: int = 0
+    host_saved_bytes: int = 0
 
     @property
     def weights_bytes(self) -> int:
@@ -47,6 +49,7 @@ class Devices:
     gpus_per_node: int = 8
     kinds: tuple[tuple[float, int], ...] = ()
     slower: float = 1.0
+    host_limit_bytes: int = 0
 
     def stages(self, pipeline: int) -> tuple[Devices, ...]:
         if not self.kinds:
@@ -55,7 +58,8 @@ class Devices:
         for s in range(pipeline):
             share = len(self.kinds) / pipeline
             mine = self.kinds[int(s * share + 1e-9) : max(int((s + 1) * share + 1 - 1e-9), int(s * share + 1e-9) + 1)]
-            found.append(Devices(self.count, min(limit for _, limit in mine), slower=max(t for t, _ in mine)))
+            slower, limit = max(t for t, _ in mine), min(limit for _, limit in mine)
+            found.append(Devices(self.count, limit, slower=slower, host_limit_bytes=self.host_limit_bytes))
         return tuple(found)
 
     def borders(self, pipeline: int) -> tuple[Devices, ...]:
@@ -115,11 +119,16 @@ class RandomPricer:
         if rng.random() > self.density:
             return None
         part = self.slower / microbatches
-        return Price(
+        found = Price(
             rng.choice([1.0, 2.0, rng.random()]) * part, rng.choice([2.0, 3 * rng.random()]) * part, 0.1 * part,
             rng.random(), rng.randint(1, 20), rng.randint(1, 20), rng.randint(0, 60), int(rng.randint(1, 80) / microbatches),
             rng.randint(0, 30), 1e12 * part,
         )  # fmt: skip
+        if strategy.offloads_optimizer:
+            found = replace(found, optimizer_bytes=0, host_bytes=rng.randint(1, 40))
+        if strategy.offloads_activations:
+            found = replace(found, saved_bytes=0, host_saved_bytes=int(rng.randint(1, 40) / microbatches))
+        return found
 
     def edge(self, i: int, mesh: tuple[Axis, ...], left: Strategy, right: Strategy, microbatches: int) -> float:
         if left.roles == right.roles:
@@ -227,7 +236,10 @@ def candidates(graph: Graph, layer: int, mesh: tuple[Axis, ...], m: int, options
                 continue
             for zero, again in itertools.product((0, 1, 2, 3) if ways > 1 else (0,), RECOMPUTATIONS):
                 if again == pins.get("recompute", again) and (ways == 1 or zero == pins.get("zero", zero)):
-                    found.append(Strategy(roles, zero, again == "full", again == "selective"))
+                    asked = pins.get("offload", "none")
+                    for offload in OFFLOADS if asked == "any" else (asked,):
+                        if again != "selective" or offload in ("none", "optimizer"):
+                            found.append(Strategy(roles, zero, again == "full", again == "selective", offload))
     return found
 
 
@@ -258,6 +270,8 @@ def every_plan(
             runs = [[p[s] for _, p in picked[bounds[s] : bounds[s + 1]]] for s in range(stages)]
             if any(most_held(runs, d, line, orders[d]) > limits[d] for d in range(line)):
                 continue
+            if any(most_aside(runs, d, line, orders[d]) > cluster.host_limit_bytes for d in range(line)):
+                continue
             forward, backward, step = [], [], []
             for s, inside in enumerate(runs):
                 f, b = sum(p.forward_s for p in inside), sum(p.backward_s for p in inside)
@@ -285,6 +299,15 @@ def most_held(runs: list[list[Price]], device: int, line: int, order: list[tuple
         most = max(most, saved + max(p.transient_bytes for p in runs[stage]))
         saved -= own if kind == "B" else 0
     return weights + most
+
+
+def most_aside(runs: list[list[Price]], device: int, line: int, order: list[tuple[str, int, int]]) -> int:
+    """The same of the host's memory; of one stage for each device."""
+    saved = most = 0
+    for kind, stage, _ in order:
+        saved += sum(p.host_saved_bytes for p in runs[stage]) * (1 if kind == "F" else -1)
+        most = max(most, saved)
+    return sum(p.host_bytes for run in runs[device::line] for p in run) + most
 
 
 class TransformerPricer:

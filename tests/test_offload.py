@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from exactness import subject
+from price_models import chain, mlp, solve_mlp
+from search_models import Devices, RandomPricer, brute_force, random_problem
 
+from autopar.devices import parse
 from autopar.emit import emit
-from autopar.errors import UsageError
-from autopar.plan import OFFLOADS, Plan
-from autopar.search import hand_plan
+from autopar.errors import InfeasibleError, UsageError
+from autopar.graph import Graph
+from autopar.plan import OFFLOADS, Plan, Role, Strategy
+from autopar.price import Pricer
+from autopar.price.layer import LayerPrice
+from autopar.search import SearchOptions, driver, hand_plan, make_mesh, search
 
 
 def offloaded(plan: Plan, offload: str) -> Plan:
@@ -38,3 +45,106 @@ def test_what_has_no_program_yet_is_refused(offload: str, tmp_path: Path) -> Non
     graph = subject("mlp").graph
     with pytest.raises(UsageError, match=f"{offload} in the host's memory"):
         emit(graph, offloaded(hand_plan(graph, data=2), offload), tmp_path)
+
+
+# -- prices ----------------------------------------------------------------------------------------------------------
+
+B, S, H, F = 8, 128, 256, 1024
+GRAPH, MESH = chain(mlp(B, S, H, F), 4), make_mesh(("data", 8))
+TRAINABLE = 2 * H * F
+
+
+def price(offload: str, zero: int = 0, devices: str = "8xH100-80GB", recompute: bool = False) -> LayerPrice:
+    pricer = Pricer(GRAPH, parse(devices), "bfloat16", solve_mlp)
+    found = pricer.layer("mlp", MESH, Strategy((Role.DATA,), zero, recompute, offload=offload), 1)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_an_optimizer_in_the_host(zero: int) -> None:
+    """Per element a gradient of 2 bytes goes down and a parameter of 2 comes up; the update reads 2 of gradient, reads and writes 12 of
+    states and master copy, writes 2 of parameter."""
+    here, there = price("none", zero), price("optimizer", zero)
+    mine = TRAINABLE // 8 if zero else TRAINABLE
+    assert (here.optimizer_bytes, here.host_bytes) == (12 * mine, 0)
+    assert (there.optimizer_bytes, there.host_bytes, there.host_saved_bytes) == (0, 16 * mine, 0)
+    link, memory = 614.4e9 * 0.83 / 16, 614.4e9 * 0.5 / 8  # of the node's memory: each device's share
+    update = 4 * mine / link + (2 + 2 * 12 + 2) * mine / memory
+    gpu = parse("8xH100-80GB").gpu
+    assert there.step_s - here.step_s == pytest.approx(update - (2 + 2 * 12 + 2 * 2) * mine / gpu.bytes_per_s)
+    same = ("forward_s", "backward_s", "parameters_bytes", "gradients_bytes", "saved_bytes", "transient_bytes")
+    assert all(getattr(here, name) == getattr(there, name) for name in same)
+
+
+def test_activations_in_the_host() -> None:
+    """x, up(x) and gelu(up(x)) of one device's row; two layers' worth of them is on the device while one is at work."""
+    here, there = price("none"), price("activations")
+    saved = 2 * S * (H + 2 * F)
+    assert (here.saved_bytes, here.host_saved_bytes) == (saved, 0)
+    assert (there.saved_bytes, there.host_saved_bytes, there.host_bytes) == (0, saved, 0)
+    assert there.transient_bytes == here.transient_bytes + 2 * saved
+    assert there.step_s == here.step_s and there.optimizer_bytes == here.optimizer_bytes
+    way = saved / (614.4e9 * 0.83 / 16)
+    # this layer is bound by the start of its kernels, whose time hides the way as well
+    hidden_forward, hidden_backward = here.forward_s, here.backward_s
+    assert there.forward_s == pytest.approx(here.forward_s + max(0.0, way - hidden_forward))
+    assert there.backward_s == pytest.approx(here.backward_s + max(0.0, way - hidden_backward))
+
+
+def test_what_a_slow_link_does_not_hide_is_waited_for(tmp_path: Path) -> None:
+    file = tmp_path / "slow.toml"
+    file.write_text('gpu = "H100-80GB"\nhost_gb_per_s = 1')
+    here, there = price("none"), price("activations", devices=str(file))
+    way = 2 * S * (H + 2 * F) / (1e9 * 0.85)
+    assert there.forward_s == pytest.approx(way) and way > here.forward_s
+    assert there.backward_s == pytest.approx(way) and way > here.backward_s
+    assert there.communication_s - here.communication_s == pytest.approx(2 * way - here.forward_s - here.backward_s)
+
+
+def test_a_recomputed_layer_puts_its_input_aside() -> None:
+    here, there = price("none", recompute=True), price("both", recompute=True)
+    assert here.saved_bytes == there.host_saved_bytes == 2 * S * H
+    assert there.saved_bytes == 0 and there.transient_bytes == here.transient_bytes + 2 * here.saved_bytes
+    assert there.host_bytes == 16 * TRAINABLE
+
+
+def test_processes_of_this_machine_have_no_memory_but_the_hosts() -> None:
+    pricer = Pricer(GRAPH, parse(["cpu"] * 8), "bfloat16", solve_mlp)
+    prices = {pricer.layer("mlp", MESH, Strategy((Role.DATA,), offload=offload), 1) for offload in OFFLOADS}
+    assert len(prices) == 1 and None not in prices
+
+
+# -- the search ------------------------------------------------------------------------------------------------------
+
+
+def random_offload(seed: int) -> tuple[Graph, Devices, RandomPricer, SearchOptions]:
+    """A small problem of little memory in which anything may be in the host's, whose memory is little, too."""
+    rng = random.Random(f"offload {seed}")
+    graph, cluster, pricer = random_problem(seed, devices=(1, 2, 2))
+    limits = {"memory_limit_bytes": rng.choice([50, 70, 100]), "host_limit_bytes": rng.choice([0, 20, 40, 60, 10_000])}
+    pins = rng.choice([{"offload": "any"}, {"offload": "any"}, {"offload": "optimizer"}, {"layers.0.offload": "any"}])
+    return graph, replace(cluster, **limits), pricer, SearchOptions(target_gap=0.0, time_limit_s=120, pin=pins)
+
+
+@pytest.mark.parametrize("layers", [0, 16], ids=["SCIP", "labels"])
+def test_same_optimum_and_same_infeasible_set_as_brute_force(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "LABEL_LAYERS", layers)
+    outcomes = []
+    for seed in range(100):
+        graph, cluster, pricer, options = random_offload(seed)
+        best = brute_force(graph, cluster, pricer, options)
+        try:
+            plan = search(graph, cluster, pricer, options)
+        except InfeasibleError as error:
+            assert best is None, seed
+            outcomes.append("host" if "host's memory" in error.message else "device")
+            continue
+        assert best is not None, seed
+        assert plan.bound_s <= best * (1 + 1e-6) and best <= plan.prediction.step_time_s * (1 + 1e-9), seed
+        if layers:
+            assert plan.prediction.step_time_s == pytest.approx(best, rel=1e-9), seed
+        assert all(stage.host_bytes <= cluster.host_limit_bytes for stage in plan.stages)
+        there = {layer.strategy.offload for layer in plan.layers}
+        outcomes.append("there" if there != {"none"} else "here")
+    assert all(outcomes.count(outcome) >= 2 for outcome in ("host", "device", "here", "there")), outcomes

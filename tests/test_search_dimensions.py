@@ -8,7 +8,7 @@ import pytest
 from price_models import chain, mlp, solve_mlp
 
 from autopar.devices import parse
-from autopar.plan import INTERLEAVED, RECOMPUTATIONS, Axis, Plan, Role, Strategy
+from autopar.plan import INTERLEAVED, OFFLOADS, RECOMPUTATIONS, Axis, Plan, Role, Strategy
 from autopar.price import Pricer
 from autopar.search import SearchOptions, evaluate, make_mesh
 from autopar.search.hand import even_cuts
@@ -33,13 +33,18 @@ class Written:
     roles: tuple[Role, ...] = (D, T)
     zero: int = 1
     recompute: str = "none"
+    offload: str = "none"
     cuts: tuple[int, ...] | None = None
 
+    @property
+    def strategy(self) -> Strategy:
+        full, part = self.recompute == "full", self.recompute == "selective"
+        return Strategy(self.roles, self.zero, full, part, self.offload)
+
     def priced(self) -> Plan:
-        strategy = Strategy(self.roles, self.zero, self.recompute == "full", self.recompute == "selective")
         cuts = even_cuts(LAYERS, self.pipeline * self.chunks) if self.cuts is None else self.cuts
         return evaluate(
-            GRAPH, CLUSTER, PRICER, mesh=self.mesh, stage_bounds=(0, *cuts, LAYERS), strategies=[strategy] * LAYERS,
+            GRAPH, CLUSTER, PRICER, mesh=self.mesh, stage_bounds=(0, *cuts, LAYERS), strategies=[self.strategy] * LAYERS,
             microbatches=self.microbatches, schedule=self.schedule, precision="bfloat16", chunks=self.chunks,
         )  # fmt: skip
 
@@ -55,6 +60,7 @@ DIMENSIONS: dict[str, list[Written]] = {
     "roles": [replace(PLAIN, roles=roles) for roles in ((D, T), (D, Role.TENSOR_SEQUENCE), (D, D))],
     "ZeRO": [replace(PLAIN, zero=zero) for zero in (0, 1, 2, 3)],
     "recomputation": [replace(PLAIN, recompute=how) for how in RECOMPUTATIONS],
+    "offload": [replace(PLAIN, offload=what) for what in OFFLOADS],
 }
 
 
@@ -80,5 +86,8 @@ def test_the_search_tries_these_values() -> None:
         assert choice in asked, choice
     candidates = strategies(PLAIN.mesh, BATCH // PLAIN.microbatches, CLUSTER.gpus_per_node, SearchOptions())
     for written in (w for name in ("roles", "ZeRO", "recomputation") for w in DIMENSIONS[name]):
-        wanted = Strategy(written.roles, written.zero, written.recompute == "full", written.recompute == "selective")
-        assert wanted in candidates, written
+        assert written.strategy in candidates, written
+    assert all(candidate.offload == "none" for candidate in candidates)
+    asked = SearchOptions(offload="any")
+    candidates = strategies(PLAIN.mesh, BATCH // PLAIN.microbatches, CLUSTER.gpus_per_node, asked)
+    assert all(written.strategy in candidates for written in DIMENSIONS["offload"])

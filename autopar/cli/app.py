@@ -12,7 +12,7 @@ import click
 
 import autopar
 from autopar.errors import AutoparError
-from autopar.plan import ALLOWED, RECOMPUTATIONS
+from autopar.plan import ALLOWED, OFFLOADS, RECOMPUTATIONS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -99,6 +99,11 @@ _pin_options = _options(
         help="Pin recomputation of activations in every layer; without a value, full.",
     ),
     click.option("--no-recompute", "recompute", flag_value="none", help="The same as --recompute none."),
+    click.option(
+        "--offload",
+        type=click.Choice([*OFFLOADS, "any"]),
+        help="What of every layer is in the host's memory: optimizer states, saved activations, both, or what wins (any).",
+    ),
     click.option("--memory-limit", metavar="SIZE", help="What may be filled of one device, such as 40GB or 37GiB."),
     click.option(
         "--local-batch-norm",
@@ -349,6 +354,7 @@ def hardware(action: str | None, name: str | None, as_json: bool) -> None:
 @click.option("--schedule", metavar="NAME", help="gpipe, 1f1b or interleaved-1f1b.")
 @click.option("--chunks", type=click.IntRange(1), metavar="N", help="Stages of each device, under interleaved-1f1b.")
 @click.option("--recompute", metavar="NAME", help="none, selective or full.")
+@click.option("--offload", metavar="NAME", help="In the host's memory: none, optimizer, activations or both.")
 @click.option("--timeline", is_flag=True, help="Show besides what each device holds at each action of a step.")
 @_plan_file_option
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import BatchError, UsageError
-from autopar.plan import RECOMPUTATIONS, REPLICATING, SEQUENCES, LayerPlan, Plan, Role
+from autopar.plan import OFFLOADS, RECOMPUTATIONS, REPLICATING, SEQUENCES, LayerPlan, Plan, Role
 
 if TYPE_CHECKING:
     from autopar.devices import Cluster
@@ -192,6 +192,9 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
     recompute = request.get("recompute") or "none"
     if recompute not in RECOMPUTATIONS:
         raise UsageError(f"there is no recomputation {recompute!r}", "write none, selective or full")
+    offload = request.get("offload") or "none"
+    if offload not in OFFLOADS:
+        raise UsageError(f"there is no offload {offload!r}", f"write {', '.join(OFFLOADS)}")
     plan = hand_plan(
         graph,
         pipeline=pipeline,
@@ -202,6 +205,7 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
         tensor=tensor,
         sequence=bool(request.get("sequence")),
         recompute=recompute,
+        offload=offload,
         microbatches=microbatches,
         schedule=request.get("schedule"),
     )
@@ -282,6 +286,9 @@ def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
     found.append(("ZeRO", *(max(layer.strategy.zero for layer in plan.layers) for plan in (a, b)), ""))  # type: ignore[arg-type]
     for words, how in (("layers recomputed", "full"), ("layers recomputed in part", "selective")):
         found.append((words, count(a, how), count(b, how), ""))
+    for words, part in (("layers' optimizer states", "optimizer"), ("layers' activations", "activations")):
+        counts = (sum(getattr(layer.strategy, f"offloads_{part}") for layer in plan.layers) for plan in (a, b))
+        found.append((f"{words} in the host", *counts, ""))
     for name in ("step_time_s", "compute_s", "communication_s", "bubble_s", "optimizer_s"):
         found.append(
             (name.removesuffix("_s").replace("_", " "), getattr(a.prediction, name), getattr(b.prediction, name), "s")

@@ -89,6 +89,9 @@ def _layers(plan: Plan) -> RenderableType:
     for name in ("count", "data", "tensor", "sequence", "ZeRO"):
         table.add_column(name, justify="right")
     table.add_column("recompute")
+    offloads = any(layer.strategy.offload != "none" for layer in plan.layers)
+    if offloads:
+        table.add_column("in the host")
     for run in runs(plan):
         s = run.strategy
         table.add_row(
@@ -99,6 +102,7 @@ def _layers(plan: Plan) -> RenderableType:
             _degree(s.degree(plan.mesh, *SEQUENCES)),
             str(s.zero) if s.degree(plan.mesh, Role.DATA) > 1 else "-",
             {"none": "-", "selective": "in part", "full": "yes"}[s.recomputation],
+            *([s.offload if s.offload != "none" else "-"] if offloads else []),
         )
     return table
 

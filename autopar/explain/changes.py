@@ -18,13 +18,14 @@ from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.explain.describe import describe, memory_bytes
 from autopar.explain.study import Study
 from autopar.plan import Plan
+from autopar.search.options import ANY
 
 MOST_DEVICES = 65_536
 MOST_PROCESSES = 64  # of this machine
 ENOUGH_S = 60.0  # for one search; it stops with the first plan that fits, long before
 LIMIT_S = 60.0  # for all of them together
 SEQ_STEP = 128
-ANY = 1.0 - 1e-9  # the gap at which a search stops with the first plan that fits
+FIRST = 1.0 - 1e-9  # the gap at which a search stops with the first plan that fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def suggest(
 def feasible(study: Study, **changes: Any) -> Plan | None:
     """Any plan that fits under the changes (as for ``Study.solve``), ``None`` where the search finds none."""
     try:
-        return study.solve(target_gap=ANY, time_limit_s=ENOUGH_S, **changes)
+        return study.solve(target_gap=FIRST, time_limit_s=ENOUGH_S, **changes)
     except (InfeasibleError, UsageError):
         return None
 
@@ -96,6 +97,8 @@ def _without_pins(study: Study, deadline: float) -> Iterator[Change]:
     pins = study.options.pins
     alone = 0
     for key, value in pins.items():
+        if value == ANY:  # decides nothing
+            continue
         plan = feasible(study, asked=study.options.without(key))
         if plan is not None:
             alone += 1

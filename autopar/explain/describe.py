@@ -41,6 +41,11 @@ def describe(plan: Plan) -> str:
         if count:
             how = "recomputed" if name == "recompute" else "recomputed in part"
             parts.append(f"{'all' if count == len(plan.layers) else f'{count} of {len(plan.layers)}'} layers {how}")
+    for name, what in (("offloads_optimizer", "optimizer states"), ("offloads_activations", "activations")):
+        count = sum(getattr(layer.strategy, name) for layer in plan.layers)
+        if count:
+            whose = "" if count == len(plan.layers) else f" of {count} of {len(plan.layers)} layers"
+            parts.append(f"{what}{whose} in the host's memory")
     return ", ".join(parts)
 
 

@@ -24,6 +24,7 @@ from autopar.graph import LayerClass
 from autopar.plan import Axis, Role, Strategy
 from autopar.price.collectives import Group, group, group_time_s
 from autopar.price.held import Alive, Share, flat_bytes, sharded_bytes
+from autopar.price.host import Aside, host_state_bytes, host_update_s, waited_s
 from autopar.price.memory import Precision, precision, state_bytes
 from autopar.price.moves import Move, layer_moves
 from autopar.price.practice import EMITTED, Practice
@@ -48,7 +49,7 @@ class LayerPrice:
     place, ``border_bytes`` what a stage with its border here passes on. ``flops`` counts the model's arithmetic for one microbatch, forward
     and backward, over all devices of the stage: replicated work once, recomputation not at all. ``weight_s`` is the part of ``backward_s``
     that makes parameters' gradients alone; where a schedule runs it apart, ``waiting_bytes`` come to ``saved_bytes`` until then
-    (``price.split``).
+    (``price.split``). ``host_bytes`` are in the host's memory all along, ``host_saved_bytes`` for each microbatch in flight.
     """
 
     forward_s: float
@@ -65,6 +66,8 @@ class LayerPrice:
     border_bytes: int = 0
     weight_s: float = 0.0
     waiting_bytes: int = 0
+    host_bytes: int = 0
+    host_saved_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -404,45 +407,42 @@ def assemble(
     numbers: Precision,
     practice: Practice,
 ) -> LayerPrice:
-    """Adds ZeRO over the data axes and recomputation."""
+    """Adds ZeRO over the data axes, recomputation, and what is in the host's memory."""
     data, zero = spread.size, strategy.zero if spread.size > 1 else 0
-    trainable = math.ceil(c.trainable)
+    trainable, aside = math.ceil(c.trainable), Aside.of(strategy, cluster)
     gather, reduce = spread.gather_s[zero >= 2], spread.reduce_s[zero >= 2]
 
     def beside(compute_s: float, wire_s: float) -> float:
         return beside_s(compute_s, wire_s, cluster.overlap_slowdown)
 
     again, part = float(strategy.recompute), float(strategy.selective)
-    exposed = 1.0 - practice.overlap_tensor
-    forward_wire_s = exposed * c.forward_wire_s + c.forward_beside_s
-    backward_wire_s = exposed * c.backward_wire_s + c.backward_beside_s
-    backward_wire_s += again * forward_wire_s + part * exposed * c.selective_wire_s
+    forward_wire_s, backward_wire_s = _wires_s(c, strategy, practice)
     forward_compute_s = max(c.forward_compute_s, c.forward_host_s - forward_wire_s)
     held_gradient = trainable / (data if zero >= 2 else 1)
     accumulate_s = (1 - 1 / spread.microbatches) * held_gradient * numbers.accumulated / cluster.gpu.bytes_per_s
-    recomputed_s = again * c.forward_compute_s + part * c.selective_compute_s
-    device_s = c.backward_compute_s + accumulate_s + recomputed_s
-    backward_compute_s = max(
-        device_s,
-        c.backward_host_s + again * c.forward_host_s + part * c.selective_host_s - backward_wire_s,
-    )
+    device_s = c.backward_compute_s + accumulate_s + (again * c.forward_compute_s + part * c.selective_compute_s)
+    host_s = c.backward_host_s + again * c.forward_host_s + part * c.selective_host_s
+    backward_compute_s = max(device_s, host_s - backward_wire_s)
     waits_s = _waits_s(c, strategy, data if zero >= 2 else 1, cluster, forward_compute_s, backward_compute_s)
     forward_wire_s, backward_wire_s = forward_wire_s + waits_s[0], backward_wire_s + waits_s[1]
     forward_exposed = beside(forward_compute_s, gather if zero >= 2 else 0.0)
     backward_exposed = beside(backward_compute_s, (reduce if zero >= 2 else 0.0) + (gather if zero == 3 else 0.0))
 
-    step_s = cluster.gpu.update_s(trainable / (data if zero else 1) * update_bytes(numbers), c.tensors)
+    kept, working = _activations(c, strategy)
+    if aside.activations:
+        forward_exposed += waited_s(kept, forward_compute_s, cluster)
+        backward_exposed += waited_s(kept, backward_compute_s, cluster)
+    updated = trainable / (data if zero else 1)
+    on_device_s = cluster.gpu.update_s(updated * update_bytes(numbers), c.tensors)
+    step_s = host_update_s(updated, numbers, cluster) if aside.optimizer else on_device_s
     under = practice.overlap_data
     if zero == 0:
         step_s += beside(under * backward_compute_s, spread.average_s)
     elif zero == 1:
         step_s += beside(under * backward_compute_s, reduce) + beside(under * forward_compute_s, gather)
 
-    held, gradients, optimizer, saved, transient = _bytes(
-        c, spread.microbatches, strategy, data, zero, numbers, practice
-    )
+    held, gradients, optimizer, saved, transient = _bytes(c, spread, strategy, data, zero, numbers, practice, aside)
     weight_s = c.weight_compute_s + accumulate_s
-    kept, working = _activations(c, strategy)
     return LayerPrice(
         forward_s=forward_compute_s + forward_wire_s + forward_exposed,
         backward_s=backward_compute_s + backward_wire_s + backward_exposed,
@@ -458,8 +458,22 @@ def assemble(
         border_bytes=math.ceil(c.input_bytes or c.output_bytes) if practice.apart else 0,
         # where the host is what takes the time, it takes a part's share of it
         weight_s=weight_s / device_s * backward_compute_s if weight_s else 0.0,
-        waiting_bytes=math.ceil(c.waiting_bytes + working - kept),
+        waiting_bytes=math.ceil(c.waiting_bytes + working - (0.0 if aside.activations else kept)),
+        host_bytes=host_state_bytes(math.ceil(updated), numbers) if aside.optimizer else 0,
+        host_saved_bytes=math.ceil(kept) if aside.activations else 0,
     )
+
+
+def _wires_s(c: Core, strategy: Strategy, practice: Practice) -> tuple[float, float]:
+    """Seconds of communication that is waited for, forward and backward, that of recomputation included."""
+    exposed = 1.0 - practice.overlap_tensor
+    forward_s = exposed * c.forward_wire_s + c.forward_beside_s
+    backward_s = exposed * c.backward_wire_s + c.backward_beside_s
+    if strategy.recompute:
+        backward_s += forward_s
+    elif strategy.selective:
+        backward_s += exposed * c.selective_wire_s
+    return forward_s, backward_s
 
 
 def _waits_s(
@@ -481,13 +495,24 @@ def _waits_s(
 
 
 def _bytes(
-    c: Core, microbatches: int, strategy: Strategy, data: int, zero: int, numbers: Precision, practice: Practice
+    c: Core,
+    spread: Spread,
+    strategy: Strategy,
+    data: int,
+    zero: int,
+    numbers: Precision,
+    practice: Practice,
+    aside: Aside,
 ) -> tuple[int, int, int, int, int]:
     """Bytes of parameters, gradients, optimizer state, of what is saved for a microbatch, and of transients."""
     parameters, trainable = math.ceil(c.parameters), math.ceil(c.trainable)
     held, gradients, optimizer = state_bytes(parameters, trainable, data, zero, numbers)
     saved, working = _activations(c, strategy)
-    share = Share(c.alive, saved, working, parameters, trainable, c.largest, microbatches)
+    if aside.optimizer:
+        optimizer = 0
+    if aside.activations:  # the layer at work, and what is on its way for the next
+        saved, working = 0.0, working + saved
+    share = Share(c.alive, saved, working, parameters, trainable, c.largest, spread.microbatches)
     if not practice.apart:
         transient = working - saved + c.alive.activations
         if (

@@ -13,6 +13,7 @@ from autopar.graph import Graph, LayerClass
 from autopar.plan import Axis, Role, Strategy
 from autopar.price import table as tables
 from autopar.price.collectives import group, p2p_s
+from autopar.price.host import Aside
 from autopar.price.layer import (
     MICROBATCH,
     Bound,
@@ -157,7 +158,10 @@ class Pricer:
             tuple(a for a, r in zip(mesh, strategy.roles, strict=True) if r.replicates_parameters), self.cluster
         )
         zero = strategy.zero if copies.size > 1 else 0
-        return state_bytes(numel, numel if table.trainable[k] else 0, copies.size, zero, self.numbers)
+        held, gradients, optimizer = state_bytes(
+            numel, numel if table.trainable[k] else 0, copies.size, zero, self.numbers
+        )
+        return held, gradients, 0 if Aside.of(strategy, self.cluster).optimizer else optimizer
 
     def types(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[AxisTypes, ...] | None:
         """The types on the microbatch axis, then on every axis of the mesh; ``None`` where a role is inadmissible."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
-from autopar.plan import RECOMPUTATIONS, Axis, LayerPlan, Memory, Plan, Prediction, Role, StagePlan, Strategy
+from autopar.plan import OFFLOADS, RECOMPUTATIONS, Axis, LayerPlan, Memory, Plan, Prediction, Role, StagePlan, Strategy
 from autopar.search.problem import Choice, Devices, LayerPrice, Mesh, Pricer
 from autopar.search.simulate import device_order, holdings, lower_bound, simulate
 from autopar.search.tables import Instance
@@ -125,11 +125,32 @@ def _memories(instance: Instance, bounds: Sequence[int], prices: Sequence[LayerP
 
 
 def fits(instance: Instance, solution: Solution) -> bool:
-    return _fit(instance, memories(instance, solution))
+    return _fit(instance, solution.bounds, prices_of(instance, solution))
 
 
-def _fit(instance: Instance, held: Sequence[Memory]) -> bool:
-    return all(m.total <= limit for m, limit in zip(held, instance.layout.limit, strict=False))
+def _fit(instance: Instance, bounds: Sequence[int], prices: Sequence[LayerPrice]) -> bool:
+    held = _memories(instance, bounds, prices)
+    if not all(m.total <= limit for m, limit in zip(held, instance.layout.limit, strict=False)):
+        return False
+    return not instance.aside or _fits_hosts(instance, bounds, prices)
+
+
+def _fits_hosts(instance: Instance, bounds: Sequence[int], prices: Sequence[LayerPrice]) -> bool:
+    aside = host_bytes(instance.choice, [prices[i:j] for i, j in pairwise(bounds)])
+    limits = (instance.layout.host[place] for place in instance.layout.place)
+    return all(size <= limit for size, limit in zip(aside, limits, strict=False))
+
+
+def host_bytes(choice: Choice, stages: Sequence[Sequence[LayerPrice]]) -> list[int]:
+    """Bytes of each device of the line in its host's memory; of several chunks all in flight are taken to be of the one that saves most."""
+    found = []
+    for d in range(choice.pipeline):
+        mine = stages[d :: choice.pipeline]
+        most = max(sum(int(p.host_saved_bytes) for p in stage) for stage in mine)
+        found.append(
+            sum(int(p.host_bytes) for stage in mine for p in stage) + sum(choice.in_flight[d :: choice.pipeline]) * most
+        )
+    return found
 
 
 def coalesce(mesh: Mesh, strategies: Sequence[Strategy]) -> tuple[Mesh, list[Strategy]]:
@@ -191,6 +212,7 @@ def make_plan(
     size = int(np.prod([axis.size for axis in mesh]))
     runs = list(pairwise(bounds))
     held = device_memories(choice, [prices[i:j] for i, j in runs], twice)
+    aside = host_bytes(choice, [prices[i:j] for i, j in runs])
     stages = tuple(
         StagePlan(
             i,
@@ -199,6 +221,7 @@ def make_plan(
             held[s % choice.pipeline],
             int(limits[s % choice.pipeline]),
             found.forward_s[s] + found.backward_s[s],
+            aside[s % choice.pipeline],
         )
         for s, (i, j) in enumerate(runs)
     )
@@ -218,7 +241,11 @@ def make_plan(
         bound_s=proof.bound_s,
         gap=proof.gap,
         solver=proof.solver,
-        notes=(*proof.notes, *_notes(graph, choice, strategies, mesh)),
+        notes=(
+            *proof.notes,
+            *_notes(graph, choice, strategies, mesh),
+            *_host_notes(strategies, aside, [stage.host_limit_bytes for stage in cluster.stages(choice.pipeline)]),
+        ),
         wall_time_s=proof.wall_time_s,
         peak_memory_bytes=proof.peak_memory_bytes,
         chunks=choice.chunks,
@@ -359,6 +386,19 @@ def _notes(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh: M
     return tuple(notes)
 
 
+def _host_notes(strategies: Sequence[Strategy], aside: Sequence[int], limits: Sequence[int]) -> tuple[str, ...]:
+    notes = []
+    if max(aside):
+        d = max(range(len(aside)), key=lambda d: aside[d] / max(limits[d], 1))
+        full = " and does not fit" if aside[d] > limits[d] else ""
+        notes.append(
+            f"in the host's memory: {aside[d] / 1e9:.3g} GB per device of its share of {limits[d] / 1e9:.3g} GB{full}"
+        )
+    if any(s.offloads_optimizer for s in strategies):
+        notes.append("priced alone: no program is written with optimizer states in the host's memory")
+    return tuple(notes)
+
+
 def evaluate(
     graph: Graph,
     cluster: Devices,
@@ -434,9 +474,9 @@ def _price(graph: Graph, pricer: Pricer, index: int, mesh: Mesh, strategy: Strat
     return price
 
 
-def _effort(strategy: Strategy) -> tuple[int, int]:
-    """The ZeRO stage and how much is recomputed: of equally fast strategies the least is told."""
-    return strategy.zero, RECOMPUTATIONS.index(strategy.recomputation)
+def _effort(strategy: Strategy) -> tuple[int, int, int]:
+    """What is in the host's memory, the ZeRO stage and how much is recomputed: of equally fast strategies the least is told."""
+    return OFFLOADS.index(strategy.offload), strategy.zero, RECOMPUTATIONS.index(strategy.recomputation)
 
 
 def tidy(instance: Instance, solution: Solution) -> tuple[list[Strategy], list[LayerPrice], Cost]:
@@ -455,7 +495,7 @@ def tidy(instance: Instance, solution: Solution) -> tuple[list[Strategy], list[L
         return step_cost(solution.bounds, trial, edges, sends, choice.microbatches, choice.schedule, choice.chunks)
 
     def fit(trial: list[LayerPrice]) -> bool:
-        return _fit(instance, _memories(instance, solution.bounds, trial))
+        return _fit(instance, solution.bounds, trial)
 
     best = step(prices)
     for kind, k in sorted({(int(instance.kind[i]), k) for i, k in enumerate(pick)}):

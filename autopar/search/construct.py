@@ -31,6 +31,9 @@ LADDER = (0.0, *np.geomspace(1e-3, 1e3, 13).tolist(), 1e9)
 CAPS = (1.0, 1.02, 1.05, 1.15, 1.5, np.inf)
 """Caps on the slowest stage, as multiples of the least possible one."""
 
+PRESSURES = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)
+"""Prices of the host's memory to try beside one of the device's, both as shares of their limits: the first that lets a stage fit."""
+
 WHOLE = 4
 """Modes whose drafts are made again from stages of whole layers."""
 
@@ -273,7 +276,8 @@ def _refined(
             chosen = Stage(instance, draft.mode.allowed, i, j, s, before).solve()
             full = Stage(instance, every, i, j, s, before)
             whole = _whole(instance, draft.mode, i, j, regime)
-            found = [full.improved(start) for start in (chosen, whole) if start is not None]
+            starts = (start for start in (chosen, whole) if start is not None and full.host_fits(start))
+            found = [full.improved(start) for start in starts]
             cache[key] = min(found, key=full.seconds) if found else None
         stage = cache[key]
         if stage is None:
@@ -305,8 +309,12 @@ def _whole(instance: Instance, mode: Mode, i: int, j: int, regime: Regime) -> tu
 class Stage:
     """One stage: the cheapest candidates of its layers that fit, resharding between them, at its entry and its sends included.
 
-    ``before`` is the candidate of layer ``i - 1``.
+    ``before`` is the candidate of layer ``i - 1``. ``aside`` are the bytes of each candidate in the host's memory, if any has some.
     """
+
+    aside: Sequence[Array] = ()
+    room = np.inf  # in the host's memory
+    pressure = 0.0  # what a byte there costs beside one of the device's
 
     def __init__(
         self, instance: Instance, allowed: tuple[Indices, ...], i: int, j: int, s: int, before: int | None
@@ -326,8 +334,19 @@ class Stage:
         if j < instance.layers:  # forwards, and backwards by the next stage
             self.weight[-1] = self.weight[-1] + 2 * instance.p2p(j - 1, s)[self.keep[-1]]
         self.scale = memory_scale(instance)
+        if instance.aside:
+            self.aside = [(t.host + n * t.host_saved)[keep] for t, keep in zip(tables, self.keep, strict=True)]
+            self.room = instance.layout.host[place]
 
     def solve(self) -> tuple[int, ...] | None:
+        for pressure in PRESSURES if self.aside else (0.0,):
+            self.pressure = pressure * self.limit / max(self.room, 1.0)
+            pick = self._solve()
+            if pick is not None:
+                return tuple(int(self.keep[a][k]) for a, k in enumerate(pick))
+        return None
+
+    def _solve(self) -> list[int] | None:
         pick = self._viterbi(0.0)
         if not self._fits(pick):
             low, high = 0.0, 0.0
@@ -346,7 +365,14 @@ class Stage:
                 else:
                     low = middle
             pick = self._spend(pick)
-        return tuple(int(self.keep[a][k]) for a, k in enumerate(pick))
+        return pick
+
+    def host_fits(self, pick: tuple[int, ...]) -> bool:
+        """Whether what such candidates put into the host's memory is no more than there is room for."""
+        return self._room_for([int(np.searchsorted(keep, k)) for keep, k in zip(self.keep, pick, strict=True)])
+
+    def _room_for(self, pick: list[int]) -> bool:
+        return not self.aside or float(sum(h[k] for h, k in zip(self.aside, pick, strict=True))) <= self.room
 
     def improved(self, pick: tuple[int, ...]) -> tuple[int, ...]:
         """Such candidates, or better ones that differ from them layer by layer."""
@@ -363,13 +389,16 @@ class Stage:
 
     def _fits(self, pick: list[int]) -> bool:
         held = sum(h[k] for h, k in zip(self.held, pick, strict=True))
-        return float(held + max(t[k] for t, k in zip(self.transient, pick, strict=True))) <= self.limit
+        needs = float(held + max(t[k] for t, k in zip(self.transient, pick, strict=True)))
+        return needs <= self.limit and self._room_for(pick)
 
     def _viterbi(self, price: float) -> list[int]:
         # a share of the transient is priced too: only the stage's largest counts, and which that is is not known yet
         local = [
             w + price * (h + t / len(self.held)) for w, h, t in zip(self.weight, self.held, self.transient, strict=True)
         ]
+        if self.pressure:
+            local = [here + price * self.pressure * h for here, h in zip(local, self.aside, strict=True)]
         best, came = local[0], []
         for edge, here in zip(self.edges, local[1:], strict=True):
             through = best[:, None] + edge
@@ -412,6 +441,9 @@ class Stage:
         saves = total[pick[a]] - total
         more = self.held[a] - self.held[a][pick[a]]
         ok = (saves > 1e-15) & (held + more + np.maximum(highest, self.transient[a]) <= self.limit)
+        if self.aside:
+            others = sum(float(h[k]) for h, k in zip(self.aside, pick, strict=True)) - self.aside[a][pick[a]]
+            ok &= others + self.aside[a] <= self.room
         if not ok.any():
             return 0.0, pick[a]
         ratio = np.where(ok, saves / np.maximum(more, 1.0), 0.0)

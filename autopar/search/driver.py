@@ -28,9 +28,9 @@ from autopar.search.construct import construct, tied_cost
 from autopar.search.dealt import construct_dealt, most_frugal_dealt, solve_dealt
 from autopar.search.dealt_bound import dealt_bound, dealt_relaxation, fewest_seconds
 from autopar.search.exact import TooLargeError, solve_labels, solve_scip
-from autopar.search.frugal import explain, most_frugal
+from autopar.search.frugal import explain, explain_host, most_frugal
 from autopar.search.lagrange import GRIDS, bottleneck_bound, whole_bound
-from autopar.search.options import SearchOptions
+from autopar.search.options import ANY, SearchOptions
 from autopar.search.problem import Choice, Devices, Pricer, choices
 from autopar.search.tables import Instance, Prices
 
@@ -126,8 +126,9 @@ def price_pins(
     """
     priced: list[PinPrice] = []
     deadline = time.monotonic() + time_limit_s
-    for number, (key, value) in enumerate(options.pins.items()):
-        left = max(deadline - time.monotonic(), 0.0) / (len(options.pins) - number)
+    pins = {key: value for key, value in options.pins.items() if value != ANY}  # which decides nothing
+    for number, (key, value) in enumerate(pins.items()):
+        left = max(deadline - time.monotonic(), 0.0) / (len(pins) - number)
         if options.progress is not None:
             options.progress(f"the price of {key}={value}")
         trial = replace(options.without(key), time_limit_s=left, progress=None)
@@ -332,7 +333,8 @@ def _last_resort(graph: Graph, state: State, instances: list[Instance]) -> None:
         raise explain(graph, instance, solution)
     found = _constructed(instance)
     state.offer(instance, solution if found is None else found[1])
-    assert state.best is not None
+    if state.best is None:
+        raise explain_host(instance, solution)
 
 
 def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Plan:

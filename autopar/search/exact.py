@@ -53,7 +53,8 @@ def solve_labels(instance: Instance, cutoff_s: float, deadline: float) -> tuple[
 
 
 def _ways(instance: Instance, i: int, stop: int, regime: Regime, deadline: float) -> dict[int, Stages]:
-    """Undominated ways for layers i..j-1, for every j up to ``stop``. A label is (forward, backward, step, held, transient)."""
+    """Undominated ways for layers i..j-1, for every j up to ``stop``. A label is (forward, backward, step, held, transient), and what is
+    in the host's memory where any candidate has something there."""
     n, passing, place, limit = regime
     first = instance.table(i)
     single = instance.choice.pipeline == 1
@@ -61,11 +62,13 @@ def _ways(instance: Instance, i: int, stop: int, regime: Regime, deadline: float
 
     def columns(layer: int) -> Array:
         t = instance.table(layer, place)
-        held = t.weights + n * t.saved
+        bytes_of = [t.weights + n * t.saved, t.at_work(passing)]
+        if instance.aside:
+            bytes_of.append(t.host + n * t.host_saved)
         if single:  # one stage: seconds add up to one number, and fewer labels are undominated
             zero = np.zeros(len(t))
-            return np.stack([t.time + t.step / m, zero, zero, held, t.at_work(passing)], axis=1)
-        return np.stack([t.forward, t.backward, t.step, held, t.at_work(passing)], axis=1)
+            return np.stack([t.time + t.step / m, zero, zero, *bytes_of], axis=1)
+        return np.stack([t.forward, t.backward, t.step, *bytes_of], axis=1)
 
     label = columns(i)
     picks = np.arange(len(first), dtype=np.int32)[:, None]
@@ -88,6 +91,8 @@ def _ways(instance: Instance, i: int, stop: int, regime: Regime, deadline: float
                 [np.repeat(picks, k, axis=0), np.tile(np.arange(k, dtype=np.int32)[:, None], (len(picks), 1))], axis=1
             )
         ok = label[:, 3] + label[:, 4] <= limit
+        if instance.aside:
+            ok &= label[:, 5] <= instance.layout.host[place]
         label, picks = label[ok], picks[ok]
         # resharding at the cuts depends on the first and the last layout
         ends = first.layout[picks[:, 0]] * 1000 + instance.table(layer).layout[picks[:, -1]]

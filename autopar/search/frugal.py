@@ -9,7 +9,7 @@ import numpy as np
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.plan import Memory
-from autopar.search.assess import Solution, memories
+from autopar.search.assess import Solution, host_bytes, memories, prices_of
 from autopar.search.runs import compositions
 from autopar.search.tables import Array, Indices, Instance, Regime
 
@@ -96,6 +96,19 @@ def explain(graph: Graph, instance: Instance, solution: Solution) -> InfeasibleE
         f"{gigabytes(held.total)} on stage {worst} ({where}), of which "
         f"{gigabytes(size)} are {part}; its largest layer is {graph.layers[largest].name} with {gigabytes(layer_bytes(largest))}",
         f"a memory limit of {gigabytes(enough, up=True)} ({enough} bytes) per device would do",
+    )
+
+
+def explain_host(instance: Instance, solution: Solution) -> InfeasibleError:
+    """The error for a search in which whatever fits the devices asks too much of their hosts; ``solution`` needs least of the devices."""
+    spans = [prices_of(instance, solution)[i:j] for i, j in pairwise(solution.bounds)]
+    aside, places = host_bytes(instance.choice, spans), instance.layout.place
+    limits = [instance.layout.host[places[d]] for d in range(len(aside))]
+    worst = max(range(len(aside)), key=lambda d: aside[d] - limits[d])
+    return InfeasibleError(
+        f"no plan was found that fits {gigabytes(instance.layout.limit[worst])} per device and {gigabytes(limits[worst])} of its host's "
+        f"memory: the one that needs least of the device ({instance.choice}) puts {gigabytes(aside[worst])} into the host's",
+        "take more devices or hosts with more memory, or leave the pin offload out",
     )
 
 

@@ -114,6 +114,7 @@ def hand_plan(
     sequence: bool = False,
     zero: int = 0,
     recompute: bool | str = False,
+    offload: str = "none",
     microbatches: int = 1,
     schedule: str | None = None,
     cuts: tuple[int, ...] | None = None,
@@ -128,7 +129,7 @@ def hand_plan(
     ``pipeline`` is the number of devices in a line, ``chunks`` how many stages each has (``plan.device_of``).
     ``cuts`` are the first layers of the stages after the first (default: even numbers).
     ``zero`` takes effect where a layer has a data axis of more than one device. ``recompute`` is one of ``RECOMPUTATIONS``, or
-    true for "full" and false for "none".
+    true for "full" and false for "none". ``offload`` is one of ``OFFLOADS``.
 
     Raises:
         UsageError: cuts that do not cut the layers into the stages, a schedule that cannot be, or strategies for layers that are not there.
@@ -138,7 +139,7 @@ def hand_plan(
     mesh = mesh or make_mesh(
         ("data", data), ("expert", expert), ("ring", ring), ("ulysses", ulysses), ("tensor", tensor)
     )
-    common = _common(mesh, _roles(mesh, sequence), zero, recompute)
+    common = replace(_common(mesh, _roles(mesh, sequence), zero, recompute), offload=offload)
     chosen = dict.fromkeys(range(count), common) | (strategies or {})
     if len(chosen) != count:
         raise UsageError(

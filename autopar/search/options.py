@@ -1,7 +1,8 @@
 """What the user decides: pins, limits, how long to look.
 
 A pin is a key and a value. ``pipeline``, ``chunks``, ``microbatches`` and ``schedule`` are of the whole plan; ``data``, ``tensor``,
-``expert``, ``ulysses``, ``ring``, ``zero`` and ``recompute`` of every layer, or of those that a selector before the last dot names::
+``expert``, ``ulysses``, ``ring``, ``zero``, ``recompute`` and ``offload`` of every layer, or of those that a selector before the last
+dot names::
 
     {"pipeline": 4, "schedule": "1f1b", "layers.0-7.tensor": 8, "lm_head.zero": 3}
 
@@ -9,7 +10,8 @@ A pin is a key and a value. ``pipeline``, ``chunks``, ``microbatches`` and ``sch
 
 A selector is a layer's name or its end (``layers.3`` is ``model.layers.3``), or a layer class. In place of a number may stand a range
 (``0-7``, both ends included), and ``*`` for any text. What is said of some layers goes before what is said of all. ``expert`` is of
-the layers that have experts: the others take data on its axes, besides their own.
+the layers that have experts: the others take data on its axes, besides their own. ``offload`` is one of ``OFFLOADS``, ``none`` where it
+is left out, or ``any``: the search then takes what wins.
 """
 
 from __future__ import annotations
@@ -24,18 +26,22 @@ from typing import Any
 
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.plan import RECOMPUTATIONS, SCHEDULES, Role
+from autopar.plan import OFFLOADS, RECOMPUTATIONS, SCHEDULES, Role
 
 Value = int | str | bool
 
 OF_PLAN = ("pipeline", "chunks", "microbatches", "schedule")
+ANY = "any"
+"""The value of ``offload`` that leaves it to the search."""
+
 DEGREES = ("data", "tensor", "expert", "ulysses", "ring")
 _FORM = "write key=value, such as pipeline=4, tensor=8, layers.0-7.tensor=8, lm_head.zero=3 or schedule=1f1b"
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPins:
-    """What is pinned of one layer; ``None`` leaves it to the search. ``recompute``: of ``RECOMPUTATIONS``, or a bool for none and full."""
+    """What is pinned of one layer; ``None`` leaves it to the search. ``recompute``: of ``RECOMPUTATIONS``, or a bool for none and full.
+    ``offload``: of ``OFFLOADS``, which ``None`` is the first of, or ``ANY``."""
 
     data: int | None = None
     tensor: int | None = None
@@ -44,6 +50,7 @@ class LayerPins:
     ring: int | None = None
     zero: int | None = None
     recompute: bool | str | None = None
+    offload: str | None = None
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -149,6 +156,12 @@ def _check(key: str, selector: str, name: str, value: Value) -> None:
                 f"{key} is {value!r}, it is one of {', '.join(RECOMPUTATIONS)}",
                 f"write {key}=full (or true), {key}=selective or {key}=none (or false)",
             )
+    elif name == "offload":
+        if value not in (*OFFLOADS, ANY):
+            raise UsageError(
+                f"{key} is {value!r}, it is one of {', '.join((*OFFLOADS, ANY))}",
+                f"write {key}=optimizer, {key}=activations or {key}=both, or {key}={ANY} to leave it to the search",
+            )
     elif isinstance(value, bool) or not isinstance(value, int):
         raise UsageError(f"{key} is {value!r}, it must be a whole number", _FORM)
     elif name == "zero":
@@ -217,6 +230,12 @@ def pins_by_layer(graph: Graph, options: SearchOptions) -> tuple[LayerPins, ...]
                     "narrow one of them",
                 )
             found[i] = replace(found[i], **{name: value})  # type: ignore[arg-type]
+    for layer, pins in zip(graph.layers, found, strict=True):
+        if pins.recompute == "selective" and pins.offload in ("activations", "both"):
+            raise UsageError(
+                f"{layer.name}: what selective recomputation keeps stays on the device, and offload={pins.offload} would take it away",
+                "pin recompute=full or recompute=none, or offload=optimizer",
+            )
     return (
         tuple(_of_experts(graph, i, pins) for i, pins in enumerate(found))
         if any(p.expert for p in found)

@@ -9,6 +9,7 @@ The problem, for one outer choice (mesh of a stage, pipeline degree ``P``, micro
              g_s  = sum_{i in s} step(i, k(i))                      gradient reduction and optimizer, once a step
     subject to
       memory[s]   sum_{i in s} (weights + n_s * saved)(i, k(i)) + max_{i in s} (transient + b_s * border)(i, k(i)) <= limit
+      host[s]     sum_{i in s} (host + n_s * host_saved)(i, k(i)) <= a device's share of its host's memory
       nonempty[s] c_s < c_{s+1}
       tied[p]     layers that share parameter p: equal roles, equal ZeRO stage
 
@@ -35,9 +36,9 @@ from typing import Any, Protocol
 
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.plan import INTERLEAVED, RECOMPUTATIONS, REPLICATING, Axis, Role, Strategy
+from autopar.plan import INTERLEAVED, OFFLOADS, RECOMPUTATIONS, REPLICATING, Axis, Role, Strategy
 from autopar.search.hand import check_schedule, default_schedule, equal_rounds, make_mesh
-from autopar.search.options import LayerPins, SearchOptions
+from autopar.search.options import ANY, LayerPins, SearchOptions
 from autopar.search.simulate import interleaved_in_flight
 
 Mesh = tuple[Axis, ...]
@@ -58,7 +59,8 @@ class LayerPrice(Protocol):
     optimizer, once per step); ``communication_s`` is the exposed part of ``forward_s + backward_s``. ``saved_bytes`` is per microbatch
     in flight. ``flops`` counts the layer's arithmetic for one microbatch, forward and backward, over all devices of the stage,
     replicated work once and recomputation not at all. ``weight_s`` is the part of ``backward_s`` that makes parameters' gradients alone:
-    where a schedule runs that apart, ``waiting_bytes`` come to ``saved_bytes`` until it has run.
+    where a schedule runs that apart, ``waiting_bytes`` come to ``saved_bytes`` until it has run. ``host_bytes`` and, per microbatch in
+    flight, ``host_saved_bytes`` are in the memory of the device's host.
     """
 
     @property
@@ -89,6 +91,10 @@ class LayerPrice(Protocol):
     def weight_s(self) -> float: ...
     @property
     def waiting_bytes(self) -> int: ...
+    @property
+    def host_bytes(self) -> int: ...
+    @property
+    def host_saved_bytes(self) -> int: ...
 
 
 class Pricer(Protocol):
@@ -131,6 +137,8 @@ class Devices(Protocol):
     def gpus_per_node(self) -> int: ...
     @property
     def memory_limit_bytes(self) -> int: ...
+    @property
+    def host_limit_bytes(self) -> int: ...
 
 
 Tie = tuple[int, tuple[Role, ...], int]
@@ -251,8 +259,15 @@ def strategies(
         roles = (Role.DATA,) * prefix + (Role.IDLE,) * (outer - prefix) + suffix
         for zero in _zeros(Strategy(roles).degree(mesh, *REPLICATING), pins):
             for again in RECOMPUTATIONS if pins.recompute is None else (pins.recompute,):
-                found.append(Strategy(roles, zero, again == "full", again == "selective"))
+                for offload in _offloads(str(again), pins):
+                    found.append(Strategy(roles, zero, again == "full", again == "selective", offload))
     return found
+
+
+def _offloads(recomputation: str, pins: LayerPins) -> tuple[str, ...]:
+    """What may be in the host's memory; nothing unless it is asked for. What selective recomputation keeps has no way there."""
+    asked = OFFLOADS if pins.offload == ANY else (pins.offload or "none",)
+    return tuple(o for o in asked if recomputation != "selective" or o in ("none", "optimizer"))
 
 
 def _suffixes(

@@ -49,6 +49,8 @@ class Table:
     saved: Array
     transient: Array
     border: Array
+    host: Array  # bytes in the host's memory, and those for each microbatch in flight
+    host_saved: Array
     everything: tuple[tuple[Strategy, LayerPrice], ...] = ()  # dominated candidates included
     elsewhere: tuple[Table, ...] = ()
 
@@ -73,6 +75,8 @@ class Table:
             self.saved[keep],
             self.transient[keep],
             self.border[keep],
+            self.host[keep],
+            self.host_saved[keep],
             self.everything,
             tuple(table.take(keep) for table in self.elsewhere),
         )
@@ -94,16 +98,19 @@ class Table:
         return np.array([index[s.roles] for s in self.strategies], dtype=np.int64)
 
     @cached_property
+    def aside(self) -> bool:
+        """Whether any candidate has something in the host's memory."""
+        return any(bool(t.host.any() or t.host_saved.any()) for t in self.places)
+
+    @cached_property
     def columns(self) -> Array:
         """All prices of a candidate at all places, side by side."""
-        return np.stack(
-            [
-                c
-                for t in self.places
-                for c in (t.forward, t.backward, t.step, t.weights, t.saved, t.transient, t.border)
-            ],
-            axis=1,
-        )
+        found = [
+            c for t in self.places for c in (t.forward, t.backward, t.step, t.weights, t.saved, t.transient, t.border)
+        ]
+        if self.aside:
+            found += [c for t in self.places for c in (t.host, t.host_saved)]
+        return np.stack(found, axis=1)
 
     def at_work(self, passing: int) -> Array:
         """What a layer at work needs of its stage besides what is held, in a stage that holds so many tensors of a border's size."""
@@ -141,6 +148,8 @@ def _one_place(candidates: list[Strategy], prices: list[LayerPrice]) -> Table:
         column("saved_bytes"),
         column("transient_bytes"),
         column("border_bytes"),
+        column("host_bytes"),
+        column("host_saved_bytes"),
         tuple(zip(candidates, prices, strict=True)),
     )
 
@@ -158,12 +167,13 @@ def _pareto(columns: Array, group: Indices) -> Indices:
 class Layout:
     """What the stages of a pipeline run on: the place of each, the place that each but the last sends over, and each one's memory limit.
 
-    Places and ways are numbers of distinct devices.
+    Places and ways are numbers of distinct devices. ``host`` is what a device may have in its host's memory, by place.
     """
 
     place: tuple[int, ...]
     way: tuple[int, ...]
     limit: tuple[float, ...]
+    host: tuple[float, ...]
     pricers: tuple[Pricer, ...] = field(compare=False)
     inside: tuple[Ways, ...] = field(compare=False)  # resharding, by place
     across: tuple[Ways, ...] = field(compare=False)  # sends, by way
@@ -197,6 +207,11 @@ class Instance:
     def limit(self) -> float:
         """The largest memory limit of a stage."""
         return max(self.layout.limit)
+
+    @cached_property
+    def aside(self) -> bool:
+        """Whether any candidate has something in the host's memory, so that its limit counts."""
+        return any(table.aside for table in self.kinds)
 
     @cached_property
     def in_flight(self) -> Indices:
@@ -347,6 +362,7 @@ class Prices:
                 tuple(places.index(view) for view in stages),
                 tuple(ways.index(view) for view in borders),
                 tuple(float(given or view.memory_limit_bytes) for view in stages),
+                tuple(float(view.host_limit_bytes) for view in places),
                 tuple(self._pricer.on(view) for view in places),
                 tuple(self._ways[view] for view in places),
                 tuple(self._ways[view] for view in ways),
