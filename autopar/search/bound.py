@@ -97,10 +97,11 @@ def cheapest_send(instance: Instance) -> float:
     """Seconds of the cheapest p2p that any cut could need."""
     if instance.choice.pipeline == 1:
         return 0.0
-    senders = dict(
-        zip(instance.layout.way, range(len(instance.layout.way)), strict=True)
-    ).values()  # a stage for each way
-    return min(float(instance.p2p(i, s).min()) for i in range(instance.layers - 1) for s in senders)
+    layout, kind = instance.layout, instance.kind.tolist()
+    stages = dict(zip(layout.way, range(len(layout.way)), strict=True))  # one for each way
+    borders = {way: zip(layout.across[way].border, kind[:-1], strict=False) for way in stages}
+    layers = {way: dict(zip(some, range(len(kind) - 1), strict=True)).values() for way, some in borders.items()}
+    return min(float(instance.p2p(i, s).min()) for way, s in stages.items() for i in layers[way])
 
 
 class Model:

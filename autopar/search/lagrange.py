@@ -55,12 +55,12 @@ class _Stages:
     round: list[Array]
 
 
-def _weights(instance: Instance, s: int) -> tuple[tuple[Weights, float], ...]:
-    """The costs of the module's docstring for stage ``s``, ``time``, ``total`` and ``round``: of its layers, and of its sends."""
+def _weights(instance: Instance, s: int, send: float) -> tuple[tuple[Weights, float], ...]:
+    """The costs of the module's docstring for stage ``s``, ``time``, ``total`` and ``round``: of its layers, and of its sends, each of
+    which takes ``send`` at least."""
     m, stages = instance.choice.microbatches, instance.choice.pipeline
     if stages == 1:
         return ((float(m), 0.0, 1.0), 0.0), ((float(m), 0.0, 1.0), 0.0), ((float(m), 0.0, 1.0), 0.0)
-    send = cheapest_send(instance)
     sends = send * (int(s > 0) + int(s < stages - 1))
     hidden = _warm(instance, s) - 1
     share = m * sends - hidden * send * int(s < stages - 1)
@@ -81,14 +81,15 @@ def _relaxed(instance: Instance) -> _Stages:
     stages = instance.choice.pipeline
     ladder = np.array(LADDER) * (float(instance.least("time").sum()) / stages / instance.limit)
     known: dict[tuple[Regime, Weights], Array] = {}
-    found = _Stages([], [], [])
+    found, send = _Stages([], [], []), cheapest_send(instance)
     for s in range(stages):
         regime = instance.regime(s)
         columns = (found.time, found.total, found.round)
-        for (weights, sends), column in zip(_weights(instance, s), columns, strict=True):
+        for (weights, sends), column in zip(_weights(instance, s, send), columns, strict=True):
             if (regime, weights) not in known:
                 time, forward, step = weights
-                costs = [time * t.time + forward * t.forward + step * t.step for t in instance.at(regime[2])]
+                tables = zip(instance.at(regime[2]), instance.kinds, strict=True)
+                costs = [(time * t.time + forward * t.forward + step * t.step)[table.bounding] for t, table in tables]
                 known[regime, weights] = _by_composition(instance, costs, regime, ladder)
             column.append(known[regime, weights] + sends)
     return found
@@ -104,9 +105,9 @@ def bottleneck_bound(
 def whole_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> float:
     """The same from stages of whole layers (``whole``), as far as they may be part of a step of less than ``cutoff_s``."""
     costs = _relaxed(instance)
-    runs, sends = compositions(instance), Sends(instance)
+    runs, sends, send = compositions(instance), Sends(instance), cheapest_send(instance)
     for s, wanted in enumerate(_wanted(runs, costs, cutoff_s)):
-        for (weights, _), values in zip(_weights(instance, s), (costs.time[s], costs.total[s]), strict=False):
+        for (weights, _), values in zip(_weights(instance, s, send), (costs.time[s], costs.total[s]), strict=False):
             for c in wanted:
                 values[c] = max(values[c], sends.least(s, runs.layers(instance, c), weights))
     return max(at_least_s, _least_step(instance, costs, at_least_s, cutoff_s, GRIDS[-1:]) * (1 - TOLERANCE))
@@ -220,15 +221,16 @@ class _Paths:
 
 
 def _by_composition(instance: Instance, costs: list[Array], regime: Regime, ladder: Array) -> Array:
-    """By composition: a lower bound of the cost of its layers as one stage of that regime, ``inf`` where they never fit."""
+    """By composition: a lower bound of the cost of its layers as one stage of that regime, ``inf`` where they never fit; ``costs`` are those
+    of each table's ``bounding`` candidates."""
     n, passing, place, limit = regime
     runs = compositions(instance)
     best, held, transient = [], [], []
-    for table, cost in zip(instance.at(place), costs, strict=True):
-        memory = table.weights + n * table.saved
+    for table, first, cost in zip(instance.at(place), instance.kinds, costs, strict=True):
+        memory = (table.weights + n * table.saved)[first.bounding]
         best.append((cost[None, :] + ladder[:, None] * memory[None, :]).min(axis=1))
         held.append(float(memory.min()))
-        transient.append(float(table.at_work(passing).min()))
+        transient.append(float(table.at_work(passing)[first.bounding].min()))
     room = limit - runs.most(np.array(transient))
     price = runs.counts @ np.array(best)
     price -= ladder * room[:, None]

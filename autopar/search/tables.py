@@ -218,17 +218,19 @@ class Instance:
         return np.array(self.choice.in_flight, dtype=np.int64)
 
     def regime(self, stage: int) -> Regime:
-        return (
-            int(self.in_flight[stage]),
-            self.choice.passing[stage],
-            self.layout.place[stage],
-            self.layout.limit[stage],
-        )
+        return self._by_stage[stage]
+
+    @cached_property
+    def _by_stage(self) -> tuple[Regime, ...]:
+        held = self.in_flight.tolist(), self.choice.passing
+        return tuple(
+            zip(*held, self.layout.place, self.layout.limit, strict=False)
+        )  # of dealt stages, a device's first
 
     @cached_property
     def regimes(self) -> tuple[Regime, ...]:
         """The distinct ones, by the first stage that has each."""
-        return tuple(dict.fromkeys(self.regime(s) for s in range(self.choice.pipeline)))
+        return tuple(dict.fromkeys(self._by_stage))
 
     def at(self, place: int) -> tuple[Table, ...]:
         """The tables at a place."""
