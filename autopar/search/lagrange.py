@@ -221,8 +221,10 @@ class _Paths:
 
 
 def _by_composition(instance: Instance, costs: list[Array], regime: Regime, ladder: Array) -> Array:
-    """By composition: a lower bound of the cost of its layers as one stage of that regime, ``inf`` where they never fit; ``costs`` are those
-    of each table's ``bounding`` candidates."""
+    """By composition: a lower bound of the cost of its layers as one stage of that regime, ``inf`` where they never fit.
+
+    ``costs`` are those of each table's ``bounding`` candidates.
+    """
     n, passing, place, limit = regime
     runs = compositions(instance)
     best, held, transient = [], [], []
