@@ -247,6 +247,15 @@ class Plan:
         return len(self.stages) // self.chunks
 
     @property
+    def unwritten(self) -> str:
+        """Why no program of this plan is written: it has a price only. Empty where one is."""
+        if any(layer.strategy.offloads_optimizer for layer in self.layers):
+            return "no program is written with optimizer states in the host's memory"
+        if any(layer.strategy.offloads_activations for layer in self.layers):
+            return "no program is written with activations in the host's memory"
+        return ""
+
+    @property
     def devices_per_stage(self) -> int:
         n = 1
         for axis in self.mesh:

@@ -195,10 +195,11 @@ def test_a_real_model_is_told_what_fits(limit: int, options: dict[str, Any]) -> 
         precision = wanted.get("precision")
         there = parse(wanted["devices"], memory_limit_bytes=limit) if "devices" in wanted else cluster
         free = {name: value for name, value in options.items() if name not in change.free}
+        free |= {"offload": wanted["offload"]} if "offload" in wanted else {}
         _, plan = plan_model(Wide(), resized, None, there, SearchOptions(**free), precision=precision)
         assert all(stage.memory.total <= limit for stage in plan.stages), change.text
     kinds = {change.kind for change in caught.value.changes}
-    assert kinds & {"pin", "batch", "sequence"}, kinds
+    assert kinds & {"pin", "batch", "sequence"} and "offload" in kinds, kinds
 
 
 def test_batches_are_cut_and_repeated() -> None:

@@ -43,7 +43,7 @@ def test_the_plan_says_it_and_reads_it_back() -> None:
 @pytest.mark.parametrize("offload", OFFLOADS[1:])
 def test_what_has_no_program_yet_is_refused(offload: str, tmp_path: Path) -> None:
     graph = subject("mlp").graph
-    with pytest.raises(UsageError, match=f"{offload} in the host's memory"):
+    with pytest.raises(UsageError, match="in the host's memory"):
         emit(graph, offloaded(hand_plan(graph, data=2), offload), tmp_path)
 
 

@@ -158,7 +158,7 @@ def _families(found: Explanation, step: float) -> Table:
         if f.step_time_s is None:
             table.add_row(f.title, "-", "-", "-", f.reason)
         else:
-            how = "this plan" if f.chosen else f.summary
+            how = ("this plan" if f.chosen else f.summary) + (f" (priced alone: {f.remark})" if f.remark else "")
             table.add_row(f.title, seconds(f.step_time_s), _slower(f.step_time_s, step), size(f.memory_bytes or 0), how)
     return table
 

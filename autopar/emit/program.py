@@ -85,12 +85,8 @@ def emit(graph: Graph, plan: Plan, folder: str | Path, *, watch: bool = False) -
 
 def _refuse_priced(plan: Plan) -> None:
     """Raise ``UsageError`` for what has a price and no program."""
-    layer = next((layer for layer in plan.layers if layer.strategy.offload != "none"), None)
-    if layer is not None:
-        raise UsageError(
-            f"{layer.name}: programs with {layer.strategy.offload} in the host's memory are priced, not written",
-            "leave the pin offload out",
-        )
+    if plan.unwritten:
+        raise UsageError(f"this plan is priced alone: {plan.unwritten}", "leave the pin offload out")
 
 
 def model_source(program: LocalProgram, opaque: bool = False, watch: bool = False) -> str:

@@ -57,6 +57,7 @@ def suggest(
     deadline = time.monotonic() + limit_s
     kinds: list[tuple[str, Callable[[Study, float], Iterator[Change]]]] = [
         ("without a pin", _without_pins),
+        ("with the host's memory", _offload),
         ("on more devices", _devices),
         ("on other devices", _other_devices),
         ("in half precision", _precision),
@@ -111,6 +112,23 @@ def _without_pins(study: Study, deadline: float) -> Iterator[Change]:
         plan = feasible(study, asked=free)
         if plan is not None:
             yield _change("pins", f"leave {', '.join(pins)} free", plan, tuple(pins))
+
+
+def _offload(study: Study, deadline: float) -> Iterator[Change]:
+    """What alone is enough in the host's memory; both if neither is."""
+    if study.cluster.host is None or study.options.offload is not None:
+        return
+    words = {"optimizer": "optimizer states", "activations": "activations", "both": "optimizer states and activations"}
+    alone = 0
+    for offload, what in words.items():
+        if (offload == "both" and alone) or time.monotonic() > deadline:
+            break
+        plan = feasible(study, offload=offload)
+        if plan is not None:
+            alone += 1
+            remark = ", which is priced alone" if plan.unwritten else ""
+            text = f"put {what} into the host's memory (--offload {offload}){remark}"
+            yield _change("offload", text, plan, offload=offload)
 
 
 def _precision(study: Study, deadline: float) -> Iterator[Change]:

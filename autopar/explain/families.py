@@ -26,6 +26,7 @@ class Family:
     memory_bytes: int | None
     summary: str
     reason: str = ""
+    remark: str = ""  # why it is priced alone, where no program of it is written
 
     def to_json(self, step_time_s: float) -> dict[str, Any]:
         return {
@@ -40,11 +41,12 @@ class Family:
             "memory_bytes": self.memory_bytes,
             "summary": self.summary,
             "reason": self.reason,
+            "remark": self.remark,
         }
 
 
-def definitions(gpus_per_node: int, count: int) -> list[tuple[str, str, Pins]]:
-    """(name, title, pins) of every family on devices of that shape."""
+def definitions(gpus_per_node: int, count: int, hosts: bool) -> list[tuple[str, str, Pins]]:
+    """(name, title, pins) of every family on devices of that shape; ``hosts`` says that nodes have a memory besides their devices'."""
     alone = {"pipeline": 1, "tensor": 1, "expert": 1, "ulysses": 1, "ring": 1}
     found: list[tuple[str, str, Pins]] = [
         ("no_pipeline", "no pipeline", {"pipeline": 1}),
@@ -60,6 +62,9 @@ def definitions(gpus_per_node: int, count: int) -> list[tuple[str, str, Pins]]:
         ("pure_data", "data parallelism alone, whole copies", alone | {"zero": 0}),
         ("one_microbatch", "one microbatch", {"microbatches": 1}),
     ]
+    if hosts:
+        found.append(("host_optimizer", "optimizer states in the host's memory", {"offload": "optimizer"}))
+        found.append(("host_activations", "activations in the host's memory", {"offload": "activations"}))
     node = min(gpus_per_node, count)
     if node > 1:
         found.append(("node_tensor", f"a node's tensor parallelism ({node})", {"tensor": node}))
@@ -82,6 +87,9 @@ def obeys(plan: Plan, pins: Pins) -> bool:
         elif name == "recompute":
             if any(s.recomputation != value for s in strategies):
                 return False
+        elif name == "offload":
+            if any(s.offload != value for s in strategies):
+                return False
         elif getattr(plan, name) != value:
             return False
     return True
@@ -90,14 +98,10 @@ def obeys(plan: Plan, pins: Pins) -> bool:
 def family(study: Study, plan: Plan, name: str, title: str, pins: Pins) -> Family:
     """Solves one family, unless ``plan`` is of it."""
     given = tuple(pins.items())
-    if obeys(plan, pins):
-        return Family(
-            name, title, given, True, plan.prediction.step_time_s, plan.bound_s, memory_bytes(plan), describe(plan)
-        )
+    chosen = obeys(plan, pins)
     try:
-        best = study.solve(**pins)
+        best = plan if chosen else study.solve(**pins)
     except (InfeasibleError, UsageError) as error:
         return Family(name, title, given, False, None, None, None, "", error.message)
-    return Family(
-        name, title, given, False, best.prediction.step_time_s, best.bound_s, memory_bytes(best), describe(best)
-    )
+    found = best.prediction.step_time_s, best.bound_s, memory_bytes(best), describe(best)
+    return Family(name, title, given, chosen, *found, remark=best.unwritten)

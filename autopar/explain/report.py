@@ -56,7 +56,9 @@ def explain(study: Study, plan: Plan, best: Plan, progress: Callable[[str], None
     progress("what more memory, bandwidth and batch would be worth")
     worth = prices(study, best)
     families = []
-    for name, title, pins in definitions(study.cluster.gpus_per_node, study.cluster.count):
+    for name, title, pins in definitions(
+        study.cluster.gpus_per_node, study.cluster.count, study.cluster.host is not None
+    ):
         progress(f"the best plan with {title}")
         families.append(family(study, best, name, title, pins))
     progress("alternatives")

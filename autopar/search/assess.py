@@ -227,7 +227,7 @@ def make_plan(
     )
     layers = tuple(LayerPlan(a.name, a.cls, b) for a, b in zip(graph.layers, strategies, strict=True))
     peak = cluster.peak_flops(precision)
-    return Plan(
+    plan = Plan(
         model=graph.name,
         devices=str(cluster),
         mesh=mesh,
@@ -244,13 +244,14 @@ def make_plan(
         notes=(
             *proof.notes,
             *_notes(graph, choice, strategies, mesh),
-            *_host_notes(strategies, aside, [stage.host_limit_bytes for stage in cluster.stages(choice.pipeline)]),
+            *_host_notes(aside, [stage.host_limit_bytes for stage in cluster.stages(choice.pipeline)]),
         ),
         wall_time_s=proof.wall_time_s,
         peak_memory_bytes=proof.peak_memory_bytes,
         chunks=choice.chunks,
         allow=graph.allow,
     )
+    return replace(plan, notes=(*plan.notes, f"priced alone: {plan.unwritten}")) if plan.unwritten else plan
 
 
 def counted_twice(
@@ -386,17 +387,12 @@ def _notes(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh: M
     return tuple(notes)
 
 
-def _host_notes(strategies: Sequence[Strategy], aside: Sequence[int], limits: Sequence[int]) -> tuple[str, ...]:
-    notes = []
-    if max(aside):
-        d = max(range(len(aside)), key=lambda d: aside[d] / max(limits[d], 1))
-        full = " and does not fit" if aside[d] > limits[d] else ""
-        notes.append(
-            f"in the host's memory: {aside[d] / 1e9:.3g} GB per device of its share of {limits[d] / 1e9:.3g} GB{full}"
-        )
-    if any(s.offloads_optimizer for s in strategies):
-        notes.append("priced alone: no program is written with optimizer states in the host's memory")
-    return tuple(notes)
+def _host_notes(aside: Sequence[int], limits: Sequence[int]) -> tuple[str, ...]:
+    if not max(aside):
+        return ()
+    d = max(range(len(aside)), key=lambda d: aside[d] / max(limits[d], 1))
+    full = ", which does not fit" if aside[d] > limits[d] else ""
+    return (f"in the host's memory: {aside[d] / 1e9:.3g} GB per device, whose share is {limits[d] / 1e9:.3g} GB{full}",)
 
 
 def evaluate(
