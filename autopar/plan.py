@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from dataclasses import dataclass, field
 from enum import Enum
@@ -48,16 +49,35 @@ class Role(Enum):
         return self in (Role.TENSOR_SEQUENCE, Role.ULYSSES, Role.RING)
 
 
-SCHEDULES = ("none", "gpipe", "1f1b", "interleaved-1f1b")
+INTERLEAVED = "interleaved-1f1b"
+ZERO_BUBBLE = "zero-bubble"  # torch's InterleavedZeroBubble, of one stage on each device or several
+ZERO_BUBBLE_V = "zbv"  # torch's ZBVZeroBubble
+DUALPIPE_V = "dualpipev"
+
+SCHEDULES = ("none", "gpipe", "1f1b", INTERLEAVED, ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V)
 """Orders of a pipeline's forwards and backwards; ``none`` is of one stage."""
 
-INTERLEAVED = "interleaved-1f1b"
-"""The schedule that gives a device several stages."""
+SPLIT = (ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V)
+"""Schedules that run backwards in two parts, of the inputs and of the weights. They are priced; the runtime has none of them yet."""
+
+DEALING = (INTERLEAVED, *SPLIT)
+"""Schedules that may give a device several stages."""
+
+V_SHAPED = (ZERO_BUBBLE_V, DUALPIPE_V)
+"""Schedules that have two stages on each device: the line of devices is gone through forth and back."""
 
 
-def device_of(stage: int, pipeline: int) -> int:
-    """The place in a line of ``pipeline`` devices that runs a stage: the line is gone through once for each of a device's stages."""
-    return stage % pipeline
+def device_of(stage: int, pipeline: int, schedule: str) -> int:
+    """The place in a line of ``pipeline`` devices that runs a stage: the line is gone through once for each of a device's stages, and back
+    every other time where the schedule is a V."""
+    chunk, place = divmod(stage, pipeline)
+    return pipeline - 1 - place if schedule in V_SHAPED and chunk % 2 else place
+
+
+@functools.lru_cache(maxsize=4096)
+def stages_of(device: int, pipeline: int, chunks: int, schedule: str) -> tuple[int, ...]:
+    """The stages that a device of the line runs, in order: the inverse of ``device_of``."""
+    return tuple(s for s in range(pipeline * chunks) if device_of(s, pipeline, schedule) == device)
 
 
 MICROBATCH_STATISTICS = "microbatch_statistics"
@@ -249,6 +269,8 @@ class Plan:
     @property
     def unwritten(self) -> str:
         """Why no program of this plan is written: it has a price only. Empty where one is."""
+        if self.schedule in SPLIT:
+            return f"the runtime cannot run {self.schedule} exactly yet"
         if any(layer.strategy.offloads_optimizer for layer in self.layers):
             return "no program is written with optimizer states in the host's memory"
         if any(layer.strategy.offloads_activations for layer in self.layers):

@@ -153,8 +153,11 @@ def as_if_exported() -> Iterator[None]:
             setattr(torch.compiler, flag, value)
 
 
-def pipeline_order(schedule: str, line: int, chunks: int, microbatches: int) -> list[list[tuple[str, int, int]]]:
-    """What torch's schedule of that name does on each of ``line`` devices, in order: ("F", "B", "I" or "W", stage, microbatch).
+def pipeline_order(
+    schedule: str, line: int, chunks: int, microbatches: int
+) -> list[list[tuple[tuple[str, int, int], ...]]]:
+    """What torch's schedule of that name does on each of ``line`` devices, in order: ("F", "B", "I" or "W", stage, microbatch), alone or as
+    the pair that it calls overlapped.
 
     ``schedule`` is as ``get_schedule_class`` takes it, one for several stages on each device. "B" is a whole backward, "I" that of the
     inputs and "W" that of the weights. (torch 2.13)
@@ -177,10 +180,12 @@ def pipeline_order(schedule: str, line: int, chunks: int, microbatches: int) -> 
     made = get_schedule_class(schedule)(stages, microbatches)
     return [
         [
-            (str(each.computation_type.value), each.stage_index, each.microbatch_index)
+            tuple(
+                (str(each.computation_type.value), each.stage_index, each.microbatch_index)
+                for each in action.sub_actions or (action,)
+            )
             for action in made.pipeline_order[rank]
             if action is not None
-            for each in action.sub_actions or (action,)
         ]
         for rank in range(line)
     ]

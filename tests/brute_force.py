@@ -19,9 +19,10 @@ from search_models import Devices, RandomPricer, brute_force, random_problem
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph import Graph
+from autopar.plan import SPLIT
 from autopar.search import SearchOptions, search
 
-FAMILIES = ("plain", "memory", "skips", "pins", "odd counts", "mixed devices", "chunks")
+FAMILIES = ("plain", "memory", "skips", "pins", "odd counts", "mixed devices", "chunks", "split")
 EXACT = SearchOptions(target_gap=0.0, time_limit_s=120)
 
 
@@ -38,23 +39,30 @@ def random_pins(seed: int, layers: int, devices: int) -> SearchOptions:
     return SearchOptions(target_gap=0.0, time_limit_s=120, pin=pin)
 
 
-def random_chunks(seed: int) -> tuple[Graph, Devices, RandomPricer, SearchOptions]:
-    """Four or five layers on a line of devices: each may have several stages. Memory is often short, devices are sometimes mixed."""
-    rng = random.Random(f"chunks {seed}")
+def random_chunks(seed: int, family: str) -> tuple[Graph, Devices, RandomPricer, SearchOptions]:
+    """Four or five layers on a line of devices: each may have several stages. Memory is often short, devices are sometimes mixed.
+
+    ``family`` "split": backwards are in two parts.
+    """
+    rng = random.Random(f"{family} {seed}")
     graph, cluster, pricer = random_problem(seed, layers=rng.choice([4, 4, 5]), devices=(2, 2, 4))
     limits = [rng.choice([90, 150, 220, 300, 10_000]) for _ in range(2)]
     kinds = tuple((rng.choice([1.0, 2.0]), limit) for limit in limits) if rng.random() < 0.3 else ()
     dealt = {"schedule": "interleaved-1f1b"}
     chosen = [dealt, dealt, {"chunks": 2}, dealt, {"pipeline": 2} | dealt, {"chunks": 2, "microbatches": 2}]
     pins: dict[str, Any] = rng.choice(chosen)
+    if family == "split":
+        fit = [name for name in SPLIT if name == "zero-bubble" or len(graph.layers) >= 4]
+        fit = [name for name in fit if name != "dualpipev" or graph.batch_size >= 4]
+        pins = {"schedule": rng.choice(fit)} | rng.choice([{}, {}, {"pipeline": 2}])
     options = SearchOptions(target_gap=0.0, time_limit_s=120, pin=pins)
     return graph, Devices(cluster.count, limits[0] if not kinds else min(limits), kinds=kinds), pricer, options
 
 
 def problem(family: str, seed: int) -> tuple[Graph, Devices, RandomPricer, SearchOptions]:
     """The problem of a family with that seed."""
-    if family == "chunks":
-        return random_chunks(seed)
+    if family in ("chunks", "split"):
+        return random_chunks(seed, family)
     devices = (3, 3, 1) if family == "odd counts" else (1, 2, 4, 4)
     graph, cluster, pricer = random_problem(seed, devices=devices, skips=family == "skips")
     if family == "memory":

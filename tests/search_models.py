@@ -11,11 +11,12 @@ import torch
 from torch import fx, nn
 
 from autopar.graph import Graph, Layer, LayerClass, Value
-from autopar.plan import OFFLOADS, RECOMPUTATIONS, Axis, Role, Strategy
+from autopar.plan import OFFLOADS, RECOMPUTATIONS, SPLIT, Axis, Role, Strategy
 from autopar.search.hand import make_mesh
 from autopar.search.options import SearchOptions
 from autopar.search.problem import Choice
-from autopar.search.simulate import device_order, simulate
+from autopar.search.schedules import device_order
+from autopar.search.simulate import simulate
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Price:
     border_bytes: int = 0
     host_bytes: int = 0
     host_saved_bytes: int = 0
+    weight_s: float = 0.0
+    waiting_bytes: int = 0
 
     @property
     def weights_bytes(self) -> int:
@@ -128,7 +131,8 @@ class RandomPricer:
             found = replace(found, optimizer_bytes=0, host_bytes=rng.randint(1, 40))
         if strategy.offloads_activations:
             found = replace(found, saved_bytes=0, host_saved_bytes=int(rng.randint(1, 40) / microbatches))
-        return found
+        weight_s = found.backward_s * rng.choice([0.0, 0.5, rng.random()])
+        return replace(found, weight_s=weight_s, waiting_bytes=int(rng.randint(0, 40) / microbatches))
 
     def edge(self, i: int, mesh: tuple[Axis, ...], left: Strategy, right: Strategy, microbatches: int) -> float:
         if left.roles == right.roles:
@@ -194,14 +198,16 @@ def outer_choices(graph: Graph, cluster: Devices, options: SearchOptions) -> Ite
             for m in range(1, graph.batch_size + 1):
                 if graph.batch_size % m or options.microbatches not in (None, m):
                     continue
-                dealt = options.schedule == "interleaved-1f1b" or (options.chunks or 1) > 1
+                dealt = options.schedule in ("interleaved-1f1b", *SPLIT) or (options.chunks or 1) > 1
                 schedule = "none" if p == 1 else options.schedule or ("1f1b" if m >= p else "gpipe")
                 if (schedule != "1f1b" or m >= p) and (options.schedule != "none" or p == 1) and not dealt:
                     yield Choice(mesh, p, m, schedule)
-                for chunks in range(2, len(graph.layers) // p + 1):
-                    asked = options.schedule in (None, "interleaved-1f1b") and options.chunks in (None, chunks)
-                    if p > 1 and dealt and asked and (m < p or m % (m // p) == 0):
-                        yield Choice(mesh, p, m, "interleaved-1f1b", chunks=chunks)
+                schedule = options.schedule or "interleaved-1f1b"
+                few, many = {"zero-bubble": (1, 8), "zbv": (2, 2), "dualpipev": (2, 2)}.get(schedule, (2, 8))
+                for chunks in range(few, min(many, len(graph.layers) // p) + 1):
+                    rounds = {"zbv": True, "dualpipev": m >= 2 * p}.get(schedule, m < p or m % (m // p) == 0)
+                    if p > 1 and dealt and options.chunks in (None, chunks) and rounds:
+                        yield Choice(mesh, p, m, schedule, chunks=chunks)
 
 
 def candidates(graph: Graph, layer: int, mesh: tuple[Axis, ...], m: int, options: SearchOptions) -> list[Strategy]:
@@ -251,8 +257,13 @@ def every_plan(
     stages = line * choice.chunks
     views, borders = cluster.stages(line), cluster.borders(line)
     limits = [options.memory_limit_bytes or view.memory_limit_bytes for view in views]
-    at = [pricer.on(views[s % line]) for s in range(stages)]
-    over = [pricer.on(borders[min(s % line, line - 2)]) for s in range(stages - 1)]
+    folded = choice.schedule in ("zbv", "dualpipev")
+    where = [2 * line - 1 - s if folded and s >= line else s % line for s in range(stages)]
+    at = [pricer.on(views[d]) for d in where]
+    over = [
+        pricer.on(borders[min(a, b) if folded else min(a, line - 2)]) if a != b else None
+        for a, b in itertools.pairwise(where)
+    ]
     orders = [device_order(choice.schedule, d, line, m, choice.chunks) for d in range(line)]
     tables = []
     for i, layer in enumerate(graph.layers):
@@ -268,36 +279,38 @@ def every_plan(
         for cuts in itertools.combinations(range(1, count), stages - 1):
             bounds = (0, *cuts, count)
             runs = [[p[s] for _, p in picked[bounds[s] : bounds[s + 1]]] for s in range(stages)]
-            if any(most_held(runs, d, line, orders[d]) > limits[d] for d in range(line)):
+            if any(most_held(runs, d, where, orders[d]) > limits[d] for d in range(line)):
                 continue
             if any(most_aside(runs, d, line, orders[d]) > cluster.host_limit_bytes for d in range(line)):
                 continue
-            forward, backward, step = [], [], []
+            forward, backward, weight, step = [], [], [], []
             for s, inside in enumerate(runs):
                 f, b = sum(p.forward_s for p in inside), sum(p.backward_s for p in inside)
                 for i in range(max(bounds[s] - 1, 0), bounds[s + 1] - 1):
                     reshard = at[s].edge(i, mesh, ways[i], ways[i + 1], m)
                     f, b = f + reshard / 2, b + reshard / 2
-                if s > 0:
+                if s > 0 and over[s - 1]:
                     b += over[s - 1].p2p(bounds[s] - 1, mesh, ways[bounds[s] - 1], m)
-                if s < stages - 1:
+                if s < stages - 1 and over[s]:
                     f += over[s].p2p(bounds[s + 1] - 1, mesh, ways[bounds[s + 1] - 1], m)
                 forward.append(f)
                 backward.append(b)
+                weight.append(sum(p.weight_s for p in inside))
                 step.append(sum(p.step_s for p in inside))
-            seconds = simulate(forward, backward, m, choice.schedule, choice.chunks)
-            yield seconds + max(sum(step[d::line]) for d in range(line))
+            seconds = simulate(forward, backward, m, choice.schedule, choice.chunks, weight)
+            yield seconds + max(sum(step[s] for s in range(stages) if where[s] == d) for d in range(line))
 
 
-def most_held(runs: list[list[Price]], device: int, line: int, order: list[tuple[str, int, int]]) -> int:
+def most_held(runs: list[list[Price]], device: int, where: list[int], order: list[tuple[str, int, int]]) -> int:
     """The bytes of a device at the moment of its schedule at which it holds most; ``runs`` are the layers of every stage."""
-    weights = sum(p.weights_bytes for run in runs[device::line] for p in run)
+    weights = sum(p.weights_bytes for run, d in zip(runs, where, strict=True) if d == device for p in run)
     saved = most = 0
     for kind, stage, _ in order:
         own = sum(p.saved_bytes for p in runs[stage])
-        saved += own if kind == "F" else 0
+        more = sum(p.waiting_bytes for p in runs[stage]) if stage else 0
+        saved += {"F": own, "I": more}.get(kind, 0)
         most = max(most, saved + max(p.transient_bytes for p in runs[stage]))
-        saved -= own if kind == "B" else 0
+        saved -= {"B": own, "W": own + more}.get(kind, 0)
     return weights + most
 
 

@@ -8,7 +8,7 @@ import pytest
 from price_models import chain, mlp, solve_mlp
 
 from autopar.devices import parse
-from autopar.plan import INTERLEAVED, OFFLOADS, RECOMPUTATIONS, Axis, Plan, Role, Strategy
+from autopar.plan import INTERLEAVED, OFFLOADS, RECOMPUTATIONS, SPLIT, ZERO_BUBBLE, Axis, Plan, Role, Strategy
 from autopar.price import Pricer
 from autopar.search import SearchOptions, evaluate, make_mesh
 from autopar.search.hand import even_cuts
@@ -54,7 +54,8 @@ DIMENSIONS: dict[str, list[Written]] = {
     "pipeline degree": [PLAIN, replace(PLAIN, pipeline=4, mesh=make_mesh(("inner", 2)), roles=(T,), zero=0)],
     "stage cuts": [replace(PLAIN, cuts=(cut,)) for cut in (3, 4, 5)],
     "chunks": [PLAIN, *(replace(PLAIN, chunks=n, schedule=INTERLEAVED) for n in (2, 4))],
-    "schedule": [PLAIN, replace(PLAIN, schedule="gpipe")],
+    "schedule": [PLAIN, *(replace(PLAIN, schedule=name) for name in ("gpipe", ZERO_BUBBLE))],
+    "schedule of two stages a device": [replace(PLAIN, chunks=2, schedule=name) for name in (INTERLEAVED, *SPLIT)],
     "microbatch size": [replace(PLAIN, microbatches=n) for n in (2, 4, 8)],
     "mesh factorisation": [PLAIN, replace(PLAIN, mesh=make_mesh(("inner", 4)), roles=(T,), zero=0)],
     "roles": [replace(PLAIN, roles=roles) for roles in ((D, T), (D, Role.TENSOR_SEQUENCE), (D, D))],

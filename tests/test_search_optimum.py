@@ -12,7 +12,7 @@ from brute_force import FAMILIES, compare, problem
 from search_models import brute_force, every_plan, random_problem
 
 from autopar.errors import InfeasibleError, UsageError
-from autopar.plan import Plan
+from autopar.plan import DEALING, Plan
 from autopar.search import SearchOptions, driver, search
 from autopar.search.assess import cost
 from autopar.search.bound import relaxation
@@ -106,8 +106,6 @@ def test_every_bound_of_every_outer_choice_holds() -> None:
         graph, cluster, pricer = random_problem(seed, layers=4)
         prices = Prices(graph, cluster, pricer, EXACT)
         for choice in choices(graph, cluster.count, EXACT):
-            if choice.chunks > 1:
-                continue
             instance = prices.instance(choice)
             plans = every_plan(graph, cluster, pricer, EXACT, choice)
             best = min(plans, default=float("inf"))
@@ -131,10 +129,11 @@ def test_every_bound_of_every_outer_choice_holds() -> None:
     assert mean["integer"] > 0.85
 
 
-def test_every_bound_of_choices_with_several_stages_on_a_device_holds() -> None:
+@pytest.mark.parametrize("schedule", DEALING)
+def test_every_bound_of_choices_that_deal_stages_out_holds(schedule: str) -> None:
     tight: dict[str, list[float]] = {}
-    options = SearchOptions(schedule="interleaved-1f1b")
-    for seed in range(6000, 6040):
+    options = SearchOptions(schedule=schedule)
+    for seed in range(6000, 6200 if schedule == "dualpipev" else 6040):
         graph, cluster, pricer, _ = problem("chunks", seed)
         prices = Prices(graph, cluster, pricer, options)
         try:
@@ -144,7 +143,7 @@ def test_every_bound_of_choices_with_several_stages_on_a_device_holds() -> None:
         for whole in wholes:
             ties = prices.ties(whole, 0) if prices.groups else []
             decided = [replace(whole, ties=((0, roles, zero),)) for roles, zero in ties] or [whole]
-            for choice in decided if whole.chunks > 1 else ():
+            for choice in decided:
                 instance = prices.instance(choice)
                 if instance is None:
                     continue
@@ -163,5 +162,5 @@ def test_every_bound_of_choices_with_several_stages_on_a_device_holds() -> None:
                     if best < inf:
                         tight.setdefault(name, []).append(bound / best)
     mean = {name: sum(values) / len(values) for name, values in tight.items()}
-    assert len(tight["cheap"]) > 20 and mean["cheap"] < mean["packed or mixed"] < mean["columns"]
+    assert len(tight["cheap"]) >= 10 and mean["cheap"] < mean["packed or mixed"] < mean["columns"]
     assert mean["columns"] > 0.75

@@ -68,7 +68,7 @@ class TestRefused:
             ({"schedule": "interleaved-1f1b", "chunks": 1}, "several stages on each device, and chunks is 1"),
             ({"chunks": 3}, "5 layers cannot be cut into 6 stages"),
             ({"layers.0.chunks": 2}, "chunks is of the whole plan"),
-            ({"schedule": "zigzag"}, "the schedules are none, gpipe, 1f1b, interleaved-1f1b"),
+            ({"schedule": "zigzag"}, "the schedules are none, gpipe, 1f1b, interleaved-1f1b, zero-bubble"),
             ({"recompute": 3}, "recompute=selective or recompute=none"),
             ({"layer.1.tensor": 2}, r"no layer 'layer.1'; the nearest name is layers.1\n.*its layers are layers.0-4"),
             ({"layers.0-2.zero": 1, "layers.2.zero": 2}, "both speak of layers.2"),

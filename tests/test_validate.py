@@ -14,7 +14,8 @@ from autopar.cli.app import cli
 from autopar.devices import described, records
 from autopar.errors import UsageError
 from autopar.plan import Role
-from autopar.search.simulate import interleaved_in_flight, simulate
+from autopar.search.schedules import interleaved_in_flight
+from autopar.search.simulate import simulate
 from autopar.validate import Outcome, score, scores, validate
 from autopar.validate.models import graph_of
 from autopar.validate.rows import Architecture, Measured, RowError, measured, read_row

@@ -12,7 +12,7 @@ import click
 
 import autopar
 from autopar.errors import AutoparError
-from autopar.plan import ALLOWED, OFFLOADS, RECOMPUTATIONS
+from autopar.plan import ALLOWED, OFFLOADS, RECOMPUTATIONS, SCHEDULES
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -87,9 +87,14 @@ _pin_options = _options(
     click.option(
         "--microbatches", type=click.IntRange(1), metavar="N", help="Pin the number of microbatches of a step."
     ),
-    click.option("--schedule", metavar="NAME", help="Pin the schedule: none, gpipe, 1f1b or interleaved-1f1b."),
     click.option(
-        "--chunks", type=click.IntRange(1), metavar="N", help="Pin the stages of each device; several are interleaved."
+        "--schedule", metavar="NAME", help=f"Pin the schedule: {', '.join(SCHEDULES)}; the last three are priced alone."
+    ),
+    click.option(
+        "--chunks",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Pin the stages of each device; several are interleaved, or as the schedule has them.",
     ),
     click.option(
         "--recompute",
@@ -351,8 +356,10 @@ def hardware(action: str | None, name: str | None, as_json: bool) -> None:
 @click.option("--zero", type=click.IntRange(0, 3), metavar="0-3", help="ZeRO stage.")
 @click.option("--microbatches", type=click.IntRange(1), metavar="N", help="Microbatches of a step.")
 @click.option("--microbatch", type=click.IntRange(1), metavar="N", help="Sequences in a microbatch of one device.")
-@click.option("--schedule", metavar="NAME", help="gpipe, 1f1b or interleaved-1f1b.")
-@click.option("--chunks", type=click.IntRange(1), metavar="N", help="Stages of each device, under interleaved-1f1b.")
+@click.option("--schedule", metavar="NAME", help=f"One of {', '.join(SCHEDULES)}.")
+@click.option(
+    "--chunks", type=click.IntRange(1), metavar="N", help="Stages of each device, where the schedule deals several out."
+)
 @click.option("--recompute", metavar="NAME", help="none, selective or full.")
 @click.option("--offload", metavar="NAME", help="In the host's memory: none, optimizer, activations or both.")
 @click.option("--timeline", is_flag=True, help="Show besides what each device holds at each action of a step.")

@@ -17,7 +17,7 @@ from autopar.emit.prelude import prelude_function
 from autopar.emit.stage import layer_attribute, owned_attribute, stage_class
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.plan import Plan
+from autopar.plan import INTERLEAVED, SPLIT, Plan
 from autopar.program import copy_runtime
 from autopar.shard import plan_shardings
 from passes.stages import LocalProgram, cut_stages
@@ -86,7 +86,13 @@ def emit(graph: Graph, plan: Plan, folder: str | Path, *, watch: bool = False) -
 def _refuse_priced(plan: Plan) -> None:
     """Raise ``UsageError`` for what has a price and no program."""
     if plan.unwritten:
-        raise UsageError(f"this plan is priced alone: {plan.unwritten}", "leave the pin offload out")
+        nearest = "1f1b" if plan.chunks == 1 else INTERLEAVED
+        hint = (
+            f"use the schedule {nearest}, the nearest that runs"
+            if plan.schedule in SPLIT
+            else "leave the pin offload out"
+        )
+        raise UsageError(f"this plan is priced alone: {plan.unwritten}", hint)
 
 
 def model_source(program: LocalProgram, opaque: bool = False, watch: bool = False) -> str:

@@ -12,11 +12,25 @@ import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
-from autopar.plan import OFFLOADS, RECOMPUTATIONS, Axis, LayerPlan, Memory, Plan, Prediction, Role, StagePlan, Strategy
+from autopar.plan import (
+    DEALING,
+    OFFLOADS,
+    RECOMPUTATIONS,
+    Axis,
+    LayerPlan,
+    Memory,
+    Plan,
+    Prediction,
+    Role,
+    StagePlan,
+    Strategy,
+    stages_of,
+)
 from autopar.search.problem import Choice, Devices, LayerPrice, Mesh, Pricer
-from autopar.search.simulate import device_order, holdings, lower_bound, simulate
+from autopar.search.schedules import Action, device_order, holdings
+from autopar.search.simulate import lower_bound, simulate
 from autopar.search.tables import Instance
-from autopar.search.timeline import Action, Held, Moment, most_held, timeline, transients
+from autopar.search.timeline import Held, Moment, most_held, timeline, transients
 
 State = tuple[int, int, int]
 """Bytes of parameters, of their gradients and of their optimizer state."""
@@ -32,10 +46,12 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Per stage: seconds of one microbatch (forward, backward, and the communication therein), seconds per step; and the step."""
+    """Per stage: seconds of one microbatch (forward, backward, the latter's part that may run apart, communication in both), seconds per
+    step; and the step."""
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
+    weight_s: tuple[float, ...]
     communication_s: tuple[float, ...]
     per_step_s: tuple[float, ...]
     step_time_s: float
@@ -56,7 +72,7 @@ def step_cost(
     Resharding at a cut is done by the stage that receives. A send is paid by the stage that sends: forward to the next stage,
     backward to the one before. Of a step that is not below ``below_s`` only that is found: its time is then a lower bound.
     """
-    forward, backward, moved, steps = [], [], [], []
+    forward, backward, weight, moved, steps = [], [], [], [], []
     last = len(bounds) - 2
     for s, (i, j) in enumerate(pairwise(bounds)):
         reshard = sum(edges[max(i - 1, 0) : j - 1])
@@ -64,16 +80,22 @@ def step_cost(
         back = sends[i - 1] if s else 0.0
         forward.append(sum(p.forward_s for p in prices[i:j]) + reshard / 2 + out)
         backward.append(sum(p.backward_s for p in prices[i:j]) + reshard / 2 + back)
+        weight.append(sum(p.weight_s for p in prices[i:j]))
         moved.append(sum(p.communication_s for p in prices[i:j]) + reshard + out + back)
         steps.append(sum(p.step_s for p in prices[i:j]))
-    line = (len(bounds) - 1) // chunks  # devices in a line
-    once = max(sum(steps[d::line]) for d in range(line))
-    step = (
-        lower_bound(forward, backward, microbatches, schedule) + once if np.isfinite(below_s) and chunks == 1 else 0.0
-    )
+    once = max(by_device(steps, chunks, schedule))
+    step = 0.0
+    if np.isfinite(below_s) and schedule not in DEALING:
+        step = lower_bound(forward, backward, microbatches, schedule) + once
     if step < below_s:
-        step = simulate(forward, backward, microbatches, schedule, chunks) + once
-    return Cost(tuple(forward), tuple(backward), tuple(moved), tuple(steps), step)
+        step = simulate(forward, backward, microbatches, schedule, chunks, weight) + once
+    return Cost(tuple(forward), tuple(backward), tuple(weight), tuple(moved), tuple(steps), step)
+
+
+def by_device(values: Sequence[float], chunks: int, schedule: str) -> list[float]:
+    """Sums over the stages of each device of the line."""
+    line = len(values) // chunks
+    return [sum(values[s] for s in stages_of(d, line, chunks, schedule)) for d in range(line)]
 
 
 def cost(instance: Instance, solution: Solution, below_s: float = np.inf) -> Cost:
@@ -144,12 +166,12 @@ def _fits_hosts(instance: Instance, bounds: Sequence[int], prices: Sequence[Laye
 def host_bytes(choice: Choice, stages: Sequence[Sequence[LayerPrice]]) -> list[int]:
     """Bytes of each device of the line in its host's memory; of several chunks all in flight are taken to be of the one that saves most."""
     found = []
+    in_flight = choice.in_flight
     for d in range(choice.pipeline):
-        mine = stages[d :: choice.pipeline]
+        own = choice.own(d)
+        mine = [stages[s] for s in own]
         most = max(sum(int(p.host_saved_bytes) for p in stage) for stage in mine)
-        found.append(
-            sum(int(p.host_bytes) for stage in mine for p in stage) + sum(choice.in_flight[d :: choice.pipeline]) * most
-        )
+        found.append(sum(int(p.host_bytes) for stage in mine for p in stage) + sum(in_flight[s] for s in own) * most)
     return found
 
 
@@ -217,13 +239,13 @@ def make_plan(
         StagePlan(
             i,
             j,
-            (s % choice.pipeline * size, size),
-            held[s % choice.pipeline],
-            int(limits[s % choice.pipeline]),
+            (device * size, size),
+            held[device],
+            int(limits[device]),
             found.forward_s[s] + found.backward_s[s],
-            aside[s % choice.pipeline],
+            aside[device],
         )
-        for s, (i, j) in enumerate(runs)
+        for s, ((i, j), device) in enumerate(zip(runs, choice.device, strict=True))
     )
     layers = tuple(LayerPlan(a.name, a.cls, b) for a, b in zip(graph.layers, strategies, strict=True))
     peak = cluster.peak_flops(precision)
@@ -261,11 +283,11 @@ def counted_twice(
 
     Each stage holds its own copy, also where a device has several.
     """
-    line, found = choice.pipeline, []
+    found = []
     spans = list(pairwise(bounds))
-    for d in range(line):
+    for d in range(choice.pipeline):
         extra = [0, 0, 0]
-        here = [range(i, j) for s, (i, j) in enumerate(spans) if s % line == d]
+        here = [range(*spans[s]) for s in choice.own(d)]
         for (name, uses), span in itertools.product(graph.shared_parameters.items(), here):
             for layer in [i for i in uses if i in span][1:]:
                 state = pricer.tied(layer, name, choice.mesh, strategies[layer])
@@ -278,14 +300,13 @@ def device_memories(
     choice: Choice, stages: Sequence[Sequence[LayerPrice]], twice: Sequence[State] = ()
 ) -> list[Memory]:
     """The bytes of each device of the line when it holds most; ``stages`` are the layers of each stage."""
-    if choice.chunks == 1:
+    if not choice.dealt:
         held = [memory(*stage) for stage in zip(stages, choice.in_flight, choice.passing, strict=True)]
     else:  # which chunk is at work when most is held decides whose transients count: the moments themselves are looked at
-        line, m = choice.pipeline, choice.microbatches
         held = []
-        for d in range(line):
-            counts, at_work = holdings(line, choice.chunks, m, d)
-            held.append(most_held(stages[d::line], passing_by(choice, d), counts, at_work))
+        for d in range(choice.pipeline):
+            counts, at_work = holdings(choice.schedule, choice.pipeline, choice.chunks, choice.microbatches, d)
+            held.append(most_held(_held(choice, stages, d), counts, at_work))
     return [less(m, state) for m, state in zip(held, twice, strict=True)] if twice else held
 
 
@@ -298,7 +319,13 @@ def less(held: Memory, state: State) -> Memory:
 @functools.lru_cache(maxsize=4096)
 def passing_by(choice: Choice, device: int) -> int:
     """What the pipeline holds for all stages of a device: it is there whichever of them is at work."""
-    return sum(choice.passing[device :: choice.pipeline])
+    passing = choice.passing
+    return sum(passing[s] for s in choice.own(device))
+
+
+def _held(choice: Choice, stages: Sequence[Sequence[LayerPrice]], device: int) -> Held:
+    own = choice.own(device)
+    return Held.of(own, [stages[s] for s in own], [passing_by(choice, device)] * choice.chunks)
 
 
 def _devices(choice: Choice, stages: Sequence[Sequence[LayerPrice]]) -> list[tuple[Held, list[Action]]]:
@@ -306,7 +333,7 @@ def _devices(choice: Choice, stages: Sequence[Sequence[LayerPrice]]) -> list[tup
     line = choice.pipeline
     return [
         (
-            Held.of(range(d, len(stages), line), stages[d::line], [passing_by(choice, d)] * choice.chunks),
+            _held(choice, stages, d),
             device_order(choice.schedule, d, line, choice.microbatches, choice.chunks),
         )
         for d in range(line)
@@ -323,7 +350,7 @@ def memory_timeline(graph: Graph, cluster: Devices, pricer: Pricer, plan: Plan) 
     strategies = [layer.strategy for layer in plan.layers]
     devices, stages = cluster.stages(plan.pipeline), []
     for s, stage in enumerate(plan.stages):
-        here, own = pricer.on(devices[s % plan.pipeline]), range(stage.start, stage.stop)
+        here, own = pricer.on(devices[choice.device[s]]), range(stage.start, stage.stop)
         stages.append([_price(graph, here, i, plan.mesh, strategies[i], plan.microbatches) for i in own])
     bounds = [stage.start for stage in plan.stages] + [len(plan.layers)]
     twice = counted_twice(graph, pricer, choice, bounds, strategies)
@@ -339,7 +366,7 @@ def _prediction(
     m, line = choice.microbatches, choice.pipeline
 
     def of_device(seconds: Sequence[float]) -> list[float]:
-        return [sum(seconds[d::line]) for d in range(line)]
+        return by_device(seconds, choice.chunks, choice.schedule)
 
     work = [f + b for f, b in zip(of_device(found.forward_s), of_device(found.backward_s), strict=True)]
     slowest = max(range(line), key=lambda d: work[d])
@@ -419,18 +446,16 @@ def evaluate(
     choice = Choice(mesh, (len(stage_bounds) - 1) // chunks, microbatches, schedule, chunks=chunks)
     stages, borders = cluster.stages(choice.pipeline), cluster.borders(choice.pipeline)
     prices: list[LayerPrice] = []
-    last = len(graph.layers) - 1
+    last, links = len(graph.layers) - 1, choice.links
     edges, sends = [0.0] * last, [0.0] * last
     for s, (start, stop) in enumerate(pairwise(stage_bounds)):
-        here = pricer.on(stages[s % choice.pipeline])
+        here = pricer.on(stages[choice.device[s]])
         for i in range(start, stop):
             prices.append(_price(graph, here, i, mesh, strategies[i], microbatches))
             if i:
                 edges[i - 1] = here.edge(i - 1, mesh, strategies[i - 1], strategies[i], microbatches)
-        if stop <= last:
-            # from the last device of a line an interleaved pipeline goes back to the first
-            link = borders[min(s % choice.pipeline, len(borders) - 1)]
-            sends[stop - 1] = pricer.on(link).p2p(stop - 1, mesh, strategies[stop - 1], microbatches)
+        if stop <= last and (link := links[s]) is not None:
+            sends[stop - 1] = pricer.on(borders[link]).p2p(stop - 1, mesh, strategies[stop - 1], microbatches)
     found = step_cost(stage_bounds, prices, edges, sends, microbatches, schedule, chunks)
     plan = make_plan(
         graph,

@@ -98,7 +98,7 @@ def cheapest_send(instance: Instance) -> float:
     if instance.choice.pipeline == 1:
         return 0.0
     layout, kind = instance.layout, instance.kind.tolist()
-    stages = dict(zip(layout.way, range(len(layout.way)), strict=True))  # one for each way
+    stages = {way: s for s, way in enumerate(layout.way) if way is not None}  # one for each way
     borders = {way: zip(layout.across[way].border, kind[:-1], strict=False) for way in stages}
     layers = {way: dict(zip(some, range(len(kind) - 1), strict=True)).values() for way, some in borders.items()}
     return min(float(instance.p2p(i, s).min()) for way, s in stages.items() for i in layers[way])

@@ -10,12 +10,14 @@ import numpy as np
 from autopar.search.tables import Array
 
 
-def deal(shares: Sequence[Array], line: int, chunks: int) -> tuple[int, ...]:
-    """Cuts that make the largest device small; ``shares[device]`` is what the first layers count for on it, from none to all of them.
+def deal(shares: Sequence[Array], device: Sequence[int]) -> tuple[int, ...]:
+    """Cuts that make the largest device small; ``shares[device]`` is what the first layers count for on it, from none to all of them, and
+    ``device`` says which one has each stage.
 
     Bisection over the largest device's share: stages are filled one after the other, up to what their device may have by then.
     """
-    stages, count = line * chunks, len(shares[0]) - 1
+    stages, line, count = len(device), len(shares), len(shares[0]) - 1
+    chunks = stages // line
     sums = [share.tolist() for share in shares]
     average = sum(share[-1] for share in sums) / line**2
     largest = max(max(np.diff(share)) for share in shares)
@@ -24,14 +26,14 @@ def deal(shares: Sequence[Array], line: int, chunks: int) -> tuple[int, ...]:
     def attempt(limit: float, slack: float) -> tuple[float, tuple[int, ...]]:
         bounds, loads = [0], [0.0] * line
         for s in range(stages - 1):
-            chunk, d = divmod(s, line)
+            chunk, d = s // line, device[s]
             at, share = bounds[-1], sums[d]
             until = min(limit, limit * (chunk + 1) / chunks + slack) - loads[d]
             stop = bisect_right(share, share[at] + until * (1 + 1e-9)) - 1
             stop = min(max(stop, at + 1), count - (stages - 1 - s))
             loads[d] += share[stop] - share[at]
             bounds.append(stop)
-        loads[-1] += sums[-1][count] - sums[-1][bounds[-1]]
+        loads[device[-1]] += sums[device[-1]][count] - sums[device[-1]][bounds[-1]]
         return max(loads), (*bounds, count)
 
     for slack in (0.0, largest / 2, largest):
@@ -44,13 +46,13 @@ def deal(shares: Sequence[Array], line: int, chunks: int) -> tuple[int, ...]:
     return best[1]
 
 
-def by_share(shares: Array, wanted: Array) -> tuple[int, ...]:
-    """Cuts whose stages count for about what is ``wanted`` of them; ``shares`` as for ``deal``, by device."""
+def by_share(shares: Array, wanted: Array, device: Sequence[int]) -> tuple[int, ...]:
+    """Cuts whose stages count for about what is ``wanted`` of them; ``shares`` and ``device`` as for ``deal``."""
     stages, count = len(wanted), shares.shape[1] - 1
     scale = float(shares[:, -1].mean()) / float(wanted.sum())
     bounds, owed = [0], 0.0
     for s in range(stages - 1):
-        share, at = shares[s % len(shares)], bounds[-1]
+        share, at = shares[device[s]], bounds[-1]
         owed += float(wanted[s]) * scale
         stop = int(np.abs(share - share[at] - owed).argmin())
         bounds.append(min(max(stop, at + 1), count - (stages - 1 - s)))

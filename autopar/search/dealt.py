@@ -1,4 +1,4 @@
-"""Solutions of a choice that deals several stages to each device (interleaved 1F1B): constructed, most frugal, and exact for small ones.
+"""Solutions of a choice that deals stages out to devices (interleaved 1F1B, zero bubble): constructed, most frugal, exact for small ones.
 
 1. ``deal`` cuts the layers so that the device with the largest share has little more than the mean: bisection over that largest
    share, stages being filled one after the other up to what their device may have by then.
@@ -16,12 +16,12 @@ from itertools import pairwise
 import numpy as np
 
 from autopar.search.assess import Solution, cost, fits, memories, passing_by
-from autopar.search.bound import cheapest_send
 from autopar.search.construct import LADDER, Stage, memory_scale, modes_of, seconds_of
 from autopar.search.cuts import by_share, deal
-from autopar.search.dealt_bound import textbook_paths
+from autopar.search.dealt_bound import sends, textbook_paths
 from autopar.search.exact import LABELS, NODES, TooLargeError, undominated
-from autopar.search.simulate import holdings, simulate, simulate_many
+from autopar.search.schedules import holdings
+from autopar.search.simulate import simulate_many, simulate_parts
 from autopar.search.tables import Array, Indices, Instance
 
 ACTIONS = 2_000_000
@@ -38,12 +38,12 @@ def _picks(instance: Instance) -> list[tuple[float, tuple[Indices, ...], list[in
     """Of each mode the fastest candidates of all kinds, and the fastest that the devices have room for together: seconds of a device's work
     where it is even (times what is too much of memory), the mode, the candidates; the fastest first."""
     counts = np.bincount(instance.kind, minlength=len(instance.kinds))
-    n, line = float(instance.in_flight.mean()), instance.choice.pipeline
+    n, q, line = float(instance.in_flight.mean()), float(instance.waiting.mean()), instance.choice.pipeline
     room = float(sum(instance.layout.limit[:line]))
     found = []
     for allowed in (mode.allowed for mode in modes_of(instance)):
         seconds = [seconds_of(instance, table)[keep] for table, keep in zip(instance.kinds, allowed, strict=True)]
-        held = [(t.weights + n * t.saved)[keep] for t, keep in zip(instance.kinds, allowed, strict=True)]
+        held = [t.held(n, q)[keep] for t, keep in zip(instance.kinds, allowed, strict=True)]
         here: list[tuple[float, tuple[Indices, ...], list[int]]] = []
         for step in LADDER:
             price = step * memory_scale(instance)
@@ -63,30 +63,32 @@ class _Draft:
 
     def __init__(self, instance: Instance, allowed: tuple[Indices, ...], pick: list[int]) -> None:
         self.instance, self.allowed, self.pick = instance, allowed, pick
-        self.line, self.chunks, self.m = instance.choice.pipeline, instance.choice.chunks, instance.choice.microbatches
+        self.line, self.m = instance.choice.pipeline, instance.choice.microbatches
         places = instance.layout.place[: self.line]
         sums = {place: self._sums(place) for place in set(places)}
-        self.forward, self.backward, self.held = (np.array([sums[place][i] for place in places]) for i in range(3))
-        self.send = cheapest_send(instance)
-        seconds = self.forward + self.backward
+        self.parts = np.array([sums[place][0] for place in places])  # [device, part, layers]
+        self.held = np.array([sums[place][1] for place in places])
+        self.sends = sends(instance)
+        self.seconds, device = self.parts.sum(axis=1), instance.choice.device
         cuts = [
-            deal(list(seconds), self.line, self.chunks),
-            *(by_share(seconds, share) for share in instance.shares[-1:]),
+            deal(list(self.seconds), device),
+            *(by_share(self.seconds, share, device) for share in instance.shares[-1:]),
         ]
         self.estimate_s, self.bounds = min(zip(self._steps(cuts).tolist(), cuts, strict=True))
 
-    def _sums(self, place: int) -> tuple[Array, Array, Array]:
-        """Sums over the first layers, from none to all: forward and backward with a share of what is done once a step, and bytes held."""
-        tables, n = self.instance.at(place), float(self.instance.in_flight.mean())
-        once = np.array([float(t.step[k]) for t, k in zip(tables, self.pick, strict=True)]) / self.m
-        forward = np.array([float(t.forward[k]) for t, k in zip(tables, self.pick, strict=True)])
-        backward = np.array([float(t.backward[k]) for t, k in zip(tables, self.pick, strict=True)])
-        held = np.array([float(t.weights[k] + n * t.saved[k]) for t, k in zip(tables, self.pick, strict=True)])
-        kind = self.instance.kind
-        first, second, third = (
-            np.concatenate([[0.0], np.cumsum(each[kind])]) for each in (forward + once / 2, backward + once / 2, held)
-        )
-        return first, second, third
+    def _sums(self, place: int) -> tuple[Array, Array]:
+        """Sums over the first layers, from none to all: of each part of the time with a share of what is done once a step, and of bytes
+        held."""
+        tables, kind = self.instance.at(place), self.instance.kind
+        n, q = float(self.instance.in_flight.mean()), float(self.instance.waiting.mean())
+        chosen = list(zip(tables, self.pick, strict=True))
+        once = np.array([float(t.step[k]) for t, k in chosen]) / self.m
+        parts = np.array([[float(part[k]) for part in t.seconds] for t, k in chosen]).T
+        parts[:2] += once / 2
+        rows = np.vstack([parts, [float(t.held(n, q)[k]) for t, k in chosen]])
+        sums = np.zeros((len(rows), len(kind) + 1))
+        np.cumsum(rows[:, kind], axis=1, out=sums[:, 1:])
+        return sums[:-1], sums[-1]
 
     @property
     def too_much(self) -> float:
@@ -96,21 +98,20 @@ class _Draft:
 
     def _by_stage(self, bounds: Indices, sums: Array) -> tuple[Array, Array]:
         """Of many cuts ``[set, ...]``: what each stage has ``[set, stage]``, and each device ``[set, device]``."""
-        device = np.arange(bounds.shape[1] - 1) % self.line
+        device = self.instance.device
         values = sums[device, bounds[:, 1:]] - sums[device, bounds[:, :-1]]
-        return values, values.reshape(len(values), self.chunks, self.line).sum(axis=1)
+        return values, values @ (device[:, None] == np.arange(self.line))
 
     def _steps(self, cuts: Sequence[tuple[int, ...]]) -> Array:
         """The schedule's seconds for each of many cuts."""
-        bounds = np.array(cuts)
-        forward, backward = (self._by_stage(bounds, sums)[0].T for sums in (self.forward, self.backward))
-        forward[:-1] += self.send
-        backward[1:] += self.send
-        return simulate_many(forward, backward, self.m, self.chunks)
+        bounds, choice = np.array(cuts), self.instance.choice
+        parts = np.array([self._by_stage(bounds, self.parts[:, i])[0].T for i in range(self.parts.shape[1])])
+        parts[:2] += self.sends[:, :, None]
+        return simulate_many(parts, self.m, choice.schedule, choice.chunks)
 
     def improve(self, deadline: float) -> None:
         """Move single layers as long as the schedule gets shorter."""
-        actions = 2 * self.m * self.instance.choice.stages
+        actions = self.parts.shape[1] * self.m * self.instance.choice.stages
         for _ in range(STEPS):
             moves = self._moves()[: ACTIONS // actions]
             if len(moves) < 2 or time.monotonic() > deadline:
@@ -125,11 +126,9 @@ class _Draft:
         """One layer less for a stage of the slowest device and one more for any other stage, then each cut moved by one layer."""
         stages = self.instance.choice.stages
         bounds = np.array(self.bounds)
-        _, seconds = self._by_stage(bounds[None], self.forward + self.backward)
-        slowest = int(seconds[0].argmax())
-        order = np.argsort(seconds[0])
-        pairs = [(a, int(b)) for d in order for b in range(int(d), stages, self.line)
-                 for a in range(slowest, stages, self.line) if a != b]  # fmt: skip
+        _, seconds = self._by_stage(bounds[None], self.seconds)
+        own = [self.instance.choice.own(int(d)) for d in np.argsort(seconds[0])]
+        pairs = [(a, b) for stages_of in own for b in stages_of for a in own[-1] if a != b]
         pairs += [(s, s + 1) for s in range(stages - 1)] + [(s + 1, s) for s in range(stages - 1)]
         found = []
         for a, b in dict.fromkeys(pairs):
@@ -174,12 +173,13 @@ def _refined(
     for _ in range(4):
         pick = [0] * instance.layers
         for d in range(line):
-            runs = [range(bounds[s], bounds[s + 1]) for s in range(d, instance.choice.stages, line)]
+            own = instance.choice.own(d)
+            runs = [range(bounds[s], bounds[s + 1]) for s in own]
             layers = [i for run in runs for i in run]
-            counts = [int(instance.in_flight[s]) for s in range(d, instance.choice.stages, line)]
+            counts = [(int(instance.in_flight[s]), int(instance.waiting[s])) for s in own]
             held = [n for n, run in zip(counts, runs, strict=True) for _ in run]
             place, limit = instance.layout.place[d], instance.layout.limit[d] * room
-            borders = tuple(tuple(border[i] for i in run[:-1]) for run in runs)
+            borders = tuple(border[i] if j == i + 1 else -1 for i, j in pairwise(layers))
             passing = passing_by(instance.choice, d)
             key = (id(allowed), tuple(kind[layers].tolist()), tuple(held), borders, place, passing, limit)
             if key not in cache:
@@ -201,7 +201,7 @@ def _refined(
 class _Device(Stage):
     """All layers of one device, in order: their cheapest candidates, resharding between neighbours included, that fit.
 
-    ``in_flight`` is how many microbatches of each are held.
+    ``in_flight`` is how many microbatches of each are held, and how many of these between the parts of their backward.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class _Device(Stage):
         instance: Instance,
         allowed: tuple[Indices, ...],
         layers: Sequence[int],
-        in_flight: Sequence[float],
+        in_flight: Sequence[tuple[float, float]],
         device: int,
         limit: float,
     ) -> None:
@@ -219,7 +219,7 @@ class _Device(Stage):
         self.keep = [allowed[k] for k in kinds]
         self.weight = [seconds_of(instance, t)[keep] for t, keep in zip(tables, self.keep, strict=True)]
         priced = zip(tables, self.keep, in_flight, strict=True)
-        self.held = [(t.weights + n * t.saved)[keep] for t, keep, n in priced]
+        self.held = [t.held(*n)[keep] for t, keep, n in priced]
         self.transient = [t.at_work(passing)[keep] for t, keep in zip(tables, self.keep, strict=True)]
         self.edges = [
             instance.edge(i, place)[np.ix_(*keep)] if j == i + 1 else np.zeros([len(k) for k in keep])
@@ -231,16 +231,16 @@ class _Device(Stage):
 def most_frugal_dealt(instance: Instance) -> tuple[float, Solution]:
     """The largest share of a device's memory limit that is needed, and a solution that needs no more: a good one, not proved the best."""
     choice = instance.choice
-    line, n = choice.pipeline, float(instance.in_flight.mean())
+    line, n, q = choice.pipeline, float(instance.in_flight.mean()), float(instance.waiting.mean())
     picks, shares = [], []
     for d in range(line):
         tables = instance.at(instance.layout.place[d])
-        held = [t.weights + n * t.saved + t.transient / instance.layers for t in tables]
+        held = [t.held(n, q) + t.transient / instance.layers for t in tables]
         picks.append(np.array([int(h.argmin()) for h in held]))
         each = np.array([float(h.min()) for h in held])[instance.kind]
         shares.append(np.concatenate([[0.0], np.cumsum(each)]) / instance.layout.limit[d])
-    bounds = deal(shares, line, choice.chunks)
-    device = np.repeat(np.arange(choice.stages) % line, np.diff(bounds))
+    bounds = deal(shares, choice.device)
+    device = np.repeat(instance.device, np.diff(bounds))
     pick = tuple(int(picks[d][k]) for d, k in zip(device, instance.kind, strict=True))
     solution = Solution(bounds, pick)
     held_by = zip(memories(instance, solution), instance.layout.limit, strict=False)
@@ -271,11 +271,12 @@ def _regime(instance: Instance, device: int) -> _Regime:
 
 
 def _ways(instance: Instance, i: int, regime: _Regime, deadline: float) -> dict[int, tuple[Array, Indices]]:
-    """By ``j``, undominated ways to run layers i..j-1 as one stage: (forward, backward, step, weights, saved, transient), candidates."""
+    """By ``j``, undominated ways to run layers i..j-1 as one stage: (parts of the time, once a step, weights, saved, waiting, transient),
+    candidates."""
 
     def columns(layer: int) -> Array:
         t = instance.table(layer, place)
-        return np.stack([t.forward, t.backward, t.step, t.weights, t.saved, t.at_work(passing)], axis=1)
+        return np.stack([*t.seconds, t.step, t.weights, t.saved, t.waiting, t.at_work(passing)], axis=1)
 
     place, passing = regime
     label = columns(i)
@@ -290,7 +291,7 @@ def _ways(instance: Instance, i: int, regime: _Regime, deadline: float) -> dict[
             old, new = np.repeat(label, len(more), axis=0), np.tile(more, (len(label), 1))
             label = old + new
             label[:, :2] += halves[:, None]
-            label[:, 5] = np.maximum(old[:, 5], new[:, 5])
+            label[:, -1] = np.maximum(old[:, -1], new[:, -1])
             picks = np.concatenate(
                 [np.repeat(picks, len(more), axis=0), np.tile(np.arange(len(more))[:, None], (len(picks), 1))], axis=1
             )
@@ -318,13 +319,15 @@ class _Enumeration:
         choice = instance.choice
         self.instance, self.ways, self.deadline = instance, ways, deadline
         self.stages, self.line, self.m = choice.stages, choice.pipeline, choice.microbatches
-        self.paths = textbook_paths(choice.pipeline, choice.chunks, choice.microbatches)
-        self.holdings = [holdings(choice.pipeline, choice.chunks, choice.microbatches, d) for d in range(self.line)]
+        sizes = choice.pipeline, choice.chunks, choice.microbatches
+        self.paths = textbook_paths(choice.schedule, *sizes)
+        self.holdings = [holdings(choice.schedule, *sizes, d) for d in range(self.line)]
         least = instance.least("time")
         self.rest = (
             np.append(np.cumsum(least[::-1])[::-1], 0.0) * self.m / self.line
         )  # of the layers from i on, on the average device
-        self.columns = np.zeros((self.stages, 6))  # of the stages so far, and zeros behind them
+        self.parts = len(self.paths)
+        self.columns = np.zeros((self.stages, self.parts + 5))  # of the stages so far, and zeros behind them
         self.best_s, self.visited = cutoff_s, 0
         self.found: Solution | None = None
 
@@ -336,7 +339,7 @@ class _Enumeration:
         instance, count = self.instance, self.instance.layers
         last = s == self.stages - 1
         place = instance.layout.place[s]
-        regime = _regime(instance, s % self.line)
+        regime = _regime(instance, int(instance.device[s]))
         for j in (count,) if last else range(i + 1, count - (self.stages - s - 1) + 1):
             send = None if last else instance.p2p(j - 1, s)
             for row, chosen in zip(*self.ways[i, j, regime], strict=True):
@@ -359,24 +362,25 @@ class _Enumeration:
 
     def _least(self, done: int) -> float:
         """What the step takes at least, layers from ``done`` on taking their best times."""
-        forward, backward, step = self.columns[:, 0], self.columns[:, 1], self.columns[:, 2]
-        path = float((self.paths[0] @ forward + self.paths[1] @ backward).max())
-        work = float((forward + backward).sum()) * self.m / self.line + float(self.rest[done])
-        return max(path, work) + float(step.reshape(-1, self.line).sum(axis=0).max())
+        parts = self.columns[:, : self.parts]
+        path = float(sum(paths @ part for paths, part in zip(self.paths, parts.T, strict=True)).max())
+        work = float(parts.sum()) * self.m / self.line + float(self.rest[done])
+        return max(path, work) + self._once()
+
+    def _once(self) -> float:
+        """Seconds once a step of the device that has most."""
+        return float(np.bincount(self.instance.device, self.columns[:, self.parts]).max())
 
     def _fits(self, s: int) -> bool:
         """Whether the device of stage ``s`` can hold what it has so far."""
-        d = s % self.line
-        own = self.columns[d :: self.line]
+        d = int(self.instance.device[s])
+        own = self.columns[list(self.instance.choice.own(d)), self.parts + 1 :]
         counts, at_work = self.holdings[d]
-        most = float((counts @ own[:, 4] + own[at_work, 5]).max())
-        return float(own[:, 3].sum()) + most <= self.instance.layout.limit[d]
+        each = np.concatenate([own[:, 1], own[:, 2]])[: counts.shape[1]]
+        return float(own[:, 0].sum() + (counts @ each + own[at_work, 3]).max()) <= self.instance.layout.limit[d]
 
     def _offer(self, solution: Solution) -> None:
         choice = self.instance.choice
-        step = simulate(
-            self.columns[:, 0].tolist(), self.columns[:, 1].tolist(), self.m, choice.schedule, choice.chunks
-        )
-        step += float(self.columns[:, 2].reshape(-1, self.line).sum(axis=0).max())
+        step = simulate_parts(self.columns[:, : self.parts].T, self.m, choice.schedule, choice.chunks) + self._once()
         if step < self.best_s:
             self.best_s, self.found = step, solution

@@ -1,4 +1,4 @@
-"""Lower bounds of the step time of a choice that deals several stages to each device (interleaved 1F1B).
+"""Lower bounds of the step time of a choice that deals stages out to devices (interleaved 1F1B, zero bubble).
 
 Two paths through the schedule of ``p`` devices with ``v`` stages each, for every device ``d`` whose stages are ``own``; ``n_s`` is how
 often stage ``s`` runs forward before its device first runs backward:
@@ -9,6 +9,7 @@ often stage ``s`` runs forward before its device first runs backward:
 Device ``d`` begins with stage ``d``, after one forward of each stage before it, has all of its own work to do, and ends with a backward of
 stage ``d``, which those of the stages before it follow: ``upto``. Its first backward is of stage ``(v-1)p + d``, after a forward of
 every stage and a backward of each later one; then come what is left of its own actions, and again the stages before ``d``: ``round``.
+Where backwards are in two parts the same holds for forwards and inputs' gradients, and a device's weights' gradients may come last of all.
 
 ``linear``: the step is at least any mixture of paths plus the mean of the devices' seconds once a step, and memory may be priced. Such a
 sum is one over layers, each of which takes its cheapest candidate for the stage that it is in, and the cuts that make it least are found by
@@ -30,11 +31,13 @@ import itertools
 import numpy as np
 from ortools.linear_solver import pywraplp
 
+from autopar.plan import INTERLEAVED
 from autopar.search import bound
 from autopar.search.assess import passing_by
 from autopar.search.bound import CUT_ACTIONS, TOLERANCE, cheapest_send
 from autopar.search.cuts import deal
-from autopar.search.simulate import critical_path, interleaved_in_flight, last_forward
+from autopar.search.schedules import device_order, fullest, interleaved_in_flight
+from autopar.search.simulate import KINDS, counted, longest_path
 from autopar.search.tables import Array, Indices, Instance
 
 ROUNDS = 100
@@ -51,8 +54,10 @@ PACKED = 128
 
 
 @functools.lru_cache(maxsize=64)
-def textbook_paths(line: int, chunks: int, microbatches: int) -> tuple[Array, Array]:
-    """How many forwards and how many backwards of each stage ``upto`` and ``round`` of every device have: both ``[path, stage]``."""
+def textbook_paths(schedule: str, line: int, chunks: int, microbatches: int) -> Array:
+    """How often ``upto`` and ``round`` of every device have each part of each stage: ``[part, path, stage]``."""
+    if schedule != INTERLEAVED:
+        return _paths_apart(schedule, line, chunks, microbatches)
     stages, m = line * chunks, microbatches
     before = np.array(interleaved_in_flight(line, chunks, m))
     forwards, backwards = np.zeros((2, 2 * line, stages))
@@ -65,20 +70,49 @@ def textbook_paths(line: int, chunks: int, microbatches: int) -> tuple[Array, Ar
         forwards[at, own] += m - before[own]
         backwards[at, :d] = backwards[at, stages - line + d + 1 :] = 1
         backwards[at, own] = m
-    return forwards, backwards
+    return np.stack([forwards, backwards])
+
+
+def _paths_apart(schedule: str, line: int, chunks: int, microbatches: int) -> Array:
+    """``textbook_paths`` of a schedule with backwards in two parts. Each of the two ends with all that the device does, or with its last
+    gradient of inputs and those of the stages before it."""
+    stages = line * chunks
+    paths = np.zeros((line, 4, len(KINDS), stages))
+    for d in range(line):
+        order = [(KINDS.index(kind), stage) for kind, stage, _ in device_order(schedule, d, line, microbatches, chunks)]
+        back = [k for k, (kind, _) in enumerate(order) if kind in (1, 2)]
+        (first, last), turn = (back[0], back[-1]), order[back[0]][1]
+        for number, (start, stop) in enumerate(itertools.product((0, first), (len(order), last + 1))):
+            path = paths[d, number]
+            path[0, : stages if start else d] = 1  # forwards on the way there
+            path[2, turn + 1 if start else stages :] = 1  # and the gradients on the way back
+            np.add.at(path, tuple(np.array(order[start:stop]).T), 1)
+            path[2, : order[last][1] if stop <= last + 1 else 0] += 1
+    # a stage whose gradient comes in one piece counts no less as one in two
+    return counted(schedule, paths).reshape(-1, 4 * line, stages)
+
+
+def sends(instance: Instance) -> Array:
+    """Seconds that each stage sends at least, forward and backward: ``[2, stage]``."""
+    crosses = np.array([0, *(link is not None for link in instance.choice.links), 0]) * cheapest_send(instance)
+    return np.stack([crosses[1:], crosses[:-1]])
 
 
 def fewest_seconds(instance: Instance) -> float:
     """A bound from each layer's best price alone, of any choice; where stages are dealt out, the mean over the devices of ``upto``."""
-    if instance.choice.chunks == 1:
+    if not instance.choice.dealt:
         return bound.fewest_seconds(instance)
-    line, stages, m = instance.choice.pipeline, instance.choice.stages, instance.choice.microbatches
+    line, m = instance.choice.pipeline, instance.choice.microbatches
     time = instance.least("time")
-    sends = cheapest_send(instance)
-    work = max((float(time.sum()) + 2 * (stages - 1) * sends) / line, float(time.max()))
+    work = max((float(time.sum()) + float(sends(instance).sum())) / line, float(time.max()))
     # device d begins after at least d layers: a stage has one or more
-    fill = float((np.arange(line - 1, 0, -1) * time[: line - 1]).sum()) / line
+    fill = float((np.arange(line - 1, 0, -1) * _outside(instance)[: line - 1]).sum()) / line
     return m * work + fill + float(instance.least("step").sum()) / line
+
+
+def _outside(instance: Instance) -> Array:
+    """By layer: the least that it takes before a later device begins and, unless weights' gradients come last, after it ends."""
+    return instance.least("forward" if instance.choice.split else "time")
 
 
 def dealt_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
@@ -95,7 +129,7 @@ def dealt_relaxation(instance: Instance, at_least_s: float, enough_s: float) -> 
 def _space(instance: Instance, device: int) -> float:
     """What a device has for weights and activations at most, besides the least that an action and the pipeline hold."""
     borders = 0.0
-    if device < instance.choice.pipeline - 1:  # the last device has the last layer, which sends nothing
+    if device != instance.choice.device[-1]:  # the last layer sends nothing
         kinds = np.unique(instance.kind[:-1])
         borders = min(float(table.border.min()) for k in kinds for table in instance.kinds[k].places)
     least = float(instance.least("transient").min())
@@ -108,22 +142,21 @@ class _Linear:
     def __init__(self, instance: Instance) -> None:
         choice = instance.choice
         self.instance, self.line, self.stages = instance, choice.pipeline, choice.stages
-        self.forwards, self.backwards = textbook_paths(choice.pipeline, choice.chunks, choice.microbatches)
-        self.in_flight = instance.in_flight.astype(np.float64)
-        self.device = np.arange(self.stages) % self.line
+        sizes = choice.schedule, choice.pipeline, choice.chunks, choice.microbatches
+        self.paths = textbook_paths(*sizes)  # [part, path, stage]
+        self.in_flight, self.waiting = instance.in_flight.astype(np.float64), instance.waiting.astype(np.float64)
+        self.device = instance.device
         least = float(instance.least("transient").min())
         self.room = np.array([_space(instance, d) for d in range(self.line)])
-        # a stage whose last forward is the last one before the first backward: its largest transient is at least its layers' mean
-        at_work = [last_forward(d, choice.pipeline, choice.chunks, choice.microbatches) for d in range(self.line)]
+        # of the stage that is at work when a device holds most, the largest transient is at least its layers' mean
         self.transient = np.zeros(self.stages)
-        self.transient[at_work] = 1 / (instance.layers - self.stages + 1)
-        send = cheapest_send(instance)
-        self.latest = np.zeros((2, self.stages))  # seconds forward and backward of the stages that were cheapest last
+        self.transient[list(fullest(*sizes)[2])] = 1 / (instance.layers - self.stages + 1)
+        self.latest = np.zeros((len(self.paths), self.stages))  # the parts of the stages that were cheapest last
         self.pick = np.zeros((self.stages, len(instance.kinds)), dtype=np.intp)  # the candidates of every kind in them
         self.best_s = 0.0
-        self.centre = np.zeros(2 * self.line), np.zeros(self.line)  # the weights that have the best value
-        self.send = np.full((2, self.stages), send)
-        self.send[0, -1] = self.send[1, 0] = 0.0
+        self.centre = np.zeros(self.paths.shape[1]), np.zeros(self.line)  # the weights that have the best value
+        self.send = np.zeros_like(self.latest)
+        self.send[:2] = sends(instance)
         self.places = [
             (place, np.flatnonzero(np.array(instance.layout.place) == place))
             for place in sorted(set(instance.layout.place))
@@ -135,11 +168,11 @@ class _Linear:
                 [
                     [np.resize(each[base.bounding], widest) for each, base in zip(prices, instance.kinds, strict=True)]
                     for prices in (
-                        [table.forward for table in tables],
-                        [table.backward for table in tables],
+                        *zip(*(table.seconds for table in tables), strict=True),
                         [table.step for table in tables],
                         [table.weights for table in tables],
                         [table.saved for table in tables],
+                        [table.waiting for table in tables],
                         [table.transient - least for table in tables],
                     )
                 ]
@@ -149,9 +182,10 @@ class _Linear:
 
     def first(self) -> float:
         """The bound of all textbook paths alike, memory priced where it binds; ``inf`` where all devices together have too little of it."""
-        if (self.room <= 0).any() or self._solve(np.zeros(len(self.forwards)), 0.0, np.ones(self.line))[0] > 0:
+        count = self.paths.shape[1]
+        if (self.room <= 0).any() or self._solve(np.zeros(count), 0.0, np.ones(self.line))[0] > 0:
             return np.inf
-        mixture = np.full(len(self.forwards), 1 / len(self.forwards))
+        mixture = np.full(count, 1 / count)
         value, used = self._solve(mixture, 1.0, np.zeros(self.line))
         self.centre = mixture, np.zeros(self.line)
         self.best_s = value
@@ -174,8 +208,8 @@ class _Linear:
         if not found < enough_s:
             return found
         master = _Master(self.best_s, self.room)
-        for rows in zip(self.forwards, self.backwards, strict=True):
-            master.add_path(np.array(rows))
+        for path in self.paths.transpose(1, 0, 2):
+            master.add_path(path)
         even, unit = self._even(), self.best_s / float(self.room.mean())
         for step in (0.0, *LADDER[::4]):
             used = self._solve(self.centre[0], 1.0, np.full(self.line, step * unit))[1]
@@ -188,7 +222,7 @@ class _Linear:
                 break
             least_s, mean, mixture, price = solved
             longer = self._longer(master, mean, least_s)
-            mixture, centre = (np.append(w, np.zeros(len(self.forwards) - len(w))) for w in (mixture, self.centre[0]))
+            mixture, centre = (np.append(w, np.zeros(self.paths.shape[1] - len(w))) for w in (mixture, self.centre[0]))
             used = self._try(NEAR * centre + (1 - NEAR) * mixture, NEAR * self.centre[1] + (1 - NEAR) * price)
             self.instance.shares[:] = [mean.sum(axis=0)]
             if self.best_s >= enough_s or (not longer and self.best_s >= least_s * (1 - 1e-3)):
@@ -201,34 +235,32 @@ class _Linear:
         choice = self.instance.choice
         if choice.stages * choice.microbatches > CUT_ACTIONS:
             return False
-        forward, backward = mean.tolist()
-        path = critical_path(forward, backward, choice.microbatches, choice.schedule, choice.chunks)
-        counts = np.array(path, dtype=np.float64)
+        counts = longest_path(mean, choice.microbatches, choice.schedule, choice.chunks)
         if float((counts * mean).sum()) <= least_s * (1 + 1e-4):
             return False
         master.add_path(counts)
-        self.forwards, self.backwards = np.vstack([self.forwards, counts[0]]), np.vstack([self.backwards, counts[1]])
+        self.paths = np.concatenate([self.paths, counts[:, None]], axis=1)
         return True
 
     def _solve(self, mixture: Array, once: float, price: Array) -> tuple[float, Array]:
         """The least cost under these weights, and what every device holds then; ``latest`` are the stages that have it."""
-        weights = mixture @ self.forwards, mixture @ self.backwards
+        weights = np.einsum("i,pis->ps", mixture, self.paths)
         per_byte = price[self.device]
         kinds = self.prices.shape[2]
         cost, pick = np.empty((self.stages, kinds)), np.empty((self.stages, kinds), dtype=np.intp)
-        for (_, rows), (f, b, g, w, a, z) in zip(self.places, self.prices, strict=True):
+        for (_, rows), (*parts, g, w, a, q, z) in zip(self.places, self.prices, strict=True):
             each = (
-                np.multiply.outer(weights[0][rows], f)
-                + np.multiply.outer(weights[1][rows], b)
+                sum(np.multiply.outer(weight[rows], part) for weight, part in zip(weights, parts, strict=True))
                 + once / self.line * g
                 + np.multiply.outer(per_byte[rows], w)
                 + np.multiply.outer(per_byte[rows] * self.in_flight[rows], a)
+                + np.multiply.outer(per_byte[rows] * self.waiting[rows], q)
                 + np.multiply.outer(per_byte[rows] * self.transient[rows], z)
             )
             pick[rows] = each.argmin(axis=2)
             cost[rows] = each.min(axis=2)
         value, bounds = _cheapest_cuts(cost[:, self.instance.kind])
-        value += float(weights[0] @ self.send[0] + weights[1] @ self.send[1] - price @ self.room)
+        value += float((weights * self.send).sum() - price @ self.room)
         self.pick = pick
         return value, self._outcome(bounds, pick)
 
@@ -239,7 +271,7 @@ class _Linear:
             for p in self.instance.layout.place[: self.line]
         ]
         sums = [np.concatenate([[0.0], np.cumsum(each[self.instance.kind])]) for each in least]
-        return np.array(deal(sums, self.line, self.instance.choice.chunks), dtype=np.int64)
+        return np.array(deal(sums, self.instance.choice.device), dtype=np.int64)
 
     def _outcome(self, bounds: Indices, pick: Indices) -> Array:
         stage = np.repeat(np.arange(self.stages), np.diff(bounds))
@@ -249,8 +281,10 @@ class _Linear:
             place[rows] = number
         chosen = self.prices[place[stage], :, kind, pick[stage, kind]]  # [layer, price]
         sums = np.add.reduceat(chosen, bounds[:-1], axis=0)
-        self.latest = sums[:, :2].T + self.send
-        held = sums[:, 3] + self.in_flight * sums[:, 4] + self.transient * sums[:, 5]
+        parts = len(self.send)
+        self.latest = sums[:, :parts].T + self.send
+        weights, saved, waiting, transient = sums[:, parts + 1 :].T
+        held = weights + self.in_flight * saved + self.waiting * waiting + self.transient * transient
         return np.bincount(self.device, held, minlength=self.line).astype(np.float64)
 
 
@@ -276,7 +310,7 @@ class _Master:
         self.stages: list[Array] = []
 
     def add_path(self, path: Array) -> None:
-        """``path``: forwards and backwards of each stage."""
+        """``path``: how often it has each part of each stage."""
         row = self.solver.Constraint(0, self.infinity)
         row.SetCoefficient(self.total, 1)
         for share, stages in zip(self.shares, self.stages, strict=True):
@@ -285,7 +319,7 @@ class _Master:
         self.paths.append(path)
 
     def add_stages(self, stages: Array, used: Array) -> None:
-        """``stages``: seconds forward and backward of each; ``used``: bytes of each device."""
+        """``stages``: the parts of each one's seconds; ``used``: bytes of each device."""
         share = self.solver.NumVar(0, self.infinity, "")
         self.once.SetCoefficient(share, 1)
         for row, path in zip(self.rows, self.paths, strict=True):
@@ -354,18 +388,19 @@ class _Room:
         self.sets = np.array(list(itertools.product(*(range(int(counts[k]) + 1) for k in others))), dtype=np.int64)
         self.sets = self.sets.reshape(len(self.sets), len(others))
         self.whole = len(self.sets) - 1  # the last one has all layers of the other kinds
-        time = instance.least("time")
-        send = cheapest_send(instance)
+        time, outside = instance.least("time"), _outside(instance)
+        sending = np.bincount(instance.device, sends(instance).sum(axis=0))
         ladder = np.array([0.0, *LADDER * (m * float(time.sum()) / choice.pipeline / instance.limit)])
         self.fixed, self.rows = (
             [],
             [],
         )  # by device: seconds that are not its layers'; (per common layer, per set, room) by price of memory
-        regimes: dict[tuple[float, int, float], tuple[Array, Array, Array]] = {}
+        regimes: dict[tuple[float, float, int, float], tuple[Array, Array, Array]] = {}
         for d in range(self.line):
-            sends = 2 * choice.chunks - (d == 0) - (d == self.line - 1)
-            self.fixed.append(m * sends * send + float(time[:d].sum()))
-            regime = float(instance.in_flight[d :: self.line].min()), instance.layout.place[d], _space(instance, d)
+            self.fixed.append(m * float(sending[d]) + float(outside[:d].sum()))
+            own = list(choice.own(d))
+            least = float(instance.in_flight[own].min()), float(instance.waiting[own].min())
+            regime = *least, instance.layout.place[d], _space(instance, d)
             if regime not in regimes:
                 regimes[regime] = self._regime(instance, common, others, ladder, *regime)
             self.rows.append(regimes[regime])
@@ -376,13 +411,21 @@ class _Room:
         self.rest = np.where(self.possible, difference @ digits, 0) if others else np.zeros((1, 1), dtype=np.int64)
 
     def _regime(
-        self, instance: Instance, common: int, others: list[int], ladder: Array, n: float, place: int, space: float
+        self,
+        instance: Instance,
+        common: int,
+        others: list[int],
+        ladder: Array,
+        n: float,
+        waiting: float,
+        place: int,
+        space: float,
     ) -> tuple[Array, Array, Array]:
         """Per layer of the common kind, per set of others, and the room: by price of memory, and last of memory alone."""
         m, least = instance.choice.microbatches, []
         tables = instance.at(place)
         for table in tables:
-            held = table.weights + n * table.saved
+            held = table.held(n, waiting)
             priced = (m * table.time[None, :] + ladder[:, None] * held[None, :]).min(axis=1)
             least.append(np.append(priced, held.min()))
         cost = np.array(least)  # [kind, price]

@@ -189,8 +189,8 @@ def _no_price(graph: Graph, state: State) -> InfeasibleError:
 
 
 def _dealt(instance: Instance) -> bool:
-    """Whether devices have several stages each: such choices have bounds and solvers of their own."""
-    return instance.choice.chunks > 1
+    """Whether stages are dealt out to devices: such choices have bounds and solvers of their own."""
+    return instance.choice.dealt
 
 
 def _bottleneck(state: State, node: _Node) -> None:

@@ -13,9 +13,13 @@ from autopar.errors import BatchError, UsageError
 from autopar.graph import Graph
 from autopar.plan import (
     BATCHES,
+    DEALING,
+    DUALPIPE_V,
     INTERLEAVED,
     REPLICATING,
     SCHEDULES,
+    V_SHAPED,
+    ZERO_BUBBLE,
     Axis,
     LayerPlan,
     Memory,
@@ -65,39 +69,41 @@ def default_schedule(stages: int, microbatches: int, chunks: int = 1) -> str:
     return "none" if stages == 1 else "1f1b" if microbatches >= stages else "gpipe"
 
 
-def equal_rounds(pipeline: int, microbatches: int) -> bool:
-    """Whether the interleaved schedule can have so many microbatches: they go in equal rounds of one for each device, or a few more."""
-    return microbatches % max(1, microbatches // pipeline) == 0
-
-
 def check_schedule(schedule: str, pipeline: int, chunks: int, microbatches: int) -> None:
     """Raise ``UsageError`` where a schedule cannot have so many devices in a line, stages of each of them, or microbatches."""
+    if (why := refusal(schedule, pipeline, chunks, microbatches)) is not None:
+        raise UsageError(*why)
+
+
+def refusal(schedule: str, pipeline: int, chunks: int, microbatches: int) -> tuple[str, str] | None:
+    """Why ``check_schedule`` raises, and what to do about it; ``None`` where it does not."""
     if schedule not in SCHEDULES:
-        raise UsageError(f"there is no schedule {schedule!r}", f"the schedules are {', '.join(SCHEDULES)}")
-    several = schedule == INTERLEAVED
-    if several and pipeline == 1:
-        raise UsageError(
-            f"{schedule} is a schedule of pipelines, and there is one device in the line", "use pipeline 2 or more"
-        )
-    if several and chunks == 1:
-        raise UsageError(
-            f"{schedule} needs several stages on each device, and chunks is 1", "use chunks 2 or more, or 1f1b"
-        )
-    if chunks > 1 and not several:
-        raise UsageError(
-            f"{schedule} has one stage on each device, and chunks is {chunks}", "use interleaved-1f1b, or chunks 1"
-        )
+        return f"there is no schedule {schedule!r}", f"the schedules are {', '.join(SCHEDULES)}"
+    if schedule in DEALING and pipeline == 1:
+        return f"{schedule} is a schedule of pipelines, and there is one device in the line", "use pipeline 2 or more"
+    if schedule == INTERLEAVED and chunks == 1:
+        return f"{schedule} needs several stages on each device, and chunks is 1", "use chunks 2 or more, or 1f1b"
+    if schedule in V_SHAPED and chunks != 2:
+        return f"{schedule} has two stages on each device, and chunks is {chunks}", "use chunks 2, or zero-bubble"
+    if chunks > 1 and schedule not in DEALING:
+        return f"{schedule} has one stage on each device, and chunks is {chunks}", "use interleaved-1f1b, or chunks 1"
     if schedule == "1f1b" and microbatches < pipeline:
-        raise UsageError(
+        return (
             f"1F1B over {pipeline} stages needs a microbatch for each of them, and there are {microbatches}",
             f"take {pipeline} microbatches or more, or the schedule gpipe",
         )
+    if schedule == DUALPIPE_V and microbatches < 2 * pipeline:
+        return (
+            f"{schedule} over {2 * pipeline} stages needs a microbatch for each of them, and there are {microbatches}",
+            f"take {2 * pipeline} microbatches or more, or zbv",
+        )
     rounds = max(1, microbatches // pipeline)
-    if several and not equal_rounds(pipeline, microbatches):
-        raise UsageError(
+    if schedule in (INTERLEAVED, ZERO_BUBBLE) and microbatches % rounds:
+        return (
             f"{schedule} goes in rounds of {pipeline} microbatches or a few more, all equal, and {microbatches} do not make {rounds}",
             f"take a multiple of {pipeline}, or fewer than {2 * pipeline}",
         )
+    return None
 
 
 def hand_plan(
@@ -157,7 +163,7 @@ def hand_plan(
         model=graph.name,
         devices=str(size * pipeline),
         mesh=mesh,
-        stages=_stages(bounds, pipeline, size),
+        stages=_stages(bounds, pipeline, size, schedule),
         schedule=schedule,
         microbatches=microbatches,
         global_batch=graph.batch_size,
@@ -193,11 +199,11 @@ def _roles(mesh: tuple[Axis, ...], sequence: bool) -> tuple[Role, ...]:
     return tuple(next((r for name, r in named.items() if axis.name.startswith(name)), Role.DATA) for axis in mesh)
 
 
-def _stages(bounds: tuple[int, ...], pipeline: int, size: int) -> tuple[StagePlan, ...]:
+def _stages(bounds: tuple[int, ...], pipeline: int, size: int, schedule: str) -> tuple[StagePlan, ...]:
     """The stages without a prediction, on ``size`` devices each."""
     nothing = Memory(0, 0, 0, 0, 0)
     return tuple(
-        StagePlan(start, stop, (device_of(stage, pipeline) * size, size), nothing, 0, 0.0)
+        StagePlan(start, stop, (device_of(stage, pipeline, schedule) * size, size), nothing, 0, 0.0)
         for stage, (start, stop) in enumerate(itertools.pairwise(bounds))
     )
 

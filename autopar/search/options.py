@@ -6,7 +6,8 @@ dot names::
 
     {"pipeline": 4, "schedule": "1f1b", "layers.0-7.tensor": 8, "lm_head.zero": 3}
 
-``chunks`` is the number of stages of each device: more than one is the interleaved schedule, which needs a pipeline.
+``chunks`` is the number of stages of each device: more than one is a schedule that deals them out, which needs a pipeline; interleaved
+1F1B where none is pinned.
 
 A selector is a layer's name or its end (``layers.3`` is ``model.layers.3``), or a layer class. In place of a number may stand a range
 (``0-7``, both ends included), and ``*`` for any text. What is said of some layers goes before what is said of all. ``expert`` is of

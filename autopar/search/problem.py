@@ -36,18 +36,31 @@ from typing import Any, Protocol
 
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.plan import INTERLEAVED, OFFLOADS, RECOMPUTATIONS, REPLICATING, Axis, Role, Strategy
-from autopar.search.hand import check_schedule, default_schedule, equal_rounds, make_mesh
+from autopar.plan import (
+    DEALING,
+    INTERLEAVED,
+    OFFLOADS,
+    RECOMPUTATIONS,
+    REPLICATING,
+    SPLIT,
+    ZERO_BUBBLE,
+    Axis,
+    Role,
+    Strategy,
+    device_of,
+    stages_of,
+)
+from autopar.search.hand import default_schedule, make_mesh, refusal
 from autopar.search.options import ANY, LayerPins, SearchOptions
-from autopar.search.simulate import interleaved_in_flight
+from autopar.search.schedules import fullest
 
 Mesh = tuple[Axis, ...]
 
 TENSOR_ROLES = (Role.TENSOR, Role.TENSOR_SEQUENCE)
 SEQUENCE_ROLES = (Role.ULYSSES, Role.RING)
 MOST_CHUNKS = 8
-"""Chunks of a device that are tried where the interleaved schedule is pinned and their number is not. Without that pin it is not searched:
-its bounds are some per cent looser than those of the other schedules, and there are many such choices."""
+"""Chunks of a device that are tried where a schedule that deals stages out is pinned and their number is not. Without that pin none is
+searched: bounds are some per cent looser than those of the other schedules, and there are many such choices."""
 LONG_SEQUENCE = 16384
 """Sequences from here on are cut without being asked to: attention then outweighs what is gathered for it."""
 
@@ -162,10 +175,45 @@ class Choice:
         return self.pipeline * self.chunks
 
     @property
+    def split(self) -> bool:
+        """Whether backwards are in two parts."""
+        return self.schedule in SPLIT
+
+    @property
+    def dealt(self) -> bool:
+        """Whether the schedule is one of those that may give a device several stages."""
+        return self.schedule in DEALING
+
+    @property
+    def device(self) -> tuple[int, ...]:
+        """The device of the line that has each stage."""
+        return tuple(device_of(s, self.pipeline, self.schedule) for s in range(self.stages))
+
+    def own(self, device: int) -> tuple[int, ...]:
+        """The stages of a device of the line."""
+        return stages_of(device, self.pipeline, self.chunks, self.schedule)
+
+    @property
+    def links(self) -> tuple[int | None, ...]:
+        """The border over which each stage but the last sends; ``None`` where the next stage is on the same device.
+
+        From the last device of a line an interleaved pipeline goes back to the first: as far as the last border, it is taken.
+        """
+        pairs = itertools.pairwise(self.device)
+        return tuple(None if a == b else min(a, b) if abs(a - b) == 1 else self.pipeline - 2 for a, b in pairs)
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """Microbatches that are between the two parts of their backward in each stage when its device holds most."""
+        if not self.split:
+            return (0,) * self.stages
+        return fullest(self.schedule, self.pipeline, self.chunks, self.microbatches)[1]
+
+    @property
     def in_flight(self) -> tuple[int, ...]:
-        """Microbatches whose activations each stage holds at its peak; under the interleaved schedule, times the chunks of a device."""
-        if self.schedule == INTERLEAVED:
-            return interleaved_in_flight(self.pipeline, self.chunks, self.microbatches)
+        """Microbatches whose activations each stage holds when its device holds most."""
+        if self.dealt:
+            return fullest(self.schedule, self.pipeline, self.chunks, self.microbatches)[0]
         if self.schedule == "none":
             return (1,)
         if self.schedule == "gpipe":
@@ -175,8 +223,9 @@ class Choice:
     @property
     def passing(self) -> tuple[int, ...]:
         """Tensors of a border's size that torch's pipeline holds at each stage besides what the layers save: outputs until their backward,
-        what gradients and later inputs are received into (see ``program.runtime`` for 1F1B), the last gradient that was sent."""
-        m, found, last = self.microbatches, [], len(self.in_flight) - 1
+        what gradients and later inputs are received into (see ``program.runtime`` for 1F1B), the last gradient that was sent. Between two
+        stages of one device nothing is sent or received."""
+        m, found, links = self.microbatches, [], (None, *self.links, None)
         for s, n in enumerate(self.in_flight):
             if self.schedule == "none":
                 outputs, gradients, inputs, sent = 0, 0, 0, 0
@@ -184,7 +233,7 @@ class Choice:
                 outputs, gradients, inputs, sent = n, 2, 0, int(m > n)
             else:
                 outputs, gradients, inputs, sent = n, m, m - n, int(self.schedule != "gpipe")
-            found.append((outputs + gradients) * (s < last) + (inputs + sent) * (s > 0))
+            found.append((outputs + gradients) * (links[s + 1] is not None) + (inputs + sent) * (links[s] is not None))
         return tuple(found)
 
     def __str__(self) -> str:
@@ -384,25 +433,26 @@ def choices(
 def _schedules(layers: int, pipeline: int, microbatches: int, options: SearchOptions) -> list[tuple[str, int]]:
     """(schedule, chunks) of a pipeline of that many devices that the pins allow."""
     found = []
-    if options.chunks in (None, 1) and options.schedule != INTERLEAVED:
+    if options.chunks in (None, 1) and options.schedule not in DEALING:
         schedule = options.schedule or default_schedule(pipeline, microbatches) if pipeline > 1 else "none"
         if schedule != "1f1b" or microbatches >= pipeline:
             found.append((schedule, 1))
-    if pipeline > 1 and options.schedule in (None, INTERLEAVED) and equal_rounds(pipeline, microbatches):
-        asked = range(2, MOST_CHUNKS + 1 if options.schedule else 0) if options.chunks is None else (options.chunks,)
-        found += [(INTERLEAVED, chunks) for chunks in asked if chunks > 1 and pipeline * chunks <= layers]
+    if pipeline > 1 and options.schedule in (None, *DEALING):
+        schedule = options.schedule or INTERLEAVED
+        asked = range(1, MOST_CHUNKS + 1 if options.schedule else 0) if options.chunks is None else (options.chunks,)
+        fit = [chunks for chunks in asked if pipeline * chunks <= layers]
+        found += [(schedule, chunks) for chunks in fit if refusal(schedule, pipeline, chunks, microbatches) is None]
     return found
 
 
 def _no_schedule(layers: int, pipelines: Sequence[int], counts: Sequence[int], options: SearchOptions) -> UsageError:
     """Why no pipeline can have the pinned schedule and chunks."""
     pipeline, chunks = min((p for p in pipelines if p > 1), default=1), options.chunks
-    if options.schedule == INTERLEAVED or (chunks or 1) > 1:
-        chunks = 2 if chunks is None else chunks
-        try:
-            check_schedule(options.schedule or INTERLEAVED, pipeline, chunks, max(counts))
-        except UsageError as error:
-            return error
+    if options.schedule in DEALING or (chunks or 1) > 1:
+        schedule = options.schedule or INTERLEAVED
+        chunks = (1 if schedule == ZERO_BUBBLE else 2) if chunks is None else chunks
+        if (why := refusal(schedule, pipeline, chunks, max(counts))) is not None:
+            return UsageError(*why)
         return UsageError(
             f"{layers} layers cannot be cut into {pipeline * chunks} stages, {chunks} for each of {pipeline} devices",
             f"{layers} stages are the most: one for each layer",

@@ -43,16 +43,19 @@ class Table:
     strategies: tuple[Strategy, ...]
     prices: tuple[LayerPrice, ...]
     forward: Array
-    backward: Array
+    backward: Array  # of the inputs alone where backwards are in two parts
+    weight: Array  # of the weights then, or nothing
     step: Array
     weights: Array  # parameters, gradients and optimizer state
     saved: Array
+    waiting: Array  # what comes to it between the two parts of a backward, or nothing
     transient: Array
     border: Array
     host: Array  # bytes in the host's memory, and those for each microbatch in flight
     host_saved: Array
     everything: tuple[tuple[Strategy, LayerPrice], ...] = ()  # dominated candidates included
     elsewhere: tuple[Table, ...] = ()
+    split: bool = False  # whether backwards are in two parts
 
     def __len__(self) -> int:
         return len(self.strategies)
@@ -70,21 +73,33 @@ class Table:
             tuple(self.prices[i] for i in keep),
             self.forward[keep],
             self.backward[keep],
+            self.weight[keep],
             self.step[keep],
             self.weights[keep],
             self.saved[keep],
+            self.waiting[keep],
             self.transient[keep],
             self.border[keep],
             self.host[keep],
             self.host_saved[keep],
             self.everything,
             tuple(table.take(keep) for table in self.elsewhere),
+            self.split,
         )
 
     @cached_property
     def time(self) -> Array:
         """Forward plus backward of one microbatch."""
-        return self.forward + self.backward
+        return self.forward + self.backward + self.weight
+
+    @property
+    def seconds(self) -> tuple[Array, ...]:
+        """The parts of ``time``: two of them, or three."""
+        return (self.forward, self.backward, *([self.weight] if self.split else []))
+
+    def held(self, in_flight: float, waiting: float = 0.0) -> Array:
+        """Bytes of weights and of so many microbatches' activations."""
+        return self.weights + in_flight * self.saved + waiting * self.waiting
 
     @cached_property
     def layouts(self) -> tuple[Roles, ...]:
@@ -105,9 +120,9 @@ class Table:
     @cached_property
     def columns(self) -> Array:
         """All prices of a candidate at all places, side by side."""
-        found = [
-            c for t in self.places for c in (t.forward, t.backward, t.step, t.weights, t.saved, t.transient, t.border)
-        ]
+        found = [c for t in self.places for c in (*t.seconds, t.step, t.weights, t.saved, t.transient, t.border)]
+        if self.split:
+            found += [t.waiting for t in self.places]
         if self.aside:
             found += [c for t in self.places for c in (t.host, t.host_saved)]
         return np.stack(found, axis=1)
@@ -122,35 +137,42 @@ class Table:
         return _pareto(self.columns, np.zeros(len(self), dtype=np.int64))
 
 
-def make_table(candidates: list[Strategy], prices: list[tuple[LayerPrice, ...]], tied: bool = False) -> Table:
+def make_table(
+    candidates: list[Strategy], prices: list[tuple[LayerPrice, ...]], tied: bool = False, split: bool = False
+) -> Table:
     """A table without the candidates that another of the same layout (and, for tied layers, ZeRO stage) dominates at every place.
 
-    ``prices`` are those of each candidate at each place.
+    ``prices`` are those of each candidate at each place. ``split``: backwards are in two parts.
     """
-    first, *others = (_one_place(candidates, list(at)) for at in zip(*prices, strict=True))
+    first, *others = (_one_place(candidates, list(at), split) for at in zip(*prices, strict=True))
     table = replace(first, elsewhere=tuple(others))
     group = table.layout * 4 + (np.array([s.zero for s in candidates]) if tied else 0)
     return table.take(_pareto(table.columns, group))
 
 
-def _one_place(candidates: list[Strategy], prices: list[LayerPrice]) -> Table:
+def _one_place(candidates: list[Strategy], prices: list[LayerPrice], split: bool) -> Table:
     def column(name: str) -> Array:
         return np.array([float(getattr(p, name)) for p in prices], dtype=np.float64)
 
+    nothing = np.zeros(len(prices))
+    weight, waiting = (column("weight_s"), column("waiting_bytes")) if split else (nothing, nothing)
     weights = column("parameters_bytes") + column("gradients_bytes") + column("optimizer_bytes")
     return Table(
         tuple(candidates),
         tuple(prices),
         column("forward_s"),
-        column("backward_s"),
+        column("backward_s") - weight,
+        weight,
         column("step_s"),
         weights,
         column("saved_bytes"),
+        waiting,
         column("transient_bytes"),
         column("border_bytes"),
         column("host_bytes"),
         column("host_saved_bytes"),
         tuple(zip(candidates, prices, strict=True)),
+        split=split,
     )
 
 
@@ -167,11 +189,12 @@ def _pareto(columns: Array, group: Indices) -> Indices:
 class Layout:
     """What the stages of a pipeline run on: the place of each, the place that each but the last sends over, and each one's memory limit.
 
-    Places and ways are numbers of distinct devices. ``host`` is what a device may have in its host's memory, by place.
+    Places and ways are numbers of distinct devices; no way is one to a stage of the same device. ``host`` is what a device may have in its
+    host's memory, by place.
     """
 
     place: tuple[int, ...]
-    way: tuple[int, ...]
+    way: tuple[int | None, ...]
     limit: tuple[float, ...]
     host: tuple[float, ...]
     pricers: tuple[Pricer, ...] = field(compare=False)
@@ -217,6 +240,15 @@ class Instance:
     def in_flight(self) -> Indices:
         return np.array(self.choice.in_flight, dtype=np.int64)
 
+    @cached_property
+    def waiting(self) -> Indices:
+        return np.array(self.choice.waiting, dtype=np.int64)
+
+    @cached_property
+    def device(self) -> Indices:
+        """The device of the line that has each stage."""
+        return np.array(self.choice.device, dtype=np.int64)
+
     def regime(self, stage: int) -> Regime:
         return self._by_stage[stage]
 
@@ -255,8 +287,11 @@ class Instance:
 
     def p2p(self, layer: int, stage: int) -> Array:
         """Seconds of sending ``layer``'s outputs from ``stage`` to the next, by its candidates."""
-        ways = self.layout.across[self.layout.way[stage]]
-        key = ("send", self.layout.way[stage], ways.border[layer], int(self.kind[layer]))
+        way = self.layout.way[stage]
+        if way is None:
+            return np.zeros(len(self.table(layer)))
+        ways = self.layout.across[way]
+        key = ("send", way, ways.border[layer], int(self.kind[layer]))
         if key not in self.matrices:
             table = self.table(layer)
             self.matrices[key] = ways.p2p(layer, self.choice, table.layouts)[table.layout]
@@ -336,7 +371,8 @@ class Prices:
         self._options = for_sequence(options, graph.tokens // graph.batch_size)
         self._border = _borders(graph)
         self._ways: dict[Devices, Ways] = {}
-        self._layouts: dict[tuple[int, int], Layout] = {}
+        self._lines: dict[int, Layout] = {}
+        self._dealt: dict[tuple[int, tuple[int, ...]], Layout] = {}
         self._latest: tuple[Choice, tuple[Table, ...], Indices, dict[tuple[object, ...], Array]] | None = None
         self._tables: dict[tuple[object, ...], Table | None] = {}
         self.pins = pins_by_layer(graph, options)
@@ -344,23 +380,29 @@ class Prices:
         self._known: dict[tuple[object, ...], Any] = {}
         self.refused: dict[int, int] = {}  # layer: choices for which it had no price
 
-    def layout(self, pipeline: int, chunks: int = 1) -> Layout:
-        """What the stages run on, of a pipeline of that many devices that have so many stages each."""
-        if chunks > 1 and (pipeline, chunks) not in self._layouts:
-            line = self.layout(pipeline)
-            # from the last device an interleaved pipeline goes back to the first: as far as its last border, it is taken
-            way = tuple(line.way[min(s % pipeline, pipeline - 2)] for s in range(pipeline * chunks - 1))
-            self._layouts[pipeline, chunks] = replace(
-                line, place=line.place * chunks, way=way, limit=line.limit * chunks
+    def layout(self, choice: Choice) -> Layout:
+        """What the stages of a choice run on."""
+        key = choice.pipeline, choice.device
+        if key not in self._dealt:
+            line = self._line(choice.pipeline)
+            self._dealt[key] = replace(
+                line,
+                place=tuple(line.place[d] for d in choice.device),
+                way=tuple(None if link is None else line.way[link] for link in choice.links),
+                limit=tuple(line.limit[d] for d in choice.device),
             )
-        if (pipeline, chunks) not in self._layouts:
+        return self._dealt[key]
+
+    def _line(self, pipeline: int) -> Layout:
+        """What the devices of a line are, and what is between them."""
+        if pipeline not in self._lines:
             stages, borders = self._cluster.stages(pipeline), self._cluster.borders(pipeline)
             places, ways = list(dict.fromkeys(stages)), list(dict.fromkeys(borders))
             for view in {*places, *ways}:
                 if view not in self._ways:
                     self._ways[view] = Ways(self._border, self._pricer.on(view))
             given = self._options.memory_limit_bytes
-            self._layouts[pipeline, chunks] = Layout(
+            self._lines[pipeline] = Layout(
                 tuple(places.index(view) for view in stages),
                 tuple(ways.index(view) for view in borders),
                 tuple(float(given or view.memory_limit_bytes) for view in stages),
@@ -369,13 +411,21 @@ class Prices:
                 tuple(self._ways[view] for view in places),
                 tuple(self._ways[view] for view in ways),
             )
-        return self._layouts[pipeline, chunks]
+        return self._lines[pipeline]
 
     def table(self, layer: int, choice: Choice, tied: bool) -> Table | None:
         """The candidates of a layer; ``None`` where nothing has a price. Layers of one class and equal pins share it."""
         cls, pins, m = self._graph.layers[layer].cls, self.pins[layer], choice.microbatches
-        pricers = self.layout(choice.pipeline).pricers
-        key = (cls, pins, choice.mesh, m, tied, *map(id, pricers))  # the pricers live as long as their layouts
+        pricers = self._line(choice.pipeline).pricers
+        key = (
+            cls,
+            pins,
+            choice.mesh,
+            m,
+            tied,
+            choice.split,
+            *map(id, pricers),
+        )  # the pricers live as long as their layouts
         if key not in self._tables:
             found, prices = [], []
             batch, experts = self._graph.batch_size // m, self._graph.classes[cls].experts
@@ -385,15 +435,14 @@ class Prices:
                 if len(at) == len(pricers):
                     found.append(strategy)
                     prices.append(at)
-            self._tables[key] = make_table(found, prices, tied) if found else None
+            self._tables[key] = make_table(found, prices, tied, choice.split) if found else None
         return self._tables[key]
 
     def instance(self, choice: Choice) -> Instance | None:
         """The choice with its tables; ``None`` where a layer has no candidate left."""
-        layout = self.layout(choice.pipeline, choice.chunks)
-        plain = replace(
-            choice, schedule="", chunks=1
-        )  # choices that differ in these follow each other, and have equal tables
+        layout = self.layout(choice)
+        # choices that differ in these follow each other, and have equal tables
+        plain = replace(choice, schedule="split" if choice.split else "", chunks=1)
         if self._latest is None or self._latest[0] != plain:
             found = self._bind(choice)
             if found is None:

@@ -1,8 +1,9 @@
 """The memory of one device through a step: what is held at each action of its schedule, by part. Its maximum is the figure of a plan.
 
 Parameters, gradients and optimizer state are held all along (gradients from the first backward on, but their room is never anyone
-else's). A forward saves its microbatch's activations, which the backward of the same stage and microbatch frees at its end. While an
-action runs, its stage's transients are held besides.
+else's). A forward saves its microbatch's activations, which the backward of the same stage and microbatch frees at its end. Where that
+is in two parts, the second one frees them, with what the first has added. While an action runs, its stage's transients are held
+besides.
 """
 
 from __future__ import annotations
@@ -15,9 +16,7 @@ from numpy.typing import NDArray
 
 from autopar.plan import Memory
 from autopar.search.problem import LayerPrice
-
-Action = tuple[str, int, int]
-"""``"F"`` or ``"B"``, the stage (an interleaved device has several), the microbatch."""
+from autopar.search.schedules import Action
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +31,12 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What the stages of one device hold: by stage the bytes saved for a microbatch and the transients of one action, and what stays."""
+    """What the stages of one device hold: by stage the bytes saved for a microbatch, what comes to them between the two parts of a
+    backward, and the transients of one action; and what stays."""
 
     stages: tuple[int, ...]
     saved: tuple[int, ...]
+    waiting: tuple[int, ...]
     transients: tuple[int, ...]
     parameters: int
     gradients: int
@@ -48,6 +49,10 @@ class Held:
         return Held(
             tuple(stages),
             tuple(sum(int(p.saved_bytes) for p in prices) for prices in layers),
+            # stage 0 runs its backward whole, as its second part
+            tuple(
+                sum(int(p.waiting_bytes) for p in prices) * (s > 0) for s, prices in zip(stages, layers, strict=True)
+            ),
             tuple(map(transients, layers, passing)),
             sum(int(p.parameters_bytes) for p in every),
             sum(int(p.gradients_bytes) for p in every),
@@ -76,10 +81,12 @@ def _levels(held: Held, order: Sequence[Action]) -> tuple[NDArray[np.int64], NDA
     place = {stage: k for k, stage in enumerate(held.stages)}
     at = np.array([place[stage] for _, stage, _ in order], dtype=np.intp)
     saved, transients = np.array(held.saved, dtype=np.int64), np.array(held.transients, dtype=np.int64)
-    forward = np.array([kind == "F" for kind, _, _ in order], dtype=bool)
-    own = saved[at]
-    after = np.cumsum(np.where(forward, own, -own))
-    return np.where(forward, after, after + own), transients[at]
+    waiting = np.array(held.waiting, dtype=np.int64)[at]
+    kind = np.array([kind for kind, _, _ in order])
+    change = np.select(
+        [kind == "F", kind == "B", kind == "I"], [saved[at], -saved[at], waiting], default=-saved[at] - waiting
+    )
+    return np.cumsum(change) - np.minimum(change, 0), transients[at]
 
 
 def timeline(held: Held, order: Sequence[Action]) -> tuple[Moment, ...]:
@@ -91,12 +98,10 @@ def timeline(held: Held, order: Sequence[Action]) -> tuple[Moment, ...]:
     )
 
 
-def most_held(
-    layers: Sequence[Sequence[LayerPrice]], passing: int, counts: NDArray[np.int64], at_work: NDArray[np.int64]
-) -> Memory:
-    """The largest moment of a device whose stages are ``layers``, of those that ``simulate.holdings`` gives."""
-    held = Held.of(range(len(layers)), layers, [passing] * len(layers))
-    activations = counts @ np.array(held.saved, dtype=np.int64)
+def most_held(held: Held, counts: NDArray[np.int64], at_work: NDArray[np.int64]) -> Memory:
+    """The largest moment of a device, of those that ``schedules.holdings`` gives."""
+    each = np.array([*held.saved, *held.waiting], dtype=np.int64)[: counts.shape[1]]
+    activations = counts @ each
     transients = np.array(held.transients, dtype=np.int64)[at_work]
     most = int(np.argmax(activations + transients))
     return held.memory(int(activations[most]), int(transients[most]))

@@ -225,8 +225,9 @@ class Sends:
 
     def _send(self, i: int, s: int) -> Array:
         """By layout of layer ``i``, a send over the border of stages ``s`` and the next."""
-        way = self.instance.layout.across[self.instance.layout.way[s]]
-        return way.p2p(i, self.instance.choice, self.instance.table(i).layouts)
+        way = self.instance.layout.way[s]
+        assert way is not None, self.instance.choice
+        return self.instance.layout.across[way].p2p(i, self.instance.choice, self.instance.table(i).layouts)
 
     def least(self, s: int, layers: Layers, weights: Weights) -> float:
         """A lower bound of the cost of a stage with such layers, with what it sends; ``weights`` cost forwards and backwards alike."""
