@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,13 +29,13 @@ class Twin:
     mode: Any
 
 
-def twin(model: nn.Module, dtype: torch.dtype | None, *, meta: bool = False) -> Twin:
+def twin(model: nn.Module, dtype: torch.dtype | None, *, meta: bool = False, without: Collection[str] = ()) -> Twin:
     """Clone ``model`` without touching or copying its tensors.
 
     The twin's tensors say that they are on the CPU, as a newcomer's model is, so that a forward that mixes in tensors of the default
     device works on it; those of a ``meta`` twin are on meta, which is several times faster. Tensors that are plain attributes become
     buffers, so that they are seen. ``dtype`` casts the floating ones, except that running statistics, which move by a small part of
-    themselves, are not made narrower.
+    themselves, are not made narrower. The parameters ``without`` are left out: they are ``None`` in the twin.
     transformers' key/value cache is switched off, and its mixtures of experts use their grouped implementation: the others have shapes that
     depend on data, or copy the experts' matrices for every token.
     """
@@ -55,8 +56,10 @@ def twin(model: nn.Module, dtype: torch.dtype | None, *, meta: bool = False) -> 
         with mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=cast(tensor), device=device)
 
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
+    left_out = set(without)
+    for name, parameter in model.named_parameters():
+        made = None if name in left_out else nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = made
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         tensors = dict(module.named_buffers(recurse=False))

@@ -16,7 +16,7 @@ from torch import fx, nn
 from autopar.capture.backward import OPAQUE_HINT, own_gradients_refused, refuse_hooks
 from autopar.capture.batch import BatchStructure, rebuild_batch
 from autopar.capture.clone import Twin, twin
-from autopar.capture.repeat import Repeats, expand, members, record, traced_once
+from autopar.capture.repeat import Lifted, Repeats, expand, members, record, traced_once
 from autopar.errors import CaptureError
 from autopar.graph import Parameter
 from autopar.torch_private import as_if_exported, is_fake, masks_as_given
@@ -113,20 +113,21 @@ def export(
     by name (absent where the model is on meta), and the class name of every module by path (``""`` is the model).
     """
     refuse_hooks(model)
-    copied = twin(model, dtype)
     if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
         raise CaptureError(
             "loss_fn has parameters of its own", hint="make it part of the model, and return the loss from there"
         )
-    with copied.mode:
-        tensors = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in structure.leaves)
-    captured = _Captured(copied.module, loss_fn, structure)
     repeats = _repeats(model, dtype, loss_fn, structure)
-    program = _export(captured, tensors, repeats)
-    if repeats is not None and not expand(program.graph_module, program, repeats):
-        program = _export(captured, tensors)
+    copied = twin(model, dtype, without=repeats.unread(model) if repeats is not None else ())
+    program = _export(copied, loss_fn, structure, repeats)
+    lifted = _lifted(program)
+    whole = expand(program.graph_module, lifted, repeats, model) if repeats is not None else lifted
+    if whole is None:
+        copied = twin(model, dtype)
+        program = _export(copied, loss_fn, structure)
+        whole = _lifted(program)
     gm = program.graph_module
-    values = _label(gm, program, model, copied, structure)
+    values = _label(gm, whole, program.constants, model, copied, structure)
     _check_dtypes(gm)
     classes = {path: type(module).__name__ for path, module in model.named_modules()}
     return gm, values, classes
@@ -152,7 +153,18 @@ def _repeats(
     return None
 
 
-def _export(captured: _Captured, tensors: tuple[torch.Tensor, ...], repeats: Repeats | None = None) -> Any:
+def _lifted(program: Any) -> list[Lifted]:
+    nodes = {node.name: node for node in program.graph_module.graph.nodes if node.op == "placeholder"}
+    specs = program.graph_signature.input_specs
+    return [(spec.kind.name, str(spec.target or ""), nodes[spec.arg.name]) for spec in specs]
+
+
+def _export(
+    copied: Twin, loss_fn: Callable[..., Any] | None, structure: BatchStructure, repeats: Repeats | None = None
+) -> Any:
+    with copied.mode:
+        tensors = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in structure.leaves)
+    captured = _Captured(copied.module, loss_fn, structure)
     names = ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
     noisy = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in noisy]
@@ -194,21 +206,24 @@ def _explain(error: Exception) -> CaptureError:
 
 
 def _label(
-    gm: fx.GraphModule, program: Any, model: nn.Module, copied: Twin, structure: BatchStructure
+    gm: fx.GraphModule,
+    lifted: Sequence[Lifted],
+    constants: dict[str, Any],
+    model: nn.Module,
+    copied: Twin,
+    structure: BatchStructure,
 ) -> dict[str, torch.Tensor]:
     """Say on each placeholder what it is, make every ``meta["val"]`` a plain meta tensor; the values of buffers and constants."""
     for node in gm.graph.nodes:
         if "val" in node.meta:
             node.meta["val"] = _plain(node.meta["val"], node)
-    placeholders = {n.name: n for n in gm.graph.nodes if n.op == "placeholder"}
     names = _parameter_names(model)
     shapes = dict(model.named_parameters())
     first: dict[str, fx.Node] = {}
     values: dict[str, torch.Tensor] = {}
     leaves = iter(structure.leaves)
-    for spec in program.graph_signature.input_specs:
-        node, kind = placeholders[spec.arg.name], spec.kind.name
-        target = str(spec.target).removeprefix("module.")
+    for kind, lifted_as, node in lifted:
+        target = lifted_as.removeprefix("module.")
         if kind == "USER_INPUT":
             node.meta["input"] = next(leaves).name
         elif kind == "PARAMETER":
@@ -224,7 +239,7 @@ def _label(
             )
         else:
             node.meta["buffer"] = target
-            real = program.constants.get(spec.target)
+            real = constants.get(lifted_as)
             if target in copied.buffers:
                 values[target] = copied.buffers[target]
             elif isinstance(real, torch.Tensor) and not is_fake(real):

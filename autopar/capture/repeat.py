@@ -48,20 +48,51 @@ _PLAIN = (
 @dataclass(frozen=True, slots=True)
 class Repeats:
     """``first``: for each path of a repeated call, the path of the first equal call. ``outputs``: what that call returned, as the
-    tree of the result and a description (size, stride, dtype, device) of each tensor in it."""
+    tree of the result and a description (size, stride, dtype, device) of each tensor in it. ``read`` are those whose parameters are read
+    outside of the call, too."""
 
     first: dict[str, str]
     outputs: dict[str, tuple[Any, tuple[Any, ...]]]
+    read: frozenset[str] = frozenset()
+
+    def unread(self, module: nn.Module) -> tuple[str, ...]:
+        """The parameters, in ``module``'s order, that nothing but a repeated call reads: to export, nothing but their names matters."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        paths = tuple(f"{path}." for path in self.first if path not in self.read)
+        return tuple(name for name, *others in names.values() if not others and name.startswith(paths))
+
+    def corresponding(self, name: str) -> str:
+        """The parameter or buffer of the first equal call that plays the part of ``name``, one of a repeated call's."""
+        parts = name.split(".")
+        path = next(path for k in range(len(parts)) if (path := ".".join(parts[:k])) in self.first)
+        return self.first[path] + name.removeprefix(path)
+
+
+_Recipe = tuple[Any, tuple[Any, ...]]
+"""What a function returned: the tree (``None`` of a single leaf), and of each leaf a description if it was a new tensor, else its value."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Fresh:
+    description: tuple[Any, ...]
 
 
 @dataclass(slots=True)
 class _Call:
-    """One call of a member while it is recorded. ``seen`` says of a tensor (by id) where it comes from."""
+    """One call of a member while it is recorded. ``seen`` says of a tensor (by id) where it comes from.
+
+    ``results`` says of every line how to make its result anew, ``None`` where the function has to be called. ``like`` is an earlier call
+    that began alike and has all lines so far.
+    """
 
     path: str
     seen: dict[int, Any]
     lines: list[Any] = field(default_factory=list)
+    results: list[_Recipe | None] = field(default_factory=list)
     made: int = 0
+    like: _Call | None = None
 
     def of(self, value: Any) -> Any:
         """A value as something that equals the corresponding value of an equal call, and nothing else."""
@@ -76,11 +107,33 @@ class _Call:
         return (type(value).__name__, value) if isinstance(value, _PLAIN) else ("object", id(value))
 
 
-class _Recorder(TorchFunctionMode):
-    """Writes every torch function into the records of the calls that are open."""
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors among a torch function's arguments."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
 
-    def __init__(self) -> None:
+
+class _Recorder(TorchFunctionMode):
+    """Writes every torch function into the records of the calls that are open.
+
+    A function that an equal call has called at the same place, of corresponding tensors, would return tensors of the same shape: on meta,
+    where there is nothing else to a tensor, they are made without calling it, which is several times faster.
+    """
+
+    def __init__(self, members: dict[str, nn.Module]) -> None:
         super().__init__()
+        # before anything is recorded, which looking at a tensor would be
+        self.own = {path: [*m.named_parameters(), *m.named_buffers()] for path, m in members.items()}
+        self.owned = {path: [(name, _description(t)) for name, t in own] for path, own in self.own.items()}
+        self.owners: dict[int, list[str]] = {}  # the members that have a parameter, outer ones first
+        for path, own in self.own.items():
+            for _, tensor in own:
+                self.owners.setdefault(id(tensor), []).append(path)
         self.open: list[_Call] = []
         self.closed: dict[str, tuple[Any, ...]] = {}  # path -> record
         self.outputs: dict[str, tuple[Any, tuple[Any, ...]]] = {}
@@ -89,19 +142,29 @@ class _Recorder(TorchFunctionMode):
             int, tuple[str, ...]
         ] = {}  # the calls inside which a tensor was made and which did not return it
         self.leaking: set[str] = set()
+        self.read: set[str] = set()
         self.alive: list[Any] = []  # ids are compared, so nothing may be freed
+        self.begun: dict[Any, _Call] = {}  # the first call that began so
+        self.zeros: dict[torch.dtype, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         inside = [call.path for call in self.open]
-        for leaf in tree_flatten((args, kwargs))[0]:
-            self.leaking.update(path for path in self.maker.get(id(leaf), ()) if path not in inside)
-        lines = [(func, call.of(args), call.of(kwargs)) for call in self.open]
-        result = func(*args, **kwargs)
+        given = [id(tensor) for tensor in _tensors((args, kwargs))]
+        for key in given:
+            self.leaking.update(path for path in self.maker.get(key, ()) if path not in inside)
+            self.read.update(path for path in self.owners.get(key, ()) if path not in inside)
+        lines = [(func, _modes(), call.of(args), call.of(kwargs)) for call in self.open]
+        recipe = self._known(lines)
+        result = func(*args, **kwargs) if recipe is None else self._made(recipe)
         self.alive.append((args, kwargs, result))
-        made = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+        leaves, tree = ([result], None) if isinstance(result, Tensor) else tree_flatten(result)
+        made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if recipe is None and self.open:
+            recipe = self._recipe(leaves, tree, given)
         for call, line in zip(self.open, lines, strict=True):
             call.lines.append(line)
+            call.results.append(recipe)
             for tensor in made:
                 if id(tensor) not in call.seen:
                     call.seen[id(tensor)] = ("made", call.made)
@@ -110,18 +173,62 @@ class _Recorder(TorchFunctionMode):
             self.maker.setdefault(id(tensor), tuple(inside))
         return result
 
+    def _known(self, lines: list[Any]) -> _Recipe | None:
+        """How to make the result that an equal call got here."""
+        found = None
+        for call, line in zip(self.open, lines, strict=True):
+            if call.like is not None:
+                at = len(call.lines)
+                if at < len(call.like.lines) and call.like.lines[at] == line:
+                    found = call.like.results[at] if found is None else found
+                else:
+                    call.like = None
+        return found
+
+    def _recipe(self, leaves: list[Any], tree: Any, given: list[int]) -> _Recipe | None:
+        """Tensors must be new ones on meta, other things what never changes; a function that returns nothing is called for its effect."""
+        found: list[Any] = []
+        for leaf in leaves:
+            if type(leaf) is Tensor:
+                known = id(leaf) in given or id(leaf) in self.maker or id(leaf) in self.owners
+                described = _description(leaf)
+                if known or leaf.device.type != "meta" or 0 in described[1]:
+                    return None
+                found.append(_Fresh(described))
+            elif leaf is None or not isinstance(leaf, (*_PLAIN, torch.Size)):
+                return None
+            else:
+                found.append(leaf)
+        return (tree, tuple(found)) if found else None
+
+    def _made(self, recipe: _Recipe) -> Any:
+        tree, leaves = recipe
+        made = [self._new(leaf.description) if isinstance(leaf, _Fresh) else leaf for leaf in leaves]
+        return made[0] if tree is None else tree_unflatten(made, tree)
+
+    def _new(self, description: tuple[Any, ...]) -> Tensor:
+        size, stride, dtype, device, differentiable = description
+        tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
+        if differentiable:  # as the result of a computation, which may be written to
+            if dtype not in self.zeros:
+                self.zeros[dtype] = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
+            with torch.enable_grad():
+                tensor += self.zeros[dtype]
+        return tensor
+
     def run(self, path: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One call of a member: opens its record, runs it, and closes the record."""
         self.calls[path] += 1
-        own = [*module.named_parameters(), *module.named_buffers()]
         leaves, tree = tree_flatten((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        call = _Call(path, {id(tensor): ("own", name) for name, tensor in own})
+        call = _Call(path, {id(tensor): ("own", name) for name, tensor in self.own[path]})
         for index, tensor in enumerate(given):
             call.seen.setdefault(id(tensor), ("given", index))
-        modes = (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
-        head = (type(module), modes, tree, *map(call.of, leaves), *map(_description, given))
-        owned = tuple((name, _description(tensor)) for name, tensor in own)
+        head = (type(module), _modes(), tree, *map(call.of, leaves), *map(_description, given))
+        owned = tuple(self.owned[path])
+        call.like = self.begun.setdefault((head, owned), call)
+        if call.like is call:
+            call.like = None
         self.open.append(call)
         try:
             result = forward(*args, **kwargs)
@@ -139,6 +246,10 @@ class _Recorder(TorchFunctionMode):
         if any(isinstance(tensor, nn.Parameter) for tensor in given):
             self.leaking.add(path)  # a marker would make a plain tensor of it
         return result
+
+
+def _modes() -> tuple[bool, ...]:
+    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
 
 
 def _description(tensor: Tensor) -> tuple[Any, ...]:
@@ -187,9 +298,10 @@ def _forwards(members: dict[str, nn.Module], run: Callable[..., Any]) -> Iterato
 
 def record(module: nn.Module, run: Callable[[], Any]) -> Repeats | None:
     """The calls that ``run()``, which calls ``module``, repeats (none, maybe); ``None`` where it raises."""
-    recorder = _Recorder()
+    found = members(module)
+    recorder = _Recorder(found)
     try:
-        with recorder, _forwards(members(module), recorder.run):
+        with recorder, _forwards(found, recorder.run):
             run()
     except Exception:  # export meets the same error and says where it comes from
         return None
@@ -202,7 +314,7 @@ def record(module: nn.Module, run: Callable[[], Any]) -> Repeats | None:
         original = first.setdefault(key, path)
         if original != path:
             repeated[path] = original
-    return Repeats(repeated, {path: recorder.outputs[path] for path in repeated})
+    return Repeats(repeated, {path: recorder.outputs[path] for path in repeated}, frozenset(recorder.read))
 
 
 # -- during export ----------------------------------------------------------------------------------------------------
@@ -276,15 +388,21 @@ def traced_once(module: nn.Module, repeats: Repeats) -> Iterator[None]:
 # -- after export -----------------------------------------------------------------------------------------------------
 
 
-def expand(gm: fx.GraphModule, program: Any, repeats: Repeats) -> bool:
-    """Put copies of the traced blocks where ``autopar::again`` stands, and take the markers out.
+Lifted = tuple[str, str, fx.Node]
+"""A placeholder of an exported graph: its kind, the dotted name of what it stands for (empty for an input), the node."""
 
-    ``False``, with the graph in pieces, where a block writes to what it was given or a parameter is not at hand: export again.
+
+def expand(gm: fx.GraphModule, lifted: list[Lifted], repeats: Repeats, module: nn.Module) -> list[Lifted] | None:
+    """Put copies of the traced blocks where ``autopar::again`` stands, and take the markers out; all placeholders that there are then.
+
+    The parameters of ``module``, the model, that were not exported get theirs. ``None``, with the graph in pieces, where a block writes to
+    what it was given or a parameter is not at hand: export again.
     """
     graph = gm.graph
-    nodes = {node.name: node for node in graph.nodes}
-    lifted = {spec.target: nodes[spec.arg.name] for spec in program.graph_signature.input_specs if spec.target}
+    lifted = _with_parameters(graph, lifted, repeats, module)
+    placeholders = {target: node for _, target, node in lifted}
     bodies: dict[str, list[fx.Node]] = {}
+    first: dict[str, dict[str, fx.Node]] = {}
     entries: dict[str, fx.Node] = {}
     exits: dict[str, fx.Node] = {}
     again = []
@@ -298,18 +416,41 @@ def expand(gm: fx.GraphModule, program: Any, repeats: Repeats) -> bool:
             again.append(node)
     for node in again:
         original = repeats.first[node.args[1]]
-        if original not in bodies and _writes(_between(entries[original], exits[original])):
-            return False
-        bodies[original] = _between(entries[original], exits[original])
-        own = _own(lifted, original, node.args[1])
+        if original not in bodies:
+            bodies[original] = _between(entries[original], exits[original])
+            if _writes(bodies[original]):
+                return None
+            prefix = f"module.{original}."
+            first[original] = {t.removeprefix(prefix): n for t, n in placeholders.items() if t.startswith(prefix)}
+        own = _own(placeholders, first[original], node.args[1])
         if own is None:
-            return False
+            return None
         _copy(graph, node, entries[original], exits[original], bodies[original], own, original)
     for node in [*entries.values(), *exits.values()]:
         _take_out(graph, node)
     graph.lint()
-    gm.recompile()
-    return True
+    return lifted
+
+
+def _with_parameters(graph: fx.Graph, lifted: list[Lifted], repeats: Repeats, module: nn.Module) -> list[Lifted]:
+    """``lifted`` with placeholders for ``repeats.unread``, each after that of the parameter before it in the model."""
+    exported = {target: node for _, target, node in lifted}
+    unread = set(repeats.unread(module))
+    added: list[Lifted] = []
+    before: fx.Node | None = None
+    for name, _ in module.named_parameters():
+        if name in unread:
+            first = name
+            while f"module.{first}" not in exported:
+                first = repeats.corresponding(first)
+            with graph.inserting_before(next(iter(graph.nodes))) if before is None else graph.inserting_after(before):
+                node = graph.placeholder("p_module_" + name.replace(".", "_"))
+            node.meta["val"] = exported[f"module.{first}"].meta["val"]
+            added.append(("PARAMETER", f"module.{name}", node))
+            before = node
+        else:
+            before = exported.get(f"module.{name}", before)
+    return [*added, *lifted]
 
 
 def _marker(node: fx.Node) -> str:
@@ -343,16 +484,10 @@ def _writes(body: list[fx.Node]) -> bool:
     return False
 
 
-def _own(lifted: dict[str, fx.Node], original: str, path: str) -> dict[fx.Node, fx.Node] | None:
-    """For every parameter and buffer of the first block, that of the block at ``path``."""
-    found = {}
-    for target, node in lifted.items():
-        if target.startswith(f"module.{original}."):
-            other = lifted.get(f"module.{path}." + target.removeprefix(f"module.{original}."))
-            if other is None:
-                return None
-            found[node] = other
-    return found
+def _own(lifted: dict[str, fx.Node], first: dict[str, fx.Node], path: str) -> dict[fx.Node, fx.Node] | None:
+    """For every parameter and buffer of the first block, by its name there, that of the block at ``path``."""
+    found = {node: lifted.get(f"module.{path}.{name}") for name, node in first.items()}
+    return None if None in found.values() else {node: other for node, other in found.items() if other is not None}
 
 
 def _copy(

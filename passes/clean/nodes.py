@@ -9,6 +9,7 @@ buffer has ``"state"`` in its ``meta``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -131,10 +132,13 @@ def calls(gm: fx.GraphModule, *targets: Callable[..., Any]) -> list[fx.Node]:
 
 def packet(node: fx.Node) -> str:
     """``"aten.add"`` for ``aten.add.Tensor``; the qualified name of a plain function; ``""`` for anything else."""
-    if node.op != "call_function":
-        return ""
-    overloads = getattr(node.target, "overloadpacket", None)
-    return str(overloads) if overloads is not None else getattr(node.target, "__qualname__", str(node.target))
+    return _packet(node.target) if node.op == "call_function" else ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _packet(target: Any) -> str:
+    overloads = getattr(target, "overloadpacket", None)
+    return str(overloads) if overloads is not None else getattr(target, "__qualname__", str(target))
 
 
 def arguments(node: fx.Node) -> tuple[Any, ...]:
