@@ -273,8 +273,6 @@ class Plan:
             return f"the runtime cannot run {self.schedule} exactly yet"
         if any(layer.strategy.offloads_optimizer for layer in self.layers):
             return "no program is written with optimizer states in the host's memory"
-        if any(layer.strategy.offloads_activations for layer in self.layers):
-            return "no program is written with activations in the host's memory"
         return ""
 
     @property

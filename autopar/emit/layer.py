@@ -90,6 +90,7 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
     names = Names()
     texts: dict[fx.Node, Text] = {}
     arguments: list[str] = []
+    held: list[str] = []
     notes: list[str] = []
     nodes = list(layer.graph.graph.nodes)
     bodies = name_bodies(nodes)
@@ -108,6 +109,8 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
         argument = names.fresh(node.name)
         texts[node] = Text(argument)
         arguments.append(argument)
+        if kind != "activation":
+            held.append(argument)
         notes.append(f"        # {argument} {tuple(node.meta['val'].shape)}: {types_text(axes, layer.border(index))}")
     if layer.random:
         arguments.append("key")
@@ -116,20 +119,37 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
     count = len(layer.cls.outputs) + len(layer.cls.updates)
     returns = "torch.Tensor" if count == 1 else "tuple[torch.Tensor, ...]"
     body += [line for op, name in bodies.items() for line in body_method(op, name)]
-    if not layer.strategy.recompute and not layer.strategy.selective:
+    outer = _outer(layer, arguments, held)
+    if not outer:
         return [f"    def forward({signature}) -> {returns}:", *body]
-    call = ", ".join(["self.compute", *arguments])
-    if layer.strategy.recompute:
-        how = "Recomputed in the backward pass: only the arguments are kept."
-        result = f"checkpoint({call}, use_reentrant=False, preserve_rng_state=False)"
-    else:
-        how = "Recomputed in the backward pass, but for what is kept."
-        result = f"selective.selectively({call})"
     return [
         f"    def forward({signature}) -> {returns}:",
-        f"        # {how}",
-        f"        return {result}",
+        *outer,
         "",
         f"    def compute({signature}) -> {returns}:",
         *body,
+    ]
+
+
+def _outer(layer: LocalLayer, arguments: list[str], held: list[str]) -> list[str]:
+    """What ``forward`` does around ``compute``, where it does; ``held`` are the arguments that are in memory anyway."""
+    call = ", ".join(["self.compute", *arguments])
+    found: list[str] = []
+    if layer.strategy.recompute:
+        found = [
+            "        # Recomputed in the backward pass: only the arguments are kept.",
+            f"        return checkpoint({call}, use_reentrant=False, preserve_rng_state=False)",
+        ]
+    elif layer.strategy.selective:
+        found = [
+            "        # Recomputed in the backward pass, but for what is kept.",
+            f"        return selective.selectively({call})",
+        ]
+    if not layer.strategy.offloads_activations:
+        return found
+    found = found or [f"        return self.compute({', '.join(arguments)})"]
+    return [
+        "        # What the backward pass needs waits in the host's memory.",
+        f"        with offload.saved({', '.join(['self', *held])}):",
+        *(f"    {line}" for line in found),
     ]

@@ -133,8 +133,13 @@ def _siblings(program: LocalProgram, opaque: bool) -> list[str]:
     """The files of the program that its model calls."""
     nodes = (node for layer in program.layers for node in layer.graph.graph.nodes)
     called = {name for node in nodes if (name := kernel_module(node)) is not None}
-    selective = any(layer.strategy.selective for layer in program.layers)
-    others = {"flattened": bool(program.flattened), "kernels": True, "opaque": opaque, "selective": selective}
+    others = {
+        "flattened": bool(program.flattened),
+        "kernels": True,
+        "offload": any(layer.strategy.offloads_activations for layer in program.layers),
+        "opaque": opaque,
+        "selective": any(layer.strategy.selective for layer in program.layers),
+    }
     return sorted(called | {name for name, used in others.items() if used})
 
 
@@ -166,7 +171,8 @@ def _uses(program: LocalProgram, index: int) -> str:
     strategy = program.plan.layers[index].strategy
     roles = ", ".join(f"{role.value} on {a.name}" for a, role in zip(program.plan.mesh, strategy.roles, strict=True))
     recompute = {"none": "", "full": ", recomputed", "selective": ", recomputed in part"}[strategy.recomputation]
-    return f"{which}: {roles}; ZeRO {strategy.zero}{recompute}."
+    aside = ", saved in the host's memory" if strategy.offloads_activations else ""
+    return f"{which}: {roles}; ZeRO {strategy.zero}{recompute}{aside}."
 
 
 def layouts(program: LocalProgram) -> list[dict[str, object]]:

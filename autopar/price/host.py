@@ -9,7 +9,8 @@ arithmetic of other layers: what takes longer than the layer's own arithmetic is
 and the one whose saved tensors are on their way, taken to be as large.
 
 A price is of one microbatch in the steady state, so both directions are taken to be busy at once (``Cluster.host_link_bytes_per_s``).
-Where the devices' memory is the host's (``Cluster.host`` is ``None``) nothing is put anywhere, and nothing changes.
+Where the devices' memory is the host's (``Cluster.host`` is ``None``) states stay where they are, and saved tensors are copied for nothing:
+there is what was saved, and while a layer is at work what came back of it and of the next one.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from autopar.price.memory import Precision
 
 @dataclass(frozen=True, slots=True)
 class Aside:
-    """What of a layer is in the host's memory."""
+    """What of a layer is in the host's memory, and whether that is another one than the device's."""
 
     optimizer: bool
     activations: bool
+    apart: bool
 
     @staticmethod
     def of(strategy: Strategy, cluster: Cluster) -> Aside:
         apart = cluster.host is not None
-        return Aside(apart and strategy.offloads_optimizer, apart and strategy.offloads_activations)
+        return Aside(apart and strategy.offloads_optimizer, strategy.offloads_activations, apart)
 
 
 def host_update_bytes(numbers: Precision) -> int:
@@ -52,5 +54,7 @@ def host_state_bytes(elements: int, numbers: Precision) -> int:
 
 
 def waited_s(size: float, compute_s: float, cluster: Cluster) -> float:
-    """Seconds of sending ``size`` bytes one way that ``compute_s`` of arithmetic does not hide."""
+    """Seconds of sending ``size`` bytes one way that ``compute_s`` of arithmetic does not hide; a copy within one memory is not hidden."""
+    if cluster.host is None:
+        return 2 * size / cluster.gpu.bytes_per_s
     return max(0.0, size / cluster.host_link_bytes_per_s - compute_s)

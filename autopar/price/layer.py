@@ -442,7 +442,7 @@ def assemble(
         step_s += beside(under * backward_compute_s, reduce) + beside(under * forward_compute_s, gather)
 
     held, gradients, optimizer, saved, transient = _bytes(c, spread, strategy, data, zero, numbers, practice, aside)
-    weight_s = c.weight_compute_s + accumulate_s
+    weight_s, there = c.weight_compute_s + accumulate_s, aside.activations and aside.apart
     return LayerPrice(
         forward_s=forward_compute_s + forward_wire_s + forward_exposed,
         backward_s=backward_compute_s + backward_wire_s + backward_exposed,
@@ -458,9 +458,9 @@ def assemble(
         border_bytes=math.ceil(c.input_bytes or c.output_bytes) if practice.apart else 0,
         # where the host is what takes the time, it takes a part's share of it
         weight_s=weight_s / device_s * backward_compute_s if weight_s else 0.0,
-        waiting_bytes=math.ceil(c.waiting_bytes + working - (0.0 if aside.activations else kept)),
+        waiting_bytes=math.ceil(c.waiting_bytes + working - (0.0 if there else kept)),
         host_bytes=host_state_bytes(math.ceil(updated), numbers) if aside.optimizer else 0,
-        host_saved_bytes=math.ceil(kept) if aside.activations else 0,
+        host_saved_bytes=math.ceil(kept) if there else 0,
     )
 
 
@@ -511,7 +511,7 @@ def _bytes(
     if aside.optimizer:
         optimizer = 0
     if aside.activations:  # the layer at work, and what is on its way for the next
-        saved, working = 0.0, working + saved
+        saved, working = (0.0, working + saved) if aside.apart else (saved, working + 2 * saved)
     share = Share(c.alive, saved, working, parameters, trainable, c.largest, spread.microbatches)
     if not practice.apart:
         transient = working - saved + c.alive.activations

@@ -18,6 +18,7 @@ FILES = (
     "kernels_random.py",
     "kernels_ring.py",
     "kernels_rnn.py",
+    "offload.py",
     "opaque.py",
     "selective.py",
     "world.py",

@@ -1,0 +1,133 @@
+"""What a layer saves for its backward pass waits in the host's memory until then.
+
+``saved`` stands around a layer's arithmetic, or around the call that recomputes it. Each storage is copied once, however many values
+lie in it, and comes back whole; parameters and what else is in memory anyway stay where they are. On a GPU both ways run on streams
+of their own: down beside the layers after, up beside the backward of the layers after, for each layer's first read fetches the layer
+before it, too. On a CPU the copies are made as well, and gain nothing. Nothing of this has run on a GPU yet.
+
+This file is copied into every emitted program; it needs torch alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def saved(layer: nn.Module, *here: Tensor) -> Iterator[None]:
+    """What autograd saves inside goes to the host's memory, but for the layer's parameters and ``here``."""
+    global _latest
+    held = (*layer.parameters(), *layer.buffers(), *here)
+    stay = {0, *(tensor.untyped_storage().data_ptr() for tensor in held)}  # 0: nothing is there
+    call = _Call(_latest)
+
+    def put(tensor: Tensor) -> Tensor | _Saved:
+        plain = tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
+        return call.put(tensor) if plain and tensor.untyped_storage().data_ptr() not in stay else tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(put, _take):
+        yield
+    call.begun.clear()  # the device's copies may go
+    _latest = weakref.ref(call)
+
+
+class _Call:
+    """One forward of a layer: what it has put aside, and the call before it, whose backward comes next."""
+
+    def __init__(self, before: weakref.ref[_Call] | None) -> None:
+        self.before = before
+        self.begun: dict[int, tuple[Tensor, _Storage]] = {}  # while it runs, so that no address is taken twice
+        self.storages: list[weakref.ref[_Storage]] = []
+
+    def put(self, tensor: Tensor) -> _Saved:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in self.begun:
+            storage = _Storage(tensor, self)
+            self.begun[address] = tensor, storage
+            self.storages.append(weakref.ref(storage))
+        return _Saved(self.begun[address][1], tensor)
+
+    def fetch(self) -> None:
+        """Everything that is still needed sets out for the device."""
+        for each in self.storages:
+            storage = each()
+            if storage is not None:
+                storage.fetch()
+
+
+class _Storage:
+    """The bytes of a storage: in the host's memory, and from ``fetch`` on the device's too."""
+
+    def __init__(self, tensor: Tensor, call: _Call) -> None:
+        self.call, self.device = call, tensor.device
+        there = _bytes(tensor)
+        self.host = torch.empty(there.numel(), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        self.back: Tensor | None = None
+        if self.device.type == "cuda":
+            self.ready = _beside(self.device, self.host, there)
+        else:
+            self.host.copy_(there)
+
+    def fetch(self) -> None:
+        if self.back is not None:
+            return
+        self.back = torch.empty_like(self.host, device=self.device, pin_memory=False)
+        if self.device.type == "cuda":
+            self.ready = _beside(self.device, self.back, self.host, after=self.ready)
+        else:
+            self.back.copy_(self.host)
+
+    def take(self) -> Tensor:
+        self.call.fetch()
+        before = self.call.before and self.call.before()
+        if before:
+            before.fetch()
+        assert self.back is not None
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).wait_event(self.ready)
+        return self.back
+
+
+class _Saved:
+    """A value in a storage."""
+
+    def __init__(self, storage: _Storage, tensor: Tensor) -> None:
+        self.storage, self.dtype = storage, tensor.dtype
+        self.place = tensor.storage_offset(), tensor.size(), tensor.stride()
+
+
+def _take(kept: Tensor | _Saved) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    back = kept.storage.take()
+    return torch.empty(0, dtype=kept.dtype, device=back.device).set_(back.untyped_storage(), *kept.place)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """All bytes of the tensor's storage."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _beside(
+    device: torch.device, to: Tensor, source: Tensor, after: torch.cuda.Event | None = None
+) -> torch.cuda.Event:
+    """Copies on a stream of that direction, after what the current one has begun; the event of its end."""
+    if (device, to.device) not in _streams:
+        _streams[device, to.device] = torch.cuda.Stream(device)
+    stream = _streams[device, to.device]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    if after is not None:
+        stream.wait_event(after)
+    with torch.cuda.stream(stream):
+        to.copy_(source, non_blocking=True)
+    (to if to.is_cuda else source).record_stream(stream)  # its memory is not given away before
+    return stream.record_event()
+
+
+_latest: weakref.ref[_Call] | None = None
+_streams: dict[tuple[torch.device, torch.device], torch.cuda.Stream] = {}
