@@ -123,7 +123,7 @@ def test_the_maximum_is_the_predicted_memory(pipeline, schedule, chunks):
         # one input and one gradient for each microbatch; of the inputs those in flight are saved anyway
         (2, 4, "interleaved-1f1b", 2, (3 + 4, 2 + 4 + 2 + 1, 2 + 4 + 2 + 1, 3 + 1)),
         # nothing is received where the next stage is on the same device
-        (2, 4, "zbv", 2, (3 + 4, 1 + 1, 1 + 4, 3 + 1)),
+        (2, 4, "zbv", 2, (3 + 4, 2 + 1, 1 + 4, 3 + 1)),
     ],
 )
 def test_tensors_between_stages(pipeline, microbatches, schedule, chunks, held):

@@ -36,6 +36,10 @@ State = tuple[int, int, int]
 """Bytes of parameters, of their gradients and of their optimizer state."""
 
 
+Counts = tuple[tuple[int, int], ...]
+"""Microbatches in flight of each stage of a device, and how many of these are between the two parts of their backward."""
+
+
 @dataclass(frozen=True, slots=True)
 class Solution:
     """Stage bounds (0, cuts, number of layers) and each layer's candidate, as an index into its table."""
@@ -166,12 +170,10 @@ def _fits_hosts(instance: Instance, bounds: Sequence[int], prices: Sequence[Laye
 def host_bytes(choice: Choice, stages: Sequence[Sequence[LayerPrice]]) -> list[int]:
     """Bytes of each device of the line in its host's memory; of several chunks all in flight are taken to be of the one that saves most."""
     found = []
-    in_flight = choice.in_flight
     for d in range(choice.pipeline):
-        own = choice.own(d)
-        mine = [stages[s] for s in own]
+        mine = [stages[s] for s in choice.own(d)]
         most = max(sum(int(p.host_saved_bytes) for p in stage) for stage in mine)
-        found.append(sum(int(p.host_bytes) for stage in mine for p in stage) + sum(in_flight[s] for s in own) * most)
+        found.append(sum(int(p.host_bytes) for stage in mine for p in stage) + choice.most_in_flight(d) * most)
     return found
 
 
@@ -303,11 +305,22 @@ def device_memories(
     if not choice.dealt:
         held = [memory(*stage) for stage in zip(stages, choice.in_flight, choice.passing, strict=True)]
     else:  # which chunk is at work when most is held decides whose transients count: the moments themselves are looked at
-        held = []
-        for d in range(choice.pipeline):
-            counts, at_work = holdings(choice.schedule, choice.pipeline, choice.chunks, choice.microbatches, d)
-            held.append(most_held(_held(choice, stages, d), counts, at_work))
+        held = [_most_held(choice, stages, d)[0] for d in range(choice.pipeline)]
     return [less(m, state) for m, state in zip(held, twice, strict=True)] if twice else held
+
+
+def _most_held(choice: Choice, stages: Sequence[Sequence[LayerPrice]], device: int) -> tuple[Memory, Counts]:
+    counts, at_work = holdings(choice.schedule, choice.pipeline, choice.chunks, choice.microbatches, device)
+    most, moment = most_held(_held(choice, stages, device), counts, at_work)
+    row = [int(n) for n in counts[moment, :]]
+    return most, tuple(zip(row[: choice.chunks], row[choice.chunks :] or [0] * choice.chunks, strict=True))
+
+
+def fullest_moments(instance: Instance, solution: Solution) -> list[Counts]:
+    """Of each device that has dealt stages: what it has in flight when it holds most."""
+    prices = prices_of(instance, solution)
+    stages = [prices[i:j] for i, j in pairwise(solution.bounds)]
+    return [_most_held(instance.choice, stages, d)[1] for d in range(instance.choice.pipeline)]
 
 
 def less(held: Memory, state: State) -> Memory:

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from autopar.search.assess import Solution, cost, fits, memories, passing_by
+from autopar.search.assess import Counts, Solution, cost, fits, fullest_moments, memories, passing_by
 from autopar.search.construct import LADDER, Stage, memory_scale, modes_of, seconds_of
 from autopar.search.cuts import by_share, deal
 from autopar.search.dealt_bound import sends, textbook_paths
@@ -23,12 +23,16 @@ from autopar.search.exact import LABELS, NODES, TooLargeError, undominated
 from autopar.search.schedules import holdings
 from autopar.search.simulate import simulate_many, simulate_parts
 from autopar.search.tables import Array, Indices, Instance
+from autopar.search.uneven import polished, uneven_cuts
 
 ACTIONS = 2_000_000
 """Actions of all moves of one step of 2 together; where one move has more than half of that, there is no such step."""
 
 STEPS = 12
 """Steps of 2 at most."""
+
+TRIES = 6
+"""How often a device's layers are chosen anew because another moment of the schedule holds more than the one that was planned for."""
 
 DRAFTS, REFINED = 6, 3
 """Choices of candidates that are cut, and drafts that get to step 3."""
@@ -149,9 +153,16 @@ def construct_dealt(instance: Instance, deadline: float = np.inf) -> tuple[float
         if found is not None and draft.estimate_s >= found[0] * 1.1:
             break
         draft.improve(deadline)
-        solution = _refined(instance, draft.allowed, draft.bounds, cache)
-        if solution is not None and (step := cost(instance, solution).step_time_s) < (found or (np.inf,))[0]:
-            found = step, solution
+        more = (
+            uneven_cuts(instance, draft.pick, draft.seconds, _first_moments(instance)) if instance.choice.split else []
+        )
+        for bounds in (draft.bounds, *more):
+            solution = _refined(instance, draft.allowed, bounds, cache)
+            if solution is not None and (step := cost(instance, solution).step_time_s) < (found or (np.inf,))[0]:
+                found, allowed = (step, solution), draft.allowed
+    if found is not None and instance.choice.split:
+        solution = polished(instance, found[1], lambda bounds: _refined(instance, allowed, bounds, cache), deadline)
+        found = cost(instance, solution).step_time_s, solution
     if found is None:
         need, solution = most_frugal_dealt(instance)
         if need <= 1:
@@ -169,15 +180,15 @@ def _refined(
     """The candidates of every device's layers for these cuts; ``None`` where none that were found fit."""
     line, kind = instance.choice.pipeline, instance.kind
     border = instance.layout.inside[0].border
-    room = 1.0
-    for _ in range(4):
+    room, moments = 1.0, _first_moments(instance)
+    seen = [{moment} for moment in moments]
+    for _ in range(TRIES):
         pick = [0] * instance.layers
         for d in range(line):
             own = instance.choice.own(d)
             runs = [range(bounds[s], bounds[s + 1]) for s in own]
             layers = [i for run in runs for i in run]
-            counts = [(int(instance.in_flight[s]), int(instance.waiting[s])) for s in own]
-            held = [n for n, run in zip(counts, runs, strict=True) for _ in run]
+            held = [n for n, run in zip(moments[d], runs, strict=True) for _ in run]
             place, limit = instance.layout.place[d], instance.layout.limit[d] * room
             borders = tuple(border[i] if j == i + 1 else -1 for i, j in pairwise(layers))
             passing = passing_by(instance.choice, d)
@@ -193,9 +204,36 @@ def _refined(
         if fits(instance, solution):
             return solution
         # another moment of the schedule holds more than the one that was planned for
-        held_by = zip(memories(instance, solution), instance.layout.limit, strict=False)
-        room *= 0.999 / max(m.total / limit for m, limit in held_by)
+        full = _shares(instance, solution)
+        if not instance.choice.split or not _turned(moments, seen, full, fullest_moments(instance, solution)):
+            room *= 0.999 / max(full)
     return None
+
+
+def _shares(instance: Instance, solution: Solution) -> list[float]:
+    """The share of its memory limit that each device needs."""
+    return [m.total / limit for m, limit in zip(memories(instance, solution), instance.layout.limit, strict=False)]
+
+
+def _first_moments(instance: Instance) -> list[Counts]:
+    """What each device has in flight when it has most."""
+    saved, waiting = instance.in_flight.tolist(), instance.waiting.tolist()
+    return [tuple((saved[s], waiting[s]) for s in instance.choice.own(d)) for d in range(instance.choice.pipeline)]
+
+
+def _turned(moments: list[Counts], seen: list[set[Counts]], full: Sequence[float], fullest: Sequence[Counts]) -> bool:
+    """Turn the devices that hold too much to the moment at which they do, or to all those that have been so at once; whether any was."""
+    turned = False
+    for d, (share, moment) in enumerate(zip(full, fullest, strict=True)):
+        if share > 1 and moment != moments[d]:
+            if moment in seen[d]:
+                moment = tuple(
+                    (max(n), max(q)) for n, q in (zip(*each, strict=True) for each in zip(*seen[d], strict=True))
+                )
+            turned |= moment != moments[d]
+            seen[d].add(moment)
+            moments[d] = moment
+    return turned
 
 
 class _Device(Stage):
@@ -230,21 +268,34 @@ class _Device(Stage):
 
 def most_frugal_dealt(instance: Instance) -> tuple[float, Solution]:
     """The largest share of a device's memory limit that is needed, and a solution that needs no more: a good one, not proved the best."""
+    best: tuple[float, Solution] | None = None
+    moments = _first_moments(instance)
+    for _ in range(3):  # first of the moment at which most is in flight, then of the one at which most is held
+        solution = _frugal(instance, moments)
+        need = max(_shares(instance, solution))
+        if best is None or need < best[0]:
+            best = need, solution
+        if not instance.choice.split:
+            break
+        moments = fullest_moments(instance, solution)
+    assert best is not None
+    return best
+
+
+def _frugal(instance: Instance, moments: Sequence[Counts]) -> Solution:
+    """Of every device the candidates that hold least at a moment, and cuts that fill all devices alike."""
     choice = instance.choice
-    line, n, q = choice.pipeline, float(instance.in_flight.mean()), float(instance.waiting.mean())
     picks, shares = [], []
-    for d in range(line):
+    for d, moment in enumerate(moments):
         tables = instance.at(instance.layout.place[d])
+        n, q = np.mean(moment, axis=0).tolist()
         held = [t.held(n, q) + t.transient / instance.layers for t in tables]
         picks.append(np.array([int(h.argmin()) for h in held]))
         each = np.array([float(h.min()) for h in held])[instance.kind]
         shares.append(np.concatenate([[0.0], np.cumsum(each)]) / instance.layout.limit[d])
     bounds = deal(shares, choice.device)
     device = np.repeat(instance.device, np.diff(bounds))
-    pick = tuple(int(picks[d][k]) for d, k in zip(device, instance.kind, strict=True))
-    solution = Solution(bounds, pick)
-    held_by = zip(memories(instance, solution), instance.layout.limit, strict=False)
-    return max(m.total / limit for m, limit in held_by), solution
+    return Solution(bounds, tuple(int(picks[d][k]) for d, k in zip(device, instance.kind, strict=True)))
 
 
 def solve_dealt(instance: Instance, cutoff_s: float, deadline: float) -> tuple[float, Solution | None]:

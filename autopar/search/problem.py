@@ -52,7 +52,7 @@ from autopar.plan import (
 )
 from autopar.search.hand import default_schedule, make_mesh, refusal
 from autopar.search.options import ANY, LayerPins, SearchOptions
-from autopar.search.schedules import fullest
+from autopar.search.schedules import fullest, holdings
 
 Mesh = tuple[Axis, ...]
 
@@ -219,6 +219,14 @@ class Choice:
         if self.schedule == "gpipe":
             return (self.microbatches,) * self.pipeline
         return tuple(min(self.microbatches, self.pipeline - s) for s in range(self.pipeline))
+
+    def most_in_flight(self, device: int) -> int:
+        """The most microbatches that are ever in flight in the stages of a device together."""
+        if self.split:
+            counts, _ = holdings(self.schedule, self.pipeline, self.chunks, self.microbatches, device)
+            return int(counts[:, : self.chunks].sum(axis=1).max())
+        in_flight = self.in_flight
+        return sum(in_flight[s] for s in self.own(device))
 
     @property
     def passing(self) -> tuple[int, ...]:

@@ -246,7 +246,7 @@ def fullest(
     saved, waiting, at_work = [0] * (line * chunks), [0] * (line * chunks), []
     for d in range(line):
         counts, work = holdings(schedule, line, chunks, microbatches, d)
-        moment = max(range(len(counts)), key=lambda k: (counts[k, :chunks].sum(), counts[k].sum()))
+        moment = int(counts.sum(axis=1).argmax())
         own = stages_of(d, line, chunks, schedule)
         row = [int(n) for n in counts[moment, :]]
         for k, stage in enumerate(own):

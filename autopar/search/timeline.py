@@ -98,10 +98,10 @@ def timeline(held: Held, order: Sequence[Action]) -> tuple[Moment, ...]:
     )
 
 
-def most_held(held: Held, counts: NDArray[np.int64], at_work: NDArray[np.int64]) -> Memory:
-    """The largest moment of a device, of those that ``schedules.holdings`` gives."""
+def most_held(held: Held, counts: NDArray[np.int64], at_work: NDArray[np.int64]) -> tuple[Memory, int]:
+    """The largest moment of a device, of those that ``schedules.holdings`` gives, and which one it is."""
     each = np.array([*held.saved, *held.waiting], dtype=np.int64)[: counts.shape[1]]
     activations = counts @ each
     transients = np.array(held.transients, dtype=np.int64)[at_work]
     most = int(np.argmax(activations + transients))
-    return held.memory(int(activations[most]), int(transients[most]))
+    return held.memory(int(activations[most]), int(transients[most])), most

@@ -1,0 +1,74 @@
+"""Cuts for schedules whose devices hold unequal numbers of microbatches, as those with backwards in two parts do.
+
+Cuts that give all devices as much to do leave some without the memory for it. So cuts between those that are even in seconds and those
+that are even in bytes are tried, and single layers of the best are moved, each time with every device's layers chosen again, as long as
+the step gets shorter.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from autopar.search.assess import Counts, Solution, cost
+from autopar.search.cuts import deal
+from autopar.search.tables import Array, Instance
+
+MIXTURES = (0.25, 0.5, 0.75, 1.0)
+"""Shares of bytes, beside seconds, that cuts are made even in."""
+
+MOVES, ACTIONS = 10, 300_000
+"""Steps at most, and actions of the schedules that are simulated for one of them."""
+
+Refine = Callable[[tuple[int, ...]], Solution | None]
+
+
+def uneven_cuts(
+    instance: Instance, pick: Sequence[int], seconds: Array, moments: Sequence[Counts]
+) -> list[tuple[int, ...]]:
+    """Cuts for the candidates ``pick`` of each kind; ``seconds[device, layers]`` are sums over the first layers, from none to all."""
+    layout, held = instance.layout, np.zeros_like(seconds)
+    for d, moment in enumerate(moments):
+        n, q = np.mean(moment, axis=0).tolist()
+        each = np.array([float(t.held(n, q)[k]) for t, k in zip(instance.at(layout.place[d]), pick, strict=True)])
+        held[d, 1:] = np.cumsum(each[instance.kind]) / layout.limit[d]
+    share = seconds / float(seconds[:, -1].mean()) * len(held)
+    cuts = [deal(list((1 - mix) * share + mix * held), instance.choice.device) for mix in MIXTURES]
+    return list(dict.fromkeys(cuts))
+
+
+def polished(instance: Instance, best: Solution, refine: Refine, deadline: float) -> Solution:
+    """``best``, or what is faster after single layers have moved from the slowest device to another stage, or over a cut."""
+    choice = instance.choice
+    step = cost(instance, best).step_time_s
+    most = ACTIONS // (3 * choice.stages * choice.microbatches)
+    for _ in range(MOVES):
+        found = [best]
+        for bounds in _moved(instance, best)[:most]:
+            if time.monotonic() > deadline:
+                return best
+            solution = refine(bounds)
+            if solution is not None and (trial := cost(instance, solution).step_time_s) < step * (1 - 1e-6):
+                step, found = trial, [solution]
+        if found[0] is best:
+            return best
+        best = found[0]
+    return best
+
+
+def _moved(instance: Instance, solution: Solution) -> list[tuple[int, ...]]:
+    choice, now, bounds = instance.choice, cost(instance, solution), np.array(solution.bounds)
+    busy = np.bincount(instance.device, np.add(now.forward_s, now.backward_s))
+    slowest = choice.own(int(busy.argmax()))
+    order = [s for d in np.argsort(busy) for s in choice.own(int(d))]
+    pairs = [(a, b) for b in order for a in slowest if a != b]
+    pairs += [(s, s + 1) for s in range(choice.stages - 1)] + [(s + 1, s) for s in range(choice.stages - 1)]
+    found = []
+    for a, b in dict.fromkeys(pairs):
+        if bounds[a + 1] - bounds[a] > 1:
+            moved = bounds.copy()
+            moved[min(a, b) + 1 : max(a, b) + 1] += 1 if b < a else -1
+            found.append(tuple(moved.tolist()))
+    return found
