@@ -66,6 +66,7 @@ def compile(
     zero: int | None = None,
     recompute: bool | str | None = None,
     offload: str | None = None,
+    segment: int | None = None,
     microbatches: int | None = None,
     schedule: str | None = None,
     chunks: int | None = None,
@@ -92,7 +93,7 @@ def compile(
         loss_fn: ``loss_fn(output, targets)`` makes the loss, a 0-d tensor; ``batch`` is then the pair ``(inputs, targets)``.
         precision: of parameters and activations, by name (``"bfloat16"``); the model's own if left out.
         plan: a plan to use instead of searching for one, or the path of its JSON file.
-        pipeline, data, tensor, expert, ulysses, ring, zero, recompute, offload, microbatches, schedule, chunks: pinned if given.
+        pipeline, data, tensor, expert, ulysses, ring, zero, recompute, segment, offload, microbatches, schedule, chunks: pinned if given.
         pin: the same by key, and pins of some layers, ``{"layers.0-7.tensor": 8, "lm_head.zero": 3}`` (see ``autopar.search.options``).
         local_batch_norm: let batch norm take the statistics of each rank's part of each microbatch, not those of the whole batch.
         allow: what of exactness may be given up: ``{"microbatch_statistics"}`` (see ``autopar.plan.ALLOWED``).
@@ -112,11 +113,10 @@ def compile(
     cluster = parse(devices, memory_limit_bytes=memory_limit_bytes, calibration=calibration)
     pins: dict[str, Any] = {"pipeline": pipeline, "microbatches": microbatches, "schedule": schedule, "chunks": chunks,
                             "data": data, "tensor": tensor, "expert": expert, "ulysses": ulysses, "ring": ring, "zero": zero,
-                            "recompute": recompute, "offload": offload}  # fmt: skip
+                            "recompute": recompute, "segment": segment, "offload": offload}  # fmt: skip
     options = SearchOptions(time_limit_s=time_limit_s, pin=pin or {}, **pins)
-    how: dict[str, Any] = {"precision": precision, "plan": plan, "progress": progress}
-    how |= {"local_batch_norm": local_batch_norm, "allow": allow}
-    graph, chosen = plan_model(model, batch, loss_fn, cluster, options, **how)
+    how: dict[str, Any] = {"precision": precision, "plan": plan, "local_batch_norm": local_batch_norm, "allow": allow}
+    graph, chosen = plan_model(model, batch, loss_fn, cluster, options, progress=progress, **how)
     running = {"optimizer": optimizer, "lr": lr, "max_norm": max_norm, "seed": seed, "port": port}
     return start_program(graph, chosen, cluster, folder, model, progress, **running)
 

@@ -125,7 +125,7 @@ class Strategy:
         assert self.zero in (0, 1, 2, 3), self.zero
         assert self.offload in OFFLOADS, self.offload
         assert not (self.recompute and self.selective), self
-        assert self.segment == 1 or (self.segment > 1 and self.recompute), self
+        assert self.segment == 1 or (self.segment > 1 and self.recompute and not self.offloads_activations), self
 
     @property
     def recomputation(self) -> str:

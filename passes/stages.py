@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from autopar.errors import UsageError
 from autopar.graph import Graph, Layer, Value
 from autopar.plan import Plan
+from autopar.segments import segments, shortened
 from autopar.sharding import Sharding, local_shape
 from autopar.types import I, R, S, SpmdType
 from passes.conversions import Step, effective_steps
@@ -88,12 +89,15 @@ def cut_stages(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> Loc
     """Run the layers' passes (once per layer class and sharding) and cut at the plan's stages."""
     made: dict[object, LocalLayer] = {}
     layers = []
-    for layer, sharding, planned in zip(graph.layers, shardings, plan.layers, strict=True):
-        key = (layer.cls, planned.strategy, tuple(id(types) for types in sharding.types))
+    bounds = [0, *(stage.stop for stage in plan.stages)]
+    strategies = shortened(graph, [planned.strategy for planned in plan.layers], bounds)
+    for layer, sharding, strategy in zip(graph.layers, shardings, strategies, strict=True):
+        key = (layer.cls, strategy, tuple(id(types) for types in sharding.types))
         if key not in made:
-            made[key] = local_layer(graph.classes[layer.cls], sharding, planned.strategy)
+            made[key] = local_layer(graph.classes[layer.cls], sharding, strategy)
         layers.append(made[key])
     _check_shared(graph, layers)
+    _check_segments(graph, layers, segments(graph, strategies, bounds))
     stages = tuple(_stage(graph, plan, tuple(layers), index) for index in range(len(plan.stages)))
     return LocalProgram(graph, plan, tuple(layers), stages)
 
@@ -107,6 +111,16 @@ def _check_shared(graph: Graph, layers: list[LocalLayer]) -> None:
             raise UsageError(
                 f"{graph.parameters[name].original} would be padded to {shapes}",
                 "give the layers that share it equal roles, on axes whose sizes divide its dims",
+            )
+
+
+def _check_segments(graph: Graph, layers: list[LocalLayer], groups: list[range]) -> None:
+    """Between layers that are recomputed as one nothing is converted."""
+    for i in (i for group in groups for i in group[1:]):
+        if layers[i].border(0) != layers[i - 1].output(0):
+            raise UsageError(
+                f"{graph.layers[i].name} cannot be recomputed as one with the layer before: what that gives is converted first",
+                "leave segment out",
             )
 
 

@@ -226,6 +226,10 @@ KINDS: tuple[Kind, ...] = (
         microbatches=2,
         schedule="gpipe",
     ),
+    kind("segments of 2, data 2, zero 3", data=2, zero=3, segment=2, microbatches=2),
+    kind("segments of 3, tensor+sequence 2", tensor=2, sequence=True, segment=3, microbatches=2),
+    kind("segments of 2, data 2 x tensor 2, zero 2", data=2, tensor=2, zero=2, segment=2),
+    kind("segments of 2, pipeline 2 x data 2, zero 3", pipeline=2, data=2, zero=3, segment=2, microbatches=4),
     Kind("mixed: tensor 1, 2 and 4", 4, mixed=_three_degrees),
     Kind("mixed: ring, ulysses, data and tensor+sequence", 4, mixed=_sequence_roles),
     # numbers of devices that divide little

@@ -64,6 +64,8 @@ def memory_kinds() -> tuple[Kind, ...]:
         kind("pipeline 2, 4 microbatches", pipeline=2, microbatches=4),
         kind("pipeline 2, gpipe, recompute", pipeline=2, microbatches=4, schedule="gpipe", recompute=True),
         kind("pipeline 2 of 2 chunks, 4 microbatches", pipeline=2, chunks=2, microbatches=4),
+        kind("one device, segments of 2", segment=2),
+        kind("data 2, ZeRO 3, segments of 2, 2 microbatches", data=2, zero=3, segment=2, microbatches=2),
         kind("one device, recompute in part", recompute="selective"),
         kind("tensor 2, sequence, recompute in part", tensor=2, sequence=True, recompute="selective"),
         kind("data 2, ZeRO 3, recompute in part", data=2, zero=3, recompute="selective", microbatches=2),

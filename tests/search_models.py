@@ -37,6 +37,8 @@ class Price:
     host_saved_bytes: int = 0
     weight_s: float = 0.0
     waiting_bytes: int = 0
+    segment: int = 1
+    kept_bytes: int = 0
 
     @property
     def weights_bytes(self) -> int:
@@ -114,11 +116,11 @@ class RandomPricer:
         return type(self)(self.graph, self.seed, self.density, self.edges, cluster.slower)
 
     def _rng(self, *key: object) -> random.Random:
-        # what a strategy may say besides draws other prices, and leaves those of all others as they were
+        # fields that strategies have got since leave the draws as they were
         return random.Random(f"{self.seed} {key}".replace(", offload='none'", "").replace(", segment=1", ""))
 
     def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> Price | None:
-        rng = self._rng(cls, mesh, strategy, microbatches)
+        rng = self._rng(cls, mesh, replace(strategy, segment=1), microbatches)
         if rng.random() > self.density:
             return None
         part = self.slower / microbatches
@@ -132,7 +134,14 @@ class RandomPricer:
         if strategy.offloads_activations:
             found = replace(found, saved_bytes=0, host_saved_bytes=int(rng.randint(1, 40) / microbatches))
         weight_s = found.backward_s * rng.choice([0.0, 0.5, rng.random()])
-        return replace(found, weight_s=weight_s, waiting_bytes=int(rng.randint(0, 40) / microbatches))
+        found = replace(found, weight_s=weight_s, waiting_bytes=int(rng.randint(0, 40) / microbatches))
+        if strategy.segment == 1:
+            return found
+        more = (strategy.segment - 1) * rng.randint(1, 10)
+        return replace(
+            found, segment=strategy.segment, kept_bytes=found.saved_bytes, saved_bytes=found.saved_bytes // strategy.segment,
+            transient_bytes=found.transient_bytes + more,
+        )  # fmt: skip
 
     def edge(self, i: int, mesh: tuple[Axis, ...], left: Strategy, right: Strategy, microbatches: int) -> float:
         if left.roles == right.roles:
@@ -172,15 +181,18 @@ def random_problem(
 
 
 def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions) -> float | None:
-    """The step time of the best of all plans, one by one; ``None`` where none fits. Shares no code with the search but ``simulate``."""
-    return min(
-        (
-            step
-            for choice in outer_choices(graph, cluster, options)
-            for step in every_plan(graph, cluster, pricer, options, choice)
-        ),
-        default=None,
-    )
+    """The step time of the best of all plans, one by one; ``None`` where none fits. Shares no code with the search but ``simulate``.
+
+    Layers are recomputed several as one where they are pinned to it, and in outer choices of which nothing fits without.
+    """
+    best: float | None = None
+    for choice in outer_choices(graph, cluster, options):
+        found = min(every_plan(graph, cluster, pricer, options, choice), default=None)
+        if found is None and choice.schedule in ("none", "gpipe", "1f1b"):
+            several = replace(choice, segments=True)
+            found = min(every_plan(graph, cluster, pricer, options, several), default=None)
+        best = found if best is None or (found is not None and found < best) else best
+    return best
 
 
 def outer_choices(graph: Graph, cluster: Devices, options: SearchOptions) -> Iterator[Choice]:
@@ -210,7 +222,20 @@ def outer_choices(graph: Graph, cluster: Devices, options: SearchOptions) -> Ite
                         yield Choice(mesh, p, m, schedule, chunks=chunks)
 
 
-def candidates(graph: Graph, layer: int, mesh: tuple[Axis, ...], m: int, options: SearchOptions) -> list[Strategy]:
+def longest_run(graph: Graph, cls: str) -> int:
+    """How many layers of a class may be recomputed as one: what follows each other, hands one value on, and shares no parameter."""
+    pairs = [(a, b) for a, b in itertools.pairwise(graph.layers) if a.cls == b.cls == cls]
+    if any(
+        len(a.outputs) > 1 or len(b.activations) > 1 or "shared" in (*a.parameters, *b.parameters) for a, b in pairs
+    ):
+        return 1
+    runs = [list(group) for key, group in itertools.groupby(graph.layers, lambda layer: layer.cls) if key == cls]
+    return max(map(len, runs))
+
+
+def candidates(
+    graph: Graph, layer: int, mesh: tuple[Axis, ...], m: int, options: SearchOptions, several: bool = False
+) -> list[Strategy]:
     """Every strategy of a layer: a prefix of data axes (as long as the batch allows, or as pinned), idle ones, then tensor ones."""
     pins = {key: value for key, value in options.pins.items() if "." not in key}
     name, cls = graph.layers[layer].name, graph.layers[layer].cls
@@ -222,6 +247,10 @@ def candidates(graph: Graph, layer: int, mesh: tuple[Axis, ...], m: int, options
                 pins[what] = value
         elif selector == cls:
             pins[what] = value
+    longest = longest_run(graph, cls)
+    sizes = [n for n in (2, 3, 4) if n <= longest and n <= 2 * longest**0.5] if several else []
+    sizes = [min(int(pins["segment"]), longest)] if "segment" in pins else [1, *sizes]
+    pins |= {"recompute": "full"} if pins.get("segment", 1) != 1 else {}
     found = []
     for data, idle in itertools.product(range(len(mesh) + 1), repeat=2):
         for inner in (Role.TENSOR, Role.TENSOR_SEQUENCE):
@@ -242,10 +271,13 @@ def candidates(graph: Graph, layer: int, mesh: tuple[Axis, ...], m: int, options
                 continue
             for zero, again in itertools.product((0, 1, 2, 3) if ways > 1 else (0,), RECOMPUTATIONS):
                 if again == pins.get("recompute", again) and (ways == 1 or zero == pins.get("zero", zero)):
+                    full = again == "full"
                     asked = pins.get("offload", "none")
-                    for offload in OFFLOADS if asked == "any" else (asked,):
-                        if again != "selective" or offload in ("none", "optimizer"):
-                            found.append(Strategy(roles, zero, again == "full", again == "selective", offload))
+                    for offload, n in itertools.product(
+                        OFFLOADS if asked == "any" else (asked,), sizes if full else [1]
+                    ):
+                        if offload in ("none", "optimizer") or (again != "selective" and n == 1):
+                            found.append(Strategy(roles, zero, full, again == "selective", offload, n))
     return found
 
 
@@ -268,7 +300,8 @@ def every_plan(
     tables = []
     for i, layer in enumerate(graph.layers):
         priced = [
-            (s, [here.layer(layer.cls, mesh, s, m) for here in at]) for s in candidates(graph, i, mesh, m, options)
+            (s, [here.layer(layer.cls, mesh, s, m) for here in at])
+            for s in candidates(graph, i, mesh, m, options, choice.segments)
         ]
         tables.append([(s, p) for s, p in priced if p[0] is not None])
     tied = [i for i, layer in enumerate(graph.layers) if "shared" in layer.parameters]
@@ -279,7 +312,9 @@ def every_plan(
         for cuts in itertools.combinations(range(1, count), stages - 1):
             bounds = (0, *cuts, count)
             runs = [[p[s] for _, p in picked[bounds[s] : bounds[s + 1]]] for s in range(stages)]
-            if any(most_held(runs, d, where, orders[d]) > limits[d] for d in range(line)):
+            named = [(layer.cls, way) for layer, way in zip(graph.layers, ways, strict=True)]
+            names = [named[bounds[s] : bounds[s + 1]] for s in range(stages)]
+            if any(most_held(runs, names, d, where, orders[d]) > limits[d] for d in range(line)):
                 continue
             if any(most_aside(runs, d, line, orders[d]) > cluster.host_limit_bytes for d in range(line)):
                 continue
@@ -301,12 +336,33 @@ def every_plan(
             yield seconds + max(sum(step[s] for s in range(stages) if where[s] == d) for d in range(line))
 
 
-def most_held(runs: list[list[Price]], device: int, where: list[int], order: list[tuple[str, int, int]]) -> int:
-    """The bytes of a device at the moment of its schedule at which it holds most; ``runs`` are the layers of every stage."""
+def saved_by(run: list[Price], names: list[tuple[str, Strategy]]) -> int:
+    """What a stage keeps of a microbatch: of each segment of equal layers its first one's."""
+    total = 0
+    for _, group in itertools.groupby(zip(names, run, strict=True), lambda pair: pair[0]):
+        prices = [price for _, price in group]
+        first = prices[0]
+        total += (
+            sum(p.saved_bytes for p in prices)
+            if first.segment == 1
+            else -(-len(prices) // first.segment) * first.kept_bytes
+        )
+    return total
+
+
+def most_held(
+    runs: list[list[Price]],
+    names: list[list[tuple[str, Strategy]]],
+    device: int,
+    where: list[int],
+    order: list[tuple[str, int, int]],
+) -> int:
+    """The bytes of a device at the moment of its schedule at which it holds most; ``runs`` are the layers of every stage, ``names`` their
+    classes and strategies."""
     weights = sum(p.weights_bytes for run, d in zip(runs, where, strict=True) if d == device for p in run)
     saved = most = 0
     for kind, stage, _ in order:
-        own = sum(p.saved_bytes for p in runs[stage])
+        own = saved_by(runs[stage], names[stage])
         more = sum(p.waiting_bytes for p in runs[stage]) if stage else 0
         saved += {"F": own, "I": more}.get(kind, 0)
         most = max(most, saved + max(p.transient_bytes for p in runs[stage]))

@@ -124,10 +124,19 @@ def test_ranks_agree_where_they_hold_the_same(
         assert all(same) if relation == "agree" else not any(same)
 
 
-@pytest.mark.parametrize("plan", ["data", "tensor", "pipeline"])
-def test_recomputation_repeats_the_masks(plan: str, workers2: WorkerPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("plan", "how"),
+    [
+        ("data", {"recompute": True}),
+        ("tensor", {"recompute": True}),
+        ("pipeline", {"recompute": True}),
+        ("tensor", {"segment": 3}),
+    ],
+    ids=["data", "tensor", "pipeline", "tensor, layers as one"],
+)
+def test_recomputation_repeats_the_masks(plan: str, how: dict[str, Any], workers2: WorkerPool, tmp_path: Path) -> None:
     kept = run(workers2, tmp_path / "kept", [1], **PLANS[plan])
-    again = run(workers2, tmp_path / "again", [1], **PLANS[plan], recompute=True)
+    again = run(workers2, tmp_path / "again", [1], **PLANS[plan], **how)
     (losses, drawn, gradients), (losses_again, drawn_again, gradients_again) = kept[0][0], again[0][0]
     assert compare(losses_again[-1], gradients_again, losses[-1], gradients).value <= EXACT
     assert losses_again == pytest.approx(losses, rel=EXACT)

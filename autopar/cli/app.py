@@ -109,6 +109,12 @@ _pin_options = _options(
         type=click.Choice([*OFFLOADS, "any"]),
         help="What of every layer is in the host's memory: optimizer states, saved activations, both, or what wins (any).",
     ),
+    click.option(
+        "--segment",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Pin how many layers are recomputed as one; several: in full.",
+    ),
     click.option("--memory-limit", metavar="SIZE", help="What may be filled of one device, such as 40GB or 37GiB."),
     click.option(
         "--local-batch-norm",

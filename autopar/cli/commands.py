@@ -160,7 +160,7 @@ def asked(request: dict[str, Any]) -> tuple[Cluster, SearchOptions]:
     return cluster, SearchOptions(
         time_limit_s=request["time_limit"],
         pin=read_pins(request["pins"]),
-        **{name: request[name] for name in (*OF_PLAN, *OF_LAYER)},
+        **{name: request.get(name) for name in (*OF_PLAN, *OF_LAYER)},  # type: ignore[arg-type]
     )
 
 

@@ -135,7 +135,7 @@ def _outer(layer: LocalLayer, arguments: list[str], held: list[str]) -> list[str
     """What ``forward`` does around ``compute``, where it does; ``held`` are the arguments that are in memory anyway."""
     call = ", ".join(["self.compute", *arguments])
     found: list[str] = []
-    if layer.strategy.recompute:
+    if layer.strategy.recompute and layer.strategy.segment == 1:  # segments of several are the stage's
         found = [
             "        # Recomputed in the backward pass: only the arguments are kept.",
             f"        return checkpoint({call}, use_reentrant=False, preserve_rng_state=False)",

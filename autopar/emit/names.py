@@ -24,6 +24,7 @@ _RESERVED = frozenset(
         "kernels_ring",
         "kernels_rnn",
         "opaque",
+        "segments",
         "selective",
         "checkpoint",
         "key",

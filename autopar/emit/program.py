@@ -138,6 +138,7 @@ def _siblings(program: LocalProgram, opaque: bool) -> list[str]:
         "kernels": True,
         "offload": any(layer.strategy.offloads_activations for layer in program.layers),
         "opaque": opaque,
+        "segments": any(layer.strategy.segment > 1 for layer in program.layers),
         "selective": any(layer.strategy.selective for layer in program.layers),
     }
     return sorted(called | {name for name, used in others.items() if used})
@@ -168,9 +169,10 @@ def _uses(program: LocalProgram, index: int) -> str:
     same = [i for i, layer in enumerate(program.layers) if layer is program.layers[index]]
     names = [program.graph.layers[i].name for i in same]
     which = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} layers)"
-    strategy = program.plan.layers[index].strategy
+    strategy = program.layers[index].strategy
     roles = ", ".join(f"{role.value} on {a.name}" for a, role in zip(program.plan.mesh, strategy.roles, strict=True))
     recompute = {"none": "", "full": ", recomputed", "selective": ", recomputed in part"}[strategy.recomputation]
+    recompute += f" in segments of {strategy.segment} layers" if strategy.segment > 1 else ""
     aside = ", saved in the host's memory" if strategy.offloads_activations else ""
     return f"{which}: {roles}; ZeRO {strategy.zero}{recompute}{aside}."
 

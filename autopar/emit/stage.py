@@ -233,7 +233,11 @@ class _Forward:
             if not (chained and alike):
                 break
             count += 1
-        return count if count > 2 else 1
+        return count if count > 2 or self._segment(layers[0]) > 1 else 1
+
+    def _segment(self, layer: int) -> int:
+        """The number of layers that are recomputed as one with this one; 1 where the layer sees to its recomputation itself."""
+        return self.program.layers[layer].strategy.segment
 
     def _readers(self, value: str) -> int:
         return sum(value in layer.activations for layer in self.program.graph.layers)
@@ -267,9 +271,15 @@ class _Forward:
         if arguments[0] != "hidden":
             self.body.append(f"        hidden = {arguments[0]}")
         rest = "".join(f", {argument}" for argument in arguments[1:])
-        members = ", ".join(f"self.{layer_attribute(self.program, i)}" for i in range(layer, layer + run))
-        self.body.append(f"        for layer in ({members}):")
-        self.body.append(f"            hidden = layer(hidden{rest})")
+        members = [f"self.{layer_attribute(self.program, i)}" for i in range(layer, layer + run)]
+        if (number := self._segment(layer)) > 1:
+            self.body.append("        # Recomputed in the backward pass: only the arguments are kept.")
+            for at in range(0, run, number):
+                several = "".join(f"{member}, " for member in members[at : at + number]).rstrip()
+                self.body.append(f"        hidden = segments.as_one(({several}), hidden{rest})")
+        else:
+            self.body.append(f"        for layer in ({', '.join(members)}):")
+            self.body.append(f"            hidden = layer(hidden{rest})")
         if target != "hidden":
             self.body.append(f"        {target} = hidden")
 

@@ -47,11 +47,13 @@ class Alive:
 @dataclass(frozen=True, slots=True)
 class Share:
     """What a layer has on one device: bytes that it saves for a microbatch (``saved``), and all of them while its backward pass runs
-    (``working``); elements of its parameters."""
+    (``working``), of a segment of several layers those of all of it; bytes that it would save without recomputation (``plain``);
+    elements of its parameters."""
 
     alive: Alive
     saved_bytes: float
     working_bytes: float
+    plain_bytes: float
     parameters: int
     trainable: int
     largest: float
@@ -78,7 +80,9 @@ def sharded_bytes(
     before = share.saved_bytes + (whole if strategy.zero == 2 else 0.0)
     after = sent + shard - earlier
     saving = not (strategy.recompute or strategy.selective)  # what runs again finds its parameters gathered
+    again = strategy.zero == 3 and strategy.segment > 1  # the layers before the last, which waits with its own gathered
     moments = (
+        share.working_bytes - share.plain_bytes + share.alive.forward + 3 * whole if again else 0.0,
         share.saved_bytes + 2 * whole,
         share.working_bytes + share.alive.forward + (2 if saving else 1) * whole,
         share.working_bytes + max(0.0, share.alive.all_gradients) + whole,

@@ -49,7 +49,9 @@ class LayerPrice:
     place, ``border_bytes`` what a stage with its border here passes on. ``flops`` counts the model's arithmetic for one microbatch, forward
     and backward, over all devices of the stage: replicated work once, recomputation not at all. ``weight_s`` is the part of ``backward_s``
     that makes parameters' gradients alone; where a schedule runs it apart, ``waiting_bytes`` come to ``saved_bytes`` until then
-    (``price.split``). ``host_bytes`` are in the host's memory all along, ``host_saved_bytes`` for each microbatch in flight.
+    (``price.split``). ``host_bytes`` are in the host's memory all along, ``host_saved_bytes`` for each microbatch in flight. Of ``segment``
+    layers that are recomputed as one, the first keeps ``kept_bytes``: ``saved_bytes`` is a layer's share of that, rounded down, and
+    ``transient_bytes`` are those while all of them have run again.
     """
 
     forward_s: float
@@ -68,6 +70,8 @@ class LayerPrice:
     waiting_bytes: int = 0
     host_bytes: int = 0
     host_saved_bytes: int = 0
+    segment: int = 1
+    kept_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -426,9 +430,10 @@ def assemble(
     waits_s = _waits_s(c, strategy, data if zero >= 2 else 1, cluster, forward_compute_s, backward_compute_s)
     forward_wire_s, backward_wire_s = forward_wire_s + waits_s[0], backward_wire_s + waits_s[1]
     forward_exposed = beside(forward_compute_s, gather if zero >= 2 else 0.0)
-    backward_exposed = beside(backward_compute_s, (reduce if zero >= 2 else 0.0) + (gather if zero == 3 else 0.0))
+    back_s = (reduce if zero >= 2 else 0.0) + (_gathers(strategy) * gather if zero == 3 else 0.0)
+    backward_exposed = beside(backward_compute_s, back_s)
 
-    kept, working = _activations(c, strategy)
+    kept, working = _activations(c, strategy, 1)
     if aside.activations:
         forward_exposed += waited_s(kept, forward_compute_s, cluster)
         backward_exposed += waited_s(kept, backward_compute_s, cluster)
@@ -458,7 +463,9 @@ def assemble(
         border_bytes=math.ceil(c.input_bytes or c.output_bytes) if practice.apart else 0,
         # where the host is what takes the time, it takes a part's share of it
         weight_s=weight_s / device_s * backward_compute_s if weight_s else 0.0,
-        waiting_bytes=math.ceil(c.waiting_bytes + working - (0.0 if there else kept)),
+        waiting_bytes=math.ceil(c.waiting_bytes + working - (0.0 if there else kept / strategy.segment)),
+        segment=strategy.segment,
+        kept_bytes=math.ceil(kept),
         host_bytes=host_state_bytes(math.ceil(updated), numbers) if aside.optimizer else 0,
         host_saved_bytes=math.ceil(kept) if there else 0,
     )
@@ -476,6 +483,11 @@ def _wires_s(c: Core, strategy: Strategy, practice: Practice) -> tuple[float, fl
     return forward_s, backward_s
 
 
+def _gathers(strategy: Strategy) -> float:
+    """How often a backward gathers a layer's parameters under ZeRO 3: once more where it runs again and is not its segment's last."""
+    return 2 - 1 / strategy.segment
+
+
 def _waits_s(
     c: Core, strategy: Strategy, shards: int, cluster: Cluster, forward_s: float, backward_s: float
 ) -> tuple[float, float]:
@@ -486,7 +498,8 @@ def _waits_s(
     if cluster.wires is None:
         return 0.0, 0.0
     gathers = (shards,) if shards > 1 else ()
-    back = c.backward_meetings + gathers * (2 if strategy.zero == 3 else 1)
+    again = strategy.segment > 1  # one more, but for the last layer of a segment
+    back = c.backward_meetings + gathers * (2 + again if strategy.zero == 3 else 1)
     if strategy.recompute:
         back += c.forward_meetings
     elif strategy.selective:
@@ -507,12 +520,12 @@ def _bytes(
     """Bytes of parameters, gradients, optimizer state, of what is saved for a microbatch, and of transients."""
     parameters, trainable = math.ceil(c.parameters), math.ceil(c.trainable)
     held, gradients, optimizer = state_bytes(parameters, trainable, data, zero, numbers)
-    saved, working = _activations(c, strategy)
+    saved, working = _activations(c, strategy, strategy.segment)
     if aside.optimizer:
         optimizer = 0
     if aside.activations:  # the layer at work, and what is on its way for the next
         saved, working = (0.0, working + saved) if aside.apart else (saved, working + 2 * saved)
-    share = Share(c.alive, saved, working, parameters, trainable, c.largest, spread.microbatches)
+    share = Share(c.alive, saved, working, c.saved_bytes, parameters, trainable, c.largest, spread.microbatches)
     if not practice.apart:
         transient = working - saved + c.alive.activations
         if (
@@ -525,14 +538,19 @@ def _bytes(
     else:
         sharded, transient = sharded_bytes(share, data, strategy, numbers, practice)
         gradients = math.ceil(sharded)
-    return held, gradients, optimizer, math.ceil(saved), math.ceil(transient)
+    return held, gradients, optimizer, math.ceil(saved) if strategy.segment == 1 else int(saved), math.ceil(transient)
 
 
-def _activations(c: Core, strategy: Strategy) -> tuple[float, float]:
-    """Bytes that a microbatch in flight holds, and those while its backward pass runs."""
+def _activations(c: Core, strategy: Strategy, segment: int) -> tuple[float, float]:
+    """Bytes that a microbatch in flight holds, and those while its backward pass runs.
+
+    Of a segment of several layers: one layer's share of what it holds, and while all its layers have run again what there is besides the
+    other layers' shares.
+    """
     saved = c.saved_bytes
     if strategy.recompute:
-        return c.input_bytes, max(c.input_bytes, saved)
+        share = c.input_bytes / segment
+        return share, max(c.input_bytes, segment * saved) - (c.input_bytes - share)
     if strategy.selective:
         return c.selective_bytes, max(c.selective_bytes, c.selective_working_bytes, saved)
     return saved, saved

@@ -20,6 +20,7 @@ FILES = (
     "kernels_rnn.py",
     "offload.py",
     "opaque.py",
+    "segments.py",
     "selective.py",
     "world.py",
     "buffers.py",

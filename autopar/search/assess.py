@@ -30,7 +30,8 @@ from autopar.search.problem import Choice, Devices, LayerPrice, Mesh, Pricer
 from autopar.search.schedules import Action, device_order, holdings
 from autopar.search.simulate import lower_bound, simulate
 from autopar.search.tables import Instance
-from autopar.search.timeline import Held, Moment, most_held, timeline, transients
+from autopar.search.timeline import Held, Moment, kept, most_held, timeline, transients
+from autopar.segments import shortened
 
 State = tuple[int, int, int]
 """Bytes of parameters, of their gradients and of their optimizer state."""
@@ -136,7 +137,7 @@ def memory(prices: Sequence[LayerPrice], in_flight: int, passing: int = 0) -> Me
         sum(int(p.parameters_bytes) for p in prices),
         sum(int(p.gradients_bytes) for p in prices),
         sum(int(p.optimizer_bytes) for p in prices),
-        in_flight * sum(int(p.saved_bytes) for p in prices),
+        in_flight * sum(kept(prices)),
         transients(prices, passing),
     )
 
@@ -148,6 +149,29 @@ def memories(instance: Instance, solution: Solution) -> list[Memory]:
 
 def _memories(instance: Instance, bounds: Sequence[int], prices: Sequence[LayerPrice]) -> list[Memory]:
     return device_memories(instance.choice, [prices[i:j] for i, j in pairwise(bounds)])
+
+
+def stage_bytes(instance: Instance, first: int, stage: int, pick: Sequence[int]) -> float:
+    """What a stage of layers from ``first`` on needs with such candidates."""
+    n, passing, place, _ = instance.regime(stage)
+    prices = [instance.table(first + a, place).prices[k] for a, k in enumerate(pick)]
+    return float(memory(prices, n, passing).total)
+
+
+def in_turn(instance: Instance, first: int, pick: Sequence[int]) -> tuple[int, ...]:
+    """The candidates of a stage's layers from ``first`` on, equal ones next to each other, so that segments of several layers are whole.
+
+    Layers of one kind change places with each other where their layouts are equal, which costs and saves nothing else.
+    """
+    places: dict[tuple[int, int], list[int]] = {}
+    for a, k in enumerate(pick):
+        kind = int(instance.kind[first + a])
+        places.setdefault((kind, int(instance.kinds[kind].layout[k])), []).append(a)
+    found = list(pick)
+    for at in places.values():
+        for a, k in zip(at, sorted(pick[a] for a in at), strict=True):
+            found[a] = k
+    return tuple(found)
 
 
 def fits(instance: Instance, solution: Solution) -> bool:
@@ -457,6 +481,7 @@ def evaluate(
         InfeasibleError: a layer has no price under its strategy (an inadmissible role, an indivisible size).
     """
     choice = Choice(mesh, (len(stage_bounds) - 1) // chunks, microbatches, schedule, chunks=chunks)
+    strategies = shortened(graph, strategies, stage_bounds)
     stages, borders = cluster.stages(choice.pipeline), cluster.borders(choice.pipeline)
     prices: list[LayerPrice] = []
     last, links = len(graph.layers) - 1, choice.links
@@ -508,9 +533,10 @@ def _price(graph: Graph, pricer: Pricer, index: int, mesh: Mesh, strategy: Strat
     return price
 
 
-def _effort(strategy: Strategy) -> tuple[int, int, int]:
+def _effort(strategy: Strategy) -> tuple[int, int, int, int]:
     """What is in the host's memory, the ZeRO stage and how much is recomputed: of equally fast strategies the least is told."""
-    return OFFLOADS.index(strategy.offload), strategy.zero, RECOMPUTATIONS.index(strategy.recomputation)
+    how = RECOMPUTATIONS.index(strategy.recomputation), strategy.segment
+    return OFFLOADS.index(strategy.offload), strategy.zero, *how
 
 
 def tidy(instance: Instance, solution: Solution) -> tuple[list[Strategy], list[LayerPrice], Cost]:
@@ -551,3 +577,19 @@ def tidy(instance: Instance, solution: Solution) -> tuple[list[Strategy], list[L
                 strategies = [strategy if c else s for c, s in zip(change, strategies, strict=True)]
                 break
     return strategies, prices, best
+
+
+def in_segments(
+    graph: Graph, instance: Instance, solution: Solution, strategies: Sequence[Strategy], prices: Sequence[LayerPrice]
+) -> tuple[list[Strategy], list[LayerPrice], Cost]:
+    """The same plan, with segments that are longer than their stage has layers for called what they are."""
+    choice = instance.choice
+    told, priced = shortened(graph, strategies, solution.bounds), list(prices)
+    for s, (start, stop) in enumerate(pairwise(solution.bounds)):
+        pricer = instance.layout.pricers[instance.layout.place[s]]
+        for i in range(start, stop):
+            if told[i] != strategies[i]:
+                priced[i] = _price(graph, pricer, i, choice.mesh, told[i], choice.microbatches)
+    edges, sends = ways(instance, solution)
+    found = step_cost(solution.bounds, priced, edges, sends, choice.microbatches, choice.schedule, choice.chunks)
+    return told, priced, found

@@ -19,7 +19,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from autopar.search.assess import Solution, cost, fits
+from autopar.search.assess import Solution, cost, fits, in_turn, stage_bytes
 from autopar.search.frugal import most_frugal
 from autopar.search.runs import compositions
 from autopar.search.tables import Array, Indices, Instance, Regime, Roles, Table
@@ -42,6 +42,9 @@ WINDOW = 1.3
 
 REFINED = 6
 """Cuts per outer choice that are refined with resharding."""
+
+ROOMS = 4
+"""How often a stage is chosen again with more memory left free, where segments of several layers hold more than their layers' shares."""
 
 MOVES, NEIGHBOURS = 12, 200
 """Steps of the descent over neighbouring cuts, and how many neighbours there may be before only the nearest are looked at."""
@@ -264,7 +267,7 @@ def _refined(
 ) -> tuple[int, ...] | None:
     """Each stage's candidates, from the first stage to the last: what a layer sends decides what the next stage starts from."""
     pick: list[int] = []
-    layout, every = instance.layout, _every(instance)
+    layout = instance.layout
     for s, (i, j) in enumerate(pairwise(draft.bounds)):
         regime = instance.regime(s)
         came = instance.table(i - 1).strategies[pick[-1]].roles if i else None
@@ -273,17 +276,37 @@ def _refined(
         key = draft.mode.roles, tuple(instance.kind[i:j].tolist()), borders, regime, came, way
         if key not in cache:
             before = pick[-1] if i else None
-            chosen = Stage(instance, draft.mode.allowed, i, j, s, before).solve()
-            full = Stage(instance, every, i, j, s, before)
-            whole = _whole(instance, draft.mode, i, j, regime)
-            starts = (start for start in (chosen, whole) if start is not None and full.host_fits(start))
-            found = [full.improved(start) for start in starts]
-            cache[key] = min(found, key=full.seconds) if found else None
+            cache[key] = _stage(instance, draft.mode, i, j, s, before)
         stage = cache[key]
         if stage is None:
             return None
         pick += stage
     return tuple(pick)
+
+
+def _stage(instance: Instance, mode: Mode, i: int, j: int, s: int, before: int | None) -> tuple[int, ...] | None:
+    """The candidates of a stage's layers. What segments of several layers hold over the layers' shares is made room for."""
+    full = Stage(instance, _every(instance), i, j, s, before)
+    chosen = Stage(instance, mode.allowed, i, j, s, before).solve()
+    whole = _whole(instance, mode, i, j, instance.regime(s))
+    found = [full.improved(start) for start in (chosen, whole) if start is not None and full.host_fits(start)]
+    if not instance.segmented:
+        return min(found, key=full.seconds) if found else None
+    fit: list[tuple[int, ...]] = []
+    for pick in found:
+        trial, spare = pick, 0.0
+        for _ in range(ROOMS):
+            trial = in_turn(instance, i, trial)
+            over = stage_bytes(instance, i, s, trial) - full.limit
+            if over <= 0:
+                fit.append(trial)
+                break
+            spare += over
+            again = Stage(instance, mode.allowed, i, j, s, before, spare).solve()
+            if again is None:
+                break
+            trial = again
+    return min(fit, key=full.seconds) if fit else None
 
 
 def _every(instance: Instance) -> tuple[Indices, ...]:
@@ -309,7 +332,8 @@ def _whole(instance: Instance, mode: Mode, i: int, j: int, regime: Regime) -> tu
 class Stage:
     """One stage: the cheapest candidates of its layers that fit, resharding between them, at its entry and its sends included.
 
-    ``before`` is the candidate of layer ``i - 1``. ``aside`` are the bytes of each candidate in the host's memory, if any has some.
+    ``before`` is the candidate of layer ``i - 1``, ``spare`` what is left free of the memory. ``aside`` are the bytes of each candidate in
+    the host's memory, if any has some.
     """
 
     aside: Sequence[Array] = ()
@@ -317,9 +341,17 @@ class Stage:
     pressure = 0.0  # what a byte there costs beside one of the device's
 
     def __init__(
-        self, instance: Instance, allowed: tuple[Indices, ...], i: int, j: int, s: int, before: int | None
+        self,
+        instance: Instance,
+        allowed: tuple[Indices, ...],
+        i: int,
+        j: int,
+        s: int,
+        before: int | None,
+        spare: float = 0.0,
     ) -> None:
-        n, passing, place, self.limit = instance.regime(s)
+        n, passing, place, limit = instance.regime(s)
+        self.limit = limit - spare
         kinds = instance.kind[i:j].tolist()
         tables = [instance.kinds[k].at(place) for k in kinds]
         self.keep = [allowed[k] for k in kinds]

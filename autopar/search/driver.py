@@ -16,13 +16,14 @@ import resource
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph import Graph
 from autopar.plan import PinPrice, Plan
-from autopar.search.assess import Proof, Solution, cost, counted_twice, fits, make_plan, tidy
+from autopar.search.assess import Proof, Solution, cost, counted_twice, fits, in_segments, in_turn, make_plan, tidy
 from autopar.search.bound import relaxation
 from autopar.search.construct import construct, tied_cost
 from autopar.search.dealt import construct_dealt, most_frugal_dealt, solve_dealt
@@ -88,6 +89,10 @@ class State:
 
     def offer(self, instance: Instance, solution: Solution) -> None:
         """Take a solution as incumbent, if it fits and its true cost is the best so far."""
+        if instance.segmented:
+            runs = pairwise(solution.bounds)
+            pick = itertools.chain.from_iterable(in_turn(instance, i, solution.pick[i:j]) for i, j in runs)
+            solution = replace(solution, pick=tuple(pick))
         step = cost(instance, solution).step_time_s
         if step < self.step_s and fits(instance, solution):
             self.step_s, self.best = step, (instance, solution)
@@ -193,6 +198,16 @@ def _dealt(instance: Instance) -> bool:
     return instance.choice.dealt
 
 
+def _not_possible(state: State, node: _Node) -> None:
+    """Nothing of a choice fits: take it up again with segments of several layers, which hold less and are never faster."""
+    choice = node.instance.choice
+    if choice.segments or _dealt(node.instance):
+        return
+    instance = state.prices.instance(replace(choice, segments=True))
+    if instance is not None and any(a is not b for a, b in zip(instance.kinds, node.instance.kinds, strict=True)):
+        state.push(instance, node.bound_s)
+
+
 def _bottleneck(state: State, node: _Node) -> None:
     """Coarse first: most choices are far from the best."""
     if _dealt(node.instance):
@@ -200,11 +215,18 @@ def _bottleneck(state: State, node: _Node) -> None:
     else:
         bound = bottleneck_bound(node.instance, node.bound_s, state.enough_s, GRIDS[:1])
     if not np.isfinite(bound):
-        return  # proved infeasible
+        return _not_possible(state, node)
     if state.best is None and state.left_s() < 0.5 * state.options.time_limit_s:
         _construct(state, _Node(bound, node.number, node.instance))  # a plan first
     else:
         state.push(node.instance, bound, 1)
+
+
+def _next(state: State, node: _Node, bound_s: float, done: int) -> None:
+    if np.isfinite(bound_s):
+        state.push(node.instance, bound_s, done)
+    else:
+        _not_possible(state, node)
 
 
 def _fine(state: State, node: _Node) -> None:
@@ -215,15 +237,13 @@ def _fine(state: State, node: _Node) -> None:
             state.push(node.instance, bound, 3)
         return
     bound = bottleneck_bound(node.instance, node.bound_s, state.enough_s, GRIDS[1:2])
-    if np.isfinite(bound):
-        state.push(node.instance, bound, 2)
+    _next(state, node, bound, 2)
 
 
 def _whole(state: State, node: _Node) -> None:
     cutoff = state.enough_s if np.isfinite(state.enough_s) else (1 + MARGIN) * node.bound_s
     bound = whole_bound(node.instance, node.bound_s, cutoff)
-    if np.isfinite(bound):
-        state.push(node.instance, bound, 3)
+    _next(state, node, bound, 3)
 
 
 def _construct(state: State, node: _Node) -> None:
@@ -243,8 +263,7 @@ def _constructed(instance: Instance, deadline: float = np.inf) -> tuple[float, S
 def _relax(state: State, node: _Node) -> None:
     state.solvers.add("GLOP")
     bound = relaxation(node.instance, node.bound_s, max(state.left_s(), 0.05))
-    if np.isfinite(bound):
-        state.push(node.instance, bound, 5)
+    _next(state, node, bound, 5)
 
 
 def _dive(state: State, instance: Instance) -> Instance | None:
@@ -288,6 +307,8 @@ def _close(state: State, node: _Node) -> None:
             state.solvers.add("labels")
             if solution is not None:
                 state.offer(instance, solution)
+            elif not _dealt(instance) and most_frugal(instance)[0] > 1:
+                _not_possible(state, node)
             state.closed_s = min(state.closed_s, value)
             return
     if _dealt(instance):
@@ -314,10 +335,19 @@ def _last_resort(graph: Graph, state: State, instances: list[Instance]) -> None:
         need, solution = most_frugal_dealt(instance) if _dealt(instance) else most_frugal(instance)
         heapq.heappush(heap, (need, next(state.counter), instance, solution))
 
-    for instance in [i for i in instances if not _dealt(i)] or instances:
+    instances = [i for i in instances if not _dealt(i)] or instances
+    for instance in instances:
         push(instance)
+    segments = False
     while True:
         need, _, instance, solution = heapq.heappop(heap)
+        if need > 1 and not segments and not _dealt(instance):
+            segments = True
+            push(instance)
+            for other in (state.prices.instance(replace(i.choice, segments=True)) for i in instances):
+                if other is not None and other.segmented:
+                    push(other)
+            continue
         group = state.undecided(instance.choice)
         if group is None:
             break
@@ -341,6 +371,8 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
     assert state.best is not None
     instance, solution = state.best
     strategies, prices, found = tidy(instance, solution)
+    if instance.segmented:
+        strategies, prices, found = in_segments(graph, instance, solution, strategies, prices)
     state.step_s = found.step_time_s
     bound = min(state.bound_s, state.step_s)
     notes = []

@@ -72,6 +72,8 @@ def _ways(instance: Instance, i: int, stop: int, regime: Regime, deadline: float
 
     label = columns(i)
     picks = np.arange(len(first), dtype=np.int32)[:, None]
+    label[:, 3] += n * (first.at(place).kept - first.at(place).saved)
+    joinable = first.segment - 1  # layers that may yet join the last one's segment
     result = {}
     for layer in range(i, stop):
         if layer > i:
@@ -85,6 +87,11 @@ def _ways(instance: Instance, i: int, stop: int, regime: Regime, deadline: float
             transient = np.maximum(old[:, 4], new[:, 4])
             label = old + new
             label[:, 4] = transient
+            if instance.segmented:
+                more_held, joinable = _joined(instance, layer, place, picks[:, -1], joinable)
+                label[:, 3] += n * more_held
+            else:
+                joinable = np.zeros(len(label), dtype=np.int64)
             label[:, 0] += halves.ravel() * (2 if single else 1)
             label[:, 1] += 0 if single else halves.ravel()
             picks = np.concatenate(
@@ -93,11 +100,11 @@ def _ways(instance: Instance, i: int, stop: int, regime: Regime, deadline: float
         ok = label[:, 3] + label[:, 4] <= limit
         if instance.aside:
             ok &= label[:, 5] <= instance.layout.host[place]
-        label, picks = label[ok], picks[ok]
+        label, picks, joinable = label[ok], picks[ok], joinable[ok]
         # resharding at the cuts depends on the first and the last layout
         ends = first.layout[picks[:, 0]] * 1000 + instance.table(layer).layout[picks[:, -1]]
-        keep = undominated(label, ends)
-        label, picks = label[keep], picks[keep]
+        keep = undominated(label, ends + 1_000_000 * np.where(joinable > 0, picks[:, -1] * 1000 + joinable, 0))
+        label, picks, joinable = label[keep], picks[keep], joinable[keep]
         if len(label) > LABELS:
             raise TooLargeError
         ends = ends[keep]
@@ -108,6 +115,19 @@ def _ways(instance: Instance, i: int, stop: int, regime: Regime, deadline: float
                 result[j] = Stages(np.empty((0, 3)), np.empty((0, j - i), dtype=np.int32))
             break
     return result
+
+
+def _joined(
+    instance: Instance, layer: int, place: int, last: NDArray[np.int32], joinable: Indices
+) -> tuple[Array, Indices]:
+    """What a microbatch of a layer holds over its share, by what stands before it (candidates ``last`` of the layer before, whose
+    segments so many may join) and by its own candidates: nothing at all where it joins, all of its segment's where it begins one.
+    And how many may join the layer's."""
+    before, here = instance.table(layer - 1, place), instance.table(layer, place)
+    alike = np.array([[a is b and b.segment > 1 for b in here.prices] for a in before.prices])
+    joins = alike[last] & (joinable > 0)[:, None]
+    more = np.where(joins, -here.saved, here.kept - here.saved)
+    return more.ravel(), np.where(joins, joinable[:, None] - 1, here.segment - 1).ravel()
 
 
 def undominated(columns: Array, group: Indices) -> Indices:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
@@ -18,7 +20,8 @@ def most_frugal(instance: Instance) -> tuple[float, Solution]:
     """The smallest possible maximum of the stages' memory, as a multiple of their limits, and a solution that has it.
 
     For each level that the transients may reach, every layer takes its least ``weights + n saved`` among the candidates below that
-    level; a stage takes the best level, and dynamic programming cuts the layers. With tied layers undecided this is a relaxation.
+    level, where several layers are recomputed as one every run the least of its segments; a stage takes the best level, and dynamic
+    programming cuts the layers. With tied layers undecided this is a relaxation.
     """
     count, stages = instance.layers, instance.choice.pipeline
     spans = {regime: _least_memory(instance, regime) for regime in instance.regimes}
@@ -34,39 +37,90 @@ def most_frugal(instance: Instance) -> tuple[float, Solution]:
     bounds.reverse()
     pick: list[int] = []
     for s, (i, j) in enumerate(pairwise(bounds)):
-        _, level, picks = spans[instance.regime(s)]
-        pick += [picks[int(level[i, j])][k] for k in instance.kind[i:j].tolist()]
+        _, level, ways = spans[instance.regime(s)]
+        pick += ways[int(level[i, j])].pick(i, j)
     solution = Solution(tuple(bounds), tuple(pick))
     # once more in whole bytes, which is what decides
     needs = zip(memories(instance, solution), instance.layout.limit, strict=True)
     return max(float(m.total) / limit for m, limit in needs), solution
 
 
-def _least_memory(instance: Instance, regime: Regime) -> tuple[Array, Array, list[list[int]]]:
-    """``[i, j]``: the least bytes of a stage of layers i..j-1, and the level that has it; by level, each kind's candidate."""
-    n, passing, place, _ = regime
-    tables = instance.at(place)
-    working = [table.at_work(passing) for table in tables]
-    floor = max(float(each.min()) for each in working)
-    levels = sorted({float(v) for each in working for v in each if v >= floor})
-    runs = compositions(instance)
-    best = np.full(len(runs.counts), np.inf)
-    level = np.zeros(len(best))
-    picks: list[list[int]] = []
-    for number, height in enumerate(levels):
-        held = [
-            np.where(each <= height, table.weights + n * table.saved, np.inf)
-            for table, each in zip(tables, working, strict=True)
-        ]
-        picks.append([int(h.argmin()) for h in held])
-        if number and picks[-1] == picks[-2]:
+def _least_memory(instance: Instance, regime: Regime) -> tuple[Array, Array, list[_Ways]]:
+    """``[i, j]``: the least bytes of a stage of layers i..j-1, and the level that has it; the ways to be below each level."""
+    _, passing, place, _ = regime
+    working = [table.at_work(passing) for table in instance.at(place)]
+    levels = sorted({float(v) for each in working for v in each})
+    best = np.full((instance.layers + 1,) * 2, np.inf)
+    level = np.zeros_like(best)
+    ways: list[_Ways] = []
+    for height in levels:
+        here = _Ways(instance, regime, [each <= height for each in working])
+        if ways and here.same(ways[-1]):
             continue
-        weights = np.array([float(h.min()) for h in held])
-        transient = np.array([each[k] for each, k in zip(working, picks[-1], strict=True)])
-        needs = runs.counts @ weights + runs.most(transient)
-        level[needs < best] = number
+        needs = here.held + height
+        level[needs < best] = len(ways)
         best = np.minimum(best, needs)
-    return runs.spread(best), runs.spread(level), picks
+        ways.append(here)
+    return best, level, ways
+
+
+class _Ways:
+    """The least that runs of layers hold with some candidates of every kind (``allowed``), transients apart.
+
+    A segment of s layers holds their weights and what its first layer keeps; a run is cut into such segments by dynamic programming.
+    """
+
+    def __init__(self, instance: Instance, regime: Regime, allowed: list[NDArray[np.bool_]]) -> None:
+        n, _, place, _ = regime
+        self.instance = instance
+        self.costs: list[Array] = []  # by kind: of a segment of s + 1 layers
+        self.which: list[Indices] = []  # and its candidate
+        for table, some in zip(instance.at(place), allowed, strict=True):
+            sizes = np.arange(1, int(table.segment.max()) + 1)[:, None]
+            held = np.where(some & (sizes <= table.segment), sizes * table.weights + n * table.kept, np.inf)
+            self.which.append(held.argmin(axis=1))
+            self.costs.append(held.min(axis=1))
+
+    def same(self, other: _Ways) -> bool:
+        return all(np.array_equal(a, b) for a, b in zip(self.costs, other.costs, strict=True))
+
+    @cached_property
+    def held(self) -> Array:
+        """``[i, j]``: bytes of layers i..j-1; ``inf`` where some have no candidate, and for empty runs."""
+        instance, counts = self.instance, np.arange(self.instance.layers + 1)
+        i, j = counts[:, None], counts[None, :]
+        alone = np.array([cost[0] if len(cost) == 1 else 0.0 for cost in self.costs])
+        runs = compositions(instance)
+        found = runs.spread(runs.counts @ np.where(np.isfinite(alone), alone, 0.0))
+        found = found + runs.spread(runs.most(np.where(np.isfinite(alone), 0.0, 1.0)) * 1e300)
+        for kind, first, number in instance.runs:
+            if len(self.costs[kind]) > 1:
+                least = self._cut(kind, number)[0]
+                found = found + least[(np.minimum(j, first + number) - np.maximum(i, first)).clip(0)]
+        return np.where(found < 1e300, found, np.inf)
+
+    def _cut(self, kind: int, number: int) -> tuple[Array, list[int]]:
+        """The least of 0 to ``number`` layers in a run, and how many the last segment of each has."""
+        cost = self.costs[kind]
+        least, last = np.zeros(number + 1), [0]
+        for r in range(1, number + 1):
+            through = least[r - 1 :: -1][: len(cost)] + cost[: min(r, len(cost))]
+            last.append(int(through.argmin()) + 1)
+            least[r] = through[last[-1] - 1]
+        return least, last
+
+    def pick(self, i: int, j: int) -> list[int]:
+        """The candidates of layers i..j-1, equal ones next to each other."""
+        found: list[int] = []
+        for kind, first, number in self.instance.runs:
+            left = min(j, first + number) - max(i, first)
+            chosen: list[int] = []
+            last = self._cut(kind, left)[1] if left > 0 else []
+            while left > 0:
+                chosen += [int(self.which[kind][last[left] - 1])] * last[left]
+                left -= last[left]
+            found += sorted(chosen)
+        return found
 
 
 def explain(graph: Graph, instance: Instance, solution: Solution) -> InfeasibleError:

@@ -7,6 +7,7 @@ zeros; ``autopar.search.evaluate`` prices the same choice.
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 from autopar.errors import BatchError, UsageError
@@ -30,6 +31,7 @@ from autopar.plan import (
     Strategy,
     device_of,
 )
+from autopar.segments import shortened
 
 
 def make_mesh(*axes: tuple[str, int]) -> tuple[Axis, ...]:
@@ -120,6 +122,7 @@ def hand_plan(
     sequence: bool = False,
     zero: int = 0,
     recompute: bool | str = False,
+    segment: int = 1,
     offload: str = "none",
     microbatches: int = 1,
     schedule: str | None = None,
@@ -135,7 +138,7 @@ def hand_plan(
     ``pipeline`` is the number of devices in a line, ``chunks`` how many stages each has (``plan.device_of``).
     ``cuts`` are the first layers of the stages after the first (default: even numbers).
     ``zero`` takes effect where a layer has a data axis of more than one device. ``recompute`` is one of ``RECOMPUTATIONS``, or
-    true for "full" and false for "none". ``offload`` is one of ``OFFLOADS``.
+    true for "full" and false for "none"; ``segment`` layers are recomputed as one, in full. ``offload`` is one of ``OFFLOADS``.
 
     Raises:
         UsageError: cuts that do not cut the layers into the stages, a schedule that cannot be, or strategies for layers that are not there.
@@ -145,20 +148,19 @@ def hand_plan(
     mesh = mesh or make_mesh(
         ("data", data), ("expert", expert), ("ring", ring), ("ulysses", ulysses), ("tensor", tensor)
     )
-    common = replace(_common(mesh, _roles(mesh, sequence), zero, recompute), offload=offload)
+    common = _common(mesh, _roles(mesh, sequence), zero, recompute, segment, offload)
     chosen = dict.fromkeys(range(count), common) | (strategies or {})
     if len(chosen) != count:
         raise UsageError(
             f"strategies are given for layers {sorted(set(chosen) - set(range(count)))}, the model has {count} layers"
         )
     bounds = _bounds(count, pipeline * chunks, cuts)
+    chosen = dict(enumerate(shortened(graph, [chosen[i] for i in range(count)], bounds)))
     schedule = default_schedule(pipeline, microbatches, chunks) if schedule is None else schedule
     check_schedule(schedule, pipeline, chunks, microbatches)
     for index, strategy in chosen.items():
         _check_strategy(graph, mesh, microbatches, index, strategy)
-    size = 1
-    for axis in mesh:
-        size *= axis.size
+    size = math.prod(axis.size for axis in mesh)
     return Plan(
         model=graph.name,
         devices=str(size * pipeline),
@@ -178,9 +180,18 @@ def hand_plan(
     )
 
 
-def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], zero: int, recompute: bool | str) -> Strategy:
+def _common(
+    mesh: tuple[Axis, ...], roles: tuple[Role, ...], zero: int, recompute: bool | str, segment: int, offload: str
+) -> Strategy:
     """The strategy of all layers; ZeRO where there are copies of the parameters."""
-    common = Strategy(roles, recompute=recompute in (True, "full"), selective=recompute == "selective")
+    if segment > 1 and (recompute == "selective" or offload in ("activations", "both")):
+        other = "recompute is selective" if recompute == "selective" else f"offload is {offload}"
+        raise UsageError(
+            f"a segment of {segment} layers is recomputed in full from what stays on the device, and {other}",
+            "leave one of the two out",
+        )
+    full = recompute in (True, "full") or segment > 1
+    common = Strategy(roles, 0, full, recompute == "selective", offload, segment)
     return replace(common, zero=zero) if common.degree(mesh, *REPLICATING) > 1 else common
 
 

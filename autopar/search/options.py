@@ -1,13 +1,13 @@
 """What the user decides: pins, limits, how long to look.
 
 A pin is a key and a value. ``pipeline``, ``chunks``, ``microbatches`` and ``schedule`` are of the whole plan; ``data``, ``tensor``,
-``expert``, ``ulysses``, ``ring``, ``zero``, ``recompute`` and ``offload`` of every layer, or of those that a selector before the last
-dot names::
+``expert``, ``ulysses``, ``ring``, ``zero``, ``recompute``, ``segment`` and ``offload`` of every layer, or of those that a selector before
+the last dot names::
 
     {"pipeline": 4, "schedule": "1f1b", "layers.0-7.tensor": 8, "lm_head.zero": 3}
 
 ``chunks`` is the number of stages of each device: more than one is a schedule that deals them out, which needs a pipeline; interleaved
-1F1B where none is pinned.
+1F1B where none is pinned. ``segment`` layers are recomputed as one: more than one is full recomputation.
 
 A selector is a layer's name or its end (``layers.3`` is ``model.layers.3``), or a layer class. In place of a number may stand a range
 (``0-7``, both ends included), and ``*`` for any text. What is said of some layers goes before what is said of all. ``expert`` is of
@@ -52,6 +52,14 @@ class LayerPins:
     zero: int | None = None
     recompute: bool | str | None = None
     offload: str | None = None
+    segment: int | None = None
+
+    @property
+    def recomputations(self) -> tuple[str, ...]:
+        """The ways to recompute that are left, of ``RECOMPUTATIONS``."""
+        if self.recompute is None:
+            return RECOMPUTATIONS[-1:] if (self.segment or 1) > 1 else RECOMPUTATIONS
+        return (str(self.recompute),)
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -236,6 +244,14 @@ def pins_by_layer(graph: Graph, options: SearchOptions) -> tuple[LayerPins, ...]
             raise UsageError(
                 f"{layer.name}: what selective recomputation keeps stays on the device, and offload={pins.offload} would take it away",
                 "pin recompute=full or recompute=none, or offload=optimizer",
+            )
+        against = [f"recompute={pins.recompute}"] if pins.recompute in RECOMPUTATIONS[:-1] else []
+        against += [f"offload={pins.offload}"] if pins.offload in ("activations", "both") else []
+        if (pins.segment or 1) > 1 and against:
+            raise UsageError(
+                f"a segment of {pins.segment} layers is recomputed in full from what stays on the device, and {layer.name} is pinned to "
+                f"{' and '.join(against)}",
+                "leave one of the two out",
             )
     return (
         tuple(_of_experts(graph, i, pins) for i, pins in enumerate(found))

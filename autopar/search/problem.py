@@ -40,7 +40,6 @@ from autopar.plan import (
     DEALING,
     INTERLEAVED,
     OFFLOADS,
-    RECOMPUTATIONS,
     REPLICATING,
     SPLIT,
     ZERO_BUBBLE,
@@ -61,6 +60,9 @@ SEQUENCE_ROLES = (Role.ULYSSES, Role.RING)
 MOST_CHUNKS = 8
 """Chunks of a device that are tried where a schedule that deals stages out is pinned and their number is not. Without that pin none is
 searched: bounds are some per cent looser than those of the other schedules, and there are many such choices."""
+SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Numbers of layers that are tried as one segment of recomputation."""
+
 LONG_SEQUENCE = 16384
 """Sequences from here on are cut without being asked to: attention then outweighs what is gathered for it."""
 
@@ -73,7 +75,9 @@ class LayerPrice(Protocol):
     in flight. ``flops`` counts the layer's arithmetic for one microbatch, forward and backward, over all devices of the stage,
     replicated work once and recomputation not at all. ``weight_s`` is the part of ``backward_s`` that makes parameters' gradients alone:
     where a schedule runs that apart, ``waiting_bytes`` come to ``saved_bytes`` until it has run. ``host_bytes`` and, per microbatch in
-    flight, ``host_saved_bytes`` are in the memory of the device's host.
+    flight, ``host_saved_bytes`` are in the memory of the device's host. Where ``segment`` layers are recomputed as one, ``saved_bytes`` is
+    the layer's share of the ``kept_bytes`` that its first layer keeps (rounded down): what a run of layers keeps is never less, and more
+    where the last segment is shorter (``timeline.kept``).
     """
 
     @property
@@ -108,6 +112,10 @@ class LayerPrice(Protocol):
     def host_bytes(self) -> int: ...
     @property
     def host_saved_bytes(self) -> int: ...
+    @property
+    def segment(self) -> int: ...
+    @property
+    def kept_bytes(self) -> int: ...
 
 
 class Pricer(Protocol):
@@ -161,7 +169,7 @@ Tie = tuple[int, tuple[Role, ...], int]
 @dataclass(frozen=True, slots=True)
 class Choice:
     """An outer choice: a stage's mesh, pipeline degree (devices in a line), microbatches, schedule, the decisions made for tied layers,
-    and the stages of each device."""
+    the stages of each device, and whether several layers may be recomputed as one without being pinned to it."""
 
     mesh: Mesh
     pipeline: int
@@ -169,6 +177,7 @@ class Choice:
     schedule: str
     ties: tuple[Tie, ...] = ()
     chunks: int = 1
+    segments: bool = False
 
     @property
     def stages(self) -> int:
@@ -292,13 +301,20 @@ def _distinct_orders(factors: list[int]) -> list[tuple[int, ...]]:
 
 
 def strategies(
-    mesh: Mesh, batch: int, gpus_per_node: int, options: SearchOptions, pins: LayerPins | None = None, experts: int = 0
+    mesh: Mesh,
+    batch: int,
+    gpus_per_node: int,
+    options: SearchOptions,
+    pins: LayerPins | None = None,
+    experts: int = 0,
+    sizes_of_segments: Sequence[int] = (1,),
 ) -> list[Strategy]:
     """Every candidate for a layer on ``mesh`` that ``pins`` (default: those of every layer) allow, for a microbatch of ``batch`` samples.
 
     Data takes the longest prefix of the axes that divides the batch (or the pinned one), other roles a suffix; what lies between is idle.
     Data being a prefix for every layer, the batch dim is gathered from its innermost axis outwards, and each slice stays contiguous.
-    A layer that has ``experts`` may deal them out over a degree that divides their number, right inside of the data axes.
+    A layer that has ``experts`` may deal them out over a degree that divides their number, right inside of the data axes. So many layers
+    may be recomputed as one as ``sizes_of_segments`` say.
     """
     pins = options.common if pins is None else pins
     sizes = [axis.size for axis in mesh]
@@ -315,16 +331,22 @@ def strategies(
         prefix = prefixes[-1]
         roles = (Role.DATA,) * prefix + (Role.IDLE,) * (outer - prefix) + suffix
         for zero in _zeros(Strategy(roles).degree(mesh, *REPLICATING), pins):
-            for again in RECOMPUTATIONS if pins.recompute is None else (pins.recompute,):
-                for offload in _offloads(str(again), pins):
-                    found.append(Strategy(roles, zero, again == "full", again == "selective", offload))
+            found += [Strategy(roles, zero, *how) for how in _activations(pins, sizes_of_segments)]
     return found
 
 
-def _offloads(recomputation: str, pins: LayerPins) -> tuple[str, ...]:
-    """What may be in the host's memory; nothing unless it is asked for. What selective recomputation keeps has no way there."""
+def _activations(pins: LayerPins, sizes_of_segments: Sequence[int]) -> Iterator[tuple[bool, bool, str, int]]:
+    """What may be done with activations: recomputation (full, selective), what is in the host's memory, layers of a segment.
+
+    Nothing is there unless it is asked for. What selective recomputation keeps, and what a segment of several layers does, has no way
+    there.
+    """
     asked = OFFLOADS if pins.offload == ANY else (pins.offload or "none",)
-    return tuple(o for o in asked if recomputation != "selective" or o in ("none", "optimizer"))
+    for again, offload in itertools.product(pins.recomputations, asked):
+        stays = offload in ("none", "optimizer")
+        for segment in sizes_of_segments if again == "full" else (1,):
+            if stays or (again != "selective" and segment == 1):
+                yield again == "full", again == "selective", offload, segment
 
 
 def _suffixes(
@@ -376,6 +398,18 @@ def _wanted(
     beside = [other for other in degrees if other is not role and degrees[other] > 1 and pins[other] is None]
     node = [Role.TENSOR] if degrees[Role.TENSOR] == gpus_per_node else []
     return degree == 1 or (role in roles and beside in ([], node))
+
+
+def sizes_of_segments(chain: int, pins: LayerPins, several: bool) -> tuple[int, ...]:
+    """How many layers may be recomputed as one, of a class of which ``chain`` may be at most.
+
+    ``several``: some are tried without being pinned. What is held is least at about the square root of a stage's layers: they end at
+    twice that of the chain.
+    """
+    if pins.segment is not None:
+        return (min(pins.segment, chain),)
+    tried = [n for n in SEGMENTS if n <= chain and n * n <= 4 * chain] if several else []
+    return (1, *tried)
 
 
 def _zeros(replicas: int, pins: LayerPins) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from autopar.search.problem import (
     Mesh,
     Pricer,
     for_sequence,
+    sizes_of_segments,
     strategies,
     tied_groups,
 )
@@ -100,6 +101,16 @@ class Table:
     def held(self, in_flight: float, waiting: float = 0.0) -> Array:
         """Bytes of weights and of so many microbatches' activations."""
         return self.weights + in_flight * self.saved + waiting * self.waiting
+
+    @cached_property
+    def segment(self) -> Indices:
+        """How many layers a candidate recomputes as one."""
+        return np.array([p.segment for p in self.prices], dtype=np.int64)
+
+    @cached_property
+    def kept(self) -> Array:
+        """What the first layer of a candidate's segment keeps of a microbatch; of one layer, what it saves."""
+        return np.where(self.segment > 1, np.array([float(p.kept_bytes) for p in self.prices]), self.saved)
 
     @cached_property
     def layouts(self) -> tuple[Roles, ...]:
@@ -235,6 +246,11 @@ class Instance:
     def aside(self) -> bool:
         """Whether any candidate has something in the host's memory, so that its limit counts."""
         return any(table.aside for table in self.kinds)
+
+    @cached_property
+    def segmented(self) -> bool:
+        """Whether some candidates are recomputed several layers as one: what they hold is then not a sum over the layers."""
+        return any(bool((table.segment > 1).any()) for table in self.kinds)
 
     @cached_property
     def in_flight(self) -> Indices:
@@ -417,19 +433,15 @@ class Prices:
         """The candidates of a layer; ``None`` where nothing has a price. Layers of one class and equal pins share it."""
         cls, pins, m = self._graph.layers[layer].cls, self.pins[layer], choice.microbatches
         pricers = self._line(choice.pipeline).pricers
-        key = (
-            cls,
-            pins,
-            choice.mesh,
-            m,
-            tied,
-            choice.split,
-            *map(id, pricers),
-        )  # the pricers live as long as their layouts
+        sizes = sizes_of_segments(self._graph.chains[cls], pins, choice.segments)
+        # the pricers live as long as their layouts
+        key = (cls, pins, choice.mesh, m, tied, choice.split, sizes, *map(id, pricers))
         if key not in self._tables:
             found, prices = [], []
             batch, experts = self._graph.batch_size // m, self._graph.classes[cls].experts
-            candidates = strategies(choice.mesh, batch, self._cluster.gpus_per_node, self._options, pins, experts)
+            candidates = strategies(
+                choice.mesh, batch, self._cluster.gpus_per_node, self._options, pins, experts, sizes
+            )
             for strategy in candidates:
                 at = tuple(p for pricer in pricers if (p := pricer.layer(cls, choice.mesh, strategy, m)) is not None)
                 if len(at) == len(pricers):

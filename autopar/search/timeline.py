@@ -48,7 +48,7 @@ class Held:
         every = [price for prices in layers for price in prices]
         return Held(
             tuple(stages),
-            tuple(sum(int(p.saved_bytes) for p in prices) for prices in layers),
+            tuple(sum(kept(prices)) for prices in layers),
             # stage 0 runs its backward whole, as its second part
             tuple(
                 sum(int(p.waiting_bytes) for p in prices) * (s > 0) for s, prices in zip(stages, layers, strict=True)
@@ -63,16 +63,29 @@ class Held:
         return Memory(self.parameters, self.gradients, self.optimizer, activations, transients)
 
 
+def kept(prices: Sequence[LayerPrice]) -> list[int]:
+    """Bytes that each of a stage's layers keeps of a microbatch. Of layers that are recomputed as one, the first keeps them all: equal
+    neighbours have one price, and make segments from the first of them on, of which the last may be shorter."""
+    if all(price.segment == 1 for price in prices):
+        return [int(price.saved_bytes) for price in prices]
+    found, at = [], 0
+    for i, price in enumerate(prices):
+        at = at + 1 if i and price is prices[i - 1] else 0
+        here = price.saved_bytes if price.segment == 1 else price.kept_bytes * (at % price.segment == 0)
+        found.append(int(here))
+    return found
+
+
 def transients(prices: Sequence[LayerPrice], passing: int = 0) -> int:
     """The most that an action of these layers holds besides what its microbatch saves, tensors between stages included.
 
     While the backward of a layer runs, later layers' activations are gone, and their fresh gradients are there in their place.
     """
     most = after = 0
-    for price in reversed(prices):
+    for price, saved in zip(reversed(prices), reversed(kept(prices)), strict=True):
         here = int(price.transient_bytes) + passing * int(price.border_bytes)
         most = max(most, here, here + after)
-        after += int(price.fresh_bytes) - int(price.saved_bytes)
+        after += int(price.fresh_bytes) - saved
     return max(most, after)
 
 

@@ -1,0 +1,23 @@
+"""Layers that are recomputed as one: the first one's arguments are kept, and the forward of all of them runs again in the backward pass.
+
+This file is copied into every emitted program; it needs torch alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+def as_one(layers: Sequence[nn.Module], hidden: Tensor, *others: Tensor) -> Tensor:
+    """``hidden`` through ``layers``, each of which takes ``others`` besides."""
+    result: Tensor = checkpoint(_in_turn, layers, hidden, *others, use_reentrant=False, preserve_rng_state=False)
+    return result
+
+
+def _in_turn(layers: Sequence[nn.Module], hidden: Tensor, *others: Tensor) -> Tensor:
+    for layer in layers:
+        hidden = layer(hidden, *others)
+    return hidden
