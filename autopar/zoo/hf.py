@@ -35,13 +35,24 @@ _IMAGE_SIZE = 224  # what a convolutional classifier, which takes any size, is t
 _IGNORED = -100  # a label that the loss leaves out
 
 
+_INITIALISERS = frozenset(
+    f"{name}_"
+    for name in ("normal", "uniform", "trunc_normal", "xavier_normal", "xavier_uniform", "kaiming_normal", "kaiming_uniform",
+                 "constant", "fill", "zero", "zeros", "ones")
+)  # fmt: skip
+
+
 class _EmptyOnMeta(TorchFunctionMode):
-    """Inside, ``torch.empty``, with which layers make their large parameters, gives meta tensors."""
+    """Inside, ``torch.empty``, with which layers make their large parameters, gives meta tensors, which nothing initialises."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.empty and kwargs.get("device") is None:
             kwargs = kwargs | {"device": "meta"}
+        elif getattr(func, "__name__", "") in _INITIALISERS:
+            tensor = args[0] if args else kwargs.get("tensor")
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "meta":
+                return tensor
         return func(*args, **kwargs)
 
 
@@ -87,10 +98,12 @@ def batch_for(
 def _batch(
     kind: str, hf_config: Any, seq: int, global_batch: int, dtype: torch.dtype, device: str
 ) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
     if kind == "image":
-        return _image(hf_config, global_batch, dtype, device, generator)
-    batch = _TEXT_BATCHES[kind](hf_config.vocab_size, global_batch, seq, generator)
+        return _image(hf_config, global_batch, dtype, device, torch.Generator().manual_seed(0))
+    made_on = "meta" if device == "meta" else "cpu"  # where the seed means the same for every device
+    generator = torch.Generator().manual_seed(0) if made_on == "cpu" else None
+    with torch.device(made_on):
+        batch = _TEXT_BATCHES[kind](hf_config.vocab_size, global_batch, seq, generator)
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
@@ -211,20 +224,20 @@ def _check_sizes(hf_config: Any, kind: str, seq: int | None, global_batch: int |
     return seq, global_batch
 
 
-def _causal(vocabulary: int, batch: int, seq: int, g: torch.Generator) -> dict[str, torch.Tensor]:
+def _causal(vocabulary: int, batch: int, seq: int, g: torch.Generator | None) -> dict[str, torch.Tensor]:
     ids = torch.randint(0, vocabulary, (batch, seq), generator=g)
     # two tensors: one given twice would be read from one placeholder
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def _masked(vocabulary: int, batch: int, seq: int, g: torch.Generator) -> dict[str, torch.Tensor]:
+def _masked(vocabulary: int, batch: int, seq: int, g: torch.Generator | None) -> dict[str, torch.Tensor]:
     ids = torch.randint(0, vocabulary, (batch, seq), generator=g)
     hidden = torch.rand((batch, seq), generator=g) < _MASKED_FRACTION
     hidden[:, 0] = True  # at least one label in every row
     return {"input_ids": ids, "labels": torch.where(hidden, ids, _IGNORED)}
 
 
-def _seq2seq(vocabulary: int, batch: int, seq: int, g: torch.Generator) -> dict[str, torch.Tensor]:
+def _seq2seq(vocabulary: int, batch: int, seq: int, g: torch.Generator | None) -> dict[str, torch.Tensor]:
     source = torch.randint(0, vocabulary, (batch, seq), generator=g)
     target = torch.randint(0, vocabulary, (batch, max(2, seq // _SOURCE_PER_TARGET)), generator=g)
     return {"input_ids": source, "labels": target}
