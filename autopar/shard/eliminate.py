@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +24,7 @@ MAX_ENTRIES = 20_000_000  # 160 MB of float64
 MAX_CONVERSIONS = 3
 
 Table = NDArray[np.float64]
+_T = TypeVar("_T", bound=Hashable)
 
 
 class TableTooLargeError(Exception):
@@ -116,14 +119,20 @@ def _needs(problem: Problem, name: str, reader: str) -> list[frozenset[SpmdType]
 
 
 def _single_reader(problem: Problem, name: str, reader: str) -> _Factor:
-    produced = [option.result for option in problem.options[name]]
-    needs = _needs(problem, name, reader)
-    cost = {
-        (source, need): sum(problem.conversion_cost(name, source, target) for target in need)
-        for source in set(produced)
-        for need in set(needs)
-    }
-    return _Factor((name, reader), np.array([[cost[source, need] for need in needs] for source in produced]))
+    (produced, source), (needs, need) = (
+        _distinct(found)
+        for found in ([option.result for option in problem.options[name]], _needs(problem, name, reader))
+    )
+    targets = {target for each in needs for target in each}
+    costs = [{target: problem.conversion_cost(name, each, target) for target in targets} for each in produced]
+    cost = np.array([[sum(to[target] for target in each) for each in needs] for to in costs])
+    return _Factor((name, reader), cost[np.ix_(source, need)] if cost.size else np.empty((len(source), len(need))))
+
+
+def _distinct(values: list[_T]) -> tuple[list[_T], list[int]]:
+    """The distinct ones, and which of them each is."""
+    index = {value: k for k, value in enumerate(dict.fromkeys(values))}
+    return list(index), [index[value] for value in values]
 
 
 def _shared_value(problem: Problem, name: str, readers: list[str], sizes: dict[str, int]) -> list[_Factor]:
@@ -135,12 +144,13 @@ def _shared_value(problem: Problem, name: str, readers: list[str], sizes: dict[s
     domain: list[tuple[SpmdType, frozenset[SpmdType]]] = []
     costs: list[float] = []
     for source in sorted(set(produced)):
-        reachable = [t for t in wanted if t != source and np.isfinite(problem.conversion_cost(name, source, t))]
+        cost = {t: problem.conversion_cost(name, source, t) for t in wanted}
+        reachable = [t for t in wanted if t != source and math.isfinite(cost[t])]
         for count in range(min(len(reachable), MAX_CONVERSIONS) + 1):
             for extra in itertools.combinations(reachable, count):
                 if problem.demands[name] <= {source, *extra}:
                     domain.append((source, frozenset(extra)))
-                    costs.append(sum(problem.conversion_cost(name, source, t) for t in extra))
+                    costs.append(sum(cost[t] for t in extra))
     variable = f"{name} as read"
     sizes[variable] = len(domain)
     legal = np.where(np.array([[d[0] == source for d in domain] for source in produced]), 0.0, np.inf)
@@ -148,8 +158,10 @@ def _shared_value(problem: Problem, name: str, readers: list[str], sizes: dict[s
         _Factor((variable,), np.array(costs)),
         _Factor((name, variable), legal.reshape(len(produced), len(domain))),
     ]
+    found = [{source, *extra} for source, extra in domain]
     for reader in readers:
-        needs = _needs(problem, name, reader)
-        served = np.array([[need <= {d[0], *d[1]} for need in needs] for d in domain])
-        factors.append(_Factor((variable, reader), np.where(served.reshape(len(domain), len(needs)), 0.0, np.inf)))
+        needs, index = _distinct(_needs(problem, name, reader))
+        served = np.array([[need <= types for need in needs] for types in found], dtype=bool)
+        allowed = served.reshape(len(domain), len(needs))[:, index]
+        factors.append(_Factor((variable, reader), np.where(allowed, 0.0, np.inf)))
     return factors
