@@ -11,6 +11,7 @@ published numbers.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable
@@ -41,8 +42,11 @@ def op_name(node: fx.Node) -> str:
     if node.op != "call_function":
         return node.op
     if hasattr(node.target, "overloadpacket"):  # an op overload prints as namespace.name.overload
-        return str(node.target).split(".")[1]
+        return _overload(node.target).split(".")[1]
     return getattr(node.target, "__name__", str(node.target))
+
+
+_overload = functools.lru_cache(maxsize=4096)(str)
 
 
 def tensors(value: object) -> list[torch.Tensor]:

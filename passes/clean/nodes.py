@@ -132,13 +132,13 @@ def calls(gm: fx.GraphModule, *targets: Callable[..., Any]) -> list[fx.Node]:
 
 def packet(node: fx.Node) -> str:
     """``"aten.add"`` for ``aten.add.Tensor``; the qualified name of a plain function; ``""`` for anything else."""
-    return _packet(node.target) if node.op == "call_function" else ""
+    if node.op != "call_function":
+        return ""
+    overloads = getattr(node.target, "overloadpacket", None)
+    return _text(overloads) if overloads is not None else getattr(node.target, "__qualname__", str(node.target))
 
 
-@functools.lru_cache(maxsize=4096)
-def _packet(target: Any) -> str:
-    overloads = getattr(target, "overloadpacket", None)
-    return str(overloads) if overloads is not None else getattr(target, "__qualname__", str(target))
+_text = functools.lru_cache(maxsize=4096)(str)
 
 
 def arguments(node: fx.Node) -> tuple[Any, ...]:
