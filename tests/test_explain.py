@@ -23,7 +23,7 @@ from autopar.explain.families import obeys
 from autopar.explain.limits import bindings, faster_clusters, prices
 from autopar.explain.resize import resize_batch
 from autopar.graph import Graph
-from autopar.plan import Plan
+from autopar.plan import SPLIT, Plan
 from autopar.search import SearchOptions
 
 
@@ -48,7 +48,7 @@ def study(devices: str = "1x8xH100-80GB", batch: int = 8, **options: Any) -> Stu
 
 @pytest.fixture(scope="module")
 def found() -> Any:
-    request = study()
+    request = dataclasses.replace(study(), limit_s=2.0)  # pipelines take longer to settle, and change no more
     best = request.solve()
     return request, explain(request, best, best)
 
@@ -63,10 +63,13 @@ class TestExplanation:
             if family.step_time_s is None:
                 assert family.reason and feasible(request, **pins) is None, family.name
                 continue
+            if pins.get("schedule") in SPLIT:
+                assert family.remark == f"the runtime cannot run {pins['schedule']} exactly yet"
+                continue
             again = request.solve(**pins)
             assert family.step_time_s == pytest.approx(again.prediction.step_time_s, rel=0.011), family.name
             assert family.bound_s <= family.step_time_s * (1 + 1e-9)
-            assert family.step_time_s >= step * 0.99  # no family can beat the best plan by more than the gap
+            assert family.step_time_s >= step * 0.99  # no family that runs can beat the best plan by more than the gap
             assert obeys(again, pins), family.name
         assert any(f.chosen for f in explanation.families) and any(not f.chosen for f in explanation.families)
 

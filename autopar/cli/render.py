@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.cli.talk import plain_table
-from autopar.plan import SEQUENCES, LayerPlan, Memory, Plan, Role, StagePlan, Strategy
+from autopar.plan import SEQUENCES, V_SHAPED, LayerPlan, Memory, Plan, Role, StagePlan, Strategy
 
 _BAR = 20  # characters of a full bar
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "transients")
@@ -48,7 +48,7 @@ def _overview(plan: Plan) -> RenderableType:
     axes = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh)
     spread = f", in each of {len(plan.stages)} pipeline stages" if plan.pipeline > 1 else ""
     if plan.chunks > 1:
-        spread += f", {plan.chunks} of them on each device"
+        spread += f", {plan.chunks} of them on each device" + (", in a V" if plan.schedule in V_SHAPED else "")
     table.add_row("mesh", f"{axes}{spread}" + (" (last axis innermost)" if len(plan.mesh) > 1 else ""))
     batch = f"{plan.global_batch:,} in {_plural(plan.microbatches, 'microbatch', 'microbatches')}"
     table.add_row("batch", batch if plan.schedule == "none" else f"{batch}, schedule {plan.schedule}")

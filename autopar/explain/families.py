@@ -8,9 +8,12 @@ from typing import Any
 from autopar.errors import InfeasibleError, UsageError
 from autopar.explain.describe import describe, memory_bytes
 from autopar.explain.study import Study
-from autopar.plan import INTERLEAVED, REPLICATING, Plan, Role
+from autopar.plan import DUALPIPE_V, INTERLEAVED, REPLICATING, SPLIT, ZERO_BUBBLE, ZERO_BUBBLE_V, Plan, Role
 
 Pins = dict[str, Any]
+
+PRICED_S = 5.0
+"""A schedule that has a price alone is there to be compared, not to be run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,9 @@ def definitions(gpus_per_node: int, count: int, hosts: bool) -> list[tuple[str, 
     found: list[tuple[str, str, Pins]] = [
         ("no_pipeline", "no pipeline", {"pipeline": 1}),
         ("interleaved", "several stages on each device", {"schedule": INTERLEAVED}),
+        ("zero_bubble", "a zero-bubble pipeline", {"schedule": ZERO_BUBBLE}),
+        ("zbv", "a zero-bubble pipeline in a V (ZBV)", {"schedule": ZERO_BUBBLE_V}),
+        ("dualpipev", "a DualPipeV pipeline", {"schedule": DUALPIPE_V}),
         ("no_tensor", "no tensor parallelism", {"tensor": 1}),
         ("no_expert", "no expert parallelism", {"expert": 1}),
         ("no_sequence", "neither Ulysses nor ring attention", {"ulysses": 1, "ring": 1}),
@@ -99,8 +105,9 @@ def family(study: Study, plan: Plan, name: str, title: str, pins: Pins) -> Famil
     """Solves one family, unless ``plan`` is of it."""
     given = tuple(pins.items())
     chosen = obeys(plan, pins)
+    bounded: Pins = {"time_limit_s": min(PRICED_S, study.limit_s)} if pins.get("schedule") in SPLIT else {}
     try:
-        best = plan if chosen else study.solve(**pins)
+        best = plan if chosen else study.solve(**pins, **bounded)
     except (InfeasibleError, UsageError) as error:
         return Family(name, title, given, False, None, None, None, "", error.message)
     found = best.prediction.step_time_s, best.bound_s, memory_bytes(best), describe(best)
