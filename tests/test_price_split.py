@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 
 import pytest
 import torch
@@ -16,16 +17,17 @@ from autopar.price.memory import precision
 from autopar.price.practice import EMITTED
 from autopar.price.table import build
 from autopar.sharding import Sharding
+from autopar.torch_private import backward_in_parts
 
 H100 = parse("8xH100-80GB")
 B, SEQ, H, F = 16, 512, 1024, 4096
 PLAIN = Strategy(())
 
 
-def price(cls: LayerClass, strategy: Strategy = PLAIN, *axes: Axis) -> LayerPrice:
+def price(cls: LayerClass, strategy: Strategy = PLAIN, *axes: Axis, precision: str = "bfloat16") -> LayerPrice:
     types = [mlp_types(role) if cls.name == "mlp" else replicated(cls) for role in strategy.roles]
     time = mlp_types(Role.DATA) if cls.name == "mlp" else replicated(cls)
-    found = price_layer(cls, Sharding((*axes, Axis("microbatch", 1, 0)), (*types, time)), strategy, H100, "bfloat16")
+    found = price_layer(cls, Sharding((*axes, Axis("microbatch", 1, 0)), (*types, time)), strategy, H100, precision)
     assert found is not None
     return found
 
@@ -78,6 +80,31 @@ def test_until_then_results_gradients_are_kept():
     assert plain.waiting_bytes == 2 * B * SEQ * (F + H)
     assert again.saved_bytes + again.waiting_bytes == plain.saved_bytes + plain.waiting_bytes
     assert again.weight_s == pytest.approx(plain.weight_s) and again.backward_s > plain.backward_s
+
+
+@pytest.mark.parametrize("cls", [mlp(2, 8, 16, 64, torch.float32), gpt_block(2, 8, 16, 4, torch.float32)])
+def test_what_is_kept_until_then_is_what_torch_keeps(cls: LayerClass):
+    """All that autograd has saved, and the gradients of the results of ops that read parameters."""
+    saved: weakref.WeakSet[Saved] = weakref.WeakSet()
+    x = torch.randn(2, 8, 16, requires_grad=True)
+    weights = [torch.nn.Parameter(torch.randn(p.shape)) for p in cls.parameters]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: Saved(t, saved), lambda s: s.tensor):
+        outputs = list(cls.graph(x, *weights))
+    before = len(saved)
+    parts = backward_in_parts(outputs, [x], weights)
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in next(parts)}
+    assert len(saved) == before > 4
+    assert sum(kept.values()) == price(cls, PLAIN, precision="float32").waiting_bytes
+    assert list(parts) == [] and len(saved) < before
+    assert all(w.grad is not None for w in weights)
+
+
+class Saved:
+    """A tensor that autograd has saved, in ``every`` as long as it is kept."""
+
+    def __init__(self, tensor: torch.Tensor, every: weakref.WeakSet[Saved]) -> None:
+        self.tensor = tensor
+        every.add(self)
 
 
 def test_axes_divide_it_and_collectives_are_not_of_it():

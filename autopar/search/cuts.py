@@ -20,6 +20,9 @@ def deal(shares: Sequence[Array], device: Sequence[int]) -> tuple[int, ...]:
     chunks = stages // line
     sums = [share.tolist() for share in shares]
     average = sum(share[-1] for share in sums) / line**2
+    even = 1 / sum(
+        1 / max(share[-1], 1e-300) for share in sums
+    )  # what each device has where layers could be divided at will
     largest = max(max(np.diff(share)) for share in shares)
     best: tuple[float, tuple[int, ...]] = (np.inf, ())
 
@@ -37,7 +40,7 @@ def deal(shares: Sequence[Array], device: Sequence[int]) -> tuple[int, ...]:
         return max(loads), (*bounds, count)
 
     for slack in (0.0, largest / 2, largest):
-        low, high = average, 2 * average + largest
+        low, high = even, 2 * average + largest
         for _ in range(12):
             middle = (low + high) / 2
             found = attempt(middle, slack)
