@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import os
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError, CaptureError, InfeasibleError, ModelError, UsageError
-from autopar.plan import ALLOWED, MICROBATCH_STATISTICS, Plan
+from autopar.plan import ALLOWED, MICROBATCH_STATISTICS, NARROW, Plan
 
 if TYPE_CHECKING:
     import torch
@@ -96,7 +97,7 @@ def compile(
         pipeline, data, tensor, expert, ulysses, ring, zero, recompute, segment, offload, microbatches, schedule, chunks: pinned if given.
         pin: the same by key, and pins of some layers, ``{"layers.0-7.tensor": 8, "lm_head.zero": 3}`` (see ``autopar.search.options``).
         local_batch_norm: let batch norm take the statistics of each rank's part of each microbatch, not those of the whole batch.
-        allow: what of exactness may be given up: ``{"microbatch_statistics"}`` (see ``autopar.plan.ALLOWED``).
+        allow: what of exactness may be given up, such as ``{"microbatch_statistics"}`` (see ``autopar.plan.ALLOWED``).
         memory_limit_bytes, time_limit_s: what may be filled of one device's memory, and how long to search, in seconds.
         folder: where the program goes; without one, a temporary folder that lives as long as the ``Program``.
         optimizer, lr, max_norm, seed, port: as for ``Program``; ``progress`` is told of each stage.
@@ -158,28 +159,32 @@ def plan_model(
     again = recapture or recapture_cut(model, batch, loss_fn, **how)  # type: ignore[arg-type]
 
     @functools.cache
-    def in_parts(microbatches: int) -> Graph:
+    def in_parts(microbatches: int, narrow: tuple[str, ...] = ()) -> Graph:
+        if narrow:
+            return dataclasses.replace(in_parts(microbatches), narrow=narrow)
         return apart(graph, lambda rows: again(global_batch=rows), microbatches)
+
+    def as_planned(plan: Plan) -> Graph:
+        own = plan.microbatches if MICROBATCH_STATISTICS in plan.allow else 1
+        return in_parts(own, tuple(name for name in NARROW if name in plan.allow))
 
     if plan is not None:
         plan = plan if isinstance(plan, Plan) else read_plan(plan)
-        found = in_parts(plan.microbatches if MICROBATCH_STATISTICS in plan.allow else 1)
-        return found, _given_plan(plan, found, cluster)
+        return as_planned(plan), _given_plan(plan, as_planned(plan), cluster)
 
     def find() -> Plan:
         try:
-            counts = _own_batches(graph, options, allow)
-            if len(counts) > 1:
-                return _best_of(counts, in_parts, cluster, options, progress, start)
-            return find_plan(
-                in_parts(counts[0]), cluster, options, pin_time_s=pin_time_s, progress=progress, start=start
-            )
+            ways = list(itertools.product(_narrow(graph, allow), _own_batches(graph, options, allow)))
+            if len(ways) > 1:
+                return _best_of(ways, in_parts, cluster, options, progress, start)
+            only = in_parts(ways[0][1], ways[0][0])
+            return find_plan(only, cluster, options, pin_time_s=pin_time_s, progress=progress, start=start)
         except InfeasibleError as error:
             study = Study(graph, cluster, options, recapture=again, seq=sequence_length(graph))
             raise suggest(study, error, lambda text: _say(progress, "search", text)) from None
 
     chosen = _on_rank_0(find)
-    return in_parts(chosen.microbatches if chosen.allow else 1), chosen
+    return as_planned(chosen), chosen
 
 
 def check_allowed(allow: Collection[str]) -> None:
@@ -198,21 +203,31 @@ def _own_batches(graph: Graph, options: SearchOptions, allow: Collection[str]) -
     return [m for m in range(1, graph.batch_size + 1) if graph.batch_size % m == 0]
 
 
+def _narrow(graph: Graph, allow: Collection[str]) -> list[tuple[str, ...]]:
+    """What of the precision may be given up, in every combination, the least first; parameters of more than 16 bits give up nothing."""
+    names = [name for name in NARROW if name in allow and graph.dtype.itemsize == 2]
+    return [some for count in range(len(names) + 1) for some in itertools.combinations(names, count)]
+
+
 def _best_of(
-    counts: Sequence[int],
-    in_parts: Callable[[int], Graph],
+    ways: Sequence[tuple[tuple[str, ...], int]],
+    in_parts: Callable[[int, tuple[str, ...]], Graph],
     cluster: Cluster,
     options: SearchOptions,
     progress: Progress | None,
     start: float,
 ) -> Plan:
-    """The fastest of the plans for each number of microbatches; the bound is the least of theirs. Pins are not priced."""
+    """The fastest of the plans for each way to give up exactness: what of the precision, and the number of microbatches.
+
+    More of the precision is given up only for more than the gap at which a search stops. The bound is the least of theirs. Pins are not
+    priced.
+    """
     plans: list[Plan] = []
-    options = dataclasses.replace(options, time_limit_s=options.time_limit_s / len(counts))
+    options = dataclasses.replace(options, time_limit_s=options.time_limit_s / len(ways))
     why: InfeasibleError | None = None
-    for m in counts:
+    for narrow, m in ways:
         try:
-            graph = in_parts(m)
+            graph = in_parts(m, narrow)
         except CaptureError as error:  # a batch norm cannot have one row
             _say(progress, "capture", f"not as {m} microbatches: {error.message}")
             continue
@@ -223,7 +238,11 @@ def _best_of(
     if not plans:
         assert why is not None
         raise why
-    best = min(plans, key=lambda plan: plan.prediction.step_time_s)
+    best = plans[0]
+    for plan in plans[1:]:
+        more = sum(name in plan.allow for name in NARROW) > sum(name in best.allow for name in NARROW)
+        if plan.prediction.step_time_s < best.prediction.step_time_s * (1 - options.target_gap * more):
+            best = plan
     bound_s = min(plan.bound_s for plan in plans)
     return dataclasses.replace(best, bound_s=bound_s, gap=max(0.0, 1 - bound_s / best.prediction.step_time_s))
 

@@ -141,7 +141,8 @@ class Graph:
     ``accumulated`` microbatches of these shapes, each a batch of its own, make the global batch; the loss is then their mean, and not the
     whole batch's (``autopar.capture.apart``). Everywhere else a graph is the whole batch's, and the number is one.
     ``opaque`` holds the modules that are kept whole, by the name of the op that stands for each (``"autopar.opaque_0"``). ``buffers`` are
-    those that the forward pass writes: each belongs to one layer. Those it only reads are ``constants``.
+    those that the forward pass writes: each belongs to one layer. Those it only reads are ``constants``. ``narrow`` is what of the
+    precision its plans may give up (of ``autopar.plan.NARROW``).
     """
 
     name: str
@@ -163,6 +164,7 @@ class Graph:
     opaque: dict[str, nn.Module] = field(default_factory=dict)
     buffers: dict[str, Buffer] = field(default_factory=dict)
     accumulated: int = 1
+    narrow: tuple[str, ...] = ()
 
     @property
     def batch_size(self) -> int:
@@ -172,7 +174,7 @@ class Graph:
     @property
     def allow(self) -> tuple[str, ...]:
         """What of exactness the user let go of, in plans of this graph (see ``Plan.allow``)."""
-        return (MICROBATCH_STATISTICS,) if self.accumulated > 1 else ()
+        return (*((MICROBATCH_STATISTICS,) if self.accumulated > 1 else ()), *self.narrow)
 
     def parts(self, microbatches: int) -> int:
         """Into how many parts a plan's microbatches cut the values of this graph along the batch."""

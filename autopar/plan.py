@@ -81,9 +81,13 @@ def stages_of(device: int, pipeline: int, chunks: int, schedule: str) -> tuple[i
 
 
 MICROBATCH_STATISTICS = "microbatch_statistics"
-ALLOWED = (MICROBATCH_STATISTICS,)
+NARROW_GRADIENTS = "bfloat16_gradients"
+NARROW_MOMENTS = "bfloat16_moments"
+NARROW = (NARROW_GRADIENTS, NARROW_MOMENTS)
+ALLOWED = (MICROBATCH_STATISTICS, *NARROW)
 """What of exactness a user may let go of. ``microbatch_statistics``: a loss that needs the whole batch (a router's auxiliary loss, batch
-norm, negatives of the same batch) is taken of each microbatch alone, and the step's loss is their mean."""
+norm, negatives of the same batch) is taken of each microbatch alone, and the step's loss is their mean. Of parameters of 16 bits, whose
+master copies stay in float32: ``bfloat16_gradients`` add up and are reduced in 16 bits, ``bfloat16_moments``: Adam keeps its two so."""
 
 REPLICATING = tuple(role for role in Role if role.replicates_parameters)
 BATCHES = tuple(role for role in Role if role.shards_batch)
@@ -273,6 +277,8 @@ class Plan:
             return f"the runtime cannot run {self.schedule} exactly yet"
         if any(layer.strategy.offloads_optimizer for layer in self.layers):
             return "no program is written with optimizer states in the host's memory"
+        if any(name in self.allow for name in NARROW):
+            return f"no program is written with {' and '.join(name for name in NARROW if name in self.allow)}"
         return ""
 
     @property

@@ -73,17 +73,18 @@ def price(offload: str, zero: int = 0, devices: str = "8xH100-80GB", recompute: 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_an_optimizer_in_the_host(zero: int) -> None:
-    """Per element a gradient of 2 bytes goes down and a parameter of 2 comes up; the update reads 2 of gradient, reads and writes 12 of
-    states and master copy, writes 2 of parameter."""
+    """Per element a gradient of 4 bytes goes down and a parameter of 2 comes up; the update reads 4 of gradient, reads and writes 12 of
+    states and master copy, writes 2 of parameter. Under ZeRO-3 the device's shard is the master copy, and without it has 2 bytes."""
     here, there = price("none", zero), price("optimizer", zero)
     mine = TRAINABLE // 8 if zero else TRAINABLE
-    assert (here.optimizer_bytes, here.host_bytes) == (12 * mine, 0)
-    assert (there.optimizer_bytes, there.host_bytes, there.host_saved_bytes) == (0, 16 * mine, 0)
+    assert (here.optimizer_bytes, here.host_bytes) == ((8 if zero == 3 else 12) * mine, 0)
+    assert (there.optimizer_bytes, there.host_bytes, there.host_saved_bytes) == (0, 18 * mine, 0)
+    assert here.parameters_bytes - there.parameters_bytes == (2 * mine if zero == 3 else 0)
     link, memory = 614.4e9 * 0.83 / 16, 614.4e9 * 0.5 / 8  # of the node's memory: each device's share
-    update = 4 * mine / link + (2 + 2 * 12 + 2) * mine / memory
+    update = 6 * mine / link + (4 + 2 * 12 + 2) * mine / memory
     gpu = parse("8xH100-80GB").gpu
-    assert there.step_s - here.step_s == pytest.approx(update - (2 + 2 * 12 + 2 * 2) * mine / gpu.bytes_per_s)
-    same = ("forward_s", "backward_s", "parameters_bytes", "gradients_bytes", "saved_bytes", "transient_bytes")
+    assert there.step_s - here.step_s == pytest.approx(update - (4 + 2 * 12 + 2 * 2) * mine / gpu.bytes_per_s)
+    same = ("forward_s", "backward_s", "gradients_bytes", "saved_bytes", "transient_bytes")
     assert all(getattr(here, name) == getattr(there, name) for name in same)
 
 
@@ -116,7 +117,7 @@ def test_a_recomputed_layer_puts_its_input_aside() -> None:
     here, there = price("none", recompute=True), price("both", recompute=True)
     assert here.saved_bytes == there.host_saved_bytes == 2 * S * H
     assert there.saved_bytes == 0 and there.transient_bytes == here.transient_bytes + 2 * here.saved_bytes
-    assert there.host_bytes == 16 * TRAINABLE
+    assert there.host_bytes == 18 * TRAINABLE
 
 
 def test_processes_of_this_machine_have_no_memory_but_the_hosts() -> None:
@@ -128,7 +129,8 @@ def test_processes_of_this_machine_have_no_memory_but_the_hosts() -> None:
     )
     assert here is not None and saved is not None and here == states and saved == both
     assert (saved.saved_bytes, saved.host_saved_bytes) == (here.saved_bytes, 0)
-    assert saved.transient_bytes == here.transient_bytes + 2 * here.saved_bytes
+    # of which the optimizer's own copies, when all backwards are done, leave room for some
+    assert here.transient_bytes < saved.transient_bytes <= here.transient_bytes + 2 * here.saved_bytes
     copy = 2 * here.saved_bytes / cluster.gpu.bytes_per_s
     assert saved.forward_s == pytest.approx(here.forward_s + copy)
     assert saved.backward_s == pytest.approx(here.backward_s + copy)

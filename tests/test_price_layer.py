@@ -170,26 +170,53 @@ def test_recomputation_keeps_the_input_alone_and_pays_a_forward():
 @pytest.mark.parametrize(("zero", "billions"), [(0, 5.0), (1, 19.1), (2, 36.1), (3, 320.0)])
 def test_the_largest_model_on_64_devices_of_80_gb(zero, billions):
     """Rajbhandari et al. 2020, section 5, scaled from 32 to 80 GB: 16 bytes per parameter, of which ZeRO divides some."""
-    low, high = 0, 10**12
+    low, high, papers = 0, 10**12, precision("bfloat16", Practice())
     while high - low > 1:
         middle = (low + high) // 2
-        fits = sum(state_bytes(middle, middle, 64, zero, precision("bfloat16"))) <= 80e9
+        fits = sum(state_bytes(middle, middle, 64, zero, papers)) <= 80e9
         low, high = (middle, high) if fits else (low, middle)
     assert low / 1e9 == pytest.approx(billions, rel=2e-3)
 
 
-@pytest.mark.parametrize(("dtype", "per_parameter"), [("bfloat16", 16), ("float32", 16), ("float64", 32)])
+@pytest.mark.parametrize(("dtype", "per_parameter"), [("bfloat16", 18), ("float32", 16), ("float64", 32)])
 def test_bytes_per_parameter(dtype, per_parameter):
+    """The parameter, its gradient, the master copy and two moments: 2 + 4 + 4 + 8 in bfloat16, 4 + 4 + 8 in float32."""
     found = must(price(dtype=dtype))
     assert found.parameters_bytes + found.gradients_bytes + found.optimizer_bytes == per_parameter * 2 * H * F
     assert must(price((DATA,), (4,), dtype=dtype)).optimizer_bytes == found.optimizer_bytes
 
 
 def test_a_plans_layer_uses_the_same_formula():
+    narrow = dataclasses.replace(EMITTED, gradient_bytes=2)
     for zero in range(4):
-        found = must(price((DATA, TENSOR), (4, 2), zero=zero, microbatches=2))
+        found = must(price((DATA, TENSOR), (4, 2), zero=zero, microbatches=2, practice=narrow))
         held = (found.parameters_bytes, found.gradients_bytes, found.optimizer_bytes)
-        assert held == state_bytes(H * F, H * F, 4, zero, precision("bfloat16"))
+        assert held == state_bytes(H * F, H * F, 4, zero, precision("bfloat16", narrow))
+
+
+@pytest.mark.parametrize(
+    ("zero", "bytes_of"),
+    [(0, (2.0, 4.0, 12.0)), (1, (2.0, 4.0, 1.5)), (2, (2.0, 0.5, 1.5)), (3, (0.5, 0.5, 1.0))],
+)
+def test_what_an_emitted_program_keeps_of_a_parameter_of_16_bits(zero, bytes_of):
+    """On 8 devices: 2 to compute with, a float32 sum of gradients, a float32 master and two float32 moments; under ZeRO-3 what is at rest
+    is the master."""
+    assert state_bytes(800, 800, 8, zero, precision("bfloat16")) == tuple(800 * n for n in bytes_of)
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_what_may_be_narrow(zero):
+    wide = state_bytes(800, 800, 8, zero, precision("bfloat16"))
+    share = 800 // (8 if zero >= 2 else 1), 800 // (8 if zero else 1)
+    gradients = state_bytes(800, 800, 8, zero, precision("bfloat16", allow=["bfloat16_gradients"]))
+    moments = state_bytes(800, 800, 8, zero, precision("bfloat16", allow=["bfloat16_moments"]))
+    assert gradients == (wide[0], wide[1] - 2 * share[0], wide[2])
+    assert moments == (wide[0], wide[1], wide[2] - 4 * share[1])
+    both = precision("bfloat16", allow=["bfloat16_gradients", "bfloat16_moments"])
+    assert (both.reduced, both.averaged, both.accumulated) == (2, 2, 6)  # read, read and written
+    plain = precision("bfloat16")
+    assert (plain.reduced, plain.averaged, plain.accumulated) == (4, 4, 10)
+    assert precision("float32", allow=["bfloat16_gradients", "bfloat16_moments"]) == precision("float32")
 
 
 def test_frozen_parameters_have_no_gradient_and_no_state():
@@ -206,7 +233,7 @@ def test_frozen_parameters_have_no_gradient_and_no_state():
 
 def test_transients_of_zero():
     """A trainer that fetches ahead holds two layers' parameters and gradients; an emitted program one layer's at a time."""
-    ahead = dataclasses.replace(EMITTED, apart=False)
+    ahead, narrow = (dataclasses.replace(EMITTED, apart=apart, gradient_bytes=2) for apart in (False, True))
     base = must(price((DATA,), (8,), practice=ahead)).transient_bytes
     weights, largest = 2 * 2 * H * F, 2 * H * F
     assert must(price((DATA,), (8,), zero=1, practice=ahead)).transient_bytes == base
@@ -220,7 +247,7 @@ def test_transients_of_zero():
     result = (
         2 * B * SEQ * H // 8
     )  # what the gather made stays beside the parameters that were copied out of it until the forward ends
-    assert must(price((DATA,), (8,), zero=3)).transient_bytes == 2 * weights + result
+    assert must(price((DATA,), (8,), zero=3, practice=narrow)).transient_bytes == 2 * weights + result
 
 
 @pytest.mark.parametrize("zero", [2, 3])
@@ -319,12 +346,12 @@ def test_what_does_not_divide_has_no_price():
 
 
 def test_data_parallel_reductions_come_once_a_step_or_hide_under_compute():
-    weights = 2 * 2 * H * F
+    weights, gradients = 2 * 2 * H * F, 4 * 2 * H * F
     update = must(price()).step_s
     assert must(price((DATA,), (8,))).step_s == pytest.approx(
-        update + time_s(Collective.ALL_REDUCE, weights, 8, 1, H100)
+        update + time_s(Collective.ALL_REDUCE, gradients, 8, 1, H100)
     )
-    both = time_s(Collective.ALL_GATHER, weights, 8, 1, H100) + time_s(Collective.REDUCE_SCATTER, weights, 8, 1, H100)
+    both = time_s(Collective.ALL_GATHER, weights, 8, 1, H100) + time_s(Collective.REDUCE_SCATTER, gradients, 8, 1, H100)
     assert must(price((DATA,), (8,), zero=1)).step_s == pytest.approx(update / 8 + both)
     plain, sharded = must(price((DATA,), (8,))), must(price((DATA,), (8,), zero=3))
     assert sharded.step_s == pytest.approx(update / 8)

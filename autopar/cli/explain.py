@@ -22,7 +22,7 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.explain import Explanation, Study, describe, explain, sequence_length, suggest
 from autopar.explain.study import Recapture
 from autopar.graph import Graph
-from autopar.plan import Plan
+from autopar.plan import MICROBATCH_STATISTICS, NARROW, Plan
 
 _SAME = 1e-6  # relative: prices that agree to this are the prices that the plan was made with
 
@@ -89,9 +89,11 @@ def explained(request: dict[str, Any], written: Plan | None) -> Explanation:
             local_batch_norm=request["local_batch_norm"],
             progress=talk,
         )
-        own = written.microbatches if written is not None and written.allow else 1
-        again = partial(_again, recapture(request, cluster), own)
-        if own > 1:
+        allow = () if written is None else written.allow
+        own = written.microbatches if written is not None and MICROBATCH_STATISTICS in allow else 1
+        narrow = tuple(name for name in NARROW if name in allow)
+        again = partial(_again, recapture(request, cluster), own, narrow)
+        if own > 1 or narrow:
             graph = again()
         study = Study(graph, cluster, options, recapture=again, seq=sequence_length(graph))
         plan = None
@@ -112,10 +114,11 @@ def explained(request: dict[str, Any], written: Plan | None) -> Explanation:
         return explain(study, plan or best, best, lambda text: talk("explain", text))
 
 
-def _again(recapture: Recapture, microbatches: int, **sizes: Any) -> Graph:
-    """The request's graph with other sizes, of one microbatch where each is a batch of its own."""
+def _again(recapture: Recapture, microbatches: int, narrow: tuple[str, ...], **sizes: Any) -> Graph:
+    """The request's graph with other sizes, of one microbatch where each is a batch of its own, with what of the precision is given up."""
     whole = recapture(**sizes)
-    return apart(whole, lambda rows: recapture(**sizes | {"global_batch": rows}), microbatches)
+    found = apart(whole, lambda rows: recapture(**sizes | {"global_batch": rows}), microbatches)
+    return dataclasses.replace(found, narrow=narrow)
 
 
 def print_explanation(found: Explanation, to: Console) -> None:

@@ -13,7 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import BatchError, UsageError
-from autopar.plan import OFFLOADS, RECOMPUTATIONS, REPLICATING, SEQUENCES, LayerPlan, Plan, Role
+from autopar.plan import (
+    MICROBATCH_STATISTICS,
+    NARROW,
+    OFFLOADS,
+    RECOMPUTATIONS,
+    REPLICATING,
+    SEQUENCES,
+    LayerPlan,
+    Plan,
+    Role,
+)
 
 if TYPE_CHECKING:
     from autopar.devices import Cluster
@@ -153,9 +163,10 @@ def price_request(
         talk("capture")
         precision = normalise(sizes.precision) if sizes.precision else None
         graph = annotate(capture(loaded.module, loaded.batch, loaded.loss_fn, precision=precision, name=loaded.name))
-        if given is not None and given.allow:  # each microbatch a batch of its own
+        if given is not None and MICROBATCH_STATISTICS in given.allow:  # each microbatch a batch of its own
             again = recapture(dict(request) | dataclasses.asdict(sizes) | {"local_batch_norm": False}, cluster)
             graph = apart(graph, lambda rows: again(global_batch=rows), given.microbatches)
+        graph = dataclasses.replace(graph, narrow=tuple(name for name in NARROW if given and name in given.allow))
         talk("price")
         pricer = Pricer(graph, cluster, name_of(graph.dtype))
         plan = price_plan(graph, cluster, given or write_plan(graph, cluster, request), pricer)

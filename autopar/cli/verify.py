@@ -93,6 +93,7 @@ def _real(model: str, plan: Plan, seq: int | None) -> Graph:
     """The model that the plan was made for, at its own size: its structure alone, on meta."""
     from autopar.capture import apart, capture
     from autopar.cli.load import Sizes, load_model
+    from autopar.plan import MICROBATCH_STATISTICS
     from autopar.shard import annotate
 
     def of(rows: int) -> Graph:
@@ -100,7 +101,7 @@ def _real(model: str, plan: Plan, seq: int | None) -> Graph:
         captured = capture(loaded.module, loaded.batch, loaded.loss_fn, precision=plan.precision, name=loaded.name)
         return annotate(captured)
 
-    return apart(of(plan.global_batch), of, plan.microbatches if plan.allow else 1)
+    return apart(of(plan.global_batch), of, plan.microbatches if MICROBATCH_STATISTICS in plan.allow else 1)
 
 
 class _Bar:

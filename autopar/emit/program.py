@@ -90,7 +90,7 @@ def _refuse_priced(plan: Plan) -> None:
         hint = (
             f"use the schedule {nearest}, the nearest that runs"
             if plan.schedule in SPLIT
-            else "leave the pin offload out"
+            else "plan anew without it (offload, or allow)"
         )
         raise UsageError(f"this plan is priced alone: {plan.unwritten}", hint)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from autopar.plan import REPLICATING, Plan, Role, Strategy
+from autopar.plan import MICROBATCH_STATISTICS, NARROW, REPLICATING, Plan, Role, Strategy
 
 _DEGREES = (
     ("data", (Role.DATA,)),
@@ -34,8 +34,8 @@ def describe(plan: Plan) -> str:
     if zeros and zeros != [0]:
         parts.append(f"ZeRO {zeros[0]}" if len(zeros) == 1 else f"ZeRO {zeros[0]} to {zeros[-1]}")
     parts.append(f"{plan.microbatches} microbatches" if plan.microbatches > 1 else "1 microbatch")
-    if plan.allow:
-        parts[-1] += f" with losses of their own ({', '.join(plan.allow)}: not exact)"
+    if MICROBATCH_STATISTICS in plan.allow:
+        parts[-1] += f" with losses of their own ({MICROBATCH_STATISTICS}: not exact)"
     for name in ("recompute", "selective"):
         count = sum(getattr(layer.strategy, name) for layer in plan.layers)
         if count:
@@ -46,6 +46,7 @@ def describe(plan: Plan) -> str:
         if count:
             whose = "" if count == len(plan.layers) else f" of {count} of {len(plan.layers)} layers"
             parts.append(f"{what}{whose} in the host's memory")
+    parts += [f"{name.replace('_', ' ')} (not exact)" for name in NARROW if name in plan.allow]
     return ", ".join(parts)
 
 

@@ -519,10 +519,8 @@ def _bytes(
 ) -> tuple[int, int, int, int, int]:
     """Bytes of parameters, gradients, optimizer state, of what is saved for a microbatch, and of transients."""
     parameters, trainable = math.ceil(c.parameters), math.ceil(c.trainable)
-    held, gradients, optimizer = state_bytes(parameters, trainable, data, zero, numbers)
+    held, gradients, optimizer = state_bytes(parameters, trainable, data, zero, numbers, aside.optimizer)
     saved, working = _activations(c, strategy, strategy.segment)
-    if aside.optimizer:
-        optimizer = 0
     if aside.activations:  # the layer at work, and what is on its way for the next
         saved, working = (0.0, working + saved) if aside.apart else (saved, working + 2 * saved)
     share = Share(c.alive, saved, working, c.saved_bytes, parameters, trainable, c.largest, spread.microbatches)

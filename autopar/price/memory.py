@@ -10,6 +10,7 @@ scores), because on the meta device it would fall apart into the ops that keep t
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,6 +20,7 @@ from torch import fx
 
 from autopar.errors import UsageError
 from autopar.graph import LayerClass, Value
+from autopar.plan import NARROW_GRADIENTS, NARROW_MOMENTS
 from autopar.price.practice import EMITTED, Practice
 from autopar.price.roofline import is_attention, op_name, tensors
 from autopar.rules.operands import operands
@@ -214,7 +216,8 @@ class Precision:
     """Bytes of one element of an activation, and of one parameter: the copy that is computed with, its gradient, and
     what the optimizer holds (Adam's two moments, and a float32 master copy under mixed precision). ``shard`` are the bytes of a parameter
     at rest under ZeRO-3, ``fresh`` those of the gradient that one backward leaves
-    behind; ``products_add`` as in ``Practice``."""
+    behind; ``products_add`` and ``apart`` as in ``Practice``. ``at_rest`` are the bytes of the master copy that under ZeRO-3 is the shard
+    itself."""
 
     name: str
     activation: int
@@ -225,19 +228,23 @@ class Precision:
     shard: int
     fresh: int = 0
     products_add: bool = False
+    apart: bool = False
+    at_rest: int = 0
 
     @property
     def accumulated(self) -> int:
         """Bytes moved per parameter and microbatch when its gradient is added to those of earlier ones.
 
-        A wide sum that is kept besides is read and written, and the product's own result written and read; one that stands alone is
-        what the product itself adds to, under its arithmetic.
+        A wide sum that is kept besides is read and written, and the product's own result written and read, or read alone where that is
+        counted already; one that stands alone is what the product itself adds to, under its arithmetic.
         """
         wide = self.reduced
         if self.products_add:
             return 0
         if self.copies:
             return 2 * wide + 2 * self.parameter
+        if self.apart and wide > self.parameter:
+            return 2 * wide + self.parameter
         return 0 if self.master and wide > self.parameter else 3 * wide
 
     @property
@@ -266,8 +273,9 @@ _PRECISIONS = {
 }
 
 
-def precision(name: str, practice: Practice = EMITTED) -> Precision:
-    """The precision of that name, with the copies that ``practice`` keeps where parameters have 16 bits.
+def precision(name: str, practice: Practice = EMITTED, allow: Collection[str] = ()) -> Precision:
+    """The precision of that name, with the copies that ``practice`` keeps where parameters have 16 bits, less what ``allow`` (of
+    ``plan.NARROW``) makes narrow.
 
     Raises:
         UsageError: no such precision.
@@ -279,15 +287,24 @@ def precision(name: str, practice: Practice = EMITTED) -> Precision:
         return found
     if practice.fsdp:  # the master copy is the shard
         found = dataclasses.replace(found, shard=4, optimizer=found.optimizer - 4)
-    return dataclasses.replace(
+    found = dataclasses.replace(
         found,
         gradient=practice.gradient_bytes or found.gradient,
         fresh=practice.fresh_bytes,
         products_add=practice.products_add,
+        apart=practice.apart,
+        at_rest=4 if practice.apart else 0,
     )
+    if NARROW_GRADIENTS in allow:
+        found = dataclasses.replace(found, gradient=found.parameter, fresh=0)
+    if NARROW_MOMENTS in allow:
+        found = dataclasses.replace(found, optimizer=found.optimizer - 2 * 2)
+    return found
 
 
-def state_bytes(parameters: int, trainable: int, data: int, zero: int, numbers: Precision) -> tuple[int, int, int]:
+def state_bytes(
+    parameters: int, trainable: int, data: int, zero: int, numbers: Precision, aside: bool = False
+) -> tuple[int, int, int]:
     """Bytes of parameters, gradients and optimizer state on one device, at the peak of the step.
 
     Args:
@@ -295,17 +312,21 @@ def state_bytes(parameters: int, trainable: int, data: int, zero: int, numbers: 
         data: the number of data-parallel devices that share them.
         zero: 0 replicates; 1 shards the optimizer; 2 the gradients too; 3 the parameters too. Stage 2 holds its parameters whole
             from forward to backward, and where the optimizer has no master copy a shard of them besides.
+        aside: the optimizer's states and master copies are not on the device.
     """
     state = -(-trainable // data) if zero >= 1 else trainable
     gradients = -(-trainable // data) if zero >= 2 else trainable
     held = -(-parameters // data) if zero == 3 else parameters
+    optimizer = 0 if aside else state * numbers.optimizer
     if zero == 3:
-        return held * numbers.shard, gradients * numbers.gradient, state * numbers.optimizer
+        if numbers.at_rest and not aside:
+            return held * numbers.at_rest, gradients * numbers.gradient, optimizer - state * numbers.at_rest
+        return held * numbers.shard, gradients * numbers.gradient, optimizer
     beside = (
         numbers.shard if zero == 2 and data > 1 and (not numbers.master or numbers.shard > numbers.parameter) else 0
     )
     return (
         held * numbers.parameter + -(-parameters // data) * beside,
         gradients * numbers.gradient,
-        state * numbers.optimizer,
+        optimizer,
     )

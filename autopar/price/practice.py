@@ -61,7 +61,7 @@ class Practice:
     update_copies: int = 0
 
 
-EMITTED = Practice(apart=True)
+EMITTED = Practice(apart=True, gradient_bytes=4)
 
 
 def on_cpu(practice: Practice) -> Practice:

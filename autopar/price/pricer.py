@@ -59,7 +59,7 @@ class Pricer:
     ) -> None:
         self.graph, self.cluster = graph, cluster
         self.practice = on_cpu(practice) if cluster.kind == "cpu" else practice
-        self.numbers = precision(precision_name, practice)
+        self.numbers = precision(precision_name, practice, graph.allow)
         self._pipelined = dataclasses.replace(cluster, pipelined=True)
         self._solve = solve or self._optimum
         self._tables: dict[tuple[str, tuple[int, ...]], tuple[tables.ClassTable, tables.Rows]] = {}
@@ -158,10 +158,8 @@ class Pricer:
             tuple(a for a, r in zip(mesh, strategy.roles, strict=True) if r.replicates_parameters), self.cluster
         )
         zero = strategy.zero if copies.size > 1 else 0
-        held, gradients, optimizer = state_bytes(
-            numel, numel if table.trainable[k] else 0, copies.size, zero, self.numbers
-        )
-        return held, gradients, 0 if Aside.of(strategy, self.cluster).optimizer else optimizer
+        aside = Aside.of(strategy, self.cluster).optimizer
+        return state_bytes(numel, numel if table.trainable[k] else 0, copies.size, zero, self.numbers, aside)
 
     def types(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[AxisTypes, ...] | None:
         """The types on the microbatch axis, then on every axis of the mesh; ``None`` where a role is inadmissible."""

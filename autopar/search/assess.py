@@ -14,6 +14,8 @@ from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.plan import (
     DEALING,
+    NARROW_GRADIENTS,
+    NARROW_MOMENTS,
     OFFLOADS,
     RECOMPUTATIONS,
     Axis,
@@ -448,6 +450,11 @@ def _notes(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh: M
         )
     elif graph.unmicrobatchable:
         notes.append(f"one microbatch only: {graph.unmicrobatchable}")
+    narrow = {
+        NARROW_GRADIENTS: "gradients add up and are reduced in 16 bits",
+        NARROW_MOMENTS: "Adam keeps its moments in 16 bits",
+    }
+    notes += [f"not exact, as {name} allows: {narrow[name]}, not in float32" for name in graph.narrow]
     return tuple(notes)
 
 
