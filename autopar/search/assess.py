@@ -14,8 +14,6 @@ from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.plan import (
     DEALING,
-    NARROW_GRADIENTS,
-    NARROW_MOMENTS,
     OFFLOADS,
     RECOMPUTATIONS,
     Axis,
@@ -28,6 +26,7 @@ from autopar.plan import (
     Strategy,
     stages_of,
 )
+from autopar.search.notes import host_notes, notes_of
 from autopar.search.problem import Choice, Devices, LayerPrice, Mesh, Pricer
 from autopar.search.schedules import Action, device_order, holdings
 from autopar.search.simulate import lower_bound, simulate
@@ -293,8 +292,8 @@ def make_plan(
         solver=proof.solver,
         notes=(
             *proof.notes,
-            *_notes(graph, choice, strategies, mesh),
-            *_host_notes(aside, [stage.host_limit_bytes for stage in cluster.stages(choice.pipeline)]),
+            *notes_of(graph, choice, strategies, mesh),
+            *host_notes(aside, [stage.host_limit_bytes for stage in cluster.stages(choice.pipeline)]),
         ),
         wall_time_s=proof.wall_time_s,
         peak_memory_bytes=proof.peak_memory_bytes,
@@ -423,47 +422,6 @@ def _prediction(
         mfu=flops / (step * peak) if peak and step > 0 else 0.0,
         tokens_per_s_per_device=graph.tokens / (step * cluster.count) if step > 0 else 0.0,
     )
-
-
-def _notes(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh: Mesh) -> tuple[str, ...]:
-    notes = []
-    idle = [s.degree(mesh, Role.IDLE) for s in strategies]
-    if max(idle) > 1:
-        where = idle.index(max(idle))
-        notes.append(
-            f"{sum(d > 1 for d in idle)} of {len(idle)} layers cannot use every device: groups of up to {max(idle)} do the same "
-            f"work (first {graph.layers[where].name}), for a microbatch of {graph.batch_size // choice.microbatches} "
-            "samples does not divide further"
-        )
-    if shared := graph.shared_parameters:
-        notes.append(f"used by several layers, and held once where one device has them: {', '.join(sorted(shared))}")
-    if any(s.degree(mesh, Role.EXPERT) > 1 for s in strategies):
-        notes.append("experts are priced as if all got the same number of tokens: uneven loads make them slower")
-    if graph.accumulated > 1:
-        notes.append(
-            f"not exact, as microbatch_statistics allows: the loss is the mean of {graph.accumulated} microbatches' own losses, each of "
-            f"its own rows' statistics, and not the whole batch's ({graph.unmicrobatchable})"
-        )
-    elif graph.unmicrobatchable and choice.microbatches > 1:
-        notes.append(
-            f"priced alone: a program of {choice.microbatches} microbatches is refused: {graph.unmicrobatchable}"
-        )
-    elif graph.unmicrobatchable:
-        notes.append(f"one microbatch only: {graph.unmicrobatchable}")
-    narrow = {
-        NARROW_GRADIENTS: "gradients add up and are reduced in 16 bits",
-        NARROW_MOMENTS: "Adam keeps its moments in 16 bits",
-    }
-    notes += [f"not exact, as {name} allows: {narrow[name]}, not in float32" for name in graph.narrow]
-    return tuple(notes)
-
-
-def _host_notes(aside: Sequence[int], limits: Sequence[int]) -> tuple[str, ...]:
-    if not max(aside):
-        return ()
-    d = max(range(len(aside)), key=lambda d: aside[d] / max(limits[d], 1))
-    full = ", which does not fit" if aside[d] > limits[d] else ""
-    return (f"in the host's memory: {aside[d] / 1e9:.3g} GB per device, whose share is {limits[d] / 1e9:.3g} GB{full}",)
 
 
 def evaluate(

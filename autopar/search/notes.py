@@ -1,0 +1,52 @@
+"""What a plan's reader should know besides its figures, as sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.graph import Graph
+from autopar.plan import NARROW_GRADIENTS, NARROW_MOMENTS, Role, Strategy
+from autopar.search.problem import Choice, Mesh
+
+
+def notes_of(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh: Mesh) -> tuple[str, ...]:
+    """What a plan makes of the model, and what it cannot make of it."""
+    notes = []
+    idle = [s.degree(mesh, Role.IDLE) for s in strategies]
+    if max(idle) > 1:
+        where = idle.index(max(idle))
+        notes.append(
+            f"{sum(d > 1 for d in idle)} of {len(idle)} layers cannot use every device: groups of up to {max(idle)} do the same "
+            f"work (first {graph.layers[where].name}), for a microbatch of {graph.batch_size // choice.microbatches} "
+            "samples does not divide further"
+        )
+    if shared := graph.shared_parameters:
+        notes.append(f"used by several layers, and held once where one device has them: {', '.join(sorted(shared))}")
+    if any(s.degree(mesh, Role.EXPERT) > 1 for s in strategies):
+        notes.append("experts are priced as if all got the same number of tokens: uneven loads make them slower")
+    if graph.accumulated > 1:
+        notes.append(
+            f"not exact, as microbatch_statistics allows: the loss is the mean of {graph.accumulated} microbatches' own losses, each of "
+            f"its own rows' statistics, and not the whole batch's ({graph.unmicrobatchable})"
+        )
+    elif graph.unmicrobatchable and choice.microbatches > 1:
+        notes.append(
+            f"priced alone: a program of {choice.microbatches} microbatches is refused: {graph.unmicrobatchable}"
+        )
+    elif graph.unmicrobatchable:
+        notes.append(f"one microbatch only: {graph.unmicrobatchable}")
+    narrow = {
+        NARROW_GRADIENTS: "gradients add up and are reduced in 16 bits",
+        NARROW_MOMENTS: "Adam keeps its moments in 16 bits",
+    }
+    notes += [f"not exact, as {name} allows: {narrow[name]}, not in float32" for name in graph.narrow]
+    return tuple(notes)
+
+
+def host_notes(aside: Sequence[int], limits: Sequence[int]) -> tuple[str, ...]:
+    """What the devices of a line have in their hosts' memory, in bytes, against their shares of it."""
+    if not max(aside):
+        return ()
+    d = max(range(len(aside)), key=lambda d: aside[d] / max(limits[d], 1))
+    full = ", which does not fit" if aside[d] > limits[d] else ""
+    return (f"in the host's memory: {aside[d] / 1e9:.3g} GB per device, whose share is {limits[d] / 1e9:.3g} GB{full}",)
