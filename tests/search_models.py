@@ -18,6 +18,9 @@ from autopar.search.problem import Choice
 from autopar.search.schedules import device_order
 from autopar.search.simulate import simulate
 
+SEGMENTS = (2, 3, 4)
+"""Numbers of layers that brute force recomputes as one."""
+
 
 @dataclass(frozen=True)
 class Price:
@@ -183,16 +186,33 @@ def random_problem(
 def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions) -> float | None:
     """The step time of the best of all plans, one by one; ``None`` where none fits. Shares no code with the search but ``simulate``.
 
-    Layers are recomputed several as one where they are pinned to it, and in outer choices of which nothing fits without.
+    Layers are recomputed several as one where they are pinned to it, in outer choices of which nothing fits without, and in the best choice
+    if its plan recomputes any.
     """
-    best: float | None = None
+
+    def best_of(choice: Choice) -> tuple[float, bool, Choice] | None:
+        every = (
+            (step, any(w.recompute for w in ways), choice)
+            for step, ways in plans(graph, cluster, pricer, options, choice)
+        )
+        return min(every, key=lambda plan: plan[0], default=None)
+
+    found: list[tuple[float, bool, Choice]] = []
     for choice in outer_choices(graph, cluster, options):
-        found = min(every_plan(graph, cluster, pricer, options, choice), default=None)
-        if found is None and choice.schedule in ("none", "gpipe", "1f1b"):
-            several = replace(choice, segments=True)
-            found = min(every_plan(graph, cluster, pricer, options, several), default=None)
-        best = found if best is None or (found is not None and found < best) else best
-    return best
+        best = best_of(choice)
+        if best is None and choice.schedule in ("none", "gpipe", "1f1b"):
+            best = best_of(replace(choice, segments=True))
+        found += [best] if best is not None else []
+    while found:
+        step, recomputed, choice = min(found, key=lambda plan: plan[0])
+        if choice.segments or not recomputed or choice.schedule not in ("none", "gpipe", "1f1b"):
+            return step
+        several = best_of(replace(choice, segments=True))
+        assert several is not None and several[0] <= step
+        found.append((several[0], False, several[2]))
+        found.append((step, False, choice))
+        found.remove((step, recomputed, choice))
+    return None
 
 
 def outer_choices(graph: Graph, cluster: Devices, options: SearchOptions) -> Iterator[Choice]:
@@ -248,7 +268,7 @@ def candidates(
         elif selector == cls:
             pins[what] = value
     longest = longest_run(graph, cls)
-    sizes = [n for n in (2, 3, 4) if n <= longest and n <= 2 * longest**0.5] if several else []
+    sizes = [n for n in SEGMENTS if n <= longest and n <= 2 * longest**0.5] if several else []
     sizes = [min(int(pins["segment"]), longest)] if "segment" in pins else [1, *sizes]
     pins |= {"recompute": "full"} if pins.get("segment", 1) != 1 else {}
     found = []
@@ -285,6 +305,13 @@ def every_plan(
     graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions, choice: Choice
 ) -> Iterator[float]:
     """The step times of all plans that fit of one outer choice."""
+    return (step for step, _ in plans(graph, cluster, pricer, options, choice))
+
+
+def plans(
+    graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions, choice: Choice
+) -> Iterator[tuple[float, list[Strategy]]]:
+    """All plans that fit of one outer choice: their step times, and the layers' strategies."""
     mesh, m, line, count = choice.mesh, choice.microbatches, choice.pipeline, len(graph.layers)
     stages = line * choice.chunks
     views, borders = cluster.stages(line), cluster.borders(line)
@@ -333,7 +360,7 @@ def every_plan(
                 weight.append(sum(p.weight_s for p in inside))
                 step.append(sum(p.step_s for p in inside))
             seconds = simulate(forward, backward, m, choice.schedule, choice.chunks, weight)
-            yield seconds + max(sum(step[s] for s in range(stages) if where[s] == d) for d in range(line))
+            yield seconds + max(sum(step[s] for s in range(stages) if where[s] == d) for d in range(line)), ways
 
 
 def saved_by(run: list[Price], names: list[tuple[str, Strategy]]) -> int:

@@ -43,7 +43,7 @@ WINDOW = 1.3
 REFINED = 6
 """Cuts per outer choice that are refined with resharding."""
 
-ROOMS = 4
+ROOMS = 8
 """How often a stage is chosen again with more memory left free, where segments of several layers hold more than their layers' shares."""
 
 MOVES, NEIGHBOURS = 12, 200
@@ -292,20 +292,25 @@ def _stage(instance: Instance, mode: Mode, i: int, j: int, s: int, before: int |
     found = [full.improved(start) for start in (chosen, whole) if start is not None and full.host_fits(start)]
     if not instance.segmented:
         return min(found, key=full.seconds) if found else None
+    return _in_segments(instance, mode, full, i, s, before, found)
+
+
+def _in_segments(
+    instance: Instance, mode: Mode, full: Stage, i: int, s: int, before: int | None, found: list[tuple[int, ...]]
+) -> tuple[int, ...] | None:
+    """The best of ``found``, and of choices with some memory left free, that fits with all that its segments keep."""
     fit: list[tuple[int, ...]] = []
-    for pick in found:
-        trial, spare = pick, 0.0
-        for _ in range(ROOMS):
-            trial = in_turn(instance, i, trial)
-            over = stage_bytes(instance, i, s, trial) - full.limit
-            if over <= 0:
-                fit.append(trial)
-                break
-            spare += over
-            again = Stage(instance, mode.allowed, i, j, s, before, spare).solve()
-            if again is None:
-                break
-            trial = again
+    low, high, spare = 0.0, np.inf, 0.0
+    for _ in range(ROOMS):
+        trials = [in_turn(instance, i, pick) for pick in found]
+        over = [stage_bytes(instance, i, s, trial) - full.limit for trial in trials]
+        fit += [trial for trial, more in zip(trials, over, strict=True) if more <= 0]
+        if not trials or (spare == 0 and fit):
+            break
+        low, high = (low, spare) if min(over) <= 0 else (spare, high)
+        spare = (low + high) / 2 if np.isfinite(high) else spare + min(over)
+        again = Stage(instance, mode.allowed, i, i + len(trials[0]), s, before, spare).solve()
+        found = [] if again is None else [again]
     return min(fit, key=full.seconds) if fit else None
 
 

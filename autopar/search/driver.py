@@ -71,6 +71,7 @@ class State:
     opened: int = 0
     solvers: set[str] = field(default_factory=set)
     unpriced: int = 0
+    widened: Choice | None = None  # the latest best choice that segments were looked for in
     floor_s: float = 0.0  # the model's arithmetic at the devices' peak: what also holds for choices without a price
 
     @property
@@ -149,8 +150,8 @@ def explore(graph: Graph, cluster: Devices, pricer: Pricer, options: SearchOptio
     deadline = time.monotonic() + options.time_limit_s
     state = State(options, Prices(graph, cluster, pricer, options), pricer, deadline, step_s=known_s)
     instances = _open_all(graph, cluster, state)
-    while state.heap and state.left_s() > 0:
-        if state.heap[0].bound_s >= state.enough_s:
+    while state.left_s() > 0:
+        if (not state.heap or state.heap[0].bound_s >= state.enough_s) and not _in_segments(state):
             break
         node = heapq.heappop(state.heap)
         _STEPS[node.done](state, node)
@@ -200,12 +201,37 @@ def _dealt(instance: Instance) -> bool:
 
 def _not_possible(state: State, node: _Node) -> None:
     """Nothing of a choice fits: take it up again with segments of several layers, which hold less and are never faster."""
-    choice = node.instance.choice
-    if choice.segments or _dealt(node.instance):
-        return
-    instance = state.prices.instance(replace(choice, segments=True))
-    if instance is not None and any(a is not b for a, b in zip(instance.kinds, node.instance.kinds, strict=True)):
+    instance = _segmented(state, node.instance)
+    if instance is not None:
         state.push(instance, node.bound_s)
+
+
+def _segmented(state: State, instance: Instance) -> Instance | None:
+    """The same choice with segments of several layers among its candidates; ``None`` where there are none besides."""
+    choice = instance.choice
+    if choice.segments or _dealt(instance):
+        return None
+    found = state.prices.instance(replace(choice, segments=True))
+    return (
+        found
+        if found is not None and any(a is not b for a, b in zip(found.kinds, instance.kinds, strict=True))
+        else None
+    )
+
+
+def _in_segments(state: State) -> bool:
+    """At what would be the end: where the best plan recomputes layers in full, memory is what it lacks, and segments may spare it some."""
+    if state.best is None or state.widened == state.best[0].choice:
+        return False
+    chosen, solution = state.best
+    state.widened = chosen.choice
+    if not any(chosen.table(i).strategies[k].recompute for i, k in enumerate(solution.pick)):
+        return False
+    instance = _segmented(state, chosen)
+    if instance is None:
+        return False
+    state.push(instance, fewest_seconds(instance))
+    return state.heap[0].bound_s < state.enough_s
 
 
 def _bottleneck(state: State, node: _Node) -> None:
@@ -344,8 +370,8 @@ def _last_resort(graph: Graph, state: State, instances: list[Instance]) -> None:
         if need > 1 and not segments and not _dealt(instance):
             segments = True
             push(instance)
-            for other in (state.prices.instance(replace(i.choice, segments=True)) for i in instances):
-                if other is not None and other.segmented:
+            for other in (_segmented(state, i) for i in instances):
+                if other is not None:
                     push(other)
             continue
         group = state.undecided(instance.choice)
