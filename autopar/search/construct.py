@@ -2,7 +2,8 @@
 
 1. For a price of memory lambda (seconds per byte), every layer takes its cheapest candidate of ``t + g/m + lambda (weights + n saved)``.
    A ladder of lambdas gives each possible stage its cheapest choice that fits, interpolated towards the next one that does not.
-2. Dynamic programming cuts the layers, minimising the sum of the stages' times under a cap on the slowest; several caps are tried.
+2. Dynamic programming cuts the layers, minimising the sum of the stages' times under a cap on what a step takes besides; several caps are
+   tried, from the least possible one.
 3. Each stage of the best cuts is chosen again by Viterbi's algorithm with resharding in the costs (lambda by bisection), and what memory
    is left is spent where a byte saves most.
 4. Neighbouring cuts of the best are tried in the same way as long as that helps: the schedule's own time decides, which 2 estimates.
@@ -13,7 +14,7 @@ All of it is done for all layouts at once and for each layout alone, since mixin
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -28,8 +29,11 @@ from autopar.search.whole import TABLES, knapsacks, only
 LADDER = (0.0, *np.geomspace(1e-3, 1e3, 13).tolist(), 1e9)
 """Prices of memory to try, in units of a stage's time per device memory; the last one is "memory alone"."""
 
-CAPS = (1.0, 1.02, 1.05, 1.15, 1.5, np.inf)
-"""Caps on the slowest stage, as multiples of the least possible one."""
+CAPS = (1.0, 1.01, 1.02, 1.05, 1.15, np.inf)
+"""Caps on what a step takes besides one forward and one backward of every stage, as multiples of the least possible one."""
+
+BISECTIONS = 10
+"""Steps towards the least possible cap."""
 
 PRESSURES = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Prices of the host's memory to try beside one of the device's, both as shares of their limits: the first that lets a stage fit."""
@@ -46,8 +50,18 @@ REFINED = 6
 ROOMS = 8
 """How often a stage is chosen again with more memory left free, where segments of several layers hold more than their layers' shares."""
 
-MOVES, NEIGHBOURS = 12, 200
+RELIEF, NEAR = 12, 1.003
+"""Steps of taking from the stages what all wait for once a step, and how far from the best a solution may be that this is done for."""
+
+LADEN = 0.97
+"""The share of the most that a stage has to do once a step, from which it is relieved of some."""
+
+MOVES, NEIGHBOURS = 12, 300
 """Steps of the descent over neighbouring cuts, and how many neighbours there may be before only the nearest are looked at."""
+
+
+_Cache = dict[tuple[object, ...], tuple[int, ...] | None]
+"""Candidates of stages that were worked out."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +83,15 @@ def construct(instance: Instance, deadline: float = np.inf) -> tuple[float, Solu
     """The best solution found, with its true step time; ``None`` where nothing fits. After ``deadline`` no further layout is tried."""
     found: tuple[float, Solution] | None = None
 
-    def offer(solution: Solution) -> bool:
+    def offer(solution: Solution, near: float = 1.0) -> float:
+        """The true step time if it is up to ``near`` times the best; something longer elsewhere."""
         nonlocal found
-        if fits(instance, solution):
-            step = cost(instance, solution, np.inf if found is None else found[0]).step_time_s
-            if found is None or step < found[0] * (1 - 1e-9):
-                found = step, solution
-                return True
-        return False
+        if not fits(instance, solution):
+            return np.inf
+        step = cost(instance, solution, np.inf if found is None else near * found[0]).step_time_s
+        if found is None or step < found[0] * (1 - 1e-9):
+            found = step, solution
+        return step
 
     drafts: list[_Draft] = []
     for mode in modes_of(instance):
@@ -88,17 +103,25 @@ def construct(instance: Instance, deadline: float = np.inf) -> tuple[float, Solu
     modes = {draft.mode.roles: draft.mode for draft in drafts}
     drafts = [draft for roles in best_modes for draft in _drafts(instance, modes[roles], whole=True)]
     drafts.sort(key=lambda d: d.estimate_s)
-    cache: dict[tuple[object, ...], tuple[int, ...] | None] = {}
-    for draft in _distinct(drafts)[:REFINED]:
+    cache: _Cache = {}
+
+    def tried(draft: _Draft) -> bool:
+        best_s = np.inf if found is None else found[0]
         pick = _refined(instance, draft, cache)
-        if pick is not None and offer(Solution(draft.bounds, pick)):
+        step = np.inf if pick is None else offer(Solution(draft.bounds, pick), NEAR)
+        if pick is not None and step < NEAR * best_s:
+            for solution in _relieved(instance, Solution(draft.bounds, pick), cache):
+                offer(solution)
+        return found is not None and found[0] < best_s
+
+    for draft in _distinct(drafts)[:REFINED]:
+        if tried(draft):
             best = draft
     for _ in range(MOVES if found is not None else 0):
         moved = [replace(best, bounds=bounds) for bounds in _neighbours(best.bounds) if time.monotonic() < deadline]
         kept = best
         for draft in moved:
-            pick = _refined(instance, draft, cache)
-            if pick is not None and offer(Solution(draft.bounds, pick)):
+            if tried(draft):
                 best = draft
         if best is kept:
             break
@@ -126,6 +149,65 @@ def _neighbours(bounds: tuple[int, ...]) -> list[tuple[int, ...]]:
         if len(found) <= NEIGHBOURS
         else [b for b in found if sum(x != y for x, y in zip(b, bounds, strict=True)) <= 2]
     )
+
+
+def _relieved(instance: Instance, solution: Solution, cache: _Cache) -> Iterator[Solution]:
+    """The solution with less and less that is done once a step in the stages that have most of it, which all others wait for.
+
+    A stage's time counts as often as there are microbatches only where it is the slowest. Elsewhere less of its gradients may be reduced
+    at the end, and more of them beside the microbatches; what more memory that takes others of its layers give.
+    """
+    spans = list(pairwise(solution.bounds))
+    stages = [solution.pick[i:j] for i, j in spans]
+    tables = [instance.at(place) for place in instance.layout.place]
+    kinds = [tuple(instance.kind[i:j].tolist()) for i, j in spans]
+
+    def step_s(s: int) -> float:
+        return float(sum(tables[s][kind].step[k] for kind, k in zip(kinds[s], stages[s], strict=True)))
+
+    steps = [step_s(s) for s in range(len(spans))]
+    for _ in range(RELIEF if len(spans) > 1 else 0):
+        for s in np.flatnonzero(np.array(steps) >= LADEN * max(steps)).tolist():
+            key = instance.regime(s), kinds[s], stages[s]
+            if key not in cache:
+                cache[key] = _lighter(instance.regime(s), [tables[s][kind] for kind in kinds[s]], stages[s])
+            lighter = cache[key]
+            if lighter is None:
+                return
+            stages[s], steps[s] = lighter, step_s(s)
+        yield Solution(solution.bounds, tuple(k for stage in stages for k in stage))
+
+
+def _lighter(regime: Regime, tables: list[Table], stage: tuple[int, ...]) -> tuple[int, ...] | None:
+    """One layer's candidate changed for one of its layout with less to do once a step, at the least price in time, and others' for those
+    that make room for it; ``None`` where there is none."""
+    n, passing, _, limit = regime
+    pick = list(stage)
+
+    def swap(memory: bool) -> bool:
+        best, found = np.inf, (0, 0)
+        for a, k in {(id(t), k): (a, k) for a, (t, k) in enumerate(zip(tables, pick, strict=True))}.values():
+            t = tables[a]
+            column = t.weights + n * t.saved + t.at_work(passing) if memory else t.step
+            less = np.flatnonzero((t.layout == t.layout[k]) & (column < column[k] * (1 - 1e-9)) & (t.step <= t.step[k]))
+            price = (t.time[less] - t.time[k]) / (column[k] - column[less])
+            if len(less) and price.min() < best:
+                best, found = float(price.min()), (a, int(less[price.argmin()]))
+        pick[found[0]] = found[1] if np.isfinite(best) else pick[found[0]]
+        return bool(np.isfinite(best))
+
+    def over() -> bool:
+        held = sum(float(t.weights[k] + n * t.saved[k]) for t, k in zip(tables, pick, strict=True))
+        return held + max(float(t.at_work(passing)[k]) for t, k in zip(tables, pick, strict=True)) > limit
+
+    if not swap(memory=False):
+        return None
+    for _ in range(RELIEF):
+        if not over():
+            return tuple(pick)
+        if not swap(memory=True):
+            break
+    return None
 
 
 def modes_of(instance: Instance) -> list[Mode]:
@@ -178,10 +260,9 @@ def memory_scale(instance: Instance) -> float:
 
 def _drafts(instance: Instance, mode: Mode, whole: bool = False) -> list[_Draft]:
     """Cuts for a mode, one for each cap; ``whole``: from stages of whole layers, which are dearer to work out."""
-    stages, m, count = instance.choice.pipeline, instance.choice.microbatches, instance.layers
+    stages, m = instance.choice.pipeline, instance.choice.microbatches
     spans = {regime: _stage_costs(instance, mode, regime) for regime in instance.regimes}
     by_stage = [spans[instance.regime(s)] for s in range(stages)]
-    start = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
     burden = [
         1.0
     ] * stages  # 1F1B hides part of an early stage's forwards in the warm-up; a forward is a third of the time
@@ -195,20 +276,44 @@ def _drafts(instance: Instance, mode: Mode, whole: bool = False) -> list[_Draft]
         least = _bottleneck(by_stage, burden)
         if not np.isfinite(least):
             return []
-    drafts = []
-    for cap in CAPS if stages > 1 else (np.inf,):
-        best, came = start, []
-        for span, share in zip(by_stage, burden, strict=True):
-            through = best[:, None] + np.where(share * span <= cap * least * (1 + 1e-9), span, np.inf)
-            came.append(through.argmin(axis=0))
-            best = through.min(axis=0)
-        bounds = [count]
-        for s in range(stages - 1, -1, -1):
-            bounds.append(int(came[s][bounds[-1]]))
-        bounds.reverse()
-        worst = max(burden[s] * by_stage[s][i, j] for s, (i, j) in enumerate(pairwise(bounds)))
-        drafts.append(_Draft(float(best[count]) + (m - 1) * float(worst), tuple(bounds), mode))
-    return drafts
+    alone = [
+        np.where(np.isfinite(span), (m - 1) * share, 1.0) * span for share, span in zip(burden, by_stage, strict=True)
+    ]
+    twice = [max(m - (stages - s), 0) if instance.choice.schedule == "1f1b" else 0 for s in range(stages)]
+    low, high = (m - 1) * least, np.inf
+    for _ in range(BISECTIONS if stages > 1 and m > 1 else 0):
+        cap = low * 1.1 if np.isinf(high) else (low * high) ** 0.5
+        found = _cut(by_stage, alone, twice, cap)
+        low, high = (cap, high) if found is None else (low, cap)
+    caps = [cap * high * (1 + 1e-9) for cap in CAPS] if np.isfinite(high) else [np.inf]
+    cuts = [_cut(by_stage, alone, twice, cap) for cap in caps]
+    return [_Draft(seconds, bounds, mode) for seconds, bounds in filter(None, cuts)]
+
+
+def _cut(
+    by_stage: list[Array], alone: list[Array], twice: list[int], cap: float
+) -> tuple[float, tuple[int, ...]] | None:
+    """The cuts with the least sum of the stages' times of which no path (``round``, ``twice`` of ``lagrange``) takes over ``cap`` besides.
+
+    With them that sum and the longest of those paths, together.
+    """
+    count = len(by_stage[0]) - 1
+    rest = np.where(np.arange(count + 1) == count, 0.0, np.inf)
+    went, most = [], []
+    for span, own, more in zip(reversed(by_stage), reversed(alone), reversed(twice), strict=True):
+        with np.errstate(invalid="ignore"):  # more of nothing that is possible
+            besides = np.maximum(own, more * span + rest[None, :]) if more else own
+        through = np.where(besides <= cap, span + rest[None, :], np.inf)
+        went.append(through.argmin(axis=1))
+        most.append(besides)
+        rest = through.min(axis=1)
+    if not np.isfinite(rest[0]):
+        return None
+    bounds = [0]
+    for after in reversed(went):
+        bounds.append(int(after[bounds[-1]]))
+    longest = max(float(b[i, j]) for b, (i, j) in zip(reversed(most), pairwise(bounds), strict=True))
+    return float(rest[0]) + longest, tuple(bounds)
 
 
 def _bottleneck(by_stage: list[Array], burden: list[float]) -> float:
@@ -262,9 +367,7 @@ def _stage_costs(instance: Instance, mode: Mode, regime: Regime) -> Array:
     return runs.spread(guess)
 
 
-def _refined(
-    instance: Instance, draft: _Draft, cache: dict[tuple[object, ...], tuple[int, ...] | None]
-) -> tuple[int, ...] | None:
+def _refined(instance: Instance, draft: _Draft, cache: _Cache) -> tuple[int, ...] | None:
     """Each stage's candidates, from the first stage to the last: what a layer sends decides what the next stage starts from."""
     pick: list[int] = []
     layout = instance.layout
