@@ -19,9 +19,12 @@ Where stages run on different devices every price and the limit also depend on `
 ``schedule(f, b, m)`` is the longest path through the schedule's actions (``simulate``), which never falls when an ``f_s`` or a
 ``b_s`` rises. ``bound`` states the linear relaxation, ``lagrange`` a second bound; ``exact`` solves.
 
-Under interleaved 1F1B each of ``P`` devices has ``v`` chunks: stage ``s`` of ``P v`` is on device ``s mod P``, which pays the sum of its
-stages' ``g`` and holds all of them; of activations the most that its actions ever have at once (``simulate.holdings``). Such choices
-have bounds and solvers of their own (``dealt_bound``, ``dealt``).
+Under interleaved 1F1B each of ``P`` devices has ``v`` chunks: stage ``s`` of ``P v`` is on device ``s mod P`` (``plan.device_of``), which
+pays the sum of its stages' ``g`` and holds all of them; of activations the most that its actions ever have at once
+(``schedules.holdings``). Such choices have bounds and solvers of their own (``dealt_bound``, ``dealt``).
+
+So have those whose backwards are in two parts (``plan.SPLIT``), be it with one chunk: ``b_s`` is then two prices, of which the second is
+the sum of ``weight(i, k(i))``, and a microbatch that is between the two holds ``waiting`` besides ``saved``.
 
 1F1B never has more in flight than GPipe, and was never slower on tens of thousands of random stages (observed, and a test holds
 it; not proved), so GPipe is planned only where it is asked for and the bound does not cover it.
