@@ -392,7 +392,7 @@ def compare(first: str, second: str, as_json: bool) -> None:
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Entry point of the console script; ends the process with the exit status."""
     # graphs and prices live as long as the command: looking for garbage among them costs a tenth
-    gc.set_threshold(100_000, 20, 100)
+    gc.set_threshold(1_000_000, 20, 100)
     try:
         status = cli.main(argv, prog_name="autopar", standalone_mode=False)
         sys.stdout.flush()
@@ -420,6 +420,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             f"{type(error).__name__}: {error} ({_where(error)})",
             "this is a fault of autopar's own; with AUTOPAR_TRACEBACK=1 it shows the whole way there",
         )
+    gc.freeze()  # nor when the interpreter ends: that takes a tenth again
     sys.exit(status if isinstance(status, int) else 0)
 
 
