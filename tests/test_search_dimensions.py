@@ -8,7 +8,7 @@ import pytest
 from price_models import chain, mlp, solve_mlp
 
 from autopar.devices import parse
-from autopar.plan import INTERLEAVED, OFFLOADS, RECOMPUTATIONS, SPLIT, ZERO_BUBBLE, Axis, Plan, Role, Strategy
+from autopar.plan import INTERLEAVED, NARROW, OFFLOADS, RECOMPUTATIONS, SPLIT, ZERO_BUBBLE, Axis, Plan, Role, Strategy
 from autopar.price import Pricer
 from autopar.search import SearchOptions, evaluate, make_mesh
 from autopar.search.hand import even_cuts
@@ -17,7 +17,8 @@ from autopar.search.problem import choices, strategies
 LAYERS, BATCH = 8, 32
 GRAPH = chain(mlp(BATCH, 128, 256, 1024), LAYERS)
 CLUSTER = parse("8xH100-80GB")
-PRICER = Pricer(GRAPH, CLUSTER, "bfloat16", solve_mlp)
+ALLOW = [(), *((name,) for name in NARROW), NARROW]
+PRICERS = {allow: Pricer(replace(GRAPH, narrow=allow), CLUSTER, "bfloat16", solve_mlp) for allow in ALLOW}
 D, T = Role.DATA, Role.TENSOR
 
 
@@ -35,6 +36,7 @@ class Written:
     recompute: str = "none"
     offload: str = "none"
     cuts: tuple[int, ...] | None = None
+    allow: tuple[str, ...] = ()
 
     @property
     def strategy(self) -> Strategy:
@@ -44,7 +46,7 @@ class Written:
     def priced(self) -> Plan:
         cuts = even_cuts(LAYERS, self.pipeline * self.chunks) if self.cuts is None else self.cuts
         return evaluate(
-            GRAPH, CLUSTER, PRICER, mesh=self.mesh, stage_bounds=(0, *cuts, LAYERS), strategies=[self.strategy] * LAYERS,
+            GRAPH, CLUSTER, PRICERS[self.allow], mesh=self.mesh, stage_bounds=(0, *cuts, LAYERS), strategies=[self.strategy] * LAYERS,
             microbatches=self.microbatches, schedule=self.schedule, precision="bfloat16", chunks=self.chunks,
         )  # fmt: skip
 
@@ -62,6 +64,7 @@ DIMENSIONS: dict[str, list[Written]] = {
     "ZeRO": [replace(PLAIN, zero=zero) for zero in (0, 1, 2, 3)],
     "recomputation": [replace(PLAIN, recompute=how) for how in RECOMPUTATIONS],
     "offload": [replace(PLAIN, offload=what) for what in OFFLOADS],
+    "precision": [replace(PLAIN, allow=allow) for allow in ALLOW],
 }
 
 

@@ -167,6 +167,7 @@ def _one_place(candidates: list[Strategy], prices: list[LayerPrice], split: bool
 
     nothing = np.zeros(len(prices))
     weight, waiting = (column("weight_s"), column("waiting_bytes")) if split else (nothing, nothing)
+    aside = any(s.offload != "none" for s in candidates)
     weights = column("parameters_bytes") + column("gradients_bytes") + column("optimizer_bytes")
     return Table(
         tuple(candidates),
@@ -180,8 +181,8 @@ def _one_place(candidates: list[Strategy], prices: list[LayerPrice], split: bool
         waiting,
         column("transient_bytes"),
         column("border_bytes"),
-        column("host_bytes"),
-        column("host_saved_bytes"),
+        column("host_bytes") if aside else nothing,
+        column("host_saved_bytes") if aside else nothing,
         tuple(zip(candidates, prices, strict=True)),
         split=split,
     )
