@@ -19,8 +19,8 @@ from autopar.search.tables import Array, Instance
 MIXTURES = (0.25, 0.5, 0.75, 1.0)
 """Shares of bytes, beside seconds, that cuts are made even in."""
 
-MOVES, ACTIONS = 10, 300_000
-"""Steps at most, and actions of the schedules that are simulated for one of them."""
+MOVES, ACTIONS = 64, 300_000
+"""Moves of a layer that are tried at most, and actions of the schedules that are simulated for them."""
 
 Refine = Callable[[tuple[int, ...]], Solution | None]
 
@@ -43,18 +43,13 @@ def polished(instance: Instance, best: Solution, refine: Refine, deadline: float
     """``best``, or what is faster after single layers have moved from the slowest device to another stage, or over a cut."""
     choice = instance.choice
     step = cost(instance, best).step_time_s
-    most = ACTIONS // (3 * choice.stages * choice.microbatches)
-    for _ in range(MOVES):
-        found = [best]
-        for bounds in _moved(instance, best)[:most]:
-            if time.monotonic() > deadline:
-                return best
-            solution = refine(bounds)
-            if solution is not None and (trial := cost(instance, solution).step_time_s) < step * (1 - 1e-6):
-                step, found = trial, [solution]
-        if found[0] is best:
-            return best
-        best = found[0]
+    left = min(MOVES, ACTIONS // (3 * choice.stages * choice.microbatches))
+    moves = iter(_moved(instance, best))
+    while left > 0 and time.monotonic() < deadline and (bounds := next(moves, None)) is not None:
+        left -= 1
+        solution = refine(bounds)
+        if solution is not None and (trial := cost(instance, solution).step_time_s) < step * (1 - 1e-4):
+            step, best, moves = trial, solution, iter(_moved(instance, solution))
     return best
 
 
