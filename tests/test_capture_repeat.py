@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from autopar.capture import capture, repeat
 from autopar.capture import export as exporting
+from autopar.capture.batch import describe_batch
 from autopar.graph import Graph
 
 
@@ -66,6 +67,9 @@ class Block(nn.Module):
             y = y * self.index
         if self.kind == "buffer":
             y = y + self.count
+        if self.kind == "inside":
+            y.mul_(2)
+            y[..., 0].add_(1)
         if self.kind == "leak":
             self.left = y
         if self.kind == "write":
@@ -84,13 +88,28 @@ class Stack(nn.Module):
         skip = torch.zeros_like(x)
         for block in [*self.blocks, *(self.blocks[4:] if self.kind == "twice" else [])]:
             x, skip = block(x, skip, {"residual": 0.5})
+            if self.kind == "after":
+                x.mul_(2)
+        if self.kind == "penalty":
+            x = x + 1e-3 * self.blocks[3].linear.weight.norm() + 1e-3 * self.blocks[4].linear.bias.sum()
         for block in self.blocks if self.kind == "leak" else []:
             x = x + block.left
         return self.head(x + skip)
 
 
 @pytest.mark.parametrize(
-    ("kind", "count"), [("equal", 4), ("index", 2), ("buffer", 4), ("leak", 0), ("twice", 2), ("write", 4)]
+    ("kind", "count"),
+    [
+        ("equal", 4),
+        ("index", 2),
+        ("buffer", 4),
+        ("leak", 0),
+        ("twice", 2),
+        ("write", 4),
+        ("inside", 4),
+        ("after", 4),
+        ("penalty", 4),
+    ],
 )
 def test_what_differs_is_traced(kind, count, monkeypatch):
     seen = found(monkeypatch)
@@ -100,6 +119,21 @@ def test_what_differs_is_traced(kind, count, monkeypatch):
     assert len(seen[-1].first) == count
     monkeypatch.setattr(exporting, "members", lambda module: {})
     assert canonical(once) == canonical(capture(Stack(kind), batch, F.mse_loss))
+
+
+def test_of_repeated_blocks_parameters_are_exported_where_something_else_reads_them():
+    model = Stack("penalty")
+    batch = torch.randn(4, 8), torch.randn(4, 4)
+    structure = describe_batch(model, batch, F.mse_loss, None)
+    repeats = exporting._repeats(model, None, F.mse_loss, structure)
+    assert repeats is not None and repeats.read == {"blocks.3", "blocks.4"}
+    assert set(repeats.unread(model)) == {
+        f"blocks.{i}.linear.{name}"
+        for i in repeats.first
+        for i in [int(i[7:])]
+        if i not in (3, 4)
+        for name in ("weight", "bias")
+    }
 
 
 def test_a_hook_that_collects_what_blocks_compute_is_obeyed(monkeypatch):
