@@ -22,7 +22,7 @@ from autopar.graph import Graph
 from autopar.plan import SPLIT
 from autopar.search import SearchOptions, search
 
-FAMILIES = ("plain", "memory", "skips", "pins", "odd counts", "mixed devices", "chunks", "split")
+FAMILIES = ("plain", "memory", "skips", "pins", "odd counts", "mixed devices", "chunks", "split", "offload")
 EXACT = SearchOptions(target_gap=0.0, time_limit_s=120)
 
 
@@ -59,10 +59,27 @@ def random_chunks(seed: int, family: str) -> tuple[Graph, Devices, RandomPricer,
     return graph, Devices(cluster.count, limits[0] if not kinds else min(limits), kinds=kinds), pricer, options
 
 
+def random_offload(seed: int) -> tuple[Graph, Devices, RandomPricer, SearchOptions]:
+    """Little memory, and anything, or some things, may be in the host's, which is little too."""
+    rng = random.Random(f"offload {seed}")
+    graph, cluster, pricer = random_problem(seed, devices=(1, 2, 2))
+    limit, host = rng.choice([50, 70, 100]), rng.choice([0, 20, 40, 60, 10_000])
+    chosen: list[dict[str, Any]] = [
+        {"offload": "any"},
+        {"offload": "any"},
+        {"offload": "optimizer"},
+        {"layers.0.offload": "any"},
+    ]
+    options = SearchOptions(target_gap=0.0, time_limit_s=120, pin=rng.choice(chosen))
+    return graph, Devices(cluster.count, limit, host_limit_bytes=host), pricer, options
+
+
 def problem(family: str, seed: int) -> tuple[Graph, Devices, RandomPricer, SearchOptions]:
     """The problem of a family with that seed."""
     if family in ("chunks", "split"):
         return random_chunks(seed, family)
+    if family == "offload":
+        return random_offload(seed)
     devices = (3, 3, 1) if family == "odd counts" else (1, 2, 4, 4)
     graph, cluster, pricer = random_problem(seed, devices=devices, skips=family == "skips")
     if family == "memory":

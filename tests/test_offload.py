@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,22 +11,24 @@ from typing import Any
 
 import pytest
 import torch
+from brute_force import random_offload
 from exactness import run_case, subject
 from price_models import chain, mlp, solve_mlp
-from search_models import Devices, RandomPricer, brute_force, random_problem
+from search_models import brute_force
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from workers import WorkerPool
 
+from autopar import compile
 from autopar.devices import parse
 from autopar.emit import emit
 from autopar.errors import InfeasibleError, UsageError
-from autopar.graph import Graph
 from autopar.plan import OFFLOADS, Plan, Role, Strategy
 from autopar.price import Pricer
 from autopar.price.layer import LayerPrice
 from autopar.program.offload import _Storage, saved
-from autopar.search import SearchOptions, driver, hand_plan, make_mesh, search
+from autopar.search import SearchOptions, driver, evaluate, hand_plan, make_mesh, price_pins, search
+from autopar.search.options import pins_by_layer
 from autopar.verify import kind
 
 
@@ -139,20 +140,11 @@ def test_processes_of_this_machine_have_no_memory_but_the_hosts() -> None:
 # -- the search ------------------------------------------------------------------------------------------------------
 
 
-def random_offload(seed: int) -> tuple[Graph, Devices, RandomPricer, SearchOptions]:
-    """A small problem of little memory in which anything may be in the host's, whose memory is little, too."""
-    rng = random.Random(f"offload {seed}")
-    graph, cluster, pricer = random_problem(seed, devices=(1, 2, 2))
-    limits = {"memory_limit_bytes": rng.choice([50, 70, 100]), "host_limit_bytes": rng.choice([0, 20, 40, 60, 10_000])}
-    pins = rng.choice([{"offload": "any"}, {"offload": "any"}, {"offload": "optimizer"}, {"layers.0.offload": "any"}])
-    return graph, replace(cluster, **limits), pricer, SearchOptions(target_gap=0.0, time_limit_s=120, pin=pins)
-
-
-@pytest.mark.parametrize("layers", [0, 16], ids=["SCIP", "labels"])
-def test_same_optimum_and_same_infeasible_set_as_brute_force(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "LABEL_LAYERS", layers)
+def test_host_memory_is_kept_to_where_the_exact_solver_is_scip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison by the hundred has a family of its own (``brute_force``), which the other exact solver closes."""
+    monkeypatch.setattr(driver, "LABEL_LAYERS", 0)
     outcomes = []
-    for seed in range(100):
+    for seed in range(1000, 1050):
         graph, cluster, pricer, options = random_offload(seed)
         best = brute_force(graph, cluster, pricer, options)
         try:
@@ -163,12 +155,46 @@ def test_same_optimum_and_same_infeasible_set_as_brute_force(layers: int, monkey
             continue
         assert best is not None, seed
         assert plan.bound_s <= best * (1 + 1e-6) and best <= plan.prediction.step_time_s * (1 + 1e-9), seed
-        if layers:
-            assert plan.prediction.step_time_s == pytest.approx(best, rel=1e-9), seed
         assert all(stage.host_bytes <= cluster.host_limit_bytes for stage in plan.stages)
         there = {layer.strategy.offload for layer in plan.layers}
         outcomes.append("there" if there != {"none"} else "here")
     assert all(outcomes.count(outcome) >= 2 for outcome in ("host", "device", "here", "there")), outcomes
+
+
+def test_pins() -> None:
+    assert SearchOptions().offload is None and SearchOptions(offload="any").pins == {"offload": "any"}
+    with pytest.raises(UsageError, match="offload is 'disk', it is one of none, optimizer, activations, both, any"):
+        SearchOptions(offload="disk")
+    with pytest.raises(UsageError, match="selective recomputation keeps stays on the device"):
+        pins_by_layer(GRAPH, SearchOptions(recompute="selective", pin={"layers.1.offload": "both"}))
+    graph, cluster, pricer, _ = random_offload(0)
+    everything = replace(cluster, memory_limit_bytes=10**9, host_limit_bytes=10**9)
+    plan = search(graph, everything, pricer, SearchOptions(pin={"layers.0.offload": "both"}))
+    assert [layer.strategy.offload for layer in plan.layers] == ["both", *["none"] * (len(plan.layers) - 1)]
+    # what leaves a choice to the search decides nothing, and has no price
+    options = SearchOptions(offload="any", zero=0)
+    found = search(graph, everything, pricer, options)
+    assert [pin.pin for pin in price_pins(graph, everything, pricer, options, found, 4.0).pins] == ["zero"]
+
+
+def test_a_plan_that_is_written_down_says_when_the_host_is_full(tmp_path: Path) -> None:
+    file = tmp_path / "small.toml"
+    file.write_text('gpu = "H100-80GB"\nhost_memory_gb = 0.01')
+    for devices, full in (("8xH100-80GB", False), (str(file), True)):
+        cluster = parse(devices)
+        plan = evaluate(
+            GRAPH,
+            cluster,
+            Pricer(GRAPH, cluster, "bfloat16", solve_mlp),
+            mesh=MESH,
+            stage_bounds=(0, 4),
+            strategies=[Strategy((Role.DATA,), offload="both")] * 4,
+            microbatches=1,
+            schedule="none",
+            precision="bfloat16",
+        )
+        assert plan.stages[0].host_bytes == 4 * (18 * TRAINABLE + 2 * S * (H + 2 * F))
+        assert ("which does not fit" in " ".join(plan.notes)) == full
 
 
 # -- programs --------------------------------------------------------------------------------------------------------
@@ -264,3 +290,14 @@ def test_programs_are_exact(model: str, degrees: dict[str, Any], workers2: Worke
     """The loss and every gradient, where the only tied parameters are owned by the stage (gpt2) and where FSDP has them (llama)."""
     outcome = run_case(model, kind("activations in the host's memory", offload="activations", **degrees), workers2)
     assert outcome.error.value <= 1e-9 and outcome.stages_typed == degrees.get("pipeline", 1)
+
+
+def test_a_compiled_model_trains_alike() -> None:
+    batch = (torch.randn(4, 8), torch.randn(4, 8))
+    losses = []
+    for offload in ("none", "activations"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+        with compile(model, ["cpu"], batch, nn.functional.mse_loss, offload=offload) as program:
+            losses.append([program.step(batch) for _ in range(3)])
+    assert losses[0] == losses[1] and losses[0][2] < losses[0][0]
