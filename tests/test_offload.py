@@ -267,11 +267,14 @@ def test_all_but_parameters_and_constants_is_put_aside_once_and_comes_back_once(
     # what comes in, both halves of the first product's result, what the second product reads
     assert [s.host.numel() for s in aside[:mine]] == [s.host.numel() for s in aside[mine:]]
     assert sorted(s.host.numel() for s in aside[:mine]) == [4 * 3 * n * 4 for n in (8, 16, 32)]
-    assert not any(s.back is not None or s.call.begun for s in aside)
+    assert not any(s.back is not None for s in aside)
+    # the device's own copies go one layer later
+    assert not any(s.call.begun for s in aside[:mine]) and all(s.call.begun for s in aside[mine:])
     backs: list[bool] = []
     copies = [weakref.ref(storage) for storage in aside]
     result.square().sum().backward()
     assert backs == [True] * len(aside)  # when the second block is done, the first one's are on their way
+    assert not any(s.call.begun for s in aside)
     aside.clear()
     del result, between
     gc.collect()

@@ -2,8 +2,9 @@
 
 ``saved`` stands around a layer's arithmetic, or around the call that recomputes it. Each storage is copied once, however many values
 lie in it, and comes back whole; parameters and what else is in memory anyway stay where they are. On a GPU both ways run on streams
-of their own: down beside the layers after, up beside the backward of the layers after, for each layer's first read fetches the layer
-before it, too. On a CPU the copies are made as well, and gain nothing. Nothing of this has run on a GPU yet.
+of their own: down beside the next layer's forward, at whose end it is waited for; up beside the backward of the layer after, whose first
+read fetches the layer before it, too. So the device holds two layers' worth, however far the host runs ahead. On a CPU the copies are
+made as well, and gain nothing. Nothing of this has run on a GPU yet.
 
 This file is copied into every emitted program; it needs torch alone.
 """
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 @contextmanager
 def saved(layer: nn.Module, *here: Tensor) -> Iterator[None]:
     """What autograd saves inside goes to the host's memory, but for the layer's parameters and ``here``."""
-    global _latest
+    global _latest, _going
     held = (*layer.parameters(), *layer.buffers(), *here)
     stay = {0, *(tensor.untyped_storage().data_ptr() for tensor in held)}  # 0: nothing is there
     call = _Call(_latest)
@@ -32,8 +33,18 @@ def saved(layer: nn.Module, *here: Tensor) -> Iterator[None]:
 
     with torch.autograd.graph.saved_tensors_hooks(put, _take):
         yield
-    call.begun.clear()  # the device's copies may go
-    _latest = weakref.ref(call)
+    _settle()
+    _going, _latest = call, weakref.ref(call)
+
+
+def _settle() -> None:
+    """What the latest call has put aside has arrived, for all that the device does from here on: its own copies may go."""
+    global _going
+    if _going is not None:
+        for _, storage in _going.begun.values():
+            storage.wait()
+        _going.begun.clear()
+        _going = None
 
 
 class _Call:
@@ -41,7 +52,7 @@ class _Call:
 
     def __init__(self, before: weakref.ref[_Call] | None) -> None:
         self.before = before
-        self.begun: dict[int, tuple[Tensor, _Storage]] = {}  # while it runs, so that no address is taken twice
+        self.begun: dict[int, tuple[Tensor, _Storage]] = {}  # until it has arrived, so that no address is taken twice
         self.storages: list[weakref.ref[_Storage]] = []
 
     def put(self, tensor: Tensor) -> _Saved:
@@ -65,32 +76,34 @@ class _Storage:
 
     def __init__(self, tensor: Tensor, call: _Call) -> None:
         self.call, self.device = call, tensor.device
-        there = _bytes(tensor)
+        there = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         self.host = torch.empty(there.numel(), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         self.back: Tensor | None = None
-        if self.device.type == "cuda":
-            self.ready = _beside(self.device, self.host, there)
-        else:
-            self.host.copy_(there)
+        self.ready = _copy(self.host, there, self.device)
 
     def fetch(self) -> None:
-        if self.back is not None:
-            return
-        self.back = torch.empty_like(self.host, device=self.device, pin_memory=False)
-        if self.device.type == "cuda":
-            self.ready = _beside(self.device, self.back, self.host, after=self.ready)
-        else:
-            self.back.copy_(self.host)
+        if self.back is None:
+            self.back = torch.empty(self.host.shape, dtype=torch.uint8, device=self.device)
+            self.ready = _copy(self.back, self.host, self.device, after=self.ready)
+
+    def wait(self) -> None:
+        """The current stream goes on when the latest copy has arrived."""
+        if self.ready is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.ready)
 
     def take(self) -> Tensor:
+        _settle()
         self.call.fetch()
         before = self.call.before and self.call.before()
         if before:
             before.fetch()
         assert self.back is not None
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).wait_event(self.ready)
+        self.wait()
         return self.back
+
+    def __del__(self) -> None:
+        if self.back is not None:
+            self.wait()  # fetched and not read: its memory is not given away before
 
 
 class _Saved:
@@ -108,26 +121,25 @@ def _take(kept: Tensor | _Saved) -> Tensor:
     return torch.empty(0, dtype=kept.dtype, device=back.device).set_(back.untyped_storage(), *kept.place)
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    """All bytes of the tensor's storage."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
-def _beside(
-    device: torch.device, to: Tensor, source: Tensor, after: torch.cuda.Event | None = None
-) -> torch.cuda.Event:
-    """Copies on a stream of that direction, after what the current one has begun; the event of its end."""
-    if (device, to.device) not in _streams:
-        _streams[device, to.device] = torch.cuda.Stream(device)
-    stream = _streams[device, to.device]
+def _copy(
+    to: Tensor, source: Tensor, device: torch.device, after: torch.cuda.Event | None = None
+) -> torch.cuda.Event | None:
+    """Copies on the stream of that direction, after what the device's current one has begun; the event of its end. On a CPU at once."""
+    if device.type != "cuda":
+        to.copy_(source)
+        return None
+    way = device, to.device
+    if way not in _streams:
+        _streams[way] = torch.cuda.Stream(device)
+    stream = _streams[way]
     stream.wait_stream(torch.cuda.current_stream(device))
     if after is not None:
         stream.wait_event(after)
     with torch.cuda.stream(stream):
         to.copy_(source, non_blocking=True)
-    (to if to.is_cuda else source).record_stream(stream)  # its memory is not given away before
     return stream.record_event()
 
 
 _latest: weakref.ref[_Call] | None = None
+_going: _Call | None = None  # the latest call, until what it has put aside has arrived
 _streams: dict[tuple[torch.device, torch.device], torch.cuda.Stream] = {}
