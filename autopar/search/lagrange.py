@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided, sliding_window_view
 from numpy.typing import NDArray
 
 from autopar.search.bound import TOLERANCE, cheapest_send
@@ -175,48 +176,45 @@ class _Paths:
         count, runs = self.count, self.runs
         some = np.min(self.round, axis=0) <= float(steps.max())
         longest = int(runs.counts[some].sum(axis=1).max(initial=1))
-        at = np.arange(count + 1)[:, None]
-        more = np.arange(longest)
-        before, after = (
-            at - 1 - more,
-            at + 1 + more,
-        )  # [j, more]: the first layer of j's stage; [i, more]: the end of i's
-        empty = len(runs.counts)
-        inside = np.where(before >= 0, runs.at[before.clip(0), at], empty)
-        beyond = np.minimum(after, count)
-        total = [np.append(t, np.inf)[inside] for t in self.total]
-        time = [np.append(t, np.inf)[inside] for t in self.time]
-        alone = [np.append(t, np.inf)[inside] for t in self.round]
-        between = [np.append(t, np.inf)[inside] for t in self.between]
-        limit = steps[:, None, None]
-        start = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
-        end = start[::-1]
-        allowed = [np.isfinite(t) for t in total]
-        before = before.clip(0)
-        for _ in range(ROUNDS):
-            ahead = [np.tile(start, (len(steps), 1))]
-            for ok, cost in zip(allowed, total, strict=True):
-                ahead.append((ahead[-1][:, before] + np.where(ok, cost, np.inf)).min(axis=2))
-            if not np.isfinite(ahead[-1][:, -1]).any():
+        at, more = np.arange(count + 1)[:, None], np.arange(longest)
+        before = at - 1 - more  # [j, more]: the first layer of the stage that ends at j
+        inside = np.where(before >= 0, runs.at[before.clip(0), at], len(runs.counts))
+        total, time, alone, between = (
+            [np.append(t, np.inf)[inside] for t in column]
+            for column in (self.total, self.time, self.round, self.between)
+        )
+        found = np.zeros(len(steps), dtype=bool)
+        open_ = np.arange(len(steps))  # the steps that may be possible
+        masked = [np.broadcast_to(t, (len(steps), *t.shape)) for t in total]  # [step, j, more], inf where not allowed
+        for number in range(ROUNDS + 1):
+            ahead, paths = np.tile(np.where(at[:, 0] == 0, 0.0, np.inf), (len(open_), 1)), []
+            for cost in masked:
+                # [step, j, more]: the way up to the first layer of such a stage
+                padded = np.concatenate([np.full((len(open_), longest), np.inf), ahead[:, :-1]], axis=1)
+                paths.append(sliding_window_view(padded, longest, axis=1)[:, :, ::-1])
+                ahead = (paths[-1] + cost).min(axis=2)
+            alive = np.isfinite(ahead[:, -1])
+            open_, paths = open_[alive], paths if alive.all() else [path[alive] for path in paths]
+            if number == ROUNDS or not len(open_):
                 break
-            rest = twice = np.tile(end, (len(steps), 1))
+            limit = steps[open_][:, None, None]
+            rest = twice = np.tile(np.where(at[:, 0] == count, 0.0, np.inf), (len(open_), 1))
+            later = np.full((len(open_), count + 1 + longest, longest), np.inf)
+            # [step, i, more] of the view: the stage that starts at i and ends more + 1 later
+            step, row, column = later.strides
+            stages = as_strided(later[:, 1:], (len(open_), count + 1, longest), (step, row, row + column))
             for s in range(len(total) - 1, -1, -1):
                 own = total[s] + between[s] + (twice[:, :, None] if self.twice[s] else 0.0)
-                path = ahead[s][:, before] + np.maximum(own, alone[s]) + rest[:, :, None]
-                ok = path <= limit
-                allowed[s] = ok
-                sums = [
-                    np.where(ok, cost, np.inf) + later[:, :, None]
-                    for cost, later in ((total[s], rest), (time[s], twice))
-                ]
-                back = [np.where(after <= count, part[:, beyond, more], np.inf).min(axis=2) for part in sums]
-                rest, twice = back
-            if not np.isfinite(rest[:, 0]).any():
-                break
-        ahead_s = np.tile(start, (len(steps), 1))
-        for ok, cost in zip(allowed, total, strict=True):
-            ahead_s = (ahead_s[:, before] + np.where(ok, cost, np.inf)).min(axis=2)
-        found: NDArray[np.bool_] = np.isfinite(ahead_s[:, -1])
+                path = paths[s] + np.maximum(own, alone[s]) + rest[:, :, None]
+                masked[s] = np.where(path <= limit, total[s], np.inf)
+                np.add(masked[s], rest[:, :, None], out=later[:, : count + 1])
+                rest = stages.min(axis=2)
+                if s and self.twice[s - 1]:
+                    np.add(np.where(path <= limit, time[s], np.inf), twice[:, :, None], out=later[:, : count + 1])
+                    twice = stages.min(axis=2)
+            possible = np.isfinite(rest[:, 0])
+            open_, masked = open_[possible], [cost[possible] for cost in masked]
+        found[open_] = True
         return found
 
 
