@@ -38,7 +38,7 @@ State = tuple[int, int, int]
 """Bytes of parameters, of their gradients and of their optimizer state."""
 
 
-Counts = tuple[tuple[int, int], ...]
+Counts = tuple[tuple[float, float], ...]
 """Microbatches in flight of each stage of a device, and how many of these are between the two parts of their backward."""
 
 

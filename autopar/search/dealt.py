@@ -153,9 +153,7 @@ def construct_dealt(instance: Instance, deadline: float = np.inf) -> tuple[float
         if found is not None and draft.estimate_s >= found[0] * 1.1:
             break
         draft.improve(deadline)
-        more = (
-            uneven_cuts(instance, draft.pick, draft.seconds, _first_moments(instance)) if instance.choice.split else []
-        )
+        more = uneven_cuts(instance, draft.pick, draft.seconds) if instance.choice.split else []
         for bounds in (draft.bounds, *more):
             solution = _refined(instance, draft.allowed, bounds, cache)
             if solution is not None and (step := cost(instance, solution).step_time_s) < (found or (np.inf,))[0]:
@@ -180,8 +178,8 @@ def _refined(
     """The candidates of every device's layers for these cuts; ``None`` where none that were found fit."""
     line, kind = instance.choice.pipeline, instance.kind
     border = instance.layout.inside[0].border
-    room, moments = 1.0, _first_moments(instance)
-    seen = [{moment} for moment in moments]
+    rooms, moments = [1.0] * line, _first_moments(instance)
+    seen = [[moment] for moment in moments]
     for _ in range(TRIES):
         pick = [0] * instance.layers
         for d in range(line):
@@ -189,7 +187,7 @@ def _refined(
             runs = [range(bounds[s], bounds[s + 1]) for s in own]
             layers = [i for run in runs for i in run]
             held = [n for n, run in zip(moments[d], runs, strict=True) for _ in run]
-            place, limit = instance.layout.place[d], instance.layout.limit[d] * room
+            place, limit = instance.layout.place[d], instance.layout.limit[d] * rooms[d]
             borders = tuple(border[i] if j == i + 1 else -1 for i, j in pairwise(layers))
             passing = passing_by(instance.choice, d)
             key = (id(allowed), tuple(kind[layers].tolist()), tuple(held), borders, place, passing, limit)
@@ -205,8 +203,10 @@ def _refined(
             return solution
         # another moment of the schedule holds more than the one that was planned for
         full = _shares(instance, solution)
-        if not instance.choice.split or not _turned(moments, seen, full, fullest_moments(instance, solution)):
-            room *= 0.999 / max(full)
+        if instance.choice.split:
+            _turn(moments, seen, rooms, full, fullest_moments(instance, solution))
+        else:
+            rooms = [room * 0.999 / max(full) for room in rooms]
     return None
 
 
@@ -221,19 +221,21 @@ def _first_moments(instance: Instance) -> list[Counts]:
     return [tuple((saved[s], waiting[s]) for s in instance.choice.own(d)) for d in range(instance.choice.pipeline)]
 
 
-def _turned(moments: list[Counts], seen: list[set[Counts]], full: Sequence[float], fullest: Sequence[Counts]) -> bool:
-    """Turn the devices that hold too much to the moment at which they do, or to all those that have been so at once; whether any was."""
-    turned = False
+def _turn(
+    moments: list[Counts],
+    seen: list[list[Counts]],
+    rooms: list[float],
+    full: Sequence[float],
+    fullest: Sequence[Counts],
+) -> None:
+    """Turn the devices that hold too much to the moment at which they do; from the third on to the mean of all, in less room."""
     for d, (share, moment) in enumerate(zip(full, fullest, strict=True)):
-        if share > 1 and moment != moments[d]:
-            if moment in seen[d]:
-                moment = tuple(
-                    (max(n), max(q)) for n, q in (zip(*each, strict=True) for each in zip(*seen[d], strict=True))
-                )
-            turned |= moment != moments[d]
-            seen[d].add(moment)
-            moments[d] = moment
-    return turned
+        if share > 1:
+            seen[d].append(moment)
+            several = len(seen[d]) > 2 or moment == moments[d]
+            mean = np.mean(seen[d] if several else [moment], axis=0)
+            moments[d] = tuple((float(n), float(q)) for n, q in mean)
+            rooms[d] *= 0.999 / share if several else 1.0
 
 
 class _Device(Stage):

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from autopar.search.assess import Counts, Solution, cost
+from autopar.search.assess import Solution, cost
 from autopar.search.cuts import deal
+from autopar.search.schedules import holdings
 from autopar.search.tables import Array, Instance
 
 MIXTURES = (0.25, 0.5, 0.75, 1.0)
@@ -25,14 +26,16 @@ MOVES, ACTIONS = 64, 300_000
 Refine = Callable[[tuple[int, ...]], Solution | None]
 
 
-def uneven_cuts(
-    instance: Instance, pick: Sequence[int], seconds: Array, moments: Sequence[Counts]
-) -> list[tuple[int, ...]]:
+def uneven_cuts(instance: Instance, pick: Sequence[int], seconds: Array) -> list[tuple[int, ...]]:
     """Cuts for the candidates ``pick`` of each kind; ``seconds[device, layers]`` are sums over the first layers, from none to all."""
-    layout, held = instance.layout, np.zeros_like(seconds)
-    for d, moment in enumerate(moments):
-        n, q = np.mean(moment, axis=0).tolist()
-        each = np.array([float(t.held(n, q)[k]) for t, k in zip(instance.at(layout.place[d]), pick, strict=True)])
+    layout, held, choice = instance.layout, np.zeros_like(seconds), instance.choice
+    number = np.bincount(instance.kind, minlength=len(instance.kinds))
+    for d in range(choice.pipeline):
+        counts, _ = holdings(choice.schedule, choice.pipeline, choice.chunks, choice.microbatches, d)
+        moments = {(float(n), float(q)) for n, q in counts.reshape(len(counts), 2, choice.chunks).mean(axis=2)}
+        chosen = list(zip(instance.at(layout.place[d]), pick, strict=True))
+        ways = [np.array([float(t.held(n, q)[k]) for t, k in chosen]) for n, q in sorted(moments)]
+        each = max(ways, key=lambda held: float(number @ held))  # of the moment at which such layers hold most
         held[d, 1:] = np.cumsum(each[instance.kind]) / layout.limit[d]
     share = seconds / float(seconds[:, -1].mean()) * len(held)
     cuts = [deal(list((1 - mix) * share + mix * held), instance.choice.device) for mix in MIXTURES]
