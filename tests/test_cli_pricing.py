@@ -66,6 +66,10 @@ def test_the_flags_of_other_trainers_mean_the_same():
         read_flags(["--parallelism.data_parallel_shard_degree=8", "--activation_checkpoint.mode", "off"])
     )
     assert titan == {"zero": 3, "recompute": "none"}
+    uniform = ["--recompute-granularity=full", "--recompute-method", "uniform", "--recompute-num-layers=4"]
+    assert translated(read_flags(uniform)) == {"recompute": "full", "segment": 4}
+    with pytest.raises(UsageError, match="--recompute-method block"):
+        read_flags(["--recompute-method", "block"])
     with pytest.raises(UsageError, match="--fast"):
         read_flags(["--fast"])
     with pytest.raises(UsageError, match="no value"):

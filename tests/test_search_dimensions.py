@@ -10,9 +10,9 @@ from price_models import chain, mlp, solve_mlp
 from autopar.devices import parse
 from autopar.plan import INTERLEAVED, NARROW, OFFLOADS, RECOMPUTATIONS, SPLIT, ZERO_BUBBLE, Axis, Plan, Role, Strategy
 from autopar.price import Pricer
-from autopar.search import SearchOptions, evaluate, make_mesh
+from autopar.search import SearchOptions, evaluate, make_mesh, search
 from autopar.search.hand import even_cuts
-from autopar.search.problem import choices, strategies
+from autopar.search.problem import choices, sizes_of_segments, strategies
 
 LAYERS, BATCH = 8, 32
 GRAPH = chain(mlp(BATCH, 128, 256, 1024), LAYERS)
@@ -35,13 +35,14 @@ class Written:
     zero: int = 1
     recompute: str = "none"
     offload: str = "none"
+    segment: int = 1
     cuts: tuple[int, ...] | None = None
     allow: tuple[str, ...] = ()
 
     @property
     def strategy(self) -> Strategy:
         full, part = self.recompute == "full", self.recompute == "selective"
-        return Strategy(self.roles, self.zero, full, part, self.offload)
+        return Strategy(self.roles, self.zero, full, part, self.offload, self.segment)
 
     def priced(self) -> Plan:
         cuts = even_cuts(LAYERS, self.pipeline * self.chunks) if self.cuts is None else self.cuts
@@ -63,6 +64,7 @@ DIMENSIONS: dict[str, list[Written]] = {
     "roles": [replace(PLAIN, roles=roles) for roles in ((D, T), (D, Role.TENSOR_SEQUENCE), (D, D))],
     "ZeRO": [replace(PLAIN, zero=zero) for zero in (0, 1, 2, 3)],
     "recomputation": [replace(PLAIN, recompute=how) for how in RECOMPUTATIONS],
+    "layers of a segment": [replace(PLAIN, recompute="full", segment=n) for n in (1, 2, 3, 4)],
     "offload": [replace(PLAIN, offload=what) for what in OFFLOADS],
     "precision": [replace(PLAIN, allow=allow) for allow in ALLOW],
 }
@@ -91,7 +93,25 @@ def test_the_search_tries_these_values() -> None:
     candidates = strategies(PLAIN.mesh, BATCH // PLAIN.microbatches, CLUSTER.gpus_per_node, SearchOptions())
     for written in (w for name in ("roles", "ZeRO", "recomputation") for w in DIMENSIONS[name]):
         assert written.strategy in candidates, written
-    assert all(candidate.offload == "none" for candidate in candidates)
+    assert all(candidate.offload == "none" and candidate.segment == 1 for candidate in candidates)
+    sizes = sizes_of_segments(GRAPH.chains[GRAPH.layers[0].cls], SearchOptions().common, True)
+    candidates = strategies(
+        PLAIN.mesh, BATCH // PLAIN.microbatches, CLUSTER.gpus_per_node, SearchOptions(), None, 0, sizes
+    )
+    assert all(written.strategy in candidates for written in DIMENSIONS["layers of a segment"])
     asked = SearchOptions(offload="any")
     candidates = strategies(PLAIN.mesh, BATCH // PLAIN.microbatches, CLUSTER.gpus_per_node, asked)
     assert all(written.strategy in candidates for written in DIMENSIONS["offload"])
+
+
+def test_a_long_chain_is_faster_in_segments() -> None:
+    """64 narrow layers, each of which saves little more than its input: what segments spare lets fewer devices share a layer."""
+    graph = chain(mlp(8, 4096, 256, 1024), 64)
+    pricer = Pricer(graph, CLUSTER, "bfloat16", solve_mlp)
+    options = SearchOptions(precision="bfloat16", memory_limit_bytes=160_000_000, microbatches=2)
+    alone = search(graph, CLUSTER, pricer, replace(options, segment=1))
+    several = search(graph, CLUSTER, pricer, options)
+    assert all(layer.strategy.recompute for layer in alone.layers)
+    assert any(layer.strategy.segment > 1 for layer in several.layers)
+    assert several.prediction.step_time_s < 0.7 * alone.prediction.step_time_s
+    assert several.bound_s <= several.prediction.step_time_s

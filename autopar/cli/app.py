@@ -367,6 +367,7 @@ def hardware(action: str | None, name: str | None, as_json: bool) -> None:
     "--chunks", type=click.IntRange(1), metavar="N", help="Stages of each device, where the schedule deals several out."
 )
 @click.option("--recompute", metavar="NAME", help="none, selective or full.")
+@click.option("--segment", type=click.IntRange(1), metavar="N", help="Layers that are recomputed as one, in full.")
 @click.option("--offload", metavar="NAME", help="In the host's memory: none, optimizer, activations or both.")
 @click.option("--timeline", is_flag=True, help="Show besides what each device holds at each action of a step.")
 @_plan_file_option

@@ -43,6 +43,8 @@ FLAGS = {
     "--sequence-parallel": "sequence",
     "--use-distributed-optimizer": "zero1",
     "--recompute-granularity": "recompute",
+    "--recompute-method": "recompute_method",
+    "--recompute-num-layers": "segment",
     "--num-virtual-stages-per-pipeline-rank": "chunks",
     "--bf16": "bfloat16",
     "--fp16": "float16",
@@ -58,6 +60,7 @@ FLAGS = {
     "--activation_checkpoint.mode": "recompute",
 }
 _NOTHING = 1e-9  # seconds: what rounding leaves of a bubble that is not there
+_WORDS = frozenset({"recompute", "recompute_method"})
 _SWITCHES = frozenset({"sequence", "zero1", "bfloat16", "float16"})
 
 
@@ -81,9 +84,13 @@ def read_flags(words: Sequence[str]) -> dict[str, Any]:
             if not queue:
                 raise UsageError(f"{flag} has no value", f"write {flag} followed by its value")
             value = queue.pop(0)
-        if name != "recompute" and not value.isdigit():
+        if name not in _WORDS and not value.isdigit():
             raise UsageError(f"{flag} = {value!r} is not a whole number", "degrees and sizes are whole numbers")
-        found[name] = value if name == "recompute" else int(value)
+        found[name] = value if name in _WORDS else int(value)
+    if found.get("recompute_method", "uniform") != "uniform":
+        raise UsageError(
+            f"--recompute-method {found['recompute_method']} is not understood", "write uniform, or a plan's JSON file"
+        )
     return found
 
 
@@ -127,6 +134,8 @@ def translated(found: Mapping[str, Any]) -> dict[str, Any]:
         options["zero"] = 3 if found["shard"] > 1 else 0
     if "recompute" in found:
         options["recompute"] = "none" if found["recompute"] == "off" else str(found["recompute"])
+    if "segment" in found and options.get("recompute", "full") == "full":  # other recomputation has no use for it
+        options["segment"] = found["segment"]
     return options
 
 
@@ -216,6 +225,7 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
         tensor=tensor,
         sequence=bool(request.get("sequence")),
         recompute=recompute,
+        segment=request.get("segment") or 1,
         offload=offload,
         microbatches=microbatches,
         schedule=request.get("schedule"),
@@ -297,6 +307,8 @@ def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
     found.append(("ZeRO", *(max(layer.strategy.zero for layer in plan.layers) for plan in (a, b)), ""))  # type: ignore[arg-type]
     for words, how in (("layers recomputed", "full"), ("layers recomputed in part", "selective")):
         found.append((words, count(a, how), count(b, how), ""))
+    longest = [max(layer.strategy.segment for layer in plan.layers) for plan in (a, b)]
+    found.append(("layers of a segment", longest[0], longest[1], ""))
     for words, part in (("layers' optimizer states", "optimizer"), ("layers' activations", "activations")):
         counts = (sum(getattr(layer.strategy, f"offloads_{part}") for layer in plan.layers) for plan in (a, b))
         found.append((f"{words} in the host", *counts, ""))

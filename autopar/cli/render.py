@@ -101,7 +101,9 @@ def _layers(plan: Plan) -> RenderableType:
             _degree(s.degree(plan.mesh, Role.TENSOR, Role.TENSOR_SEQUENCE)),
             _degree(s.degree(plan.mesh, *SEQUENCES)),
             str(s.zero) if s.degree(plan.mesh, Role.DATA) > 1 else "-",
-            {"none": "-", "selective": "in part", "full": "yes"}[s.recomputation],
+            f"{s.segment} as one"
+            if s.segment > 1
+            else {"none": "-", "selective": "in part", "full": "yes"}[s.recomputation],
             *([s.offload if s.offload != "none" else "-"] if offloads else []),
         )
     return table

@@ -103,7 +103,7 @@ def _without_pins(study: Study, deadline: float) -> Iterator[Change]:
         plan = feasible(study, asked=study.options.without(key))
         if plan is not None:
             alone += 1
-            kind = "recomputation" if key.endswith("recompute") else "pin"
+            kind = "recomputation" if key.endswith(("recompute", "segment")) else "pin"
             yield _change(kind, f"leave {key} free (it is pinned to {value})", plan, (key,))
     if not alone and len(pins) > 1:
         free = study.options

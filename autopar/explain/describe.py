@@ -41,6 +41,8 @@ def describe(plan: Plan) -> str:
         if count:
             how = "recomputed" if name == "recompute" else "recomputed in part"
             parts.append(f"{'all' if count == len(plan.layers) else f'{count} of {len(plan.layers)}'} layers {how}")
+            if name == "recompute" and (sizes := sorted({a.strategy.segment for a in plan.layers} - {1})):
+                parts[-1] += f" (in segments of {' to '.join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))})"
     for name, what in (("offloads_optimizer", "optimizer states"), ("offloads_activations", "activations")):
         count = sum(getattr(layer.strategy, name) for layer in plan.layers)
         if count:

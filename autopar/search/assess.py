@@ -175,6 +175,21 @@ def in_turn(instance: Instance, first: int, pick: Sequence[int]) -> tuple[int, .
     return tuple(found)
 
 
+def all_in_turn(instance: Instance, solution: Solution) -> Solution:
+    """The same for every stage, where any layers may be recomputed several as one."""
+    if not instance.segmented:
+        return solution
+    runs = (in_turn(instance, i, solution.pick[i:j]) for i, j in pairwise(solution.bounds))
+    return replace(solution, pick=tuple(itertools.chain.from_iterable(runs)))
+
+
+def leaving_room(instance: Instance, solution: Solution) -> Instance:
+    """The instance with as much less memory as the solution has too little: what is found by its layers' shares may then fit."""
+    held = memories(instance, solution)
+    limits = (limit - max(m.total - limit, 0.0) for m, limit in zip(held, instance.layout.limit, strict=True))
+    return replace(instance, layout=replace(instance.layout, limit=tuple(limits)))
+
+
 def fits(instance: Instance, solution: Solution) -> bool:
     return _fit(instance, solution.bounds, prices_of(instance, solution))
 

@@ -412,8 +412,11 @@ def _in_segments(
             break
         low, high = (low, spare) if min(over) <= 0 else (spare, high)
         spare = (low + high) / 2 if np.isfinite(high) else spare + min(over)
-        again = Stage(instance, mode.allowed, i, i + len(trials[0]), s, before, spare).solve()
-        found = [] if again is None else [again]
+        j = i + len(trials[0])
+        n, passing, place, limit = instance.regime(s)
+        again = Stage(instance, mode.allowed, i, j, s, before, spare).solve()
+        whole = _whole(instance, mode, i, j, (n, passing, place, limit - spare))
+        found = [pick for pick in (again, whole) if pick is not None and full.host_fits(pick)]
     return min(fit, key=full.seconds) if fit else None
 
 

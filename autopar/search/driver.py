@@ -16,14 +16,24 @@ import resource
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 import numpy as np
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph import Graph
 from autopar.plan import PinPrice, Plan
-from autopar.search.assess import Proof, Solution, cost, counted_twice, fits, in_segments, in_turn, make_plan, tidy
+from autopar.search.assess import (
+    Proof,
+    Solution,
+    all_in_turn,
+    cost,
+    counted_twice,
+    fits,
+    in_segments,
+    leaving_room,
+    make_plan,
+    tidy,
+)
 from autopar.search.bound import relaxation
 from autopar.search.construct import construct, tied_cost
 from autopar.search.dealt import construct_dealt, most_frugal_dealt, solve_dealt
@@ -90,10 +100,7 @@ class State:
 
     def offer(self, instance: Instance, solution: Solution) -> None:
         """Take a solution as incumbent, if it fits and its true cost is the best so far."""
-        if instance.segmented:
-            runs = pairwise(solution.bounds)
-            pick = itertools.chain.from_iterable(in_turn(instance, i, solution.pick[i:j]) for i, j in runs)
-            solution = replace(solution, pick=tuple(pick))
+        solution = all_in_turn(instance, solution)
         step = cost(instance, solution).step_time_s
         if step < self.step_s and fits(instance, solution):
             self.step_s, self.best = step, (instance, solution)
@@ -279,6 +286,8 @@ def _construct(state: State, node: _Node) -> None:
         found = _constructed(decided, state.deadline) if decided is not None else None
         if decided is not None and found is not None:
             state.offer(decided, found[1])
+        elif not _dealt(node.instance) and most_frugal(node.instance)[0] > 1:
+            return _not_possible(state, node)
     state.push(node.instance, node.bound_s, 5 if _dealt(node.instance) else 4)
 
 
@@ -344,6 +353,9 @@ def _close(state: State, node: _Node) -> None:
     budget = min(left, max(2.0, 0.1 * state.options.time_limit_s))  # what it does not close soon it hardly ever closes
     gap = max(state.options.target_gap / 4, 1e-9)
     bound, solution = solve_scip(instance, node.bound_s, state.step_s, budget, gap)
+    if solution is not None and instance.segmented and not fits(instance, all_in_turn(instance, solution)):
+        tight = leaving_room(instance, all_in_turn(instance, solution))
+        solution = solve_scip(tight, node.bound_s, state.step_s, min(budget, state.left_s()), gap)[1]
     if solution is not None:
         state.offer(instance, solution)
     state.closed_s = min(state.closed_s, bound)
