@@ -14,15 +14,27 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from search_models import Devices, RandomPricer, brute_force, random_problem
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph import Graph
 from autopar.plan import SPLIT
-from autopar.search import SearchOptions, search
+from autopar.search import SearchOptions, driver, search
 
-FAMILIES = ("plain", "memory", "skips", "pins", "odd counts", "mixed devices", "chunks", "split", "offload")
+FAMILIES = (
+    "plain",
+    "memory",
+    "skips",
+    "pins",
+    "odd counts",
+    "mixed devices",
+    "chunks",
+    "split",
+    "offload",
+    "any chunks",
+)
 EXACT = SearchOptions(target_gap=0.0, time_limit_s=120)
 
 
@@ -42,7 +54,7 @@ def random_pins(seed: int, layers: int, devices: int) -> SearchOptions:
 def random_chunks(seed: int, family: str) -> tuple[Graph, Devices, RandomPricer, SearchOptions]:
     """Four or five layers on a line of devices: each may have several stages. Memory is often short, devices are sometimes mixed.
 
-    ``family`` "split": backwards are in two parts.
+    ``family`` "any chunks": one stage on each device is as welcome; "split": backwards are in two parts.
     """
     rng = random.Random(f"{family} {seed}")
     graph, cluster, pricer = random_problem(seed, layers=rng.choice([4, 4, 5]), devices=(2, 2, 4))
@@ -51,6 +63,8 @@ def random_chunks(seed: int, family: str) -> tuple[Graph, Devices, RandomPricer,
     dealt = {"schedule": "interleaved-1f1b"}
     chosen = [dealt, dealt, {"chunks": 2}, dealt, {"pipeline": 2} | dealt, {"chunks": 2, "microbatches": 2}]
     pins: dict[str, Any] = rng.choice(chosen)
+    if family == "any chunks":
+        pins = rng.choice([{"pipeline": 2}, {"pipeline": 2}, {"pipeline": 2, "microbatches": 2}, {"tensor": 1}])
     if family == "split":
         fit = [name for name in SPLIT if name == "zero-bubble" or len(graph.layers) >= 4]
         fit = [name for name in fit if name != "dualpipev" or graph.batch_size >= 4]
@@ -76,7 +90,7 @@ def random_offload(seed: int) -> tuple[Graph, Devices, RandomPricer, SearchOptio
 
 def problem(family: str, seed: int) -> tuple[Graph, Devices, RandomPricer, SearchOptions]:
     """The problem of a family with that seed."""
-    if family in ("chunks", "split"):
+    if family in ("chunks", "any chunks", "split"):
         return random_chunks(seed, family)
     if family == "offload":
         return random_offload(seed)
@@ -103,7 +117,8 @@ def compare(family: str, seed: int) -> dict[str, Any]:
     started = time.process_time()
     gap = 0.0
     try:
-        plan = search(graph, cluster, pricer, options)
+        with mock.patch.object(driver, "WAITING", 0.0):  # however long the best plan waits
+            plan = search(graph, cluster, pricer, options)
         found, gap = plan.prediction.step_time_s, plan.gap
         row |= {"outcome": "optimum", "pipeline": plan.pipeline, "chunks": plan.chunks}
     except InfeasibleError:

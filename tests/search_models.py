@@ -187,8 +187,25 @@ def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: S
     """The step time of the best of all plans, one by one; ``None`` where none fits. Shares no code with the search but ``simulate``.
 
     Layers are recomputed several as one where they are pinned to it, in outer choices of which nothing fits without, and in the best choice
-    if its plan recomputes any.
+    if its plan recomputes any. Where nothing says how many stages a device has, the pipeline of the best plan is tried with several, too.
     """
+    best = _best_pipeline(graph, cluster, pricer, options)
+    if best is None or best[1].pipeline == 1 or options.schedule is not None or options.chunks is not None:
+        return best and best[0]
+    step, chosen = best
+    several = replace(options, pipeline=chosen.pipeline, microbatches=chosen.microbatches, schedule="interleaved-1f1b")
+    found = [
+        min((found for found, _ in plans(graph, cluster, pricer, options, choice)), default=step)
+        for choice in outer_choices(graph, cluster, several)
+        if choice.mesh == chosen.mesh
+    ]
+    return min([step, *found])
+
+
+def _best_pipeline(
+    graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions
+) -> tuple[float, Choice] | None:
+    """The best step time, and the outer choice that has it, as far as chunks are pinned."""
 
     def best_of(choice: Choice) -> tuple[float, bool, Choice] | None:
         every = (
@@ -206,7 +223,7 @@ def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: S
     while found:
         step, recomputed, choice = min(found, key=lambda plan: plan[0])
         if choice.segments or not recomputed or choice.schedule not in ("none", "gpipe", "1f1b"):
-            return step
+            return step, choice
         several = best_of(replace(choice, segments=True))
         assert several is not None and several[0] <= step
         found.append((several[0], False, several[2]))

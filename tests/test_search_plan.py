@@ -266,6 +266,20 @@ class TestFullSize:
         assert plan.pipeline == 4 and plan.gap <= 0.06
         assert all(stage.memory.total <= 72e9 for stage in plan.stages)
 
+    def test_a_pipeline_that_waits_is_tried_with_several_stages_on_each_device(self) -> None:
+        graph, cluster = (
+            chain(["embed", *["block"] * 30, "head"], 1024, seq=TransformerPricer.seq),
+            Devices(64, int(72e9)),
+        )
+        one, more, again = (
+            search(graph, cluster, TransformerPricer(graph), SearchOptions(pipeline=8, microbatches=16, chunks=chunks))
+            for chunks in (1, None, None)
+        )
+        assert (one.chunks, one.schedule) == (1, "1f1b")
+        assert more.schedule == "interleaved-1f1b" and more.chunks > 1 and more.gap <= 0.05
+        assert more.prediction.step_time_s < 0.95 * one.prediction.step_time_s
+        assert (again.stages, again.layers, again.bound_s) == (more.stages, more.layers, more.bound_s)
+
 
 class FlatPricer(RandomPricer):
     """Recomputation and ZeRO save bytes and cost nothing: only readers can tell the optima apart."""
@@ -289,7 +303,7 @@ class TestMixedDevices:
     def test_the_faster_half_gets_more_layers_and_the_smaller_memory_holds(self) -> None:
         graph = chain(["a"] * 12, 8)
         pricer = FlatPricer(graph, 0, 1.0, 0.0)
-        options = SearchOptions(pipeline=2, microbatches=8, target_gap=0.0)
+        options = SearchOptions(pipeline=2, microbatches=8, schedule="1f1b", target_gap=0.0)
         even = search(graph, Devices(2, 10_000), pricer, options)
         mixed = search(graph, Devices(2, 10_000, kinds=((1.0, 10_000), (2.0, 10_000))), SlowPricer(graph), options)
         assert [stage.stop - stage.start for stage in even.stages] == [6, 6]
@@ -301,7 +315,7 @@ class TestMixedDevices:
 
     def test_evaluate_agrees(self) -> None:
         graph, cluster = chain(["a"] * 6, 4), Devices(2, 10_000, kinds=((1.0, 10_000), (2.0, 10_000)))
-        plan = search(graph, cluster, SlowPricer(graph), SearchOptions(pipeline=2, microbatches=4))
+        plan = search(graph, cluster, SlowPricer(graph), SearchOptions(pipeline=2, microbatches=4, schedule="1f1b"))
         again = evaluate(
             graph, cluster, SlowPricer(graph), mesh=plan.mesh, stage_bounds=(0, plan.stages[0].stop, 6),
             strategies=[layer.strategy for layer in plan.layers], microbatches=4, schedule="1f1b", precision="bfloat16",

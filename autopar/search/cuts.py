@@ -61,3 +61,24 @@ def by_share(shares: Array, wanted: Array, device: Sequence[int]) -> tuple[int, 
         bounds.append(min(max(stop, at + 1), count - (stages - 1 - s)))
         owed -= float(share[bounds[-1]] - share[at])
     return (*bounds, count)
+
+
+def in_rounds(layers: Sequence[int], chunks: int, ends: tuple[bool, bool], order: Sequence[int]) -> tuple[int, ...]:
+    """Cuts that give device ``d`` so many ``layers``, in even chunks; which of them have one more, if any, is said by ``order``.
+
+    Where all devices have it in the same chunk none waits for another. ``ends``: the first layer, the last layer is of a kind of its own,
+    and the stage that has it may have no other.
+    """
+    line = len(layers)
+    sizes = np.zeros((chunks, line), dtype=np.int64)
+    for d, count in enumerate(layers):
+        extra = [d == 0 and ends[0], d == line - 1 and ends[1]]
+        least, rest = divmod(max(count - sum(extra), 0), chunks)
+        sizes[:, d] = least
+        last_first = order if not extra[0] or least else [chunk for chunk in order if chunk] + [0]
+        if extra[1] and not least:
+            last_first = [chunk for chunk in last_first if chunk < chunks - 1] + [chunks - 1]
+        sizes[list(last_first[:rest]), d] += 1
+        sizes[0, d] += extra[0]
+        sizes[-1, d] += extra[1]
+    return (0, *np.cumsum(sizes.ravel()).tolist())

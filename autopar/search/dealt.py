@@ -5,6 +5,8 @@
 2. The cuts are moved by single layers, from a stage to a neighbour or from the slowest device to any stage, while the schedule itself,
    simulated for all such moves at once, gets shorter.
 3. Each device's layers are chosen again with resharding in the costs, under its memory.
+
+Where ``dealt_whole`` says how many layers each device should have, even chunks of so many are tried before 1.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ import numpy as np
 
 from autopar.search.assess import Counts, Solution, cost, fits, fullest_moments, memories, passing_by
 from autopar.search.construct import LADDER, Stage, memory_scale, modes_of, seconds_of
-from autopar.search.cuts import by_share, deal
+from autopar.search.cuts import by_share, deal, in_rounds
 from autopar.search.dealt_bound import sends, textbook_paths
+from autopar.search.dealt_whole import layers_of_devices
 from autopar.search.exact import LABELS, NODES, TooLargeError, undominated
 from autopar.search.schedules import holdings
 from autopar.search.simulate import simulate_many, simulate_parts
@@ -28,14 +31,14 @@ from autopar.search.uneven import polished, uneven_cuts
 ACTIONS = 2_000_000
 """Actions of all moves of one step of 2 together; where one move has more than half of that, there is no such step."""
 
-STEPS = 12
-"""Steps of 2 at most."""
+STEPS, LONGEST = 12, 200_000
+"""Steps of 2 at most, and actions of a schedule in all of them."""
 
 TRIES = 6
 """How often a device's layers are chosen anew because another moment of the schedule holds more than the one that was planned for."""
 
-DRAFTS, REFINED = 6, 3
-"""Choices of candidates that are cut, and drafts that get to step 3."""
+DRAFTS, REFINED, ROUNDED = 6, 3, 2
+"""Choices of candidates that are cut, drafts that get to step 3, and choices that even cuts are tried with."""
 
 
 def _picks(instance: Instance) -> list[tuple[float, tuple[Indices, ...], list[int]]]:
@@ -74,11 +77,11 @@ class _Draft:
         self.held = np.array([sums[place][1] for place in places])
         self.sends = sends(instance)
         self.seconds, device = self.parts.sum(axis=1), instance.choice.device
-        cuts = [
+        self.cuts = [
             deal(list(self.seconds), device),
             *(by_share(self.seconds, share, device) for share in instance.shares[-1:]),
         ]
-        self.estimate_s, self.bounds = min(zip(self._steps(cuts).tolist(), cuts, strict=True))
+        self.bounds, self.estimate_s = self.cuts[0], np.inf  # until ``_drafts`` has simulated them
 
     def _sums(self, place: int) -> tuple[Array, Array]:
         """Sums over the first layers, from none to all: of each part of the time with a share of what is done once a step, and of bytes
@@ -106,21 +109,22 @@ class _Draft:
         values = sums[device, bounds[:, 1:]] - sums[device, bounds[:, :-1]]
         return values, values @ (device[:, None] == np.arange(self.line))
 
-    def _steps(self, cuts: Sequence[tuple[int, ...]]) -> Array:
-        """The schedule's seconds for each of many cuts."""
-        bounds, choice = np.array(cuts), self.instance.choice
+    def stages(self, cuts: Sequence[tuple[int, ...]]) -> Array:
+        """The parts of the stages of many cuts: ``[part, stage, set]``."""
+        bounds = np.array(cuts)
         parts = np.array([self._by_stage(bounds, self.parts[:, i])[0].T for i in range(self.parts.shape[1])])
         parts[:2] += self.sends[:, :, None]
-        return simulate_many(parts, self.m, choice.schedule, choice.chunks)
+        return parts
 
     def improve(self, deadline: float) -> None:
         """Move single layers as long as the schedule gets shorter."""
-        actions = self.parts.shape[1] * self.m * self.instance.choice.stages
-        for _ in range(STEPS):
+        choice = self.instance.choice
+        actions = self.parts.shape[1] * self.m * choice.stages
+        for _ in range(min(STEPS, LONGEST // actions)):
             moves = self._moves()[: ACTIONS // actions]
             if len(moves) < 2 or time.monotonic() > deadline:
                 return
-            steps = self._steps(moves)
+            steps = simulate_many(self.stages(moves), self.m, choice.schedule, choice.chunks)
             best = int(steps.argmin())
             if steps[best] >= self.estimate_s * (1 - 1e-6):
                 return
@@ -143,30 +147,80 @@ class _Draft:
         return found
 
 
+def _drafts(instance: Instance, picks: list[tuple[float, tuple[Indices, ...], list[int]]]) -> list[_Draft]:
+    """Drafts with the better of their cuts, simulated all at once."""
+    drafts, choice = [_Draft(instance, allowed, pick) for _, allowed, pick in picks], instance.choice
+    parts = np.concatenate([draft.stages(draft.cuts) for draft in drafts], axis=2)
+    steps = simulate_many(parts, choice.microbatches, choice.schedule, choice.chunks).tolist()
+    for draft in drafts:
+        mine, steps = steps[: len(draft.cuts)], steps[len(draft.cuts) :]
+        draft.estimate_s, draft.bounds = min(zip(mine, draft.cuts, strict=True))
+    return drafts
+
+
+def _rounds(instance: Instance) -> list[tuple[int, ...]]:
+    """Cuts in which every device has as many layers as ``whole_dealt`` says, in chunks as even as can be."""
+    layers, chunks = layers_of_devices(instance), instance.choice.chunks
+    if layers is None:
+        return []
+    common = int(np.bincount(instance.kind).argmax())
+    ends = bool(instance.kind[0] != common), bool(instance.kind[-1] != common)
+    orders = (range(chunks), range(chunks)[::-1])
+    found = dict.fromkeys(in_rounds(layers, chunks, ends, list(order)) for order in orders)
+    return [bounds for bounds in found if all(a < b for a, b in pairwise(bounds)) and bounds[-1] == instance.layers]
+
+
+class _Tries:
+    """The best of the solutions that were tried."""
+
+    def __init__(self, instance: Instance) -> None:
+        self.instance = instance
+        self.step_s: float = np.inf
+        self.solution: Solution | None = None
+        self.allowed: tuple[Indices, ...] = ()
+        self.cache: dict[tuple[object, ...], tuple[int, ...] | None] = {}
+
+    def take(self, solution: Solution | None) -> bool:
+        """Whether it is better than those before."""
+        if solution is None or (step := cost(self.instance, solution).step_time_s) >= self.step_s:
+            return False
+        self.step_s, self.solution = step, solution
+        return True
+
+    def cut(self, bounds: tuple[int, ...], allowed: tuple[Indices, ...]) -> None:
+        if self.take(_refined(self.instance, allowed, bounds, self.cache)):
+            self.allowed = allowed
+
+    def refined(self, bounds: tuple[int, ...]) -> Solution | None:
+        """With the candidates of the best."""
+        return _refined(self.instance, self.allowed, bounds, self.cache)
+
+
 def construct_dealt(instance: Instance, deadline: float = np.inf) -> tuple[float, Solution] | None:
     """The best solution found, with its true step time; ``None`` where nothing that was tried fits."""
-    drafts = [_Draft(instance, allowed, pick) for _, allowed, pick in _picks(instance)[:DRAFTS]]
-    drafts.sort(key=lambda draft: draft.estimate_s * max(1.0, draft.too_much))
-    found: tuple[float, Solution] | None = None
-    cache: dict[tuple[object, ...], tuple[int, ...] | None] = {}
-    for draft in drafts[:REFINED]:
-        if found is not None and draft.estimate_s >= found[0] * 1.1:
-            break
-        draft.improve(deadline)
-        more = uneven_cuts(instance, draft.pick, draft.seconds) if instance.choice.split else []
-        for bounds in (draft.bounds, *more):
-            solution = _refined(instance, draft.allowed, bounds, cache)
-            if solution is not None and (step := cost(instance, solution).step_time_s) < (found or (np.inf,))[0]:
-                found, allowed = (step, solution), draft.allowed
-    if found is not None and instance.choice.split:
-        solution = polished(instance, found[1], lambda bounds: _refined(instance, allowed, bounds, cache), deadline)
-        found = cost(instance, solution).step_time_s, solution
-    if found is None:
+    picks, tries = _picks(instance)[:DRAFTS], _Tries(instance)
+    for bounds in _rounds(instance):
+        for allowed in {id(allowed): allowed for _, allowed, _ in picks[:ROUNDED]}.values():
+            tries.cut(bounds, allowed)
+    if tries.solution is None or instance.shares:
+        drafts = _drafts(instance, picks)
+        drafts.sort(key=lambda draft: draft.estimate_s * max(1.0, draft.too_much))
+        for draft in drafts[:REFINED]:
+            if draft.estimate_s >= tries.step_s * 1.1:
+                break
+            draft.improve(deadline)
+            tries.cut(draft.bounds, draft.allowed)
+            if instance.choice.split:
+                for bounds in uneven_cuts(instance, draft.pick, draft.seconds):
+                    tries.cut(bounds, draft.allowed)
+    if tries.solution is not None and instance.choice.split:
+        tries.take(polished(instance, tries.solution, tries.refined, deadline))
+    if tries.solution is None:
         need, solution = most_frugal_dealt(instance)
         if need <= 1:
-            better = _refined(instance, modes_of(instance)[0].allowed, solution.bounds, cache)
-            found = min((cost(instance, s).step_time_s, s) for s in (solution, better) if s is not None)
-    return found
+            tries.take(solution)
+            tries.cut(solution.bounds, modes_of(instance)[0].allowed)
+    return None if tries.solution is None else (tries.step_s, tries.solution)
 
 
 def _refined(

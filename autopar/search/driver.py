@@ -6,6 +6,11 @@ are decided one by one, or an exact solver closes it. A step is worth its time o
 when the choice comes up again. The search ends when no open choice's bound, and no closed one's, is further than the target gap below
 the incumbent, or when time is up. The bound that is reported is the smallest of the open choices' bounds, of the closed ones', and of
 the incumbent's time.
+
+Once the choices with one stage on each device are settled, or half of the time is gone, the pipeline of the best plan is tried with several
+where it waits long (``_in_chunks``). Of these, as where they are pinned, the next number of chunks is priced when the one before comes
+up: the cheap bound rises with it. A solution of each is looked for before dearer bounds are: the better the incumbent, the fewer
+choices need them.
 """
 
 from __future__ import annotations
@@ -38,11 +43,13 @@ from autopar.search.bound import relaxation
 from autopar.search.construct import construct, tied_cost
 from autopar.search.dealt import construct_dealt, most_frugal_dealt, solve_dealt
 from autopar.search.dealt_bound import dealt_bound, dealt_relaxation, fewest_seconds
+from autopar.search.dealt_columns import mixed_devices
+from autopar.search.dealt_whole import whole_dealt
 from autopar.search.exact import TooLargeError, solve_labels, solve_scip
 from autopar.search.frugal import explain, explain_host, most_frugal
 from autopar.search.lagrange import GRIDS, bottleneck_bound, whole_bound
 from autopar.search.options import ANY, SearchOptions
-from autopar.search.problem import Choice, Devices, Pricer, choices
+from autopar.search.problem import Choice, Devices, Pricer, choices, in_chunks
 from autopar.search.tables import Instance, Prices
 
 LABEL_LAYERS = 16
@@ -51,6 +58,14 @@ LABEL_LAYERS = 16
 
 MARGIN = 0.15
 """How far above a choice's bound a plan is looked for while none is known."""
+
+
+FEW = 16
+"""Layers of a device up to which devices of whole layers are mixed rather than layers: the more there are, the less it gains."""
+
+
+WAITING = 0.2
+"""The share of the step that the best plan waits for, from which on its pipeline is tried with several stages on each device."""
 
 
 PRICES = (0.0, 0.03, 0.3)
@@ -62,6 +77,7 @@ class _Node:
     bound_s: float
     number: int
     instance: Instance = field(compare=False)
+    more: tuple[Choice, ...] = field(default=(), compare=False)  # of more chunks; their bounds are no lower
     done: int = field(default=0, compare=False)  # how many of ``_STEPS`` it has had
 
 
@@ -74,6 +90,7 @@ class State:
     pricer: Pricer
     deadline: float
     heap: list[_Node] = field(default_factory=list)
+    later: list[_Node] = field(default_factory=list)  # those whose next step is dear, while others are left
     closed_s: float = np.inf
     step_s: float = np.inf
     best: tuple[Instance, Solution] | None = None
@@ -81,22 +98,40 @@ class State:
     opened: int = 0
     solvers: set[str] = field(default_factory=set)
     unpriced: int = 0
+    rest: list[Choice] = field(default_factory=list)  # those that are priced when one of fewer chunks comes up
     widened: Choice | None = None  # the latest best choice that segments were looked for in
+    in_chunks: bool = False  # whether several stages on each device were looked for
     floor_s: float = 0.0  # the model's arithmetic at the devices' peak: what also holds for choices without a price
 
     @property
     def bound_s(self) -> float:
         if self.unpriced:
             return min(self.floor_s, self.step_s)
-        return min(self.closed_s, self.heap[0].bound_s if self.heap else np.inf, self.step_s)
+        waiting = min((node.bound_s for node in self.later), default=np.inf)
+        return min(self.closed_s, self.heap[0].bound_s if self.heap else np.inf, waiting, self.step_s)
 
     @property
     def enough_s(self) -> float:
         """A choice whose bound is at least this cannot improve the incumbent by more than the target."""
-        return self.step_s * (1 - max(self.options.target_gap, 1e-9))
+        rounded = 1 + 1e-12  # so that the gap of such a bound is no more than the target
+        return self.step_s * (1 - max(self.options.target_gap, 1e-9)) * rounded
 
-    def push(self, instance: Instance, bound_s: float, done: int = 0) -> None:
-        heapq.heappush(self.heap, _Node(bound_s, next(self.counter), instance, done))
+    def push(self, instance: Instance, bound_s: float, done: int = 0, more: tuple[Choice, ...] = ()) -> None:
+        heapq.heappush(self.heap, _Node(bound_s, next(self.counter), instance, more, done))
+
+    def pop(self) -> _Node | None:
+        """The choice with the lowest bound; ``None`` where no bound is low enough to go on."""
+        if self.later and (not self.heap or self.heap[0].bound_s >= self.enough_s):
+            self.heap, self.later = self.heap + self.later, []
+            heapq.heapify(self.heap)
+        if not self.heap or self.heap[0].bound_s >= self.enough_s:
+            return None
+        node = heapq.heappop(self.heap)
+        if node.more:
+            following = self.prices.instance(node.more[0])
+            if following is not None:  # else a layer has no candidate, whatever the number of chunks
+                self.push(following, max(node.bound_s, fewest_seconds(following)), more=node.more[1:])
+        return node
 
     def offer(self, instance: Instance, solution: Solution) -> None:
         """Take a solution as incumbent, if it fits and its true cost is the best so far."""
@@ -158,27 +193,30 @@ def explore(graph: Graph, cluster: Devices, pricer: Pricer, options: SearchOptio
     state = State(options, Prices(graph, cluster, pricer, options), pricer, deadline, step_s=known_s)
     instances = _open_all(graph, cluster, state)
     while state.left_s() > 0:
-        if (not state.heap or state.heap[0].bound_s >= state.enough_s) and not _in_segments(state):
+        if not state.in_chunks and state.left_s() < options.time_limit_s / 2:
+            _in_chunks(state)
+        if (node := state.pop()) is not None:
+            (_DEALT_STEPS if _dealt(node.instance) else _STEPS)[node.done](state, node)
+        elif not _in_segments(state) and not _in_chunks(state):
             break
-        node = heapq.heappop(state.heap)
-        _STEPS[node.done](state, node)
     if state.best is None and not np.isfinite(known_s):
-        _last_resort(graph, state, instances)
+        _last_resort(graph, state, instances + [i for choice in state.rest if (i := state.prices.instance(choice))])
     return state
 
 
 def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Instance]:
     """Price every outer choice and give it its cheap bound."""
     instances: list[Instance] = []
-    todo = choices(graph, cluster.count, state.options, state.prices.pins)
-    for number, choice in enumerate(todo):
+    todo = _by_mesh(choices(graph, cluster.count, state.options, state.prices.pins))
+    for number, (choice, more) in enumerate(todo):
         if instances and state.left_s() < state.options.time_limit_s / 3:
-            state.unpriced = len(todo) - number
+            state.unpriced = sum(1 + len(rest) for _, rest in todo[number:])
             break
+        state.rest += more
         instance = state.prices.instance(choice)
         if instance is not None:
             instances.append(instance)
-            state.push(instance, fewest_seconds(instance))
+            state.push(instance, fewest_seconds(instance), more=more)
     if not instances:
         raise _no_price(graph, state)
     peak = cluster.peak_flops(state.options.precision)
@@ -188,6 +226,14 @@ def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Instance]:
         state.floor_s = first.choice.microbatches * flops / peak
     state.say(f"{len(instances)} outer choices, none below {state.bound_s:.6g} s")
     return instances
+
+
+def _by_mesh(found: list[Choice]) -> list[tuple[Choice, tuple[Choice, ...]]]:
+    """The choices, and with each that deals several stages to each device those that differ from it in having more."""
+    groups: dict[Choice, list[Choice]] = {}
+    for choice in found:
+        groups.setdefault(replace(choice, chunks=0) if choice.dealt else choice, []).append(choice)
+    return [(first, tuple(more)) for first, *more in groups.values()]
 
 
 def _no_price(graph: Graph, state: State) -> InfeasibleError:
@@ -241,16 +287,37 @@ def _in_segments(state: State) -> bool:
     return state.heap[0].bound_s < state.enough_s
 
 
+def _in_chunks(state: State) -> bool:
+    """The pipeline of the best plan with several stages on each device, where nothing is pinned that says how many: it waits less then."""
+    if state.best is None or state.in_chunks or state.options.schedule is not None or state.options.chunks is not None:
+        return False
+    state.in_chunks = True
+    chosen = state.best[0]
+    if _waits(*state.best) < WAITING:
+        return False
+    dealt = in_chunks(chosen.choice, chosen.layers)
+    instance = state.prices.instance(dealt[0]) if dealt else None
+    if instance is None:
+        return False
+    state.push(instance, fewest_seconds(instance), more=tuple(dealt[1:]))
+    return state.heap[0].bound_s < state.enough_s
+
+
+def _waits(instance: Instance, solution: Solution) -> float:
+    """The share of the step in which the device with most to do has nothing to do."""
+    found, line = cost(instance, solution), instance.choice.pipeline
+    seconds = np.array([found.forward_s, found.backward_s]).sum(axis=0) * instance.choice.microbatches
+    busy = np.bincount(instance.device, seconds + np.array(found.per_step_s), minlength=line)
+    return 1 - float(busy.max()) / found.step_time_s if found.step_time_s > 0 else 0.0
+
+
 def _bottleneck(state: State, node: _Node) -> None:
     """Coarse first: most choices are far from the best."""
-    if _dealt(node.instance):
-        bound = dealt_bound(node.instance, node.bound_s, state.enough_s)
-    else:
-        bound = bottleneck_bound(node.instance, node.bound_s, state.enough_s, GRIDS[:1])
+    bound = bottleneck_bound(node.instance, node.bound_s, state.enough_s, GRIDS[:1])
     if not np.isfinite(bound):
         return _not_possible(state, node)
     if state.best is None and state.left_s() < 0.5 * state.options.time_limit_s:
-        _construct(state, _Node(bound, node.number, node.instance))  # a plan first
+        _construct(state, replace(node, bound_s=bound, more=()))  # a plan first
     else:
         state.push(node.instance, bound, 1)
 
@@ -263,12 +330,6 @@ def _next(state: State, node: _Node, bound_s: float, done: int) -> None:
 
 
 def _fine(state: State, node: _Node) -> None:
-    if _dealt(node.instance):
-        state.solvers.add("GLOP")
-        bound = dealt_relaxation(node.instance, node.bound_s, state.enough_s)
-        if np.isfinite(bound):
-            state.push(node.instance, bound, 3)
-        return
     bound = bottleneck_bound(node.instance, node.bound_s, state.enough_s, GRIDS[1:2])
     _next(state, node, bound, 2)
 
@@ -279,16 +340,63 @@ def _whole(state: State, node: _Node) -> None:
     _next(state, node, bound, 3)
 
 
+def _even(state: State, node: _Node) -> None:
+    bound = dealt_bound(node.instance, node.bound_s, state.enough_s)
+    if np.isfinite(bound):
+        state.push(node.instance, bound, 1)
+
+
+def _devices(state: State, node: _Node) -> None:
+    """Devices of whole layers, each for itself."""
+    bound = whole_dealt(node.instance, node.bound_s, state.enough_s)
+    if np.isfinite(bound):
+        state.push(node.instance, bound, 2)
+
+
+def _mixed(state: State, node: _Node) -> None:
+    """All devices together."""
+    instance, bound = node.instance, node.bound_s
+    if instance.layers <= FEW * instance.choice.pipeline:
+        state.solvers.add("CLP")
+        bound = mixed_devices(instance, bound, state.enough_s)
+    if bound <= node.bound_s:
+        state.solvers.add("GLOP")
+        bound = dealt_relaxation(instance, bound, state.enough_s)
+    if np.isfinite(bound):
+        state.push(node.instance, bound, 4)
+
+
 def _construct(state: State, node: _Node) -> None:
     if node.bound_s < state.enough_s:
         state.opened += 1
-        decided = _dive(state, node.instance)
-        found = _constructed(decided, state.deadline) if decided is not None else None
-        if decided is not None and found is not None:
-            state.offer(decided, found[1])
-        elif not _dealt(node.instance) and most_frugal(node.instance)[0] > 1:
+        if not _look(state, node.instance) and most_frugal(node.instance)[0] > 1:
             return _not_possible(state, node)
-    state.push(node.instance, node.bound_s, 5 if _dealt(node.instance) else 4)
+    state.push(node.instance, node.bound_s, 4)
+
+
+def _first(state: State, node: _Node) -> None:
+    """A solution before dearer bounds: the better the incumbent, the fewer choices need them."""
+    if node.bound_s < state.enough_s:
+        state.opened += 1
+        _look(state, node.instance)
+    state.later.append(_Node(node.bound_s, node.number, node.instance, (), 3))
+
+
+def _second(state: State, node: _Node) -> None:
+    """Another one, now that it is known how a relaxation shares the layers out."""
+    if node.bound_s < state.enough_s:
+        _look(state, node.instance)
+    state.push(node.instance, node.bound_s, 5)
+
+
+def _look(state: State, instance: Instance) -> bool:
+    """Whether a solution of the choice was found."""
+    decided = _dive(state, instance)
+    found = _constructed(decided, state.deadline) if decided is not None else None
+    if decided is None or found is None:
+        return False
+    state.offer(decided, found[1])
+    return True
 
 
 def _constructed(instance: Instance, deadline: float = np.inf) -> tuple[float, Solution] | None:
@@ -327,7 +435,7 @@ def _close(state: State, node: _Node) -> None:
     """Decide the next tie of a choice, or solve it: its bound is then final."""
     instance = node.instance
     group = state.undecided(instance.choice)
-    if group is not None:
+    if group is not None and not (_dealt(instance) and instance.layers > LABEL_LAYERS):
         for child in _decided(state, instance, group):
             state.push(child, max(node.bound_s, fewest_seconds(child)), 1)
         return
@@ -362,6 +470,7 @@ def _close(state: State, node: _Node) -> None:
 
 
 _STEPS = (_bottleneck, _fine, _whole, _construct, _relax, _close)
+_DEALT_STEPS = (_even, _devices, _first, _mixed, _second, _close)
 """What is done to a choice, one step each time that its bound is the lowest: dearer bounds first, then solutions, then a proof."""
 
 
@@ -382,8 +491,8 @@ def _last_resort(graph: Graph, state: State, instances: list[Instance]) -> None:
         if need > 1 and not segments and not _dealt(instance):
             segments = True
             push(instance)
-            for other in (_segmented(state, i) for i in instances):
-                if other is not None:
+            for other in (state.prices.instance(replace(i.choice, segments=True)) for i in instances):
+                if other is not None and other.segmented:
                     push(other)
             continue
         group = state.undecided(instance.choice)
@@ -417,10 +526,6 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
     if state.unpriced:
         notes.append(
             f"time ran out with {state.unpriced} outer choices unpriced: all that is known of them is the arithmetic at peak"
-        )
-    if instance.choice.pipeline > 1 and state.options.schedule is None and state.options.chunks is None:
-        notes.append(
-            "several stages on a device were not looked for: the schedule interleaved-1f1b does where it is pinned"
         )
     gap = max(0.0, 1 - bound / state.step_s) if state.step_s > 0 else 0.0
     proof = Proof(

@@ -61,8 +61,9 @@ Mesh = tuple[Axis, ...]
 TENSOR_ROLES = (Role.TENSOR, Role.TENSOR_SEQUENCE)
 SEQUENCE_ROLES = (Role.ULYSSES, Role.RING)
 MOST_CHUNKS = 8
-"""Chunks of a device that are tried where a schedule that deals stages out is pinned and their number is not. Without that pin none is
-searched: bounds are some per cent looser than those of the other schedules, and there are many such choices."""
+"""Chunks of a device that are tried where their number is not pinned. All pipelines are tried with several where a schedule that deals
+stages out is pinned, else that of the best plan that has one stage on each device: there are many such choices, their bounds are some per
+cent looser, and what interleaving gains is what that plan loses waiting."""
 SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of layers that are tried as one segment of recomputation."""
 
@@ -488,6 +489,17 @@ def _schedules(layers: int, pipeline: int, microbatches: int, options: SearchOpt
         fit = [chunks for chunks in asked if pipeline * chunks <= layers]
         found += [(schedule, chunks) for chunks in fit if refusal(schedule, pipeline, chunks, microbatches) is None]
     return found
+
+
+def in_chunks(choice: Choice, layers: int) -> list[Choice]:
+    """The choice with several stages on each device, as few as possible first; no pins of schedule and chunks are asked for."""
+    line, m = choice.pipeline, choice.microbatches
+    fit = range(2, min(MOST_CHUNKS, layers // line) + 1) if line > 1 else ()
+    return [
+        replace(choice, schedule=INTERLEAVED, chunks=chunks, ties=(), segments=False)
+        for chunks in fit
+        if refusal(INTERLEAVED, line, chunks, m) is None
+    ]
 
 
 def _no_schedule(layers: int, pipelines: Sequence[int], counts: Sequence[int], options: SearchOptions) -> UsageError:

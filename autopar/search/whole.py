@@ -60,6 +60,18 @@ def undominated(held: Array, cost: Array) -> Indices:
     return order[keep]
 
 
+def merged(a: Front, b: Front, limit: float, bound: bool) -> Front:
+    """The ways to run the layers of both in a limit. Of more than ``WAYS`` some are left out, or (``bound``) neighbours are merged into one
+    that is as cheap as the one and holds as little as the other."""
+    held, cost = np.add.outer(a.held, b.held).ravel(), np.add.outer(a.cost, b.cost).ravel()
+    keep = undominated(held, cost)
+    keep = keep[: int(np.searchsorted(held[keep], limit, side="right"))]
+    first = last = np.arange(0, len(keep), -(-len(keep) // WAYS) or 1)
+    if bound and len(first):
+        last = np.append(first[1:], len(keep)) - 1
+    return Front(held[keep[first]], cost[keep[last]], keep[first], (a, b))
+
+
 def only(table: Table, roles: Roles) -> Indices:
     """The table's candidates of one layout; all of them, if it has none."""
     here = np.array([i for i, s in enumerate(table.strategies) if s.roles == roles], dtype=np.int64)
@@ -112,16 +124,6 @@ class Knapsacks:
             self._levels[id(table)] = levels
         return self._levels[id(table)]
 
-    def _sum(self, a: Front, b: Front) -> Front:
-        """The ways to run the layers of both."""
-        held, cost = np.add.outer(a.held, b.held).ravel(), np.add.outer(a.cost, b.cost).ravel()
-        keep = undominated(held, cost)
-        keep = keep[: int(np.searchsorted(held[keep], self.regime[3], side="right"))]
-        first = last = np.arange(0, len(keep), -(-len(keep) // WAYS) or 1)
-        if self.bound and len(first):
-            last = np.append(first[1:], len(keep)) - 1
-        return Front(held[keep[first]], cost[keep[last]], keep[first], (a, b))
-
     def _of(self, parts: tuple[Part, ...]) -> Front:
         """The ways to run the layers of some parts."""
         if not parts:
@@ -130,9 +132,13 @@ class Knapsacks:
             *before, (table, level, number) = parts
             single = self._levels[table][level][1]
             if before:
-                made = self._sum(self._of(parts[-1:]), self._of(tuple(before)))
+                made = merged(self._of(parts[-1:]), self._of(tuple(before)), self.regime[3], self.bound)
             else:
-                made = self._sum(single, self._of(((table, level, number - 1),))) if number > 1 else single
+                made = (
+                    merged(single, self._of(((table, level, number - 1),)), self.regime[3], self.bound)
+                    if number > 1
+                    else single
+                )
             self._fronts[parts] = made
         return self._fronts[parts]
 
