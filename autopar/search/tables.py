@@ -191,7 +191,7 @@ def _one_place(candidates: list[Strategy], prices: list[LayerPrice], split: bool
 def _pareto(columns: Array, group: Indices) -> Indices:
     """Rows that no other row of their group equals or beats in every column; of equal rows, the first."""
     no_worse = group[:, None] == group[None, :]
-    for column in np.unique(columns, axis=1).T:
+    for column in {column.tobytes(): column for column in columns.T}.values():
         no_worse &= column[:, None] <= column[None, :]
     later = np.tri(len(columns), dtype=bool)  # [i, j]: i is j, or comes after it
     return np.flatnonzero(~(no_worse & ~(no_worse.T & later)).any(axis=0))
@@ -394,6 +394,7 @@ class Prices:
         self._tables: dict[tuple[object, ...], Table | None] = {}
         self.pins = pins_by_layer(graph, options)
         self.groups = tied_groups(graph)
+        self._candidates: dict[tuple[object, ...], list[Strategy]] = {}
         self._known: dict[tuple[object, ...], Any] = {}
         self.refused: dict[int, int] = {}  # layer: choices for which it had no price
 
@@ -440,10 +441,12 @@ class Prices:
         if key not in self._tables:
             found, prices = [], []
             batch, experts = self._graph.batch_size // m, self._graph.classes[cls].experts
-            candidates = strategies(
-                choice.mesh, batch, self._cluster.gpus_per_node, self._options, pins, experts, sizes
-            )
-            for strategy in candidates:
+            alike = choice.mesh, batch, pins, experts, tuple(sizes)
+            if alike not in self._candidates:
+                self._candidates[alike] = strategies(
+                    choice.mesh, batch, self._cluster.gpus_per_node, self._options, pins, experts, sizes
+                )
+            for strategy in self._candidates[alike]:
                 at = tuple(p for pricer in pricers if (p := pricer.layer(cls, choice.mesh, strategy, m)) is not None)
                 if len(at) == len(pricers):
                     found.append(strategy)
