@@ -187,17 +187,24 @@ def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: S
     """The step time of the best of all plans, one by one; ``None`` where none fits. Shares no code with the search but ``simulate``.
 
     Layers are recomputed several as one where they are pinned to it, in outer choices of which nothing fits without, and in the best choice
-    if its plan recomputes any. Where nothing says how many stages a device has, the pipeline of the best plan is tried with several, too.
+    if its plan recomputes any. Where nothing says how many stages a device has, the pipeline of the best plan is tried with several, too,
+    and so is one of half as many devices and microbatches.
     """
     best = _best_pipeline(graph, cluster, pricer, options)
     if best is None or best[1].pipeline == 1 or options.schedule is not None or options.chunks is not None:
         return best and best[0]
     step, chosen = best
-    several = replace(options, pipeline=chosen.pipeline, microbatches=chosen.microbatches, schedule="interleaved-1f1b")
+    line, m = chosen.pipeline, chosen.microbatches
+    sizes = [(line, m), *([(line // 2, m // 2)] if line % 2 == m % 2 == 0 else [])]
+    asked = [
+        replace(options, pipeline=p, microbatches=n, schedule="interleaved-1f1b")
+        for p, n in sizes
+        if options.pipeline in (None, p) and options.microbatches in (None, n)
+    ]
     found = [
         min((found for found, _ in plans(graph, cluster, pricer, options, choice)), default=step)
+        for several in asked
         for choice in outer_choices(graph, cluster, several)
-        if choice.mesh == chosen.mesh
     ]
     return min([step, *found])
 

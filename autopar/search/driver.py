@@ -194,10 +194,10 @@ def explore(graph: Graph, cluster: Devices, pricer: Pricer, options: SearchOptio
     instances = _open_all(graph, cluster, state)
     while state.left_s() > 0:
         if not state.in_chunks and state.left_s() < options.time_limit_s / 2:
-            _in_chunks(state)
+            _in_chunks(state, instances)
         if (node := state.pop()) is not None:
             (_DEALT_STEPS if _dealt(node.instance) else _STEPS)[node.done](state, node)
-        elif not _in_segments(state) and not _in_chunks(state):
+        elif not _in_segments(state) and not _in_chunks(state, instances):
             break
     if state.best is None and not np.isfinite(known_s):
         _last_resort(graph, state, instances + [i for choice in state.rest if (i := state.prices.instance(choice))])
@@ -287,20 +287,24 @@ def _in_segments(state: State) -> bool:
     return state.heap[0].bound_s < state.enough_s
 
 
-def _in_chunks(state: State) -> bool:
-    """The pipeline of the best plan with several stages on each device, where nothing is pinned that says how many: it waits less then."""
+def _in_chunks(state: State, instances: list[Instance]) -> bool:
+    """The pipeline of the best plan with several stages on each device, and one of half as many devices and microbatches, where nothing is
+    pinned that says how many: they wait less then."""
     if state.best is None or state.in_chunks or state.options.schedule is not None or state.options.chunks is not None:
         return False
     state.in_chunks = True
-    chosen = state.best[0]
+    chosen = state.best[0].choice
     if _waits(*state.best) < WAITING:
         return False
-    dealt = in_chunks(chosen.choice, chosen.layers)
-    instance = state.prices.instance(dealt[0]) if dealt else None
-    if instance is None:
-        return False
-    state.push(instance, fewest_seconds(instance), more=tuple(dealt[1:]))
-    return state.heap[0].bound_s < state.enough_s
+    for plain in instances:
+        line, m = plain.choice.pipeline, plain.choice.microbatches
+        if (line, m) not in ((chosen.pipeline, chosen.microbatches), (chosen.pipeline / 2, chosen.microbatches / 2)):
+            continue
+        dealt = in_chunks(plain.choice, plain.layers)
+        instance = state.prices.instance(dealt[0]) if dealt else None
+        if instance is not None:
+            state.push(instance, fewest_seconds(instance), more=tuple(dealt[1:]))
+    return bool(state.heap) and state.heap[0].bound_s < state.enough_s
 
 
 def _waits(instance: Instance, solution: Solution) -> float:

@@ -62,8 +62,8 @@ TENSOR_ROLES = (Role.TENSOR, Role.TENSOR_SEQUENCE)
 SEQUENCE_ROLES = (Role.ULYSSES, Role.RING)
 MOST_CHUNKS = 8
 """Chunks of a device that are tried where their number is not pinned. All pipelines are tried with several where a schedule that deals
-stages out is pinned, else that of the best plan that has one stage on each device: there are many such choices, their bounds are some per
-cent looser, and what interleaving gains is what that plan loses waiting."""
+stages out is pinned, else that of the best plan that has one stage on each device and its half: there are many such choices, their bounds
+are some per cent looser, and what interleaving gains is what that plan loses waiting."""
 SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of layers that are tried as one segment of recomputation."""
 
