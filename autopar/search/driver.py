@@ -100,7 +100,8 @@ class State:
     unpriced: int = 0
     rest: list[Choice] = field(default_factory=list)  # those that are priced when one of fewer chunks comes up
     widened: Choice | None = None  # the latest best choice that segments were looked for in
-    in_chunks: bool = False  # whether several stages on each device were looked for
+    in_chunks: bool = False  # whether it was decided where to look for several stages on each device
+    chunked: set[int] = field(default_factory=set)  # the pipelines of which they were looked for
     floor_s: float = 0.0  # the model's arithmetic at the devices' peak: what also holds for choices without a price
 
     @property
@@ -303,6 +304,7 @@ def _in_chunks(state: State, instances: list[Instance]) -> bool:
         dealt = in_chunks(plain.choice, plain.layers)
         instance = state.prices.instance(dealt[0]) if dealt else None
         if instance is not None:
+            state.chunked.add(line)
             state.push(instance, fewest_seconds(instance), more=tuple(dealt[1:]))
     return bool(state.heap) and state.heap[0].bound_s < state.enough_s
 
@@ -530,6 +532,12 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
     if state.unpriced:
         notes.append(
             f"time ran out with {state.unpriced} outer choices unpriced: all that is known of them is the arithmetic at peak"
+        )
+    if instance.choice.pipeline > 1 and state.options.schedule is None and state.options.chunks is None:
+        lines = " and ".join(map(str, sorted(state.chunked)))
+        notes.append(
+            f"several stages on a device were looked for in {f'pipelines of {lines} alone' if lines else 'no pipeline'}: the schedule "
+            "interleaved-1f1b looks in all where it is pinned"
         )
     gap = max(0.0, 1 - bound / state.step_s) if state.step_s > 0 else 0.0
     proof = Proof(
