@@ -187,8 +187,8 @@ def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: S
     """The step time of the best of all plans, one by one; ``None`` where none fits. Shares no code with the search but ``simulate``.
 
     Layers are recomputed several as one where they are pinned to it, in outer choices of which nothing fits without, and in the best choice
-    if its plan recomputes any. Where nothing says how many stages a device has, the pipeline of the best plan is tried with several, too,
-    and so is one of half as many devices and microbatches.
+    if its plan recomputes so many that pairs of them hold less. Where nothing says how many stages a device has, the pipeline of the best
+    plan is tried with several, too, and so is one of half as many devices and microbatches.
     """
     best = _best_pipeline(graph, cluster, pricer, options)
     if best is None or best[1].pipeline == 1 or options.schedule is not None or options.chunks is not None:
@@ -202,7 +202,7 @@ def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: S
         if options.pipeline in (None, p) and options.microbatches in (None, n)
     ]
     found = [
-        min((found for found, _ in plans(graph, cluster, pricer, options, choice)), default=step)
+        min(every_plan(graph, cluster, pricer, options, choice), default=step)
         for several in asked
         for choice in outer_choices(graph, cluster, several)
     ]
@@ -216,8 +216,8 @@ def _best_pipeline(
 
     def best_of(choice: Choice) -> tuple[float, bool, Choice] | None:
         every = (
-            (step, any(w.recompute for w in ways), choice)
-            for step, ways in plans(graph, cluster, pricer, options, choice)
+            (step, pairs_spare(graph, cluster, pricer, choice, ways, bounds), choice)
+            for step, ways, bounds in plans(graph, cluster, pricer, options, choice)
         )
         return min(every, key=lambda plan: plan[0], default=None)
 
@@ -237,6 +237,26 @@ def _best_pipeline(
         found.append((step, False, choice))
         found.remove((step, recomputed, choice))
     return None
+
+
+def pairs_spare(
+    graph: Graph,
+    cluster: Devices,
+    pricer: RandomPricer,
+    choice: Choice,
+    ways: list[Strategy],
+    bounds: tuple[int, ...],
+) -> bool:
+    """Whether some stage recomputes so many layers in full that one input less of each two is more than one of them needs at work."""
+    for s, (i, j) in enumerate(itertools.pairwise(bounds)):
+        at = pricer.on(cluster.stages(choice.pipeline)[s % choice.pipeline])
+        again = [a for a in range(i, j) if ways[a].recompute and longest_run(graph, graph.layers[a].cls) > 1]
+        prices = [at.layer(graph.layers[a].cls, choice.mesh, ways[a], choice.microbatches) for a in again]
+        inputs = sum(p.saved_bytes for p in prices if p is not None)
+        least = min((p.transient_bytes for p in prices if p is not None), default=0)
+        if again and choice.schedule in ("none", "gpipe", "1f1b") and choice.in_flight[s] * inputs / 2 > least:
+            return True
+    return False
 
 
 def outer_choices(graph: Graph, cluster: Devices, options: SearchOptions) -> Iterator[Choice]:
@@ -329,13 +349,13 @@ def every_plan(
     graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions, choice: Choice
 ) -> Iterator[float]:
     """The step times of all plans that fit of one outer choice."""
-    return (step for step, _ in plans(graph, cluster, pricer, options, choice))
+    return (step for step, _, _ in plans(graph, cluster, pricer, options, choice))
 
 
 def plans(
     graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions, choice: Choice
-) -> Iterator[tuple[float, list[Strategy]]]:
-    """All plans that fit of one outer choice: their step times, and the layers' strategies."""
+) -> Iterator[tuple[float, list[Strategy], tuple[int, ...]]]:
+    """All plans that fit of one outer choice: their step times, the layers' strategies, and where the stages begin and end."""
     mesh, m, line, count = choice.mesh, choice.microbatches, choice.pipeline, len(graph.layers)
     stages = line * choice.chunks
     views, borders = cluster.stages(line), cluster.borders(line)
@@ -384,7 +404,7 @@ def plans(
                 weight.append(sum(p.weight_s for p in inside))
                 step.append(sum(p.step_s for p in inside))
             seconds = simulate(forward, backward, m, choice.schedule, choice.chunks, weight)
-            yield seconds + max(sum(step[s] for s in range(stages) if where[s] == d) for d in range(line)), ways
+            yield seconds + max(sum(step[s] for s in range(stages) if where[s] == d) for d in range(line)), ways, bounds
 
 
 def saved_by(run: list[Price], names: list[tuple[str, Strategy]]) -> int:

@@ -273,13 +273,26 @@ def _segmented(state: State, instance: Instance) -> Instance | None:
     )
 
 
+def _spares(state: State, instance: Instance, solution: Solution, stage: int) -> bool:
+    """Whether pairs of the layers that a stage recomputes in full would hold less: one input less of each pair, but two layers' saved
+    values at once in place of one's, which what a layer needs at work stands for. Longer segments pay where pairs do."""
+    n, _, place, _ = instance.regime(stage)
+    spared, more = 0.0, np.inf
+    for i in range(*solution.bounds[stage : stage + 2]):
+        table, k = instance.table(i, place), solution.pick[i]
+        if table.strategies[k].recompute and state.prices.chain(i) > 1:
+            spared += n * float(table.saved[k]) / 2
+            more = min(more, float(table.transient[k]))
+    return spared > more
+
+
 def _in_segments(state: State) -> bool:
-    """At what would be the end: where the best plan recomputes layers in full, memory is what it lacks, and segments may spare it some."""
-    if state.best is None or state.widened == state.best[0].choice:
+    """At what would be the end: where the best plan recomputes many layers in full, memory is what it lacks, and segments spare it some."""
+    if state.best is None or state.widened == state.best[0].choice or _dealt(state.best[0]):
         return False
     chosen, solution = state.best
     state.widened = chosen.choice
-    if not any(chosen.table(i).strategies[k].recompute for i, k in enumerate(solution.pick)):
+    if not any(_spares(state, chosen, solution, stage) for stage in range(chosen.choice.stages)):
         return False
     instance = _segmented(state, chosen)
     if instance is None:

@@ -454,6 +454,10 @@ class Prices:
             self._tables[key] = make_table(found, prices, tied, choice.split) if found else None
         return self._tables[key]
 
+    def chain(self, layer: int) -> int:
+        """How many layers of a layer's class may be recomputed as one."""
+        return self._graph.chains[self._graph.layers[layer].cls]
+
     def instance(self, choice: Choice) -> Instance | None:
         """The choice with its tables; ``None`` where a layer has no candidate left."""
         layout = self.layout(choice)
