@@ -378,7 +378,7 @@ def _mixed(state: State, node: _Node) -> None:
     if instance.layers <= FEW * instance.choice.pipeline:
         state.solvers.add("CLP")
         bound = mixed_devices(instance, bound, state.enough_s)
-    if bound <= node.bound_s:
+    if bound < state.enough_s:
         state.solvers.add("GLOP")
         bound = dealt_relaxation(instance, bound, state.enough_s)
     if np.isfinite(bound):

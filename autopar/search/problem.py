@@ -492,13 +492,18 @@ def _schedules(layers: int, pipeline: int, microbatches: int, options: SearchOpt
 
 
 def in_chunks(choice: Choice, layers: int) -> list[Choice]:
-    """The choice with several stages on each device, as few as possible first; no pins of schedule and chunks are asked for."""
+    """The choice with several stages on each device, as few as possible first; no pins of schedule and chunks are asked for.
+
+    All stages are to have equally many layers, the first and the last apart (an embedding and a head are no blocks), as in Megatron
+    (arXiv:2104.04473, section 2.2): a schedule goes at the pace of its longest stage, and no bound sees how much uneven ones cost.
+    """
     line, m = choice.pipeline, choice.microbatches
     fit = range(2, min(MOST_CHUNKS, layers // line) + 1) if line > 1 else ()
     return [
         replace(choice, schedule=INTERLEAVED, chunks=chunks, ties=(), segments=False)
         for chunks in fit
-        if refusal(INTERLEAVED, line, chunks, m) is None
+        if abs(layers - round(layers / (line * chunks)) * line * chunks) <= 2
+        and refusal(INTERLEAVED, line, chunks, m) is None
     ]
 
 
