@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cached_property
 from itertools import pairwise
 
@@ -67,22 +68,27 @@ def _least_memory(instance: Instance, regime: Regime) -> tuple[Array, Array, lis
 class _Ways:
     """The least that runs of layers hold with some candidates of every kind (``allowed``), transients apart.
 
-    A segment of s layers holds their weights and what its first layer keeps; a run is cut into such segments by dynamic programming.
+    A segment of s layers holds their weights and what its first layer keeps; a chain is cut into such segments by dynamic programming.
+    Layers that follow each other are of one chain if they have a candidate of several layers in common, as layers of one class have that
+    are pinned differently.
     """
 
     def __init__(self, instance: Instance, regime: Regime, allowed: list[NDArray[np.bool_]]) -> None:
-        n, _, place, _ = regime
-        self.instance = instance
+        self.n, _, place, _ = regime
+        self.instance, self.tables, self.allowed = instance, instance.at(place), allowed
         self.costs: list[Array] = []  # by kind: of a segment of s + 1 layers
         self.which: list[Indices] = []  # and its candidate
-        for table, some in zip(instance.at(place), allowed, strict=True):
+        for table, some in zip(self.tables, allowed, strict=True):
             sizes = np.arange(1, int(table.segment.max()) + 1)[:, None]
-            held = np.where(some & (sizes <= table.segment), sizes * table.weights + n * table.kept, np.inf)
+            held = np.where(some & (sizes <= table.segment), sizes * table.weights + self.n * table.kept, np.inf)
             self.which.append(held.argmin(axis=1))
             self.costs.append(held.min(axis=1))
+        self._mixed: dict[tuple[frozenset[int], int], tuple[float, dict[int, int]]] = {}
 
     def same(self, other: _Ways) -> bool:
-        return all(np.array_equal(a, b) for a, b in zip(self.costs, other.costs, strict=True))
+        mixed = any(len(set(kinds)) > 1 for _, kinds in self._chains)
+        mine, others = (self.allowed, other.allowed) if mixed else (self.costs, other.costs)
+        return all(np.array_equal(a, b) for a, b in zip(mine, others, strict=True))
 
     @cached_property
     def held(self) -> Array:
@@ -93,33 +99,95 @@ class _Ways:
         runs = compositions(instance)
         found = runs.spread(runs.counts @ np.where(np.isfinite(alone), alone, 0.0))
         found = found + runs.spread(runs.most(np.where(np.isfinite(alone), 0.0, 1.0)) * 1e300)
-        for kind, first, number in instance.runs:
-            if len(self.costs[kind]) > 1:
-                least = self._cut(kind, number)[0]
-                found = found + least[(np.minimum(j, first + number) - np.maximum(i, first)).clip(0)]
+        for first, kinds in self._chains:
+            start, stop = (i - first).clip(0, len(kinds)), (j - first).clip(0, len(kinds))
+            if len(set(kinds)) == 1:
+                found = found + self._cut(kinds)[0][(stop - start).clip(0)]
+            else:
+                least = np.zeros((len(kinds) + 1,) * 2)
+                for a in range(len(kinds)):
+                    least[a, a:] = self._cut(kinds[a:])[0]
+                found = found + least[start, np.maximum(start, stop)]
         return np.where(found < 1e300, found, np.inf)
 
-    def _cut(self, kind: int, number: int) -> tuple[Array, list[int]]:
-        """The least of 0 to ``number`` layers in a run, and how many the last segment of each has."""
-        cost = self.costs[kind]
-        least, last = np.zeros(number + 1), [0]
-        for r in range(1, number + 1):
-            through = least[r - 1 :: -1][: len(cost)] + cost[: min(r, len(cost))]
+    @cached_property
+    def _chains(self) -> list[tuple[int, tuple[int, ...]]]:
+        """The first layer and the kinds of the layers of each chain that may have segments of several."""
+        found: list[tuple[int, tuple[int, ...]]] = []
+        for kind, first, number in self.instance.runs:
+            if len(self.costs[kind]) == 1:
+                continue
+            run = (kind,) * number
+            before = found[-1] if found else None
+            if before and before[0] + len(before[1]) == first and self._common((kind, before[1][-1])):
+                found[-1] = (before[0], before[1] + run)
+            else:
+                found.append((first, run))
+        return found
+
+    def _common(self, kinds: Collection[int]) -> list[dict[int, int]]:
+        """The candidates of several layers that all of these kinds have: of each what its number is by kind."""
+        by_price = [
+            {id(price): k for k, price in enumerate(self.tables[kind].prices) if price.segment > 1} for kind in kinds
+        ]
+        shared = set.intersection(*map(set, by_price))
+        numbers = [{kind: rows[price] for kind, rows in zip(kinds, by_price, strict=True)} for price in shared]
+        return sorted(numbers, key=lambda each: sorted(each.items()))
+
+    def _segment(self, kinds: tuple[int, ...]) -> tuple[float, dict[int, int]]:
+        """The least that one segment of layers of these kinds holds, and its candidate's number by kind."""
+        size, different = len(kinds), frozenset(kinds)
+        if len(different) == 1:
+            kind = kinds[0]
+            if size > len(self.costs[kind]):
+                return np.inf, {}
+            return float(self.costs[kind][size - 1]), {kind: int(self.which[kind][size - 1])}
+        key = different, size
+        if key not in self._mixed:
+            best: tuple[float, dict[int, int]] = np.inf, {}
+            for numbers in self._common(different):
+                kind, k = next(iter(numbers.items()))
+                table = self.tables[kind]
+                held = float(size * table.weights[k] + self.n * table.kept[k])
+                if (
+                    all(self.allowed[other][at] for other, at in numbers.items())
+                    and size <= table.segment[k]
+                    and held < best[0]
+                ):
+                    best = held, numbers
+            self._mixed[key] = best
+        return self._mixed[key]
+
+    def _cut(self, kinds: tuple[int, ...]) -> tuple[Array, list[int]]:
+        """The least of the first 0, 1, ... layers of such kinds, and how many the last segment of each has."""
+        different = set(kinds)
+        longest = max(len(self.costs[kind]) for kind in different)
+        least, last = np.zeros(len(kinds) + 1), [0]
+        for r in range(1, len(kinds) + 1):
+            if len(different) == 1:
+                cost = self.costs[kinds[0]][:r]
+            else:
+                cost = np.array([self._segment(kinds[r - size : r])[0] for size in range(1, min(r, longest) + 1)])
+            through = least[r - 1 :: -1][: len(cost)] + cost
             last.append(int(through.argmin()) + 1)
             least[r] = through[last[-1] - 1]
         return least, last
 
     def pick(self, i: int, j: int) -> list[int]:
-        """The candidates of layers i..j-1, equal ones next to each other."""
-        found: list[int] = []
-        for kind, first, number in self.instance.runs:
-            left = min(j, first + number) - max(i, first)
-            chosen: list[int] = []
-            last = self._cut(kind, left)[1] if left > 0 else []
+        """The candidates of layers i..j-1; of a chain of one kind, equal ones next to each other."""
+        found = [int(self.which[kind][0]) for kind in self.instance.kind[i:j].tolist()]
+        for first, kinds in self._chains:
+            start = max(i, first)
+            mine = kinds[start - first : max(j - first, 0)]
+            left, last = len(mine), self._cut(mine)[1] if mine else []
             while left > 0:
-                chosen += [int(self.which[kind][last[left] - 1])] * last[left]
-                left -= last[left]
-            found += sorted(chosen)
+                size = last[left]
+                numbers = self._segment(mine[left - size : left])[1]
+                for at in range(left - size, left):
+                    found[start - i + at] = numbers[mine[at]]
+                left -= size
+            if len(set(mine)) == 1:
+                found[start - i : start - i + len(mine)] = sorted(found[start - i : start - i + len(mine)])
         return found
 
 

@@ -394,7 +394,8 @@ class Prices:
         self._tables: dict[tuple[object, ...], Table | None] = {}
         self.pins = pins_by_layer(graph, options)
         self.groups = tied_groups(graph)
-        self._candidates: dict[tuple[object, ...], list[Strategy]] = {}
+        self._candidates: dict[tuple[object, ...], tuple[Strategy, ...]] = {}
+        self._lists: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = {}
         self._known: dict[tuple[object, ...], Any] = {}
         self.refused: dict[int, int] = {}  # layer: choices for which it had no price
 
@@ -436,22 +437,22 @@ class Prices:
         cls, pins, m = self._graph.layers[layer].cls, self.pins[layer], choice.microbatches
         pricers = self._line(choice.pipeline).pricers
         sizes = sizes_of_segments(self._graph.chains[cls], pins, choice.segments)
-        # the pricers live as long as their layouts
-        key = (cls, pins, choice.mesh, m, tied, choice.split, sizes, *map(id, pricers))
+        batch, experts = self._graph.batch_size // m, self._graph.classes[cls].experts
+        alike = choice.mesh, batch, pins, experts, tuple(sizes)
+        if alike not in self._candidates:
+            found = strategies(choice.mesh, batch, self._cluster.gpus_per_node, self._options, pins, experts, sizes)
+            self._candidates[alike] = self._lists.setdefault(tuple(found), tuple(found))  # one of each
+        candidates = self._candidates[alike]
+        # the pricers and the candidates live as long as this; pins that come to the same have one table
+        key = (cls, id(candidates), choice.mesh, m, tied, choice.split, *map(id, pricers))
         if key not in self._tables:
-            found, prices = [], []
-            batch, experts = self._graph.batch_size // m, self._graph.classes[cls].experts
-            alike = choice.mesh, batch, pins, experts, tuple(sizes)
-            if alike not in self._candidates:
-                self._candidates[alike] = strategies(
-                    choice.mesh, batch, self._cluster.gpus_per_node, self._options, pins, experts, sizes
-                )
-            for strategy in self._candidates[alike]:
+            kept, prices = [], []
+            for strategy in candidates:
                 at = tuple(p for pricer in pricers if (p := pricer.layer(cls, choice.mesh, strategy, m)) is not None)
                 if len(at) == len(pricers):
-                    found.append(strategy)
+                    kept.append(strategy)
                     prices.append(at)
-            self._tables[key] = make_table(found, prices, tied, choice.split) if found else None
+            self._tables[key] = make_table(kept, prices, tied, choice.split) if kept else None
         return self._tables[key]
 
     def chain(self, layer: int) -> int:
@@ -476,6 +477,7 @@ class Prices:
         fixed = {index: (roles, zero) for index, roles, zero in choice.ties}
         group_of = {i: g for g, layers in enumerate(self.groups) for i in layers}
         index: dict[tuple[str, LayerPins, int | None], int] = {}
+        same: dict[tuple[int, int | None], int] = {}  # the kind of a table; in a tied group it is the group's
         kinds: list[Table] = []
         kind: list[int] = []
         for i, layer in enumerate(self._graph.layers):
@@ -486,13 +488,14 @@ class Prices:
                 if table is None:
                     self.refused[i] = self.refused.get(i, 0) + 1
                     return None
+                index[key] = same.setdefault((id(table), group), len(kinds))
                 if group in fixed:
                     keep = [k for k, s in enumerate(table.strategies) if (s.roles, s.zero) == fixed[group]]
                     if not keep:
                         return None
                     table = _only(table.take(np.array(keep, dtype=np.int64)), fixed[group])
-                index[key] = len(kinds)
-                kinds.append(table)
+                if index[key] == len(kinds):
+                    kinds.append(table)
             kind.append(index[key])
         return tuple(kinds), np.array(kind, dtype=np.int64)
 
