@@ -188,7 +188,8 @@ def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: S
 
     Layers are recomputed several as one where they are pinned to it, in outer choices of which nothing fits without, and in the best choice
     if its plan recomputes so many that pairs of them hold less. Where nothing says how many stages a device has, the pipeline of the best
-    plan is tried with several, too, and so is one of half as many devices and microbatches.
+    plan is tried with several, too, and so is one of half as many devices and microbatches: of one microbatch neither, and none whose
+    stages, but for two, would have different numbers of layers.
     """
     best = _best_pipeline(graph, cluster, pricer, options)
     if best is None or best[1].pipeline == 1 or options.schedule is not None or options.chunks is not None:
@@ -199,12 +200,13 @@ def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: S
     asked = [
         replace(options, pipeline=p, microbatches=n, schedule="interleaved-1f1b")
         for p, n in sizes
-        if options.pipeline in (None, p) and options.microbatches in (None, n)
+        if options.pipeline in (None, p) and options.microbatches in (None, n) and n > 1
     ]
     found = [
         min(every_plan(graph, cluster, pricer, options, choice), default=step)
         for several in asked
         for choice in outer_choices(graph, cluster, several)
+        if min(len(graph.layers) % choice.stages, -len(graph.layers) % choice.stages) <= 2
     ]
     return min([step, *found])
 

@@ -498,7 +498,9 @@ def in_chunks(choice: Choice, layers: int) -> list[Choice]:
     (arXiv:2104.04473, section 2.2): a schedule goes at the pace of its longest stage, and no bound sees how much uneven ones cost.
     """
     line, m = choice.pipeline, choice.microbatches
-    fit = range(2, min(MOST_CHUNKS, layers // line) + 1) if line > 1 else ()
+    if line == 1 or m == 1:  # one microbatch passes all stages one after the other, however they are dealt out
+        return []
+    fit = range(2, min(MOST_CHUNKS, layers // line) + 1)
     return [
         replace(choice, schedule=INTERLEAVED, chunks=chunks, ties=(), segments=False)
         for chunks in fit
