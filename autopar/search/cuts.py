@@ -82,3 +82,18 @@ def in_rounds(layers: Sequence[int], chunks: int, ends: tuple[bool, bool], order
         sizes[0, d] += extra[0]
         sizes[-1, d] += extra[1]
     return (0, *np.cumsum(sizes.ravel()).tolist())
+
+
+def moved_by_one(bounds: Sequence[int], own: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """The cuts with one layer moved: from a stage of the slowest device to any other stage, then over each cut. ``own`` are the stages of
+    every device, the slowest's last; a stage's last layer stays."""
+    stages, at = len(bounds) - 1, np.array(bounds)
+    pairs = [(a, b) for others in own for b in others for a in own[-1] if a != b]
+    pairs += [(s, s + 1) for s in range(stages - 1)] + [(s + 1, s) for s in range(stages - 1)]
+    found = []
+    for a, b in dict.fromkeys(pairs):
+        if at[a + 1] - at[a] > 1:
+            moved = at.copy()
+            moved[min(a, b) + 1 : max(a, b) + 1] += 1 if b < a else -1
+            found.append(tuple(moved.tolist()))
+    return found

@@ -19,7 +19,7 @@ import numpy as np
 
 from autopar.search.assess import Counts, Solution, cost, fits, fullest_moments, memories, passing_by
 from autopar.search.construct import LADDER, Stage, memory_scale, modes_of, seconds_of
-from autopar.search.cuts import by_share, deal, in_rounds
+from autopar.search.cuts import by_share, deal, in_rounds, moved_by_one
 from autopar.search.dealt_bound import sends, textbook_paths
 from autopar.search.dealt_whole import layers_of_devices
 from autopar.search.exact import LABELS, NODES, TooLargeError, undominated
@@ -131,20 +131,9 @@ class _Draft:
             self.bounds, self.estimate_s = moves[best], float(steps[best])
 
     def _moves(self) -> list[tuple[int, ...]]:
-        """One layer less for a stage of the slowest device and one more for any other stage, then each cut moved by one layer."""
-        stages = self.instance.choice.stages
-        bounds = np.array(self.bounds)
-        _, seconds = self._by_stage(bounds[None], self.seconds)
-        own = [self.instance.choice.own(int(d)) for d in np.argsort(seconds[0])]
-        pairs = [(a, b) for stages_of in own for b in stages_of for a in own[-1] if a != b]
-        pairs += [(s, s + 1) for s in range(stages - 1)] + [(s + 1, s) for s in range(stages - 1)]
-        found = []
-        for a, b in dict.fromkeys(pairs):
-            if bounds[a + 1] - bounds[a] > 1:
-                moved = bounds.copy()
-                moved[min(a, b) + 1 : max(a, b) + 1] += 1 if b < a else -1
-                found.append(tuple(moved.tolist()))
-        return found
+        """The cuts with one layer moved."""
+        _, seconds = self._by_stage(np.array(self.bounds)[None], self.seconds)
+        return moved_by_one(self.bounds, [self.instance.choice.own(int(d)) for d in np.argsort(seconds[0])])
 
 
 def _drafts(instance: Instance, picks: list[tuple[float, tuple[Indices, ...], list[int]]]) -> list[_Draft]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from autopar.search.assess import Solution, cost
-from autopar.search.cuts import deal
+from autopar.search.cuts import deal, moved_by_one
 from autopar.search.schedules import holdings
 from autopar.search.tables import Array, Instance
 
@@ -57,16 +57,6 @@ def polished(instance: Instance, best: Solution, refine: Refine, deadline: float
 
 
 def _moved(instance: Instance, solution: Solution) -> list[tuple[int, ...]]:
-    choice, now, bounds = instance.choice, cost(instance, solution), np.array(solution.bounds)
+    choice, now = instance.choice, cost(instance, solution)
     busy = np.bincount(instance.device, np.add(now.forward_s, now.backward_s))
-    slowest = choice.own(int(busy.argmax()))
-    order = [s for d in np.argsort(busy) for s in choice.own(int(d))]
-    pairs = [(a, b) for b in order for a in slowest if a != b]
-    pairs += [(s, s + 1) for s in range(choice.stages - 1)] + [(s + 1, s) for s in range(choice.stages - 1)]
-    found = []
-    for a, b in dict.fromkeys(pairs):
-        if bounds[a + 1] - bounds[a] > 1:
-            moved = bounds.copy()
-            moved[min(a, b) + 1 : max(a, b) + 1] += 1 if b < a else -1
-            found.append(tuple(moved.tolist()))
-    return found
+    return moved_by_one(solution.bounds, [choice.own(int(d)) for d in np.argsort(busy)])
