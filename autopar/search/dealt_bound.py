@@ -232,11 +232,8 @@ class _Linear:
 
     def _longer(self, master: _Master, mean: Array, least_s: float) -> bool:
         """Add the longest path through the schedule of these stages, if it is longer than those that are known."""
-        choice = self.instance.choice
-        if choice.stages * choice.microbatches > CUT_ACTIONS:
-            return False
-        counts = longest_path(mean, choice.microbatches, choice.schedule, choice.chunks)
-        if float((counts * mean).sum()) <= least_s * (1 + 1e-4):
+        counts = longer_path(self.instance, mean, least_s)
+        if counts is None:
             return False
         master.add_path(counts)
         self.paths = np.concatenate([self.paths, counts[:, None]], axis=1)
@@ -286,6 +283,15 @@ class _Linear:
         weights, saved, waiting, transient = sums[:, parts + 1 :].T
         held = weights + self.in_flight * saved + self.waiting * waiting + self.transient * transient
         return np.bincount(self.device, held, minlength=self.line).astype(np.float64)
+
+
+def longer_path(instance: Instance, mean: Array, least_s: float) -> Array | None:
+    """The longest path through the schedule of stages of ``mean`` seconds ``[part, stage]``, where it takes longer than ``least_s``."""
+    choice = instance.choice
+    if choice.stages * choice.microbatches > CUT_ACTIONS:
+        return None
+    path = longest_path(mean, choice.microbatches, choice.schedule, choice.chunks)
+    return path if float((path * mean).sum()) > least_s * (1 + 1e-4) else None
 
 
 class _Master:

@@ -23,11 +23,10 @@ import numpy as np
 from ortools.linear_solver import pywraplp
 
 from autopar.search.assess import passing_by
-from autopar.search.bound import CUT_ACTIONS, TOLERANCE
-from autopar.search.dealt_bound import sends, textbook_paths
+from autopar.search.bound import TOLERANCE
+from autopar.search.dealt_bound import longer_path, sends, textbook_paths
 from autopar.search.dealt_whole import Line
 from autopar.search.schedules import last_forward
-from autopar.search.simulate import longest_path
 from autopar.search.tables import Array, Instance
 from autopar.search.whole import NOTHING, Front, merged, undominated
 
@@ -207,15 +206,12 @@ class _Mixture:
 
     def _longer(self) -> bool:
         """Add the longest path through the schedule of the mixture's stages, if it is longer than those that are known."""
-        choice = self.instance.choice
         mean, total_s = np.array(self.sends), self.total.solution_value() * self.scale_s
         for variable, d, seconds in self.columns:
             mean[:, self.devices[d].own] += variable.solution_value() * seconds
         self.instance.shares[:] = [mean.sum(axis=0)]
-        if choice.stages * choice.microbatches > CUT_ACTIONS:
-            return False
-        path = longest_path(mean, choice.microbatches, choice.schedule, choice.chunks)
-        if float((path * mean).sum()) <= total_s * (1 + 1e-4):
+        path = longer_path(self.instance, mean, total_s)
+        if path is None:
             return False
         self._add_path(path)
         return True
