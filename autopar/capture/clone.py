@@ -43,7 +43,7 @@ def twin(model: nn.Module, dtype: torch.dtype | None, *, meta: bool = False, wit
     device = "meta" if meta else "cpu"
     memo: dict[int, Any] = {}
     values: dict[str, torch.Tensor] = {}
-    plain: list[tuple[str, str]] = []
+    plain: dict[tuple[int, str], str] = {}  # the module and the attribute: the module's path
 
     running = {id(b) for m in model.modules() if isinstance(m, _RUNNING) for b in m.buffers(recurse=False)}
 
@@ -60,13 +60,13 @@ def twin(model: nn.Module, dtype: torch.dtype | None, *, meta: bool = False, wit
     for name, parameter in model.named_parameters():
         made = None if name in left_out else nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
         memo[id(parameter)] = made
-    for path, module in model.named_modules():
+    for path, module in model.named_modules(remove_duplicate=False):  # a buffer has all its names
         prefix = f"{path}." if path else ""
         tensors = dict(module.named_buffers(recurse=False))
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor):
                 tensors[name] = value
-                plain.append((path, name))
+                plain.setdefault((id(module), name), path)
         for name, tensor in tensors.items():
             memo.setdefault(id(tensor), fake(tensor))
             if tensor.device.type != "meta":
@@ -78,7 +78,7 @@ def twin(model: nn.Module, dtype: torch.dtype | None, *, meta: bool = False, wit
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and capture works on a copy",
             hint="keep open files, locks and generators out of the module's attributes",
         ) from error
-    for path, name in plain:
+    for (_, name), path in plain.items():
         owner = module.get_submodule(path)
         tensor = getattr(owner, name)
         delattr(owner, name)

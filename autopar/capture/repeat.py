@@ -2,7 +2,8 @@
 
 1. ``record`` runs the model once without values, outside of export, and writes down for every call of a member of a module list
    what it does: each torch function with its operands, by where they come from (the call's arguments, the member's own parameters,
-   an earlier result), and every other argument by value. Calls with equal records compute the same of their own parameters.
+   an earlier result), and every other argument by value; and of its tensors, which are one with which. Calls with equal records compute
+   the same of their own parameters.
 2. During export the first of equal calls is traced between two markers; the others are one op each (``traced_once``).
 3. ``expand`` replaces those ops in the exported graph by copies of what lies between the markers.
 
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 
 from autopar.torch_private import tree_flatten, tree_unflatten
@@ -104,6 +106,8 @@ class _Call:
             return ("dict", *((self.of(key), self.of(item)) for key, item in value.items()))
         if isinstance(value, slice):
             return ("slice", self.of(value.start), self.of(value.stop), self.of(value.step))
+        if isinstance(value, float | complex):
+            return (type(value).__name__, repr(value))  # 0.0 and -0.0 are equal, and 1 / 0.0 and 1 / -0.0 are not
         return (type(value).__name__, value) if isinstance(value, _PLAIN) else ("object", id(value))
 
 
@@ -125,15 +129,16 @@ class _Recorder(TorchFunctionMode):
     where there is nothing else to a tensor, they are made without calling it, which is several times faster.
     """
 
-    def __init__(self, members: dict[str, nn.Module]) -> None:
+    def __init__(self, module: nn.Module, members: dict[str, nn.Module]) -> None:
         super().__init__()
         # before anything is recorded, which looking at a tensor would be
-        self.own = {path: [*m.named_parameters(), *m.named_buffers()] for path, m in members.items()}
-        self.owned = {path: [(name, _description(t)) for name, t in own] for path, own in self.own.items()}
+        self.own = {path: _named_tensors(m) for path, m in members.items()}
+        names = Counter(id(tensor) for _, tensor in _named_tensors(module))
+        self.owned = {path: _owned(own, names) for path, own in self.own.items()}
         self.owners: dict[int, list[str]] = {}  # the members that have a parameter, outer ones first
         for path, own in self.own.items():
-            for _, tensor in own:
-                self.owners.setdefault(id(tensor), []).append(path)
+            for key in dict.fromkeys(id(tensor) for _, tensor in own):
+                self.owners.setdefault(key, []).append(path)
         self.open: list[_Call] = []
         self.closed: dict[str, tuple[Any, ...]] = {}  # path -> record
         self.outputs: dict[str, tuple[Any, tuple[Any, ...]]] = {}
@@ -221,11 +226,13 @@ class _Recorder(TorchFunctionMode):
         self.calls[path] += 1
         leaves, tree = tree_flatten((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        call = _Call(path, {id(tensor): ("own", name) for name, tensor in self.own[path]})
+        call = _Call(path, {})
+        for name, tensor in self.own[path]:
+            call.seen.setdefault(id(tensor), ("own", name))
         for index, tensor in enumerate(given):
             call.seen.setdefault(id(tensor), ("given", index))
         head = (type(module), _modes(), tree, *map(call.of, leaves), *map(_description, given))
-        owned = tuple(self.owned[path])
+        owned = self.owned[path]
         call.like = self.begun.setdefault((head, owned), call)
         if call.like is call:
             call.like = None
@@ -248,6 +255,30 @@ class _Recorder(TorchFunctionMode):
         return result
 
 
+def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Every name of every parameter and buffer."""
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+
+
+def _owned(own: list[tuple[str, Tensor]], names: Counter[int]) -> tuple[Any, ...]:
+    """What must be equal of two members' tensors: names, descriptions, and what each is tied to.
+
+    A tensor with several names inside of the member is said to be the first of them. One that has a name outside of it as well (``names``
+    counts those in the whole model) is known by its identity: only a member with the same tensor in its place is equal.
+    """
+    inside = Counter(id(tensor) for _, tensor in own)
+    first: dict[int, str] = {}
+    return tuple(
+        (
+            name,
+            _description(tensor),
+            first.setdefault(id(tensor), name),
+            id(tensor) if names[id(tensor)] > inside[id(tensor)] else None,
+        )
+        for name, tensor in own
+    )
+
+
 def _modes() -> tuple[bool, ...]:
     return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
 
@@ -257,13 +288,17 @@ def _description(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def members(module: nn.Module) -> dict[str, nn.Module]:
-    """The members of module lists and sequences that have enough siblings of their type, by path."""
+    """The members of module lists and sequences that have enough siblings of their type, by path; one that is in two lists by its first."""
     found: dict[str, nn.Module] = {}
+    seen: set[int] = set()
     for path, parent in module.named_modules():
         if isinstance(parent, nn.ModuleList | nn.Sequential):
             types = Counter(type(child) for child in parent)
             prefix = f"{path}." if path else ""
-            found |= {prefix + name: c for name, c in parent.named_children() if types[type(c)] >= FEWEST and _large(c)}
+            for name, child in parent.named_children():
+                if types[type(child)] >= FEWEST and _large(child) and id(child) not in seen:
+                    seen.add(id(child))
+                    found[prefix + name] = child
     return found
 
 
@@ -299,7 +334,7 @@ def _forwards(members: dict[str, nn.Module], run: Callable[..., Any]) -> Iterato
 def record(module: nn.Module, run: Callable[[], Any]) -> Repeats | None:
     """The calls that ``run()``, which calls ``module``, repeats (none, maybe); ``None`` where it raises."""
     found = members(module)
-    recorder = _Recorder(found)
+    recorder = _Recorder(module, found)
     try:
         with recorder, _forwards(found, recorder.run):
             run()
@@ -503,10 +538,14 @@ def _copy(
     env: dict[fx.Node, fx.Node] = dict(own)
     given: Any = node.args[0]
     results: Any = exit.args[0]
+    passed: dict[fx.Node, Any] = {entry: given}  # markers that the copy does without, by what goes through them
     with graph.inserting_before(node):
         for inner in body:
-            if inner.target is operator.getitem and inner.args[0] is entry:
-                env[inner] = given[inner.args[1]]
+            if _marker(inner):  # of a block inside of this one
+                passed[inner] = map_arg(inner.args[0], lambda n: env.get(n, n))
+                continue
+            if inner.target is operator.getitem and inner.args[0] in passed:
+                env[inner] = passed[inner.args[0]][inner.args[1]]
                 continue
             copied = graph.node_copy(inner, lambda n: env.get(n, n))
             copied.meta["nn_module_stack"] = _stack(inner, node, original)
