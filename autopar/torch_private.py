@@ -5,7 +5,7 @@ Kept in one module so that a new torch release is checked in one place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,6 +58,47 @@ def has_gradient_hooks(thing: torch.nn.Module | torch.Tensor) -> bool:
     """Whether a module's or a parameter's gradient passes through a hook. (torch 2.11, 2.13)"""
     names = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
     return any(getattr(thing, name, None) for name in names)
+
+
+@contextmanager
+def patch_backward(refuse: Callable[[str], None]) -> Iterator[None]:
+    """Inside, ``refuse`` is called with a name instead of every way to compute gradients: ``Tensor.backward``, ``torch.autograd.grad``,
+    forward-mode derivatives and what transforms functions (``torch.vmap``, ``torch.func``). (torch 2.11, 2.13)"""
+    from contextlib import ExitStack
+    from unittest import mock
+
+    from torch._functorch import eager_transforms, vmap
+    from torch.autograd import forward_ad
+
+    ways = {
+        "a backward pass": (torch.autograd, "_engine_run_backward"),
+        "forward-mode derivatives": (forward_ad, "make_dual"),
+        "torch.vmap": (vmap, "vmap_increment_nesting"),
+        "torch.func.grad or a Jacobian": (eager_transforms, "grad_increment_nesting"),
+        "torch.func.jvp": (eager_transforms, "jvp_increment_nesting"),
+    }
+    with ExitStack() as stack:
+        for name, (owner, function) in ways.items():
+            stack.enter_context(mock.patch.object(owner, function, lambda *_, _name=name, **__: refuse(_name)))
+        yield
+
+
+@contextmanager
+def inference_as_no_grad() -> Iterator[None]:
+    """Inside, ``with torch.inference_mode():`` is ``with torch.no_grad():``, which torch.export follows. (torch 2.11, 2.13)"""
+    from unittest import mock
+
+    kind = torch.inference_mode
+    opened: list[Any] = []
+
+    def enter(self: Any) -> None:
+        opened.append(torch.set_grad_enabled(False if self.mode else torch.is_grad_enabled()))
+
+    def leave(self: Any, *_: Any) -> None:
+        opened.pop().__exit__(None, None, None)
+
+    with mock.patch.object(kind, "__enter__", enter), mock.patch.object(kind, "__exit__", leave):
+        yield
 
 
 @contextmanager

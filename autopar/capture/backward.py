@@ -4,30 +4,56 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils.checkpoint import CheckpointFunction
 
+from autopar import torch_private
 from autopar.errors import CaptureError
-from autopar.torch_private import has_gradient_hooks
+from autopar.torch_private import has_gradient_hooks, patch_backward
+from passes.clean.nodes import argument, packet
 
 OPAQUE_HINT = "keep that module whole and replicated: wrap it in autopar.opaque(module)"
+_OP_HINT = (
+    "make it a torch.library.custom_op with register_autograd (and autopar.register_rule, to shard it), or "
+    + OPAQUE_HINT
+)
+
+OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), torch_private.__file__)
+"""Where a frame is not of the user's code."""
 
 _apply_of_torch: Any = vars(torch.autograd.Function)["apply"].__func__
 
 
+class KeptWholeError(CaptureError):
+    """A refusal of what one module does by itself, which a module that is kept whole may do."""
+
+
 @contextmanager
 def own_gradients_refused() -> Iterator[None]:
-    """Inside, an ``autograd.Function`` of the user's and a tensor's ``register_hook`` raise ``CaptureError`` with the line that calls."""
-    with (
-        mock.patch.object(torch.autograd.Function, "apply", classmethod(_apply)),
-        mock.patch.object(torch.Tensor, "register_hook", _register_hook),
-    ):
+    """Inside, what makes gradients by another way than the forward pass raises ``CaptureError`` with the line that calls: an
+    ``autograd.Function`` of the user's, a tensor's ``register_hook``, hooks on saved tensors, and a backward inside of a forward."""
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    enter = hooks.__enter__
+
+    def saved(self: Any) -> Any:
+        if type(self) is hooks or not type(self).__module__.startswith("torch."):
+            raise CaptureError(
+                f"{caller()} changes what is saved for the backward pass: torch.export loses the hooks",
+                hint="leave them out: where memory asks for it a plan recomputes, and --offload any puts saved tensors aside",
+            )
+        return enter(self)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(_apply)))
+        stack.enter_context(mock.patch.object(torch.Tensor, "register_hook", _register_hook))
+        stack.enter_context(mock.patch.object(hooks, "__enter__", saved))
+        stack.enter_context(patch_backward(_backward))
         yield
 
 
@@ -43,6 +69,65 @@ def refuse_hooks(model: nn.Module) -> None:
                 )
 
 
+def refuse_strays(model: nn.Module) -> None:
+    """Raise ``CaptureError`` where a module holds a tensor that requires a gradient and is no parameter: none would be trained."""
+    for path, module in model.named_modules():
+        buffers = dict(module.named_buffers(recurse=False))
+        for name, value in (buffers | vars(module)).items():
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                what = "a buffer" if name in buffers else "a plain attribute"
+                raise CaptureError(
+                    f"{path + '.' if path else ''}{name} requires a gradient and is {what}, not a parameter",
+                    hint="make it a torch.nn.Parameter if it is to be trained; if it is computed from parameters, compute it in forward",
+                )
+
+
+def refuse_stray(reader: str, tensor: torch.Tensor) -> NoReturn:
+    """``reader`` is a sentence's beginning that says what reads ``tensor``."""
+    raise CaptureError(
+        f"{reader} {list(tensor.shape)} that requires a gradient and is no parameter of the model: it would never be trained",
+        hint="make it a parameter of the model, or call requires_grad_(False) on it where it is not to be trained",
+    )
+
+
+def refuse_nodes(gm: fx.GraphModule) -> None:
+    """Raise ``CaptureError`` where a table that a graph looks up is written by that, or has another gradient than its rows added up."""
+    for graph_module in gm.modules():
+        for node in graph_module.graph.nodes if isinstance(graph_module, fx.GraphModule) else ():
+            if packet(node) == "aten.embedding_renorm_":
+                raise CaptureError(
+                    f"an embedding with max_norm changes its own weight in forward\n{source(node)}",
+                    hint="leave max_norm out and scale the rows that were looked up: F.normalize(embedding(ids), dim=-1) * norm",
+                )
+            if packet(node) in _TABLES:
+                _refuse_table(node, *_TABLES[packet(node)])
+
+
+_TABLES = {"aten.embedding": (3, 4), "aten.embedding_bag": (3, 5), "aten._embedding_bag": (3, 5)}
+"""Ops that look up rows: the positions of ``scale_grad_by_freq`` and ``sparse``."""
+
+
+def _refuse_table(node: fx.Node, frequency: int, sparse: int) -> None:
+    if argument(node, frequency, "scale_grad_by_freq", False):
+        raise CaptureError(
+            f"an embedding with scale_grad_by_freq divides gradients by how often an id is in the whole batch\n{source(node)}",
+            hint="leave scale_grad_by_freq out, and weight the loss by the ids' counts instead",
+        )
+    if argument(node, sparse, "sparse", False):
+        raise CaptureError(
+            f"an embedding with sparse=True has a sparse gradient, and a program's gradients are dense\n{source(node)}",
+            hint="pass sparse=False: the numbers are the same, and optimizers for dense gradients take them",
+        )
+
+
+def source(node: fx.Node) -> str:
+    """The last line of the user's code that made the node; torch's where there is none of the user's."""
+    trace = str(node.meta.get("stack_trace") or "").strip().split("\n")
+    frames = [trace[k : k + 2] for k in range(0, len(trace), 2)]
+    users = [frame for frame in frames if f'"{Path(torch.__file__).parent}' not in frame[0]]
+    return "\n".join((users or frames)[-1])
+
+
 def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Stands for ``autograd.Function.apply`` during export, which would keep the forward of a function and lose its backward."""
     if function is CheckpointFunction:  # its backward is the function's own: autopar recomputes by itself where it pays
@@ -50,25 +135,30 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
         return run(*inputs)
     if function.__module__.partition(".")[0] == "torch":
         return _apply_of_torch(function, *args, **kwargs)
-    raise CaptureError(
-        f"{_caller()} calls the autograd.Function {function.__name__}: torch.export keeps its forward and loses its backward",
-        hint="make it a torch.library.custom_op with register_autograd (and autopar.register_rule, to shard it), or "
-        + OPAQUE_HINT,
+    raise KeptWholeError(
+        f"{caller()} calls the autograd.Function {function.__name__}: torch.export keeps its forward and loses its backward",
+        hint=_OP_HINT,
     )
 
 
 def _register_hook(tensor: torch.Tensor, hook: Any) -> Any:
     """Stands for ``Tensor.register_hook`` during export, which would forget the hook."""
-    raise CaptureError(
-        f"{_caller()} hooks a function into a gradient: torch.export keeps the tensor and loses the hook",
-        hint="make it a torch.library.custom_op with register_autograd (and autopar.register_rule, to shard it), or "
-        + OPAQUE_HINT,
+    raise KeptWholeError(
+        f"{caller()} hooks a function into a gradient: torch.export keeps the tensor and loses the hook", hint=_OP_HINT
     )
 
 
-def _caller() -> str:
-    """The file, line and text of the innermost frame that is not capture's."""
-    here = str(Path(__file__).parent)
-    frames = traceback.extract_stack()[:-1]
-    frame = next(f for f in reversed(frames) if not f.filename.startswith((here, "<")))
+def _backward(what: str) -> None:
+    """Called during export in place of what computes gradients."""
+    raise KeptWholeError(
+        f"{caller()} computes derivatives or transforms a function inside of forward ({what}), which a graph does not follow",
+        hint=OPAQUE_HINT,
+    )
+
+
+def caller() -> str:
+    """The file, line and text of the innermost frame that is the user's."""
+    ours = (*OURS, "<")
+    frames = [f for f in traceback.extract_stack()[:-1] if not f.filename.endswith("contextlib.py")]
+    frame = next((f for f in reversed(frames) if not f.filename.startswith(ours)), frames[-1])
     return f"{frame.filename}:{frame.lineno} `{frame.line}`"

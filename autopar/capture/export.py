@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.capture.backward import OPAQUE_HINT, own_gradients_refused, refuse_hooks
+from autopar.capture.backward import OPAQUE_HINT, refuse_hooks, refuse_nodes, refuse_stray, refuse_strays, source
 from autopar.capture.batch import BatchStructure, rebuild_batch
 from autopar.capture.clone import Twin, twin
+from autopar.capture.guard import guarded
 from autopar.capture.repeat import Lifted, Repeats, expand, members, record, traced_once
 from autopar.errors import CaptureError
 from autopar.graph import Parameter
@@ -113,22 +114,24 @@ def export(
     by name (absent where the model is on meta), and the class name of every module by path (``""`` is the model).
     """
     refuse_hooks(model)
+    refuse_strays(model)
     if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
         raise CaptureError(
             "loss_fn has parameters of its own", hint="make it part of the model, and return the loss from there"
         )
     repeats = _repeats(model, dtype, loss_fn, structure)
     copied = twin(model, dtype, without=repeats.unread(model) if repeats is not None else ())
-    program = _export(copied, loss_fn, structure, repeats)
+    program = _export(model, copied, loss_fn, structure, repeats)
     lifted = _lifted(program)
     whole = expand(program.graph_module, lifted, repeats, model) if repeats is not None else lifted
     if whole is None:
         copied = twin(model, dtype)
-        program = _export(copied, loss_fn, structure)
+        program = _export(model, copied, loss_fn, structure)
         whole = _lifted(program)
     gm = program.graph_module
     values = _label(gm, whole, program.constants, model, copied, structure)
     _check_dtypes(gm)
+    refuse_nodes(gm)
     classes = {path: type(module).__name__ for path, module in model.named_modules()}
     return gm, values, classes
 
@@ -143,7 +146,7 @@ def _repeats(
         copied = twin(model, dtype, meta=meta)
 
         def run(copied: Twin = copied, device: str = "meta" if meta else "cpu") -> None:
-            with copied.mode, own_gradients_refused(), masks_as_given(), as_if_exported():
+            with copied.mode, guarded(model, copied.module), masks_as_given(), as_if_exported():
                 tensors = [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in structure.leaves]
                 call_model(copied.module, structure, loss_fn, tensors)
 
@@ -160,7 +163,11 @@ def _lifted(program: Any) -> list[Lifted]:
 
 
 def _export(
-    copied: Twin, loss_fn: Callable[..., Any] | None, structure: BatchStructure, repeats: Repeats | None = None
+    model: nn.Module,
+    copied: Twin,
+    loss_fn: Callable[..., Any] | None,
+    structure: BatchStructure,
+    repeats: Repeats | None = None,
 ) -> Any:
     with copied.mode:
         tensors = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in structure.leaves)
@@ -173,7 +180,7 @@ def _export(
     try:
         with warnings.catch_warnings(), ExitStack() as stack:
             warnings.simplefilter("ignore")
-            stack.enter_context(own_gradients_refused())
+            stack.enter_context(guarded(model, copied.module))
             stack.enter_context(masks_as_given())
             if repeats is not None:
                 stack.enter_context(traced_once(captured.module, repeats))
@@ -242,9 +249,25 @@ def _label(
             real = constants.get(lifted_as)
             if target in copied.buffers:
                 values[target] = copied.buffers[target]
+            elif kind == "CONSTANT_TENSOR" and isinstance(real, torch.Tensor):
+                _check_constant(node, real)
+                if not is_fake(real):
+                    values[target] = real
             elif isinstance(real, torch.Tensor) and not is_fake(real):
                 values[target] = real
     return values
+
+
+def _check_constant(node: fx.Node, value: torch.Tensor) -> None:
+    """Refuse a tensor that the graph holds as a constant and that is none."""
+    where = source(next(iter(node.users))) if node.users else ""
+    if value.requires_grad:
+        refuse_stray(f"{where}\nreads a tensor", value)
+    if is_fake(value) and not value.is_meta:
+        raise CaptureError(
+            f"forward makes a tensor {list(value.shape)} in a way that torch.export does not follow\n{where}",
+            OPAQUE_HINT,
+        )
 
 
 _ONE_DTYPE = (
@@ -271,7 +294,7 @@ def _check_dtypes(gm: fx.GraphModule) -> None:
                 f"{n.meta.get('input', n.name)} {str(n.meta['val'].dtype).removeprefix('torch.')}" for n in given
             )
             raise CaptureError(
-                f"{packet(node)} takes tensors of one dtype and gets {words}\n{_trace(node)}",
+                f"{packet(node)} takes tensors of one dtype and gets {words}\n{source(node)}",
                 hint="give the batch in the model's dtype, or pass precision=..., which casts parameters and floating inputs alike",
             )
 
@@ -280,20 +303,14 @@ def _plain(value: Any, node: fx.Node) -> Any:
     if isinstance(value, torch.Tensor):
         if not all(type(size) is int for size in value.shape):
             raise CaptureError(
-                f"a shape depends on the data: {packet(node)} gives {list(value.shape)}\n{_trace(node)}", OPAQUE_HINT
+                f"a shape depends on the data: {packet(node)} gives {list(value.shape)}\n{source(node)}", OPAQUE_HINT
             )
         return like(value)
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        raise CaptureError(f"a Python number depends on the data: {packet(node)}\n{_trace(node)}", OPAQUE_HINT)
+        raise CaptureError(f"a Python number depends on the data: {packet(node)}\n{source(node)}", OPAQUE_HINT)
     if isinstance(value, tuple | list):
         return type(value)(_plain(item, node) for item in value)
     return value
-
-
-def _trace(node: fx.Node) -> str:
-    """The last line of the user's code that made the node."""
-    trace = str(node.meta.get("stack_trace") or "").strip().split("\n")
-    return "\n".join(trace[-2:])
 
 
 def _parameter_names(model: nn.Module) -> dict[str, tuple[str, tuple[str, ...]]]:

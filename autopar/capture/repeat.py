@@ -544,8 +544,9 @@ def _copy(
             if _marker(inner):  # of a block inside of this one
                 passed[inner] = map_arg(inner.args[0], lambda n: env.get(n, n))
                 continue
-            if inner.target is operator.getitem and inner.args[0] in passed:
-                env[inner] = passed[inner.args[0]][inner.args[1]]
+            source: Any = inner.args[0] if inner.args else None
+            if inner.target is operator.getitem and source in passed:
+                env[inner] = passed[source][inner.args[1]]
                 continue
             copied = graph.node_copy(inner, lambda n: env.get(n, n))
             copied.meta["nn_module_stack"] = _stack(inner, node, original)

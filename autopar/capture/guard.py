@@ -1,0 +1,194 @@
+"""What a forward does besides calling torch's functions, while it is traced: read for what it means, or refused by name with its line.
+
+A trace runs a twin of the model once, on tensors without values. What reaches past the twin (a loss function that holds the model itself),
+past torch (Python's random numbers) or behind autograd's back (``.data``) would be in the graph as it was this once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from autopar.capture.backward import caller, own_gradients_refused, refuse_stray
+from autopar.errors import CaptureError
+from autopar.torch_private import inference_as_no_grad, is_fake
+
+_RANDOM_HINT = "draw with torch (torch.rand, nn.Dropout): such draws are made anew in every step, the same on one device and on many"
+
+
+@contextmanager
+def guarded(model: nn.Module, twin: nn.Module) -> Iterator[None]:
+    """While ``twin`` of ``model`` is traced."""
+    with ExitStack() as stack:
+        stack.enter_context(own_gradients_refused())
+        stack.enter_context(inference_as_no_grad())
+        stack.enter_context(_no_draws())
+        stack.enter_context(_Meant(model, twin))
+        yield
+
+
+class _Meant(TorchFunctionMode):
+    """Reads a tensor of the model as its twin's, ``tensor.data`` as ``tensor.detach()``, and refuses what changes tensors unseen."""
+
+    def __init__(self, model: nn.Module, twin: nn.Module) -> None:
+        super().__init__()
+        self.twins: dict[
+            int, tuple[nn.Module, str]
+        ] = {}  # by the tensor's id: the module of the twin that has its twin, and the name
+        for path, module in model.named_modules():
+            own = twin.get_submodule(path)
+            tensors = [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]
+            self.twins |= {id(t): (own, name) for name, t in tensors if isinstance(t, Tensor)}
+        self.behind: dict[int, Tensor] = {}  # what ``.data`` gave
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = self._meant(args), self._meant(kwargs or {})
+        if func == _DATA.__set__:
+            raise CaptureError(
+                f"{caller()} sets the data of a tensor, which a graph does not follow",
+                hint="give the result a name of its own (y = ...); what is to be kept between steps belongs into a buffer",
+            )
+        if func == _DATA.__get__:
+            result = args[0].detach()
+            self.behind[id(result)] = result
+            return result
+        self._check_toggle(func, args, kwargs)
+        name = getattr(func, "__name__", "")
+        writes = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", *_AUGMENTED)
+        if writes and args and id(args[0]) in self.behind:
+            raise CaptureError(
+                f"{caller()} writes through .data, which autograd does not see: its backward would use values that the forward did not",
+                hint="write y = ... instead, under torch.no_grad() where no gradient is to flow",
+            )
+        return func(*args, **kwargs)
+
+    def _meant(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            module, name = self.twins.get(id(value), (None, ""))
+            found = None if module is None else getattr(module, name)
+            if found is None and value.requires_grad and not is_fake(value):
+                refuse_stray(f"{caller()} reads a tensor", value)
+            return value if found is None else found
+        if type(value) in (tuple, list):
+            return type(value)(self._meant(item) for item in value)
+        if type(value) is dict:
+            return {key: self._meant(item) for key, item in value.items()}
+        return value
+
+    def _check_toggle(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Only a tensor of the forward may be told to require a gradient: it does in eager, too, and that changes nothing by itself."""
+        if func is Tensor.requires_grad_:
+            wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+        elif func == _REQUIRES_GRAD.__set__:
+            wanted = args[1]
+        else:
+            return
+        if wanted != args[0].requires_grad and (isinstance(args[0], nn.Parameter) or not wanted):
+            raise CaptureError(
+                f"{caller()} switches requires_grad {'on' if wanted else 'off'} inside of forward, which a graph does not follow",
+                hint="set it before training; for a part of a forward pass use torch.no_grad() or .detach()",
+            )
+
+
+_DATA: Any = Tensor.data
+_REQUIRES_GRAD: Any = Tensor.requires_grad
+_AUGMENTED = frozenset(
+    f"__i{name}__" for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
+)
+
+
+# -- numbers that are drawn outside of torch's graph ---------------------------------------------------------------------
+
+
+class _Drawn:
+    """A number drawn from ``low`` to ``high``. It may only be compared, and only where every draw compares alike: ``draw < 0.0``."""
+
+    def __init__(self, low: float, high: float, line: str) -> None:
+        self.low, self.high, self.line = min(low, high), max(low, high), line
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise _frozen(self.line)
+
+    def _below(self, other: Any, equal: bool) -> bool:
+        if type(other) in (int, float):
+            if self.high < other or (self.high == other and equal):
+                return True
+            if self.low > other or (self.low == other and not equal):
+                return False
+        raise _frozen(self.line)
+
+    def __lt__(self, other: Any) -> bool:
+        return self._below(other, equal=False)
+
+    def __le__(self, other: Any) -> bool:
+        return self._below(other, equal=True)
+
+    def __gt__(self, other: Any) -> bool:
+        return not self._below(other, equal=True)
+
+    def __ge__(self, other: Any) -> bool:
+        return not self._below(other, equal=False)
+
+    __eq__ = __ne__ = __hash__ = __bool__ = __int__ = __float__ = __str__ = __repr__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __abs__ = __round__ = _refuse
+
+
+def _frozen(line: str) -> CaptureError:
+    return CaptureError(
+        f"{line} draws a random number outside of torch: every step of a program would use the one of the capture",
+        hint=_RANDOM_HINT,
+    )
+
+
+_HARMLESS = ("getstate", "get_state", "default_rng")
+
+
+@contextmanager
+def _no_draws() -> Iterator[None]:
+    """Inside, Python's and numpy's random functions refuse, but for numbers that are only compared, and of which all draws compare alike."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise _frozen(caller())
+
+    def unit(*shape: Any, size: Any = None) -> Any:
+        return refuse() if shape or size is not None else _Drawn(0.0, 1.0, caller())
+
+    def uniform(low: float = 0.0, high: float = 1.0, size: Any = None) -> Any:
+        return refuse() if size is not None else _Drawn(low, high, caller())
+
+    def seed(*_: Any, **__: Any) -> Any:
+        raise CaptureError(
+            f"{caller()} sets the state of torch's generator inside of forward, which a graph does not follow",
+            hint="seed before training; a program draws the same numbers on every device that holds the same rows",
+        )
+
+    before = random.getstate(), np.random.get_state(legacy=False)
+    with ExitStack() as stack:
+        for module in (random, np.random):
+            for name in module.__all__:
+                function = getattr(module, name)
+                if callable(function) and not isinstance(function, type) and name not in _HARMLESS:
+                    stack.enter_context(mock.patch.object(module, name, refuse))
+        for name in ("random", "uniform"):
+            stack.enter_context(mock.patch.object(random, name, unit if name == "random" else uniform))
+        for name in ("random", "rand", "random_sample", "ranf", "sample"):
+            if hasattr(np.random, name):
+                stack.enter_context(mock.patch.object(np.random, name, unit))
+        stack.enter_context(mock.patch.object(np.random, "uniform", uniform))
+        for owner, name in ((torch, "manual_seed"), (torch.random, "manual_seed"), (torch, "set_rng_state")):
+            stack.enter_context(mock.patch.object(owner, name, seed))
+        yield
+    if repr(before) != repr((random.getstate(), np.random.get_state(legacy=False))):
+        raise CaptureError(
+            "the model's forward draws from Python's or numpy's random numbers: every step of a program would use those of the capture",
+            hint=_RANDOM_HINT,
+        )
