@@ -84,6 +84,14 @@ def patch_backward(refuse: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextmanager
+def autograd_in_op() -> Iterator[None]:
+    """Inside the implementation of a custom op, where autograd is out of reach, functions are differentiable again. (torch 2.11, 2.13)"""
+    key = torch._C.DispatchKey.AutogradFunctionality
+    with torch._C._SetExcludeDispatchKeyGuard(key, False), torch.enable_grad():
+        yield
+
+
+@contextmanager
 def inference_as_no_grad() -> Iterator[None]:
     """Inside, ``with torch.inference_mode():`` is ``with torch.no_grad():``, which torch.export follows. (torch 2.11, 2.13)"""
     from unittest import mock

@@ -31,7 +31,9 @@ _apply_of_torch: Any = vars(torch.autograd.Function)["apply"].__func__
 
 
 class KeptWholeError(CaptureError):
-    """A refusal of what one module does by itself, which a module that is kept whole may do."""
+    """A refusal of what a module may do that is kept whole. ``paths`` are those of the modules around it, outermost first."""
+
+    paths: tuple[str, ...] = ()
 
 
 @contextmanager

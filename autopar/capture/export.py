@@ -13,15 +13,26 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.capture.backward import OPAQUE_HINT, refuse_hooks, refuse_nodes, refuse_stray, refuse_strays, source
-from autopar.capture.batch import BatchStructure, rebuild_batch
+from autopar.capture import whole
+from autopar.capture.backward import (
+    OPAQUE_HINT,
+    KeptWholeError,
+    refuse_hooks,
+    refuse_nodes,
+    refuse_stray,
+    refuse_strays,
+    source,
+)
+from autopar.capture.batch import BatchStructure, flatten_batch, rebuild_batch
+from autopar.capture.blocks import stack
 from autopar.capture.clone import Twin, twin
 from autopar.capture.guard import guarded
 from autopar.capture.repeat import Lifted, Repeats, expand, members, record, traced_once
+from autopar.capture.state import State, check_again, state
 from autopar.errors import CaptureError
 from autopar.graph import Parameter
 from autopar.torch_private import as_if_exported, is_fake, masks_as_given
-from passes.clean.nodes import like, packet
+from passes.clean.nodes import like, note, packet
 
 
 class _RefusedError(Exception):
@@ -46,9 +57,15 @@ class _Captured(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
         try:
-            return call_model(self.module, self.structure, self.loss_fn, tensors)
+            loss = call_model(self.module, self.structure, self.loss_fn, tensors)
         except Exception as error:
             raise _RefusedError(error) from error
+        _LEFT[:] = [state(self.module)]  # not an attribute, which torch.export puts back as it was
+        return loss
+
+
+_LEFT: list[State] = []
+"""The Python state that the last traced forward left."""
 
 
 def call_model(
@@ -106,12 +123,17 @@ def _is_loss(value: Any) -> bool:
 
 
 def export(
-    model: nn.Module, structure: BatchStructure, loss_fn: Callable[..., Any] | None, dtype: torch.dtype | None
+    model: nn.Module,
+    structure: BatchStructure,
+    loss_fn: Callable[..., Any] | None,
+    dtype: torch.dtype | None,
+    batch: Any = None,
 ) -> tuple[fx.GraphModule, dict[str, torch.Tensor], dict[str, str]]:
     """Export the model's twin.
 
     Returns the lifted graph with labelled placeholders (``passes.clean.nodes``), the values of its buffers and lifted constants
-    by name (absent where the model is on meta), and the class name of every module by path (``""`` is the model).
+    by name (absent where the model is on meta), and the class name of every module by path (``""`` is the model). With the values of a
+    ``batch``, modules that cannot be exported are kept whole where that is sound; notes on the graph say so.
     """
     refuse_hooks(model)
     refuse_strays(model)
@@ -119,31 +141,78 @@ def export(
         raise CaptureError(
             "loss_fn has parameters of its own", hint="make it part of the model, and return the loss from there"
         )
-    repeats = _repeats(model, dtype, loss_fn, structure)
-    copied = twin(model, dtype, without=repeats.unread(model) if repeats is not None else ())
-    program = _export(model, copied, loss_fn, structure, repeats)
-    lifted = _lifted(program)
-    whole = expand(program.graph_module, lifted, repeats, model) if repeats is not None else lifted
-    if whole is None:
-        copied = twin(model, dtype)
-        program = _export(model, copied, loss_fn, structure)
-        whole = _lifted(program)
-    gm = program.graph_module
-    values = _label(gm, whole, program.constants, model, copied, structure)
-    _check_dtypes(gm)
-    refuse_nodes(gm)
+
+    def run(copied: nn.Module) -> None:
+        cast = copied if dtype is None else copied.to(dtype)
+        call_model(cast, structure, loss_fn, list(flatten_batch(structure, batch).values()))
+
+    kept: dict[str, str] = {}
+    notes: list[str] = []
+    while True:
+        try:
+            gm, values = _exported(model, structure, loss_fn, dtype, kept)
+            break
+        except KeptWholeError as error:
+            if batch is None or any(is_fake(tensor) for tensor in flatten_batch(structure, batch).values()):
+                raise
+            kept, sentence = whole.find(error, model, kept, run)
+            notes.append(sentence)
+    for sentence in notes:
+        note(gm, sentence)
     classes = {path: type(module).__name__ for path, module in model.named_modules()}
     return gm, values, classes
 
 
+def _exported(
+    model: nn.Module,
+    structure: BatchStructure,
+    loss_fn: Callable[..., Any] | None,
+    dtype: torch.dtype | None,
+    kept: dict[str, str],
+) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
+    """The labelled graph and the values; of the modules in ``kept`` one op each."""
+    repeats = _repeats(model, dtype, loss_fn, structure, kept)
+    copied = _twin(model, dtype, kept, without=repeats.unread(model) if repeats is not None else ())
+    before = state(copied.module)
+
+    def run(repeats: Repeats | None = repeats) -> tuple[Any, State]:
+        return _export(model, copied, loss_fn, structure, repeats), _LEFT.pop()
+
+    program, left = run()
+    notes = check_again(program, before, left, copied, run)
+    lifted = _lifted(program)
+    found = expand(program.graph_module, lifted, repeats, model) if repeats is not None else lifted
+    if found is None:
+        copied = _twin(model, dtype, kept)
+        program = _export(model, copied, loss_fn, structure)
+        found = _lifted(program)
+    gm = program.graph_module
+    values = _label(gm, found, program.constants, model, copied, structure)
+    for sentence in notes:
+        note(gm, sentence)
+    _check_dtypes(gm)
+    refuse_nodes(gm)
+    return gm, values
+
+
+def _twin(model: nn.Module, dtype: torch.dtype | None, kept: dict[str, str], **options: Any) -> Twin:
+    copied = twin(model, dtype, **options)
+    whole.apply(kept, copied.module)
+    return copied
+
+
 def _repeats(
-    model: nn.Module, dtype: torch.dtype | None, loss_fn: Callable[..., Any] | None, structure: BatchStructure
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    loss_fn: Callable[..., Any] | None,
+    structure: BatchStructure,
+    kept: dict[str, str],
 ) -> Repeats | None:
     """What the model repeats. A twin of its own is run, since what a forward leaves in its module's attributes would be exported."""
     if not members(model):
         return None
     for meta in (True, False):
-        copied = twin(model, dtype, meta=meta)
+        copied = _twin(model, dtype, kept, meta=meta)
 
         def run(copied: Twin = copied, device: str = "meta" if meta else "cpu") -> None:
             with copied.mode, guarded(model, copied.module), masks_as_given(), as_if_exported():
@@ -178,25 +247,27 @@ def _export(
     for logger in noisy:
         logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), ExitStack() as stack:
+        with warnings.catch_warnings(), ExitStack() as around:
             warnings.simplefilter("ignore")
-            stack.enter_context(guarded(model, copied.module))
-            stack.enter_context(masks_as_given())
+            around.enter_context(guarded(model, copied.module))
+            around.enter_context(masks_as_given())
             if repeats is not None:
-                stack.enter_context(traced_once(captured.module, repeats))
+                around.enter_context(traced_once(captured.module, repeats))
             return torch.export.export(captured, tensors, strict=False)
     except _RefusedError as refused:
+        if isinstance(refused.error, KeptWholeError):
+            refused.error.paths = whole.paths_of(refused.error.__traceback__, copied.module)
         if isinstance(refused.error, CaptureError):
             raise refused.error from None
-        raise _explain(refused.error) from refused.error
+        raise _explain(refused.error, copied.module) from refused.error
     except Exception as error:
-        raise _explain(error) from error
+        raise _explain(error, copied.module) from error
     finally:
         for logger, level in zip(noisy, levels, strict=True):
             logger.setLevel(level)
 
 
-def _explain(error: Exception) -> CaptureError:
+def _explain(error: Exception, module: nn.Module) -> CaptureError:
     """The user's source line and what it did."""
     ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
     frames: Sequence[traceback.FrameSummary] = traceback.extract_tb(error.__traceback__)
@@ -208,8 +279,12 @@ def _explain(error: Exception) -> CaptureError:
         return CaptureError(f"torch.export refused the model: {what}", hint=OPAQUE_HINT)
     frame = user[-1]
     line = f" `{frame.line}`" if frame.line else ""
-    hint = OPAQUE_HINT if dependent else f"the model must run on this batch by itself first; if it does, {OPAQUE_HINT}"
-    return CaptureError(f"torch.export refused {frame.filename}:{frame.lineno}{line}: {what}", hint=hint)
+    text = f"torch.export refused {frame.filename}:{frame.lineno}{line}: {what}"
+    if not dependent:
+        return CaptureError(text, hint=f"the model must run on this batch by itself first; if it does, {OPAQUE_HINT}")
+    refused = KeptWholeError(text, hint=OPAQUE_HINT)
+    refused.paths = whole.paths_of(error.__traceback__, module)
+    return refused
 
 
 def _label(
@@ -302,15 +377,19 @@ def _check_dtypes(gm: fx.GraphModule) -> None:
 def _plain(value: Any, node: fx.Node) -> Any:
     if isinstance(value, torch.Tensor):
         if not all(type(size) is int for size in value.shape):
-            raise CaptureError(
-                f"a shape depends on the data: {packet(node)} gives {list(value.shape)}\n{source(node)}", OPAQUE_HINT
-            )
+            raise _dependent(f"a shape depends on the data: {packet(node)} gives {list(value.shape)}", node)
         return like(value)
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        raise CaptureError(f"a Python number depends on the data: {packet(node)}\n{source(node)}", OPAQUE_HINT)
+        raise _dependent(f"a Python number depends on the data: {packet(node)}", node)
     if isinstance(value, tuple | list):
         return type(value)(_plain(item, node) for item in value)
     return value
+
+
+def _dependent(text: str, node: fx.Node) -> KeptWholeError:
+    refused = KeptWholeError(f"{text}\n{source(node)}", OPAQUE_HINT)
+    refused.paths = tuple(path for path, _, _ in stack(node))
+    return refused
 
 
 def _parameter_names(model: nn.Module) -> dict[str, tuple[str, tuple[str, ...]]]:

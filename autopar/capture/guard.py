@@ -68,7 +68,10 @@ class _Meant(TorchFunctionMode):
                 f"{caller()} writes through .data, which autograd does not see: its backward would use values that the forward did not",
                 hint="write y = ... instead, under torch.no_grad() where no gradient is to flow",
             )
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if args and id(args[0]) in self.behind and isinstance(result, Tensor) and result._is_view():
+            self.behind[id(result)] = result
+        return result
 
     def _meant(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -101,7 +104,8 @@ class _Meant(TorchFunctionMode):
 _DATA: Any = Tensor.data
 _REQUIRES_GRAD: Any = Tensor.requires_grad
 _AUGMENTED = frozenset(
-    f"__i{name}__" for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
+    f"__i{name}__"
+    for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
 )
 
 
@@ -154,7 +158,7 @@ _HARMLESS = ("getstate", "get_state", "default_rng")
 
 @contextmanager
 def _no_draws() -> Iterator[None]:
-    """Inside, Python's and numpy's random functions refuse, but for numbers that are only compared, and of which all draws compare alike."""
+    """Inside, Python's and numpy's random functions refuse, but for numbers of which all draws compare alike with what they meet."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise _frozen(caller())

@@ -4,6 +4,8 @@ The way out for a module that ``torch.export`` refuses (control flow that depend
 see into). The module becomes a custom op of torch's with its parameters among the operands, so that they stay
 parameters of the graph and their gradients flow. The op has no sharding rule: every axis replicates it.
 
+A module that capture finds to be of that kind is kept whole without being asked (``autopar.capture.whole``).
+
 Limits: tensors in, one tensor out; backward runs the module again, so it must not draw random numbers or change its buffers. An emitted
 program makes the module again from its class's name and its attributes (``autopar.emit.opaque``), which must be plain data.
 """
@@ -18,6 +20,7 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 
 from autopar.errors import UsageError
+from autopar.torch_private import autograd_in_op
 
 # By op name: the op and its module. Module-level, because the capture's copies of a wrapped module must find the one op of their
 # original, and the emitter the original itself.
@@ -33,10 +36,15 @@ class Opaque(nn.Module):
         self.op = op
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        op, original = _OPS[self.op]
-        # The original's names: its copies have buffers for tensors that it holds as plain attributes.
-        buffers = [self.module.get_buffer(name) for name, _ in original.named_buffers()]
-        return op(list(inputs), [*self.module.parameters(), *buffers])
+        return call(self.op, self.module, *inputs)
+
+
+def call(name: str, module: nn.Module, *inputs: Tensor) -> Tensor:
+    """The op of ``inputs`` with the tensors of ``module``: the op's own module, a copy of it, or one that is equal but for its tensors."""
+    op, original = _OPS[name]
+    # The original's names: its copies have buffers for tensors that it holds as plain attributes.
+    buffers = [module.get_buffer(key) for key, _ in original.named_buffers()]
+    return op(list(inputs), [*module.parameters(), *buffers])
 
 
 def opaque_modules(graph: fx.Graph) -> dict[str, nn.Module]:
@@ -53,6 +61,11 @@ def opaque(module: nn.Module, output: Callable[..., Tensor] | None = None) -> nn
     """
     if any(isinstance(child, Opaque) for child in module.modules()):
         raise UsageError(f"{type(module).__name__} has an opaque module inside already", "wrap the outer one alone")
+    return Opaque(module, register(module, output))
+
+
+def register(module: nn.Module, output: Callable[..., Tensor] | None) -> str:
+    """The name of a new op that does what ``module`` does; ``output`` as for ``opaque``."""
     name = f"autopar.opaque_{len(_OPS)}"
     names = [key for key, _ in (*module.named_parameters(), *module.named_buffers())]
 
@@ -63,7 +76,8 @@ def opaque(module: nn.Module, output: Callable[..., Tensor] | None = None) -> nn
 
     @torch.library.custom_op(name.replace(".", "::"), mutates_args=())
     def op(inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
-        return compute(inputs, tensors).clone()  # an op may not return its operand, and a module may
+        with autograd_in_op():
+            return compute(inputs, tensors).detach().clone()  # an op may not return its operand, and a module may
 
     @op.register_fake
     def _(inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
@@ -84,4 +98,4 @@ def opaque(module: nn.Module, output: Callable[..., Tensor] | None = None) -> nn
 
     op.register_autograd(backward, setup_context=remember)
     _OPS[name] = op, module
-    return Opaque(module, name)
+    return name

@@ -63,7 +63,7 @@ def capture(
     structure = describe_batch(model, batch, loss_fn, dtype)
     batch_size = structure.leaves[0].shape[0]
     report("export")
-    gm, buffers, classes = export(model, structure, loss_fn, dtype)
+    gm, buffers, classes = export(model, structure, loss_fn, dtype, batch)
     report("clean")
     gm.meta[LOCAL] = local_batch_norm
     gm, constants = clean(gm, buffers, batch_size)

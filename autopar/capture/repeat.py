@@ -488,9 +488,11 @@ def _with_parameters(graph: fx.Graph, lifted: list[Lifted], repeats: Repeats, mo
     return [*added, *lifted]
 
 
+_MARKERS = {f"autopar.{name}.default": name for name in ("enter", "leave", "again")}
+
+
 def _marker(node: fx.Node) -> str:
-    name = str(node.target)
-    return name.removeprefix("autopar.").removesuffix(".default") if name.startswith("autopar.") else ""
+    return _MARKERS.get(str(node.target), "")
 
 
 def _between(entry: fx.Node, exit: fx.Node) -> list[fx.Node]:

@@ -1,0 +1,158 @@
+"""Python state that a forward leaves in its modules: a counter, a list, a tensor kept for the next call.
+
+A graph is the first call. Where a forward has changed attributes, the model is exported once more as it was left: if that is another
+graph, later steps would compute something else, and the model is refused with the attributes' names. Caches that a first call fills
+give the same graph; what goes on changing is noted.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autopar.capture.clone import Twin
+from autopar.errors import CaptureError
+
+State = dict[tuple[str, str], Any]
+"""By a module's path and an attribute's name: its value, if that is plain data, tensors included."""
+
+_OWN = frozenset(vars(nn.Module())) - {"training"}
+_TENSORS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size, Tensor)
+
+
+def state(module: nn.Module) -> State:
+    """Of a module and all inside of it."""
+    found: State = {}
+    for path, each in module.named_modules():
+        for name, value in vars(each).items():
+            if name not in _OWN and _is_plain(value):
+                found[path, name] = _copied(value, lambda tensor: tensor)
+    return found
+
+
+def describe(module: nn.Module) -> dict[str, Any] | None:
+    """The attributes of one module; ``None`` if there is more to it than plain data without tensors: hooks, other objects."""
+    fresh = vars(nn.Module())
+    described = {}
+    for name, value in vars(module).items():
+        if name in _OWN:
+            if name not in _TENSORS and value != fresh[name]:
+                return None
+        elif not _is_plain(value) or _holds_tensors(value):
+            return None
+        else:
+            described[name] = value
+    return described
+
+
+def changes(before: State, after: State) -> dict[str, tuple[Any, Any]]:
+    """The dotted names of what has changed, with both values."""
+    return {
+        ".".join(filter(None, key)): (before.get(key), value)
+        for key, value in after.items()
+        if key not in before or not equal(before[key], value)
+    }
+
+
+def check_again(
+    program: Any, before: State, after: State, copied: Twin, again: Callable[[], tuple[Any, State]]
+) -> list[str]:
+    """Export once more with the twin as the first export's forward left it; notes on what goes on changing.
+
+    ``again`` exports the twin and gives the program with the state that this forward left.
+
+    Raises:
+        CaptureError: the graph is another one then.
+    """
+    changed = changes(before, after)
+    if not changed:
+        return []
+
+    def blank(tensor: Tensor) -> Tensor:
+        with copied.mode:
+            return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    _set(copied.module, {key: _copied(value, blank) for key, value in after.items()})
+    left = state(copied.module)
+    try:
+        second, finally_ = again()
+        same = _text(second) == _text(program)
+    except CaptureError:  # of what the first call left, which a first call does not meet
+        same = False
+    finally:
+        _set(copied.module, before)
+    words = ", ".join(f"{name} ({_short(old)}, then {_short(new)})" for name, (old, new) in list(changed.items())[:5])
+    if not same:
+        raise CaptureError(
+            f"forward changes Python attributes and reads them in its next call: {words}; a graph is the first call alone",
+            hint="register a buffer (self.register_buffer) and write to it in place: buffers that forward writes are kept up to date",
+        )
+    moving = [name for name in changes(left, finally_) if name in changed and not _holds_tensors(changed[name][1])]
+    return [f"forward changes the attribute {name} in every call, which a program does not" for name in moving]
+
+
+def _set(module: nn.Module, values: State) -> None:
+    for (path, name), value in values.items():
+        vars(module.get_submodule(path))[name] = value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, list | tuple | set):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN) and not isinstance(value, nn.Parameter)  # which export exchanges meanwhile
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_holds_tensors(item) for item in value.values())
+    return any(map(_holds_tensors, value)) if isinstance(value, list | tuple | set) else isinstance(value, Tensor)
+
+
+def _copied(value: Any, tensor: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of plain data with ``tensor(each)`` for its tensors."""
+    if isinstance(value, Tensor):
+        return tensor(value)
+    if type(value) in (list, tuple, set):
+        return type(value)(_copied(item, tensor) for item in value)
+    if type(value) is dict:
+        return {key: _copied(item, tensor) for key, item in value.items()}
+    return copy.copy(value)
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether plain data is equal; tensors are where they are the same."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return a is b
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(equal, a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
+    return bool(a == b)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)}"
+    text = repr(value) if not _holds_tensors(value) else f"a {type(value).__name__} with tensors"
+    return text if len(text) <= 40 else text[:40] + "..."
+
+
+def _text(program: Any) -> list[Any]:
+    """All that an exported program computes: nodes of all its graphs, and the values of its constants."""
+    lines: list[Any] = []
+    for name, gm in program.graph_module.named_modules():
+        if isinstance(gm, fx.GraphModule):
+            lines += [(name, n.name, n.op, str(n.target), str(n.args), str(n.kwargs)) for n in gm.graph.nodes]
+    for name, value in program.constants.items():
+        real = isinstance(value, Tensor) and type(value) is Tensor and not value.is_meta
+        lines.append((name, value.tolist() if real and value.numel() < 4096 else type(value)))
+    return lines

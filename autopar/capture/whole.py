@@ -1,0 +1,162 @@
+"""Modules that are kept whole without being asked: what one module does cannot be in a graph, and every rank can do it alike.
+
+Export fails inside of a module: its control flow or a shape depends on the data, it computes derivatives in forward, it calls an
+``autograd.Function`` of the user's. Where such a module takes tensors and gives one tensor, of a shape that does not depend on
+their values, draws no random numbers and keeps no state, it becomes one op (``autopar.capture.opaque``), and the model is exported
+again. What it gives is found by running a copy of the model on the batch: without values it stays refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.capture.backward import KeptWholeError
+from autopar.capture.opaque import Opaque, call, register
+from autopar.capture.state import describe, equal, state
+
+_Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+
+@dataclass(slots=True)
+class _Calls:
+    """What the calls of a module have in common: the shape that it gives for those that it gets, or that it may not be kept whole."""
+
+    given: dict[_Shapes, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+    sound: bool = True
+
+
+def apply(kept: dict[str, str], twin: nn.Module) -> None:
+    """From now on the modules of ``twin`` at the paths in ``kept`` are one op each, of the name that stands there."""
+    for path, name in kept.items():
+        module = twin.get_submodule(path)
+        vars(module)["forward"] = functools.partial(call, name, module)
+
+
+def find(
+    error: KeptWholeError, model: nn.Module, kept: dict[str, str], run: Callable[[nn.Module], object]
+) -> tuple[dict[str, str], str]:
+    """``kept`` with the innermost module around what ``error`` tells of that may be kept whole, and all like it; a note that says so.
+
+    ``run`` runs a copy of the model on values. Raises ``error`` where there is no such module.
+    """
+    inside = [path for path in reversed(error.paths) if path and path not in kept]
+    tensors = [*model.parameters(), *model.buffers()]
+    if not inside or any(tensor.is_meta for tensor in tensors):
+        raise error
+    by_path = dict(model.named_modules())
+    kinds = {type(by_path[path]) for path in inside}
+    candidates = [path for path, module in by_path.items() if path and type(module) in kinds and _is_data(module)]
+    calls = _observed(model, candidates, run)
+    for path in inside:
+        alike = [p for p in candidates if type(by_path[p]) is type(by_path[path]) and p not in kept]
+        alike = [p for p in alike if p in calls and calls[p].sound and calls[p].given]
+        if path in alike:
+            found = dict(kept)
+            found |= _ops({p: by_path[p] for p in alike}, calls)
+            return found, _note(alike, by_path[path], error)
+    raise error
+
+
+def _note(paths: list[str], module: nn.Module, error: KeptWholeError) -> str:
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    return (
+        f"{paths[0]} ({type(module).__name__}){more} kept whole, every rank executes it alike: "
+        f"{error.message.splitlines()[0]}"
+    )
+
+
+def _is_data(module: nn.Module) -> bool:
+    """Whether an equal module can be made from the class and its attributes, and none inside is kept whole already."""
+    return all(describe(each) is not None and not isinstance(each, Opaque) for each in module.modules())
+
+
+def _ops(modules: dict[str, nn.Module], calls: dict[str, _Calls]) -> dict[str, str]:
+    """An op for each module; modules that are equal but for the values of their tensors share one."""
+    made: list[tuple[nn.Module, dict[_Shapes, Any], str]] = []
+    found = {}
+    for path, module in modules.items():
+        known = next((entry for entry in made if _alike(entry[0], module)), None)
+        if known is None:
+            given: dict[_Shapes, Any] = {}
+            known = module, given, register(module, functools.partial(_blank, given))
+            made.append(known)
+        known[1].update(calls[path].given)
+        found[path] = known[2]
+    return found
+
+
+def _blank(given: dict[_Shapes, Any], *inputs: Tensor) -> Tensor:
+    shape, dtype = given[_shapes(inputs)]
+    return torch.empty(shape, dtype=dtype, device=inputs[0].device)
+
+
+def _alike(one: nn.Module, other: nn.Module) -> bool:
+    ours, theirs = list(one.named_modules(remove_duplicate=False)), list(other.named_modules(remove_duplicate=False))
+    if [(path, type(m)) for path, m in ours] != [(path, type(m)) for path, m in theirs] or _ties(one) != _ties(other):
+        return False
+    return all(equal(describe(a), describe(b)) for (_, a), (_, b) in zip(ours, theirs, strict=True))
+
+
+def _ties(module: nn.Module) -> list[tuple[Any, ...]]:
+    """Every tensor by its name: the first name that it has, its shape, dtype and whether it is trained."""
+    first: dict[int, str] = {}
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return [(name, first.setdefault(id(t), name), t.shape, t.dtype, t.requires_grad) for name, t in tensors]
+
+
+def _shapes(tensors: Any) -> _Shapes:
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+
+
+def _observed(model: nn.Module, paths: list[str], run: Callable[[nn.Module], object]) -> dict[str, _Calls]:
+    """What the calls of the modules at ``paths`` do, seen in a copy of the model; empty where it does not run."""
+    copied = copy.deepcopy(model)
+    calls = {path: _Calls() for path in paths}
+    with torch.random.fork_rng(devices=[]):
+        for path in paths:
+            module = copied.get_submodule(path)
+            vars(module)["forward"] = functools.partial(_observe, module, module.forward, calls[path])
+        try:
+            run(copied)
+        except Exception:  # by itself the model fails, too: what export met says where
+            return {}
+    return calls
+
+
+def _observe(module: nn.Module, forward: Callable[..., Any], calls: _Calls, *args: Any, **kwargs: Any) -> Any:
+    tensors = [*module.parameters(), *module.buffers()]
+    before = [t._version for t in tensors], state(module), torch.get_rng_state()
+    result = forward(*args, **kwargs)
+    after = [t._version for t in tensors], state(module), torch.get_rng_state()
+    calls.sound &= bool(args) and not kwargs and all(isinstance(arg, Tensor) for arg in args) and type(result) is Tensor
+    calls.sound &= before[0] == after[0] and equal(before[1], after[1]) and torch.equal(before[2], after[2])
+    if calls.sound:
+        shape = tuple(result.shape), result.dtype
+        calls.sound = calls.given.setdefault(_shapes(args), shape) == shape
+    if calls.sound:
+        try:
+            other = forward(*(arg.detach().flip(0) if arg.dim() else arg for arg in args))
+        except Exception:  # other values need not go together: then a program compares the shape while it runs
+            other = result
+        calls.sound = other.shape == result.shape
+    return result
+
+
+def paths_of(traceback: TracebackType | None, module: nn.Module) -> tuple[str, ...]:
+    """The paths in ``module`` of the modules whose methods a traceback goes through, outermost first."""
+    by_identity = {id(each): path for path, each in module.named_modules()}
+    found: dict[str, None] = {}
+    while traceback is not None:
+        path = by_identity.get(id(traceback.tb_frame.f_locals.get("self")))
+        if path:
+            found[path] = None
+        traceback = traceback.tb_next
+    return tuple(found)
