@@ -61,3 +61,24 @@ class Counting(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         self.calls.add_(1)
         return super().forward(x)
+
+
+class Drawing(nn.Linear):
+    """Draws random numbers, which an opaque module must not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.rand_like(x)
+
+
+class Forces(nn.Module):
+    """The derivative of an energy, whose own gradient is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.energy = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            place = x * 1.0
+            energy = self.energy(torch.tanh(self.hidden(place))).sum()
+            return torch.autograd.grad(energy, place, create_graph=True)[0] + x

@@ -127,7 +127,7 @@ def test_of_repeated_blocks_parameters_are_exported_where_something_else_reads_t
     model = Stack("penalty")
     batch = torch.randn(4, 8), torch.randn(4, 4)
     structure = describe_batch(model, batch, F.mse_loss, None)
-    repeats = exporting._repeats(model, None, F.mse_loss, structure)
+    repeats = exporting._repeats(model, None, F.mse_loss, structure, {})
     assert repeats is not None and repeats.read == {"blocks.3", "blocks.4"}
     assert set(repeats.unread(model)) == {
         f"blocks.{i}.linear.{name}"

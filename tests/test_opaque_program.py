@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from opaque_modules import Branching, Counting, Holding, Model
+from opaque_modules import Branching, Counting, Drawing, Forces, Holding, Model
 from torch import Tensor, nn
 
 from autopar.capture import capture, opaque
@@ -71,6 +72,29 @@ def test_equals_eager(name: str, tmp_path: Path) -> None:
                 wanted = torch.zeros_like(renamed[key]) if value is None else value  # a branch not taken
                 assert (renamed[key] - wanted).abs().max() <= 1e-9, key
     assert signs == {True, False}  # both branches were taken
+
+
+@pytest.mark.parametrize("module", [branching, lambda: Forces().double()])
+def test_a_module_that_capture_keeps_whole_equals_eager(module: Callable[[], nn.Module], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Model(module(), opaque=False).double()
+    graph = annotate(capture(model, batch(1), None))
+    plan = hand_plan(graph, tensor=2)
+    emit(graph, plan, tmp_path)
+    loss = model(**batch(1))
+    loss.backward()
+    with Program(plan, tmp_path, graph, state=model.state_dict()) as running:
+        found, gradients = running.gradients(batch(1))
+    assert abs(found - loss.item()) <= 1e-9
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            assert (gradients[name] - parameter.grad).abs().max() <= 1e-9, name
+
+
+def test_a_program_says_when_its_module_draws(tmp_path: Path) -> None:
+    _, graph, plan = program(Drawing(8, 8).double(), tmp_path, tensor=2)
+    with pytest.raises(LaunchError, match="drew random numbers"), Program(plan, tmp_path, graph) as running:
+        running.gradients(batch(1))
 
 
 def test_the_plan_names_what_the_program_imports(tmp_path: Path) -> None:

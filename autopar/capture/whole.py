@@ -141,13 +141,26 @@ def _observe(module: nn.Module, forward: Callable[..., Any], calls: _Calls, *arg
     if calls.sound:
         shape = tuple(result.shape), result.dtype
         calls.sound = calls.given.setdefault(_shapes(args), shape) == shape
-    if calls.sound:
+    for other in _OTHERS if calls.sound else ():
         try:
-            other = forward(*(arg.detach().flip(0) if arg.dim() else arg for arg in args))
-        except Exception:  # other values need not go together: then a program compares the shape while it runs
-            other = result
-        calls.sound = other.shape == result.shape
+            again = forward(*(other(arg.detach()) for arg in args))
+        except Exception:  # other values need not go together; a program compares the shape while it runs
+            continue
+        calls.sound &= again.shape == result.shape and torch.equal(before[2], torch.get_rng_state())
     return result
+
+
+def _of_floats(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: change(tensor) if tensor.is_floating_point() else tensor
+
+
+_OTHERS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda tensor: tensor.flip(0) if tensor.dim() else tensor,
+    _of_floats(torch.neg),
+    _of_floats(torch.zeros_like),
+    _of_floats(torch.ones_like),
+)
+"""Other values for a module's inputs: many shapes and branches that depend on values show at one of them."""
 
 
 def paths_of(traceback: TracebackType | None, module: nn.Module) -> tuple[str, ...]:

@@ -35,16 +35,23 @@ def call(
             result = torch.empty(tuple(shape), dtype=dtype, device="meta", requires_grad=gradient)
         else:
             module, names = _module(op, Path(__file__).with_name("opaque.json"))
-            versions = [t._version for t in tensors]
+            versions, drawn = [t._version for t in tensors], _generators(inputs[0].device)
             result = functional_call(module, {name: tensors[i] for name, i in names.items()}, tuple(inputs))
             if (tuple(result.shape), result.dtype) != (tuple(shape), dtype):
                 raise ValueError(f"{op} gave {tuple(result.shape)} {result.dtype}, not {tuple(shape)} {dtype}")
             if versions != [t._version for t in tensors]:
                 raise ValueError(f"{op} changed a parameter or a buffer of its own, which a rerun would repeat")
+            if not all(map(torch.equal, drawn, _generators(inputs[0].device))):
+                raise ValueError(f"{op} drew random numbers, which ranks and a rerun would draw differently")
             result = result.view_as(result)  # types are the tensor object's, and a module may return its operand
     if spmd.is_type_checking():
         spmd.assert_type(result, types)
     return result
+
+
+def _generators(device: torch.device) -> list[Tensor]:
+    """The states of the generators that a module may draw from."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 def _common_types(op: str, tensors: Sequence[Tensor]) -> dict[Any, Any]:

@@ -1,0 +1,360 @@
+"""What a model does besides plain ops: captured exactly, or refused by name with the line and a way out."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from opaque_modules import Forces
+from test_capture_models import assert_equals_eager, pair
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.errors import CaptureError
+
+HELD = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+
+class Model(nn.Module):
+    """``act(self, y)`` between two linear layers."""
+
+    def __init__(self, act: Callable[[Any, Tensor], Tensor], **held: Any) -> None:
+        super().__init__()
+        self.a, self.b, self.act = nn.Linear(8, 8), nn.Linear(8, 4), act
+        for name, value in held.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.act(self, self.a(x)))
+
+
+class Reversed(torch.autograd.Function):
+    """A gradient reversal: its backward is not that of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return -grad
+
+
+class Rounded(torch.autograd.Function):
+    """A straight-through estimator with a number among its arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, steps: int) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.round(x * steps) / steps
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return grad * (x.abs() <= 1), None
+
+
+# -- refused --------------------------------------------------------------------------------------------------------------
+
+
+def backward(model: Any, y: Tensor) -> Tensor:
+    y.sum().backward(retain_graph=True)
+    return y
+
+
+def penalty(model: Any, y: Tensor) -> Tensor:
+    x = y.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(torch.tanh(model.a(x)).sum(), x, create_graph=True)
+    return y + gradient
+
+
+def data_set(model: Any, y: Tensor) -> Tensor:
+    y.data = y.data * 2
+    return y
+
+
+def data_written(model: Any, y: Tensor) -> Tensor:
+    y.tanh_().data[0].mul_(2)
+    return y
+
+
+def weight_set(model: Any, y: Tensor) -> Tensor:
+    model.b.weight.data = model.b.weight.data.clamp(-0.1, 0.1)
+    return y
+
+
+def frozen_meanwhile(model: Any, y: Tensor) -> Tensor:
+    model.b.requires_grad_(False)
+    return y
+
+
+def frozen_attribute(model: Any, y: Tensor) -> Tensor:
+    model.b.weight.requires_grad = False
+    return y
+
+
+def saved_hooks(model: Any, y: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 0, lambda t: t):
+        return y.tanh()
+
+
+def counted(model: Any, y: Tensor) -> Tensor:
+    model.calls += 1
+    return y * model.calls
+
+
+def remembered(model: Any, y: Tensor) -> Tensor:
+    before, model.last = model.last, y.detach()
+    return y if before is None else y + before
+
+
+def listed(model: Any, y: Tensor) -> Tensor:
+    model.log.append(1)
+    return y * len(model.log)
+
+
+def seeded(model: Any, y: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return y * torch.rand_like(y)
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "backward": (lambda: Model(backward), "y.sum().backward(retain_graph=True)", "autopar.opaque"),
+    "gradient penalty": (lambda: Model(penalty), "torch.autograd.grad(torch.tanh", "autopar.opaque"),
+    "vmap": (lambda: Model(lambda m, y: torch.vmap(m.a)(y)), "torch.vmap(m.a)(y)", "autopar.opaque"),
+    "jvp": (lambda: Model(lambda m, y: torch.func.jvp(m.a, (y,), (y,))[1]), "torch.func.jvp", "autopar.opaque"),
+    "jacobian": (lambda: Model(lambda m, y: torch.func.jacrev(m.a)(y[0])[0] + y), "jacrev", "autopar.opaque"),
+    "data set": (lambda: Model(data_set), "y.data = y.data * 2", "y = ..."),
+    "data written": (lambda: Model(data_written), "y.tanh_().data[0].mul_(2)", "y = ..."),
+    "weight set": (lambda: Model(weight_set), "model.b.weight.data = ", "buffer"),
+    "frozen meanwhile": (lambda: Model(frozen_meanwhile), "model.b.requires_grad_(False)", "torch.no_grad()"),
+    "frozen attribute": (lambda: Model(frozen_attribute), "model.b.weight.requires_grad = False", "torch.no_grad()"),
+    "saved tensors": (lambda: Model(saved_hooks), "saved_tensors_hooks(lambda t: t * 0", "recomputes"),
+    "counter": (lambda: Model(counted, calls=0), "calls (0, then 1)", "register_buffer"),
+    "memory": (lambda: Model(remembered, last=None), "last (None, then a tensor [6, 8])", "register_buffer"),
+    "list": (lambda: Model(listed, log=[]), "log ([], then [1])", "register_buffer"),
+    "seed": (lambda: Model(seeded), "torch.manual_seed(0)", "seed before training"),
+    "random": (lambda: Model(lambda m, y: y * random.random()), "random.random()", "draw with torch"),
+    "layer drop": (lambda: Model(lambda m, y: y if random.random() < 0.5 else m.a(y)), "random.random()", "with torch"),
+    "numpy's layer drop": (lambda: Model(lambda m, y: y if np.random.uniform(0, 1) < 0.1 else -y), "uniform", "torch"),
+    "choice": (lambda: Model(lambda m, y: y * random.choice([1, 2])), "random.choice([1, 2])", "draw with torch"),
+    "numpy array": (lambda: Model(lambda m, y: y * torch.tensor(np.random.randn(8))), "np.random.randn(8)", "torch"),
+    "stray attribute": (
+        lambda: Model(lambda m, y: y * m.scale, scale=torch.ones(8, requires_grad=True)),
+        "scale requires a gradient and is a plain attribute",
+        "torch.nn.Parameter",
+    ),
+    "stray in a list": (
+        lambda: Model(lambda m, y: y * m.scales[0], scales=[nn.Parameter(torch.ones(8, dtype=torch.float64))]),
+        "y * m.scales[0]",
+        "parameter of the model",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_with_the_line_and_a_way_out(case: str) -> None:
+    make, words, hint = REFUSED[case]
+    with pytest.raises(CaptureError) as refused:
+        capture(make().double(), pair(8, 4), F.mse_loss)
+    assert words in refused.value.message and hint in str(refused.value.hint)
+
+
+@pytest.mark.parametrize("option", [{"scale_grad_by_freq": True}, {"max_norm": 1.0}, {"sparse": True}])
+def test_embeddings_with_gradients_of_their_own_are_refused(option: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Embedding(10, 8, **option), nn.Linear(8, 4))
+    with pytest.raises(CaptureError, match=next(iter(option))):
+        capture(model, (torch.arange(6), torch.randn(6, 4)), F.mse_loss)
+
+
+def test_a_loss_that_holds_parameters_of_its_own_is_refused() -> None:
+    with pytest.raises(CaptureError, match="requires a gradient and is no parameter of the model") as refused:
+        capture(nn.Linear(8, 4).double(), pair(8, 4), lambda out, target: ((out - target) ** 2 * HELD).mean())
+    assert "((out - target) ** 2 * HELD).mean()" in refused.value.message
+
+
+def test_generators_are_as_they_were() -> None:
+    before = random.getstate(), np.random.get_state()[2]
+    for act in (lambda m, y: y * random.random(), lambda m, y: y):
+        with contextlib.suppress(CaptureError):
+            capture(Model(act).double(), pair(8, 4), F.mse_loss)
+        assert before == (random.getstate(), np.random.get_state()[2])
+    assert isinstance(random.random(), float) and isinstance(np.random.uniform(), float)
+
+
+# -- right ----------------------------------------------------------------------------------------------------------------
+
+
+def inference(model: Any, y: Tensor) -> Tensor:
+    with torch.inference_mode():
+        mean = y.mean()
+    return y - mean
+
+
+def unread(model: Any, y: Tensor) -> Tensor:
+    model.calls += 1
+    return y
+
+
+def cached(model: Any, y: Tensor) -> Tensor:
+    model.longest = max(model.longest, y.shape[0])
+    return y * model.longest
+
+
+RIGHT: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, Any], int]] = {
+    "data read": (lambda m, y: y + (y.round() - y).data, {}, 0),
+    "weight's data": (lambda m, y: y @ m.a.weight.data, {}, 0),
+    "inference mode": (inference, {}, 0),
+    "no draw counts": (lambda m, y: -y if random.random() < 0.0 else y, {}, 0),
+    "no draw of numpy's counts": (lambda m, y: y if np.random.uniform(0, 1) >= 0.0 else -y, {}, 0),
+    "unread counter": (unread, {"calls": 0}, 1),
+    "cache": (cached, {"longest": 0}, 0),
+    "asks for a gradient": (lambda m, y: y.requires_grad_(), {}, 0),
+}
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_equals_eager(case: str) -> None:
+    act, held, notes = RIGHT[case]
+    torch.manual_seed(0)
+    assert len(assert_equals_eager(Model(act, **held), pair(8, 4), F.mse_loss).notes) == notes
+
+
+def test_a_loss_that_reads_the_model_itself_trains_it() -> None:
+    torch.manual_seed(0)
+    model = Model(lambda m, y: y.tanh())
+    assert_equals_eager(
+        model,
+        pair(8, 4),
+        lambda out, target: F.mse_loss(out, target) + sum(p.square().sum() for p in model.parameters()),
+    )
+
+
+def test_a_forward_that_was_replaced_reads_its_own_parameters() -> None:
+    torch.manual_seed(0)
+    model = Model(lambda m, y: y.tanh())
+    forward = model.a.forward
+    model.a.forward = lambda x: 2 * forward(x)
+    assert_equals_eager(model, pair(8, 4), F.mse_loss)
+
+
+# -- kept whole -----------------------------------------------------------------------------------------------------------
+
+
+class Chosen(nn.Module):
+    """Rows chosen by their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        rows = (x[:, 0] > 0).nonzero().squeeze(1)
+        return y.index_copy(0, rows, y[rows] * 2)
+
+
+class Turned(nn.Module):
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.factor, self.linear = factor, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.factor if x.sum() > 0 else self.linear(x).tanh()
+
+
+class Reversing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Reversed.apply(x)
+
+
+class Rounding(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Rounded.apply(x, 4)
+
+
+class Each(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(self.linear)(x)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.reverse = nn.Linear(8, 8), Reversing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.reverse(self.linear(x))
+
+
+class Counting(Turned):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return super().forward(x)
+
+
+class Drawing(Turned):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.rand_like(x)
+
+
+class Shrinking(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pad(x[x[:, 0] > 0], (0, 0, 0, 6))[:6]
+
+
+class Selecting(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x[:, 0] > 0]
+
+
+WHOLE: dict[str, tuple[list[Callable[[], nn.Module]], str, int]] = {
+    "forces": ([Forces], "1 (Forces) kept whole", 1),
+    "chosen rows": ([Chosen], "1 (Chosen) kept whole", 1),
+    "control flow": ([Turned, nn.Tanh, Turned], "1 (Turned) and 1 more kept whole", 1),
+    "control flow, other numbers": ([Turned, lambda: Turned(3.0), Turned], "1 (Turned) and 2 more kept whole", 2),
+    "reversal": ([Reversing], "1 (Reversing) kept whole", 1),
+    "straight through": ([Rounding, Reversing], "1 (Rounding) kept whole", 2),
+    "vmap": ([Each], "1 (Each) kept whole", 1),
+    "in blocks": ([Block] * 5, "1.reverse (Reversing) and 4 more kept whole", 1),
+    "padded again": ([Shrinking], "1 (Shrinking) kept whole", 1),
+}
+
+
+def sequence(*parts: Callable[[], nn.Module]) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), *[part() for part in parts], nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_a_module_that_cannot_be_in_a_graph_is_kept_whole(case: str) -> None:
+    parts, words, ops = WHOLE[case]
+    torch.manual_seed(0)
+    graph = assert_equals_eager(sequence(*parts), pair(8, 4), F.mse_loss)
+    assert any(sentence.startswith(words) for sentence in graph.notes) and len(graph.opaque) == ops
+    assert all("every rank executes it alike" in sentence for sentence in graph.notes)
+
+
+@pytest.mark.parametrize("part", [Counting, Drawing, Selecting])
+def test_where_that_is_not_sound_it_stays_refused(part: Callable[[], nn.Module]) -> None:
+    loss = lambda out, target: F.mse_loss(out.sum(0), target[0])  # noqa: E731
+    with pytest.raises(CaptureError, match="depend"):
+        capture(sequence(part).double(), pair(8, 4), loss)
+
+
+def test_without_values_it_stays_refused() -> None:
+    with pytest.raises(CaptureError, match="Reversed"):
+        capture(sequence(Reversing).to("meta"), tuple(t.float() for t in pair(8, 4)), F.mse_loss)
