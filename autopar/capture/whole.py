@@ -165,10 +165,13 @@ _OTHERS: tuple[Callable[[Tensor], Tensor], ...] = (
 
 def paths_of(traceback: TracebackType | None, module: nn.Module) -> tuple[str, ...]:
     """The paths in ``module`` of the modules whose methods a traceback goes through, outermost first."""
-    by_identity = {id(each): path for path, each in module.named_modules()}
+    by_attributes = {id(vars(each)): path for path, each in module.named_modules()}
     found: dict[str, None] = {}
     while traceback is not None:
-        path = by_identity.get(id(traceback.tb_frame.f_locals.get("self")))
+        caller = traceback.tb_frame.f_locals.get(
+            "self"
+        )  # maybe torch's proxy of a module, which has the module's attributes
+        path = by_attributes.get(id(vars(caller))) if isinstance(caller, nn.Module) else None
         if path:
             found[path] = None
         traceback = traceback.tb_next
