@@ -297,6 +297,32 @@ class Block(nn.Module):
         return x + self.reverse(self.linear(x))
 
 
+class Mixed(nn.Module):
+    """A product in bfloat16, whatever the rest is in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = F.linear(x.float(), self.weight.float())
+        return y.to(x.dtype)
+
+
+class Aligned(nn.Module):
+    """Connectionist temporal classification, of which torch saves as much as the longest target asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.loss = nn.Linear(8, 5), nn.CTCLoss()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        steps, lengths = torch.full((6,), 10), torch.full((6,), 3)
+        scores = self.linear(x).log_softmax(-1).transpose(0, 1)
+        return scores, self.loss(scores, torch.tensor([[1, 2, 3]] * 6), steps, lengths)
+
+
 class Counting(Turned):
     def __init__(self) -> None:
         super().__init__()
@@ -331,6 +357,7 @@ WHOLE: dict[str, tuple[list[Callable[[], nn.Module]], str, int]] = {
     "straight through": ([Rounding, Reversing], "1 (Rounding) kept whole", 2),
     "vmap": ([Each], "1 (Each) kept whole", 1),
     "in blocks": ([Block] * 5, "1.reverse (Reversing) and 4 more kept whole", 1),
+    "autocast": ([Mixed], "1 (Mixed) kept whole", 1),
     "padded again": ([Shrinking], "1 (Shrinking) kept whole", 1),
 }
 
@@ -346,6 +373,12 @@ def test_a_module_that_cannot_be_in_a_graph_is_kept_whole(case: str) -> None:
     graph = assert_equals_eager(sequence(*parts), pair(8, 4), F.mse_loss)
     assert any(sentence.startswith(words) for sentence in graph.notes) and len(graph.opaque) == ops
     assert all("every rank executes it alike" in sentence for sentence in graph.notes)
+
+
+def test_a_module_of_torch_is_kept_whole() -> None:
+    torch.manual_seed(0)
+    graph = assert_equals_eager(Aligned(), (torch.randn(6, 10, 8, dtype=torch.float64),))
+    assert graph.notes[0].startswith("loss (CTCLoss) kept whole")
 
 
 @pytest.mark.parametrize("part", [Counting, Drawing, Selecting])

@@ -14,6 +14,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopar import torch_private
+from autopar.capture.blocks import stack
 from autopar.errors import CaptureError
 from autopar.torch_private import has_gradient_hooks, patch_backward
 from passes.clean.nodes import argument, packet
@@ -33,7 +34,9 @@ _apply_of_torch: Any = vars(torch.autograd.Function)["apply"].__func__
 class KeptWholeError(CaptureError):
     """A refusal of what a module may do that is kept whole. ``paths`` are those of the modules around it, outermost first."""
 
-    paths: tuple[str, ...] = ()
+    def __init__(self, message: str, hint: str, paths: tuple[str, ...] = ()) -> None:
+        super().__init__(message, hint)
+        self.paths = paths
 
 
 @contextmanager
@@ -51,11 +54,11 @@ def own_gradients_refused() -> Iterator[None]:
             )
         return enter(self)
 
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(_apply)))
-        stack.enter_context(mock.patch.object(torch.Tensor, "register_hook", _register_hook))
-        stack.enter_context(mock.patch.object(hooks, "__enter__", saved))
-        stack.enter_context(patch_backward(_backward))
+    with ExitStack() as around:
+        around.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(_apply)))
+        around.enter_context(mock.patch.object(torch.Tensor, "register_hook", _register_hook))
+        around.enter_context(mock.patch.object(hooks, "__enter__", saved))
+        around.enter_context(patch_backward(_backward))
         yield
 
 
@@ -93,9 +96,16 @@ def refuse_stray(reader: str, tensor: torch.Tensor) -> NoReturn:
 
 
 def refuse_nodes(gm: fx.GraphModule) -> None:
-    """Raise ``CaptureError`` where a table that a graph looks up is written by that, or has another gradient than its rows added up."""
+    """Raise ``CaptureError`` where a node's casts are not in the graph, or where a table that is looked up is written by that or has
+    another gradient than its rows added up."""
     for graph_module in gm.modules():
         for node in graph_module.graph.nodes if isinstance(graph_module, fx.GraphModule) else ():
+            if getattr(node.target, "__name__", "") == "wrap_with_autocast" and node.args[2] is not False:
+                raise KeptWholeError(
+                    "the model switches torch.autocast on inside forward; its casts are decided while running",
+                    hint="remove the autocast block and ask for the precision instead: precision='bfloat16'",
+                    paths=tuple(path for path, _, _ in stack(node)),
+                )
             if packet(node) == "aten.embedding_renorm_":
                 raise CaptureError(
                     f"an embedding with max_norm changes its own weight in forward\n{source(node)}",

@@ -273,7 +273,12 @@ def _explain(error: Exception, module: nn.Module) -> CaptureError:
     frames: Sequence[traceback.FrameSummary] = traceback.extract_tb(error.__traceback__)
     user = [f for f in frames if not f.filename.startswith((*ours, "<")) and not f.filename.endswith("contextlib.py")]
     kind, text = type(error).__name__, str(error).strip().split("\n")[0]
-    dependent = "DataDependent" in kind or "data-dependent" in str(error).lower() or "_local_scalar_dense" in str(error)
+    dependent = (
+        "DataDependent" in kind
+        or "DynamicOutput" in kind
+        or "data-dependent" in str(error).lower()
+        or "_local_scalar_dense" in str(error)
+    )
     what = "its control flow or a shape depends on the data" if dependent else f"{kind}: {text}"
     if not user:
         return CaptureError(f"torch.export refused the model: {what}", hint=OPAQUE_HINT)
@@ -282,9 +287,7 @@ def _explain(error: Exception, module: nn.Module) -> CaptureError:
     text = f"torch.export refused {frame.filename}:{frame.lineno}{line}: {what}"
     if not dependent:
         return CaptureError(text, hint=f"the model must run on this batch by itself first; if it does, {OPAQUE_HINT}")
-    refused = KeptWholeError(text, hint=OPAQUE_HINT)
-    refused.paths = whole.paths_of(error.__traceback__, module)
-    return refused
+    return KeptWholeError(text, OPAQUE_HINT, whole.paths_of(error.__traceback__, module))
 
 
 def _label(
@@ -387,9 +390,7 @@ def _plain(value: Any, node: fx.Node) -> Any:
 
 
 def _dependent(text: str, node: fx.Node) -> KeptWholeError:
-    refused = KeptWholeError(f"{text}\n{source(node)}", OPAQUE_HINT)
-    refused.paths = tuple(path for path, _, _ in stack(node))
-    return refused
+    return KeptWholeError(f"{text}\n{source(node)}", OPAQUE_HINT, tuple(path for path, _, _ in stack(node)))
 
 
 def _parameter_names(model: nn.Module) -> dict[str, tuple[str, tuple[str, ...]]]:

@@ -56,7 +56,10 @@ def find(
     candidates = [path for path, module in by_path.items() if path and type(module) in kinds and _is_data(module)]
     calls = _observed(model, candidates, run)
     for path in inside:
-        alike = [p for p in candidates if type(by_path[p]) is type(by_path[path]) and p not in kept]
+        kind = type(by_path[path])
+        alike = [p for p in candidates if type(by_path[p]) is kind and p not in kept]
+        if kind.__module__.startswith("torch."):  # others of a container's or a layer's class do something else
+            alike = [path]
         alike = [p for p in alike if p in calls and calls[p].sound and calls[p].given]
         if path in alike:
             found = dict(kept)
