@@ -13,7 +13,6 @@ import torch
 from torch import fx, nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from autopar import torch_private
 from autopar.capture.blocks import stack
 from autopar.errors import CaptureError
 from autopar.torch_private import has_gradient_hooks, patch_backward
@@ -25,7 +24,7 @@ _OP_HINT = (
     + OPAQUE_HINT
 )
 
-OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), torch_private.__file__)
+OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), has_gradient_hooks.__code__.co_filename)
 """Where a frame is not of the user's code."""
 
 _apply_of_torch: Any = vars(torch.autograd.Function)["apply"].__func__

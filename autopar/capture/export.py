@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.capture import whole
 from autopar.capture.backward import (
     OPAQUE_HINT,
     KeptWholeError,
@@ -29,6 +28,9 @@ from autopar.capture.clone import Twin, twin
 from autopar.capture.guard import guarded
 from autopar.capture.repeat import Lifted, Repeats, expand, members, record, traced_once
 from autopar.capture.state import State, check_again, state
+from autopar.capture.whole import find as find_whole
+from autopar.capture.whole import keep as keep_whole
+from autopar.capture.whole import paths_of
 from autopar.errors import CaptureError
 from autopar.graph import Parameter
 from autopar.torch_private import as_if_exported, is_fake, masks_as_given
@@ -155,7 +157,7 @@ def export(
         except KeptWholeError as error:
             if batch is None or any(is_fake(tensor) for tensor in flatten_batch(structure, batch).values()):
                 raise
-            kept, sentence = whole.find(error, model, kept, run)
+            kept, sentence = find_whole(error, model, kept, run)
             notes.append(sentence)
     for sentence in notes:
         note(gm, sentence)
@@ -197,7 +199,7 @@ def _exported(
 
 def _twin(model: nn.Module, dtype: torch.dtype | None, kept: dict[str, str], **options: Any) -> Twin:
     copied = twin(model, dtype, **options)
-    whole.apply(kept, copied.module)
+    keep_whole(kept, copied.module)
     return copied
 
 
@@ -256,7 +258,7 @@ def _export(
             return torch.export.export(captured, tensors, strict=False)
     except _RefusedError as refused:
         if isinstance(refused.error, KeptWholeError):
-            refused.error.paths = whole.paths_of(refused.error.__traceback__, copied.module)
+            refused.error.paths = paths_of(refused.error.__traceback__, copied.module)
         if isinstance(refused.error, CaptureError):
             raise refused.error from None
         raise _explain(refused.error, copied.module) from refused.error
@@ -287,7 +289,7 @@ def _explain(error: Exception, module: nn.Module) -> CaptureError:
     text = f"torch.export refused {frame.filename}:{frame.lineno}{line}: {what}"
     if not dependent:
         return CaptureError(text, hint=f"the model must run on this batch by itself first; if it does, {OPAQUE_HINT}")
-    return KeptWholeError(text, OPAQUE_HINT, whole.paths_of(error.__traceback__, module))
+    return KeptWholeError(text, OPAQUE_HINT, paths_of(error.__traceback__, module))
 
 
 def _label(

@@ -33,7 +33,7 @@ class _Calls:
     sound: bool = True
 
 
-def apply(kept: dict[str, str], twin: nn.Module) -> None:
+def keep(kept: dict[str, str], twin: nn.Module) -> None:
     """From now on the modules of ``twin`` at the paths in ``kept`` are one op each, of the name that stands there."""
     for path, name in kept.items():
         module = twin.get_submodule(path)
