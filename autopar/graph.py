@@ -141,8 +141,9 @@ class Graph:
     ``accumulated`` microbatches of these shapes, each a batch of its own, make the global batch; the loss is then their mean, and not the
     whole batch's (``autopar.capture.apart``). Everywhere else a graph is the whole batch's, and the number is one.
     ``opaque`` holds the modules that are kept whole, by the name of the op that stands for each (``"autopar.opaque_0"``). ``buffers`` are
-    those that the forward pass writes: each belongs to one layer. Those it only reads are ``constants``. ``narrow`` is what of the
-    precision its plans may give up (of ``autopar.plan.NARROW``).
+    those that the forward pass writes: each belongs to one layer. Those it only reads are ``constants``. ``valueless`` names those among
+    the latter that have no values (of a model on meta): such a graph can be planned, and no program be written from it. ``narrow`` is
+    what of the precision its plans may give up (of ``autopar.plan.NARROW``).
     """
 
     name: str
@@ -165,6 +166,7 @@ class Graph:
     buffers: dict[str, Buffer] = field(default_factory=dict)
     accumulated: int = 1
     narrow: tuple[str, ...] = ()
+    valueless: tuple[str, ...] = ()
 
     @property
     def batch_size(self) -> int:

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from autopar.capture.backward import OPAQUE_HINT, own_gradients_refused, refuse_hooks
 from autopar.capture.batch import BatchStructure, rebuild_batch
-from autopar.capture.clone import Twin, twin
+from autopar.capture.clone import LOSS, Twin, twin
 from autopar.capture.repeat import Lifted, Repeats, expand, members, record, traced_once
 from autopar.errors import CaptureError
 from autopar.graph import Parameter
@@ -118,13 +118,13 @@ def export(
             "loss_fn has parameters of its own", hint="make it part of the model, and return the loss from there"
         )
     repeats = _repeats(model, dtype, loss_fn, structure)
-    copied = twin(model, dtype, without=repeats.unread(model) if repeats is not None else ())
-    program = _export(copied, loss_fn, structure, repeats)
+    copied = twin(model, dtype, loss_fn, without=repeats.unread(model) if repeats is not None else ())
+    program = _export(copied, structure, repeats)
     lifted = _lifted(program)
     whole = expand(program.graph_module, lifted, repeats, model) if repeats is not None else lifted
     if whole is None:
-        copied = twin(model, dtype)
-        program = _export(copied, loss_fn, structure)
+        copied = twin(model, dtype, loss_fn)
+        program = _export(copied, structure)
         whole = _lifted(program)
     gm = program.graph_module
     values = _label(gm, whole, program.constants, model, copied, structure)
@@ -140,12 +140,12 @@ def _repeats(
     if not members(model):
         return None
     for meta in (True, False):
-        copied = twin(model, dtype, meta=meta)
+        copied = twin(model, dtype, loss_fn, meta=meta)
 
         def run(copied: Twin = copied, device: str = "meta" if meta else "cpu") -> None:
             with copied.mode, own_gradients_refused(), masks_as_given(), as_if_exported():
                 tensors = [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in structure.leaves]
-                call_model(copied.module, structure, loss_fn, tensors)
+                call_model(copied.module, structure, copied.loss_fn, tensors)
 
         repeats = record(copied.module, run)
         if repeats is not None:
@@ -159,12 +159,10 @@ def _lifted(program: Any) -> list[Lifted]:
     return [(spec.kind.name, str(spec.target or ""), nodes[spec.arg.name]) for spec in specs]
 
 
-def _export(
-    copied: Twin, loss_fn: Callable[..., Any] | None, structure: BatchStructure, repeats: Repeats | None = None
-) -> Any:
+def _export(copied: Twin, structure: BatchStructure, repeats: Repeats | None = None) -> Any:
     with copied.mode:
         tensors = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in structure.leaves)
-    captured = _Captured(copied.module, loss_fn, structure)
+    captured = _Captured(copied.module, copied.loss_fn, structure)
     names = ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
     noisy = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in noisy]
@@ -224,6 +222,8 @@ def _label(
     leaves = iter(structure.leaves)
     for kind, lifted_as, node in lifted:
         target = lifted_as.removeprefix("module.")
+        if lifted_as.startswith("loss_fn."):
+            target = f"{LOSS}.{lifted_as.removeprefix('loss_fn.')}"
         if kind == "USER_INPUT":
             node.meta["input"] = next(leaves).name
         elif kind == "PARAMETER":

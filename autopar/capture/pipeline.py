@@ -11,13 +11,8 @@ from torch import fx, nn
 
 from autopar.capture.batch import BatchStructure, describe_batch
 from autopar.capture.clone import PRECISIONS
-from autopar.capture.constants import (
-    Evaluator,
-    fold_constants,
-    share_constants,
-    simplify_constants,
-    unused_constants,
-)
+from autopar.capture.constants import fold_constants, share_constants, simplify_constants, unused_constants
+from autopar.capture.evaluate import Evaluator
 from autopar.capture.export import export
 from autopar.capture.layers import borders, build_layers, build_prelude, loss_node
 from autopar.capture.masks import recognise_masks
@@ -61,28 +56,23 @@ def capture(
     dtype = PRECISIONS[precision] if precision is not None else None
     report = progress or (lambda stage: None)
     structure = describe_batch(model, batch, loss_fn, dtype)
-    batch_size = structure.leaves[0].shape[0]
     report("export")
     gm, buffers, classes = export(model, structure, loss_fn, dtype)
     report("clean")
     gm.meta[LOCAL] = local_batch_norm
-    gm, constants = clean(gm, buffers, batch_size)
+    gm, constants = clean(gm, buffers)
     report("segment")
     written = _buffers(gm, buffers, model)
     return _assemble(gm, constants, structure, classes, model, name or type(model).__name__, written)
 
 
-def clean(
-    gm: fx.GraphModule, buffers: dict[str, torch.Tensor], batch_size: int
-) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
+def clean(gm: fx.GraphModule, buffers: dict[str, torch.Tensor]) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
     """The cleaned graph, and its folded constants by name."""
     gm = run_passes(gm, STEPS)
     share_constants(gm)
-    evaluator = Evaluator(gm, buffers)
-    recognise_masks(gm, evaluator, batch_size)
+    recognise_masks(gm, Evaluator(gm, buffers))
     gm = run_passes(gm, STEPS[-1:])
-    evaluator = Evaluator(gm, buffers)
-    constants = fold_constants(gm, evaluator, batch_size)
+    constants = fold_constants(gm, Evaluator(gm, buffers))
     simplify_constants(gm, constants)
     gm = run_passes(gm, FINAL_STEPS)
     return gm, unused_constants(gm, constants)
@@ -113,6 +103,13 @@ def _assemble(
     used = {parameter.original for parameter in parameters.values()}
     if unused := [n for n, p in model.named_parameters() if p.requires_grad and n not in used]:
         notes.append(f"the loss does not depend on {len(unused)} parameters: {', '.join(unused[:5])}")
+    if (still := [name for name, module in model.named_modules() if not module.training]) and model.training:
+        some = f"{', '.join(name for name in still[:3])}{', ...' if len(still) > 3 else ''}"
+        notes.append(f"{len(still)} modules are in eval mode, as they were given, and stay in it: {some}")
+    elif still:
+        notes.append(
+            "the model is in eval mode, as it was given: no dropout, and running statistics; model.train() changes that"
+        )
     held = {name for layer in layers for name in layer.buffers}
     notes += [f"the update of buffer {name} is left out" for name in written if name not in held]
     floating = [p.dtype for p in parameters.values() if p.dtype.is_floating_point]
@@ -134,6 +131,7 @@ def _assemble(
         unmicrobatchable=gm.meta.get("unmicrobatchable", ""),
         opaque=opaque_modules(gm.graph),
         buffers={name: buffer for name, buffer in written.items() if name in held},
+        valueless=tuple(gm.meta.get("valueless", ())),
     )
 
 

@@ -15,7 +15,7 @@ from autopar.emit.names import Names
 from autopar.emit.opaque import describe_opaque, imported_modules
 from autopar.emit.prelude import prelude_function
 from autopar.emit.stage import layer_attribute, owned_attribute, stage_class
-from autopar.errors import UsageError
+from autopar.errors import ModelError, UsageError
 from autopar.graph import Graph
 from autopar.plan import INTERLEAVED, SPLIT, Plan
 from autopar.program import copy_runtime
@@ -53,8 +53,15 @@ def emit(graph: Graph, plan: Plan, folder: str | Path, *, watch: bool = False) -
 
     Raises:
         UsageError: the model does not admit the plan, or it is one that can be priced only.
+        ModelError: the model's constants have no values.
     """
     _refuse_priced(plan)
+    if graph.valueless:
+        some = ", ".join(graph.valueless[:5])
+        raise ModelError(
+            f"{len(graph.valueless)} buffers of the model have no values, and its forward pass computes with them: {some}",
+            "build the model on the CPU; or on meta with its parameters alone, as autopar.zoo does, so that the program gets true tables",
+        )
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     local = cut_stages(graph, plan, plan_shardings(graph, plan))

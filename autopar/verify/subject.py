@@ -96,7 +96,7 @@ def make_subject(
     """
     if any(tensor.is_meta for tensor in model.state_dict().values()):
         raise ModelError("the model is on meta, where parameters have no values", "build it on the CPU to verify it")
-    model = copy.deepcopy(model).cpu().double().train()
+    model = copy.deepcopy(model).cpu().double()  # in the modes that its modules are in
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "_experts_implementation", None) is not None:
