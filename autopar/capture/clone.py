@@ -76,7 +76,7 @@ def twin(
         whole[_LOSS_KEY] = loss_fn
     plain: dict[tuple[int, str], str] = {}  # the path by module and name: once for a module that several paths reach
     values: dict[str, torch.Tensor] = {}
-    for path, name, tensor in _stored(whole):
+    for path, name, tensor in stored_tensors(whole):
         owner = whole.get_submodule(path)
         if name in vars(owner) and not isinstance(tensor, nn.Parameter):
             plain.setdefault((id(owner), name), path)
@@ -106,7 +106,7 @@ def twin(
     return Twin(module, copied[_LOSS_KEY] if isinstance(loss_fn, nn.Module) else loss_fn, values, mode)
 
 
-def _stored(whole: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+def stored_tensors(whole: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
     """The buffers, and the tensors that are plain attributes: the path of their module, and their name.
 
     Those of a module that is reached by several paths come once for each: a buffer may be asked for by any of its names.
