@@ -5,6 +5,7 @@ Kept in one module so that a new torch release is checked in one place.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,44 @@ def overload_schema(target: Any) -> tuple[tuple[str, Any], ...] | None:
     if not isinstance(target, torch._ops.OpOverload):
         return None
     return tuple((argument.name, argument.default_value) for argument in target._schema.arguments)
+
+
+def is_overload(target: Any) -> bool:
+    """Whether ``target`` is an operator overload, whose schema says what it does. (torch 2.11, 2.13)"""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+@functools.lru_cache(maxsize=4096)
+def written_arguments(target: Any) -> tuple[str, ...]:
+    """Names of the arguments that an overload writes to, by its schema; none for any other callable. (torch 2.11, 2.13)"""
+    if not isinstance(target, torch._ops.OpOverload):
+        return ()
+    written = (a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    return tuple(written)
+
+
+@functools.lru_cache(maxsize=4096)
+def functional_twin(target: Any) -> Any:
+    """The overload of torch that computes what ``target`` writes and takes the same arguments, without ``out``; ``None`` where there is
+    none. (torch 2.11, 2.13)"""
+    schema = target._schema
+    name = schema.name.removeprefix("aten::")
+    if name == schema.name:
+        return None
+    wanted = [(a.name, str(a.type)) for a in schema.arguments if not a.is_out]
+    if not any(a.is_out for a in schema.arguments):  # __ior__ is __or__
+        name = f"__{name[3:]}" if name.startswith("__i") and name.endswith("__") else name.removesuffix("_")
+    packet = getattr(torch.ops.aten, name, None)
+    for overload in packet.overloads() if packet is not None else ():
+        found = getattr(packet, overload)
+        if [(a.name, str(a.type)) for a in found._schema.arguments] == wanted and not written_arguments(found):
+            return found
+    return None
+
+
+def memory(tensor: torch.Tensor) -> int:
+    """What is equal for the views of one memory, while one of them lives; also on meta. (torch 2.11, 2.13)"""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def custom_op_module(target: Any) -> str | None:

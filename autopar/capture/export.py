@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from torch import fx, nn
 from autopar.capture.backward import OPAQUE_HINT, own_gradients_refused, refuse_hooks
 from autopar.capture.batch import BatchStructure, rebuild_batch
 from autopar.capture.clone import LOSS, Twin, twin
+from autopar.capture.data import data_is_detached
 from autopar.capture.repeat import Lifted, Repeats, expand, members, record, traced_once
 from autopar.errors import CaptureError
 from autopar.graph import Parameter
-from autopar.torch_private import as_if_exported, is_fake, masks_as_given
+from autopar.torch_private import as_if_exported, is_fake, masks_as_given, memory
 from passes.clean.nodes import like, packet
 
 
@@ -45,7 +46,8 @@ class _Captured(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
         try:
-            return call_model(self.module, self.structure, self.loss_fn, tensors)
+            with data_is_detached():
+                return call_model(self.module, self.structure, self.loss_fn, tensors)
         except Exception as error:
             raise _RefusedError(error) from error
 
@@ -143,7 +145,7 @@ def _repeats(
         copied = twin(model, dtype, loss_fn, meta=meta)
 
         def run(copied: Twin = copied, device: str = "meta" if meta else "cpu") -> None:
-            with copied.mode, own_gradients_refused(), masks_as_given(), as_if_exported():
+            with copied.mode, own_gradients_refused(), data_is_detached(), masks_as_given(), as_if_exported():
                 tensors = [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in structure.leaves]
                 call_model(copied.module, structure, copied.loss_fn, tensors)
 
@@ -217,6 +219,8 @@ def _label(
             node.meta["val"] = _plain(node.meta["val"], node)
     names = _parameter_names(model)
     shapes = dict(model.named_parameters())
+    buffers = dict(copied.module.named_buffers(remove_duplicate=False))
+    sharing = _sharing(buffers, model)
     first: dict[str, fx.Node] = {}
     values: dict[str, torch.Tensor] = {}
     leaves = iter(structure.leaves)
@@ -239,12 +243,28 @@ def _label(
             )
         else:
             node.meta["buffer"] = target
+            node.meta["lifted"] = target not in buffers
+            if target in sharing:
+                node.meta["shares"] = sharing[target]
             real = constants.get(lifted_as)
             if target in copied.buffers:
                 values[target] = copied.buffers[target]
             elif isinstance(real, torch.Tensor) and not is_fake(real):
                 values[target] = real
     return values
+
+
+def _sharing(names: Collection[str], model: nn.Module) -> dict[str, str]:
+    """For each tensor of the model that shows memory of another one (a view of it, not the tensor itself): that one's name."""
+    found: dict[int, dict[int, str]] = {}
+    places = {}
+    for name in (*dict(model.named_parameters()), *names):
+        path, _, attribute = name.rpartition(".")
+        tensor = getattr(model.get_submodule(path), attribute)
+        places[name] = (memory(tensor), id(tensor))
+        found.setdefault(memory(tensor), {}).setdefault(id(tensor), name)
+    others = {name: [n for key, n in found[held].items() if key != own] for name, (held, own) in places.items()}
+    return {name: first[0] for name, first in others.items() if first}
 
 
 _ONE_DTYPE = (
