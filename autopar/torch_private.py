@@ -47,13 +47,20 @@ def functional_twin(target: Any) -> Any:
     name = schema.name.removeprefix("aten::")
     if name == schema.name:
         return None
-    wanted = [(a.name, str(a.type)) for a in schema.arguments if not a.is_out]
-    if not any(a.is_out for a in schema.arguments):  # __ior__ is __or__
+    out = any(a.is_out for a in schema.arguments)
+    if not out:  # __ior__ is __or__
         name = f"__{name[3:]}" if name.startswith("__i") and name.endswith("__") else name.removesuffix("_")
     packet = getattr(torch.ops.aten, name, None)
+    wanted = [argument for argument in schema.arguments if not argument.is_out]
     for overload in packet.overloads() if packet is not None else ():
         found = getattr(packet, overload)
-        if [(a.name, str(a.type)) for a in found._schema.arguments] == wanted and not written_arguments(found):
+        given = found._schema.arguments
+        named = 0 if out else 1  # dropout_ calls `self` what dropout calls `input`
+        if (
+            [str(a.type) for a in given] == [str(a.type) for a in wanted]
+            and [a.name for a in given[named:]] == [a.name for a in wanted[named:]]
+            and not written_arguments(found)
+        ):
             return found
     return None
 

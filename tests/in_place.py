@@ -109,6 +109,15 @@ def diagonal_of_exchanged_dims(m: Any, y: Tensor) -> Tensor:
 
 
 @right
+def diagonal_of_similarities(m: Any, y: Tensor) -> Tensor:
+    similar = y[:, 0] @ (y[:, 1] * m.weight).T
+    similar.fill_diagonal_(float("-inf"))
+    wide = torch.ones(4, 6)
+    wide.fill_diagonal_(3, wrap=True)
+    return y + (similar.softmax(-1) @ wide)[:, None]
+
+
+@right
 def linalg_diagonal(m: Any, y: Tensor) -> Tensor:
     y = y * 1.0
     torch.linalg.diagonal(y, offset=-2).copy_(m.weight[2:])
@@ -332,7 +341,7 @@ def tensor_split_write(m: Any, y: Tensor) -> Tensor:
 def rows_in_a_loop(m: Any, y: Tensor) -> Tensor:
     y = y * 1.0
     for row in range(1, 6):
-        y[:, row] = y[:, row] * 0.5 + y[:, row - 1] * m.weight
+        y[:, row] = y[:, row] * 0.5 + y[:, row - 1].clone() * m.weight
     return y
 
 
@@ -388,6 +397,12 @@ def select_zero(m: Any, y: Tensor) -> Tensor:
 def relu_of_a_view(m: Any, y: Tensor) -> Tensor:
     y = y * 1.0
     torch.relu_(y[:, 1:4])
+    return y * m.weight
+
+
+@right
+def leaky_relu_of_a_column(m: Any, y: Tensor) -> Tensor:
+    y = y * 1.0
     F.leaky_relu(y[..., 0], 0.1, inplace=True)
     return y
 
@@ -403,7 +418,7 @@ def rows_of_the_batch(m: Any, y: Tensor) -> Tensor:
 @right
 def whole_slice(m: Any, y: Tensor) -> Tensor:
     y = y * 1.0
-    y[:] = y * m.weight
+    y[:] = y + m.weight
     y[...] = y + 1.0
     return y
 
@@ -437,7 +452,7 @@ def masked_fill_through_a_view(m: Any, y: Tensor) -> Tensor:
 def mask_as_index(m: Any, y: Tensor) -> Tensor:
     y = y * 1.0
     y[y > 0.5] = 0.5
-    y[y < -0.5] *= 0.0
+    y[y < -0.5] = m.weight[2]
     return y
 
 
@@ -490,7 +505,7 @@ def index_add(m: Any, y: Tensor) -> Tensor:
 def index_fill_and_copy(m: Any, y: Tensor) -> Tensor:
     y = y * 1.0
     y.index_fill_(1, torch.tensor([2]), 0.5)
-    y.index_copy_(2, torch.tensor([5, 1]), y[:, :, :2] * m.weight[:2])
+    y.index_copy_(2, torch.tensor([5, 1]), y[:, :, :2] + m.weight[:2])
     return y
 
 
@@ -559,9 +574,9 @@ def activation_used_before(m: Any, y: Tensor) -> Tensor:
 @right
 def many_on_one(m: Any, y: Tensor) -> Tensor:
     y = y.clone()
-    y.mul_(m.weight).add_(1.0).clamp_(-1.0, 1.0).sub_(0.5).tanh_()
-    y.addcmul_(m.weight, m.weight, value=0.5).lerp_(m.weight, 0.25)
-    y.neg_().exp_().div_(2.0).pow_(2)
+    y.mul_(m.weight).add_(1.0).sub_(0.5, alpha=2.0).neg_().div_(2.0)
+    y.addcmul_(m.weight, m.weight, value=0.5).lerp_(m.weight, 0.25).add_(y.detach().clone())
+    y.exp_()
     return y
 
 
@@ -586,6 +601,7 @@ def copy_from_another_dtype(m: Any, y: Tensor) -> Tensor:
     y = y * 1.0
     y[:, 1].copy_(torch.arange(6))
     whole = torch.zeros(6, dtype=torch.long)
+    y[:, 2].copy_(torch.ones(6, dtype=torch.float32))
     whole.copy_(torch.tensor([0.5, 1.5, -1.5, 2.0, 3.0, 4.9]))
     return y + whole
 
@@ -643,13 +659,13 @@ def detached_in_place(m: Any, y: Tensor) -> Tensor:
 def normalised_by_hand(m: Any, y: Tensor) -> Tensor:
     y = y.clone()
     y -= y.mean(-1, keepdim=True)
-    y /= (y**2).mean(-1, keepdim=True).add_(1e-5).sqrt_()
-    return y
+    return y / (y**2).mean(-1, keepdim=True).add_(1e-5).sqrt_()
 
 
 @right
 def sequential_activations(m: Any, y: Tensor) -> Tensor:
-    return nn.Sequential(nn.ReLU(inplace=True), nn.Hardtanh(inplace=True), nn.ELU(inplace=True))(y * 2.0)
+    norm = nn.LayerNorm(WIDTH, elementwise_affine=False)
+    return nn.Sequential(nn.ReLU(inplace=True), nn.Dropout(0.0, inplace=True), norm, nn.ELU(inplace=True))(y * 2.0)
 
 
 # -- without a gradient -----------------------------------------------------------------------------------------------
@@ -768,15 +784,21 @@ def buffer_of_another_dtype(m: Any, y: Tensor) -> Tensor:
 
 
 @right
-def buffer_takes_the_batch(m: Any, y: Tensor) -> Tensor:
+def buffers_filled_with_constants(m: Any, y: Tensor) -> Tensor:
     m.table.fill_(0.5)
     m.count.fill_(3)
     return y @ m.table
 
 
 @right
+def buffer_takes_another(m: Any, y: Tensor) -> Tensor:
+    m.mean.copy_(m.plain)
+    return y * m.mean
+
+
+@right
 def zeroed_buffer(m: Any, y: Tensor) -> Tensor:
-    out = y @ m.table
+    out = y + m.table
     m.table.zero_()
     return out
 
@@ -805,7 +827,7 @@ def gradient_through_a_written_buffer(m: Any, y: Tensor) -> Tensor:
 def written_twice(m: Any, y: Tensor) -> Tensor:
     with torch.no_grad():
         m.mean.add_(1.0)
-    y = y * m.mean
+    y = y * m.weight + m.mean
     with torch.no_grad():
         m.mean.mul_(2.0)
     return y + m.mean

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,14 @@ from autopar.capture import capture, flatten_batch
 from autopar.capture.reference import run
 from autopar.errors import CaptureError
 from autopar.graph import Graph
+
+
+@pytest.fixture(autouse=True)
+def doubles() -> Iterator[None]:
+    """What a forward makes has the model's dtype."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 def assert_two_steps_equal_eager(model: nn.Module, given: Any, loss_fn: Any = F.mse_loss) -> Graph:

@@ -13,7 +13,7 @@ from autopar.errors import CaptureError
 
 
 class data_is_detached(TorchFunctionMode):  # noqa: N801  used as a context manager
-    """Inside, ``tensor.data`` is ``tensor.detach()``, which export can trace; ``tensor.data = ...`` raises ``CaptureError``, with the line."""
+    """Inside, ``tensor.data`` is ``tensor.detach()``, which export can trace; ``tensor.data = ...`` raises ``CaptureError``."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -214,7 +214,7 @@ def _label(
     structure: BatchStructure,
 ) -> dict[str, torch.Tensor]:
     """Say on each placeholder what it is, make every ``meta["val"]`` a plain meta tensor; the values of buffers and constants."""
-    for node in gm.graph.nodes:
+    for node in (node for part in gm.modules() if isinstance(part, fx.GraphModule) for node in part.graph.nodes):
         if "val" in node.meta:
             node.meta["val"] = _plain(node.meta["val"], node)
     names = _parameter_names(model)

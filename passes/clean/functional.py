@@ -13,6 +13,7 @@ write to a parameter, which is the optimizer's, and one through a view of unknow
 
 from __future__ import annotations
 
+import functools
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ from autopar.errors import CaptureError
 from autopar.torch_private import functional_twin, overload_schema, written_arguments
 from passes.clean.nodes import add, argument, arguments, aten, calls, has_gradient, packet, shape, source_line
 from passes.clean.randomness import drawn
-from passes.clean.views import View, origins, replay, scatter
+from passes.clean.views import View, counted, origins, replay, scatter
 
 _INSTEAD = (
     "make a new tensor instead of writing into one: y = torch.where(mask, new, y), y = torch.cat(...); or keep that module whole "
@@ -355,6 +356,20 @@ class _Functionaliser:
             buffer.meta["state"] = True
 
 
+def updates_pass(gm: fx.GraphModule) -> fx.GraphModule:
+    """A buffer that takes a constant, an input or another buffer's value gets a copy: what a layer hands out is computed in it."""
+    output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+    results: Any = output.args[0]
+    first = len(results) - len(gm.meta.get("updates", ()))
+    output.args = (
+        tuple(
+            add(output, aten.clone.default, (result,)) if i >= first and result.op == "placeholder" else result
+            for i, result in enumerate(results)
+        ),
+    )
+    return gm
+
+
 def _cut(alias: _Alias) -> tuple[View, ...]:
     """The chain up to its last ``detach``."""
     last = max(index for index, view in enumerate(alias.chain) if view.detaches)
@@ -380,7 +395,23 @@ def _special(node: fx.Node) -> fx.Node | None:
         source = arguments(node)[1]
         assert isinstance(source, fx.Node)
         return source
+    if name == "aten.fill_diagonal_":
+        return _diagonal_filled(node)
     return _masked(node) if name == "aten.index_put_" else None
+
+
+def _diagonal_filled(node: fx.Node) -> fx.Node | None:
+    """``fill_diagonal_`` as ``where``; not where the diagonal of a tall matrix begins anew."""
+    x, fill = arguments(node)[:2]
+    sizes = shape(x)
+    rank = len(sizes)
+    if argument(node, 2, "wrap", False) and (rank > 2 or sizes[0] > sizes[1]):
+        return None
+    first = counted(sizes[0], 0, rank, node)
+    equal = [add(node, aten.eq.Tensor, (first, counted(sizes[d], d, rank, node))) for d in range(1, rank)]
+    on = functools.reduce(lambda a, b: add(node, aten.bitwise_and.Tensor, (a, b)), equal)
+    filled = add(node, aten.full.default, ([1] * rank, fill), {"dtype": x.meta["val"].dtype})
+    return add(node, aten.where.self, (on, filled, x))
 
 
 def _masked(node: fx.Node) -> fx.Node | None:

@@ -77,13 +77,11 @@ class View:
 def origins(call: fx.Node) -> list[tuple[fx.Node, View | None] | None]:
     """For every result of ``call`` the operand whose memory it shares, with the view that leads there: ``None`` where it is that very
     tensor. ``None`` alone for a result with memory of its own."""
-    if not is_overload(call.target):
-        return []
-    operands = _operands(call)
-    if not operands:
-        return []
-    value = call.meta["val"]
+    value = call.meta.get("val")
     several = isinstance(value, tuple | list)
+    operands = _operands(call)
+    if not is_overload(call.target) or not operands or not (several or isinstance(value, torch.Tensor)):
+        return []
     return [
         None
         if found is None
@@ -186,7 +184,7 @@ def _again(view: View, value: fx.Node, anchor: fx.Node) -> fx.Node:
 
 
 def scatter(view: View, source: fx.Node, new: fx.Node, anchor: fx.Node) -> fx.Node | None:
-    """``source`` with what ``view`` sees of it replaced by ``new``; ``None`` where that is not known, or the view shows an element twice."""
+    """``source`` with what ``view`` sees of it replaced by ``new``; ``None`` where that is unknown, or an element shows twice."""
     name, call, sizes = view.name, view.call, shape(source)
     if view.value.dtype != source.meta["val"].dtype or view.value.is_conj() or view.value.is_neg():
         return None
@@ -253,9 +251,9 @@ def _strided(
     sizes = shape(source)
     end = min(start + shape(new)[dim] * step, sizes[dim])
     kept = add(anchor, aten.slice.Tensor, (source, dim, start, end))
-    places = add(anchor, aten.remainder.Scalar, (_count(end - start, dim, len(sizes), anchor), step))
+    places = add(anchor, aten.remainder.Scalar, (counted(end - start, dim, len(sizes), anchor), step))
     chosen = add(anchor, aten.eq.Scalar, (places, 0))
-    spread = _one(new, anchor)
+    spread = single(new, anchor)
     if spread is None:
         repeated = add(anchor, aten.repeat_interleave.self_int, (new, step, dim))
         spread = add(anchor, aten.slice.Tensor, (repeated, dim, 0, end - start))
@@ -269,9 +267,9 @@ def _diagonal(call: fx.Node, source: fx.Node, new: fx.Node, anchor: fx.Node) -> 
     offset = argument(call, 1, "offset", 0)
     first = argument(call, 2, "dim1", -2 if last == -1 else 0) % rank
     second = argument(call, 3, "dim2", last) % rank
-    rows, columns = (_count(sizes[dim], dim, rank, anchor) for dim in (first, second))
+    rows, columns = (counted(sizes[dim], dim, rank, anchor) for dim in (first, second))
     on = add(anchor, aten.eq.Tensor, (add(anchor, aten.add.Tensor, (rows, offset)), columns))
-    placed = _one(new, anchor, rank)
+    placed = single(new, anchor, rank)
     if placed is None:
         along, across = (first, second) if offset >= 0 else (second, first)
         if missing := sizes[along] - shape(new)[-1]:
@@ -284,13 +282,13 @@ def _diagonal(call: fx.Node, source: fx.Node, new: fx.Node, anchor: fx.Node) -> 
     return add(anchor, aten.where.self, (on, placed, source))
 
 
-def _count(extent: int, dim: int, rank: int, anchor: fx.Node) -> fx.Node:
+def counted(extent: int, dim: int, rank: int, anchor: fx.Node) -> fx.Node:
     """0, 1, 2, ... along ``dim``."""
     sizes = [extent if i == dim else 1 for i in range(rank)]
     return add(anchor, aten.reshape.default, (add(anchor, aten.arange.default, (extent,)), sizes))
 
 
-def _one(value: fx.Node, anchor: fx.Node, rank: int | None = None) -> fx.Node | None:
+def single(value: fx.Node, anchor: fx.Node, rank: int | None = None) -> fx.Node | None:
     """One element that broadcasts, where ``value`` is the same throughout; else ``None``."""
     if value.target is not aten.full.default:
         return None
