@@ -221,6 +221,9 @@ def _label(
     shapes = dict(model.named_parameters())
     buffers = dict(copied.module.named_buffers(remove_duplicate=False))
     sharing = _sharing(buffers, model)
+    names_of: dict[int, str] = {}
+    for name, tensor in buffers.items():
+        names_of.setdefault(id(tensor), name)
     first: dict[str, fx.Node] = {}
     values: dict[str, torch.Tensor] = {}
     leaves = iter(structure.leaves)
@@ -242,6 +245,8 @@ def _label(
                 name, name, size, size, value.dtype, tied=tied, trainable=shapes[name].requires_grad
             )
         else:
+            if target in buffers:
+                target = names_of[id(buffers[target])]  # of several names of one buffer the first, as parameters have
             node.meta["buffer"] = target
             node.meta["lifted"] = target not in buffers
             if target in sharing:

@@ -254,7 +254,7 @@ class _Functionaliser:
             raise _refused(
                 node,
                 "writes to a tensor that is neither made in forward nor a buffer, so that nothing keeps its new value",
-                "make it a buffer: self.register_buffer(name, tensor)",
+                "make it a buffer of the model: self.register_buffer(name, tensor)",
             )
         if shared := base.meta.get("shares"):
             raise _refused(
