@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from autopar.capture.data import data_is_detached
 from autopar.capture.repeat import Lifted, Repeats, expand, members, record, traced_once
 from autopar.errors import CaptureError
 from autopar.graph import Parameter
-from autopar.torch_private import as_if_exported, is_fake, masks_as_given, memory
+from autopar.torch_private import as_if_exported, is_fake, masks_as_given, memory, plain_averages
 from passes.clean.nodes import like, packet
 
 
@@ -145,7 +145,7 @@ def _repeats(
         copied = twin(model, dtype, loss_fn, meta=meta)
 
         def run(copied: Twin = copied, device: str = "meta" if meta else "cpu") -> None:
-            with copied.mode, own_gradients_refused(), data_is_detached(), masks_as_given(), as_if_exported():
+            with copied.mode, _traceable(), data_is_detached(), as_if_exported():
                 tensors = [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in structure.leaves]
                 call_model(copied.module, structure, copied.loss_fn, tensors)
 
@@ -153,6 +153,13 @@ def _repeats(
         if repeats is not None:
             return repeats
     return None
+
+
+@contextmanager
+def _traceable() -> Iterator[None]:
+    """Inside, torch's modules compute the same without looking at values, and what would be lost is refused."""
+    with own_gradients_refused(), masks_as_given(), plain_averages():
+        yield
 
 
 def _lifted(program: Any) -> list[Lifted]:
@@ -173,8 +180,7 @@ def _export(copied: Twin, structure: BatchStructure, repeats: Repeats | None = N
     try:
         with warnings.catch_warnings(), ExitStack() as stack:
             warnings.simplefilter("ignore")
-            stack.enter_context(own_gradients_refused())
-            stack.enter_context(masks_as_given())
+            stack.enter_context(_traceable())
             if repeats is not None:
                 stack.enter_context(traced_once(captured.module, repeats))
             return torch.export.export(captured, tensors, strict=False)
