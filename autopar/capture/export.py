@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from torch import fx, nn
 from autopar.capture.backward import OPAQUE_HINT, own_gradients_refused, refuse_hooks
 from autopar.capture.batch import BatchStructure, rebuild_batch
 from autopar.capture.clone import LOSS, Twin, twin
+from autopar.capture.data import data_is_detached
 from autopar.capture.repeat import Lifted, Repeats, expand, members, record, traced_once
 from autopar.errors import CaptureError
 from autopar.graph import Parameter
-from autopar.torch_private import as_if_exported, is_fake, masks_as_given
+from autopar.torch_private import as_if_exported, is_fake, masks_as_given, memory, plain_averages
 from passes.clean.nodes import like, packet
 
 
@@ -45,7 +46,8 @@ class _Captured(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
         try:
-            return call_model(self.module, self.structure, self.loss_fn, tensors)
+            with data_is_detached():
+                return call_model(self.module, self.structure, self.loss_fn, tensors)
         except Exception as error:
             raise _RefusedError(error) from error
 
@@ -143,7 +145,7 @@ def _repeats(
         copied = twin(model, dtype, loss_fn, meta=meta)
 
         def run(copied: Twin = copied, device: str = "meta" if meta else "cpu") -> None:
-            with copied.mode, own_gradients_refused(), masks_as_given(), as_if_exported():
+            with copied.mode, _traceable(), data_is_detached(), as_if_exported():
                 tensors = [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in structure.leaves]
                 call_model(copied.module, structure, copied.loss_fn, tensors)
 
@@ -151,6 +153,13 @@ def _repeats(
         if repeats is not None:
             return repeats
     return None
+
+
+@contextmanager
+def _traceable() -> Iterator[None]:
+    """Inside, torch's modules compute the same without looking at values, and what would be lost is refused."""
+    with own_gradients_refused(), masks_as_given(), plain_averages():
+        yield
 
 
 def _lifted(program: Any) -> list[Lifted]:
@@ -171,8 +180,7 @@ def _export(copied: Twin, structure: BatchStructure, repeats: Repeats | None = N
     try:
         with warnings.catch_warnings(), ExitStack() as stack:
             warnings.simplefilter("ignore")
-            stack.enter_context(own_gradients_refused())
-            stack.enter_context(masks_as_given())
+            stack.enter_context(_traceable())
             if repeats is not None:
                 stack.enter_context(traced_once(captured.module, repeats))
             return torch.export.export(captured, tensors, strict=False)
@@ -212,11 +220,16 @@ def _label(
     structure: BatchStructure,
 ) -> dict[str, torch.Tensor]:
     """Say on each placeholder what it is, make every ``meta["val"]`` a plain meta tensor; the values of buffers and constants."""
-    for node in gm.graph.nodes:
+    for node in (node for part in gm.modules() if isinstance(part, fx.GraphModule) for node in part.graph.nodes):
         if "val" in node.meta:
             node.meta["val"] = _plain(node.meta["val"], node)
     names = _parameter_names(model)
     shapes = dict(model.named_parameters())
+    buffers = dict(copied.module.named_buffers(remove_duplicate=False))
+    sharing = _sharing(buffers, model)
+    names_of: dict[int, str] = {}
+    for name, tensor in buffers.items():
+        names_of.setdefault(id(tensor), name)
     first: dict[str, fx.Node] = {}
     values: dict[str, torch.Tensor] = {}
     leaves = iter(structure.leaves)
@@ -238,13 +251,31 @@ def _label(
                 name, name, size, size, value.dtype, tied=tied, trainable=shapes[name].requires_grad
             )
         else:
+            if target in buffers:
+                target = names_of[id(buffers[target])]  # of several names of one buffer the first, as parameters have
             node.meta["buffer"] = target
+            node.meta["lifted"] = target not in buffers
+            if target in sharing:
+                node.meta["shares"] = sharing[target]
             real = constants.get(lifted_as)
             if target in copied.buffers:
                 values[target] = copied.buffers[target]
             elif isinstance(real, torch.Tensor) and not is_fake(real):
                 values[target] = real
     return values
+
+
+def _sharing(names: Collection[str], model: nn.Module) -> dict[str, str]:
+    """For each tensor of the model that shows memory of another one (a view of it, not the tensor itself): that one's name."""
+    found: dict[int, dict[int, str]] = {}
+    places = {}
+    for name in (*dict(model.named_parameters()), *names):
+        path, _, attribute = name.rpartition(".")
+        tensor = getattr(model.get_submodule(path), attribute)
+        places[name] = (memory(tensor), id(tensor))
+        found.setdefault(memory(tensor), {}).setdefault(id(tensor), name)
+    others = {name: [n for key, n in found[held].items() if key != own] for name, (held, own) in places.items()}
+    return {name: first[0] for name, first in others.items() if first}
 
 
 _ONE_DTYPE = (

@@ -11,7 +11,7 @@ from passes.clean.bias import split_bias_pass
 from passes.clean.broadcast import broadcast_pass
 from passes.clean.dead import dead_code_pass
 from passes.clean.experts import experts_pass
-from passes.clean.functional import functionalise_pass
+from passes.clean.functional import functionalise_pass, updates_pass
 from passes.clean.indexing import indexing_pass
 from passes.clean.linear import fused_projections_pass, linear_pass
 from passes.clean.losses import cross_entropy_pass, mean_losses_pass
@@ -60,6 +60,7 @@ FINAL_STEPS = (
     ("dead code", dead_code_pass),
     ("views", views_pass),
     ("biases", split_bias_pass),
+    ("updates", updates_pass),
 )
 
 __all__ = [
@@ -88,5 +89,6 @@ __all__ = [
     "rows_pass",
     "split_bias_pass",
     "splits_pass",
+    "updates_pass",
     "views_pass",
 ]

@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from passes.clean.nodes import add, argument, arguments, aten, calls, packet, replace, shape
+from passes.clean.views import pieces
 
 _RESHAPES = frozenset(
     f"aten.{name}"
@@ -72,19 +73,13 @@ def _slice_args(source: Any, dim: int, start: int | None, end: int | None) -> tu
 
 def _unpack(node: fx.Node) -> None:
     """Replace each ``getitem`` of a node with several outputs by a slice or select of its operand."""
-    source, unbind = arguments(node)[0], packet(node) == "aten.unbind"
-    assert isinstance(source, fx.Node)
-    dim = argument(node, 1 if unbind else 2, "dim", 0) % len(shape(source))
-    start, pieces = 0, []
-    for index, piece in enumerate(node.meta["val"]):
-        extent = 1 if unbind else piece.shape[dim]
-        pieces.append((index, start, start + extent))
-        start += extent
+    source, parts = arguments(node)[0], pieces(node)
+    assert isinstance(source, fx.Node) and parts is not None
     for user in list(node.users):
         assert user.target is operator.getitem, user
-        index, first, last = pieces[arguments(user)[1]]
-        if unbind:
-            replace(user, add(user, aten.select.int, (source, dim, index)))
+        dim, first, last = parts[arguments(user)[1]]
+        if packet(node) == "aten.unbind":
+            replace(user, add(user, aten.select.int, (source, dim, first)))
         else:
             replace(user, add(user, aten.slice.Tensor, (source, dim, first, last)))
     node.graph.erase_node(node)
