@@ -83,6 +83,7 @@ def compile(
     max_norm: float | None = None,
     seed: int = 0,
     port: int = 0,
+    type_check: bool = True,
     progress: Progress | None = None,
 ) -> Program:
     """Plan, rewrite and emit ``model`` for ``devices``, and load the result.
@@ -100,7 +101,7 @@ def compile(
         allow: what of exactness may be given up, such as ``{"microbatch_statistics"}`` (see ``autopar.plan.ALLOWED``).
         memory_limit_bytes, time_limit_s: what may be filled of one device's memory, and how long to search, in seconds.
         folder: where the program goes; without one, a temporary folder that lives as long as the ``Program``.
-        optimizer, lr, max_norm, seed, port: as for ``Program``; ``progress`` is told of each stage.
+        optimizer, lr, max_norm, seed, port, type_check: as for ``Program``; ``progress`` is told of each stage.
     A model on the CPU keeps its parameters' values. Under ``torchrun`` every process calls this and rank 0 searches.
 
     Raises:
@@ -119,7 +120,7 @@ def compile(
     how: dict[str, Any] = {"precision": precision, "plan": plan, "local_batch_norm": local_batch_norm, "allow": allow}
     graph, chosen = plan_model(model, batch, loss_fn, cluster, options, progress=progress, **how)
     running = {"optimizer": optimizer, "lr": lr, "max_norm": max_norm, "seed": seed, "port": port}
-    return start_program(graph, chosen, cluster, folder, model, progress, **running)
+    return start_program(graph, chosen, cluster, folder, model, progress, type_check, **running)
 
 
 def plan_model(
@@ -304,13 +305,26 @@ def find_plan(
     return dataclasses.replace(found, wall_time_s=wall_time_s, peak_memory_bytes=peak_memory_bytes(), notes=notes)
 
 
-def emit_program(graph: Graph, plan: Plan, folder: str | Path | None, progress: Progress | None = None) -> Path:
-    """The third stage: writes the program into ``folder`` (a new temporary one if ``None``) and gives back its path."""
+NOT_TYPED = "the program was not type-checked, as was asked for"
+
+
+def emit_program(
+    graph: Graph,
+    plan: Plan,
+    folder: str | Path | None,
+    progress: Progress | None = None,
+    *,
+    type_check: bool = True,
+) -> Path:
+    """The third stage: writes the program into ``folder`` (a new temporary one if ``None``), checks it, and gives back its path."""
+    from autopar.check import check_program
     from autopar.emit import emit
     from autopar.structure import check_structure
 
     _say(progress, "emit", "")
     home = Path(tempfile.mkdtemp(prefix="autopar-program-")) if folder is None else Path(folder)
+    if not type_check:
+        plan = dataclasses.replace(plan, notes=(*plan.notes, NOT_TYPED))
     try:
         check_structure(emit(graph, plan, home))
     except OSError as error:
@@ -318,6 +332,12 @@ def emit_program(graph: Graph, plan: Plan, folder: str | Path | None, progress: 
             f"the program cannot be written to {home}: {error.strerror}",
             "give a folder that can be made and written to",
         ) from error
+    if (
+        type_check and os.environ.get("LOCAL_RANK", "0") == "0"
+    ):  # one process of a machine speaks for all: they have the same text
+        began = time.perf_counter()
+        stages = check_program(home, lambda text: _say(progress, "emit", text))
+        _say(progress, "emit", f"{stages} stages are well-typed ({time.perf_counter() - began:.1f} s)")
     return home
 
 
@@ -328,6 +348,7 @@ def start_program(
     folder: str | Path | None,
     model: nn.Module,
     progress: Progress | None = None,
+    type_check: bool = True,
     **running: Any,
 ) -> Program:
     """The last two stages: the emitted program, loaded, with the values of ``model``'s parameters where it has any.
@@ -338,9 +359,10 @@ def start_program(
 
     if os.environ.get("LOCAL_RANK", "0") != "0":
         folder = None  # one process of a machine writes the folder, the others have the same text in one of their own
-    home = emit_program(graph, plan, folder, progress)
+    home = emit_program(graph, plan, folder, progress, type_check=type_check)
     _say(progress, "run", "")
-    program = Program(plan, home, graph, cluster=cluster, state=model.state_dict(), **running)
+    # it was checked when it was emitted
+    program = Program(plan, home, graph, cluster=cluster, state=model.state_dict(), type_check=False, **running)
     if folder is None:
         weakref.finalize(program, shutil.rmtree, home, ignore_errors=True)
     return program

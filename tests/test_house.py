@@ -58,10 +58,10 @@ ALLOWED: dict[str, set[str]] = {
     "check": {"program"},
     "structure": {"passes", "price", "program", "rules", "flow"},
     "validate": {"capture", "devices", "flow", "price", "search", "shard", "zoo"},
-    "run": {"capture", "devices"},
+    "run": {"capture", "check", "devices"},
     "zoo": set(),
     "verify": {"capture", "check", "compile", "emit", "flow", "passes", "rules", "run", "search", "shard", "structure"},
-    "compile": {"capture", "devices", "explain", "shard", "price", "search", "emit", "run", "structure"},
+    "compile": {"capture", "check", "devices", "explain", "shard", "price", "search", "emit", "run", "structure"},
     "profile": {"devices", "run"},
     "bench": {"compile", "devices", "run", "search", "validate"},
     "cli": {

@@ -66,7 +66,7 @@ def emit_command(output: str, **request: Any) -> None:
     folder = output_folder(output)
     _, cluster, graph, plan = planned(request)
     with _talk() as talk:
-        emit_program(graph, plan, folder, talk)
+        emit_program(graph, plan, folder, talk, type_check=request["type_check"])
         talk.console.print(
             f"{len(plan.layers)} layers for {plan.device_count} devices; start it on every node with "
             f"torchrun --nnodes {cluster.nodes} --nproc-per-node {min(plan.device_count, cluster.gpus_per_node)} "
@@ -95,7 +95,9 @@ def run_command(steps: int, seed: int, lr: float, output: str | None, **request:
     torch.manual_seed(seed)
     loaded, cluster, graph, plan = planned(request, device="cpu")
     with _talk() as talk:
-        program = start_program(graph, plan, cluster, folder, loaded.module, talk, seed=seed, lr=lr)
+        program = start_program(
+            graph, plan, cluster, folder, loaded.module, talk, request["type_check"], seed=seed, lr=lr
+        )
     with program:
         program.train([loaded.batch], steps, lambda step, loss: print(f"step {step + 1} loss {loss:.6f}", flush=True))
 

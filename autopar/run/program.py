@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from autopar import devices
 from autopar.capture.batch import BatchStructure, flatten_batch
+from autopar.check import check_program
 from autopar.devices import Cluster
 from autopar.errors import BatchError, LaunchError, UsageError
 from autopar.graph import Graph
@@ -49,6 +50,10 @@ class Program:
         max_norm: the largest 2-norm of the gradients.
         port: where local processes meet on 127.0.0.1; 0 for any free one.
         timeout_s: how long a collective may wait.
+        type_check: whether the type checker goes over the folder first (``autopar.check``).
+
+    Raises:
+        ProgramError: the folder holds no program, or one that is ill-typed: an edit took a collective out, or added one.
     """
 
     def __init__(
@@ -65,8 +70,11 @@ class Program:
         max_norm: float | None = None,
         port: int = 0,
         timeout_s: float = 600,
+        type_check: bool = True,
     ) -> None:
         self.plan, self.folder = plan, Path(folder)
+        if type_check and os.environ.get("LOCAL_RANK", "0") == "0":  # one process of a machine speaks for all
+            check_program(self.folder)
         structure = None if graph is None else graph.structure
         assert structure is None or isinstance(structure, BatchStructure)
         self._structure = structure
