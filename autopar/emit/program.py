@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from autopar.emit.custom import custom_modules
 from autopar.emit.expressions import kernel_module, literal
@@ -19,6 +21,7 @@ from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.plan import INTERLEAVED, SPLIT, Plan
 from autopar.program import copy_runtime
+from autopar.program.state import write_initial
 from autopar.shard import plan_shardings
 from passes.stages import LocalProgram, cut_stages
 
@@ -46,10 +49,13 @@ _APART = """
 Each microbatch is a batch of its own, as microbatch_statistics allows: the step's loss is the mean of theirs, not the whole batch's."""
 
 
-def emit(graph: Graph, plan: Plan, folder: str | Path, *, watch: bool = False) -> LocalProgram:
+def emit(
+    graph: Graph, plan: Plan, folder: str | Path, *, watch: bool = False, state: Mapping[str, Tensor] | None = None
+) -> LocalProgram:
     """Write the program of ``plan`` for the captured ``graph`` into ``folder`` (made if missing) and return what was written down.
 
-    With ``watch`` the layers keep every value that they compute (``layer_class``).
+    With ``watch`` the layers keep every value that they compute (``layer_class``). ``state`` is the state dict of the user's model: what
+    the folder starts from. Without one, or with one on meta, the plan in the folder says that there are no values.
 
     Raises:
         UsageError: the model does not admit the plan, or it is one that can be priced only.
@@ -66,8 +72,17 @@ def emit(graph: Graph, plan: Plan, folder: str | Path, *, watch: bool = False) -
     plan = dataclasses.replace(plan, imports=tuple(sorted({*imports, *custom_modules(graph)})), allow=graph.allow)
     (path / "model.py").write_text(model_source(local, bool(modules), watch))
     (path / "plan.json").write_text(plan.dumps() + "\n")
+    write_initial(path, state)
     (path / "layouts.json").write_text(
-        json.dumps({"parameters": layouts(local), "buffers": buffers(local)}, indent=1) + "\n"
+        json.dumps(
+            {
+                "parameters": layouts(local),
+                "buffers": buffers(local),
+                "model": [dataclasses.asdict(held) for held in graph.state],
+            },
+            indent=1,
+        )
+        + "\n"
     )
     if modules:
         (path / "opaque.json").write_text(json.dumps(modules, indent=1) + "\n")

@@ -22,6 +22,7 @@ FILES = (
     "opaque.py",
     "segments.py",
     "selective.py",
+    "state.py",
     "world.py",
     "buffers.py",
     "parameters.py",

@@ -27,9 +27,10 @@ from autopar.program.parameters import (
     reduce_over_stages,
     seeded,
 )
+from autopar.program.state import initial, read_state, wrong_state
 from autopar.program.world import Layout, Program, World, load, start
 
-__all__ = ["Trainer", "load", "start"]
+__all__ = ["Trainer", "initial", "load", "read_state", "start", "wrong_state"]
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -130,7 +131,12 @@ class Trainer:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Set parameters and buffers from a state dict of the user's model, given on every rank. Optimizer state stays."""
+        """Set parameters and buffers from a state dict of the user's model, given on every rank. Optimizer state stays.
+
+        Raises ``ValueError`` by name where it lacks something, has something that the model has not, or has another shape.
+        """
+        if wrong := wrong_state(self.program.records, state):
+            raise ValueError(f"the state dict is not one of the model that was compiled: {wrong}")
         self._load(given(state))
         self._buffers.load(state)
 
