@@ -98,7 +98,7 @@ def compile(
         plan: a plan to use instead of searching for one, or the path of its JSON file.
         pipeline, data, tensor, expert, ulysses, ring, zero, recompute, segment, offload, microbatches, schedule, chunks: pinned if given.
         pin: the same by key, and pins of some layers, ``{"layers.0-7.tensor": 8, "lm_head.zero": 3}`` (see ``autopar.search.options``).
-        local_batch_norm, allow: batch norm of each rank's part of each microbatch; what of exactness is given up (``autopar.plan.ALLOWED``).
+        local_batch_norm, allow: batch norm of each rank's part of a microbatch; what of exactness is given up (``autopar.plan.ALLOWED``).
         memory_limit_bytes, time_limit_s: what may be filled of one device's memory, and how long to search, in seconds.
         folder: where the program goes; without one, a temporary folder that lives as long as the ``Program``.
         optimizer, lr, max_norm, seed, port, type_check, draw_init: as for ``Program``; ``progress`` is told of each stage.

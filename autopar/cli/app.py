@@ -237,7 +237,9 @@ def emit(**request: Any) -> None:
 @_plan_file_option
 @_type_check_option
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True, metavar="N", help="How many steps.")
-@click.option("--lr", type=float, default=3e-4, show_default=True, metavar="RATE", help="Learning rate of AdamW.")
+@click.option(
+    "--lr", type=click.FloatRange(0), default=3e-4, show_default=True, metavar="RATE", help="Learning rate of AdamW."
+)
 @click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of the parameters and the batch.")
 @click.option("-o", "--output", metavar="DIR", help="Keep the program in this folder.")
 def run(**request: Any) -> None:

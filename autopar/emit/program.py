@@ -61,6 +61,7 @@ def emit(
         UsageError: the model does not admit the plan, or it is one that can be priced only.
     """
     _refuse_priced(plan)
+    _refuse_float16(graph)
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     local = cut_stages(graph, plan, plan_shardings(graph, plan))
@@ -108,6 +109,21 @@ def _refuse_priced(plan: Plan) -> None:
             else "plan anew without it (offload, or allow)"
         )
         raise UsageError(f"this plan is priced alone: {plan.unwritten}", hint)
+
+
+def _refuse_float16(graph: Graph) -> None:
+    """Raise ``UsageError`` where gradients would be float16: small ones become zeros, large ones infinite, without loss scaling."""
+    found = [(p.original, p.dtype) for p in graph.parameters.values() if p.trainable]
+    found += [(value.name, value.dtype) for value in graph.values.values() if value.requires_grad]
+    for cls in graph.classes.values():
+        nodes = [node for node in cls.graph.graph.nodes if node.meta.get("grad") and node.op == "call_function"]
+        found += [(f"{cls.name}.{node.name}", t.dtype) for node in nodes if isinstance(t := node.meta["val"], Tensor)]
+    for name, dtype in found:
+        if dtype == torch.float16:
+            raise UsageError(
+                f"the gradient of {name} would be float16, which is too narrow for gradients, and programs have no loss scaling",
+                "use bfloat16 (precision='bfloat16', --precision bfloat16): as fast, with the range of float32",
+            )
 
 
 def model_source(program: LocalProgram, opaque: bool = False, watch: bool = False) -> str:

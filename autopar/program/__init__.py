@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 FILES = (
+    "agree.py",
     "custom.py",
     "flattened.py",
     "kernels.py",

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
+from autopar.program.agree import same_batch, same_start
 from autopar.program.parameters import (
     Group,
     all_gather,
@@ -58,7 +59,10 @@ class Trainer:
         seed: int = 0,
         max_norm: float | None = None,
     ) -> None:
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(f"max_norm is {max_norm}: gradients are scaled to a norm above 0, or left alone (None)")
         self.program, self.world, self.max_norm = program, world, max_norm
+        same_start({}, [], {"the seed": seed, "max_norm": max_norm}, world.device)
         self.stages, self._by_stage, self._buffers = build_stages(program, world)
         self._groups = [group for groups in self._by_stage.values() for group in groups]
         if state is not None:
@@ -89,6 +93,7 @@ class Trainer:
 
     def forward_backward(self, batch: Mapping[str, Tensor]) -> float:
         """The global batch's loss; leaves its gradients, summed over ranks, microbatches and tied copies."""
+        self._pipeline.check(batch)
         for group in self._groups:
             group.zero_grad()
         self._buffers.clear()
@@ -137,6 +142,9 @@ class Trainer:
         """
         if wrong := wrong_state(self.program.records, state):
             raise ValueError(f"the state dict is not one of the model that was compiled: {wrong}")
+        layouts, buffers = self.program.layouts, self.program.buffers
+        names = {name for layout in layouts for name in (layout.original, *layout.tied)}
+        same_start(state, sorted(names | {record.original for record in buffers}), {}, self.world.device)
         self._load(given(state))
         self._buffers.load(state)
 
@@ -270,7 +278,6 @@ class _Pipeline:
 
         Microbatch ``i`` draws its random numbers from ``key + i``.
         """
-        batch = self._checked(batch)
         device = self.world.device
         scalars = self._scalars(batch)
         inputs: dict[str, Tensor] = {}
@@ -322,14 +329,16 @@ class _Pipeline:
         ]
         return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
 
-    def _checked(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def check(self, batch: Mapping[str, Tensor]) -> None:
+        """Raise ``ValueError`` where the batch is not one of the program's, or not the same on every rank."""
         rows = int(self.program.plan["global_batch"])
-        for name in sorted({name for kind in self.program.model.STAGES for name in kind.INPUTS}):
+        names = sorted({name for kind in self.program.model.STAGES for name in kind.INPUTS})
+        for name in names:
             if name not in batch:
                 raise ValueError(f"the batch has no {name!r}; it has {', '.join(sorted(batch)) or 'nothing'}")
             if batch[name].dim() == 0 or batch[name].shape[0] != rows:
                 raise ValueError(f"{name!r} has shape {tuple(batch[name].shape)}, the plan's global batch is {rows}")
-        return batch
+        same_batch(batch, names, self.world.device)
 
     def _local(self, tensor: Tensor, spec: Mapping[str, int]) -> Tensor:
         """This rank's slices of the microbatches, one after the other along dim 0."""

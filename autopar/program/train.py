@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -30,8 +31,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--data", default="synthetic", help="a file, or 'synthetic'")
-    parser.add_argument("--lr", type=float, default=3e-4, help="learning rate of AdamW")
-    parser.add_argument("--clip", type=float, help="largest 2-norm of the gradients")
+    parser.add_argument("--lr", type=rate, default=3e-4, help="learning rate of AdamW")
+    parser.add_argument("--clip", type=norm, help="largest 2-norm of the gradients")
     parser.add_argument("--seed", type=int, default=0)
     start = parser.add_mutually_exclusive_group()
     start.add_argument(
@@ -46,6 +47,20 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: GPUs if there is one for every process")
     parser.add_argument("--timeout", type=float, default=600, help="seconds after which a collective gives up")
     return parser.parse_args()
+
+
+def rate(text: str) -> float:
+    """A learning rate: not negative."""
+    if not 0 <= float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no learning rate: it is a number from 0 up")
+    return float(text)
+
+
+def norm(text: str) -> float:
+    """The largest norm of gradients: above 0."""
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError(f"{text} is no norm to clip to: it is a number above 0")
+    return float(text)
 
 
 def batches(data: str, rows: int) -> Iterator[dict[str, Tensor]]:

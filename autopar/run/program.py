@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -75,6 +76,12 @@ class Program:
         type_check: bool = True,
         draw_init: bool = False,
     ) -> None:
+        if not 0 <= lr < math.inf:
+            raise UsageError(f"lr is {lr}, and a learning rate is a number from 0 up", "3e-4 is the default")
+        if max_norm is not None and not max_norm > 0:
+            raise UsageError(
+                f"max_norm is {max_norm}, and gradients are scaled to a norm above 0", "None leaves them alone"
+            )
         self.plan, self.folder = plan, Path(folder)
         if type_check and os.environ.get("LOCAL_RANK", "0") == "0":  # one process of a machine speaks for all
             check_program(self.folder)
