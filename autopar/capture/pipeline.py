@@ -22,6 +22,7 @@ from autopar.capture.export import export
 from autopar.capture.layers import borders, build_layers, build_prelude, loss_node
 from autopar.capture.masks import recognise_masks
 from autopar.capture.opaque import opaque_modules
+from autopar.capture.reach import freeze_unreached
 from autopar.capture.segment import mark_main, segment, updates
 from autopar.errors import CaptureError
 from autopar.graph import Buffer, Graph, Held, Parameter, Value
@@ -102,6 +103,7 @@ def _assemble(
     loss = loss_node(gm)
     if not isinstance(loss, fx.Node) or not loss.meta["grad"]:
         raise CaptureError("the loss does not depend on any trainable parameter", hint="nothing would be trained")
+    freeze_unreached(gm, loss)
     inputs = tuple(Value(leaf.name, leaf.shape, leaf.dtype) for leaf in structure.leaves)
     scalars, prelude = build_prelude(gm, inputs, constants)
     groups = segment(gm, classes)

@@ -53,7 +53,7 @@ def evaluate(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     A call without tensors is a factory, and is told to make its tensor on meta.
     """
-    key = (target, _described(args), _described(kwargs))
+    key = (target, described(args), described(kwargs))
     if key not in _FOUND:
         if len(_FOUND) >= _FOUND_LIMIT:
             _FOUND.clear()
@@ -61,16 +61,16 @@ def evaluate(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _FOUND[key]
 
 
-def _described(value: Any) -> Any:
+def described(value: Any) -> Any:
     """Hashable, and equal where the op's result has equal shape, strides and dtype."""
     if isinstance(value, fx.Node):
         value = value.meta["val"]
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), value.stride(), value.dtype)
     if isinstance(value, tuple | list):
-        return tuple(_described(item) for item in value)
+        return tuple(described(item) for item in value)
     if isinstance(value, dict):
-        return tuple((key, _described(item)) for key, item in value.items())
+        return tuple((key, described(item)) for key, item in value.items())
     return (type(value), value)
 
 
