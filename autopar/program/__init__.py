@@ -21,6 +21,7 @@ FILES = (
     "kernels_rnn.py",
     "offload.py",
     "opaque.py",
+    "optimizers.py",
     "segments.py",
     "selective.py",
     "state.py",

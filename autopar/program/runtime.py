@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
+from autopar.program import optimizers
 from autopar.program.agree import same_batch, same_start
 from autopar.program.parameters import (
     Group,
@@ -33,8 +34,6 @@ from autopar.program.world import Layout, Program, World, load, start
 
 __all__ = ["Trainer", "initial", "load", "read_state", "start", "wrong_state"]
 
-Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-
 
 def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     """The optimizer where none is given."""
@@ -44,8 +43,8 @@ def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 class Trainer:
     """This rank's share of the training: call its methods on every rank alike.
 
-    ``optimizer`` makes an optimizer of a list of tensors. Under ZeRO they are pieces (1: flat ones, 2 and 3: rows) of the
-    parameters, and so only optimizers that treat elements alike (SGD, Adam and their kin) are right there. Initial values are
+    ``optimizer`` makes an optimizer of the list of the user's parameters (or of pairs with their names, where its argument is called
+    ``named_parameters``): stand-ins, in whose place come what this rank holds (see ``optimizers``). Initial values are
     ``state`` (a state dict of the user's model) or drawn from ``seed``, whatever the plan. ``max_norm`` clips gradients in ``step``.
     """
 
@@ -54,7 +53,7 @@ class Trainer:
         program: Program,
         world: World,
         *,
-        optimizer: Optimizer = adamw,
+        optimizer: optimizers.Optimizer = adamw,
         state: Mapping[str, Tensor] | None = None,
         seed: int = 0,
         max_norm: float | None = None,
@@ -70,8 +69,8 @@ class Trainer:
         else:
             self._load(seeded(seed))
         self._pipeline = _Pipeline(program, world, self.stages)
-        masters = [master.tensor for group in self._groups for master in group.masters]
-        self.optimizer = optimizer(masters) if masters else None
+        masters = [(master.layout, master.tensor) for group in self._groups for master in group.masters]
+        self.optimizer = optimizers.make(optimizer, program, masters)
         self._seed, self._steps = seed, 0
 
     def step(self, batch: Mapping[str, Tensor]) -> float:

@@ -38,7 +38,8 @@ def write_initial(folder: Path, state: Mapping[str, Any] | None) -> bool:
     else:
         (folder / INITIAL).unlink(missing_ok=True)
     plan = json.loads((folder / "plan.json").read_text())
-    notes = [note for note in plan.get("notes", ()) if note != NO_VALUES] + ([] if written else [NO_VALUES])
+    others = [note for note in plan.get("notes", ()) if note != NO_VALUES]
+    notes = others if written else [NO_VALUES, *others]
     if notes != plan.get("notes"):
         (folder / "plan.json").write_text(json.dumps(plan | {"notes": notes}, indent=1) + "\n")
     return written

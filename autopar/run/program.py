@@ -26,10 +26,13 @@ from autopar.devices import Cluster
 from autopar.errors import BatchError, LaunchError, UsageError
 from autopar.graph import Graph
 from autopar.plan import Plan
+from autopar.program.optimizers import RefusedOptimizerError, checked
 from autopar.program.state import INITIAL, has_values, initial, write_initial, wrong_state
+from autopar.program.world import load
 from autopar.run import remote
+from autopar.run.folder import program_modules
 from autopar.run.processes import Processes
-from autopar.run.worker import is_consequence
+from autopar.run.worker import is_consequence, resolve
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -48,8 +51,10 @@ class Program:
         cluster: the devices that were planned for; what ``plan.devices`` says if left out.
         state: the state dict to start from; without one, or with one on meta, the folder's ``initial.pt``.
         draw_init: where there is neither, draw values from ``seed`` (``autopar.program.parameters.seeded``), which no model has.
-        optimizer: makes an optimizer of a list of tensors; AdamW with ``lr`` if left out. For worker processes it must be
-            importable: a function at the top of a module, or its name ``"module:function"``.
+        optimizer: makes an optimizer of the list of the model's parameters, or of pairs with their names where its argument is called
+            ``named_parameters``; AdamW with ``lr`` if left out. It is called with stand-ins of the same shapes and without values, and
+            what looks at whole tensors is refused where ranks hold pieces (``autopar.program.optimizers``). For worker processes it
+            must be importable: a function at the top of a module, or its name ``"module:function"``.
         max_norm: the largest 2-norm of the gradients.
         port: where local processes meet on 127.0.0.1; 0 for any free one.
         timeout_s: how long a collective may wait.
@@ -252,6 +257,7 @@ class Program:
         try:
             if self._processes is None:
                 self._check_here()
+                self._check_optimizer()
                 self._processes = Processes(self.plan.device_count, port=self._port, env=self._visible())
                 self._open_remotely(self._processes)
             return self._processes.call("autopar.run.remote:call", name, *args)[0]
@@ -259,6 +265,27 @@ class Program:
             if self._processes is not None:
                 self._failure = error
             raise
+
+    def _check_optimizer(self) -> None:
+        """Raise ``UsageError`` where the optimizer would not train as on one device, before a process is started."""
+        if self._optimizer is None:
+            return
+        name = _importable(self._optimizer)
+        try:
+            make = resolve(self._optimizer) if isinstance(self._optimizer, str) else self._optimizer
+        except (ImportError, AttributeError, AssertionError) as error:
+            raise UsageError(f"there is no optimizer {name}: {error}", 'name it "module:function"') from error
+        with program_modules(self.folder):
+            program = load(self.folder)
+            try:
+                checked(make, program)
+            except RefusedOptimizerError as error:
+                raise UsageError(error.message, error.hint) from error
+            except Exception as error:
+                raise UsageError(
+                    f"the optimizer {name} raised {type(error).__name__}: {error}",
+                    "it is called with the model's parameters, on meta: their names, shapes and order, without values",
+                ) from error
 
     def _open_remotely(self, processes: Processes) -> None:
         state = self._state_file(processes.folder)
