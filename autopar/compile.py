@@ -83,6 +83,8 @@ def compile(
     max_norm: float | None = None,
     seed: int = 0,
     port: int = 0,
+    type_check: bool = True,
+    draw_init: bool = False,
     progress: Progress | None = None,
 ) -> Program:
     """Plan, rewrite and emit ``model`` for ``devices``, and load the result.
@@ -96,17 +98,15 @@ def compile(
         plan: a plan to use instead of searching for one, or the path of its JSON file.
         pipeline, data, tensor, expert, ulysses, ring, zero, recompute, segment, offload, microbatches, schedule, chunks: pinned if given.
         pin: the same by key, and pins of some layers, ``{"layers.0-7.tensor": 8, "lm_head.zero": 3}`` (see ``autopar.search.options``).
-        local_batch_norm: let batch norm take the statistics of each rank's part of each microbatch, not those of the whole batch.
-        allow: what of exactness may be given up, such as ``{"microbatch_statistics"}`` (see ``autopar.plan.ALLOWED``).
+        local_batch_norm, allow: batch norm of each rank's part of a microbatch; what of exactness is given up (``autopar.plan.ALLOWED``).
         memory_limit_bytes, time_limit_s: what may be filled of one device's memory, and how long to search, in seconds.
         folder: where the program goes; without one, a temporary folder that lives as long as the ``Program``.
-        optimizer, lr, max_norm, seed, port: as for ``Program``; ``progress`` is told of each stage.
-    A model on the CPU keeps its parameters' values. Under ``torchrun`` every process calls this and rank 0 searches.
+        optimizer, lr, max_norm, seed, port, type_check, draw_init: as for ``Program``; ``progress`` is told of each stage.
+    A model on the CPU keeps its values, which the folder holds too. Under ``torchrun`` every process calls this and rank 0 searches.
 
     Raises:
         UsageError: devices, a batch or pins that make no sense; exit status 2 on the command line.
-        CaptureError: the model cannot be exported.
-        InfeasibleError: no plan fits.
+        CaptureError, InfeasibleError: the model cannot be exported; no plan fits.
     """
     from autopar.devices import parse
     from autopar.search import SearchOptions
@@ -116,10 +116,10 @@ def compile(
                             "data": data, "tensor": tensor, "expert": expert, "ulysses": ulysses, "ring": ring, "zero": zero,
                             "recompute": recompute, "segment": segment, "offload": offload}  # fmt: skip
     options = SearchOptions(time_limit_s=time_limit_s, pin=pin or {}, **pins)
-    how: dict[str, Any] = {"precision": precision, "plan": plan, "local_batch_norm": local_batch_norm, "allow": allow}
-    graph, chosen = plan_model(model, batch, loss_fn, cluster, options, progress=progress, **how)
-    running = {"optimizer": optimizer, "lr": lr, "max_norm": max_norm, "seed": seed, "port": port}
-    return start_program(graph, chosen, cluster, folder, model, progress, **running)
+    graph, chosen = plan_model(model, batch, loss_fn, cluster, options, precision=precision, plan=plan, progress=progress,
+                               local_batch_norm=local_batch_norm, allow=allow)  # fmt: skip
+    running = {"optimizer": optimizer, "lr": lr, "max_norm": max_norm, "seed": seed, "port": port, "draw_init": draw_init}  # fmt: skip
+    return start_program(graph, chosen, cluster, folder, model, progress, type_check, **running)
 
 
 def plan_model(
@@ -304,20 +304,43 @@ def find_plan(
     return dataclasses.replace(found, wall_time_s=wall_time_s, peak_memory_bytes=peak_memory_bytes(), notes=notes)
 
 
-def emit_program(graph: Graph, plan: Plan, folder: str | Path | None, progress: Progress | None = None) -> Path:
-    """The third stage: writes the program into ``folder`` (a new temporary one if ``None``) and gives back its path."""
+NOT_TYPED = "the program was not type-checked, as was asked for"
+
+
+def emit_program(
+    graph: Graph,
+    plan: Plan,
+    folder: str | Path | None,
+    progress: Progress | None = None,
+    *,
+    type_check: bool = True,
+    state: Mapping[str, Tensor] | None = None,
+) -> Path:
+    """The third stage: writes the program into ``folder`` (a new temporary one if ``None``), checks it, and gives back its path.
+
+    ``state`` is the model's state dict, from whose values the folder starts.
+    """
+    from autopar.check import check_program
     from autopar.emit import emit
     from autopar.structure import check_structure
 
     _say(progress, "emit", "")
     home = Path(tempfile.mkdtemp(prefix="autopar-program-")) if folder is None else Path(folder)
+    if not type_check:
+        plan = dataclasses.replace(plan, notes=(*plan.notes, NOT_TYPED))
     try:
-        check_structure(emit(graph, plan, home))
+        check_structure(emit(graph, plan, home, state=state))
     except OSError as error:
         raise UsageError(
             f"the program cannot be written to {home}: {error.strerror}",
             "give a folder that can be made and written to",
         ) from error
+    if (
+        type_check and os.environ.get("LOCAL_RANK", "0") == "0"
+    ):  # one process of a machine speaks for all: they have the same text
+        began = time.perf_counter()
+        stages = check_program(home, lambda text: _say(progress, "emit", text))
+        _say(progress, "emit", f"{stages} stages are well-typed ({time.perf_counter() - began:.1f} s)")
     return home
 
 
@@ -328,6 +351,7 @@ def start_program(
     folder: str | Path | None,
     model: nn.Module,
     progress: Progress | None = None,
+    type_check: bool = True,
     **running: Any,
 ) -> Program:
     """The last two stages: the emitted program, loaded, with the values of ``model``'s parameters where it has any.
@@ -338,9 +362,12 @@ def start_program(
 
     if os.environ.get("LOCAL_RANK", "0") != "0":
         folder = None  # one process of a machine writes the folder, the others have the same text in one of their own
-    home = emit_program(graph, plan, folder, progress)
+    state = model.state_dict()
+    # a temporary folder is read by processes that get the values from this one
+    home = emit_program(graph, plan, folder, progress, type_check=type_check, state=None if folder is None else state)
     _say(progress, "run", "")
-    program = Program(plan, home, graph, cluster=cluster, state=model.state_dict(), **running)
+    # it was checked when it was emitted
+    program = Program(plan, home, graph, cluster=cluster, state=state, type_check=False, **running)
     if folder is None:
         weakref.finalize(program, shutil.rmtree, home, ignore_errors=True)
     return program

@@ -17,9 +17,10 @@ from autopar.capture.export import export
 from autopar.capture.layers import borders, build_layers, build_prelude, loss_node
 from autopar.capture.masks import recognise_masks
 from autopar.capture.opaque import opaque_modules
+from autopar.capture.reach import freeze_unreached
 from autopar.capture.segment import mark_main, segment, updates
 from autopar.errors import CaptureError
-from autopar.graph import Buffer, Graph, Parameter, Value
+from autopar.graph import Buffer, Graph, Held, Parameter, Value
 from passes.clean import FINAL_STEPS, STEPS
 from passes.clean.batch_norm import LOCAL
 from passes.clean.nodes import mark_gradients
@@ -92,6 +93,7 @@ def _assemble(
     loss = loss_node(gm)
     if not isinstance(loss, fx.Node) or not loss.meta["grad"]:
         raise CaptureError("the loss does not depend on any trainable parameter", hint="nothing would be trained")
+    freeze_unreached(gm, loss)
     inputs = tuple(Value(leaf.name, leaf.shape, leaf.dtype) for leaf in structure.leaves)
     scalars, prelude = build_prelude(gm, inputs, constants)
     groups = segment(gm, classes)
@@ -132,7 +134,21 @@ def _assemble(
         opaque=opaque_modules(gm.graph),
         buffers={name: buffer for name, buffer in written.items() if name in held},
         valueless=tuple(gm.meta.get("valueless", ())),
+        state=_state(model),
     )
+
+
+def _state(model: nn.Module) -> tuple[Held, ...]:
+    """The model's parameters, then the buffers of its state dict, by every name."""
+    found, first = [], dict[int, str]()
+    kept = model.state_dict(keep_vars=True)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = {name: tensor for name, tensor in model.named_buffers(remove_duplicate=False) if name in kept}
+    for name, tensor in (*parameters.items(), *buffers.items()):
+        alias = first.setdefault(id(tensor), name)
+        alias_of = None if alias == name else alias
+        found.append(Held(name, tuple(tensor.shape), name in parameters, tensor.requires_grad, alias_of))
+    return tuple(found)
 
 
 def _buffers(gm: fx.GraphModule, values: dict[str, torch.Tensor], model: nn.Module) -> dict[str, Buffer]:
