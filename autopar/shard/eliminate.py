@@ -42,6 +42,8 @@ class _Factor:
 def eliminate(problem: Problem) -> dict[str, int] | None:
     """The chosen option of every node, by index; ``None`` if no choice is legal."""
     factors, sizes = _factors(problem)
+    if 0 in sizes.values():
+        return None  # a value that can be had in no type that all its readers take
     steps: list[tuple[str, _Factor]] = []
     for name in _order(factors, sizes):
         touching = [factor for factor in factors if name in factor.variables]
