@@ -165,9 +165,16 @@ def _conversion(node: fx.Node, texts: Texts) -> str:
     assert isinstance(value, fx.Node) and isinstance(axes, (list, tuple))
     dtype = value.meta["val"].dtype if value.meta["gradient"] else None
     text = texts[value].text
-    if str(source) == "P" and value.op == "call_function" and op_name(value.target) in _STRIDED:
+    if str(source) == "P" and _strided(value):
         text += ".contiguous()"  # as an all-reduce needs it
     return conversion_text(text, tuple(map(str, axes)), str(source), str(target), dtype)
+
+
+def _strided(value: fx.Node) -> bool:
+    """Whether the value may not be contiguous: made by a view, or of strides that its operands have handed on."""
+    if value.op != "call_function":
+        return False
+    return op_name(value.target) in _STRIDED or not value.meta["val"].is_contiguous()
 
 
 _STRIDED = frozenset(

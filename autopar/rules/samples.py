@@ -344,6 +344,14 @@ def spatial() -> list[Sample]:
         *(sample(op.default, r(6, 12, 4, 4, 4), [2, 2, 2]) for op in (aten.max_pool3d, aten.avg_pool3d)),
         sample(aten.upsample_nearest2d.vec, r(6, 12, 3, 3), None, [2.0, 2.0]),
         sample(aten.upsample_bilinear2d.vec, r(6, 12, 3, 3), [5, 5], False, None),
+        sample(aten.upsample_bicubic2d.vec, r(6, 12, 3, 3), [5, 5], True, None),
+        sample(aten.upsample_linear1d.vec, r(6, 12, 3), None, False, [2.0]),
+        sample(aten.upsample_trilinear3d.vec, r(6, 12, 3, 3, 2), None, False, [2.0, 2.0, 2.0]),
+        sample(aten.upsample_nearest1d.vec, r(6, 12, 3), None, [2.0]),
+        sample(aten.upsample_nearest3d.vec, r(6, 12, 3, 3, 2), [4, 4, 4], None),
+        sample(aten._upsample_nearest_exact1d.vec, r(6, 12, 3), None, [2.0]),
+        sample(aten._upsample_nearest_exact2d.vec, r(6, 12, 3, 3), [5, 5], None),
+        sample(aten.adaptive_avg_pool3d.default, r(6, 12, 4, 4, 4), [2, 2, 2]),
     ]
 
 

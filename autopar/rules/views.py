@@ -162,7 +162,10 @@ def getitem(node: fx.Node) -> str | None:
     if not isinstance(parts, tuple | list):
         return None
     words = names(len(shape_of(node)))
-    sizes = [{part.shape[i] for part in parts if isinstance(part, torch.Tensor)} for i in range(len(words))]
+    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+    if any(part.dim() != len(words) for part in tensors):
+        return None
+    sizes = [{part.shape[i] for part in tensors} for i in range(len(words))]
     words = [word if len(size) == 1 else "1" for word, size in zip(words, sizes, strict=True)]
     return line([words], words, "linear 0")
 

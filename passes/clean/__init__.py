@@ -6,8 +6,10 @@ on the ones before it.
 """
 
 from passes.clean.attention import grouped_query_pass
+from passes.clean.bags import bags_pass
 from passes.clean.batch_norm import batch_norm_pass
 from passes.clean.bias import split_bias_pass
+from passes.clean.borders import borders_pass
 from passes.clean.broadcast import broadcast_pass
 from passes.clean.dead import dead_code_pass
 from passes.clean.experts import experts_pass
@@ -37,6 +39,8 @@ STEPS = (
     ("splits", splits_pass),
     ("no-ops", noops_pass),
     ("dead code", dead_code_pass),
+    ("bags", bags_pass),
+    ("borders", borders_pass),
     ("linear", linear_pass),
     ("packed projections", packed_projections_pass),
     ("dead code", dead_code_pass),
@@ -66,7 +70,9 @@ FINAL_STEPS = (
 __all__ = [
     "FINAL_STEPS",
     "STEPS",
+    "bags_pass",
     "batch_norm_pass",
+    "borders_pass",
     "broadcast_pass",
     "cross_entropy_pass",
     "dead_code_pass",
