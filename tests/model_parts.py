@@ -59,7 +59,9 @@ class Draft:
         if kind == "manual":
             return "x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)"
         name = self.name("norm")
-        init.append(f"self.{name} = nn." + ("LayerNorm(D, elementwise_affine=False)" if kind == "plain" else f"{kind}(D)"))
+        init.append(
+            f"self.{name} = nn." + ("LayerNorm(D, elementwise_affine=False)" if kind == "plain" else f"{kind}(D)")
+        )
         if init is self.init and kind != "plain":
             self.norms.append(name)
         return f"self.{name}(x)"
@@ -70,7 +72,12 @@ class Draft:
 
 # -- masks ------------------------------------------------------------------------------------------------------------
 
-CAUSAL = ("j <= i", "(i - j) >= 0", "torch.ones(n, n, dtype=torch.bool).tril()", "~torch.ones(n, n, dtype=torch.bool).triu(1)")
+CAUSAL = (
+    "j <= i",
+    "(i - j) >= 0",
+    "torch.ones(n, n, dtype=torch.bool).tril()",
+    "~torch.ones(n, n, dtype=torch.bool).triu(1)",
+)
 NEAR = (
     "i - j < {w}",
     "(i - j) * (i - j) < {w} * {w}",
@@ -200,10 +207,20 @@ def _scores(d: Draft, given: str) -> Lines:
     elif given == "bool":
         low = rng.choice(("-1e9", "torch.finfo(s.dtype).min"))
         lines.append(
-            rng.choice((f"s = s.masked_fill(~mask, {low})", f"s = torch.where(mask, s, {low})", f"s.masked_fill_(~mask, {low})"))
+            rng.choice(
+                (
+                    f"s = s.masked_fill(~mask, {low})",
+                    f"s = torch.where(mask, s, {low})",
+                    f"s.masked_fill_(~mask, {low})",
+                )
+            )
         )
     if rng.random() < 0.15:
-        lines.append(rng.choice(("s.diagonal(dim1=-2, dim2=-1).fill_(-1e4)", "s[..., 0] = 0.5", "s[:, :, 0, :].mul_(0.5)", "s.tril_()")))
+        lines.append(
+            rng.choice(
+                ("s.diagonal(dim1=-2, dim2=-1).fill_(-1e4)", "s[..., 0] = 0.5", "s[:, :, 0, :].mul_(0.5)", "s.tril_()")
+            )
+        )
     if any("_(" in line or "+=" in line or "] =" in line for line in lines):
         d.features.add("in-place")
     return lines
@@ -254,7 +271,15 @@ def mixture(d: Draft, init: Lines, outside: bool = False) -> Lines:
     lines = [f"w = {router}(x).softmax(-1)"]
     if rng.random() < 0.3:
         d.features.add("constant")
-        lines.append(rng.choice(("w = w * (torch.arange(E) >= 1)", "w = w * (1.0 + torch.arange(E) // 2)", "w = w + 0.1 * torch.arange(E).clamp(max=1)")))
+        lines.append(
+            rng.choice(
+                (
+                    "w = w * (torch.arange(E) >= 1)",
+                    "w = w * (1.0 + torch.arange(E) // 2)",
+                    "w = w + 0.1 * torch.arange(E).clamp(max=1)",
+                )
+            )
+        )
     if rng.random() < 0.4:
         lines += ["top, place = w.topk(min(2, E), -1)", "w = torch.zeros_like(w).scatter(-1, place, top)"]
     if rng.random() < 0.5:
@@ -356,7 +381,15 @@ ALIASES = (
 
 def in_place(d: Draft, init: Lines, outside: bool = False) -> Lines:
     d.features.add("in-place")
-    start = d.rng.choice(("h = x.clone()", f"h = {d.linear(init)}(x)", "h = x * 1.0", "h = torch.zeros_like(x)", "h = x.transpose(1, 2).contiguous().transpose(1, 2)"))
+    start = d.rng.choice(
+        (
+            "h = x.clone()",
+            f"h = {d.linear(init)}(x)",
+            "h = x * 1.0",
+            "h = torch.zeros_like(x)",
+            "h = x.transpose(1, 2).contiguous().transpose(1, 2)",
+        )
+    )
     lines = [start]
     if d.rng.random() < 0.25:
         lines += d.rng.choice(ALIASES)
@@ -367,12 +400,27 @@ def in_place(d: Draft, init: Lines, outside: bool = False) -> Lines:
 
 BUFFERS = (
     ("self.register_buffer('{n}', torch.zeros((), dtype=torch.long))", ("self.{n} += 1",)),
-    ("self.register_buffer('{n}', torch.zeros((), dtype=torch.long))", ("self.{n}.add_(1)", "x = x * (1.0 + 0.1 * self.{n})")),
+    (
+        "self.register_buffer('{n}', torch.zeros((), dtype=torch.long))",
+        ("self.{n}.add_(1)", "x = x * (1.0 + 0.1 * self.{n})"),
+    ),
     ("self.register_buffer('{n}', torch.ones(()))", ("x = x * self.{n}", "self.{n}.mul_(0.9)")),
-    ("self.register_buffer('{n}', torch.zeros(D))", ("self.{n}.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)))", "x = x - self.{n}")),
-    ("self.register_buffer('{n}', torch.zeros(D))", ("x = x - self.{n}", "with torch.no_grad():", "    self.{n}.lerp_(x.mean((0, 1)), 0.1)")),
-    ("self.register_buffer('{n}', torch.zeros(D), persistent=False)", ("self.{n}.copy_(x.detach().amax((0, 1)))", "x = x + 0.1 * self.{n}")),
-    ("self.register_buffer('{n}', torch.zeros(D))", ("self.{n} = 0.9 * self.{n} + 0.1 * x.detach().mean((0, 1))", "x = x + self.{n}")),
+    (
+        "self.register_buffer('{n}', torch.zeros(D))",
+        ("self.{n}.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)))", "x = x - self.{n}"),
+    ),
+    (
+        "self.register_buffer('{n}', torch.zeros(D))",
+        ("x = x - self.{n}", "with torch.no_grad():", "    self.{n}.lerp_(x.mean((0, 1)), 0.1)"),
+    ),
+    (
+        "self.register_buffer('{n}', torch.zeros(D), persistent=False)",
+        ("self.{n}.copy_(x.detach().amax((0, 1)))", "x = x + 0.1 * self.{n}"),
+    ),
+    (
+        "self.register_buffer('{n}', torch.zeros(D))",
+        ("self.{n} = 0.9 * self.{n} + 0.1 * x.detach().mean((0, 1))", "x = x + self.{n}"),
+    ),
     ("self.register_buffer('{n}', torch.zeros(D))", ("self.{n}[0] = x.detach().mean()", "x = x + self.{n}")),
 )
 
@@ -399,7 +447,10 @@ TABLES = (
     ("self.{n} = torch.linspace(0.5, 1.5, D)", "x = x * self.{n}"),
     ("self.register_buffer('{n}', torch.linspace(0.5, 1.5, B))", "x = x * self.{n}[:, None, None]"),
     ("self.register_buffer('{n}', torch.randn(S, D))", "x = x + self.{n}[torch.arange(x.shape[1])]"),
-    ("self.register_buffer('{n}', torch.arange(H) / H)", "x = (x.unflatten(-1, (H, -1)) * (1.0 + self.{n})[:, None]).flatten(-2)"),
+    (
+        "self.register_buffer('{n}', torch.arange(H) / H)",
+        "x = (x.unflatten(-1, (H, -1)) * (1.0 + self.{n})[:, None]).flatten(-2)",
+    ),
     ("self.{n} = [torch.randn(D), torch.randn(D)]", "x = x * self.{n}[1]"),
     ("self.{n} = nn.Parameter(torch.ones(D), requires_grad=False)", "x = x * self.{n}"),
 )
@@ -419,7 +470,10 @@ SHARED = (
     ("self.fc = nn.Linear(D, D)", "return x + self.fc(x)"),
     ("self.norm = nn.LayerNorm(D)", "return self.norm(x)"),
     ("self.table = torch.linspace(0.5, 1.5, D)", "return x * self.table"),
-    ("self.a, self.register_b = nn.Linear(D, 2), self.register_buffer('b', torch.randn(2, D))", "return x + self.a(x) @ self.b"),
+    (
+        "self.a, self.register_b = nn.Linear(D, 2), self.register_buffer('b', torch.randn(2, D))",
+        "return x + self.a(x) @ self.b",
+    ),
 )
 
 
@@ -429,7 +483,13 @@ def shared(d: Draft, init: Lines, outside: bool = False) -> Lines:
     d.features.add("shared module")
     if not d.shared:
         made, use = d.rng.choice(SHARED)
-        d.shared = ["class Shared(nn.Module):", "    def __init__(self):", "        super().__init__()", f"        {made}", ""]
+        d.shared = [
+            "class Shared(nn.Module):",
+            "    def __init__(self):",
+            "        super().__init__()",
+            f"        {made}",
+            "",
+        ]
         d.shared += ["    def forward(self, x):", f"        {use}", ""]
         init.append("self.shared = shared")
     return ["x = self.shared(x)"]
@@ -517,7 +577,9 @@ def masked_x(d: Draft, init: Lines, outside: bool = False) -> Lines:
 def layer(d: Draft, init: Lines, outside: bool = False) -> Lines:
     name = d.name("layer")
     first = d.rng.random() < 0.5
-    init.append(f"self.{name} = nn.TransformerEncoderLayer(D, H, 2 * D, dropout=0.0, batch_first=True, norm_first={first})")
+    init.append(
+        f"self.{name} = nn.TransformerEncoderLayer(D, H, 2 * D, dropout=0.0, batch_first=True, norm_first={first})"
+    )
     return [f"x = self.{name}(x)"]
 
 
@@ -618,7 +680,9 @@ def afterwards(d: Draft) -> None:
         _tie_blocks(d)
     if d.linears and rng.random() < 0.08 and len({*d.linears}) >= 2:
         first, second = rng.sample(sorted({*d.linears}), 2)
-        d.init.append(f"self.{second}.bias = self.{first}.bias if self.{first}.bias.shape == self.{second}.bias.shape else self.{second}.bias")
+        d.init.append(
+            f"self.{second}.bias = self.{first}.bias if self.{first}.bias.shape == self.{second}.bias.shape else self.{second}.bias"
+        )
         d.features.add("tie")
     if d.tokens and d.head_out == "V" and rng.random() < 0.25:
         d.after.append("model.head.weight = model.embed.weight")

@@ -248,6 +248,7 @@ def _loss_of(d: Draft, kind: str) -> tuple[str, list[str]]:
         return rng.choice(("nn.MSELoss()", "nn.SmoothL1Loss()", "nn.L1Loss()")), ["targets = torch.randn(B, S, D)"]
     if kind == "labels":
         weight = rng.choice(("", "pos_weight=torch.linspace(0.5, 3.0, E).double()"))
+        d.features |= {"class weights"} if weight else set()
         return f"nn.BCEWithLogitsLoss({weight})", ["targets = torch.randint(0, 2, (B, E)).double()"]
     weight = rng.choice(("", "weight=torch.linspace(0.5, 2.0, V).double()"))
     shape = "(B,)" if kind == "rows" else "(B, S)"
