@@ -6,14 +6,12 @@ a batch, ties, modes and a loss. Sizes are drawn so that extents often coincide:
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import model_parts
-import torch
 from model_parts import Draft
 from torch import Tensor, nn
 
@@ -261,11 +259,3 @@ def _loss_of(d: Draft, kind: str) -> tuple[str, list[str]]:
     if weight:
         d.features.add("class weights")
     return f"nn.CrossEntropyLoss({weight})", targets
-
-
-def finite(value: float) -> bool:
-    return math.isfinite(value)
-
-
-def shape_of(value: Any) -> Any:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else value

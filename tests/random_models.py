@@ -1,18 +1,20 @@
 """Random models against eager PyTorch: ``python tests/random_models.py --count 5000 --seed 0`` (``make random-models``).
 
-The model of each seed (``model_text.draw``) is captured; its graph on one device is compared with eager PyTorch as the model was given, over two
-steps, in float64; a random plan of it on two processes is emitted, type-checked, run and compared. The outcome is ``exact``, ``refused``
-(an error of autopar's own), ``wrong`` or ``crash``.
+The model of each seed (``model_text.draw``) is captured; its graph on one device is compared with eager PyTorch as the model was given, over
+two steps, in float64; a random plan of it on two processes is emitted, type-checked, run and compared. The outcome is ``exact``,
+``refused`` (an error of autopar's own), ``wrong`` or ``crash``.
 
-The results have one line for every hundred seeds, with counts by outcome and by feature, and one for every seed that is not exact. A run does
-what the file lacks for this code (``--fresh``: everything); ``--processes 2`` does two hundreds at a time, each with two warm processes of its own.
-``--show 17`` prints the model of a seed and its outcome, ``--shrink 17`` makes it smaller for as long as it fails alike.
-Ends with status 1 if anything is wrong or crashed.
+The results have one line for every hundred seeds, with counts by outcome and by feature, and one for every seed that is not exact. A
+run does what the file lacks for this code (``--fresh``: everything); ``--processes 2`` does two hundreds at a time, each with two warm
+processes of its own. ``--show 17`` prints the model of a seed and its outcome; ``--shrink 17`` makes it smaller for as long as it fails
+alike. Ends with status 1 if anything is wrong or crashed.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
 import json
 import multiprocessing
 import re
@@ -35,7 +37,6 @@ from workers import WorkerPool
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "random_models.jsonl"
 HUNDRED = 100
-OF_INTEREST = ("tie", "mask", "in-place")
 
 _pool: list[WorkerPool] = []  # of this process
 
@@ -83,10 +84,9 @@ def _ordered(counts: Counter[str]) -> dict[str, int]:
     return {kind: counts[kind] for kind in KINDS if counts[kind]}
 
 
+@functools.cache
 def code() -> str:
     """Of what the results depend on: autopar and the generator."""
-    import hashlib
-
     names = ("model_text", "model_parts", "model_outcome")
     own = b"".join((ROOT / "tests" / f"{name}.py").read_bytes() for name in names)
     return hashlib.sha256(code_of_autopar().encode() + own).hexdigest()[:12]

@@ -15,7 +15,7 @@ from random_models import kept, reason, summary
 from torch import fx
 from workers import WorkerPool
 
-import autopar.capture.pipeline as pipeline
+from autopar.capture import pipeline
 
 SEEDS = range(40)
 
