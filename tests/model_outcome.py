@@ -1,4 +1,4 @@
-"""What becomes of a random model: its captured graph against eager PyTorch as the model was given, and a random plan of it on two processes.
+"""What becomes of a random model: its captured graph against eager PyTorch as the model was given, a random plan of it on two processes.
 
 Eager PyTorch runs a copy of the model, with the modes and flags that the model has, for two steps of plain SGD; so does the captured
 graph. Losses, gradients, buffers and parameters must agree after each.

@@ -67,6 +67,7 @@ def _simpler(line: str) -> Iterator[str]:
         for value in ("x", "h"):
             if match[2] != value:
                 yield f"{match[1]}{match[2]} = {value}"
+    yield from _unwrapped(line)
     if match := re.match(r"(\s*mask = mask) [&|] (.*)$", line):
         yield f"{match[1].removesuffix(' mask')} {match[2]}"
     if line.startswith("B, S"):
@@ -79,3 +80,16 @@ def _simpler(line: str) -> Iterator[str]:
     if match := re.search(r"range\((\d)\)\]", line):
         for count in range(1, int(match[1])):
             yield line.replace(match[0], f"range({count})]")
+
+
+def _unwrapped(line: str) -> Iterator[str]:
+    """The line with one call replaced by its first argument."""
+    for match in re.finditer(r"(?:self|F|torch)\.\w+\(", line):
+        depth, first = 1, ""
+        for place in range(match.end(), len(line)):
+            depth += (line[place] in "([{") - (line[place] in ")]}")
+            if not first and (depth == 0 or (depth == 1 and line[place] == ",")):
+                first = line[match.end() : place]
+            if depth == 0:
+                yield line[: match.start()] + first + line[place + 1 :]
+                break

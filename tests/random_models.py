@@ -1,6 +1,6 @@
 """Random models against eager PyTorch: ``python tests/random_models.py --count 5000 --seed 0`` (``make random-models``).
 
-The model of each seed (``model_text.draw``) is captured; its graph on one device is compared with eager PyTorch as the model was given, over
+The model of each seed (``model_text.draw``) is captured; its graph on one device is compared with eager PyTorch as the model is, over
 two steps, in float64; a random plan of it on two processes is emitted, type-checked, run and compared. The outcome is ``exact``,
 ``refused`` (an error of autopar's own), ``wrong`` or ``crash``.
 
