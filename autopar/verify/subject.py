@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -96,14 +97,7 @@ def make_subject(
     """
     if any(tensor.is_meta for tensor in model.state_dict().values()):
         raise ModelError("the model is on meta, where parameters have no values", "build it on the CPU to verify it")
-    model = copy.deepcopy(model).cpu().double()  # in the modes that its modules are in
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "_experts_implementation", None) is not None:
-            config._experts_implementation = "eager"  # transformers' grouped products know no float64
-    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase) and module.dropout]
-    for module in recurrent:
-        module.dropout = 0.0  # handed to the kernel without a name
+    model, recurrent = prepared(model)
     with WholeFloat64(), WithoutDropout() as off:
         graph = annotate(capture(model, batch, loss_fn, precision="float64", name=name))
         structure = graph.structure
@@ -120,18 +114,55 @@ def make_subject(
         _refuse_random(graph)
         tensors = {n: tensor.detach().cpu() for n, tensor in tensors.items()}
         state = {n: tensor.detach().clone() for n, tensor in model.state_dict().items()}  # before statistics move
-        parts = list(zip(*(tensor.chunk(graph.accumulated) for tensor in tensors.values()), strict=True))
-        loss, written = 0.0, []
-        for part in parts:
-            model.load_state_dict(state)  # each begins with the buffers that the step began with
-            term = call_model(model, structure, loss_fn, part) / len(parts)
-            term.backward()
-            loss += float(term.detach())
-            written.append({n: t.detach().clone() for n, t in model.named_buffers() if n in graph.buffers})
+        loss, gradients, after = _eager(model, graph, loss_fn, tensors, state)
+    return Subject(graph, state, tensors, loss, gradients, off.seen or recurrent, after)
+
+
+def with_batch(
+    subject: Subject, model: nn.Module, tensors: dict[str, Tensor], loss_fn: Callable[..., Any] | None
+) -> Subject:
+    """The subject of ``model`` with another batch of the same shapes, by input name. Raises what the model raises."""
+    model, _ = prepared(model)
+    with WholeFloat64(), WithoutDropout():
+        loss, gradients, after = _eager(model, subject.graph, loss_fn, tensors, subject.state)
+    return dataclasses.replace(subject, batch=tensors, loss=loss, gradients=gradients, buffers=after)
+
+
+def prepared(model: nn.Module) -> tuple[nn.Module, bool]:
+    """A copy of the model in float64 on the CPU, its modules in the modes that they are in; and whether dropout was taken out of it that
+    ``WithoutDropout`` does not see."""
+    model = copy.deepcopy(model).cpu().double()
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "_experts_implementation", None) is not None:
+            config._experts_implementation = "eager"  # transformers' grouped products know no float64
+    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase) and module.dropout]
+    for module in recurrent:
+        module.dropout = 0.0  # handed to the kernel without a name
+    return model, bool(recurrent)
+
+
+def _eager(
+    model: nn.Module,
+    graph: Graph,
+    loss_fn: Callable[..., Any] | None,
+    tensors: dict[str, Tensor],
+    state: dict[str, Tensor],
+) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+    """The loss, the gradients of parameters that have one, and the persistent buffers that the graph writes, after a step."""
+    structure = graph.structure
+    assert isinstance(structure, BatchStructure)
+    parts = list(zip(*(tensor.chunk(graph.accumulated) for tensor in tensors.values()), strict=True))
+    loss, written = 0.0, []
+    for part in parts:
+        model.load_state_dict(state)  # each begins with the buffers that the step began with
+        term = call_model(model, structure, loss_fn, part) / len(parts)
+        term.backward()
+        loss += float(term.detach())
+        written.append({n: t.detach().clone() for n, t in model.named_buffers() if n in graph.buffers})
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     kept = [buffer.name for buffer in graph.buffers.values() if buffer.persistent]
-    after = {n: _mean([buffers[n] for buffers in written]) for n in kept}
-    return Subject(graph, state, tensors, loss, gradients, off.seen or bool(recurrent), after)
+    return loss, gradients, {n: _mean([buffers[n] for buffers in written]) for n in kept}
 
 
 def _mean(values: list[Tensor]) -> Tensor:
