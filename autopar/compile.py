@@ -83,6 +83,7 @@ def compile(
     max_norm: float | None = None,
     seed: int = 0,
     port: int = 0,
+    capture_check: bool = True,
     type_check: bool = True,
     draw_init: bool = False,
     progress: Progress | None = None,
@@ -94,14 +95,14 @@ def compile(
         devices, calibration: ``4``, ``"128x8xH100-80GB"``, a TOML file, a list of torch devices (see ``autopar.devices.parse``).
         batch: an example of one global batch: a tuple for positional, a mapping for keyword arguments; dim 0 is the batch.
         loss_fn: ``loss_fn(output, targets)`` makes the loss, a 0-d tensor; ``batch`` is then the pair ``(inputs, targets)``.
-        precision: of parameters and activations, by name (``"bfloat16"``); the model's own if left out.
-        plan: a plan to use instead of searching for one, or the path of its JSON file.
+        precision, plan: by name (``"bfloat16"``), the model's own if left out; a plan to use, or the path of its file, instead of a search.
         pipeline, data, tensor, expert, ulysses, ring, zero, recompute, segment, offload, microbatches, schedule, chunks: pinned if given.
         pin: the same by key, and pins of some layers, ``{"layers.0-7.tensor": 8, "lm_head.zero": 3}`` (see ``autopar.search.options``).
         local_batch_norm, allow: batch norm of each rank's part of a microbatch; what of exactness is given up (``autopar.plan.ALLOWED``).
         memory_limit_bytes, time_limit_s: what may be filled of one device's memory, and how long to search, in seconds.
         folder: where the program goes; without one, a temporary folder that lives as long as the ``Program``.
         optimizer, lr, max_norm, seed, port, type_check, draw_init: as for ``Program``; ``progress`` is told of each stage.
+    The captured graph is compared with the model first (``autopar.capture.check``), unless ``capture_check`` is false: the plan says so.
     A model on the CPU keeps its values, which the folder holds too. Under ``torchrun`` every process calls this and rank 0 searches.
 
     Raises:
@@ -112,12 +113,11 @@ def compile(
     from autopar.search import SearchOptions
 
     cluster = parse(devices, memory_limit_bytes=memory_limit_bytes, calibration=calibration)
-    pins: dict[str, Any] = {"pipeline": pipeline, "microbatches": microbatches, "schedule": schedule, "chunks": chunks,
-                            "data": data, "tensor": tensor, "expert": expert, "ulysses": ulysses, "ring": ring, "zero": zero,
-                            "recompute": recompute, "segment": segment, "offload": offload}  # fmt: skip
-    options = SearchOptions(time_limit_s=time_limit_s, pin=pin or {}, **pins)
+    options = SearchOptions(time_limit_s=time_limit_s, pin=pin or {}, pipeline=pipeline, microbatches=microbatches, schedule=schedule,
+                            chunks=chunks, data=data, tensor=tensor, expert=expert, ulysses=ulysses, ring=ring, zero=zero,
+                            recompute=recompute, segment=segment, offload=offload)  # fmt: skip
     graph, chosen = plan_model(model, batch, loss_fn, cluster, options, precision=precision, plan=plan, progress=progress,
-                               local_batch_norm=local_batch_norm, allow=allow)  # fmt: skip
+                               local_batch_norm=local_batch_norm, allow=allow, capture_check=capture_check)  # fmt: skip
     running = {"optimizer": optimizer, "lr": lr, "max_norm": max_norm, "seed": seed, "port": port, "draw_init": draw_init}  # fmt: skip
     return start_program(graph, chosen, cluster, folder, model, progress, type_check, **running)
 
@@ -135,6 +135,7 @@ def plan_model(
     progress: Progress | None = None,
     local_batch_norm: bool = False,
     allow: Collection[str] = (),
+    capture_check: bool = True,
     pin_time_s: float | None = None,
     recapture: Recapture | None = None,
 ) -> tuple[Graph, Plan]:
@@ -156,6 +157,7 @@ def plan_model(
     numbers = None if precision is None else normalise(precision)
     how = {"name": name, "precision": numbers, "local_batch_norm": local_batch_norm}
     graph = capture_model(model, batch, loss_fn, progress=progress, **how)  # type: ignore[arg-type]
+    graph = _held(graph, model, batch, loss_fn, local_batch_norm, capture_check, progress)
     again = recapture or recapture_cut(model, batch, loss_fn, **how)  # type: ignore[arg-type]
 
     @functools.cache
@@ -185,6 +187,28 @@ def plan_model(
 
     chosen = _on_rank_0(find)
     return as_planned(chosen), chosen
+
+
+def _held(
+    graph: Graph,
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[..., Tensor] | None,
+    local_batch_norm: bool,
+    wanted: bool,
+    progress: Progress | None,
+) -> Graph:
+    """The graph, compared with the model on rank 0, with a note of what came out."""
+    from autopar.capture import NOT_COMPARED, check_capture
+
+    if os.environ.get("RANK", "0") != "0":
+        return graph
+    if wanted:
+        _say(progress, "capture", "comparing the graph with the model")
+        said = check_capture(graph, model, batch, loss_fn, local_batch_norm=local_batch_norm)
+    else:
+        said = f"{NOT_COMPARED}: it was asked not to be (--no-capture-check, capture_check=False)"
+    return dataclasses.replace(graph, notes=(*graph.notes, said))
 
 
 def check_allowed(allow: Collection[str]) -> None:

@@ -6,7 +6,7 @@ Kept in one module so that a new torch release is checked in one place.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -153,6 +153,23 @@ def plain_averages() -> Iterator[None]:
         yield
     finally:
         _BatchNorm.forward = given  # type: ignore[method-assign]
+
+
+@contextmanager
+def results_of_ops(found: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Inside, ``found`` is called with every tensor that an ATen op returns. (torch 2.11, 2.13)"""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            for value in result if isinstance(result, tuple | list) else (result,):
+                if isinstance(value, torch.Tensor):
+                    found(value)
+            return result
+
+    with Mode():
+        yield
 
 
 def fake_store() -> Any:

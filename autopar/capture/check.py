@@ -27,6 +27,7 @@ from autopar.capture.pipeline import capture
 from autopar.errors import AutoparError, CaptureError
 from autopar.graph import Graph
 from autopar.measure import EXACT, Error, compare
+from autopar.torch_private import results_of_ops
 from passes.clean.nodes import packet
 
 ROWS = (2, 3)
@@ -228,7 +229,7 @@ def _located(comparison: _Comparison, graph: Graph, tensors: list[Tensor]) -> st
         seen = _Seen()
         batch = dict(zip((value.name for value in graph.inputs), tensors, strict=True))
         with torch.no_grad():
-            with seen:
+            with results_of_ops(seen.add):
                 given.loss(tensors)
             met: dict[tuple[int, fx.Node], bool] = {}
 
@@ -251,19 +252,14 @@ def _located(comparison: _Comparison, graph: Graph, tensors: list[Tensor]) -> st
     return "\n".join([where, *line])
 
 
-class _Seen(torch.utils._python_dispatch.TorchDispatchMode):
-    """Keeps a digest of every tensor that eager PyTorch computes: its sorted extents, and sums that no order of elements changes."""
+class _Seen:
+    """A digest of every tensor that eager PyTorch computes: its number of elements, and sums that no order of elements changes."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.digests: dict[Any, list[Tensor]] = {}
+        self.digests: dict[int, list[Tensor]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(value, Tensor):
-                self.digests.setdefault(value.numel(), []).append(_digest(value))
-        return result
+    def add(self, value: Tensor) -> None:
+        self.digests.setdefault(value.numel(), []).append(_digest(value))
 
     def has(self, value: Tensor) -> bool:
         mine = _digest(value)

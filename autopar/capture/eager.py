@@ -117,34 +117,47 @@ class Step:
     buffers: dict[str, Tensor]
 
 
-class AsGiven:
-    """A copy of ``model``, and of ``loss_fn`` where it is a module, in ``dtype`` on the CPU; the originals are not touched.
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """Copies of a model and its loss function; ``dropout`` says whether dropout was taken out that ``WithoutDropout`` does not see."""
 
-    Parameters without values (on meta) get drawn ones. ``dropout`` says whether a recurrent module's was switched off.
+    model: nn.Module
+    loss_fn: Any
+    dropout: bool
+
+
+def prepared(model: nn.Module, loss_fn: Any = None, dtype: torch.dtype | None = torch.float64) -> Copied:
+    """Copies of ``model``, and of ``loss_fn`` where it is a module, in ``dtype`` on the CPU, in the modes that their modules are in.
+
+    Parameters without values (on meta) get drawn ones.
     """
+    copied = copy.deepcopy([model, loss_fn] if isinstance(loss_fn, nn.Module) else [model])
+    _materialise(copied[0])
+    for module in copied:
+        module.cpu()
+        if dtype is not None:
+            module.to(dtype)
+            _cast_attributes(module, dtype)
+        for parameter in module.parameters():
+            parameter.grad = None
+    recurrent = False
+    for module in copied[0].modules():
+        config: Any = getattr(module, "config", None)
+        if dtype == torch.float64 and getattr(config, "_experts_implementation", None) is not None:
+            config._experts_implementation = "eager"  # transformers' grouped products know no float64
+        if isinstance(module, nn.RNNBase) and module.dropout:
+            module.dropout, recurrent = 0.0, True  # handed to the kernel without a name
+    return Copied(copied[0], copied[1] if len(copied) > 1 else loss_fn, recurrent)
+
+
+class AsGiven:
+    """The copies, and what one device computes with them, for batches of one ``structure``."""
 
     def __init__(
         self, model: nn.Module, loss_fn: Callable[..., Any] | None, structure: BatchStructure, dtype: torch.dtype | None
     ) -> None:
-        pair = [model, loss_fn] if isinstance(loss_fn, nn.Module) else [model]
-        copied = copy.deepcopy(pair)
-        self.model, self.loss_fn = copied[0], copied[1] if len(copied) > 1 else loss_fn
-        self.structure = structure
-        self.dropout = False
-        _materialise(self.model)
-        for module in copied:
-            module.cpu()
-            if dtype is not None:
-                module.to(dtype)
-                _cast_attributes(module, dtype)
-            for parameter in module.parameters():
-                parameter.grad = None
-        for module in self.model.modules():
-            config: Any = getattr(module, "config", None)
-            if dtype == torch.float64 and getattr(config, "_experts_implementation", None) is not None:
-                config._experts_implementation = "eager"  # transformers' grouped products know no float64
-            if isinstance(module, nn.RNNBase) and module.dropout:
-                module.dropout, self.dropout = 0.0, True  # handed to the kernel without a name
+        copied = prepared(model, loss_fn, dtype)
+        self.model, self.loss_fn, self.structure = copied.model, copied.loss_fn, structure
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:

@@ -135,6 +135,16 @@ _plan_file_option = click.option(
 )
 
 
+_capture_check_option = click.option(
+    "--no-capture-check",
+    "capture_check",
+    is_flag=True,
+    default=True,
+    flag_value=False,
+    help="Do not compare the captured graph with the model first; the plan then says so.",
+)
+
+
 _type_check_option = click.option(
     "--no-type-check",
     "type_check",
@@ -160,6 +170,7 @@ def cli() -> None:
 )
 @_model_options
 @_pin_options
+@_capture_check_option
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
 def plan(**request: Any) -> None:
     from autopar.cli.commands import plan_command
@@ -220,6 +231,7 @@ def sweep(**request: Any) -> None:
 @_model_options
 @_pin_options
 @_plan_file_option
+@_capture_check_option
 @_type_check_option
 @click.option("-o", "--output", required=True, metavar="DIR", help="Where the program goes.")
 def emit(**request: Any) -> None:
@@ -235,6 +247,7 @@ def emit(**request: Any) -> None:
 @_model_options
 @_pin_options
 @_plan_file_option
+@_capture_check_option
 @_type_check_option
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True, metavar="N", help="How many steps.")
 @click.option(

@@ -158,6 +158,7 @@ def planned(
             local_batch_norm=request["local_batch_norm"],
             allow=allowed(request),
             plan=request.get("plan_file"),
+            capture_check=request.get("capture_check", True),
             progress=talk,
             pin_time_s=pin_time_s,
             recapture=recapture(request, cluster),

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from autopar.capture import BatchStructure, WholeFloat64, flatten_batch, rebuild_batch, reference
 from autopar.capture.batch import describe_batch
+from autopar.capture.eager import WithoutDropout, prepared
 from autopar.capture.export import call_model
 from autopar.errors import AutoparError
 from autopar.graph import Graph
 from autopar.measure import EXACT, Error, compare
-from autopar.verify.subject import Subject, WithoutDropout, make_subject, prepared, with_batch
+from autopar.verify.subject import Subject, make_subject, with_batch
 
 IGNORED = -100
 """What cross entropy ignores by default among the labels."""
@@ -116,11 +117,13 @@ def _finite(subject: Subject) -> None:
 
 def _captured(model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None) -> Subject:
     """A subject of its own, once eager PyTorch has run it."""
-    alone, _ = prepared(model)
+    copied = prepared(model, loss_fn)
     structure = describe_batch(model, batch, loss_fn, torch.float64)
     try:
         with WholeFloat64(), WithoutDropout():
-            call_model(alone, structure, loss_fn, list(flatten_batch(structure, batch).values())).backward()
+            call_model(
+                copied.model, structure, copied.loss_fn, list(flatten_batch(structure, batch).values())
+            ).backward()
     except Exception as error:
         raise _SkippedError(_eager_words(error)) from error
     subject = make_subject(model, batch, loss_fn)
@@ -172,14 +175,15 @@ def _two_steps(model: nn.Module, loss_fn: Callable[..., Any] | None, subject: Su
     assert isinstance(structure, BatchStructure)
     if graph.accumulated > 1:
         raise _SkippedError("the microbatches are batches of their own")
-    alone, _ = prepared(model)
+    copied = prepared(model, loss_fn)
+    alone = copied.model
     before = {n: t.detach().clone() for n, t in (*alone.named_parameters(), *alone.named_buffers())}
     loss, gradients = 0.0, {}
     written: dict[str, Tensor] = {}
     for _ in range(2):
         alone.zero_grad(set_to_none=True)
         with WholeFloat64(), WithoutDropout():
-            value = call_model(alone, structure, loss_fn, [tensor.clone() for tensor in subject.batch.values()])
+            value = call_model(alone, structure, copied.loss_fn, [tensor.clone() for tensor in subject.batch.values()])
             value.backward()
         mine, found = _graph_step(graph, subject.state, subject.batch, written)
         loss = float(value.detach())
