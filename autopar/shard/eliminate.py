@@ -42,6 +42,8 @@ class _Factor:
 def eliminate(problem: Problem) -> dict[str, int] | None:
     """The chosen option of every node, by index; ``None`` if no choice is legal."""
     factors, sizes = _factors(problem)
+    if not all(sizes.values()):  # a value cannot be had in all the types in which the layer has to hand it out
+        return None
     steps: list[tuple[str, _Factor]] = []
     for name in _order(factors, sizes):
         touching = [factor for factor in factors if name in factor.variables]
