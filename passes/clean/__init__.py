@@ -16,7 +16,7 @@ from passes.clean.experts import experts_pass
 from passes.clean.functional import functionalise_pass, updates_pass
 from passes.clean.indexing import indexing_pass
 from passes.clean.linear import fused_projections_pass, linear_pass
-from passes.clean.losses import cross_entropy_pass, mean_losses_pass
+from passes.clean.losses import cross_entropy_pass, mean_losses_pass, wide_losses_pass
 from passes.clean.nodes import gradients_pass
 from passes.clean.noops import devices_pass, dropout_pass, noops_pass, views_pass
 from passes.clean.packed import packed_projections_pass
@@ -52,6 +52,7 @@ STEPS = (
     ("gradients", gradients_pass),
     ("cross entropy", cross_entropy_pass),
     ("mean losses", mean_losses_pass),
+    ("wide losses", wide_losses_pass),
     ("rows", rows_pass),
     ("reshapes again", reshapes_pass),
     ("dead code again", dead_code_pass),
@@ -87,6 +88,7 @@ __all__ = [
     "inline_regions_pass",
     "linear_pass",
     "mean_losses_pass",
+    "wide_losses_pass",
     "noops_pass",
     "packed_projections_pass",
     "randomness_pass",
