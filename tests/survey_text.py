@@ -44,6 +44,8 @@ BOTH: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "decoder_start_token_id": 2,
+    "encoder_layerdrop": 0.0,
+    "decoder_layerdrop": 0.0,
 }
 T5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "use_cache": False}
 
@@ -238,7 +240,7 @@ ENCODERS: dict[str, Factory] = {
 PAIRS: dict[str, Factory] = {
     "t5": seq2seq("T5", T5, decoder_start_token_id=0),
     "mt5": seq2seq("MT5", T5, decoder_start_token_id=0),
-    "switch_transformers": seq2seq("SwitchTransformers", T5, decoder_start_token_id=0, num_experts=4, expert_capacity=16),
+    "switch_transformers": seq2seq("SwitchTransformers", T5, decoder_start_token_id=0, num_experts=4, expert_capacity=16, router_jitter_noise=0.0),
     "longt5": seq2seq("LongT5", T5, decoder_start_token_id=0, local_radius=4),
     "bart": seq2seq("Bart"),
     "mbart": seq2seq("MBart"),

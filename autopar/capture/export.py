@@ -197,7 +197,7 @@ def _export(copied: Twin, structure: BatchStructure, repeats: Repeats | None = N
 
 def _explain(error: Exception) -> CaptureError:
     """The user's source line and what it did."""
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))  # a mode's frames are ours wherever it is
     frames: Sequence[traceback.FrameSummary] = traceback.extract_tb(error.__traceback__)
     user = [f for f in frames if not f.filename.startswith((*ours, "<")) and not f.filename.endswith("contextlib.py")]
     kind, text = type(error).__name__, str(error).strip().split("\n")[0]

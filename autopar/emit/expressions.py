@@ -171,14 +171,13 @@ def _conversion(node: fx.Node, texts: Texts) -> str:
 
 
 def _strided(value: fx.Node) -> bool:
-    """Whether the value may not be contiguous: made by a view, or of strides that its operands have handed on."""
-    if value.op != "call_function":
-        return False
-    return op_name(value.target) in _STRIDED or not value.meta["val"].is_contiguous()
+    """Whether the value may not be contiguous when the program runs: most ops hand the strides of their operands on, and on a rank those
+    need not be what capture saw (a convolution's result is laid out as its input is)."""
+    return value.op == "call_function" and op_name(value.target) not in _DENSE
 
 
-_STRIDED = frozenset(
-    aten_names("transpose permute t movedim expand expand_as broadcast_to slice narrow select unbind split chunk")
+_DENSE = frozenset(
+    (*aten_names("linear matmul mm bmm addmm embedding sum mean cross_entropy_loss index_select"), "kernels.cross_entropy_sum")
 )
 _REDUCES_BACKWARD = frozenset(("IR", "SR", "PR"))
 _ALL_REDUCES_BACKWARD = frozenset(("IR", "PR"))

@@ -220,6 +220,7 @@ def views() -> list[Sample]:
         sample(aten.constant_pad_nd.default, r(6, 12), [1, -1]),
         sample(aten.repeat.default, r(6, 5), [2, 1, 3]),
         sample(aten.repeat_interleave.self_int, r(6, 12, 4), 2, 1),
+        sample(aten.repeat_interleave.self_int, r(6, 1, 4), 2, 1),
         sample(aten.view_as_complex.default, r(6, 4, 2)),
         sample(aten.view_as_real.default, torch.complex(r(6, 4), r(6, 4))),
         sample(aten.tril.default, r(6, 4, 5)),

@@ -202,14 +202,14 @@ def pad(node: fx.Node) -> str:
 
 
 def repeat_interleave(node: fx.Node) -> str | None:
-    """repeat_interleave by a number along a dim: the dim becomes (a r)."""
+    """repeat_interleave by a number along a dim: the dim becomes (a r), of which the number of times stays whole."""
     given = arguments(node)
     if not isinstance(given.get("repeats"), int) or given.get("dim") is None:
         return None
     words = names(len(source(node)))
     dim = dims_of(given["dim"], len(words))[0]
     right = list(words)
-    right[dim] = f"({words[dim]} r={given['repeats']})"
+    right[dim] = f"({words[dim]} r={given['repeats']}!)"
     return line([words], right)
 
 

@@ -102,7 +102,9 @@ def _eager(
     parts = list(zip(*(tensor.chunk(graph.accumulated) for tensor in tensors.values()), strict=True))
     loss, written = 0.0, []
     for part in parts:
-        model.load_state_dict(state)  # each begins with the buffers that the step began with
+        with torch.no_grad():
+            for name, tensor in model.state_dict().items():
+                tensor.copy_(state[name])  # each begins with the buffers that the step began with
         term = call_model(model, structure, loss_fn, part) / len(parts)
         term.backward()
         loss += float(term.detach())

@@ -75,12 +75,17 @@ def described(value: Any) -> Any:
 
 
 def _evaluate(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    real_args = map_arg(args, lambda n: n.meta["val"])
-    real_kwargs = map_arg(kwargs, lambda n: n.meta["val"])
+    real_args, real_kwargs = map_arg(args, _plain), map_arg(kwargs, _plain)
     if not any(isinstance(value, torch.Tensor) for value in flat((real_args, list(real_kwargs.values())))):
         real_kwargs = {key: value for key, value in real_kwargs.items() if key != "pin_memory"} | {"device": "meta"}
     with torch.no_grad():
         return target(*real_args, **real_kwargs)
+
+
+def _plain(node: fx.Node) -> Any:
+    """The node's value as a tensor on meta: inside a region that was exported by itself it is still a fake one, on a device."""
+    value = node.meta["val"]
+    return like(value) if isinstance(value, torch.Tensor) and type(value) is not torch.Tensor else value
 
 
 def flat(value: Any) -> Iterator[Any]:
