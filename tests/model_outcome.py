@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import random
 import signal
 import time
@@ -35,6 +36,8 @@ from autopar.verify.mixtures import describe, draw
 
 STEPS = 2
 LR = 0.05
+NOISE = 1e-14  # of what rounding does, relative
+MOST_NOISE = 1e-10  # of gradients whose differences of 1e-9 say something
 LONGEST_S = 120
 
 KINDS = ("exact", "refused", "wrong", "crash")
@@ -70,12 +73,12 @@ class InvalidError(Exception):
     """Eager PyTorch does not run the text, or its numbers are not finite."""
 
 
-def eager(made: Made, structure: BatchStructure) -> list[Step]:
-    """Two steps of the model as it is given; ``made.model`` is not touched. Raises ``InvalidError``."""
+def eager(made: Made, structure: BatchStructure, steps: int = STEPS) -> list[Step]:
+    """Steps of the model as it is given; ``made.model`` is not touched. Raises ``InvalidError``."""
     model = copy.deepcopy(made.model)
     loss_fn = copy.deepcopy(made.loss_fn)
-    steps = []
-    for _ in range(STEPS):
+    found = []
+    for _ in range(steps):
         tensors = tuple(tensor.clone() for tensor in flatten_batch(structure, made.batch).values())
         model.zero_grad(set_to_none=True)
         loss = call_model(model, structure, loss_fn, tensors)
@@ -85,13 +88,25 @@ def eager(made: Made, structure: BatchStructure) -> list[Step]:
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter.sub_(LR * parameter.grad)
-        steps.append(Step(float(loss.detach()), gradients, _state(model)))
-        numbers = (torch.tensor(steps[-1].loss), *gradients.values())
+        found.append(Step(float(loss.detach()), gradients, _state(model)))
+        numbers = (torch.tensor(found[-1].loss), *gradients.values())
         if not all(bool(torch.isfinite(number).all()) for number in numbers) or not gradients:
             raise InvalidError("the loss or a gradient is not finite, or there is none")
         if max(float(number.abs().max()) for number in numbers) > 1e6:
             raise InvalidError("too large to be compared")
-    return steps
+    return found
+
+
+def conditioned(made: Made, structure: BatchStructure) -> bool:
+    """Whether rounding stays rounding: parameters that differ in the fourteenth digit give the same gradients to ten."""
+    model = copy.deepcopy(made.model)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(1)
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.mul_(1.0 + NOISE * noise)
+    near, given = (eager(dataclasses.replace(made, model=each), structure, steps=1)[0] for each in (model, made.model))
+    return compare(near.loss, near.gradients, given.loss, given.gradients).value <= MOST_NOISE
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
@@ -128,14 +143,15 @@ def first_difference(found: list[Step], wanted: list[Step]) -> Error | None:
 
 
 def runs(text: Text) -> bool:
-    """Whether eager PyTorch runs the text and gives finite numbers."""
+    """Whether eager PyTorch runs the text and gives finite numbers, which rounding does not change."""
     try:
         with WholeFloat64():
             made = make(text)
-            eager(made, describe_batch(made.model, made.batch, made.loss_fn))
+            structure = describe_batch(made.model, made.batch, made.loss_fn)
+            eager(made, structure)
+            return conditioned(made, structure)
     except Exception:  # whatever a text that was cut or drawn badly raises
         return False
-    return True
 
 
 def outcome(text: Text, seed: int, pool: WorkerPool | None, *, typed: bool = True) -> Outcome:
