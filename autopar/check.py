@@ -3,15 +3,20 @@
 No GPU, no second process: the fake group has as many ranks as the plan has devices, tensors are on the meta device, and the
 checker follows on every axis which dim is sharded. Most wrong gradients (a missing all-reduce, a bias added once per rank, a
 softmax over a sharded dim) fail here. What it cannot see are values; the exactness matrix does.
+
+Layers of one class that are given the same types are followed once: what a call gives is a function of the class's code and of what goes
+in, so the others give the same.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
+import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -21,20 +26,33 @@ import spmd_types as spmd
 import torch
 import torch.distributed as dist
 from spmd_types.checker import typecheck
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.errors import ProgramError
 from autopar.program.world import flat_groups
 from autopar.torch_private import fake_store
 
+Progress = Callable[[str], None]
 
-def check_program(folder: str | Path) -> int:
+
+def check_program(folder: str | Path, progress: Progress | None = None) -> int:
     """Type-check every stage of the program in ``folder``; the number of stages checked.
 
-    Raises ``ProgramError`` with the checker's own message, the stage and the axis. Must run in a process without a
-    default process group (``check_in_subprocess`` starts one).
+    A process that has a default process group, or that ``torchrun`` started to have one, leaves it to a process of its own.
+    ``progress`` is told of each stage.
+
+    Raises ``ProgramError`` with the checker's own message, the stage and the axis, or with what cannot be read or run.
     """
     path = Path(folder).resolve()
+    if dist.is_initialized() or "RANK" in os.environ:
+        return _check_in_subprocess(path)
+    return _check_here(path, progress or (lambda text: None))
+
+
+def _check_here(path: Path, progress: Progress) -> int:
+    if missing := [name for name in _FILES if not (path / name).is_file()]:
+        raise ProgramError(f"{path} is not a program folder: it has no {missing[0]}", "`autopar emit` writes one")
     records = json.loads((path / "layouts.json").read_text())["parameters"]
     plan = json.loads((path / "plan.json").read_text())
     with (
@@ -46,16 +64,44 @@ def check_program(folder: str | Path) -> int:
     ):
         # spmd-types calls two collectives by the names that torch 2.13 deprecates
         warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")
+        seen: _Seen = {}
         for index, kind in enumerate(model.STAGES):
+            progress(f"type-checking stage {index + 1} of {len(model.STAGES)}")
             try:
-                _check_stage(kind, [r for r in records if r["stage"] == index], plan, path)
-            except (spmd.SpmdTypeError, AssertionError, ValueError, RuntimeError) as error:
-                # The last two are torch's own, of local shapes that do not fit, and the checker's, of conversions it has none for.
-                raise ProgramError(f"stage {index} of {path.name} is ill-typed: {error}") from error
+                _check_stage(kind, [r for r in records if r["stage"] == index], plan, path, seen)
+            except Exception as error:
+                # Besides the checker's own errors: torch's, of local shapes that do not fit, and whatever an edited file raises.
+                text = str(error) if isinstance(error, _ILL_TYPED) else f"{type(error).__name__}: {error}"
+                raise ProgramError(f"stage {index} of {path.name} is ill-typed: {text}", _HINT) from error
     return len(model.STAGES)
 
 
-def _check_stage(kind: Any, records: list[dict[str, Any]], plan: dict[str, Any], path: Path) -> None:
+_FILES = ("plan.json", "layouts.json", "model.py")
+_ILL_TYPED = (spmd.SpmdTypeError, AssertionError, ValueError, RuntimeError)
+_HINT = "a program that was edited lacks a collective or has one too many there; emit it again for one that is right"
+
+
+def _check_in_subprocess(path: Path) -> int:
+    command = [sys.executable, "-m", __name__ if __name__ != "__main__" else "autopar.check", str(path)]
+    world = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {name: value for name, value in os.environ.items() if name not in world}
+    env["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    try:
+        answer = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        raise ProgramError(
+            f"the type checker of {path.name} ended with status {done.returncode}: {done.stderr.strip()[-500:]}"
+        ) from None
+    if "error" in answer:
+        raise ProgramError(answer["error"], answer["hint"])
+    return int(answer["stages"])
+
+
+_Seen = dict[Any, Any]  # by layer class and what goes in: what a call gives
+
+
+def _check_stage(kind: Any, records: list[dict[str, Any]], plan: dict[str, Any], path: Path, seen: _Seen) -> None:
     constants_file = path / "constants.pt"
     constants = torch.load(constants_file, weights_only=True) if constants_file.exists() else {}
     constants = {name: tensor.to("meta") for name, tensor in constants.items()}
@@ -82,6 +128,9 @@ def _check_stage(kind: Any, records: list[dict[str, Any]], plan: dict[str, Any],
         inputs["key"] = torch.zeros(1, dtype=torch.long)
     for name in kind.SCALARS:
         inputs[name] = _declare(torch.empty((), device="meta"), everywhere)
+    for name, layer in stage.named_children():
+        if name in kind.GROUPS:
+            _follow_once(layer, seen)
     with typecheck(local=False):
         result = stage(*activations, **inputs)
         if kind.LOSS:
@@ -89,6 +138,82 @@ def _check_stage(kind: Any, records: list[dict[str, Any]], plan: dict[str, Any],
         else:
             for (name, *_), tensor in zip(kind.SENDS, result, strict=True):
                 _assert(tensor, kind.BORDERS[name])
+
+
+def _follow_once(layer: nn.Module, seen: _Seen) -> None:
+    """Let a layer's call give what an equal one gave before, without following its ops again."""
+    forward, own = layer.forward, _described_module(layer)
+    if own is None:
+        return
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        given = _described((args, tuple(sorted(kwargs.items()))))
+        if given is None:
+            return forward(*args, **kwargs)
+        if (own, given) not in seen:
+            result = forward(*args, **kwargs)
+            found = _described(result)
+            if found is None:
+                return result
+            seen[own, given] = found
+            return result
+        return _made(seen[own, given])
+
+    layer.forward = once
+
+
+def _described_module(layer: nn.Module) -> Any:
+    """Everything that a layer's forward can read of its module: equal where two layers do the same; ``None`` where that is not known."""
+    usual = set(vars(nn.Module()))
+    parts = []
+    for name, module in layer.named_modules():
+        extra = {key: value for key, value in vars(module).items() if key not in usual}
+        # a layer writes its buffers' new values there when it is called
+        plain = all(isinstance(value, str | int | float | bool | tuple | None) for value in extra.values())
+        if not plain or module._forward_hooks or module._forward_pre_hooks:
+            return None
+        tensors = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+        described = _described(tuple(tensors.items()))
+        if described is None:
+            return None
+        parts.append((name, type(module), repr(sorted(extra.items())), described))
+    return tuple(parts)
+
+
+def _described(value: Any) -> Any:
+    """A value of a call, hashable: tensors by shape, dtype and types; ``None`` where there is something that has no such description."""
+    if isinstance(value, Tensor):
+        if not value.is_meta or not spmd.has_local_type(value):
+            return None
+        local = tuple(sorted(spmd.get_local_type(value).items(), key=str))
+        return (
+            _TENSOR,
+            tuple(value.shape),
+            value.stride(),
+            value.dtype,
+            value.requires_grad,
+            local,
+            spmd.get_partition_spec(value),
+        )
+    if isinstance(value, tuple):
+        items = tuple(_described(item) for item in value)
+        return None if None in items else (tuple, items)
+    return (_PLAIN, type(value), value) if value is None or isinstance(value, str | int | float | bool) else None
+
+
+_TENSOR, _PLAIN = "tensor", "plain"
+
+
+def _made(description: Any) -> Any:
+    """A value of that description."""
+    if description[0] is tuple:
+        return tuple(_made(item) for item in description[1])
+    if description[0] == _PLAIN:
+        return description[2]
+    _, shape, stride, dtype, requires_grad, local, partition = description
+    with spmd.no_typecheck():
+        tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta", requires_grad=requires_grad)
+    return spmd.assert_type(tensor, dict(local), partition)
 
 
 def _axes(kind: Any, layouts: Mapping[str, Mapping[str, str]]) -> list[str]:
@@ -127,7 +252,12 @@ def _imported(path: Path) -> Iterator[ModuleType]:
     sys.path.insert(0, str(path))
     try:
         importlib.invalidate_caches()
-        yield importlib.import_module("model")
+        try:
+            model = importlib.import_module("model")
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            raise ProgramError(f"model.py of {path.name} cannot be read: {text}", "emit it again") from error
+        yield model
     finally:
         sys.path.remove(str(path))
         for name in names:
@@ -157,3 +287,10 @@ def _fake_world(axes: Mapping[str, int]) -> Iterator[Any]:
         yield init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     finally:
         dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    try:
+        print(json.dumps({"stages": _check_here(Path(sys.argv[1]), lambda text: None)}))
+    except ProgramError as error:
+        print(json.dumps({"error": error.message, "hint": error.hint}))

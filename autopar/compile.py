@@ -83,6 +83,9 @@ def compile(
     max_norm: float | None = None,
     seed: int = 0,
     port: int = 0,
+    capture_check: bool = True,
+    type_check: bool = True,
+    draw_init: bool = False,
     progress: Progress | None = None,
 ) -> Program:
     """Plan, rewrite and emit ``model`` for ``devices``, and load the result.
@@ -92,34 +95,31 @@ def compile(
         devices, calibration: ``4``, ``"128x8xH100-80GB"``, a TOML file, a list of torch devices (see ``autopar.devices.parse``).
         batch: an example of one global batch: a tuple for positional, a mapping for keyword arguments; dim 0 is the batch.
         loss_fn: ``loss_fn(output, targets)`` makes the loss, a 0-d tensor; ``batch`` is then the pair ``(inputs, targets)``.
-        precision: of parameters and activations, by name (``"bfloat16"``); the model's own if left out.
-        plan: a plan to use instead of searching for one, or the path of its JSON file.
+        precision, plan: by name (``"bfloat16"``), the model's own if left out; a plan to use, or the path of its file, instead of a search.
         pipeline, data, tensor, expert, ulysses, ring, zero, recompute, segment, offload, microbatches, schedule, chunks: pinned if given.
         pin: the same by key, and pins of some layers, ``{"layers.0-7.tensor": 8, "lm_head.zero": 3}`` (see ``autopar.search.options``).
-        local_batch_norm: let batch norm take the statistics of each rank's part of each microbatch, not those of the whole batch.
-        allow: what of exactness may be given up, such as ``{"microbatch_statistics"}`` (see ``autopar.plan.ALLOWED``).
+        local_batch_norm, allow: batch norm of each rank's part of a microbatch; what of exactness is given up (``autopar.plan.ALLOWED``).
         memory_limit_bytes, time_limit_s: what may be filled of one device's memory, and how long to search, in seconds.
         folder: where the program goes; without one, a temporary folder that lives as long as the ``Program``.
-        optimizer, lr, max_norm, seed, port: as for ``Program``; ``progress`` is told of each stage.
-    A model on the CPU keeps its parameters' values. Under ``torchrun`` every process calls this and rank 0 searches.
+        optimizer, lr, max_norm, seed, port, type_check, draw_init: as for ``Program``; ``progress`` is told of each stage.
+    The captured graph is compared with the model first (``autopar.capture.check``), unless ``capture_check`` is false: the plan says so.
+    A model on the CPU keeps its values, which the folder holds too. Under ``torchrun`` every process calls this and rank 0 searches.
 
     Raises:
         UsageError: devices, a batch or pins that make no sense; exit status 2 on the command line.
-        CaptureError: the model cannot be exported.
-        InfeasibleError: no plan fits.
+        CaptureError, InfeasibleError: the model cannot be exported; no plan fits.
     """
     from autopar.devices import parse
     from autopar.search import SearchOptions
 
     cluster = parse(devices, memory_limit_bytes=memory_limit_bytes, calibration=calibration)
-    pins: dict[str, Any] = {"pipeline": pipeline, "microbatches": microbatches, "schedule": schedule, "chunks": chunks,
-                            "data": data, "tensor": tensor, "expert": expert, "ulysses": ulysses, "ring": ring, "zero": zero,
-                            "recompute": recompute, "segment": segment, "offload": offload}  # fmt: skip
-    options = SearchOptions(time_limit_s=time_limit_s, pin=pin or {}, **pins)
-    how: dict[str, Any] = {"precision": precision, "plan": plan, "local_batch_norm": local_batch_norm, "allow": allow}
-    graph, chosen = plan_model(model, batch, loss_fn, cluster, options, progress=progress, **how)
-    running = {"optimizer": optimizer, "lr": lr, "max_norm": max_norm, "seed": seed, "port": port}
-    return start_program(graph, chosen, cluster, folder, model, progress, **running)
+    options = SearchOptions(time_limit_s=time_limit_s, pin=pin or {}, pipeline=pipeline, microbatches=microbatches, schedule=schedule,
+                            chunks=chunks, data=data, tensor=tensor, expert=expert, ulysses=ulysses, ring=ring, zero=zero,
+                            recompute=recompute, segment=segment, offload=offload)  # fmt: skip
+    graph, chosen = plan_model(model, batch, loss_fn, cluster, options, precision=precision, plan=plan, progress=progress,
+                               local_batch_norm=local_batch_norm, allow=allow, capture_check=capture_check)  # fmt: skip
+    running = {"optimizer": optimizer, "lr": lr, "max_norm": max_norm, "seed": seed, "port": port, "draw_init": draw_init}  # fmt: skip
+    return start_program(graph, chosen, cluster, folder, model, progress, type_check, **running)
 
 
 def plan_model(
@@ -135,6 +135,7 @@ def plan_model(
     progress: Progress | None = None,
     local_batch_norm: bool = False,
     allow: Collection[str] = (),
+    capture_check: bool = True,
     pin_time_s: float | None = None,
     recapture: Recapture | None = None,
 ) -> tuple[Graph, Plan]:
@@ -156,6 +157,7 @@ def plan_model(
     numbers = None if precision is None else normalise(precision)
     how = {"name": name, "precision": numbers, "local_batch_norm": local_batch_norm}
     graph = capture_model(model, batch, loss_fn, progress=progress, **how)  # type: ignore[arg-type]
+    graph = _held(graph, model, batch, loss_fn, local_batch_norm, capture_check, progress)
     again = recapture or recapture_cut(model, batch, loss_fn, **how)  # type: ignore[arg-type]
 
     @functools.cache
@@ -185,6 +187,28 @@ def plan_model(
 
     chosen = _on_rank_0(find)
     return as_planned(chosen), chosen
+
+
+def _held(
+    graph: Graph,
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[..., Tensor] | None,
+    local_batch_norm: bool,
+    wanted: bool,
+    progress: Progress | None,
+) -> Graph:
+    """The graph, compared with the model on rank 0, with a note of what came out."""
+    from autopar.capture import NOT_COMPARED, check_capture
+
+    if os.environ.get("RANK", "0") != "0":
+        return graph
+    if wanted:
+        _say(progress, "capture", "comparing the graph with the model")
+        said = check_capture(graph, model, batch, loss_fn, local_batch_norm=local_batch_norm)
+    else:
+        said = f"{NOT_COMPARED}: it was asked not to be (--no-capture-check, capture_check=False)"
+    return dataclasses.replace(graph, notes=(*graph.notes, said))
 
 
 def check_allowed(allow: Collection[str]) -> None:
@@ -304,20 +328,43 @@ def find_plan(
     return dataclasses.replace(found, wall_time_s=wall_time_s, peak_memory_bytes=peak_memory_bytes(), notes=notes)
 
 
-def emit_program(graph: Graph, plan: Plan, folder: str | Path | None, progress: Progress | None = None) -> Path:
-    """The third stage: writes the program into ``folder`` (a new temporary one if ``None``) and gives back its path."""
+NOT_TYPED = "the program was not type-checked, as was asked for"
+
+
+def emit_program(
+    graph: Graph,
+    plan: Plan,
+    folder: str | Path | None,
+    progress: Progress | None = None,
+    *,
+    type_check: bool = True,
+    state: Mapping[str, Tensor] | None = None,
+) -> Path:
+    """The third stage: writes the program into ``folder`` (a new temporary one if ``None``), checks it, and gives back its path.
+
+    ``state`` is the model's state dict, from whose values the folder starts.
+    """
+    from autopar.check import check_program
     from autopar.emit import emit
     from autopar.structure import check_structure
 
     _say(progress, "emit", "")
     home = Path(tempfile.mkdtemp(prefix="autopar-program-")) if folder is None else Path(folder)
+    if not type_check:
+        plan = dataclasses.replace(plan, notes=(*plan.notes, NOT_TYPED))
     try:
-        check_structure(emit(graph, plan, home))
+        check_structure(emit(graph, plan, home, state=state))
     except OSError as error:
         raise UsageError(
             f"the program cannot be written to {home}: {error.strerror}",
             "give a folder that can be made and written to",
         ) from error
+    if (
+        type_check and os.environ.get("LOCAL_RANK", "0") == "0"
+    ):  # one process of a machine speaks for all: they have the same text
+        began = time.perf_counter()
+        stages = check_program(home, lambda text: _say(progress, "emit", text))
+        _say(progress, "emit", f"{stages} stages are well-typed ({time.perf_counter() - began:.1f} s)")
     return home
 
 
@@ -328,6 +375,7 @@ def start_program(
     folder: str | Path | None,
     model: nn.Module,
     progress: Progress | None = None,
+    type_check: bool = True,
     **running: Any,
 ) -> Program:
     """The last two stages: the emitted program, loaded, with the values of ``model``'s parameters where it has any.
@@ -338,9 +386,12 @@ def start_program(
 
     if os.environ.get("LOCAL_RANK", "0") != "0":
         folder = None  # one process of a machine writes the folder, the others have the same text in one of their own
-    home = emit_program(graph, plan, folder, progress)
+    state = model.state_dict()
+    # a temporary folder is read by processes that get the values from this one
+    home = emit_program(graph, plan, folder, progress, type_check=type_check, state=None if folder is None else state)
     _say(progress, "run", "")
-    program = Program(plan, home, graph, cluster=cluster, state=model.state_dict(), **running)
+    # it was checked when it was emitted
+    program = Program(plan, home, graph, cluster=cluster, state=state, type_check=False, **running)
     if folder is None:
         weakref.finalize(program, shutil.rmtree, home, ignore_errors=True)
     return program

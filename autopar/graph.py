@@ -64,6 +64,17 @@ class Parameter:
         return Value(self.name, self.shape, self.dtype, self.trainable)
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor of the user's model by a name that its state dict has: a parameter, or a buffer. ``alias`` is the first name of the same."""
+
+    name: str
+    shape: tuple[int, ...]
+    parameter: bool
+    trainable: bool = False
+    alias: str | None = None
+
+
 @dataclass(frozen=True)
 class Buffer:
     """A buffer that the model writes in its forward pass. ``value`` is what it held at capture, on the CPU; ``None`` on meta.
@@ -141,8 +152,10 @@ class Graph:
     ``accumulated`` microbatches of these shapes, each a batch of its own, make the global batch; the loss is then their mean, and not the
     whole batch's (``autopar.capture.apart``). Everywhere else a graph is the whole batch's, and the number is one.
     ``opaque`` holds the modules that are kept whole, by the name of the op that stands for each (``"autopar.opaque_0"``). ``buffers`` are
-    those that the forward pass writes: each belongs to one layer. Those it only reads are ``constants``. ``narrow`` is what of the
-    precision its plans may give up (of ``autopar.plan.NARROW``).
+    those that the forward pass writes: each belongs to one layer. Those it only reads are ``constants``. ``valueless`` names those among
+    the latter that have no values (of a model on meta): such a graph can be planned, and no program be written from it. ``narrow`` is
+    what of the precision its plans may give up (of ``autopar.plan.NARROW``). ``state`` lists
+    what the user's model holds, in its order, whether the loss depends on it or not.
     """
 
     name: str
@@ -165,6 +178,8 @@ class Graph:
     buffers: dict[str, Buffer] = field(default_factory=dict)
     accumulated: int = 1
     narrow: tuple[str, ...] = ()
+    valueless: tuple[str, ...] = ()
+    state: tuple[Held, ...] = ()
 
     @property
     def batch_size(self) -> int:

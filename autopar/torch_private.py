@@ -5,6 +5,7 @@ Kept in one module so that a new torch release is checked in one place.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,51 @@ def overload_schema(target: Any) -> tuple[tuple[str, Any], ...] | None:
     if not isinstance(target, torch._ops.OpOverload):
         return None
     return tuple((argument.name, argument.default_value) for argument in target._schema.arguments)
+
+
+def is_overload(target: Any) -> bool:
+    """Whether ``target`` is an operator overload, whose schema says what it does. (torch 2.11, 2.13)"""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+@functools.lru_cache(maxsize=4096)
+def written_arguments(target: Any) -> tuple[str, ...]:
+    """Names of the arguments that an overload writes to, by its schema; none for any other callable. (torch 2.11, 2.13)"""
+    if not isinstance(target, torch._ops.OpOverload):
+        return ()
+    written = (a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    return tuple(written)
+
+
+@functools.lru_cache(maxsize=4096)
+def functional_twin(target: Any) -> Any:
+    """The overload of torch that computes what ``target`` writes and takes the same arguments, without ``out``; ``None`` where there is
+    none. (torch 2.11, 2.13)"""
+    schema = target._schema
+    name = schema.name.removeprefix("aten::")
+    if name == schema.name:
+        return None
+    out = any(a.is_out for a in schema.arguments)
+    if not out:  # __ior__ is __or__
+        name = f"__{name[3:]}" if name.startswith("__i") and name.endswith("__") else name.removesuffix("_")
+    packet = getattr(torch.ops.aten, name, None)
+    wanted = [argument for argument in schema.arguments if not argument.is_out]
+    for overload in packet.overloads() if packet is not None else ():
+        found = getattr(packet, overload)
+        given = found._schema.arguments
+        named = 0 if out else 1  # dropout_ calls `self` what dropout calls `input`
+        if (
+            [str(a.type) for a in given] == [str(a.type) for a in wanted]
+            and [a.name for a in given[named:]] == [a.name for a in wanted[named:]]
+            and not written_arguments(found)
+        ):
+            return found
+    return None
+
+
+def memory(tensor: torch.Tensor) -> int:
+    """What is equal for the views of one memory, while one of them lives; also on meta. (torch 2.11, 2.13)"""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def custom_op_module(target: Any) -> str | None:
@@ -128,6 +174,51 @@ def masks_as_given() -> Iterator[None]:
         yield
     finally:
         transformer._detect_is_causal_mask = looking
+
+
+@contextmanager
+def plain_averages() -> Iterator[None]:
+    """Inside, a batch norm with ``momentum=None`` (the mean over all batches so far) weighs a batch by its counter as a tensor, where torch
+    takes a Python number from it, which export cannot. (torch 2.11, 2.13)"""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    given = _BatchNorm.forward
+
+    def forward(norm: Any, x: torch.Tensor) -> torch.Tensor:
+        if norm.momentum is not None or not norm.training or norm.num_batches_tracked is None:
+            return given(norm, x)
+        norm._check_input_dim(x)
+        mean, var = torch.empty_like(norm.running_mean), torch.empty_like(norm.running_var)
+        result = torch.nn.functional.batch_norm(x, mean, var, norm.weight, norm.bias, True, 1.0, norm.eps)
+        with torch.no_grad():
+            norm.num_batches_tracked.add_(1)
+            share = norm.num_batches_tracked.to(mean.dtype).reciprocal()
+            norm.running_mean.lerp_(mean, share)
+            norm.running_var.lerp_(var, share)
+        return result
+
+    _BatchNorm.forward = forward  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        _BatchNorm.forward = given  # type: ignore[method-assign]
+
+
+@contextmanager
+def results_of_ops(found: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Inside, ``found`` is called with every tensor that an ATen op returns. (torch 2.11, 2.13)"""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            for value in result if isinstance(result, tuple | list) else (result,):
+                if isinstance(value, torch.Tensor):
+                    found(value)
+            return result
+
+    with Mode():
+        yield
 
 
 def fake_store() -> Any:

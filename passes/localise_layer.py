@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.rules import operands
+from autopar.rules.operands import aten_names, op_name
 from autopar.sharding import Sharding, local_shape
 from passes.collectives import convert, share
 from passes.kernel_calls import kernel_call, partition
@@ -68,11 +69,25 @@ def _call(
     call = localised(node, shapes, shape, partition(node, sharding))
     verify(node, call, shapes, shape)
     target, args, kwargs, factor = call
+    if target is torch.ops.aten.view.default and _laid_out_anew(node):
+        target = torch.ops.aten.reshape.default
     new = graph.call_function(target, fx.map_arg(args, made.__getitem__), fx.map_arg(kwargs, made.__getitem__))
     if factor is None:
         return new
     new.meta = dict(node.meta)
     return graph.call_function(scale, (new, factor))
+
+
+_STRIDED = frozenset(aten_names("transpose permute t movedim slice narrow select expand"))
+
+
+def _laid_out_anew(node: fx.Node) -> bool:
+    """Whether a view looks at a conversion's result through other dims or a part of it. Which dims of that can be merged without a copy was
+    settled by the strides of a single device's value; what a conversion leaves has its own."""
+    source, strided = operands(node)[0], False
+    while source.op == "call_function" and op_name(source.target) in _STRIDED:
+        source, strided = operands(source)[0], True
+    return strided and source.target in (convert, share)
 
 
 def _first(node: fx.Node) -> Tensor:

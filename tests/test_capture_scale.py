@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from autopar.capture import capture
-from autopar.capture.constants import Evaluator
+from autopar.capture.evaluate import Evaluator
 from autopar.capture.masks import classify_mask
 
 transformers = pytest.importorskip("transformers")
@@ -94,4 +94,4 @@ def test_masks_are_told_apart(offset: int, expected: str | None) -> None:
         aten.expand.default, call(aten.le.Tensor, call(aten.unsqueeze.default, positions, 0), rows), [8, 1, 512, 512]
     )
     graph.output(mask)
-    assert classify_mask(Evaluator(gm, {}), mask, 8) == expected
+    assert classify_mask(Evaluator(gm, {}), mask) == expected

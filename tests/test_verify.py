@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -18,13 +19,13 @@ from workers import WorkerPool
 import autopar
 import autopar.emit.program as program
 from autopar import zoo
-from autopar.capture import capture
+from autopar.capture import capture, reference
 from autopar.cli.app import cli
 from autopar.errors import BatchError, ModelError, UsageError
 from autopar.plan import Role
 from autopar.search.hand import hand_plan, make_mesh
 from autopar.shard import annotate
-from autopar.verify import Difference, check_plan, kinds, locate, make_subject, shrink_config, shrink_plan
+from autopar.verify import Difference, attack, check_plan, kinds, locate, make_subject, shrink_config, shrink_plan
 from autopar.zoo.hf import build_config
 
 KEYS = ["exact", "max_relative_difference", "plans_checked", "typechecked", "replicated_ops", "failures"]
@@ -56,7 +57,8 @@ def test_every_kind_that_a_model_admits_is_checked() -> None:
     assert report.exact and 0 < report.max_relative_difference < 1e-12
     names = [check.kind for check in report.checked]
     assert {*names, *report.skipped} == {kind.name for kind in kinds(2)} and len(names) >= 12
-    assert report.typechecked == len(names) and told[0] == "capture" and told[1:-1] == [kind.name for kind in kinds(2)]
+    assert report.typechecked == len(names) and told[:2] == ["capture", "attacks on one device"]
+    assert told[2:-1] == [kind.name for kind in kinds(2)]
     assert list(report.to_json())[:6] == KEYS
 
 
@@ -89,6 +91,97 @@ def test_what_has_no_values_or_no_room_is_refused() -> None:
         autopar.verify(model.to("meta"), batch, loss_fn)
     with pytest.raises(BatchError, match="on meta"):
         autopar.verify(mlp()[0], tuple(tensor.to("meta") for tensor in batch), loss_fn)
+
+
+# -- attacks ----------------------------------------------------------------------------------------------------------
+
+
+class Masking(nn.Module):
+    """Labels, a mask, a floating input, a buffer that is written, and a number that is written by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.head = nn.Linear(8, 11)
+        self.register_buffer("seen", torch.zeros(8))
+        self.factor = 1.0
+
+    def forward(self, ids: Tensor, keep: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids) * weight[:, None, None] * self.factor
+        x = x.masked_fill(~keep.bool()[..., None], 0.0) - self.seen
+        self.seen.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)))
+        return nn.functional.cross_entropy(self.head(x).transpose(1, 2), labels)
+
+
+def masking() -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    ids = torch.randint(1, 11, (4, 6))
+    keep = (torch.arange(6) < torch.tensor([6, 3, 2, 6])[:, None]).long()
+    return Masking(), {"ids": ids, "keep": keep, "weight": torch.rand(4), "labels": ids.clone()}
+
+
+def test_the_batch_is_made_harder_in_every_way_that_the_model_admits() -> None:
+    model, batch = masking()
+    found = attack(model, None, make_subject(model, batch))
+    assert not found.broken and all(error.exact for error in found.tried.values()), found
+    assert list(found.tried) == [
+        "the batch as it is",
+        "two steps in a row",
+        "labels ignored unevenly in labels",
+        "a row that is masked whole in keep",
+        "integers at their edges",
+        "extreme values",
+        "another number of rows",
+        "as many rows as places in a sequence",
+        "eval()",
+    ]
+    assert list(found.skipped) == ["labels ignored unevenly in ids", "train()"]
+    assert found.skipped["labels ignored unevenly in ids"].startswith("eager PyTorch raises IndexError: index out of")
+    labels = found.subjects["labels ignored unevenly in labels"].batch["labels"]
+    assert [int((row == -100).sum()) for row in labels] == [3, 0, 0, 6]
+    edges = found.subjects["integers at their edges"].batch["ids"]
+    assert set(edges[0].tolist()) == {int(batch["ids"].min())} and set(edges[-1].tolist()) == {int(batch["ids"].max())}
+    assert not found.subjects["a row that is masked whole in keep"].batch["keep"][0].any()
+
+
+def test_what_makes_eager_pytorch_answer_nan_is_skipped() -> None:
+    class Rooted(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input).square().sum() / input.sum(1).prod()
+
+    found = attack(model := Rooted(3, 2), None, make_subject(model, torch.rand(4, 3) + 1.0))
+    assert found.skipped["extreme values"] == "eager PyTorch's loss or gradients are not finite"
+
+
+def test_a_graph_that_is_not_the_model_is_said_to_be_inexact(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = reference.run
+
+    def wrong(graph: Any, parameters: Any, batch: Any, **rest: Any) -> Tensor:
+        return right(graph, parameters, {name: tensor.clamp(max=5.0) for name, tensor in batch.items()}, **rest)
+
+    model, batch, loss_fn = mlp()
+    assert max(float(tensor.abs().max()) for tensor in batch) < 5.0
+    monkeypatch.setattr(reference, "run", wrong)
+    report = autopar.verify(model, batch, loss_fn, devices=1)
+    assert not report.exact and report.max_relative_difference > 1e-3
+    assert [(failure.kind, failure.plan) for failure in report.failures] == [("extreme values", "one device")]
+    assert "the captured graph is not the model: " in report.failures[0].message
+    data = report.to_json()
+    assert data["exact"] is False and "extreme values" in [each["name"] for each in data["attacks"]]
+    assert set(data["attacks_in_plans"].values()) == {"extreme values"}
+    assert data["attacks_skipped"]["train()"] == "the model is in this mode"
+
+
+def test_every_plan_is_run_with_another_batch(workers2: WorkerPool) -> None:
+    model, batch = masking()
+    given = make_subject(model, batch)
+    other = attack(model, None, given).subjects["labels ignored unevenly in labels"]
+    assert abs(other.loss - given.loss) > 1e-3
+    plan = hand_plan(given.graph, data=2, zero=3)
+    outcome = check_plan(given, plan, workers2, attack=other)
+    assert outcome.error.exact and outcome.attacked is not None and outcome.attacked.exact
+    false = dataclasses.replace(other, loss=given.loss)
+    assert not check_plan(given, plan, workers2, typed=False, attack=false).attacked.exact  # type: ignore[union-attr]
 
 
 # -- where it is wrong ------------------------------------------------------------------------------------------------

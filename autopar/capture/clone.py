@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,21 +17,35 @@ from autopar.torch_private import fake_tensors
 PRECISIONS = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _RUNNING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_LOSS_KEY = "loss_fn"
 _EXPERTS = "grouped_mm"  # of transformers' implementations, the one that passes.clean.experts knows
+
+
+LOSS = "<loss_fn>"
+"""Stands before the names of the buffers of a ``loss_fn`` that is a module."""
 
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """The clone, the real tensors behind its buffers (absent for a model on meta), and the mode its tensors live in."""
+    """The clones, the real tensors behind their buffers by every name (absent for a model on meta), and the mode their tensors live in."""
 
     module: nn.Module
+    loss_fn: Any
     buffers: dict[str, torch.Tensor]
     mode: Any
 
 
-def twin(model: nn.Module, dtype: torch.dtype | None, *, meta: bool = False, without: Collection[str] = ()) -> Twin:
-    """Clone ``model`` without touching or copying its tensors.
+def twin(
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    loss_fn: Any = None,
+    *,
+    meta: bool = False,
+    without: Collection[str] = (),
+) -> Twin:
+    """Clone ``model``, and ``loss_fn`` where it is a module, without touching or copying their tensors.
 
+    Every module stays in the mode (``train`` or ``eval``) that it is in.
     The twin's tensors say that they are on the CPU, as a newcomer's model is, so that a forward that mixes in tensors of the default
     device works on it; those of a ``meta`` twin are on meta, which is several times faster. Tensors that are plain attributes become
     buffers, so that they are seen. ``dtype`` casts the floating ones, except that running statistics, which move by a small part of
@@ -42,9 +56,6 @@ def twin(model: nn.Module, dtype: torch.dtype | None, *, meta: bool = False, wit
     mode = contextlib.nullcontext() if meta else fake_tensors()
     device = "meta" if meta else "cpu"
     memo: dict[int, Any] = {}
-    values: dict[str, torch.Tensor] = {}
-    plain: dict[tuple[int, str], str] = {}  # the module and the attribute: the module's path
-
     running = {id(b) for m in model.modules() if isinstance(m, _RUNNING) for b in m.buffers(recurse=False)}
 
     def cast(tensor: torch.Tensor) -> torch.dtype:
@@ -60,33 +71,54 @@ def twin(model: nn.Module, dtype: torch.dtype | None, *, meta: bool = False, wit
     for name, parameter in model.named_parameters():
         made = None if name in left_out else nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
         memo[id(parameter)] = made
-    for path, module in model.named_modules(remove_duplicate=False):  # a buffer has all its names
-        prefix = f"{path}." if path else ""
-        tensors = dict(module.named_buffers(recurse=False))
-        for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor):
-                tensors[name] = value
-                plain.setdefault((id(module), name), path)
-        for name, tensor in tensors.items():
-            memo.setdefault(id(tensor), fake(tensor))
-            if tensor.device.type != "meta":
-                values[prefix + name] = tensor.detach().to("cpu", cast(tensor))
+    whole = nn.ModuleDict({"model": model})
+    if isinstance(loss_fn, nn.Module):
+        whole[_LOSS_KEY] = loss_fn
+    plain: dict[tuple[int, str], str] = {}  # the path by module and name: once for a module that several paths reach
+    values: dict[str, torch.Tensor] = {}
+    for path, name, tensor in stored_tensors(whole):
+        owner = whole.get_submodule(path)
+        if name in vars(owner) and not isinstance(tensor, nn.Parameter):
+            plain.setdefault((id(owner), name), path)
+        if id(tensor) not in memo:
+            memo[id(tensor)] = fake(tensor)
+        if tensor.device.type != "meta":
+            values[_name(f"{path}.{name}")] = tensor.detach().to("cpu", cast(tensor))
     try:
-        module = copy.deepcopy(model, memo)
+        copied = copy.deepcopy(whole, memo)
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and capture works on a copy",
             hint="keep open files, locks and generators out of the module's attributes",
         ) from error
     for (_, name), path in plain.items():
-        owner = module.get_submodule(path)
+        owner = copied.get_submodule(path)
         tensor = getattr(owner, name)
         delattr(owner, name)
         owner.register_buffer(name, tensor, persistent=False)
+    module = copied["model"]
     for child in module.modules():
         config: Any = getattr(child, "config", None)
         if getattr(config, "use_cache", False):
             config.use_cache = False
         if getattr(config, "_experts_implementation", None) is not None:
             config._experts_implementation = _EXPERTS
-    return Twin(module.train(), values, mode)
+    return Twin(module, copied[_LOSS_KEY] if isinstance(loss_fn, nn.Module) else loss_fn, values, mode)
+
+
+def stored_tensors(whole: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """The buffers, and the tensors that are plain attributes: the path of their module, and their name.
+
+    Those of a module that is reached by several paths come once for each: a buffer may be asked for by any of its names.
+    """
+    for path, module in whole.named_modules(remove_duplicate=False):
+        yield from ((path, name, tensor) for name, tensor in module.named_buffers(recurse=False))
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield path, name, value
+
+
+def _name(path: str) -> str:
+    """What is called ``path`` among model and loss function, by the name that it has in the captured graph."""
+    root, _, rest = path.partition(".")
+    return f"{LOSS}.{rest}" if root == _LOSS_KEY else rest

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from autopar.capture.backward import (
 )
 from autopar.capture.batch import BatchStructure, flatten_batch, rebuild_batch
 from autopar.capture.blocks import stack
-from autopar.capture.clone import Twin, twin
+from autopar.capture.clone import LOSS, Twin, twin
 from autopar.capture.guard import guarded
 from autopar.capture.repeat import Lifted, Repeats, expand, members, record, traced_once
 from autopar.capture.state import State, check_again, state
@@ -33,7 +33,7 @@ from autopar.capture.whole import keep as keep_whole
 from autopar.capture.whole import paths_of
 from autopar.errors import CaptureError
 from autopar.graph import Parameter
-from autopar.torch_private import as_if_exported, is_fake, masks_as_given
+from autopar.torch_private import as_if_exported, is_fake, masks_as_given, memory, plain_averages
 from passes.clean.nodes import like, note, packet
 
 
@@ -174,19 +174,19 @@ def _exported(
 ) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
     """The labelled graph and the values; of the modules in ``kept`` one op each."""
     repeats = _repeats(model, dtype, loss_fn, structure, kept)
-    copied = _twin(model, dtype, kept, without=repeats.unread(model) if repeats is not None else ())
+    copied = _twin(model, dtype, loss_fn, kept, without=repeats.unread(model) if repeats is not None else ())
     before = state(copied.module)
 
     def run(repeats: Repeats | None = repeats) -> tuple[Any, State]:
-        return _export(model, copied, loss_fn, structure, repeats), _LEFT.pop()
+        return _export(model, copied, structure, repeats), _LEFT.pop()
 
     program, left = run()
     notes = check_again(program, before, left, copied, run)
     lifted = _lifted(program)
     found = expand(program.graph_module, lifted, repeats, model) if repeats is not None else lifted
     if found is None:
-        copied = _twin(model, dtype, kept)
-        program = _export(model, copied, loss_fn, structure)
+        copied = _twin(model, dtype, loss_fn, kept)
+        program = _export(model, copied, structure)
         found = _lifted(program)
     gm = program.graph_module
     values = _label(gm, found, program.constants, model, copied, structure)
@@ -197,8 +197,8 @@ def _exported(
     return gm, values
 
 
-def _twin(model: nn.Module, dtype: torch.dtype | None, kept: dict[str, str], **options: Any) -> Twin:
-    copied = twin(model, dtype, **options)
+def _twin(model: nn.Module, dtype: torch.dtype | None, loss_fn: Any, kept: dict[str, str], **options: Any) -> Twin:
+    copied = twin(model, dtype, loss_fn, **options)
     keep_whole(kept, copied.module)
     return copied
 
@@ -214,17 +214,24 @@ def _repeats(
     if not members(model):
         return None
     for meta in (True, False):
-        copied = _twin(model, dtype, kept, meta=meta)
+        copied = _twin(model, dtype, loss_fn, kept, meta=meta)
 
         def run(copied: Twin = copied, device: str = "meta" if meta else "cpu") -> None:
-            with copied.mode, guarded(model, copied.module), masks_as_given(), as_if_exported():
+            with copied.mode, _traceable(model, copied), as_if_exported():
                 tensors = [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in structure.leaves]
-                call_model(copied.module, structure, loss_fn, tensors)
+                call_model(copied.module, structure, copied.loss_fn, tensors)
 
         repeats = record(copied.module, run)
         if repeats is not None:
             return repeats
     return None
+
+
+@contextmanager
+def _traceable(model: nn.Module, copied: Twin) -> Iterator[None]:
+    """Inside, torch's modules compute the same without looking at values, and what would be lost is refused."""
+    with guarded(model, copied.module), masks_as_given(), plain_averages():
+        yield
 
 
 def _lifted(program: Any) -> list[Lifted]:
@@ -233,16 +240,10 @@ def _lifted(program: Any) -> list[Lifted]:
     return [(spec.kind.name, str(spec.target or ""), nodes[spec.arg.name]) for spec in specs]
 
 
-def _export(
-    model: nn.Module,
-    copied: Twin,
-    loss_fn: Callable[..., Any] | None,
-    structure: BatchStructure,
-    repeats: Repeats | None = None,
-) -> Any:
+def _export(model: nn.Module, copied: Twin, structure: BatchStructure, repeats: Repeats | None = None) -> Any:
     with copied.mode:
         tensors = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in structure.leaves)
-    captured = _Captured(copied.module, loss_fn, structure)
+    captured = _Captured(copied.module, copied.loss_fn, structure)
     names = ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
     noisy = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in noisy]
@@ -251,8 +252,7 @@ def _export(
     try:
         with warnings.catch_warnings(), ExitStack() as around:
             warnings.simplefilter("ignore")
-            around.enter_context(guarded(model, copied.module))
-            around.enter_context(masks_as_given())
+            around.enter_context(_traceable(model, copied))
             if repeats is not None:
                 around.enter_context(traced_once(captured.module, repeats))
             return torch.export.export(captured, tensors, strict=False)
@@ -271,7 +271,7 @@ def _export(
 
 def _explain(error: Exception, module: nn.Module) -> CaptureError:
     """The user's source line and what it did."""
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))  # a mode's frames are ours wherever it is
     frames: Sequence[traceback.FrameSummary] = traceback.extract_tb(error.__traceback__)
     user = [f for f in frames if not f.filename.startswith((*ours, "<")) and not f.filename.endswith("contextlib.py")]
     kind, text = type(error).__name__, str(error).strip().split("\n")[0]
@@ -301,16 +301,23 @@ def _label(
     structure: BatchStructure,
 ) -> dict[str, torch.Tensor]:
     """Say on each placeholder what it is, make every ``meta["val"]`` a plain meta tensor; the values of buffers and constants."""
-    for node in gm.graph.nodes:
+    for node in (node for part in gm.modules() if isinstance(part, fx.GraphModule) for node in part.graph.nodes):
         if "val" in node.meta:
             node.meta["val"] = _plain(node.meta["val"], node)
     names = _parameter_names(model)
     shapes = dict(model.named_parameters())
+    buffers = dict(copied.module.named_buffers(remove_duplicate=False))
+    sharing = _sharing(buffers, model)
+    names_of: dict[int, str] = {}
+    for name, tensor in buffers.items():
+        names_of.setdefault(id(tensor), name)
     first: dict[str, fx.Node] = {}
     values: dict[str, torch.Tensor] = {}
     leaves = iter(structure.leaves)
     for kind, lifted_as, node in lifted:
         target = lifted_as.removeprefix("module.")
+        if lifted_as.startswith("loss_fn."):
+            target = f"{LOSS}.{lifted_as.removeprefix('loss_fn.')}"
         if kind == "USER_INPUT":
             node.meta["input"] = next(leaves).name
         elif kind == "PARAMETER":
@@ -325,7 +332,12 @@ def _label(
                 name, name, size, size, value.dtype, tied=tied, trainable=shapes[name].requires_grad
             )
         else:
+            if target in buffers:
+                target = names_of[id(buffers[target])]  # of several names of one buffer the first, as parameters have
             node.meta["buffer"] = target
+            node.meta["lifted"] = target not in buffers
+            if target in sharing:
+                node.meta["shares"] = sharing[target]
             real = constants.get(lifted_as)
             if target in copied.buffers:
                 values[target] = copied.buffers[target]
@@ -348,6 +360,19 @@ def _check_constant(node: fx.Node, value: torch.Tensor) -> None:
             f"forward makes a tensor {list(value.shape)} in a way that torch.export does not follow\n{where}",
             OPAQUE_HINT,
         )
+
+
+def _sharing(names: Collection[str], model: nn.Module) -> dict[str, str]:
+    """For each tensor of the model that shows memory of another one (a view of it, not the tensor itself): that one's name."""
+    found: dict[int, dict[int, str]] = {}
+    places = {}
+    for name in (*dict(model.named_parameters()), *names):
+        path, _, attribute = name.rpartition(".")
+        tensor = getattr(model.get_submodule(path), attribute)
+        places[name] = (memory(tensor), id(tensor))
+        found.setdefault(memory(tensor), {}).setdefault(id(tensor), name)
+    others = {name: [n for key, n in found[held].items() if key != own] for name, (held, own) in places.items()}
+    return {name: first[0] for name, first in others.items() if first}
 
 
 _ONE_DTYPE = (

@@ -53,8 +53,8 @@ class _Meant(TorchFunctionMode):
         args, kwargs = self._meant(args), self._meant(kwargs or {})
         if func == _DATA.__set__:
             raise CaptureError(
-                f"{caller()} sets the data of a tensor, which a graph does not follow",
-                hint="give the result a name of its own (y = ...); what is to be kept between steps belongs into a buffer",
+                f"{caller()} gives a tensor other data in forward, which autograd and a captured graph do not see",
+                hint="make a new tensor, y = ...; a buffer is written by buffer.copy_(new), a parameter after the step",
             )
         if func == _DATA.__get__:
             result = args[0].detach()

@@ -1,28 +1,30 @@
 """Recognise attention masks that attention can express by itself, without materialising them.
 
 transformers builds an explicit mask of ``[batch, 1, sequence, sequence]`` from positions and hands it to
-``scaled_dot_product_attention``, and the fast kernels are lost. A constant mask is evaluated at a shrunken size: batch 2 and, for a long
-sequence, a short one. Shrinking the sequence is sound only if the mask's rule does not change in between, which holds when no
-number written in its expression lies between the two sizes (a sliding window is such a number).
+``scaled_dot_product_attention``, and the fast kernels are lost. The mask's own expression is evaluated at its real size, block by block
+(``bounds``): blocks off the diagonal are proved to be seen or hidden throughout by the bounds of the positions in them, those on the
+diagonal are worked out. What is not proved stays a mask.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar.capture.constants import Evaluator
-from passes.clean.nodes import add, arguments, aten, calls, replace, shape
+from autopar.capture.bounds import Block, Blocks
+from autopar.capture.evaluate import Evaluator, TooLargeError
+from passes.clean.nodes import add, arguments, aten, calls, replace, shape, val
 
-# Sequences longer than this are shrunk to it, where that is sound.
-SHORT = 64
-# A mask that cannot be shrunk is evaluated up to this sequence length.
-LONG = 16384
+LEAF = 256
+"""Blocks of at most so many queries and keys are worked out, larger ones cut into four."""
+MOST_BLOCKS = 20_000
+"""How many blocks are looked at before a mask is left as it is: a causal one of a million positions has 16,000."""
 
 
-def recognise_masks(gm: fx.GraphModule, evaluator: Evaluator, batch_size: int) -> None:
+def recognise_masks(gm: fx.GraphModule, evaluator: Evaluator) -> None:
     """Drop constant masks that allow everything; replace triangular ones by ``is_causal=True``."""
     kinds: dict[fx.Node, str | None] = {}
     for node in calls(gm, aten.scaled_dot_product_attention.default):
@@ -30,62 +32,92 @@ def recognise_masks(gm: fx.GraphModule, evaluator: Evaluator, batch_size: int) -
         if not isinstance(mask, fx.Node) or mask not in evaluator.constant:
             continue
         if mask not in kinds:
-            kinds[mask] = classify_mask(evaluator, mask, batch_size)
+            kinds[mask] = classify_mask(evaluator, mask)
         if kinds[mask] is None:
             continue
         kwargs: dict[str, Any] = dict(node.kwargs)
         if kinds[mask] == "causal":
             kwargs["is_causal"] = True
         replace(node, add(node, aten.scaled_dot_product_attention.default, tuple(arguments(node)[:3]), kwargs))
-    evaluator.forget()
 
 
-def classify_mask(evaluator: Evaluator, mask: fx.Node, batch_size: int) -> str | None:
-    """``"causal"`` if query i sees keys 0..i, ``"full"`` if everything is seen, ``None`` for any other mask."""
-    *_, queries, keys = shape(mask)
-    if queries != keys:
-        return _kind(evaluator, mask, _extents(batch_size, (queries, keys)), causal=False)
-    numbers = evaluator.literals(mask) - {batch_size}
-    if queries > SHORT and not any(SHORT // 2 < abs(n) < queries for n in numbers):
-        results = {
-            _kind(evaluator, mask, {**_extents(batch_size, ()), queries: size}, causal=True)
-            for size in (SHORT, SHORT - 3)
-        }
-        kind = results.pop()
-        if not results and kind is not None:
-            return kind
-    if queries > LONG:
+def classify_mask(evaluator: Evaluator, mask: fx.Node) -> str | None:
+    """``"causal"`` if query i sees keys 0..i, ``"full"`` if everything is seen, ``None`` for any other mask and where neither is proved."""
+    *lead, queries, keys = shape(mask)
+    if 0 in shape(mask) or not evaluator.valued(mask):
         return None
-    return _kind(evaluator, mask, _extents(batch_size, (queries,)), causal=True)
-
-
-def _extents(batch_size: int, others: tuple[int, ...]) -> dict[int, int]:
-    """Shrink the batch to 2, unless another extent has the same size and cannot be told apart."""
-    return {batch_size: 2} if batch_size > 2 and batch_size not in others else {}
-
-
-def _kind(evaluator: Evaluator, mask: fx.Node, extents: dict[int, int], *, causal: bool) -> str | None:
-    if (
-        max(extents.get(size, size) for size in shape(mask)[-2:]) ** 2 * extents.get(shape(mask)[0], shape(mask)[0])
-        > 2**30
-    ):
-        return None
+    blocks = Blocks(evaluator)
+    rest = tuple((0, size) for size in lead)
     try:
-        value = evaluator(mask, extents)
-    except (RuntimeError, IndexError):
+        seen = _seen(blocks, mask, (*rest, (0, 1), (keys - 1, keys)))  # by the first query, of the last key
+        kind = "full" if seen or keys == 1 else "causal"
+        if seen is None or (kind == "causal" and queries != keys):
+            return None
+        return kind if _proved(blocks, mask, rest, causal=kind == "causal") else None
+    except TooLargeError:
         return None
-    finally:
-        if sum(shape(mask)[-2:]) > 4 * SHORT:
-            evaluator.forget()
-    seen = _allowed(value)
-    expected = tuple(extents.get(size, size) for size in shape(mask)[-2:])
-    if seen is None or tuple(seen.shape[-2:]) != expected:
+
+
+def _proved(blocks: Blocks, mask: fx.Node, rest: Block, *, causal: bool) -> bool:
+    """Whether every key is seen, or with ``causal`` those that are not behind the query and no others."""
+    queries, keys = shape(mask)[-2:]
+    open_blocks, looked_at = [((0, queries), (0, keys))], 0
+    while open_blocks:
+        (top, bottom), (left, right) = open_blocks.pop()
+        looked_at += 1
+        if looked_at > MOST_BLOCKS:
+            return False
+        block = (*rest, (top, bottom), (left, right))
+        all_seen, all_hidden = not causal or right - 1 <= top, causal and left > bottom - 1
+        found = _seen(blocks, mask, block) if all_seen or all_hidden else None
+        if found is not None:
+            if found is not all_seen:
+                return False
+            continue
+        if max(bottom - top, right - left) > LEAF:
+            open_blocks += [(rows, columns) for rows in _halves(top, bottom) for columns in _halves(left, right)]
+        elif not _as_expected(blocks, mask, block, causal=causal):
+            return False
+    return True
+
+
+def _halves(start: int, stop: int) -> list[tuple[int, int]]:
+    if stop - start <= LEAF:
+        return [(start, stop)]
+    middle = (start + stop) // 2
+    return [(start, middle), (middle, stop)]
+
+
+def _seen(blocks: Blocks, mask: fx.Node, block: Block) -> bool | None:
+    """Whether all of the block is seen, or nothing of it; ``None`` where that is not known."""
+    blocks.next()
+    ends = blocks.bounds(mask, block)
+    if ends is None and math.prod(stop - start for start, stop in block[-2:]) == 1:
+        allowed = _allowed(blocks.elements(mask, block))
+        return None if allowed is None or bool(allowed.any()) is not bool(allowed.all()) else bool(allowed.all())
+    if ends is None:
         return None
-    if bool(seen.all()):
-        return "full"
-    if causal and torch.equal(seen, torch.ones(expected, dtype=torch.bool).tril().expand(seen.shape)):
-        return "causal"
-    return None
+    allowed = _allowed(torch.stack(ends))
+    if val(mask).dtype == torch.bool:
+        return bool(ends[0]) if torch.equal(*ends) else None
+    if allowed is None:
+        return None
+    # of an additive mask: zero throughout, or so low throughout that nothing is seen
+    return None if bool(allowed.any()) is not bool(allowed.all()) else bool(allowed.all())
+
+
+def _as_expected(blocks: Blocks, mask: fx.Node, block: Block, *, causal: bool) -> bool:
+    blocks.next()
+    seen = _allowed(blocks.elements(mask, block))
+    if seen is None:
+        return False
+    if not causal:
+        return bool(seen.all())
+    (top, bottom), (left, right) = block[-2:]
+    expected = torch.arange(left, right) <= torch.arange(top, bottom)[:, None]
+    return torch.equal(
+        seen.expand(*seen.shape[:-2], *expected.shape), expected.expand(*seen.shape[:-2], *expected.shape)
+    )
 
 
 def _allowed(mask: torch.Tensor) -> torch.Tensor | None:

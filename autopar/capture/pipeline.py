@@ -11,20 +11,16 @@ from torch import fx, nn
 
 from autopar.capture.batch import BatchStructure, describe_batch
 from autopar.capture.clone import PRECISIONS
-from autopar.capture.constants import (
-    Evaluator,
-    fold_constants,
-    share_constants,
-    simplify_constants,
-    unused_constants,
-)
+from autopar.capture.constants import fold_constants, share_constants, simplify_constants, unused_constants
+from autopar.capture.evaluate import Evaluator
 from autopar.capture.export import export
 from autopar.capture.layers import borders, build_layers, build_prelude, loss_node
 from autopar.capture.masks import recognise_masks
 from autopar.capture.opaque import opaque_modules
+from autopar.capture.reach import freeze_unreached
 from autopar.capture.segment import mark_main, segment, updates
 from autopar.errors import CaptureError
-from autopar.graph import Buffer, Graph, Parameter, Value
+from autopar.graph import Buffer, Graph, Held, Parameter, Value
 from passes.clean import FINAL_STEPS, STEPS
 from passes.clean.batch_norm import LOCAL
 from passes.clean.nodes import mark_gradients
@@ -61,28 +57,23 @@ def capture(
     dtype = PRECISIONS[precision] if precision is not None else None
     report = progress or (lambda stage: None)
     structure = describe_batch(model, batch, loss_fn, dtype)
-    batch_size = structure.leaves[0].shape[0]
     report("export")
     gm, buffers, classes = export(model, structure, loss_fn, dtype, batch)
     report("clean")
     gm.meta[LOCAL] = local_batch_norm
-    gm, constants = clean(gm, buffers, batch_size)
+    gm, constants = clean(gm, buffers)
     report("segment")
     written = _buffers(gm, buffers, model)
     return _assemble(gm, constants, structure, classes, model, name or type(model).__name__, written)
 
 
-def clean(
-    gm: fx.GraphModule, buffers: dict[str, torch.Tensor], batch_size: int
-) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
+def clean(gm: fx.GraphModule, buffers: dict[str, torch.Tensor]) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
     """The cleaned graph, and its folded constants by name."""
     gm = run_passes(gm, STEPS)
     share_constants(gm)
-    evaluator = Evaluator(gm, buffers)
-    recognise_masks(gm, evaluator, batch_size)
+    recognise_masks(gm, Evaluator(gm, buffers))
     gm = run_passes(gm, STEPS[-1:])
-    evaluator = Evaluator(gm, buffers)
-    constants = fold_constants(gm, evaluator, batch_size)
+    constants = fold_constants(gm, Evaluator(gm, buffers))
     simplify_constants(gm, constants)
     gm = run_passes(gm, FINAL_STEPS)
     return gm, unused_constants(gm, constants)
@@ -102,6 +93,7 @@ def _assemble(
     loss = loss_node(gm)
     if not isinstance(loss, fx.Node) or not loss.meta["grad"]:
         raise CaptureError("the loss does not depend on any trainable parameter", hint="nothing would be trained")
+    freeze_unreached(gm, loss)
     inputs = tuple(Value(leaf.name, leaf.shape, leaf.dtype) for leaf in structure.leaves)
     scalars, prelude = build_prelude(gm, inputs, constants)
     groups = segment(gm, classes)
@@ -113,6 +105,13 @@ def _assemble(
     used = {parameter.original for parameter in parameters.values()}
     if unused := [n for n, p in model.named_parameters() if p.requires_grad and n not in used]:
         notes.append(f"the loss does not depend on {len(unused)} parameters: {', '.join(unused[:5])}")
+    if (still := [name for name, module in model.named_modules() if not module.training]) and model.training:
+        some = f"{', '.join(name for name in still[:3])}{', ...' if len(still) > 3 else ''}"
+        notes.append(f"{len(still)} modules are in eval mode, as they were given, and stay in it: {some}")
+    elif still:
+        notes.append(
+            "the model is in eval mode, as it was given: no dropout, and running statistics; model.train() changes that"
+        )
     held = {name for layer in layers for name in layer.buffers}
     notes += [f"the update of buffer {name} is left out" for name in written if name not in held]
     floating = [p.dtype for p in parameters.values() if p.dtype.is_floating_point]
@@ -134,7 +133,22 @@ def _assemble(
         unmicrobatchable=gm.meta.get("unmicrobatchable", ""),
         opaque=opaque_modules(gm.graph),
         buffers={name: buffer for name, buffer in written.items() if name in held},
+        valueless=tuple(gm.meta.get("valueless", ())),
+        state=_state(model),
     )
+
+
+def _state(model: nn.Module) -> tuple[Held, ...]:
+    """The model's parameters, then the buffers of its state dict, by every name."""
+    found, first = [], dict[int, str]()
+    kept = model.state_dict(keep_vars=True)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = {name: tensor for name, tensor in model.named_buffers(remove_duplicate=False) if name in kept}
+    for name, tensor in (*parameters.items(), *buffers.items()):
+        alias = first.setdefault(id(tensor), name)
+        alias_of = None if alias == name else alias
+        found.append(Held(name, tuple(tensor.shape), name in parameters, tensor.requires_grad, alias_of))
+    return tuple(found)
 
 
 def _buffers(gm: fx.GraphModule, values: dict[str, torch.Tensor], model: nn.Module) -> dict[str, Buffer]:

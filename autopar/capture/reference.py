@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -40,20 +40,26 @@ class _Watched(fx.Interpreter):
 
 
 def run(
-    graph: Graph, parameters: Mapping[str, Tensor], batch: Mapping[str, Tensor], watch: Watch | None = None
+    graph: Graph,
+    parameters: Mapping[str, Tensor],
+    batch: Mapping[str, Tensor],
+    watch: Watch | None = None,
+    buffers: MutableMapping[str, Tensor] | None = None,
 ) -> Tensor:
     """The loss of one batch (by input name, see ``flatten_batch``): the prelude, then every layer's graph in turn.
 
     ``parameters`` are those of the user's model, by their original names; gradients flow to them. ``watch`` is called with a
-    layer's index, a node of its class's graph and the node's value, for every node.
+    layer's index, a node of its class's graph and the node's value, for every node. ``buffers`` holds what earlier steps wrote, by name,
+    in place of what the buffers held at capture, and takes what this step writes.
     """
+    written = {} if buffers is None else buffers
     tensors = parameter_tensors(graph, parameters)
     scalars: dict[str, Tensor] = {}
     if graph.prelude is not None:
         with torch.no_grad():
             results = graph.prelude(*(batch[value.name] for value in graph.inputs))
         scalars = {value.name: result for value, result in zip(graph.scalars, results, strict=True)}
-    held = graph.constants | {n: b.value for n, b in graph.buffers.items() if b.value is not None}
+    held = graph.constants | {n: b.value for n, b in graph.buffers.items() if b.value is not None} | dict(written)
     values: dict[str, Tensor] = {}
     for index, layer in enumerate(graph.layers):
         arguments = (
@@ -63,7 +69,10 @@ def run(
             + [scalars[name] for name in layer.scalars]
             + [tensors[name] for name in layer.parameters]
         )
-        gm = graph.classes[layer.cls].graph
-        outputs = gm(*arguments) if watch is None else _Watched(index, gm, watch).run(*arguments)
+        cls = graph.classes[layer.cls]
+        outputs = cls.graph(*arguments) if watch is None else _Watched(index, cls.graph, watch).run(*arguments)
         values.update(zip(layer.outputs, outputs, strict=False))  # then come the new values of its buffers
+        own = dict(zip((buffer.name for buffer in cls.buffers), layer.buffers, strict=True))
+        updates = outputs[len(layer.outputs) :]
+        written.update((own[n], value.detach()) for n, value in zip(cls.updates, updates, strict=True))
     return values[graph.loss]

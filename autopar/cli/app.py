@@ -135,6 +135,26 @@ _plan_file_option = click.option(
 )
 
 
+_capture_check_option = click.option(
+    "--no-capture-check",
+    "capture_check",
+    is_flag=True,
+    default=True,
+    flag_value=False,
+    help="Do not compare the captured graph with the model first; the plan then says so.",
+)
+
+
+_type_check_option = click.option(
+    "--no-type-check",
+    "type_check",
+    is_flag=True,
+    default=True,
+    flag_value=False,
+    help="Leave out the type checker's pass over the program; the plan then says so.",
+)
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(autopar.__version__, prog_name="autopar")
 def cli() -> None:
@@ -150,6 +170,7 @@ def cli() -> None:
 )
 @_model_options
 @_pin_options
+@_capture_check_option
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
 def plan(**request: Any) -> None:
     from autopar.cli.commands import plan_command
@@ -210,6 +231,8 @@ def sweep(**request: Any) -> None:
 @_model_options
 @_pin_options
 @_plan_file_option
+@_capture_check_option
+@_type_check_option
 @click.option("-o", "--output", required=True, metavar="DIR", help="Where the program goes.")
 def emit(**request: Any) -> None:
     from autopar.cli.commands import emit_command
@@ -224,8 +247,12 @@ def emit(**request: Any) -> None:
 @_model_options
 @_pin_options
 @_plan_file_option
+@_capture_check_option
+@_type_check_option
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True, metavar="N", help="How many steps.")
-@click.option("--lr", type=float, default=3e-4, show_default=True, metavar="RATE", help="Learning rate of AdamW.")
+@click.option(
+    "--lr", type=click.FloatRange(0), default=3e-4, show_default=True, metavar="RATE", help="Learning rate of AdamW."
+)
 @click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of the parameters and the batch.")
 @click.option("-o", "--output", metavar="DIR", help="Keep the program in this folder.")
 def run(**request: Any) -> None:

@@ -59,14 +59,19 @@ def plan_command(as_json: bool, **request: Any) -> None:
 
 
 def emit_command(output: str, **request: Any) -> None:
-    """``autopar emit``: writes the folder, prints its path."""
+    """``autopar emit``: writes the folder, with the model's values where it has any, prints its path."""
+    import torch
+
     from autopar.cli.output import output_folder
     from autopar.compile import emit_program
+    from autopar.program.state import INITIAL
 
     folder = output_folder(output)
-    _, cluster, graph, plan = planned(request)
+    torch.manual_seed(0)
+    loaded, cluster, graph, plan = planned(request, device=None)
     with _talk() as talk:
-        emit_program(graph, plan, folder, talk)
+        state = loaded.module.state_dict()
+        emit_program(graph, plan, folder, talk, type_check=request["type_check"], state=state)
         talk.console.print(
             f"{len(plan.layers)} layers for {plan.device_count} devices; start it on every node with "
             f"torchrun --nnodes {cluster.nodes} --nproc-per-node {min(plan.device_count, cluster.gpus_per_node)} "
@@ -74,6 +79,13 @@ def emit_command(output: str, **request: Any) -> None:
             highlight=False,
             soft_wrap=True,  # to be copied
         )
+        if not (folder / INITIAL).is_file():
+            talk.console.print(
+                f"the model is on meta and has no values, and so {folder} has none: start train.py with --init FILE, a torch.save of the "
+                "model's state dict, or with --draw-init to draw values",
+                highlight=False,
+                soft_wrap=True,
+            )
     print(folder)
 
 
@@ -95,7 +107,9 @@ def run_command(steps: int, seed: int, lr: float, output: str | None, **request:
     torch.manual_seed(seed)
     loaded, cluster, graph, plan = planned(request, device="cpu")
     with _talk() as talk:
-        program = start_program(graph, plan, cluster, folder, loaded.module, talk, seed=seed, lr=lr)
+        program = start_program(
+            graph, plan, cluster, folder, loaded.module, talk, request["type_check"], seed=seed, lr=lr
+        )
     with program:
         program.train([loaded.batch], steps, lambda step, loss: print(f"step {step + 1} loss {loss:.6f}", flush=True))
 
@@ -123,14 +137,16 @@ def models_command(as_json: bool) -> None:
 
 
 def planned(
-    request: dict[str, Any], device: str = "meta", pin_time_s: float | None = None
+    request: dict[str, Any], device: str | None = "meta", pin_time_s: float | None = None
 ) -> tuple[Loaded, Cluster, Graph, Plan]:
-    """The stages up to the plan for the options of a command line."""
+    """The stages up to the plan for the options of a command line; on ``device``, or where the model can have values if it is ``None``."""
     from autopar.compile import plan_model
 
     cluster, options = asked(request)
     with _talk() as talk:
-        loaded = load(request, cluster, talk, device)
+        loaded = load(request, cluster, talk, device or "meta")
+        if device is None and _worth_values(loaded):
+            loaded = load(request, cluster, talk, "cpu")
         graph, plan = plan_model(
             loaded.module,
             loaded.batch,
@@ -142,11 +158,23 @@ def planned(
             local_batch_norm=request["local_batch_norm"],
             allow=allowed(request),
             plan=request.get("plan_file"),
+            capture_check=request.get("capture_check", True),
             progress=talk,
             pin_time_s=pin_time_s,
             recapture=recapture(request, cluster),
         )
     return loaded, cluster, graph, dataclasses.replace(plan, request=plan.request or given(request))
+
+
+VALUES_LIMIT_BYTES = 4 * 10**9
+"""Models of the zoo and of configurations have no trained values; up to this size they are emitted with those of their initialisers."""
+
+
+def _worth_values(loaded: Loaded) -> bool:
+    """Whether the model is on meta and small enough to be made with values."""
+    tensors = list(loaded.module.state_dict().values())
+    on_meta = any(tensor.is_meta for tensor in tensors)
+    return on_meta and sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= VALUES_LIMIT_BYTES
 
 
 def asked(request: dict[str, Any]) -> tuple[Cluster, SearchOptions]:

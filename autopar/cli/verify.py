@@ -141,6 +141,10 @@ def _print(report: Report, notes: list[str]) -> None:
     for check in report.checked:
         table.add_row(check.kind, f"{check.error:.1e}", check.where, style=None if check.error <= EXACT else "red")
     out.print(table)
+    if report.attacks:
+        out.print(f"tried on one device: {', '.join(attack.name for attack in report.attacks)}", markup=False)
+    for name, reason in report.attacks_skipped.items():
+        out.print(f"not tried: {name}: {reason}", markup=False)
     for kind, reason in report.skipped.items():
         out.print(f"not admitted: {kind}: {reason}", markup=False)
     for failure in report.failures:
@@ -156,6 +160,7 @@ def _print(report: Report, notes: list[str]) -> None:
 
 def _verdict(report: Report) -> str:
     count = f"{len(report.checked)} plans of {report.model} on {report.devices} processes"
+    count += f" and {len(report.attacks)} attacks on one device" if report.attacks else ""
     if report.exact:
         return (
             f"exact: {count}, the loss and every gradient within {report.max_relative_difference:.1e} of one device's"

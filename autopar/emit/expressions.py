@@ -165,13 +165,19 @@ def _conversion(node: fx.Node, texts: Texts) -> str:
     assert isinstance(value, fx.Node) and isinstance(axes, (list, tuple))
     dtype = value.meta["val"].dtype if value.meta["gradient"] else None
     text = texts[value].text
-    if str(source) == "P" and value.op == "call_function" and op_name(value.target) in _STRIDED:
+    if str(source) == "P" and _strided(value):
         text += ".contiguous()"  # as an all-reduce needs it
     return conversion_text(text, tuple(map(str, axes)), str(source), str(target), dtype)
 
 
-_STRIDED = frozenset(
-    aten_names("transpose permute t movedim expand expand_as broadcast_to slice narrow select unbind split chunk")
+def _strided(value: fx.Node) -> bool:
+    """Whether the value may not be contiguous when the program runs: most ops hand the strides of their operands on, and on a rank those
+    need not be what capture saw (a convolution's result is laid out as its input is)."""
+    return value.op == "call_function" and op_name(value.target) not in _DENSE
+
+
+_DENSE = frozenset(
+    (*aten_names("linear matmul mm bmm addmm embedding sum mean cross_entropy_loss index_select"), "kernels.cross_entropy_sum")
 )
 _REDUCES_BACKWARD = frozenset(("IR", "SR", "PR"))
 _ALL_REDUCES_BACKWARD = frozenset(("IR", "PR"))

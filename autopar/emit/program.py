@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from autopar.emit.custom import custom_modules
 from autopar.emit.expressions import kernel_module, literal
@@ -15,10 +17,11 @@ from autopar.emit.names import Names
 from autopar.emit.opaque import describe_opaque, imported_modules
 from autopar.emit.prelude import prelude_function
 from autopar.emit.stage import layer_attribute, owned_attribute, stage_class
-from autopar.errors import UsageError
+from autopar.errors import ModelError, UsageError
 from autopar.graph import Graph
 from autopar.plan import INTERLEAVED, SPLIT, Plan
 from autopar.program import copy_runtime
+from autopar.program.state import write_initial
 from autopar.shard import plan_shardings
 from passes.stages import LocalProgram, cut_stages
 
@@ -46,15 +49,26 @@ _APART = """
 Each microbatch is a batch of its own, as microbatch_statistics allows: the step's loss is the mean of theirs, not the whole batch's."""
 
 
-def emit(graph: Graph, plan: Plan, folder: str | Path, *, watch: bool = False) -> LocalProgram:
+def emit(
+    graph: Graph, plan: Plan, folder: str | Path, *, watch: bool = False, state: Mapping[str, Tensor] | None = None
+) -> LocalProgram:
     """Write the program of ``plan`` for the captured ``graph`` into ``folder`` (made if missing) and return what was written down.
 
-    With ``watch`` the layers keep every value that they compute (``layer_class``).
+    With ``watch`` the layers keep every value that they compute (``layer_class``). ``state`` is the state dict of the user's model: what
+    the folder starts from. Without one, or with one on meta, the plan in the folder says that there are no values.
 
     Raises:
         UsageError: the model does not admit the plan, or it is one that can be priced only.
+        ModelError: the model's constants have no values.
     """
     _refuse_priced(plan)
+    if graph.valueless:
+        some = ", ".join(graph.valueless[:5])
+        raise ModelError(
+            f"{len(graph.valueless)} buffers of the model have no values, and its forward pass computes with them: {some}",
+            "build the model on the CPU; or on meta with its parameters alone, as autopar.zoo does, so that the program gets true tables",
+        )
+    _refuse_float16(graph)
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     local = cut_stages(graph, plan, plan_shardings(graph, plan))
@@ -66,8 +80,17 @@ def emit(graph: Graph, plan: Plan, folder: str | Path, *, watch: bool = False) -
     plan = dataclasses.replace(plan, imports=tuple(sorted({*imports, *custom_modules(graph)})), allow=graph.allow)
     (path / "model.py").write_text(model_source(local, bool(modules), watch))
     (path / "plan.json").write_text(plan.dumps() + "\n")
+    write_initial(path, state)
     (path / "layouts.json").write_text(
-        json.dumps({"parameters": layouts(local), "buffers": buffers(local)}, indent=1) + "\n"
+        json.dumps(
+            {
+                "parameters": layouts(local),
+                "buffers": buffers(local),
+                "model": [dataclasses.asdict(held) for held in graph.state],
+            },
+            indent=1,
+        )
+        + "\n"
     )
     if modules:
         (path / "opaque.json").write_text(json.dumps(modules, indent=1) + "\n")
@@ -93,6 +116,21 @@ def _refuse_priced(plan: Plan) -> None:
             else "plan anew without it (offload, or allow)"
         )
         raise UsageError(f"this plan is priced alone: {plan.unwritten}", hint)
+
+
+def _refuse_float16(graph: Graph) -> None:
+    """Raise ``UsageError`` where gradients would be float16: small ones become zeros, large ones infinite, without loss scaling."""
+    found = [(p.original, p.dtype) for p in graph.parameters.values() if p.trainable]
+    found += [(value.name, value.dtype) for value in graph.values.values() if value.requires_grad]
+    for cls in graph.classes.values():
+        nodes = [node for node in cls.graph.graph.nodes if node.meta.get("grad") and node.op == "call_function"]
+        found += [(f"{cls.name}.{node.name}", t.dtype) for node in nodes if isinstance(t := node.meta["val"], Tensor)]
+    for name, dtype in found:
+        if dtype == torch.float16:
+            raise UsageError(
+                f"the gradient of {name} would be float16, which is too narrow for gradients, and programs have no loss scaling",
+                "use bfloat16 (precision='bfloat16', --precision bfloat16): as fast, with the range of float32",
+            )
 
 
 def model_source(program: LocalProgram, opaque: bool = False, watch: bool = False) -> str:

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 FILES = (
+    "agree.py",
     "custom.py",
     "flattened.py",
     "kernels.py",
@@ -20,8 +21,10 @@ FILES = (
     "kernels_rnn.py",
     "offload.py",
     "opaque.py",
+    "optimizers.py",
     "segments.py",
     "selective.py",
+    "state.py",
     "world.py",
     "buffers.py",
     "parameters.py",

@@ -385,19 +385,20 @@ def cross_entropy_sum(
     ``weight [v]`` weighs the classes, as in torch.
 
     ``partial_axes`` are the axes that shard the leading dims: there the result is a term of the sum (P). Of padded logits the first
-    ``vocabulary`` count.
+    ``vocabulary`` count. Losses of 16 bits are added up, and given back, in float32.
     """
     with spmd.local():
         logits = logits[..., :vocabulary]
+        narrow = logits.dtype.itemsize == 2
         loss = F.cross_entropy(
             logits.reshape(-1, logits.shape[-1]),
             labels.reshape(-1),
             weight,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
-            reduction="sum",
+            reduction="none" if narrow else "sum",
         )
-        return _terms(loss, partial_axes)
+        return _terms(loss.sum(dtype=torch.float32) if narrow else loss, partial_axes)
 
 
 class _SoftmaxTerms(torch.autograd.Function):
@@ -447,7 +448,7 @@ def vocab_parallel_cross_entropy_sum(
 
     ``logits`` are ``[..., v / n]``, S(last) on ``axis``; ``labels`` (global ids) are R there. Two small collectives: the
     maxima are gathered, and the two sums of every token reduced in one call. The whole logits exist nowhere. Accumulates
-    in float32 or wider. Where padding makes the slices equal, ``vocabulary`` is the true size.
+    in float32 or wider, and gives that back. Where padding makes the slices equal, ``vocabulary`` is the true size.
     """
     axes = _split(axis)
     with spmd.local():
@@ -472,5 +473,5 @@ def vocab_parallel_cross_entropy_sum(
         terms = _terms(terms, axes)
         terms = flattened.all_reduce(terms, axes, src=P, dst=I)
         total, picked = terms.unbind(0)
-        loss = (total.log() - picked).masked_fill(labels == ignore_index, 0.0).sum().to(logits.dtype)
+        loss = (total.log() - picked).masked_fill(labels == ignore_index, 0.0).sum()
         return _terms(loss, partial_axes)

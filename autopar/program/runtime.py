@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
+from autopar.program import optimizers
+from autopar.program.agree import same_batch, same_start
 from autopar.program.parameters import (
     Group,
     all_gather,
@@ -27,11 +29,10 @@ from autopar.program.parameters import (
     reduce_over_stages,
     seeded,
 )
+from autopar.program.state import initial, read_state, wrong_state
 from autopar.program.world import Layout, Program, World, load, start
 
-__all__ = ["Trainer", "load", "start"]
-
-Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+__all__ = ["Trainer", "initial", "load", "read_state", "start", "wrong_state"]
 
 
 def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -42,8 +43,8 @@ def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 class Trainer:
     """This rank's share of the training: call its methods on every rank alike.
 
-    ``optimizer`` makes an optimizer of a list of tensors. Under ZeRO they are pieces (1: flat ones, 2 and 3: rows) of the
-    parameters, and so only optimizers that treat elements alike (SGD, Adam and their kin) are right there. Initial values are
+    ``optimizer`` makes an optimizer of the list of the user's parameters (or of pairs with their names, where its argument is called
+    ``named_parameters``): stand-ins, in whose place come what this rank holds (see ``optimizers``). Initial values are
     ``state`` (a state dict of the user's model) or drawn from ``seed``, whatever the plan. ``max_norm`` clips gradients in ``step``.
     """
 
@@ -52,12 +53,15 @@ class Trainer:
         program: Program,
         world: World,
         *,
-        optimizer: Optimizer = adamw,
+        optimizer: optimizers.Optimizer = adamw,
         state: Mapping[str, Tensor] | None = None,
         seed: int = 0,
         max_norm: float | None = None,
     ) -> None:
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(f"max_norm is {max_norm}: gradients are scaled to a norm above 0, or left alone (None)")
         self.program, self.world, self.max_norm = program, world, max_norm
+        same_start({}, [], {"the seed": seed, "max_norm": max_norm}, world.device)
         self.stages, self._by_stage, self._buffers = build_stages(program, world)
         self._groups = [group for groups in self._by_stage.values() for group in groups]
         if state is not None:
@@ -65,8 +69,8 @@ class Trainer:
         else:
             self._load(seeded(seed))
         self._pipeline = _Pipeline(program, world, self.stages)
-        masters = [master.tensor for group in self._groups for master in group.masters]
-        self.optimizer = optimizer(masters) if masters else None
+        masters = [(master.layout, master.tensor) for group in self._groups for master in group.masters]
+        self.optimizer = optimizers.make(optimizer, program, masters)
         self._seed, self._steps = seed, 0
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
@@ -88,6 +92,7 @@ class Trainer:
 
     def forward_backward(self, batch: Mapping[str, Tensor]) -> float:
         """The global batch's loss; leaves its gradients, summed over ranks, microbatches and tied copies."""
+        self._pipeline.check(batch)
         for group in self._groups:
             group.zero_grad()
         self._buffers.clear()
@@ -130,7 +135,15 @@ class Trainer:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Set parameters and buffers from a state dict of the user's model, given on every rank. Optimizer state stays."""
+        """Set parameters and buffers from a state dict of the user's model, given on every rank. Optimizer state stays.
+
+        Raises ``ValueError`` by name where it lacks something, has something that the model has not, or has another shape.
+        """
+        if wrong := wrong_state(self.program.records, state):
+            raise ValueError(f"the state dict is not one of the model that was compiled: {wrong}")
+        layouts, buffers = self.program.layouts, self.program.buffers
+        names = {name for layout in layouts for name in (layout.original, *layout.tied)}
+        same_start(state, sorted(names | {record.original for record in buffers}), {}, self.world.device)
         self._load(given(state))
         self._buffers.load(state)
 
@@ -264,7 +277,6 @@ class _Pipeline:
 
         Microbatch ``i`` draws its random numbers from ``key + i``.
         """
-        batch = self._checked(batch)
         device = self.world.device
         scalars = self._scalars(batch)
         inputs: dict[str, Tensor] = {}
@@ -316,14 +328,16 @@ class _Pipeline:
         ]
         return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
 
-    def _checked(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def check(self, batch: Mapping[str, Tensor]) -> None:
+        """Raise ``ValueError`` where the batch is not one of the program's, or not the same on every rank."""
         rows = int(self.program.plan["global_batch"])
-        for name in sorted({name for kind in self.program.model.STAGES for name in kind.INPUTS}):
+        names = sorted({name for kind in self.program.model.STAGES for name in kind.INPUTS})
+        for name in names:
             if name not in batch:
                 raise ValueError(f"the batch has no {name!r}; it has {', '.join(sorted(batch)) or 'nothing'}")
             if batch[name].dim() == 0 or batch[name].shape[0] != rows:
                 raise ValueError(f"{name!r} has shape {tuple(batch[name].shape)}, the plan's global batch is {rows}")
-        return batch
+        same_batch(batch, names, self.world.device)
 
     def _local(self, tensor: Tensor, spec: Mapping[str, int]) -> Tensor:
         """This rank's slices of the microbatches, one after the other along dim 0."""

@@ -1,7 +1,8 @@
 """Train the program in this folder: ``torchrun --nproc-per-node N train.py --steps 50 --data data.pt``.
 
-Yours to edit. ``--data`` is a file of ``torch.save({"input_ids": tensor, ...})`` whose tensors hold examples along dim 0; a step takes the
-next ``global_batch`` of them, from the start again at the end. ``--data synthetic`` makes some up, of the right shapes.
+Yours to edit. Training starts from ``initial.pt``, the values of the model that was compiled, or from ``--init FILE``. ``--data`` is a
+file of ``torch.save({"input_ids": tensor, ...})`` whose tensors hold examples along dim 0; a step takes the next ``global_batch`` of them,
+from the start again at the end. ``--data synthetic`` makes some up, of the right shapes.
 Standard output has one JSON object a step, standard error says the same to people.
 """
 
@@ -9,17 +10,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.program.runtime import Trainer, load, start
+from autopar.program.runtime import Trainer, initial, load, read_state, start, wrong_state
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -28,14 +31,36 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--data", default="synthetic", help="a file, or 'synthetic'")
-    parser.add_argument("--lr", type=float, default=3e-4, help="learning rate of AdamW")
-    parser.add_argument("--clip", type=float, help="largest 2-norm of the gradients")
+    parser.add_argument("--lr", type=rate, default=3e-4, help="learning rate of AdamW")
+    parser.add_argument("--clip", type=norm, help="largest 2-norm of the gradients")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--init", help="a torch.save of the model's state dict to start from")
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument(
+        "--init", help="a torch.save of the model's state dict to start from; default: initial.pt of this folder"
+    )
+    start.add_argument(
+        "--draw-init",
+        action="store_true",
+        help="start from drawn values instead: matrices N(0, 0.02), vectors named ...weight ones, all others zeros",
+    )
     parser.add_argument("--save", help="where to save the state dict at the end")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: GPUs if there is one for every process")
     parser.add_argument("--timeout", type=float, default=600, help="seconds after which a collective gives up")
     return parser.parse_args()
+
+
+def rate(text: str) -> float:
+    """A learning rate: not negative."""
+    if not 0 <= float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no learning rate: it is a number from 0 up")
+    return float(text)
+
+
+def norm(text: str) -> float:
+    """The largest norm of gradients: above 0."""
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError(f"{text} is no norm to clip to: it is a number above 0")
+    return float(text)
 
 
 def batches(data: str, rows: int) -> Iterator[dict[str, Tensor]]:
@@ -61,11 +86,28 @@ def synthetic(shapes: dict[str, tuple[tuple[int, ...], str]], seed: int) -> Iter
         yield batch
 
 
+def start_values(args: argparse.Namespace, records: Mapping[str, Any]) -> dict[str, Tensor] | None:
+    """The state dict to start from; ``None`` where values are to be drawn."""
+    if args.draw_init:
+        if os.environ.get("RANK", "0") == "0":
+            print("starts from drawn values, not from those of a model (--draw-init)", file=sys.stderr, flush=True)
+        return None
+    state = read_state(args.init) if args.init else initial(FOLDER)
+    if state is None:
+        raise SystemExit(
+            f"{FOLDER} has no initial.pt: the model that it was made of had no values; start with --init FILE, a torch.save of the "
+            "model's state dict, or with --draw-init to draw values"
+        )
+    if wrong := wrong_state(records, state):
+        raise SystemExit(f"{args.init or 'initial.pt'} is no state dict of the model that was compiled: {wrong}")
+    return state
+
+
 def main() -> None:
     args = arguments()
     program = load(FOLDER)
+    state = start_values(args, program.records)
     world = start(program, device=args.device, timeout_s=args.timeout)
-    state = torch.load(args.init, weights_only=True, mmap=True) if args.init else None
     trainer = Trainer(
         program,
         world,

@@ -14,7 +14,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -145,6 +145,8 @@ class Program:
     model: ModuleType
     constants: dict[str, Tensor]
     buffers: tuple[BufferRecord, ...] = ()
+    records: Mapping[str, Any] = field(default_factory=dict)  # layouts.json as it is
+    folder: Path = Path()
 
     def group(self, layout: Layout) -> tuple[str, int, tuple[str, ...]]:
         """The stage's child that holds the parameter (``""``: the stage itself), its ZeRO stage, and the axes (larger than 1)
@@ -205,6 +207,8 @@ def load(folder: str | os.PathLike[str]) -> Program:
         model=model,
         constants=torch.load(constants, weights_only=True) if constants.exists() else {},
         buffers=tuple(BufferRecord.read(record) for record in records.get("buffers", ())),
+        records=records,
+        folder=path,
     )
 
 

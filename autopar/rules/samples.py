@@ -185,6 +185,7 @@ def views() -> list[Sample]:
         sample(aten.squeeze.default, r(6, 1, 12)),
         sample(aten.unsqueeze.default, r(6, 12), -1),
         sample(aten.expand.default, r(6, 1, 4), [12, 6, 6, -1]),
+        sample(aten.expand.default, r(), [12, 6]),
         sample(aten.expand_as.default, r(6, 1), r(6, 12)),
         sample(aten.broadcast_to.default, r(1, 12), [6, 12]),
         sample(aten.permute.default, r(6, 4, 12), [2, 0, 1]),
@@ -219,6 +220,7 @@ def views() -> list[Sample]:
         sample(aten.constant_pad_nd.default, r(6, 12), [1, -1]),
         sample(aten.repeat.default, r(6, 5), [2, 1, 3]),
         sample(aten.repeat_interleave.self_int, r(6, 12, 4), 2, 1),
+        sample(aten.repeat_interleave.self_int, r(6, 1, 4), 2, 1),
         sample(aten.view_as_complex.default, r(6, 4, 2)),
         sample(aten.view_as_real.default, torch.complex(r(6, 4), r(6, 4))),
         sample(aten.tril.default, r(6, 4, 5)),
@@ -344,6 +346,14 @@ def spatial() -> list[Sample]:
         *(sample(op.default, r(6, 12, 4, 4, 4), [2, 2, 2]) for op in (aten.max_pool3d, aten.avg_pool3d)),
         sample(aten.upsample_nearest2d.vec, r(6, 12, 3, 3), None, [2.0, 2.0]),
         sample(aten.upsample_bilinear2d.vec, r(6, 12, 3, 3), [5, 5], False, None),
+        sample(aten.upsample_bicubic2d.vec, r(6, 12, 3, 3), [5, 5], True, None),
+        sample(aten.upsample_linear1d.vec, r(6, 12, 3), None, False, [2.0]),
+        sample(aten.upsample_trilinear3d.vec, r(6, 12, 3, 3, 2), None, False, [2.0, 2.0, 2.0]),
+        sample(aten.upsample_nearest1d.vec, r(6, 12, 3), None, [2.0]),
+        sample(aten.upsample_nearest3d.vec, r(6, 12, 3, 3, 2), [4, 4, 4], None),
+        sample(aten._upsample_nearest_exact1d.vec, r(6, 12, 3), None, [2.0]),
+        sample(aten._upsample_nearest_exact2d.vec, r(6, 12, 3, 3), [5, 5], None),
+        sample(aten.adaptive_avg_pool3d.default, r(6, 12, 4, 4, 4), [2, 2, 2]),
     ]
 
 

@@ -42,7 +42,8 @@ _LOSSES = aten_names("""
 """)
 _POOLS = aten_names("""
     max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d
-    adaptive_max_pool2d upsample_nearest2d upsample_bilinear2d
+    adaptive_max_pool2d adaptive_avg_pool3d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d
+    upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d _upsample_nearest_exact1d _upsample_nearest_exact2d
 """)
 _FACTORIES = aten_names("arange zeros ones full empty linspace eye scalar_tensor rand randn randint")
 

@@ -98,6 +98,8 @@ def expand(node: fx.Node) -> str:
     """expand, broadcast_to: a dim that grows from one has a letter in the result alone, each rank makes its own share."""
     before, after = source(node), shape_of(node)
     right = names(len(after))
+    if not before:  # of a number
+        return line([["*"], *(["1"] * len(shape_of(other)) for other in operands(node)[1:])], ["*", *right], "linear 0")
     left = right[len(after) - len(before) :]
     return line([left, *(["1"] * len(shape_of(other)) for other in operands(node)[1:])], right, "linear 0")
 
@@ -162,7 +164,10 @@ def getitem(node: fx.Node) -> str | None:
     if not isinstance(parts, tuple | list):
         return None
     words = names(len(shape_of(node)))
-    sizes = [{part.shape[i] for part in parts if isinstance(part, torch.Tensor)} for i in range(len(words))]
+    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+    if any(part.dim() != len(words) for part in tensors):
+        return None
+    sizes = [{part.shape[i] for part in tensors} for i in range(len(words))]
     words = [word if len(size) == 1 else "1" for word, size in zip(words, sizes, strict=True)]
     return line([words], words, "linear 0")
 
@@ -197,14 +202,14 @@ def pad(node: fx.Node) -> str:
 
 
 def repeat_interleave(node: fx.Node) -> str | None:
-    """repeat_interleave by a number along a dim: the dim becomes (a r)."""
+    """repeat_interleave by a number along a dim: the dim becomes (a r), of which the number of times stays whole."""
     given = arguments(node)
     if not isinstance(given.get("repeats"), int) or given.get("dim") is None:
         return None
     words = names(len(source(node)))
     dim = dims_of(given["dim"], len(words))[0]
     right = list(words)
-    right[dim] = f"({words[dim]} r={given['repeats']})"
+    right[dim] = f"({words[dim]} r={given['repeats']}!)"
     return line([words], right)
 
 

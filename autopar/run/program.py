@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -20,13 +21,18 @@ from torch import Tensor, nn
 
 from autopar import devices
 from autopar.capture.batch import BatchStructure, flatten_batch
+from autopar.check import check_program
 from autopar.devices import Cluster
 from autopar.errors import BatchError, LaunchError, UsageError
 from autopar.graph import Graph
 from autopar.plan import Plan
+from autopar.program.optimizers import RefusedOptimizerError, checked
+from autopar.program.state import INITIAL, has_values, initial, write_initial, wrong_state
+from autopar.program.world import load
 from autopar.run import remote
+from autopar.run.folder import program_modules
 from autopar.run.processes import Processes
-from autopar.run.worker import is_consequence
+from autopar.run.worker import is_consequence, resolve
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -43,12 +49,19 @@ class Program:
         graph: the captured model, whose ``structure`` says how a user's batch maps to inputs. Without it batches are dicts by
             the inputs' names.
         cluster: the devices that were planned for; what ``plan.devices`` says if left out.
-        state: the state dict to start from; without one, or with one on meta, values are drawn from ``seed``.
-        optimizer: makes an optimizer of a list of tensors; AdamW with ``lr`` if left out. For worker processes it must be
-            importable: a function at the top of a module, or its name ``"module:function"``.
+        state: the state dict to start from; without one, or with one on meta, the folder's ``initial.pt``.
+        draw_init: where there is neither, draw values from ``seed`` (``autopar.program.parameters.seeded``), which no model has.
+        optimizer: makes an optimizer of the list of the model's parameters, or of pairs with their names where its argument is called
+            ``named_parameters``; AdamW with ``lr`` if left out. It is called with stand-ins of the same shapes and without values, and
+            what looks at whole tensors is refused where ranks hold pieces (``autopar.program.optimizers``). For worker processes it
+            must be importable: a function at the top of a module, or its name ``"module:function"``.
         max_norm: the largest 2-norm of the gradients.
         port: where local processes meet on 127.0.0.1; 0 for any free one.
         timeout_s: how long a collective may wait.
+        type_check: whether the type checker goes over the folder first (``autopar.check``).
+
+    Raises:
+        ProgramError: the folder holds no program, or one that is ill-typed: an edit took a collective out, or added one.
     """
 
     def __init__(
@@ -65,15 +78,28 @@ class Program:
         max_norm: float | None = None,
         port: int = 0,
         timeout_s: float = 600,
+        type_check: bool = True,
+        draw_init: bool = False,
     ) -> None:
+        if not 0 <= lr < math.inf:
+            raise UsageError(f"lr is {lr}, and a learning rate is a number from 0 up", "3e-4 is the default")
+        if max_norm is not None and not max_norm > 0:
+            raise UsageError(
+                f"max_norm is {max_norm}, and gradients are scaled to a norm above 0", "None leaves them alone"
+            )
         self.plan, self.folder = plan, Path(folder)
+        if type_check and os.environ.get("LOCAL_RANK", "0") == "0":  # one process of a machine speaks for all
+            check_program(self.folder)
         structure = None if graph is None else graph.structure
         assert structure is None or isinstance(structure, BatchStructure)
         self._structure = structure
         self._cluster = cluster or devices.parse(plan.devices)
-        has_values = state is not None and not any(tensor.is_meta for tensor in state.values())
-        self._state = state if has_values else None
-        self._given = dict(self._state or {})
+        self._initial = self.folder / INITIAL if (self.folder / INITIAL).is_file() else None
+        self._state = _tensors(state) if has_values(state) else None
+        self._given = dict(self._state or initial(self.folder) or {})
+        self._draw_init = draw_init
+        if self._given:
+            self._check_state(self._given)
         self._optimizer = optimizer
         self._options = {"lr": lr, "seed": seed, "max_norm": max_norm}
         self._port, self._timeout_s = port, timeout_s
@@ -131,20 +157,28 @@ class Program:
         return {name: tensor.detach().cpu().clone() for name, tensor in rest.items()} | trained
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Set the parameters from a state dict of the user's model."""
+        """Set the parameters and buffers from a state dict of the user's model.
+
+        Raises ``UsageError`` by name, before anything starts, where it lacks something, has something that the model has not, or has
+        another shape.
+        """
+        self._check_state(state)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "state.pt"
-            torch.save(dict(state), path)
+            torch.save(_tensors(state), path)
             self._call("load_state_dict", str(path))
         self._given = {name: state.get(name, tensor) for name, tensor in self._given.items()}
 
     # -- the folder --
 
     def emit(self, folder: str | os.PathLike[str]) -> Path:
-        """Write the program's folder to ``folder`` (made if missing) and give back its path."""
+        """Write the program's folder to ``folder`` (made if missing) and give back its path. It starts from the values that this
+        ``Program`` was given."""
         there = Path(folder)
         if there.resolve() != self.folder.resolve():
             shutil.copytree(self.folder, there, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+        if self._state is not None:
+            write_initial(there, self._state)
         return there
 
     def launch(self, *args: str) -> None:
@@ -159,8 +193,9 @@ class Program:
             meet = ["--master-addr", "127.0.0.1", "--master-port", str(self._port)]
         with tempfile.TemporaryDirectory() as temporary:
             init = []
-            if self._state is not None and "--init" not in args:
-                init = ["--init", str(_save_state(self._state, Path(temporary)))]
+            if "--init" not in args and "--draw-init" not in args:
+                state = self._state_file(Path(temporary))
+                init = ["--draw-init"] if state is None else ["--init", state]
             command = [
                 sys.executable,
                 "-m",
@@ -222,6 +257,7 @@ class Program:
         try:
             if self._processes is None:
                 self._check_here()
+                self._check_optimizer()
                 self._processes = Processes(self.plan.device_count, port=self._port, env=self._visible())
                 self._open_remotely(self._processes)
             return self._processes.call("autopar.run.remote:call", name, *args)[0]
@@ -230,8 +266,29 @@ class Program:
                 self._failure = error
             raise
 
+    def _check_optimizer(self) -> None:
+        """Raise ``UsageError`` where the optimizer would not train as on one device, before a process is started."""
+        if self._optimizer is None:
+            return
+        name = _importable(self._optimizer)
+        try:
+            make = resolve(self._optimizer) if isinstance(self._optimizer, str) else self._optimizer
+        except (ImportError, AttributeError, AssertionError) as error:
+            raise UsageError(f"there is no optimizer {name}: {error}", 'name it "module:function"') from error
+        with program_modules(self.folder):
+            program = load(self.folder)
+            try:
+                checked(make, program)
+            except RefusedOptimizerError as error:
+                raise UsageError(error.message, error.hint) from error
+            except Exception as error:
+                raise UsageError(
+                    f"the optimizer {name} raised {type(error).__name__}: {error}",
+                    "it is called with the model's parameters, on meta: their names, shapes and order, without values",
+                ) from error
+
     def _open_remotely(self, processes: Processes) -> None:
-        state = None if self._state is None else str(_save_state(self._state, processes.folder))
+        state = self._state_file(processes.folder)
         options = {**self._options, "optimizer": _importable(self._optimizer), "state": state}
         folder = str(self.folder.resolve())
         processes.call("autopar.run.remote:open_program", folder, options, self._cluster.kind, self._timeout_s)
@@ -245,12 +302,32 @@ class Program:
             )
         if self._trainer is None:
             with tempfile.TemporaryDirectory() as temporary:
-                state = None if self._state is None else str(_save_state(self._state, Path(temporary)))
+                state = self._state_file(Path(temporary))
                 options = {**self._options, "optimizer": self._optimizer, "state": state}
                 self._trainer = remote.open_trainer(
                     str(self.folder), options, device=self._cluster.kind, timeout_s=self._timeout_s
                 )
         return remote.perform(self._trainer, name, *args)
+
+    def _check_state(self, state: Mapping[str, Tensor]) -> None:
+        records = json.loads((self.folder / "layouts.json").read_text())
+        if wrong := wrong_state(records, state):
+            raise UsageError(
+                f"the state dict is not one of the model that was compiled: {wrong}",
+                "give model.state_dict() of the model that was compiled",
+            )
+
+    def _state_file(self, folder: Path) -> str | None:
+        """The file of the values to start from, written to ``folder`` if need be; ``None`` where they are to be drawn."""
+        if self._state is not None:
+            torch.save(self._state, folder / "state.pt")
+            return str((folder / "state.pt").resolve())
+        if self._initial is None and not self._draw_init:
+            raise UsageError(
+                f"there are no values to start from: {self.folder} has no {INITIAL}, and the model was on meta",
+                "give state=, a state dict of the model (or compile it on the CPU), or draw_init=True to draw values",
+            )
+        return None if self._initial is None else str(self._initial.resolve())
 
     def _check_here(self) -> None:
         """Raise ``LaunchError`` where the planned devices are not this machine's."""
@@ -274,10 +351,9 @@ class Program:
         return {"CUDA_VISIBLE_DEVICES": ",".join(indices)} if chosen else {}
 
 
-def _save_state(state: Mapping[str, Tensor], folder: Path) -> Path:
-    path = folder / "state.pt"
-    torch.save(dict(state), path)
-    return path
+def _tensors(state: Mapping[str, Any] | None) -> dict[str, Tensor]:
+    """Without a module's extra state, which is no tensor and which no program reads."""
+    return {name: tensor for name, tensor in (state or {}).items() if not name.endswith("_extra_state")}
 
 
 def _importable(optimizer: Optimizer | str | None) -> str | None:

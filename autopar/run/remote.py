@@ -32,7 +32,7 @@ def open_trainer(folder: str, options: dict[str, Any], *, device: str | None, ti
             program,
             world,
             optimizer=make or (lambda params: torch.optim.AdamW(params, lr=lr)),
-            state=torch.load(state, weights_only=True, mmap=True) if state is not None else None,
+            state=runtime.read_state(state) if state is not None else None,
             seed=options["seed"],
             max_norm=options["max_norm"],
         )

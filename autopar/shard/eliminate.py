@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -41,7 +41,19 @@ class _Factor:
 
 def eliminate(problem: Problem) -> dict[str, int] | None:
     """The chosen option of every node, by index; ``None`` if no choice is legal."""
-    factors, sizes = _factors(problem)
+    for conversions in range(MAX_CONVERSIONS, 0, -1):
+        factors, sizes = _factors(problem, conversions)
+        if 0 in sizes.values():
+            return None  # a value that can be had in no type that all its readers take
+        try:
+            return _eliminate(problem, factors, sizes)
+        except TableTooLargeError:
+            if conversions == 1:
+                raise
+    raise AssertionError(MAX_CONVERSIONS)
+
+
+def _eliminate(problem: Problem, factors: list[_Factor], sizes: dict[str, int]) -> dict[str, int] | None:
     steps: list[tuple[str, _Factor]] = []
     for name in _order(factors, sizes):
         touching = [factor for factor in factors if name in factor.variables]
@@ -58,28 +70,59 @@ def eliminate(problem: Problem) -> dict[str, int] | None:
     return {name: chosen[name] for name in problem.options}
 
 
+Near = dict[str, set[str]]
+
+
 def _order(factors: list[_Factor], sizes: dict[str, int]) -> list[str]:
-    """In which order the variables go: next is the one with the smallest table to minimise over; where a table would be too large so,
-    the one that leaves the smallest behind."""
-    largest: dict[str, int] = {}
-    for left in (False, True):
-        near = {name: {name} for name in sizes}  # the variables that share a factor with each, itself among them
-        for factor in factors:
-            for name in factor.variables:
-                near[name].update(factor.variables)
-        entries = {name: math.prod(sizes[v] for v in group) for name, group in near.items()}
-        largest = {}
-        while near:
-            name = min(near, key=lambda v: (entries[v] // sizes[v] if left else entries[v], v))
-            largest[name] = entries[name]
-            group = near.pop(name) - {name}
-            for v in group:
-                near[v] = (near[v] | group) - {name}
-                entries[v] = math.prod(sizes[u] for u in near[v])
+    """In which order the variables go, by the first of three measures under which no table is too large: next is the one with the smallest
+    table to minimise over; the one that leaves the smallest behind; the one that ties the fewest variables to each other that were not."""
+    found = []
+    for measure in (_table, _left, _ties):
+        largest = _ordered(factors, sizes, measure)
         if max(largest.values(), default=0) <= MAX_ENTRIES:
             return list(largest)
-    name = max(largest, key=lambda v: largest[v])
-    raise TableTooLargeError(f"{name}: {largest[name]} entries")
+        found.append(largest)
+    name, entries = max(min(found, key=lambda largest: max(largest.values())).items(), key=lambda item: item[1])
+    raise TableTooLargeError(f"{name}: {entries} entries")
+
+
+Measure = Callable[[str, Near, dict[str, int], dict[str, int]], tuple[int, ...]]
+
+
+def _table(name: str, near: Near, entries: dict[str, int], sizes: dict[str, int]) -> tuple[int, ...]:
+    return (entries[name],)
+
+
+def _left(name: str, near: Near, entries: dict[str, int], sizes: dict[str, int]) -> tuple[int, ...]:
+    return (entries[name] // sizes[name],)
+
+
+def _ties(name: str, near: Near, entries: dict[str, int], sizes: dict[str, int]) -> tuple[int, ...]:
+    group = near[name] - {name}
+    return (sum(sizes[a] * sizes[b] for a in group for b in group - near[a] if a < b), entries[name])
+
+
+def _ordered(factors: list[_Factor], sizes: dict[str, int], measure: Measure) -> dict[str, int]:
+    """The variables in the order in which they go, with the entries of the table that each takes."""
+    near: Near = {name: {name} for name in sizes}  # the variables that share a factor with each, itself among them
+    for factor in factors:
+        for name in factor.variables:
+            near[name].update(factor.variables)
+    entries = {name: math.prod(sizes[v] for v in group) for name, group in near.items()}
+    measured = {name: measure(name, near, entries, sizes) for name in near}
+    largest: dict[str, int] = {}
+    while near:
+        name = min(near, key=lambda v: (measured[v], v))
+        largest[name] = entries[name]
+        group = near.pop(name) - {name}
+        del measured[name]
+        for v in group:
+            near[v] = (near[v] | group) - {name}
+        for v in group:
+            entries[v] = math.prod(sizes[u] for u in near[v])
+        for v in group.union(*(near[u] for u in group)) if measure is _ties else group:
+            measured[v] = measure(v, near, entries, sizes)
+    return largest
 
 
 def _join(name: str, touching: list[_Factor], sizes: dict[str, int]) -> _Factor:
@@ -96,13 +139,13 @@ def _join(name: str, touching: list[_Factor], sizes: dict[str, int]) -> _Factor:
     return _Factor(variables, total)
 
 
-def _factors(problem: Problem) -> tuple[list[_Factor], dict[str, int]]:
+def _factors(problem: Problem, conversions: int) -> tuple[list[_Factor], dict[str, int]]:
     sizes = {name: len(options) for name, options in problem.options.items()}
     factors = [_Factor((name,), np.array(problem.cost(name))) for name in problem.options]
     for name, reads in problem.reads.items():
         readers = list(dict.fromkeys(reader for reader, _ in reads))
         if len(readers) + bool(problem.demands[name]) > 1:
-            factors += _shared_value(problem, name, readers, sizes)
+            factors += _shared_value(problem, name, readers, sizes, conversions)
         elif readers:
             factors.append(_single_reader(problem, name, readers[0]))
         elif problem.demands[name]:
@@ -135,7 +178,9 @@ def _distinct(values: list[_T]) -> tuple[list[_T], list[int]]:
     return list(index), [index[value] for value in values]
 
 
-def _shared_value(problem: Problem, name: str, readers: list[str], sizes: dict[str, int]) -> list[_Factor]:
+def _shared_value(
+    problem: Problem, name: str, readers: list[str], sizes: dict[str, int], conversions: int
+) -> list[_Factor]:
     """A variable for the value itself, tied to its producer and to every reader."""
     produced = [option.result for option in problem.options[name]]
     wanted = sorted(
@@ -146,7 +191,7 @@ def _shared_value(problem: Problem, name: str, readers: list[str], sizes: dict[s
     for source in sorted(set(produced)):
         cost = {t: problem.conversion_cost(name, source, t) for t in wanted}
         reachable = [t for t in wanted if t != source and math.isfinite(cost[t])]
-        for count in range(min(len(reachable), MAX_CONVERSIONS) + 1):
+        for count in range(min(len(reachable), conversions) + 1):
             for extra in itertools.combinations(reachable, count):
                 if problem.demands[name] <= {source, *extra}:
                     domain.append((source, frozenset(extra)))

@@ -22,14 +22,17 @@ from autopar.verify.subject import Subject
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The largest error over the loss, every gradient and every buffer after a step, and the number of stages that type-check (0: not
-    asked for)."""
+    asked for). ``attacked`` is the error of the loss and the gradients of another batch, where one was given."""
 
     error: Error
     stages_typed: int
+    attacked: Error | None = None
 
 
-def check_plan(subject: Subject, plan: Plan, pool: WorkerPool, *, typed: bool = True) -> Outcome:
-    """Emit, type-check and run the plan's program, and compare it with the subject.
+def check_plan(
+    subject: Subject, plan: Plan, pool: WorkerPool, *, typed: bool = True, attack: Subject | None = None
+) -> Outcome:
+    """Emit, type-check and run the plan's program, and compare it with the subject, then with ``attack``: the graph with another batch.
 
     Raises:
         UsageError: the model does not admit the plan.
@@ -43,8 +46,13 @@ def check_plan(subject: Subject, plan: Plan, pool: WorkerPool, *, typed: bool = 
         stages = check_program(program) if typed else 0
         state = Path(folder) / "initial.pt"
         torch.save(subject.state, state)
-        answers = pool.run("autopar.verify.remote:gradients", str(program), str(state), subject.batch)
-    return Outcome(compare_step(subject, *answers[0]), stages)
+        files = (str(program), str(state))
+        if attack is None:
+            answers = pool.run("autopar.verify.remote:gradients", *files, subject.batch)
+            return Outcome(compare_step(subject, *answers[0]), stages)
+        first, second = pool.run("autopar.verify.remote:gradients_twice", *files, subject.batch, attack.batch)[0]
+    loss, gradients = second
+    return Outcome(compare_step(subject, *first), stages, compare(loss, gradients, attack.loss, attack.gradients))
 
 
 def compare_step(subject: Subject, loss: float, gradients: dict[str, Tensor], after: dict[str, Tensor]) -> Error:

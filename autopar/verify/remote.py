@@ -34,6 +34,18 @@ def gradients(folder: str, state: str, batch: dict[str, Tensor]) -> tuple[float,
     return loss, found, trainer.state_dict()
 
 
+def gradients_twice(
+    folder: str, state: str, batch: dict[str, Tensor], other: dict[str, Tensor]
+) -> tuple[tuple[float, dict[str, Tensor], dict[str, Tensor]], tuple[float, dict[str, Tensor]]]:
+    """``gradients`` of one batch; then, with the values of ``state`` again, the loss and the gradients of another."""
+    trainer = open_trainer(folder, state)
+    loss, found = remote.perform(trainer, "gradients", batch)
+    trainer.update()
+    after = trainer.state_dict()
+    remote.perform(trainer, "load_state_dict", state)
+    return (loss, found, after), remote.perform(trainer, "gradients", other)
+
+
 def watch(folder: str, state: str, batch: dict[str, Tensor], layer: str | None) -> dict[str, dict[str, list[Any]]]:
     """What this rank's layers compute in one step: values and their gradients, one of each for every microbatch.
 

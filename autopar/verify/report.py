@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.measure import EXACT
@@ -12,13 +12,25 @@ from autopar.verify.locate import Difference
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """One plan that was run: its kind, the largest error of the loss and all gradients, where, and the stages that type-check."""
+    """One plan that was run: its kind, the largest error of the loss and all gradients, where, and the stages that type-check. ``attack``
+    names a second batch that it was run with, and ``attack_error`` is that batch's."""
 
     kind: str
     plan: str
     error: float
     where: str
     stages_typed: int
+    attack: str = ""
+    attack_error: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Attacked:
+    """One attack on the captured graph on one device: its name, the largest error, and where (see ``autopar.verify.attacks``)."""
+
+    name: str
+    error: float
+    where: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +50,7 @@ class Failure:
 @dataclass(frozen=True, slots=True)
 class Report:
     """A model's verification. ``skipped`` gives kinds that the model does not admit with the reason; ``notes`` what was changed for the
-    comparison (dropout, sizes)."""
+    comparison (dropout, sizes). ``attacks`` are what was tried on one device, ``attacks_skipped`` what was not, with the reason."""
 
     model: str
     devices: int
@@ -48,6 +60,8 @@ class Report:
     typechecked: int
     replicated_ops: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    attacks: tuple[Attacked, ...] = ()
+    attacks_skipped: dict[str, str] = field(default_factory=dict)
 
     @property
     def exact(self) -> bool:
@@ -56,21 +70,31 @@ class Report:
 
     @property
     def max_relative_difference(self) -> float:
-        return max((check.error for check in self.checked), default=math.inf)
+        """Of plans and attacks; infinite where no plan was checked, and where one is no number."""
+        errors = [error for check in self.checked for error in (check.error, check.attack_error)]
+        errors += [attack.error for attack in self.attacks]
+        return max(errors) if self.checked and not any(map(math.isnan, errors)) else math.inf
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; a difference that is no number, or nothing checked, is ``null`` there."""
         worst = self.max_relative_difference
         return {
             "exact": self.exact,
-            "max_relative_difference": worst if math.isfinite(worst) else None,
+            "max_relative_difference": _number(worst),
             "plans_checked": len(self.checked),
             "typechecked": self.typechecked,
             "replicated_ops": list(self.replicated_ops),
             "failures": [failure.to_json() for failure in self.failures],
             "kinds": [check.kind for check in self.checked],
             "skipped": self.skipped,
+            "attacks": [{"name": a.name, "error": _number(a.error), "where": a.where} for a in self.attacks],
+            "attacks_in_plans": {check.kind: check.attack for check in self.checked if check.attack},
+            "attacks_skipped": self.attacks_skipped,
             "notes": list(self.notes),
             "model": self.model,
             "devices": self.devices,
         }
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

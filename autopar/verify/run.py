@@ -20,11 +20,12 @@ from autopar.graph import Graph
 from autopar.measure import Error
 from autopar.plan import MICROBATCH_STATISTICS, Plan
 from autopar.run.pool import WorkerPool
+from autopar.verify.attacks import Attacks, attack
 from autopar.verify.case import check_plan
 from autopar.verify.kinds import kinds
 from autopar.verify.locate import Difference, locate
 from autopar.verify.mixtures import describe
-from autopar.verify.report import Checked, Failure, Report
+from autopar.verify.report import Attacked, Checked, Failure, Report
 from autopar.verify.shrink import shrink_plan
 from autopar.verify.subject import Subject, make_subject
 
@@ -63,6 +64,9 @@ def verify(
     With ``allow={"microbatch_statistics"}``, or a plan that was made so, a model that couples the examples of a batch is run in
     microbatches and compared with one device that accumulates the mean over the same ones.
 
+    Before that the captured graph is attacked on one device with batches that are made of the user's, and in other modes
+    (``autopar.verify.attacks``); plans are run with one of those batches, too.
+
     Args:
         model: a module on the CPU, see ``compile``; it is copied, not touched.
         batch: one global batch, with values.
@@ -85,7 +89,9 @@ def verify(
     if progress is not None:
         progress("capture", 0, 1)
     subject = make_subject(model, batch, loss_fn, name=name, microbatches=_own(given, real, allow))
-    run = _Run(subject, devices)
+    if progress is not None:
+        progress("attacks on one device", 0, 1)
+    run = _Run(subject, devices, attack(model, loss_fn, subject))
     plans: list[tuple[str, PlanOf]] = [(kind.name, kind.plan) for kind in kinds(devices)]
     if given is not None:
         fit_plan(given, real or subject.graph)
@@ -133,6 +139,7 @@ class _Run:
 
     subject: Subject
     devices: int
+    attacks: Attacks
     pools: ExitStack = field(default_factory=ExitStack)
     _pool: dict[int, WorkerPool] = field(default_factory=dict)
     _checked: list[Checked] = field(default_factory=list)
@@ -150,15 +157,19 @@ class _Run:
         if plan.device_count not in self._pool:
             self._pool[plan.device_count] = self.pools.enter_context(WorkerPool(plan.device_count))
         pool = self._pool[plan.device_count]
+        name, attacked = self._next_attack()
         try:
-            outcome = check_plan(self.subject, plan, pool)
+            outcome = check_plan(self.subject, plan, pool, attack=attacked)
         except (AutoparError, AssertionError, RuntimeError, ValueError, TypeError, KeyError, IndexError) as error:
             # of autopar's own faults too, the report should say on which plan they came up
             self._fail(kind, plan, _sentence(error), None)
             return
         self._typechecked += 1
+        other = outcome.attacked or Error(0.0, "")
         self._checked.append(
-            Checked(kind, describe(plan), outcome.error.value, outcome.error.where, outcome.stages_typed)
+            Checked(
+                kind, describe(plan), outcome.error.value, outcome.error.where, outcome.stages_typed, name, other.value
+            )
         )
         if not outcome.error.exact:
             self._fail(
@@ -167,6 +178,18 @@ class _Run:
                 f"{outcome.error.where} is off by {outcome.error.value:.2g}",
                 self._locate(plan, pool, outcome.error),
             )
+
+        elif not other.exact:
+            message = f"with {name}: {other.where} is off by {other.value:.2g}"
+            self._fail(kind, plan, message, self._locate(plan, pool, other, attacked))
+
+    def _next_attack(self) -> tuple[str, Subject | None]:
+        """Each plan has one, in turn."""
+        names = list(self.attacks.subjects)
+        if not names:
+            return "", None
+        name = names[len(self._checked) % len(names)]
+        return name, self.attacks.subjects[name]
 
     def check_types(self, plan: Plan, graph: Graph, processes: int) -> None:
         """The type checker over the program of the plan as it is; its numbers are those of ``processes``."""
@@ -183,9 +206,9 @@ class _Run:
             f"{processes} processes"
         )
 
-    def _locate(self, plan: Plan, pool: WorkerPool, error: Error) -> Difference | None:
+    def _locate(self, plan: Plan, pool: WorkerPool, error: Error, subject: Subject | None = None) -> Difference | None:
         try:
-            return locate(self.subject, plan, pool, error)
+            return locate(subject or self.subject, plan, pool, error)
         except LaunchError:
             return None  # the numbers are wrong, and that is said; only where could not be found out
 
@@ -204,12 +227,22 @@ class _Run:
             model=graph.name,
             devices=self.devices,
             checked=tuple(self._checked),
-            failures=tuple(self._failures),
+            failures=(*self._attack_failures(), *self._failures),
             skipped=self._skipped,
             typechecked=self._typechecked,
             replicated_ops=graph.replicated,
             notes=(*off, *self._notes),
+            attacks=tuple(Attacked(name, error.value, error.where) for name, error in self.attacks.tried.items()),
+            attacks_skipped=self.attacks.skipped,
         )
+
+    def _attack_failures(self) -> list[Failure]:
+        wrong = {
+            name: f"the captured graph is not the model: {error.where} is off by {error.value:.2g}"
+            for name, error in self.attacks.tried.items()
+            if not error.exact
+        }
+        return [Failure(name, "one device", message) for name, message in (wrong | self.attacks.broken).items()]
 
 
 def _sentence(error: Exception) -> str:

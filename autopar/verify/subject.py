@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from autopar.capture import BatchStructure, WholeFloat64, apart, capture, flatten_batch, rebuild_batch
+from autopar.capture.eager import WithoutDropout, prepared
 from autopar.capture.export import call_model
 from autopar.errors import BatchError, ModelError
 from autopar.graph import Graph
 from autopar.rules.operands import op_name
 from autopar.shard import annotate
 
-_DROPOUT_ARGUMENTS = ("dropout_p", "dropout")
 _DRAWS = ("kernels_random.uniform", "kernels_random.normal")  # what capture makes of torch's own
 
 
@@ -37,43 +35,6 @@ class Subject:
     gradients: dict[str, Tensor]
     dropout: bool = False
     buffers: dict[str, Tensor] = field(default_factory=dict)
-
-
-class WithoutDropout(TorchFunctionMode):
-    """A context in which dropout has probability 0, however a model asks for it: a module, a function, an argument of attention.
-
-    ``seen`` tells whether any was asked for.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = False
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
-        if "dropout" in name:
-            # (input, p, training, ...) in every spelling, of torch and of torch.nn.functional
-            self.seen = self.seen or bool(args[1] if len(args) > 1 else kwargs.get("p", 0.5))
-            rest = {key: value for key, value in kwargs.items() if key != "p"}
-            return func(args[0], 0.0, *args[2:], **rest) if args else func(p=0.0, **rest)
-        if name == "scaled_dot_product_attention" and len(args) > 4:
-            self.seen = self.seen or bool(args[4])
-            args = (*args[:4], 0.0, *args[5:])
-        elif name == "multi_head_attention_forward":
-            args, kwargs = self._by_name(func, args, kwargs)
-        for key in _DROPOUT_ARGUMENTS:
-            if isinstance(kwargs.get(key), float):
-                self.seen = self.seen or bool(kwargs[key])
-                kwargs[key] = 0.0
-        return func(*args, **kwargs)
-
-    @staticmethod
-    def _by_name(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        bound = inspect.signature(func).bind(*args, **kwargs)
-        return (), dict(bound.arguments)
 
 
 def make_subject(
@@ -96,14 +57,8 @@ def make_subject(
     """
     if any(tensor.is_meta for tensor in model.state_dict().values()):
         raise ModelError("the model is on meta, where parameters have no values", "build it on the CPU to verify it")
-    model = copy.deepcopy(model).cpu().double().train()
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "_experts_implementation", None) is not None:
-            config._experts_implementation = "eager"  # transformers' grouped products know no float64
-    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase) and module.dropout]
-    for module in recurrent:
-        module.dropout = 0.0  # handed to the kernel without a name
+    copied = prepared(model, loss_fn)
+    model, loss_fn = copied.model, copied.loss_fn
     with WholeFloat64(), WithoutDropout() as off:
         graph = annotate(capture(model, batch, loss_fn, precision="float64", name=name))
         structure = graph.structure
@@ -120,18 +75,43 @@ def make_subject(
         _refuse_random(graph)
         tensors = {n: tensor.detach().cpu() for n, tensor in tensors.items()}
         state = {n: tensor.detach().clone() for n, tensor in model.state_dict().items()}  # before statistics move
-        parts = list(zip(*(tensor.chunk(graph.accumulated) for tensor in tensors.values()), strict=True))
-        loss, written = 0.0, []
-        for part in parts:
-            model.load_state_dict(state)  # each begins with the buffers that the step began with
-            term = call_model(model, structure, loss_fn, part) / len(parts)
-            term.backward()
-            loss += float(term.detach())
-            written.append({n: t.detach().clone() for n, t in model.named_buffers() if n in graph.buffers})
+        loss, gradients, after = _eager(model, graph, loss_fn, tensors, state)
+    return Subject(graph, state, tensors, loss, gradients, off.seen or copied.dropout, after)
+
+
+def with_batch(
+    subject: Subject, model: nn.Module, tensors: dict[str, Tensor], loss_fn: Callable[..., Any] | None
+) -> Subject:
+    """The subject of ``model`` with another batch of the same shapes, by input name. Raises what the model raises."""
+    copied = prepared(model, loss_fn)
+    with WholeFloat64(), WithoutDropout():
+        loss, gradients, after = _eager(copied.model, subject.graph, copied.loss_fn, tensors, subject.state)
+    return dataclasses.replace(subject, batch=tensors, loss=loss, gradients=gradients, buffers=after)
+
+
+def _eager(
+    model: nn.Module,
+    graph: Graph,
+    loss_fn: Callable[..., Any] | None,
+    tensors: dict[str, Tensor],
+    state: dict[str, Tensor],
+) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+    """The loss, the gradients of parameters that have one, and the persistent buffers that the graph writes, after a step."""
+    structure = graph.structure
+    assert isinstance(structure, BatchStructure)
+    parts = list(zip(*(tensor.chunk(graph.accumulated) for tensor in tensors.values()), strict=True))
+    loss, written = 0.0, []
+    for part in parts:
+        with torch.no_grad():
+            for name, tensor in model.state_dict().items():
+                tensor.copy_(state[name])  # each begins with the buffers that the step began with
+        term = call_model(model, structure, loss_fn, part) / len(parts)
+        term.backward()
+        loss += float(term.detach())
+        written.append({n: t.detach().clone() for n, t in model.named_buffers() if n in graph.buffers})
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     kept = [buffer.name for buffer in graph.buffers.values() if buffer.persistent]
-    after = {n: _mean([buffers[n] for buffers in written]) for n in kept}
-    return Subject(graph, state, tensors, loss, gradients, off.seen or bool(recurrent), after)
+    return loss, gradients, {n: _mean([buffers[n] for buffers in written]) for n in kept}
 
 
 def _mean(values: list[Tensor]) -> Tensor:

@@ -6,15 +6,17 @@ on the ones before it.
 """
 
 from passes.clean.attention import grouped_query_pass
+from passes.clean.bags import bags_pass
 from passes.clean.batch_norm import batch_norm_pass
 from passes.clean.bias import split_bias_pass
+from passes.clean.borders import borders_pass
 from passes.clean.broadcast import broadcast_pass
 from passes.clean.dead import dead_code_pass
 from passes.clean.experts import experts_pass
-from passes.clean.functional import functionalise_pass
+from passes.clean.functional import functionalise_pass, updates_pass
 from passes.clean.indexing import indexing_pass
 from passes.clean.linear import fused_projections_pass, linear_pass
-from passes.clean.losses import cross_entropy_pass, mean_losses_pass
+from passes.clean.losses import cross_entropy_pass, mean_losses_pass, wide_losses_pass
 from passes.clean.nodes import gradients_pass
 from passes.clean.noops import devices_pass, dropout_pass, noops_pass, views_pass
 from passes.clean.packed import packed_projections_pass
@@ -37,6 +39,8 @@ STEPS = (
     ("splits", splits_pass),
     ("no-ops", noops_pass),
     ("dead code", dead_code_pass),
+    ("bags", bags_pass),
+    ("borders", borders_pass),
     ("linear", linear_pass),
     ("packed projections", packed_projections_pass),
     ("dead code", dead_code_pass),
@@ -48,6 +52,7 @@ STEPS = (
     ("gradients", gradients_pass),
     ("cross entropy", cross_entropy_pass),
     ("mean losses", mean_losses_pass),
+    ("wide losses", wide_losses_pass),
     ("rows", rows_pass),
     ("reshapes again", reshapes_pass),
     ("dead code again", dead_code_pass),
@@ -60,12 +65,15 @@ FINAL_STEPS = (
     ("dead code", dead_code_pass),
     ("views", views_pass),
     ("biases", split_bias_pass),
+    ("updates", updates_pass),
 )
 
 __all__ = [
     "FINAL_STEPS",
     "STEPS",
+    "bags_pass",
     "batch_norm_pass",
+    "borders_pass",
     "broadcast_pass",
     "cross_entropy_pass",
     "dead_code_pass",
@@ -80,6 +88,7 @@ __all__ = [
     "inline_regions_pass",
     "linear_pass",
     "mean_losses_pass",
+    "wide_losses_pass",
     "noops_pass",
     "packed_projections_pass",
     "randomness_pass",
@@ -88,5 +97,6 @@ __all__ = [
     "rows_pass",
     "split_bias_pass",
     "splits_pass",
+    "updates_pass",
     "views_pass",
 ]

@@ -20,7 +20,7 @@ def batch_norm_pass(gm: fx.GraphModule) -> fx.GraphModule:
         if packet(node) == "aten.batch_norm":
             replace(node, _replacement(gm, node))
         elif packet(node) == "aten.instance_norm":
-            replace(node, _by_example(gm, node))
+            replace(node, _by_example(node))
     return gm
 
 
@@ -47,22 +47,28 @@ def _replacement(gm: fx.GraphModule, node: fx.Node) -> fx.Node:
     return add(node, kernels_norm.normalise, (x, mean, var, weight, bias, eps))
 
 
-def _by_example(gm: fx.GraphModule, node: fx.Node) -> fx.Node:
+def _by_example(node: fx.Node) -> fx.Node:
     """Instance norm: group norm with a group for each channel."""
     x, weight, bias, running_mean, running_var, own, _, eps, _ = node.args
     assert isinstance(x, fx.Node)
     if not own:
         return add(node, kernels_norm.normalise, (x, running_mean, running_var, weight, bias, eps))
-    if running_mean is not None:
-        note(gm, "the running statistics of instance norm are not updated")
+    if isinstance(running_mean, fx.Node) and isinstance(running_var, fx.Node):
+        detached, places = add(node, aten.detach.default, (x,)), list(range(2, len(shape(x))))
+        mean = add(node, aten.mean.dim, (detached, places))
+        var = add(node, aten.var.correction, (detached, places), {"correction": 1})
+        _average(node, running_mean, add(node, aten.mean.dim, (mean, [0])))
+        _average(node, running_var, add(node, aten.mean.dim, (var, [0])))
     return add(node, aten.group_norm.default, (x, shape(x)[1], weight, bias, eps))
 
 
 def _keep(node: fx.Node, statistics: fx.Node, running_mean: fx.Node, running_var: fx.Node) -> None:
     """Write the running averages: of the mean, and of the unbiased variance."""
-    momentum = node.args[6]
     for buffer, row in ((running_mean, 0), (running_var, 2)):
-        new = add(node, aten.select.int, (statistics, 0, row))
-        old = buffer if dtype(buffer) == dtype(new) else add(node, aten.to.dtype, (buffer, dtype(new)))
-        average = add(node, aten.lerp.Scalar, (old, new, momentum))
-        add(node, aten.copy_.default, (buffer, average))
+        _average(node, buffer, add(node, aten.select.int, (statistics, 0, row)))
+
+
+def _average(node: fx.Node, buffer: fx.Node, new: fx.Node) -> None:
+    """Move the running average by ``node``'s momentum."""
+    old = buffer if dtype(buffer) == dtype(new) else add(node, aten.to.dtype, (buffer, dtype(new)))
+    add(node, aten.copy_.default, (buffer, add(node, aten.lerp.Scalar, (old, new, node.args[6]))))

@@ -1,183 +1,446 @@
-"""Make the graph functional: every in-place op becomes its functional twin, and views of a written tensor are taken anew.
+"""Make the graph functional: every op that writes becomes its functional twin, and views of a written tensor are taken anew.
 
-The usual functionalisation: each tensor is a base or a chain of views of one. A write to a view is carried back to its base through
-the chain (a write through ``slice`` is a ``cat`` of what stayed and what is new), the base gets a new value, and a view that was taken
-before the write is replayed on the new base when it is read again. A buffer's last value (batch norm's running statistics, a
-counter) becomes an output of the graph behind the loss; ``meta["updates"]`` names the buffers in that order.
+The usual functionalisation: each tensor is a base or a chain of views of one (``passes.clean.views``). Which argument an op writes to
+is in its schema. A write to a view is carried back to its base through the chain (a write through ``slice`` is a ``cat`` of what stayed
+and what is new), the base gets a new value, and a view that was taken before the write is replayed on the new base when it is read again.
+A buffer's last value (batch norm's running statistics, a counter) becomes an output of the graph behind the loss; ``meta["updates"]``
+names the buffers in that order.
+
+Gradients are autograd's: what is written with a gradient has one from then on, in the base and in all its views. A write that changes a
+value and leaves its gradient as it was (under ``no_grad``, or through ``detach``) is an op without functional form, and is refused; so is a
+write to a parameter, which is the optimizer's, and one through a view of unknown kind.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from passes.clean.nodes import add, arguments, aten, packet, shape
+from autopar.errors import CaptureError
+from autopar.torch_private import functional_twin, overload_schema, written_arguments
+from passes.clean.nodes import add, argument, arguments, aten, calls, has_gradient, packet, shape, source_line
 from passes.clean.randomness import drawn
+from passes.clean.views import View, counted, origins, replay, scatter
 
-_VIEWS = frozenset(
+_INSTEAD = (
+    "make a new tensor instead of writing into one: y = torch.where(mask, new, y), y = torch.cat(...); or keep that module whole "
+    "and replicated: wrap it in autopar.opaque(module)"
+)
+
+# Their gradient does not depend on their operands' values, which autograd does not keep.
+_KEEPS_NOTHING = frozenset(
     f"aten.{name}"
     for name in (
-        "slice",
-        "select",
-        "view",
-        "reshape",
-        "transpose",
-        "permute",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-        "alias",
-        "t",
-        "detach",
+        *(
+            "add",
+            "sub",
+            "rsub",
+            "neg",
+            "sum",
+            "mean",
+            "cat",
+            "stack",
+            "clone",
+            "to",
+            "contiguous",
+            "reshape",
+            "view",
+            "select",
+        ),
+        *("slice", "expand", "permute", "transpose", "t", "unsqueeze", "squeeze", "flatten", "detach", "alias"),
     )
 )
 
 
 @dataclass(slots=True)
 class _Alias:
-    """A tensor as a chain of views of ``base``; ``version`` of the base that ``current`` was taken from."""
+    """A tensor as a chain of views of ``base``; ``version`` of the base that ``current`` was taken from.
+
+    ``lost`` says where a gradient was written through ``detach``: to this tensor, and not to its base.
+    """
 
     base: fx.Node
-    chain: tuple[fx.Node, ...]
+    chain: tuple[View, ...]
     current: fx.Node
     version: int
+    lost: str = ""
 
 
 def functionalise_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """Replace in-place ops; see the module's docstring."""
-    if not any(_is_inplace(n) for n in gm.graph.nodes):
-        return gm
-    aliases: dict[fx.Node, _Alias] = {}
-    bases: dict[fx.Node, tuple[fx.Node, int]] = {}  # base: its newest value, its version
-    for node in list(gm.graph.nodes):
-        if node.op == "output":
-            node.args = map_arg(node.args, lambda n: _read(n, node, aliases, bases))  # noqa: B023  called at once
-            continue
-        if node.op != "call_function":
-            continue
-        operands = node.all_input_nodes
-        target = aliases.get(operands[0]) if operands else None
-        node.args = map_arg(node.args, lambda n: _read(n, node, aliases, bases))  # noqa: B023
-        node.kwargs = map_arg(node.kwargs, lambda n: _read(n, node, aliases, bases))  # noqa: B023
-        if _is_inplace(node):
-            first = operands[0]
-            alias = target or aliases.setdefault(first, _Alias(first, (), first, 0))
-            new = _functional_twin(node)
-            _write(alias, new, node, bases)
-            aliases[node] = _Alias(alias.base, alias.chain, new, bases[alias.base][1])
-        elif operands and packet(node) in _VIEWS and node.args and arguments(node)[0] is node.all_input_nodes[0]:
-            source = target or aliases.setdefault(operands[0], _Alias(operands[0], (), operands[0], 0))
-            version = bases.get(source.base, (source.base, 0))[1]
-            aliases[node] = _Alias(source.base, (*source.chain, node), node, version)
-    for node in reversed([n for n in gm.graph.nodes if _is_inplace(n)]):
-        assert not node.users, node
-        gm.graph.erase_node(node)
-    _give_out(gm, {base: newest for base, (newest, _) in bases.items() if "buffer" in base.meta})
+    """Replace the ops that write; see the module's docstring.
+
+    Raises:
+        CaptureError: a write that has no functional form, or whose form is not known, with the line that writes.
+    """
+    if any(written_arguments(node.target) for node in calls(gm)):
+        _Functionaliser(gm).run()
     return gm
 
 
-def _read(
-    node: fx.Node, reader: fx.Node, aliases: dict[fx.Node, _Alias], bases: dict[fx.Node, tuple[fx.Node, int]]
-) -> fx.Node:
-    """The node that holds what ``node`` holds when ``reader`` runs."""
-    alias = aliases.get(node)
-    if alias is None:
-        return node
-    newest, version = bases.get(alias.base, (alias.base, 0))
-    if alias.version != version:
-        alias.current = _replay(newest, alias.chain, reader)
-        alias.version = version
-    return alias.current
+class _Functionaliser:
+    """One walk over the graph. ``newest`` is the value of each base that was written, and how often it was."""
 
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.gm = gm
+        self.aliases: dict[fx.Node, _Alias] = {}
+        self.newest: dict[fx.Node, tuple[fx.Node, int]] = {}
+        self.results: dict[fx.Node, list[tuple[fx.Node, View | None] | None]] = {}  # of ops with several
+        self.gradients: dict[fx.Node, bool] = {}
+        self.detached: list[tuple[fx.Node, set[fx.Node], list[fx.Node]]] = []
 
-def _replay(value: fx.Node, chain: tuple[fx.Node, ...], anchor: fx.Node) -> fx.Node:
-    for view in chain:
-        value = add(anchor, view.target, (value, *arguments(view)[1:]), dict(view.kwargs), origin=view)
-    return value
+    def run(self) -> None:
+        nodes = list(self.gm.graph.nodes)
+        for node in nodes:
+            if node.op == "call_function":
+                self._call(node)
+            elif node.op == "output":
+                node.args = map_arg(node.args, lambda n: self._read(n, node))  # noqa: B023  called at once
+        self._refuse_late_detached()
+        for node in reversed([n for n in nodes if written_arguments(n.target)]):
+            for item in [user for user in node.users if user.target is operator.getitem and not user.users]:
+                self.gm.graph.erase_node(item)
+            assert not node.users, node
+            self.gm.graph.erase_node(node)
+        self._give_out()
 
+    def _call(self, node: fx.Node) -> None:
+        written = written_arguments(node.target)
+        targets = [_named(node, name) for name in written]
+        seen = self._origins(node) if not written else []
+        aliases = [self._alias(target) for target in targets if isinstance(target, fx.Node)]
+        node.args = map_arg(node.args, lambda n: self._read(n, node))
+        node.kwargs = map_arg(node.kwargs, lambda n: self._read(n, node))
+        if not written:
+            self._remember(node, seen)
+            self._gradient(node)
+        elif len(aliases) != len(written):
+            raise _refused(node, "writes to several tensors at once", _INSTEAD)
+        elif torch.Tag.inplace_view in node.target.tags:  # type: ignore[union-attr]
+            self._reshape(node, aliases[0])
+        else:
+            news = self._twins(node, written)
+            for alias, new in zip(aliases, news, strict=True):
+                self._write(alias, new, node)
+            for alias, new, holder in zip(aliases, news, self._holders(node), strict=False):
+                version = (
+                    self._version(alias.base) if len(news) == 1 else 0
+                )  # of several, one may have written to another
+                self.aliases[holder] = _Alias(alias.base, alias.chain, new, version, alias.lost)
 
-def _write(alias: _Alias, new: fx.Node, anchor: fx.Node, bases: dict[fx.Node, tuple[fx.Node, int]]) -> None:
-    """Carry ``new``, the new value of the view, back to the base."""
-    newest, version = bases.get(alias.base, (alias.base, 0))
-    sources = [newest]
-    for view in alias.chain[:-1]:
-        sources.append(_replay(sources[-1], (view,), anchor))
-    value = new
-    for view, source in zip(reversed(alias.chain), reversed(sources), strict=True) if alias.chain else ():
-        value = _scatter(view, source, value, anchor)
-    bases[alias.base] = (value, version + 1)
+    # -- reading ------------------------------------------------------------------------------------------------------
 
+    def _alias(self, node: fx.Node) -> _Alias:
+        return self.aliases.setdefault(node, _Alias(node, (), node, 0))
 
-def _scatter(view: fx.Node, source: fx.Node, new: fx.Node, anchor: fx.Node) -> fx.Node:
-    """``source`` with what ``view`` sees of it replaced by ``new``."""
-    name, sizes = packet(view), list(shape(source))
-    args: list[Any] = list(view.args)
-    if name in ("aten.alias", "aten.detach"):
+    def _origins(self, node: fx.Node) -> list[tuple[fx.Node, View | None] | None]:
+        """Asked before the operands are replaced: whose memory is shared depends on the strides that eager has."""
+        if node.target is operator.getitem:
+            call, item = arguments(node)
+            return self.results.get(call, [None] * (item + 1))[item : item + 1]
+        found = origins(node)
+        if isinstance(node.meta.get("val"), tuple | list):
+            self.results[node] = found
+            return []
+        return found
+
+    def _remember(self, node: fx.Node, seen: list[tuple[fx.Node, View | None] | None]) -> None:
+        if not seen or seen[0] is None:
+            return
+        operand, view = seen[0]
+        source = self._alias(operand)
+        chain = source.chain if view is None else (*source.chain, view)
+        self.aliases[node] = _Alias(source.base, chain, node, self._version(source.base), source.lost)
+
+    def _holders(self, node: fx.Node) -> list[fx.Node]:
+        """Who stands for each tensor that an op has written: itself, or who picks it from several."""
+        if not isinstance(node.meta["val"], tuple | list):
+            return [node]
+        picked = {arguments(user)[1]: user for user in node.users if user.target is operator.getitem}
+        return [picked.get(index, node) for index in range(len(node.meta["val"]))]
+
+    def _version(self, base: fx.Node) -> int:
+        return self.newest[base][1] if base in self.newest else 0
+
+    def _value(self, base: fx.Node) -> fx.Node:
+        return self.newest[base][0] if base in self.newest else base
+
+    def _read(self, node: fx.Node, reader: fx.Node) -> fx.Node:
+        """The node that holds what ``node`` holds when ``reader`` runs."""
+        alias = self.aliases.get(node)
+        if alias is None:
+            return node
+        if alias.lost:
+            raise CaptureError(alias.lost, _INSTEAD)
+        if alias.version != self._version(alias.base):
+            value = self._value(alias.base)
+            for view in alias.chain:
+                value = self._replayed(view, value, reader)
+            alias.current, alias.version = value, self._version(alias.base)
+        return alias.current
+
+    def _replayed(self, view: View, value: fx.Node, anchor: fx.Node) -> fx.Node:
+        found = replay(view, value, anchor)
+        if found is None:
+            raise _refused(view.call, "views memory by strides, of a tensor that is written in place", _INSTEAD)
+        return found
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def _write(self, alias: _Alias, new: fx.Node, node: fx.Node) -> None:
+        """Carry ``new``, the new value of the view, back to the base."""
+        base, value = alias.base, self._value(alias.base)
+        self._refuse_base(base, node)
+        if new.meta["val"].numel() == 0:
+            return
+        if any(view.detaches for view in alias.chain):
+            new = self._detached(alias, new, node)
+        sources = [value]
+        for view in alias.chain[:-1]:
+            sources.append(self._replayed(view, sources[-1], node))
+        for view, source in zip(reversed(alias.chain), reversed(sources), strict=True) if alias.chain else ():
+            back = scatter(view, source, new, node)
+            if back is None:
+                many = view.value.numel() > source.meta["val"].numel()
+                what = "which shows an element in several places" if many else "a view that is not followed"
+                raise _refused(node, f"writes through {view.name.removeprefix('aten.')}, {what}", _INSTEAD)
+            new = back
+        version = self._version(base) + 1
+        self.newest[base] = (new, version)
+        if not any(view.detaches for view in alias.chain):
+            return
+        cut = _cut(alias)
+        for other in self.aliases.values():
+            if alias.lost and other.base is base and other.chain[: len(cut)] == cut:
+                other.lost = alias.lost
+
+    def _detached(self, alias: _Alias, new: fx.Node, node: fx.Node) -> fx.Node:
+        """What the base gets by a write through ``detach``, which must not have a gradient that stays as it was."""
+        value = self._value(alias.base)
+        if self._gradient(value):
+            raise _refused(
+                node,
+                "writes under no_grad, or through detach or .data, to a tensor that has a gradient: its value changes, and its gradient "
+                "stays that of the value before",
+                "write with the gradient that is meant: y = torch.where(mask, new, y), or y = y + (new - y).detach(), which has y's "
+                "gradient",
+            )
+        cut = next(view for view in alias.chain if view.detaches)
+        if not cut.call.meta.get("no_grad"):  # autograd itself refuses to go back through what is written under no_grad
+            holders = {value} | {other.current for other in self.aliases.values() if other.base is alias.base}
+            self.detached.append((node, holders, [user for holder in holders for user in holder.users]))
+        if not self._gradient(new):
+            return new
+        alias.lost = _sentence(
+            node,
+            "writes a value that has a gradient through detach or .data, and the detached tensor, which alone has it, is read later",
+        )
+        return add(node, aten.detach.default, (new,))
+
+    def _refuse_base(self, base: fx.Node, node: fx.Node) -> None:
+        """Parameters are the optimizer's, and tensors that are in no ``state_dict`` nobody's."""
+        parameter = base.meta.get("parameter")
+        if parameter is not None:
+            raise _refused(
+                node,
+                f"writes to the parameter {parameter.name} in forward, and in a captured step the optimizer alone writes parameters",
+                "compute with a changed copy (w = self.weight.clamp(...)), change the parameter after the step under torch.no_grad(), or, "
+                "where it is not trained (a momentum teacher's), register it as a buffer",
+            )
+        if base.op == "get_attr" or base.meta.get("lifted"):
+            raise _refused(
+                node,
+                "writes to a tensor that is neither made in forward nor a buffer, so that nothing keeps its new value",
+                "make it a buffer of the model: self.register_buffer(name, tensor)",
+            )
+        if shared := base.meta.get("shares"):
+            raise _refused(
+                node,
+                f"writes to {base.meta.get('buffer')}, whose memory {shared} shares",
+                "give each a tensor of its own: tensor.clone()",
+            )
+
+    def _twins(self, node: fx.Node, written: tuple[str, ...]) -> list[fx.Node]:
+        """The values that ``node`` leaves, in the shapes and dtypes of what it writes to."""
+        targets = [_named(node, name) for name in written]
+        new = _special(node) or drawn(node)
+        if new is None:
+            target = functional_twin(node.target)
+            if target is None:
+                raise _refused(
+                    node, "writes to its operand, and nothing that computes the same without writing is known", _INSTEAD
+                )
+            outs = set(written) - {name for name, _ in overload_schema(target) or ()}
+            kwargs = {name: value for name, value in node.kwargs.items() if name not in outs}
+            new = add(node, target, node.args, kwargs)
+        several = isinstance(new.meta["val"], tuple | list)
+        news = [add(node, operator.getitem, (new, i)) for i in range(len(targets))] if several else [new]
+        return [self._fitted(value, target, node) for value, target in zip(news, targets, strict=True)]
+
+    def _fitted(self, new: fx.Node, target: fx.Node, node: fx.Node) -> fx.Node:
+        value = target.meta["val"]
+        if new.meta["val"].dtype != value.dtype:
+            new = add(node, aten.to.dtype, (new, value.dtype))
+        if shape(new) != tuple(value.shape):
+            if packet(node) != "aten.copy_":
+                raise _refused(
+                    node,
+                    f"writes {list(shape(new))} to a tensor of shape {list(value.shape)}, which changes its shape",
+                    _INSTEAD,
+                )
+            new = add(node, aten.expand.default, (new, list(value.shape)))
         return new
-    if name in ("aten.view", "aten.reshape", "aten.squeeze", "aten.unsqueeze"):
-        return add(anchor, aten.reshape.default, (new, sizes))
-    if name in ("aten.transpose", "aten.t"):
-        return add(anchor, view.target, (new, *args[1:]))
-    if name == "aten.permute":
-        order = [d % len(sizes) for d in args[1]]
-        return add(anchor, aten.permute.default, (new, [order.index(d) for d in range(len(sizes))]))
-    assert name in ("aten.slice", "aten.select"), f"a write through {name} is not supported"
-    dim = (args[1] if len(args) > 1 else 0) % len(sizes)
-    if name == "aten.select":
-        start = args[2] % sizes[dim]
-        end, new = start + 1, add(anchor, aten.unsqueeze.default, (new, dim))
-    else:
-        start, end, step = (*args[2:], None, None, None)[:3]
-        assert step in (None, 1), "a write through a strided slice is not supported"
-        start, end, _ = slice(start, end).indices(sizes[dim])
-    pieces = [add(anchor, aten.slice.Tensor, (source, dim, 0, start))] if start > 0 else []
-    pieces.append(new)
-    if end < sizes[dim]:
-        pieces.append(add(anchor, aten.slice.Tensor, (source, dim, end, sizes[dim])))
-    return add(anchor, aten.cat.default, (pieces, dim)) if len(pieces) > 1 else new
+
+    def _reshape(self, node: fx.Node, alias: _Alias) -> None:
+        """``unsqueeze_`` and its kin: the tensor is another view of its base from now on. ``detach_``: the base loses its gradient."""
+        if packet(node) == "aten.detach_":
+            if alias.chain or any(other.base is alias.base and other.chain for other in self.aliases.values()):
+                raise _refused(node, "detaches a view, or a tensor with views, in place", "y = y.detach()")
+            value = add(node, aten.detach.default, (self._value(alias.base),))
+            self.newest[alias.base] = (value, self._version(alias.base) + 1)
+            self.aliases[node] = _Alias(alias.base, (), value, self._version(alias.base))
+            return
+        twin = functional_twin(node.target)
+        view = add(node, twin, node.args, dict(node.kwargs)) if twin is not None else None
+        found = origins(view) if view is not None else []
+        if view is None or not found or found[0] is None or found[0][1] is not None and found[0][1].place != 0:
+            raise _refused(node, "gives a tensor another size or other memory", "make a new tensor: y = new")
+        chain = (*alias.chain, View(view, 0))
+        self.aliases[node] = _Alias(alias.base, chain, view, self._version(alias.base), alias.lost)
+
+    # -- gradients, and the end ---------------------------------------------------------------------------------------
+
+    def _gradient(self, node: fx.Node) -> bool:
+        if node not in self.gradients:
+            self.gradients[node] = has_gradient(node, self._gradient)
+        return self.gradients[node]
+
+    def _refuse_late_detached(self) -> None:
+        """A write through ``.data`` is unseen by autograd, which then goes back through an earlier op with values that it did not have."""
+        if not self.detached:
+            return
+        reached = self._reached()
+        for node, holders, readers in self.detached:
+            for reader in readers:
+                if reader in reached and packet(reader) not in _KEEPS_NOTHING and holders & set(reader.all_input_nodes):
+                    raise _refused(
+                        node,
+                        f"writes through detach or .data to what {packet(reader).removeprefix('aten.')} has read: its gradient would be "
+                        "computed from the new values",
+                        "write to a clone, or before it is read",
+                    )
+
+    def _reached(self) -> set[fx.Node]:
+        """The nodes that the loss's gradient goes back through."""
+        output = next(node for node in reversed(self.gm.graph.nodes) if node.op == "output")
+        found: set[fx.Node] = set()
+        stack = list(output.all_input_nodes)
+        while stack:
+            node = stack.pop()
+            if node not in found and self._gradient(node):
+                found.add(node)
+                stack.extend(node.all_input_nodes)
+        return found
+
+    def _give_out(self) -> None:
+        """Make the new values of buffers outputs; a buffer that is written is no constant (``meta["state"]``)."""
+        output = next(node for node in reversed(self.gm.graph.nodes) if node.op == "output")
+        results = output.args[0] if isinstance(output.args[0], tuple | list) else (output.args[0],)
+        updates = {base: value for base, (value, _) in self.newest.items() if "buffer" in base.meta}
+        output.args = ((*results, *updates.values()),)
+        self.gm.meta["updates"] = tuple(buffer.meta["buffer"] for buffer in updates)
+        for buffer in updates:
+            buffer.meta["state"] = True
 
 
-def _is_inplace(node: fx.Node) -> bool:
-    name = packet(node)
-    return name.startswith("aten.") and name.endswith("_") and not name.endswith("__")
+def updates_pass(gm: fx.GraphModule) -> fx.GraphModule:
+    """A buffer that takes a constant, an input, another buffer's value or one that others read gets a copy: what a layer hands out as the
+    buffer's is computed in it, and is nothing else."""
+    output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+    results: Any = output.args[0]
+    first = len(results) - len(gm.meta.get("updates", ()))
+
+    def own(value: fx.Node) -> fx.Node:
+        if value.op == "placeholder":
+            return add(output, aten.clone.default, (value,))
+        return add(value.next, aten.clone.default, (value,), origin=value) if len(value.users) > 1 else value
+
+    output.args = ((*results[:first], *(own(value) for value in results[first:])),)
+    return gm
 
 
-def _functional_twin(node: fx.Node) -> fx.Node:
-    """The value that the in-place ``node`` leaves, in the shape and dtype of what it writes to."""
-    written = arguments(node)[0]
-    assert isinstance(written, fx.Node)
-    name = packet(node)
+def _cut(alias: _Alias) -> tuple[View, ...]:
+    """The chain up to its last ``detach``."""
+    last = max(index for index, view in enumerate(alias.chain) if view.detaches)
+    return alias.chain[: last + 1]
+
+
+def _named(node: fx.Node, name: str) -> Any:
+    """The argument of that name."""
+    names = [known for known, _ in overload_schema(node.target) or ()]
+    return argument(node, names.index(name), name)
+
+
+def _special(node: fx.Node) -> fx.Node | None:
+    """Values that are simpler than the twin of the op: a constant, what is copied, ``where`` for a mask."""
+    name, written = packet(node), arguments(node)[0] if node.args else None
     if name in ("aten.zero_", "aten.fill_"):
         fill = 0 if name == "aten.zero_" else arguments(node)[1]
+        assert isinstance(written, fx.Node)
         if isinstance(fill, fx.Node):
             return add(node, aten.expand.default, (fill, list(shape(written))))
-        value = written.meta["val"]
-        return add(node, aten.full.default, (list(value.shape), fill), {"dtype": value.dtype})
+        return add(node, aten.full.default, (list(shape(written)), fill), {"dtype": written.meta["val"].dtype})
     if name == "aten.copy_":
-        new = arguments(node)[1]
-        assert isinstance(new, fx.Node)
-    elif (random := drawn(node)) is not None:
-        new = random
-    else:
-        twin = getattr(aten, name.removeprefix("aten.")[:-1])
-        overload = str(node.target).rsplit(".", 1)[1]
-        new = add(node, getattr(twin, overload), node.args, dict(node.kwargs))
-    value = written.meta["val"]
-    if new.meta["val"].dtype != value.dtype:
-        new = add(node, aten.to.dtype, (new, value.dtype))
-    if shape(new) != tuple(value.shape):
-        new = add(node, aten.expand.default, (new, list(value.shape)))
-    return new
+        source = arguments(node)[1]
+        assert isinstance(source, fx.Node)
+        return source
+    if name == "aten.fill_diagonal_":
+        return _diagonal_filled(node)
+    return _masked(node) if name == "aten.index_put_" else None
 
 
-def _give_out(gm: fx.GraphModule, updates: dict[fx.Node, fx.Node]) -> None:
-    """Make the new values of buffers outputs; a buffer that is written is no constant (``meta["state"]``)."""
-    output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
-    results = output.args[0] if isinstance(output.args[0], tuple | list) else (output.args[0],)
-    output.args = ((*results, *updates.values()),)
-    gm.meta["updates"] = tuple(buffer.meta["buffer"] for buffer in updates)
-    for buffer in updates:
-        buffer.meta["state"] = True
+def _diagonal_filled(node: fx.Node) -> fx.Node | None:
+    """``fill_diagonal_`` as ``where``; not where the diagonal of a tall matrix begins anew."""
+    x, fill = arguments(node)[:2]
+    sizes = shape(x)
+    rank = len(sizes)
+    if argument(node, 2, "wrap", False) and (rank > 2 or sizes[0] > sizes[1]):
+        return None
+    first = counted(sizes[0], 0, rank, node)
+    equal = [add(node, aten.eq.Tensor, (first, counted(sizes[d], d, rank, node))) for d in range(1, rank)]
+    on = functools.reduce(lambda a, b: add(node, aten.bitwise_and.Tensor, (a, b)), equal)
+    filled = add(node, aten.full.default, ([1] * rank, fill), {"dtype": x.meta["val"].dtype})
+    return add(node, aten.where.self, (on, filled, x))
+
+
+def _masked(node: fx.Node) -> fx.Node | None:
+    """``x[mask] = value`` as ``where``, if the value does not depend on how many places the mask has."""
+    x, indices, value, *rest = arguments(node)
+    used = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(used) != 1 or used[0][1].meta["val"].dtype != torch.bool or any(rest) or node.kwargs.get("accumulate"):
+        return None
+    before, mask = used[0]
+    after = len(shape(x)) - before - len(shape(mask))
+    sizes = list(shape(value))
+    while sizes and sizes[0] == 1 and len(sizes) > after:
+        sizes.pop(0)
+    if len(sizes) > after:
+        return None
+    if sizes != list(shape(value)):
+        value = add(node, aten.reshape.default, (value, sizes))
+    for _ in range(after):
+        mask = add(node, aten.unsqueeze.default, (mask, -1))
+    return add(node, aten.where.self, (mask, value, x))
+
+
+def _refused(node: fx.Node, what: str, hint: str) -> CaptureError:
+    return CaptureError(_sentence(node, what), hint)
+
+
+def _sentence(node: fx.Node, what: str) -> str:
+    return f"{packet(node).removeprefix('aten.')} {what}\n{source_line(node)}".rstrip()

@@ -9,11 +9,25 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import fx
 
 from autopar.program import kernels
-from passes.clean.nodes import add, argument, arguments, aten, calls, dtype, packet, replace, shape
+from passes.clean.nodes import (
+    add,
+    argument,
+    arguments,
+    aten,
+    calls,
+    dtype,
+    evaluate,
+    is_pointwise,
+    packet,
+    replace,
+    shape,
+)
 
+_NONE = 0
 _MEAN = 1  # torch's Reduction.MEAN
 _SUM = 2
 
@@ -47,8 +61,57 @@ def cross_entropy_pass(gm: fx.GraphModule) -> fx.GraphModule:
             count = add(node, aten.to.dtype, (count, dtype(new)))
             count.meta["scalar_name"] = "valid_labels"
             new = add(node, aten.div.Tensor, (new, count))
-        replace(node, new)
+        if dtype(new) == dtype(node):
+            replace(node, new)
+        else:
+            _widened(gm, node, new)
     return gm
+
+
+def _widened(gm: fx.GraphModule, node: fx.Node, new: fx.Node) -> None:
+    """``new``, of a wider dtype, takes the place of ``node``: what is computed from it gets the dtype that it then has."""
+    replace(node, new)
+    wider = {new}
+    for each in gm.graph.nodes:
+        if each.op == "call_function" and not wider.isdisjoint(each.all_input_nodes):
+            each.meta["val"] = evaluate(each.target, each.args, dict(each.kwargs))
+            wider.add(each)
+
+
+def _is_loss(node: fx.Node) -> bool:
+    """Whether nothing but the loss is computed from the node, and that from numbers alone."""
+    return all(
+        user.op == "output" or (is_pointwise(user) and shape(user) == () and _is_loss(user)) for user in node.users
+    )
+
+
+def wide_losses_pass(gm: fx.GraphModule) -> fx.GraphModule:
+    """The last sum of a loss of 16 bits is taken, and reported, in float32; its terms, and all gradients, keep their dtypes.
+
+    ``sum(x)`` of bfloat16 becomes ``sum(x, dtype=float32)``, ``mse_loss(x, y, sum)`` the sum of ``mse_loss(x, y, none)``.
+    """
+    for node in calls(gm):
+        name = packet(node)
+        if name != "aten.sum" and name not in _ELEMENTWISE_LOSSES:
+            continue
+        narrow = isinstance(node.meta["val"], torch.Tensor) and shape(node) == () and dtype(node) in _NARROW
+        if not narrow or not node.meta.get("grad", True) or not _is_loss(node):
+            continue
+        if name == "aten.sum":
+            terms = arguments(node)[0]
+            if node.target is not aten.sum.default or dtype(terms) not in _NARROW:
+                continue
+        else:
+            args = list(node.args)
+            if len(args) <= _ELEMENTWISE_LOSSES[name] or args[_ELEMENTWISE_LOSSES[name]] != _SUM:
+                continue
+            args[_ELEMENTWISE_LOSSES[name]] = _NONE
+            terms = add(node, node.target, tuple(args), dict(node.kwargs))
+        _widened(gm, node, add(node, aten.sum.default, (terms,), {"dtype": torch.float32}))
+    return gm
+
+
+_NARROW = (torch.bfloat16, torch.float16)
 
 
 def _plain_dims(node: fx.Node, logits: fx.Node, labels: fx.Node) -> tuple[fx.Node, fx.Node]:

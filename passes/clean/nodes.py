@@ -53,7 +53,7 @@ def evaluate(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     A call without tensors is a factory, and is told to make its tensor on meta.
     """
-    key = (target, _described(args), _described(kwargs))
+    key = (target, described(args), described(kwargs))
     if key not in _FOUND:
         if len(_FOUND) >= _FOUND_LIMIT:
             _FOUND.clear()
@@ -61,32 +61,38 @@ def evaluate(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _FOUND[key]
 
 
-def _described(value: Any) -> Any:
-    """Hashable, and equal where the op's result has equal shape, strides and dtype."""
+def described(value: Any) -> Any:
+    """Of an op's operands: hashable, and equal where the op's result has equal shape, strides and dtype."""
     if isinstance(value, fx.Node):
         value = value.meta["val"]
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), value.stride(), value.dtype)
     if isinstance(value, tuple | list):
-        return tuple(_described(item) for item in value)
+        return tuple(described(item) for item in value)
     if isinstance(value, dict):
-        return tuple((key, _described(item)) for key, item in value.items())
+        return tuple((key, described(item)) for key, item in value.items())
     return (type(value), value)
 
 
 def _evaluate(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    real_args = map_arg(args, lambda n: n.meta["val"])
-    real_kwargs = map_arg(kwargs, lambda n: n.meta["val"])
-    if not any(isinstance(value, torch.Tensor) for value in _flat((real_args, list(real_kwargs.values())))):
+    real_args, real_kwargs = map_arg(args, _plain), map_arg(kwargs, _plain)
+    if not any(isinstance(value, torch.Tensor) for value in flat((real_args, list(real_kwargs.values())))):
         real_kwargs = {key: value for key, value in real_kwargs.items() if key != "pin_memory"} | {"device": "meta"}
     with torch.no_grad():
         return target(*real_args, **real_kwargs)
 
 
-def _flat(value: Any) -> Iterator[Any]:
+def _plain(node: fx.Node) -> Any:
+    """The node's value as a tensor on meta: inside a region that was exported by itself it is still a fake one, on a device."""
+    value = node.meta["val"]
+    return like(value) if isinstance(value, torch.Tensor) and type(value) is not torch.Tensor else value
+
+
+def flat(value: Any) -> Iterator[Any]:
+    """The leaves of nested tuples and lists."""
     if isinstance(value, tuple | list):
         for item in value:
-            yield from _flat(item)
+            yield from flat(item)
     else:
         yield value
 
@@ -128,6 +134,11 @@ def replace(node: fx.Node, new: fx.Node) -> None:
 def calls(gm: fx.GraphModule, *targets: Callable[..., Any]) -> list[fx.Node]:
     """The calls of ``targets``, in order (all calls without ``targets``); a list, so that the graph may change meanwhile."""
     return [n for n in gm.graph.nodes if n.op == "call_function" and (not targets or n.target in targets)]
+
+
+def source_line(node: fx.Node) -> str:
+    """The last line of the user's code that made the node, below its file and number; empty where it is not known."""
+    return "\n".join(str(node.meta.get("stack_trace") or "").strip().split("\n")[-2:])
 
 
 def packet(node: fx.Node) -> str:
@@ -185,16 +196,20 @@ def note(gm: fx.GraphModule, sentence: str) -> None:
 def mark_gradients(gm: fx.GraphModule) -> None:
     """Set ``meta["grad"]``: whether a gradient flows through the node, from trainable parameters forward."""
     for node in gm.graph.nodes:
-        grad = False
-        if node.op == "placeholder":
-            parameter = node.meta.get("parameter")
-            grad = parameter is not None and parameter.trainable
-        elif node.op == "call_function" and node.target is not aten.detach.default:
-            value = node.meta["val"]
-            tensors = value if isinstance(value, tuple | list) else (value,)
-            flows = any(isinstance(t, torch.Tensor) and (t.is_floating_point() or t.is_complex()) for t in tensors)
-            grad = flows and any(n.meta["grad"] for n in node.all_input_nodes)
-        node.meta["grad"] = grad
+        node.meta["grad"] = has_gradient(node, lambda operand: bool(operand.meta["grad"]))
+
+
+def has_gradient(node: fx.Node, known: Callable[[fx.Node], bool]) -> bool:
+    """Whether a gradient flows through the node, if ``known`` says so of its operands."""
+    if node.op == "placeholder":
+        parameter = node.meta.get("parameter")
+        return parameter is not None and parameter.trainable
+    if node.op != "call_function" or node.target is aten.detach.default:
+        return False
+    value = node.meta["val"]
+    tensors = value if isinstance(value, tuple | list) else (value,)
+    flows = any(isinstance(t, torch.Tensor) and (t.is_floating_point() or t.is_complex()) for t in tensors)
+    return flows and any(known(operand) for operand in node.all_input_nodes)
 
 
 def gradients_pass(gm: fx.GraphModule) -> fx.GraphModule:

@@ -10,7 +10,19 @@ from torch import fx
 
 from autopar.errors import CaptureError
 from autopar.program import kernels_random
-from passes.clean.nodes import add, argument, arguments, aten, calls, dtype, is_random, packet, replace, shape
+from passes.clean.nodes import (
+    add,
+    argument,
+    arguments,
+    aten,
+    calls,
+    dtype,
+    is_random,
+    packet,
+    replace,
+    shape,
+    source_line,
+)
 
 # Dropout and attention are seeded themselves; recurrent ops draw for dropout alone, which ``recurrent_pass`` has taken care of.
 _SEEDED = frozenset(
@@ -34,9 +46,8 @@ def randomness_pass(gm: fx.GraphModule) -> fx.GraphModule:
             continue
         new = drawn(node)
         if new is None:
-            line = str(node.meta.get("stack_trace") or "").strip().split("\n")[-2:]
             raise CaptureError(
-                "\n".join([f"{name} draws random numbers that cannot be made a function of the seed", *line]),
+                f"{name} draws random numbers that cannot be made a function of the seed\n{source_line(node)}".rstrip(),
                 hint="draw them from torch.rand, torch.randn or torch.randint, or give them to the model as an input",
             )
         replace(node, new)

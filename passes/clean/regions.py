@@ -70,7 +70,10 @@ def _copy(gm: fx.GraphModule, body: fx.GraphModule, anchor: fx.Node, operands: l
         if inner.op == "placeholder":
             outer = next(placeholders)
             floating = isinstance(outer, fx.Node) and _floating(outer)
-            env[inner] = add(anchor, aten.detach.default, (outer,)) if no_grad and floating else outer
+            env[inner] = outer
+            if no_grad and floating:
+                env[inner] = add(anchor, aten.detach.default, (outer,))
+                env[inner].meta["no_grad"] = True
         elif inner.op == "output":
             result = map_arg(inner.args[0], lambda n: env[n])
             return list(result) if isinstance(result, tuple | list) else [result]

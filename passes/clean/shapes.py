@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from passes.clean.nodes import add, argument, arguments, aten, calls, packet, replace, shape
+from passes.clean.views import pieces
 
 _RESHAPES = frozenset(
     f"aten.{name}"
@@ -37,7 +38,7 @@ def reshapes_pass(gm: fx.GraphModule) -> fx.GraphModule:
 def splits_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """``split``, ``chunk``, ``tensor_split`` become slices and ``unbind`` selects; slices say their end, indices are positive.
 
-    ``broadcast_tensors`` becomes an ``expand`` of each operand."""
+    ``broadcast_tensors`` becomes an ``expand`` of each operand, and ``repeat_interleave`` of a single element one, too."""
     for node in calls(gm):
         name = packet(node)
         if name in ("aten.split", "aten.chunk", "aten.split_with_sizes", "aten.tensor_split", "aten.unbind"):
@@ -55,12 +56,23 @@ def splits_pass(gm: fx.GraphModule) -> fx.GraphModule:
             source, dim = arguments(node)[0], argument(node, 1, "dim", 0)
             start, end = argument(node, 2, "start"), argument(node, 3, "end")
             node.args, node.kwargs = _slice_args(source, dim, start, end), {}
+        elif name == "aten.repeat_interleave" and isinstance(argument(node, 1, "repeats"), int):
+            _repeat(node)
         elif name == "aten.select":
             source, dim, index = arguments(node)
             sizes = shape(source)
             dim = dim % len(sizes)
             node.args = (source, dim, index % sizes[dim])
     return gm
+
+
+def _repeat(node: fx.Node) -> None:
+    """Every element a number of times, which says how large the result is, on a rank as well; of a single one, an ``expand``."""
+    source, dim = arguments(node)[0], argument(node, 2, "dim")
+    if dim is not None and shape(source)[dim] == 1:
+        replace(node, add(node, aten.expand.default, (source, list(shape(node)))))
+    else:
+        node.kwargs = {key: value for key, value in node.kwargs.items() if key != "output_size"}
 
 
 def _slice_args(source: Any, dim: int, start: int | None, end: int | None) -> tuple[Any, int, int, int]:
@@ -72,19 +84,13 @@ def _slice_args(source: Any, dim: int, start: int | None, end: int | None) -> tu
 
 def _unpack(node: fx.Node) -> None:
     """Replace each ``getitem`` of a node with several outputs by a slice or select of its operand."""
-    source, unbind = arguments(node)[0], packet(node) == "aten.unbind"
-    assert isinstance(source, fx.Node)
-    dim = argument(node, 1 if unbind else 2, "dim", 0) % len(shape(source))
-    start, pieces = 0, []
-    for index, piece in enumerate(node.meta["val"]):
-        extent = 1 if unbind else piece.shape[dim]
-        pieces.append((index, start, start + extent))
-        start += extent
+    source, parts = arguments(node)[0], pieces(node)
+    assert isinstance(source, fx.Node) and parts is not None
     for user in list(node.users):
         assert user.target is operator.getitem, user
-        index, first, last = pieces[arguments(user)[1]]
-        if unbind:
-            replace(user, add(user, aten.select.int, (source, dim, index)))
+        dim, first, last = parts[arguments(user)[1]]
+        if packet(node) == "aten.unbind":
+            replace(user, add(user, aten.select.int, (source, dim, first)))
         else:
             replace(user, add(user, aten.slice.Tensor, (source, dim, first, last)))
     node.graph.erase_node(node)

@@ -1,0 +1,293 @@
+"""What a constant expression is on a block of its elements: bounds that are proved, or the elements themselves.
+
+A mask of a long sequence has more elements than fit into memory, and nearly all of its blocks are decided by two numbers: where the
+largest position of the keys is at most the smallest of the queries, ``key <= query`` is true throughout. ``Blocks.bounds`` works such
+bounds out by interval arithmetic (Moore, Interval Analysis, 1966). Ends of intervals are pushed through the node's own op, in its own
+dtype, so that rounding is the op's; an op that is not known to take its extremes at ends of intervals has no bounds, unless its operands
+are single numbers (``exp`` and its kind among them: their last digit is not monotone). ``Blocks.elements`` gives a block's elements.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.capture.evaluate import Evaluator, elementwise_operands, stripped
+from passes.clean.nodes import argument, arguments, packet, shape, val
+
+SMALL = 2**16
+"""A node of at most so many elements is evaluated whole."""
+
+Block = tuple[tuple[int, int], ...]
+"""The first element along each dim, and the one behind the last."""
+
+# Monotone in each operand (where the others are fixed), or linear in each: the extremes over a box are at its corners.
+_AT_CORNERS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "add", "sub", "rsub", "mul", "neg", "minimum", "maximum", "clamp", "clamp_min", "clamp_max", "clip", "lt", "le", "gt", "ge",
+        "to", "floor", "ceil", "round", "trunc", "sqrt", "relu",
+    )
+)  # fmt: skip
+# of booleans: of other numbers they are not monotone
+_LOGICAL = frozenset(f"aten.{kind}_{name}" for kind in ("bitwise", "logical") for name in ("and", "or", "not"))
+_TURNED = frozenset(("aten.transpose", "aten.t", "aten.permute"))
+_SAME = frozenset(("aten.alias", "aten.detach", "aten.contiguous", "aten.clone", "aten.lift_fresh_copy"))
+
+
+class Blocks:
+    """Bounds and elements of blocks of constant nodes.
+
+    Raises ``TooLargeError`` where a node that has no blocks is too large to be evaluated.
+
+    What is asked of one block is remembered until ``next``.
+    """
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        self._evaluator = evaluator
+        self._whole: dict[fx.Node, Tensor] = {}
+        self._bounds: dict[tuple[fx.Node, Block], tuple[Tensor, Tensor] | None] = {}
+        self._elements: dict[tuple[fx.Node, Block], Tensor] = {}
+
+    def next(self) -> None:
+        """Another block is asked for from here on."""
+        self._bounds.clear()
+        self._elements.clear()
+
+    def bounds(self, node: fx.Node, block: Block) -> tuple[Tensor, Tensor] | None:
+        """The least and the largest element of the block, or numbers below and above them, 0-d; ``None`` where nothing is known."""
+        key = (node, block)
+        if key not in self._bounds:
+            self._bounds[key] = self._bounded(node, block)
+        return self._bounds[key]
+
+    def elements(self, node: fx.Node, block: Block) -> Tensor:
+        """The block's elements; a dim along which they are all the same may have extent 1."""
+        key = (node, block)
+        if key not in self._elements:
+            self._elements[key] = self._worked_out(node, block)
+        return self._elements[key]
+
+    def _bounded(self, node: fx.Node, block: Block) -> tuple[Tensor, Tensor] | None:
+        if self._is_whole(node):
+            return _extremes(self.elements(node, block))
+        if (source := _moved(node, block)) is not None:
+            return self.bounds(*source)
+        name = packet(node)
+        if name == "aten.full":
+            return _extremes(self.elements(node, block))
+        if name in ("aten.tril", "aten.triu"):
+            return self._triangular_bounds(node, block)
+        if name == "aten.index" and elementwise_operands(node) is not None:
+            source_node = arguments(node)[0]
+            return self.bounds(source_node, tuple((0, size) for size in shape(source_node)))
+        operands = {operand: self.bounds(operand, _behind(operand, block)) for operand in node.all_input_nodes}
+        known = {operand: ends for operand, ends in operands.items() if ends is not None}
+        if name == "aten.where" and len(node.args) == 3:
+            return self._chosen(node, operands)
+        if len(known) < len(operands):
+            return None
+        if all(torch.equal(low, high) for low, high in known.values()):
+            return _extremes(_call(node, {operand: low for operand, (low, _) in known.items()}))
+        if name in ("aten.eq", "aten.ne"):
+            return self._compared(node, known)
+        if name == "aten.abs":
+            low, high = known[node.all_input_nodes[0]]
+            ends = _extremes(torch.stack((low, high)).abs())
+            return ends if ends is None or bool(low > 0) or bool(high < 0) else (torch.zeros_like(low), ends[1])
+        if name == "aten.floor_divide" or (name == "aten.div" and node.kwargs.get("rounding_mode") in (None, "floor")):
+            divisor = arguments(node)[1]
+            low, high = known[divisor] if isinstance(divisor, fx.Node) else (torch.tensor(divisor),) * 2
+            return _at_corners(node, known) if bool(low > 0) or bool(high < 0) else None
+        if name in _LOGICAL:
+            return _at_corners(node, known) if all(ends[0].dtype == torch.bool for ends in known.values()) else None
+        if name == "aten.to" and val(node).dtype == torch.bool:
+            low, high = known[node.all_input_nodes[0]]
+            return (torch.tensor(True),) * 2 if bool(low > 0) or bool(high < 0) else None
+        return _at_corners(node, known) if name in _AT_CORNERS else None
+
+    def _triangular_bounds(self, node: fx.Node, block: Block) -> tuple[Tensor, Tensor] | None:
+        ends = self.bounds(arguments(node)[0], block)
+        (top, bottom), (left, right) = block[-2:]
+        diagonal = argument(node, 1, "diagonal", 0)
+        lower = packet(node) == "aten.tril"
+        # kept is what has column - row <= diagonal (tril), or >= diagonal (triu)
+        least, most = left - (bottom - 1), (right - 1) - top
+        if (most <= diagonal) if lower else (least >= diagonal):
+            return ends
+        zero = torch.zeros((), dtype=val(node).dtype)
+        if (least > diagonal) if lower else (most < diagonal):
+            return zero, zero
+        return None if ends is None else (torch.minimum(ends[0], zero), torch.maximum(ends[1], zero))
+
+    def _chosen(self, node: fx.Node, operands: dict[fx.Node, Any]) -> tuple[Tensor, Tensor] | None:
+        condition, *branches = arguments(node)
+        which = operands[condition]
+        if which is not None and torch.equal(*which):
+            branches = [branches[0] if bool(which[0]) else branches[1]]
+        dtype = val(node).dtype
+        found = [operands[b] if isinstance(b, fx.Node) else (torch.tensor(b, dtype=dtype),) * 2 for b in branches]
+        if any(ends is None for ends in found):
+            return None
+        return _extremes(torch.stack([end.to(dtype) for ends in found for end in ends]))
+
+    def _compared(self, node: fx.Node, known: dict[fx.Node, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor] | None:
+        """``eq`` and ``ne`` of operands that have no number in common."""
+        first, second = (known[a] if isinstance(a, fx.Node) else (torch.tensor(a),) * 2 for a in arguments(node)[:2])
+        if not (bool(first[1] < second[0]) or bool(second[1] < first[0])):
+            return None
+        differ = torch.tensor(packet(node) == "aten.ne")
+        return differ, differ
+
+    def _worked_out(self, node: fx.Node, block: Block) -> Tensor:
+        if self._is_whole(node):
+            value = self._whole[node]
+            for dim, (start, stop) in enumerate(block):
+                if value.shape[dim] > 1:
+                    value = value.narrow(dim, start, stop - start)
+            return value
+        if (source := _moved(node, block)) is not None:
+            return _turned(node, self.elements(*source))
+        name = packet(node)
+        if name == "aten.full":
+            fill = arguments(node)[1]
+            return torch.full((1,) * len(block), fill, dtype=val(node).dtype)
+        if name in ("aten.tril", "aten.triu"):
+            source_values = self.elements(arguments(node)[0], block)
+            (top, bottom), (left, right) = block[-2:]
+            offset = torch.arange(left, right) - torch.arange(top, bottom)[:, None]
+            diagonal = argument(node, 1, "diagonal", 0)
+            kept = offset <= diagonal if name == "aten.tril" else offset >= diagonal
+            return torch.where(kept, source_values, torch.zeros((), dtype=source_values.dtype))
+        operands = elementwise_operands(node)
+        assert operands is not None, node
+        found = {operand: self.elements(operand, _behind(operand, block)) for operand in operands}
+        if name == "aten.index":
+            source_node = arguments(node)[0]
+            found[source_node] = self.elements(source_node, tuple((0, size) for size in shape(source_node)))
+        return _call(node, found)
+
+    def _is_whole(self, node: fx.Node) -> bool:
+        """Whether the node is evaluated whole: it is small, stored, or of an op whose blocks cannot be worked out by themselves."""
+        if node not in self._whole and (
+            node.op != "call_function" or val(node).numel() <= SMALL or not _in_blocks(node)
+        ):
+            self._whole[node] = stripped(self._evaluator(node))
+        return node in self._whole
+
+
+def _in_blocks(node: fx.Node) -> bool:
+    name = packet(node)
+    if name in ("aten.full", "aten.tril", "aten.triu") or elementwise_operands(node) is not None:
+        return True
+    return _moved(node, tuple((0, size) for size in shape(node))) is not None
+
+
+def _behind(operand: fx.Node, block: Block) -> Block:
+    """The block of a broadcast operand that an elementwise op reads for ``block`` of its result."""
+    sizes = shape(operand)
+    own = block[len(block) - len(sizes) :]
+    return tuple((0, 1) if size == 1 else ends for size, ends in zip(sizes, own, strict=True))
+
+
+def _moved(node: fx.Node, block: Block) -> tuple[fx.Node, Block] | None:
+    """For ops that move elements and change none: the operand, and the block of it that ``block`` of the result shows."""
+    name = packet(node)
+    source = arguments(node)[0] if node.args and isinstance(arguments(node)[0], fx.Node) else None
+    if source is None:
+        return None
+    sizes = shape(source)
+    if name in _SAME:
+        return source, block
+    if name == "aten.expand":
+        return source, _behind(source, block)
+    if name in _TURNED:
+        back = _order(node)
+        there: list[tuple[int, int]] = [(0, 0)] * len(block)
+        for position, dim in enumerate(back):
+            there[dim] = block[position]
+        return source, tuple(there)
+    if name == "aten.unsqueeze":
+        dim = arguments(node)[1] % len(block)
+        return source, (*block[:dim], *block[dim + 1 :])
+    if name == "aten.slice" and argument(node, 4, "step", 1) == 1:
+        dim = argument(node, 1, "dim", 0) % len(sizes)
+        first = slice(argument(node, 2, "start"), argument(node, 3, "end")).indices(sizes[dim])[0]
+        start, stop = block[dim]
+        return source, (*block[:dim], (start + first, stop + first), *block[dim + 1 :])
+    if name == "aten.select":
+        dim, index = arguments(node)[1] % len(sizes), arguments(node)[2] % sizes[arguments(node)[1] % len(sizes)]
+        return source, (*block[:dim], (index, index + 1), *block[dim:])
+    if name in ("aten.reshape", "aten.view") and _without_ones(sizes) == _without_ones(shape(node)):
+        rest = iter(ends for ends, size in zip(block, shape(node), strict=True) if size != 1)
+        return source, tuple((0, 1) if size == 1 else next(rest) for size in sizes)
+    return None
+
+
+def _order(node: fx.Node) -> list[int]:
+    """Of a node that permutes: for each of its dims the operand's."""
+    rank = len(shape(node))
+    order = list(range(rank))
+    if packet(node) == "aten.permute":
+        return [dim % rank for dim in arguments(node)[1]]
+    first, second = (0, rank - 1) if packet(node) == "aten.t" else (dim % rank for dim in arguments(node)[1:3])
+    order[first], order[second] = order[second], order[first]
+    return order
+
+
+def _turned(node: fx.Node, elements: Tensor) -> Tensor:
+    """A block's elements, worked out of the operand's."""
+    name = packet(node)
+    if name in _TURNED:
+        return elements.permute(_order(node))
+    if name == "aten.unsqueeze":
+        return elements.unsqueeze(arguments(node)[1])
+    if name == "aten.select":
+        return elements.select(arguments(node)[1], 0)
+    if name in ("aten.reshape", "aten.view"):
+        kept = iter(n for n, size in zip(elements.shape, shape(arguments(node)[0]), strict=True) if size != 1)
+        return elements.reshape([1 if size == 1 else next(kept) for size in shape(node)])
+    if name == "aten.expand":
+        return elements.reshape((1,) * (len(shape(node)) - elements.dim()) + tuple(elements.shape))
+    return elements
+
+
+def _without_ones(sizes: tuple[int, ...]) -> list[int]:
+    return [size for size in sizes if size != 1]
+
+
+def _at_corners(node: fx.Node, known: dict[fx.Node, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor] | None:
+    """The extremes of the node's op over all combinations of its operands' ends. Scalars of dim 0 stay such: they promote differently."""
+    corners = list(itertools.product((0, 1), repeat=len(known)))
+    values = {}
+    for position, (operand, ends) in enumerate(known.items()):
+        if torch.equal(*ends) and not shape(operand):
+            values[operand] = ends[0]
+        else:
+            values[operand] = torch.stack([ends[corner[position]] for corner in corners])
+    result = _call(node, values)
+    if not result.is_floating_point() and result.dtype != torch.bool:
+        wide = _call(node, {operand: value.double() for operand, value in values.items()}) if known else result
+        limits = torch.iinfo(result.dtype)
+        if packet(node) != "aten.to" and not bool(((wide >= limits.min) & (wide <= limits.max)).all()):
+            return None  # it wraps around
+        if packet(node) == "aten.to" and not torch.equal(result.double(), next(iter(values.values())).double().trunc()):
+            return None
+    return _extremes(result)
+
+
+def _call(node: fx.Node, values: dict[fx.Node, Tensor]) -> Tensor:
+    target: Any = node.target
+    args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: values[n])
+    with torch.no_grad():
+        return target(*args, **kwargs)
+
+
+def _extremes(values: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The least and the largest; ``None`` where an element is no number."""
+    if values.numel() == 0 or values.is_complex() or (values.is_floating_point() and bool(values.isnan().any())):
+        return None
+    return values.amin(), values.amax()

@@ -1,0 +1,342 @@
+"""Hold the captured graph against the model: the same rows through both, before anything is planned.
+
+The model runs as it was given (``eager``), the graph by the interpreter of ``reference``, both in float64: the loss, every gradient and
+every written buffer must agree, over two steps in a row, first with rows of the user's batch, then with another number of rows and with
+each tensor's values in another order. So what was baked into the graph shows: a counter, a number drawn by Python, an extent. Both graphs
+that are run are captured for their own few rows, and ``same_structure`` holds them against the one that is planned, node by node: extents
+along the batch may differ between them, and nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autopar.capture import reference
+from autopar.capture.batch import BatchStructure, flatten_batch, rebuild_batch
+from autopar.capture.eager import AsGiven, Step, WithoutDraws, gradients
+from autopar.capture.float64 import WholeFloat64
+from autopar.capture.pipeline import capture
+from autopar.errors import AutoparError, CaptureError
+from autopar.graph import Graph
+from autopar.measure import EXACT, Error, compare
+from autopar.torch_private import results_of_ops
+from passes.clean.nodes import packet
+
+ROWS = (2, 3)
+"""Of the two comparisons: few, and more than one, which batch norm needs."""
+DRAWN_BYTES = 2**26
+"""A model on meta is compared with drawn values where its parameters take at most so much in float64."""
+LIMIT_BYTES = 2**34
+"""A larger model (in float64, with its gradients) is not compared."""
+MOST_ROWS = 64
+"""A batch of at most so many rows is compared whole where the model does not take a few of them."""
+HINT = (
+    "capture must not change what a model computes: please report this model; until it is mended, autopar.opaque(module) keeps the module "
+    "at fault whole, and --no-capture-check (capture_check=False) plans in spite of it"
+)
+NOT_COMPARED = "the captured graph was not compared with the model"
+
+
+def check_capture(
+    graph: Graph, model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None, *, local_batch_norm: bool = False
+) -> str:
+    """Compare ``graph``, captured from ``model``, with the model; a sentence for the plan about what was compared and what it cost.
+
+    Raises ``CaptureError`` with the first node that differs where they do not agree.
+    """
+    start_s = time.perf_counter()
+    structure = graph.structure
+    assert isinstance(structure, BatchStructure)
+    tensors = list(flatten_batch(structure, batch).values())
+    if why := _not_compared(graph, model, tensors):
+        return f"{NOT_COMPARED}: {why}"
+    tensors = _with_values(tensors)
+    comparison = _Comparison(graph, model, loss_fn, structure, local_batch_norm)
+    total = tensors[0].shape[0]
+    rows = min(ROWS[0], total)
+    first = comparison.check([tensor[:rows] for tensor in tensors])
+    if first is None and rows < total <= MOST_ROWS:
+        rows, first = total, comparison.check(tensors)
+    if first is None:
+        return f"{NOT_COMPARED}: on {rows} rows of the batch {comparison.why}"
+    second = comparison.check(_reordered([tensor[torch.arange(rows + 1) % total] for tensor in tensors]))
+    rest = f"and of {second}" if second else f"(of {rows + 1} rows it was not compared: {comparison.why})"
+    seconds = time.perf_counter() - start_s
+    return (
+        f"the captured graph equals the model over two steps of {first} {rest}: loss, gradients and buffers, in {comparison.numbers} "
+        f"(compared in {seconds:.1f} s)"
+    )
+
+
+def _not_compared(graph: Graph, model: nn.Module, tensors: Sequence[Tensor]) -> str:
+    """Why the model cannot be run; empty where it can."""
+    if graph.valueless or any(buffer.is_meta for buffer in model.buffers()):
+        return "buffers of the model are on meta"
+    needed = 2 * 8 * sum(parameter.numel() for parameter in model.parameters())
+    if needed > LIMIT_BYTES:
+        return f"it takes {needed / 1e9:,.0f} GB in float64"
+    if any(parameter.is_meta for parameter in model.parameters()) and needed > 2 * DRAWN_BYTES:
+        return "the model is on meta and too large to draw values for"
+    return ""
+
+
+def _with_values(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors on meta with drawn values: normal numbers, and zeros and ones, which are tokens and labels of any vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for tensor in tensors:
+        if tensor.is_meta:
+            drawn = torch.randn(tensor.shape, generator=generator)
+            tensor = drawn.to(tensor.dtype) if tensor.is_floating_point() else (drawn > 0).to(tensor.dtype)
+        found.append(tensor.detach().cpu())
+    return found
+
+
+def _reordered(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Other values of the same kind: those of each tensor, moved by one place along every dim behind the batch."""
+    return [
+        tensor.roll([1] * (tensor.dim() - 1), list(range(1, tensor.dim()))) if tensor.dim() > 1 else tensor.flip(0)
+        for tensor in tensors
+    ]
+
+
+class _Comparison:
+    """Compares rows of a batch.
+
+    ``numbers`` says in which precision: float64, or the model's own where it does not run in float64. ``why`` says why the last rows were
+    not compared.
+    """
+
+    def __init__(
+        self, graph: Graph, model: nn.Module, loss_fn: Callable[..., Any] | None, structure: BatchStructure, local: bool
+    ) -> None:
+        self.graph, self.model, self.loss_fn, self.structure, self.local = graph, model, loss_fn, structure, local
+        self.numbers, self.why = "float64", ""
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return torch.float64 if self.numbers == "float64" else None
+
+    def check(self, tensors: list[Tensor]) -> str | None:
+        """Compare on these rows; what was compared, in words, ``None`` where the model by itself takes no such batch."""
+        if (eager := self._eager(tensors)) is None and self.numbers == "float64":
+            why, self.numbers = self.why, str(self.graph.dtype).removeprefix("torch.")
+            if (eager := self._eager(tensors)) is None:
+                self.numbers, self.why = "float64", why
+        if eager is None:
+            return None
+        count = f"{tensors[0].shape[0]} rows"
+        tensors = self._cast(tensors)
+        try:
+            with self.modes():
+                batch = rebuild_batch(self.structure, tensors)
+                how: dict[str, Any] = {"precision": self.dtype and "float64", "local_batch_norm": self.local}
+                small = capture(self.model, batch, self.loss_fn, **how)
+        except AutoparError as error:
+            self.why = error.message
+            return None
+        with self.modes():
+            steps = list(_steps(small, self.as_given(), tensors, len(eager)))
+        for number, (mine, theirs) in enumerate(zip(steps, eager, strict=True)):
+            off, where = _compared(mine, theirs, set(small.buffers))
+            if not off.value <= (EXACT if self.dtype is not None else _noise(self.graph.dtype)):
+                if number == 0:
+                    place = _located(self, small, tensors)
+                else:
+                    place = ", in the second step: what changes between steps besides buffers is not in a graph"
+                raise CaptureError(
+                    f"the captured graph does not compute what the model computes on {count}: {where} ({off.where}) is off by "
+                    f"{off.value:.1e}{place}",
+                    HINT,
+                )
+        difference = same_structure(self.graph, small)
+        return count + (f" (whose graph differs from the whole batch's: {difference})" if difference else "")
+
+    def as_given(self) -> AsGiven:
+        return AsGiven(self.model, self.loss_fn, self.structure, self.dtype)
+
+    def modes(self) -> AbstractContextManager[Any]:
+        """Under which both run: the same numbers drawn, and float64 throughout."""
+        stack = ExitStack()
+        if self.dtype is not None:
+            stack.enter_context(WholeFloat64())
+        stack.enter_context(WithoutDraws())
+        return stack
+
+    def _cast(self, tensors: list[Tensor]) -> list[Tensor]:
+        return [t.to(self.dtype) if self.dtype is not None and t.is_floating_point() else t for t in tensors]
+
+    def _eager(self, tensors: list[Tensor]) -> list[Step] | None:
+        """Two steps of the model; ``None``, and ``why``, where it does not run."""
+        given = self.as_given()
+        before = {name: (p._version, p.data_ptr()) for name, p in given.parameters.items()}
+        try:
+            with self.modes():
+                steps = [given.step(self._cast(tensors)) for _ in range(2)]
+        except Exception as error:  # whatever the model's own code raises
+            self.why = f"the model raises {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            return None
+        for name, p in given.parameters.items():
+            if (p._version, p.data_ptr()) != before[name]:
+                raise CaptureError(
+                    f"the model writes its parameter {name} in forward, which a program would lose",
+                    "make it a buffer, or change the parameter after the optimizer's step",
+                )
+        if not math.isfinite(steps[0].loss):
+            self.why = f"the model's loss is {steps[0].loss}"
+            return None
+        return steps
+
+
+def _steps(graph: Graph, given: AsGiven, tensors: list[Tensor], count: int) -> Iterator[Step]:
+    """The graph's steps, each from the buffers that the one before left."""
+    batch = dict(zip((value.name for value in graph.inputs), tensors, strict=True))
+    initial, buffers = given.buffers, dict[str, Tensor]()
+    for _ in range(count):
+        loss = reference.run(graph, given.parameters, batch, buffers=buffers)
+        yield Step(float(loss.detach()), gradients(loss, given.parameters), initial | buffers)
+
+
+def _compared(mine: Step, theirs: Step, written: set[str]) -> tuple[Error, str]:
+    """The largest error of a step, and what it is of."""
+    error = compare(mine.loss, mine.gradients, theirs.loss, theirs.gradients)
+    if not error.exact:
+        return error, "the loss" if error.where == "loss" else "a gradient"
+    moved = {name: value for name, value in theirs.buffers.items() if value.is_floating_point() or name in written}
+    return compare(0.0, {n: mine.buffers[n] for n in moved}, 0.0, moved), "a buffer"
+
+
+def _noise(dtype: torch.dtype) -> float:
+    """What rounding may add up to in the model's own precision."""
+    return 1e4 * torch.finfo(dtype).eps
+
+
+# -- where it differs -------------------------------------------------------------------------------------------------
+
+
+def _located(comparison: _Comparison, graph: Graph, tensors: list[Tensor]) -> str:
+    """The first node whose value eager PyTorch does not compute anywhere, with its line; nothing where there is none."""
+    with comparison.modes():
+        given = comparison.as_given()
+        seen = _Seen()
+        batch = dict(zip((value.name for value in graph.inputs), tensors, strict=True))
+        with torch.no_grad():
+            with results_of_ops(seen.add):
+                given.loss(tensors)
+            met: dict[tuple[int, fx.Node], bool] = {}
+
+            def watch(layer: int, node: fx.Node, value: Any) -> None:
+                met[layer, node] = not isinstance(value, Tensor) or seen.has(value)
+
+            reference.run(graph, given.parameters, batch, watch)
+    lost: set[tuple[int, fx.Node]] = set()
+    for layer, node in reversed(met):
+        # a value of the graph's own (a product whose bias is added later) is no fault where what is made of it is the model's
+        ends = any(user.op == "output" or (layer, user) in lost for user in node.users)
+        if ends and not met[layer, node] and node.op == "call_function":
+            lost.add((layer, node))
+    first = next((key for key in met if key in lost), None)
+    if first is None:
+        return ""
+    layer, node = first
+    line = str(node.meta.get("stack_trace") or "").strip().split("\n")[-2:]
+    where = f"; the first value that the model does not compute is {node.name} ({packet(node)}) in {graph.layers[layer].name}"
+    return "\n".join([where, *line])
+
+
+class _Seen:
+    """A digest of every tensor that eager PyTorch computes: its number of elements, and sums that no order of elements changes."""
+
+    def __init__(self) -> None:
+        self.digests: dict[int, list[Tensor]] = {}
+
+    def add(self, value: Tensor) -> None:
+        self.digests.setdefault(value.numel(), []).append(_digest(value))
+
+    def has(self, value: Tensor) -> bool:
+        mine = _digest(value)
+        return any(torch.allclose(mine, other, rtol=1e-9, atol=1e-12) for other in self.digests.get(value.numel(), ()))
+
+
+def _digest(value: Tensor) -> Tensor:
+    numbers = value.detach().to(torch.float64).nan_to_num()
+    return torch.stack(
+        (numbers.sum(), numbers.square().sum(), numbers.abs().amax() if numbers.numel() else numbers.sum())
+    )
+
+
+# -- one graph and another --------------------------------------------------------------------------------------------
+
+
+def same_structure(graph: Graph, other: Graph) -> str:
+    """Where two captures of a model for different numbers of rows differ in more than rows and precision; empty where they do not."""
+    rows, others = graph.inputs[0].shape[0], other.inputs[0].shape[0]
+    if [layer.name for layer in graph.layers] != [layer.name for layer in other.layers]:
+        return f"{len(graph.layers)} layers, not {len(other.layers)}"
+    for layer, twin in zip(graph.layers, other.layers, strict=True):
+        mine, theirs = _skeleton(graph.classes[layer.cls].graph), _skeleton(other.classes[twin.cls].graph)
+        if len(mine) != len(theirs):
+            return f"{layer.name} has {len(mine)} nodes, not {len(theirs)}"
+        for (node, args), (_, others_args) in zip(mine, theirs, strict=True):
+            if not _alike(args, others_args, rows, others):
+                return f"{node.name} in {layer.name}"
+    return ""
+
+
+def _skeleton(gm: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
+    """The calls of a graph with their arguments, nodes by number.
+
+    Dropout, which the compared graphs lack, is its operand, and so is a cast between floating dtypes: they are of another precision.
+    """
+    number: dict[fx.Node, int] = {}
+    numbers = itertools.count()
+    found: list[tuple[fx.Node, Any]] = []
+    for node in gm.graph.nodes:
+        if packet(node) == "aten.dropout" or (packet(node) == "aten.to" and _floating(node, node.args[0])):
+            number[node] = number[node.args[0]]
+            continue
+        number[node] = next(numbers)
+        if node.op != "call_function":
+            continue
+        kwargs = {key: value for key, value in node.kwargs.items() if key != "dropout_p"}
+        args = torch.fx.node.map_arg((node.args, kwargs), lambda n: _Numbered(number[n]))
+        found.append((node, (str(node.target), args)))
+    return found
+
+
+def _floating(*nodes: Any) -> bool:
+    return all(node.meta["val"].is_floating_point() for node in nodes)
+
+
+class _Numbered(str):
+    """A node by its number: never taken for an extent."""
+
+    def __new__(cls, number: int) -> _Numbered:
+        return super().__new__(cls, f"%{number}")
+
+
+def _alike(one: Any, other: Any, rows: int, others: int) -> bool:
+    """Whether two arguments are equal, or numbers that follow the number of rows."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        if one == other or one * others == other * rows:
+            return True
+        if isinstance(one, int) and isinstance(other, int):
+            return rows != others and (one - other) % (rows - others) == 0 and (one - other) // (rows - others) > 0
+        return math.isclose(one * rows, other * others, rel_tol=1e-6) or math.isclose(one, other, rel_tol=1e-6)
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        return len(one) == len(other) and all(_alike(a, b, rows, others) for a, b in zip(one, other, strict=True))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_alike(one[key], other[key], rows, others) for key in one)
+    if isinstance(one, torch.dtype) and isinstance(other, torch.dtype):
+        return one.is_floating_point == other.is_floating_point
+    return bool(one == other)

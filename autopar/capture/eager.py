@@ -1,0 +1,208 @@
+"""The user's model on one device, exactly as it was given: what a captured graph, and every program, must equal.
+
+A copy is run, in float64 and with nothing drawn at random, so that two runs can be compared to their last digits. Its modules stay in the
+mode (``train`` or ``eval``) that they are in.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from autopar.capture.batch import BatchStructure
+from autopar.capture.clone import stored_tensors
+from autopar.capture.export import call_model
+
+_DROPOUT_ARGUMENTS = ("dropout_p", "dropout")
+
+
+class WithoutDropout(TorchFunctionMode):
+    """A context in which dropout has probability 0, however a model asks for it: a module, a function, an argument of attention.
+
+    ``seen`` tells whether any was asked for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if "dropout" in name:
+            # (input, p, training, ...) in every spelling, of torch and of torch.nn.functional
+            self.seen = self.seen or bool(args[1] if len(args) > 1 else kwargs.get("p", 0.5))
+            rest = {key: value for key, value in kwargs.items() if key != "p"}
+            return func(args[0], 0.0, *args[2:], **rest) if args else func(p=0.0, **rest)
+        if name == "scaled_dot_product_attention" and len(args) > 4:
+            self.seen = self.seen or bool(args[4])
+            args = (*args[:4], 0.0, *args[5:])
+        elif name == "multi_head_attention_forward":
+            bound = inspect.signature(func).bind(*args, **kwargs)
+            args, kwargs = (), dict(bound.arguments)
+        for key in _DROPOUT_ARGUMENTS:
+            if isinstance(kwargs.get(key), float):
+                self.seen = self.seen or bool(kwargs[key])
+                kwargs[key] = 0.0
+        return func(*args, **kwargs)
+
+
+class WithoutDraws(WithoutDropout):
+    """Besides, a context in which random numbers are a fixed pattern: eager PyTorch and export then see the same ones."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name not in _DRAWS:
+            return super().__torch_function__(func, types, args, kwargs)
+        drawn = func(*args, **(kwargs or {}))  # for its shape, dtype and device
+        if not isinstance(drawn, Tensor):
+            return drawn
+        self.seen = True
+        with torch.no_grad():
+            values = _pattern(drawn)
+            if name == "bernoulli" and args and isinstance(args[0], Tensor) and len(args) == 1:
+                values = (values < args[0]).to(drawn.dtype)
+            elif name in ("bernoulli_", "bernoulli"):
+                chance = args[1] if len(args) > 1 else (kwargs or {}).get("p", 0.5)
+                values = (values < chance).to(drawn.dtype)
+            elif name.startswith("randint"):
+                values = torch.zeros_like(drawn)  # every range's lower end is unknown here; zero is in those of indices
+                numbers = [value for value in args if isinstance(value, int)]
+                values += numbers[0] if len(numbers) > 1 and not name.endswith("like") else 0
+            return drawn.copy_(values) if name.endswith("_") else values.to(drawn.dtype)
+
+
+_DRAWS = frozenset(
+    (
+        "rand",
+        "randn",
+        "rand_like",
+        "randn_like",
+        "randint",
+        "randint_like",
+        "bernoulli",
+        "bernoulli_",
+        "uniform_",
+        "normal_",
+    )
+)
+
+
+def _pattern(like: Tensor) -> Tensor:
+    """Numbers between 0 and 1, all different, in the shape of ``like``: multiples of the golden ratio, modulo 1."""
+    count = math.prod(like.shape)
+    kind = like.dtype if like.is_floating_point() else torch.float64
+    numbers = torch.arange(1, count + 1, dtype=torch.float64, device=like.device) * 0.6180339887498949
+    return (numbers - numbers.floor()).reshape(like.shape).to(kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one forward and backward pass gives: the loss, the gradient of every parameter that has one, the buffers afterwards."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """Copies of a model and its loss function; ``dropout`` says whether dropout was taken out that ``WithoutDropout`` does not see."""
+
+    model: nn.Module
+    loss_fn: Any
+    dropout: bool
+
+
+def prepared(model: nn.Module, loss_fn: Any = None, dtype: torch.dtype | None = torch.float64) -> Copied:
+    """Copies of ``model``, and of ``loss_fn`` where it is a module, in ``dtype`` on the CPU, in the modes that their modules are in.
+
+    Parameters without values (on meta) get drawn ones.
+    """
+    copied = copy.deepcopy([model, loss_fn] if isinstance(loss_fn, nn.Module) else [model])
+    _materialise(copied[0])
+    for module in copied:
+        module.cpu()
+        if dtype is not None:
+            module.to(dtype)
+            _cast_attributes(module, dtype)
+        for parameter in module.parameters():
+            parameter.grad = None
+    recurrent = False
+    for module in copied[0].modules():
+        config: Any = getattr(module, "config", None)
+        if dtype == torch.float64 and getattr(config, "_experts_implementation", None) is not None:
+            config._experts_implementation = "eager"  # transformers' grouped products know no float64
+        if isinstance(module, nn.RNNBase) and module.dropout:
+            module.dropout, recurrent = 0.0, True  # handed to the kernel without a name
+    return Copied(copied[0], copied[1] if len(copied) > 1 else loss_fn, recurrent)
+
+
+class AsGiven:
+    """The copies, and what one device computes with them, for batches of one ``structure``."""
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Any] | None, structure: BatchStructure, dtype: torch.dtype | None
+    ) -> None:
+        copied = prepared(model, loss_fn, dtype)
+        self.model, self.loss_fn, self.structure = copied.model, copied.loss_fn, structure
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.model.named_parameters())
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """What every buffer holds now, by each of its names."""
+        return {n: t.detach().clone() for n, t in self.model.named_buffers(remove_duplicate=False)}
+
+    def loss(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The loss of a batch, by its tensors in the order of the structure's leaves."""
+        return call_model(self.model, self.structure, self.loss_fn, tensors)
+
+    def step(self, tensors: Sequence[Tensor]) -> Step:
+        """One forward and backward pass. The buffers move; the parameters do not."""
+        loss = self.loss(tensors)
+        return Step(float(loss.detach()), gradients(loss, self.parameters), self.buffers)
+
+
+def gradients(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The gradient of every trainable parameter that the loss depends on, by name."""
+    wanted = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+    return {name: grad for name, grad in zip(wanted, found, strict=True) if grad is not None}
+
+
+def _materialise(model: nn.Module) -> None:
+    """Draws values for parameters that have none."""
+    generator = torch.Generator().manual_seed(0)
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                if id(parameter) not in made:
+                    values = (
+                        torch.randn(parameter.shape, generator=generator) / max(parameter.shape[-1:] or (1,)) ** 0.5
+                    )
+                    made[id(parameter)] = nn.Parameter(values.to(parameter.dtype), parameter.requires_grad)
+                setattr(module, name, made[id(parameter)])
+
+
+def _cast_attributes(module: nn.Module, dtype: torch.dtype) -> None:
+    """Tensors that are plain attributes, which ``Module.to`` leaves as they are."""
+    for path, name, tensor in list(stored_tensors(module)):
+        owner = module.get_submodule(path)
+        if name in vars(owner) and tensor.is_floating_point() and not isinstance(tensor, nn.Parameter):
+            setattr(owner, name, tensor.to(dtype))

@@ -1,0 +1,214 @@
+"""Values of constant nodes: what depends on neither inputs nor parameters, evaluated on the CPU at its real size.
+
+A value that is the same along a dim is kept as a view with stride 0 there, and a pointwise op computes it once: a table that every row of
+a batch of 1,024 shares costs one row. That is read off the values' own strides and bits, never off a size that happens to be the batch's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.clean.nodes import argument, is_pointwise, is_random, note, packet, shape, val
+
+BUDGET_BYTES = 2**28
+"""The largest result of one op that is worked out."""
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class TooLargeError(Exception):
+    """A value, or one on the way to it, takes more than ``BUDGET_BYTES``."""
+
+
+class Evaluator:
+    """Evaluates constant nodes of ``gm``.
+
+    ``values`` has the real values of buffers by name. A buffer without values (of a model on meta) gets made-up ones, which no two places
+    share, so that nothing is taken to be uniform by accident; ``gm.meta["valueless"]`` names it then.
+    """
+
+    def __init__(self, gm: fx.GraphModule, values: Mapping[str, Tensor]) -> None:
+        self.gm = gm
+        self.values = values
+        self.constant = constant_nodes(gm)
+        self._memo: dict[fx.Node, Tensor | None] = {}
+
+    def __call__(self, node: fx.Node) -> Tensor:
+        """The node's value, in its real shape. Raises ``TooLargeError``."""
+        for member in self.ancestors(node):
+            if member not in self._memo:
+                self._memo[member] = self._computed(member)
+        value = self._memo[node]
+        if value is None:
+            raise TooLargeError(node.name)
+        return value
+
+    def ancestors(self, node: fx.Node) -> list[fx.Node]:
+        """The constant nodes that ``node`` is computed from and that have no value yet, itself last, each after its operands."""
+        found: dict[fx.Node, None] = {}
+        stack = [(node, False)]
+        while stack:
+            current, done = stack.pop()
+            if done:
+                found[current] = None
+            elif current not in found and current not in self._memo:
+                stack.append((current, True))
+                stack.extend((operand, False) for operand in current.all_input_nodes if operand not in found)
+        return list(found)
+
+    def valued(self, node: fx.Node) -> bool:
+        """Whether every buffer that the constant node is computed from has values."""
+        seen, stack = {node}, [node]
+        while stack:
+            current = stack.pop()
+            if current.op == "placeholder" and current.meta["buffer"] not in self.values:
+                return False
+            stack += [operand for operand in current.all_input_nodes if operand not in seen]
+            seen.update(current.all_input_nodes)
+        return True
+
+    def _computed(self, node: fx.Node) -> Tensor | None:
+        """The node's value; ``None`` where it, or an operand, is too large."""
+        if node.op == "get_attr":
+            return _once(getattr(self.gm, str(node.target)))
+        if node.op == "placeholder":
+            return _once(self._buffer(node))
+        if any(self._memo[operand] is None for operand in node.all_input_nodes):
+            return None
+
+        def given(value: Any) -> Any:
+            if isinstance(value, fx.Node):
+                return self._memo[value]
+            if isinstance(value, tuple | list):
+                return type(value)(given(item) for item in value)
+            return value
+
+        args = given(tuple(node.args))
+        kwargs = {key: given(value) for key, value in node.kwargs.items()}
+        sizes = needed = shape(node)
+        operands = [self._memo[operand] for operand in node.all_input_nodes]
+        if (elementwise := elementwise_operands(node)) is not None:
+            strip = {id(self._memo[operand]): stripped(self._memo[operand]) for operand in elementwise}
+            args = _swapped(args, strip)
+            needed = torch.broadcast_shapes(*(tensor.shape for tensor in strip.values())) if strip else sizes
+        elif operands and by_rows(node) and all(value is not None and value.stride(0) == 0 for value in operands):
+            args = _swapped(args, {id(value): value[:1] for value in operands if value is not None})
+            needed = (1, *sizes[1:])
+        if math.prod(needed) * val(node).dtype.itemsize > BUDGET_BYTES:
+            return None
+        target: Any = node.target
+        with torch.no_grad():
+            return _once(target(*args, **kwargs).expand(sizes))
+
+    def _buffer(self, node: fx.Node) -> Tensor:
+        name = node.meta["buffer"]
+        if name in self.values:
+            return self.values[name]
+        note(self.gm, f"buffer {name} has no values (the model is on meta): no program can be written from this graph")
+        self.gm.meta.setdefault("valueless", {})[name] = None
+        made = val(node)
+        if not made.is_floating_point():
+            return torch.zeros(made.shape, dtype=made.dtype)
+        return torch.linspace(0.5, 1.0, max(made.numel(), 1), dtype=torch.float64).to(made.dtype).view(made.shape)
+
+
+def constant_nodes(gm: fx.GraphModule) -> set[fx.Node]:
+    """The nodes that depend on neither inputs nor parameters, and draw no random numbers."""
+    constant: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        leaf = node.op == "get_attr" or (
+            node.op == "placeholder" and "buffer" in node.meta and "state" not in node.meta
+        )
+        call = node.op == "call_function" and not is_random(node) and isinstance(node.meta.get("val"), Tensor)
+        if leaf or (call and all(n in constant for n in node.all_input_nodes)):
+            constant.add(node)
+    return constant
+
+
+def elementwise_operands(node: fx.Node) -> list[fx.Node] | None:
+    """The tensor operands that broadcast against each other to give the node's shape, element by element; ``None`` for other ops.
+
+    Besides pointwise ops that is ``index`` with one integer tensor for each dim of what it indexes: of the indices, not of the source.
+    """
+    if is_pointwise(node):
+        return node.all_input_nodes
+    if packet(node) == "aten.index" and isinstance(node.args[0], fx.Node):
+        indices: Any = node.args[1]
+        whole = len(indices) == len(shape(node.args[0])) and all(isinstance(index, fx.Node) for index in indices)
+        if whole and not any(val(index).dtype in (torch.bool, torch.uint8) for index in indices):
+            return list(dict.fromkeys(indices))
+    return None
+
+
+_ALONG = {
+    **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp", "softmax", "log_softmax", "cat"), ("dim", 1, 0)),
+    **dict.fromkeys(("sum", "mean", "amax", "amin", "any", "all", "argmax", "argmin", "flip"), ("dim", 1, None)),
+    "diff": ("dim", 2, -1),
+}
+"""Ops along dims: the argument that says which, its position, and its default (``None``: all)."""
+
+
+def by_rows(node: fx.Node) -> bool:
+    """Whether row *i* along dim 0 of the result is the op of rows *i* of its operands, all of the result's extent there."""
+    name, sizes = packet(node).removeprefix("aten."), shape(node)
+    shapes = [shape(operand) for operand in node.all_input_nodes]
+    if not sizes or any(own[:1] != sizes[:1] for own in shapes):
+        return False
+    if name in ("matmul", "bmm"):
+        return all(len(own) == len(sizes) >= 3 for own in shapes)
+    if name not in _ALONG:
+        return False
+    key, position, default = _ALONG[name]
+    dims = argument(node, position, key, default)
+    if dims is None:
+        return False
+    rank = len(shapes[0])
+    return all(dim % rank != 0 for dim in (dims if isinstance(dims, list | tuple) else [dims]))
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one dtype and shape hold the same bits: 0.0 and -0.0 differ, a NaN equals itself."""
+    return torch.equal(_as_integers(one), _as_integers(other))
+
+
+def stored_bytes(value: Tensor) -> int:
+    """The bytes of a value, each element that stands for several (stride 0) counted once."""
+    return stripped(value).numel() * value.dtype.itemsize
+
+
+def _as_integers(value: Tensor) -> Tensor:
+    if value.is_complex():
+        value = torch.view_as_real(value)
+    return value.view(_INTEGERS[value.dtype.itemsize]) if value.is_floating_point() else value
+
+
+def _once(value: Tensor) -> Tensor:
+    """``value`` with one row for all where all rows along dim 0 are the same."""
+    value = value.detach()
+    if value.dim() == 0 or value.shape[0] < 2 or value.stride(0) == 0:
+        return value
+    bare = stripped(value)
+    first = bare[:1]
+    return first.expand(value.shape) if same_bits(bare[1:], first.expand(bare[1:].shape)) else value
+
+
+def stripped(value: Tensor | None) -> Tensor:
+    """The value with one element along each dim of stride 0."""
+    assert value is not None
+    for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            value = value.narrow(dim, 0, 1)
+    return value
+
+
+def _swapped(value: Any, by_identity: Mapping[int, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return by_identity.get(id(value), value)
+    if isinstance(value, tuple | list):
+        return type(value)(_swapped(item, by_identity) for item in value)
+    return value

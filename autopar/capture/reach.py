@@ -1,0 +1,95 @@
+"""Which parameters get a gradient: those from which autograd finds a way back from the loss.
+
+``mark_gradients`` follows values forward; what is computed from a parameter and ends in an argmax, a comparison, or behind a ``detach`` has
+a gradient in it that nobody asks for. Eager PyTorch leaves ``grad`` at ``None`` there, and optimizers leave such parameters alone, decay
+included. A gradient that is zero (of ``floor``, of a dead ReLU) is one all the same.
+
+Whether an op's result has a gradient for an operand is not listed here: the op is asked, on meta tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from autopar.torch_private import overload_name
+from passes.clean.nodes import arguments, described, like, mark_gradients, note, val
+
+_SHOWN = 5
+_FOUND: dict[Any, tuple[bool, ...]] = {}
+_LIMIT = 4096
+
+
+def freeze_unreached(gm: fx.GraphModule, loss: fx.Node) -> None:
+    """Mark as not trainable the parameters that eager PyTorch gives no gradient, and mark the graph's gradients anew.
+
+    A parameter that was cut into parts gets one if any of them does.
+    """
+    reached = _reached(gm, loss)
+    parameters = [node for node in gm.graph.nodes if node.op == "placeholder" and "parameter" in node.meta]
+    alive = {node.meta["parameter"].original for node in parameters if node in reached}
+    left = [node for node in parameters if node.meta["grad"] and node.meta["parameter"].original not in alive]
+    for node in left:
+        node.meta["parameter"] = dataclasses.replace(node.meta["parameter"], trainable=False)
+    if left:
+        names = sorted({node.meta["parameter"].original for node in left})
+        note(gm, f"the loss gives no gradient to {len(names)} parameters, which stay as they are: {_list(names)}")
+        mark_gradients(gm)
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+
+def _reached(gm: fx.GraphModule, loss: fx.Node) -> set[fx.Node]:
+    """The nodes to which a gradient comes from the loss."""
+    wanted: dict[fx.Node, set[int]] = {loss: {0}}  # by node, which of its results have a gradient
+    for node in reversed(gm.graph.nodes):
+        if node not in wanted or node.op != "call_function":
+            continue
+        if node.target is operator.getitem:
+            source, index = arguments(node)[:2]
+            if source.meta["grad"]:
+                wanted.setdefault(source, set()).add(index)
+            continue
+        for operand in node.all_input_nodes:
+            if operand.meta["grad"] and _any(_flows(node, operand), wanted[node]):
+                wanted.setdefault(operand, set()).add(0)
+    return set(wanted)
+
+
+def _any(flows: tuple[bool, ...], results: set[int]) -> bool:
+    return not flows or any(flows[index] for index in results)
+
+
+def _flows(node: fx.Node, operand: fx.Node) -> tuple[bool, ...]:
+    """For every result of the node, whether autograd has a gradient of it for the operand; ``()`` where that cannot be found out and all
+    are taken to have one: autopar's own kernels, and modules that are kept whole."""
+    name = overload_name(node.target)
+    if name is None or name.startswith("autopar::"):
+        return ()
+    marked = map_arg((node.args, node.kwargs), lambda n: (n is operand, described(n)))
+    key = (node.target, described(marked))
+    if key not in _FOUND:
+        if len(_FOUND) >= _LIMIT:
+            _FOUND.clear()
+        _FOUND[key] = _ask(node, operand)
+    return _FOUND[key]
+
+
+def _ask(node: fx.Node, operand: fx.Node) -> tuple[bool, ...]:
+    probe = like(val(operand)).requires_grad_()
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: probe if n is operand else n.meta["val"])
+    assert callable(node.target)
+    try:
+        with torch.enable_grad():
+            result = node.target(*args, **kwargs)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        return ()  # an op that says nothing on meta
+    results = result if isinstance(result, tuple | list) else (result,)
+    return tuple(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in results)

@@ -1,0 +1,77 @@
+"""What all ranks must be given alike, held against each other: batches, values to start from, options.
+
+Ranks that read different data train on parts of different batches, and no collective would notice. Each rank makes a digest of what it was
+given; one small all-reduce compares them, and only where they differ are they gathered, to say whose do.
+
+This file is copied into every emitted program; it needs torch alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+WHOLE_BYTES = 8 * 2**30
+"""Up to so much a state dict is read whole on every rank, beyond that a part of each tensor: rank by rank it is read in slices alone."""
+_PIECE = 2**20
+_EVERY = 16
+
+
+def same_batch(batch: Mapping[str, Tensor], names: list[str], device: torch.device) -> None:
+    """Raise ``ValueError`` where ranks have different batches, with the input and the ranks. ``names`` are those that the program reads."""
+    if dist.get_world_size() == 1:
+        return
+    others = zlib.crc32(repr([(n, digest(t)) for n, t in sorted(batch.items()) if n not in names]).encode())
+    digests = {f"{name!r}": digest(batch[name]) for name in names} | {"what else is in it": others}
+    _same(digests, device, "the ranks were given different batches", "every rank takes the whole global batch")
+
+
+def same_start(
+    state: Mapping[str, Tensor], names: list[str], options: Mapping[str, object], device: torch.device
+) -> None:
+    """The same of the values that ranks start from, and of the options that must agree."""
+    if dist.get_world_size() == 1:
+        return
+    whole = sum(tensor.numel() * tensor.element_size() for tensor in state.values()) <= WHOLE_BYTES
+    digests = {name: digest(state[name], whole) if name in state else 0 for name in names}
+    digests |= {name: zlib.crc32(repr(value).encode()) for name, value in options.items()}
+    _same(digests, device, "the ranks start from different values", "every rank takes the same state dict and options")
+
+
+def digest(tensor: Tensor, whole: bool = True) -> int:
+    """Of dtype, shape and bytes."""
+    head = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    if tensor.numel() == 0:
+        return head
+    plain = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    held = plain.cpu().contiguous()
+    size = held.numel() * held.element_size()
+    read = memoryview((ctypes.c_ubyte * size).from_address(held.data_ptr()))  # numpy need not be there
+    if whole or len(read) <= _PIECE * _EVERY:
+        return zlib.crc32(read, head)
+    for start in range(0, len(read), _PIECE * _EVERY):
+        head = zlib.crc32(read[start : start + _PIECE], head)
+    return zlib.crc32(read[-_PIECE:], head)
+
+
+def _same(digests: Mapping[str, int], device: torch.device, what: str, hint: str) -> None:
+    own = torch.tensor(list(digests.values()), dtype=torch.int64, device=device)
+    ends = torch.cat((own, -own))
+    dist.all_reduce(ends, dist.ReduceOp.MAX)
+    if torch.equal(ends[: len(own)], -ends[len(own) :]):
+        return
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, own)
+    table = torch.stack(every)
+    differs = (table != table[0]).any(0).tolist()
+    index = differs.index(True)
+    ranks = [rank for rank in range(len(every)) if int(table[rank, index]) != int(table[0, index])]
+    more = sum(differs) - 1
+    which = f"{list(digests)[index]}{f' (and {more} more)' if more else ''}"
+    shown = ", ".join(map(str, ranks[:8])) + (" and others" if len(ranks) > 8 else "")
+    raise ValueError(f"{what}: {which} of rank{'s' if len(ranks) > 1 else ''} {shown} is not rank 0's; {hint}")

@@ -1,0 +1,112 @@
+"""State dicts of the user's model: what the folder starts from, and what is wrong with one before anything starts.
+
+``layouts.json`` says under ``model`` what the user's model has: every parameter and buffer of its state dict, in its order, by each of
+its names. This file is copied into every emitted program; it needs torch alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+INITIAL = "initial.pt"
+"""The file of a folder that holds the values of the user's model, by its names."""
+
+NO_VALUES = "the folder has no initial values: the model was on meta, or its values were not given"
+_SHOWN = 5
+
+
+def has_values(state: Mapping[str, Any] | None) -> bool:
+    """Whether a state dict has values to start from: a model on meta has none."""
+    tensors = [value for value in (state or {}).values() if isinstance(value, Tensor)]
+    return bool(tensors) and not any(tensor.is_meta for tensor in tensors)
+
+
+def write_initial(folder: Path, state: Mapping[str, Any] | None) -> bool:
+    """Write what the folder starts from, or take away what it had, which the notes of its plan then say; whether there is something."""
+    written = has_values(state)
+    if written:
+        assert state is not None
+        tensors = {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
+        torch.save(tensors, folder / INITIAL)
+    else:
+        (folder / INITIAL).unlink(missing_ok=True)
+    plan = json.loads((folder / "plan.json").read_text())
+    others = [note for note in plan.get("notes", ()) if note != NO_VALUES]
+    notes = others if written else [NO_VALUES, *others]
+    if notes != plan.get("notes"):
+        (folder / "plan.json").write_text(json.dumps(plan | {"notes": notes}, indent=1) + "\n")
+    return written
+
+
+def read_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The state dict in a file of ``torch.save``; its tensors are read when they are used."""
+    state: dict[str, Tensor] = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+    return state
+
+
+def initial(folder: str | os.PathLike[str]) -> dict[str, Tensor] | None:
+    """The values that the folder starts from, if it has any."""
+    path = Path(folder) / INITIAL
+    return read_state(path) if path.is_file() else None
+
+
+def wrong_state(records: Mapping[str, Any], state: Mapping[str, Tensor]) -> str:
+    """What is wrong with a state dict of the user's model, by names, for a program with these records (``layouts.json``); ``""``: nothing.
+
+    Every parameter of the program and every buffer that it writes must be there (a tied one by any of its names), whole, with values, and
+    nothing that the model does not have. What the program neither trains nor writes may be missing.
+    """
+    needed: dict[tuple[str, ...], tuple[int, ...]] = {}
+    for record in records["parameters"]:
+        needed[record["original"], *record["tied"]] = tuple(record["original_shape"])
+    for record in records.get("buffers", ()):
+        if record["persistent"] and record["written"]:
+            needed[record["original"],] = tuple(record["shape"])
+    known = {entry["name"]: tuple(entry["shape"]) for entry in records.get("model", ())}
+    known |= {name: shape for names, shape in needed.items() for name in names}
+    given = {name: tensor for name, tensor in state.items() if not name.endswith("_extra_state")}
+    sentences = [
+        _sentence("it has no", [names[0] for names in needed if not any(name in given for name in names)]),
+        _sentence("the model has no", [name for name in given if name not in known]),
+        _sentence("no tensor is", [name for name, value in given.items() if not isinstance(value, Tensor)]),
+    ]
+    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor) and name in known}
+    shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+    sentences += [
+        _sentence("on meta, without values, is", [name for name, value in tensors.items() if value.is_meta]),
+        _sentence(
+            "of another shape is",
+            [f"{name} ({shape}, in the model {known[name]})" for name, shape in shapes.items() if shape != known[name]],
+        ),
+    ]
+    if not any(sentences):
+        sentences.append(_sentence("one parameter in the model, and two values here, have", _torn(needed, tensors)))
+    return "; ".join(sentence for sentence in sentences if sentence)
+
+
+def _torn(needed: Iterable[Sequence[str]], tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of one tied parameter whose values differ."""
+    found = []
+    for names in needed:
+        values = [tensors[name] for name in names if name in tensors]
+        if any(not _same(values[0], other) for other in values[1:]):
+            found.append(" and ".join(name for name in names if name in tensors))
+    return found
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    if a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype:
+        return True
+    return bool(((a == b) | ((a != a) & (b != b))).all())  # noqa: PLR0124  a NaN is the same as a NaN
+
+
+def _sentence(what: str, names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{what} {', '.join(names[:_SHOWN])}{more}" if names else ""

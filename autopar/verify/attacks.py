@@ -1,0 +1,271 @@
+"""Batches and modes that may show what the user's own batch does not: a constant that was baked in, a mask that was taken for another.
+
+Attacks are made from the user's batch. Those of the same shapes run through the graph that is there, and through plans of it;
+another number of rows and another mode are captured anew. Eager PyTorch is asked first: what it refuses, or answers with a NaN, is
+skipped, and the report says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import BatchStructure, WholeFloat64, flatten_batch, rebuild_batch, reference
+from autopar.capture.batch import describe_batch
+from autopar.capture.eager import WithoutDropout, prepared
+from autopar.capture.export import call_model
+from autopar.errors import AutoparError
+from autopar.graph import Graph
+from autopar.measure import EXACT, Error, compare
+from autopar.verify.subject import Subject, make_subject, with_batch
+
+IGNORED = -100
+"""What cross entropy ignores by default among the labels."""
+
+MOST_ROWS = 64
+"""Of a batch that has as many rows as its sequences have places."""
+
+LARGE = 100.0
+
+
+@dataclass
+class Attacks:
+    """What was tried on one device, by name, with its error; what was skipped, with the reason; what broke, with what was said.
+
+    ``subjects`` are the batches of the same shapes, for plans.
+    """
+
+    tried: dict[str, Error] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    broken: dict[str, str] = field(default_factory=dict)
+    subjects: dict[str, Subject] = field(default_factory=dict)
+
+
+class _SkippedError(Exception):
+    """Eager PyTorch does not run the attack, or its numbers are not finite."""
+
+
+def attack(model: nn.Module, loss_fn: Callable[..., Any] | None, subject: Subject) -> Attacks:
+    """Try everything on one device: the captured graph against eager PyTorch. ``subject`` was made of ``model``."""
+    found = Attacks()
+    graph, structure = subject.graph, subject.graph.structure
+    assert isinstance(structure, BatchStructure)
+    found.tried["the batch as it is"] = hold(subject)
+    with _attempt(found, "two steps in a row"):
+        found.tried["two steps in a row"] = _two_steps(model, loss_fn, subject)
+    for name, tensors, reason in _same_shapes(subject.batch):
+        with _attempt(found, name):
+            if tensors is None:
+                raise _SkippedError(reason)
+            attacked = _asked(subject, model, tensors, loss_fn)
+            found.tried[name] = hold(attacked)
+            found.subjects[name] = attacked
+    for name, rows, reason in _other_rows(subject.batch):
+        with _attempt(found, name):
+            if not rows or graph.accumulated > 1:
+                raise _SkippedError(reason or "the microbatches are batches of their own")
+            batch = rebuild_batch(structure, [_rows(tensor, rows) for tensor in subject.batch.values()])
+            found.tried[name] = hold(_captured(model, batch, loss_fn))
+    for name, training in (("train()", True), ("eval()", False)):
+        with _attempt(found, name):
+            if all(module.training is training for module in model.modules()):
+                raise _SkippedError("the model is in this mode")
+            batch = rebuild_batch(structure, list(subject.batch.values()))
+            found.tried[name] = hold(_captured(copy.deepcopy(model).train(training), batch, loss_fn))
+    return found
+
+
+@contextlib.contextmanager
+def _attempt(found: Attacks, name: str) -> Iterator[None]:
+    """What the attack raises becomes its outcome."""
+    try:
+        yield
+    except _SkippedError as skipped:
+        found.skipped[name] = str(skipped)
+    except AutoparError as refused:
+        found.skipped[name] = f"capture refuses it: {refused.message}"
+    except (AssertionError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        # autopar's own faults: the report should say which attack brought them up
+        found.broken[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def _asked(given: Subject, model: nn.Module, tensors: dict[str, Tensor], loss_fn: Callable[..., Any] | None) -> Subject:
+    """The subject with another batch of the same shapes. Raises ``_SkippedError``."""
+    try:
+        subject = with_batch(given, model, tensors, loss_fn)
+    except Exception as error:  # of the user's code, on a batch that it was not written for
+        raise _SkippedError(_eager_words(error)) from error
+    _finite(subject)
+    return subject
+
+
+def _eager_words(error: Exception) -> str:
+    return f"eager PyTorch raises {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def _finite(subject: Subject) -> None:
+    if not math.isfinite(subject.loss) or not all(bool(g.isfinite().all()) for g in subject.gradients.values()):
+        raise _SkippedError("eager PyTorch's loss or gradients are not finite")
+
+
+def _captured(model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None) -> Subject:
+    """A subject of its own, once eager PyTorch has run it."""
+    copied = prepared(model, loss_fn)
+    structure = describe_batch(model, batch, loss_fn, torch.float64)
+    try:
+        with WholeFloat64(), WithoutDropout():
+            call_model(
+                copied.model, structure, copied.loss_fn, list(flatten_batch(structure, batch).values())
+            ).backward()
+    except Exception as error:
+        raise _SkippedError(_eager_words(error)) from error
+    subject = make_subject(model, batch, loss_fn)
+    _finite(subject)
+    return subject
+
+
+# -- one device -------------------------------------------------------------------------------------------------------
+
+
+def hold(subject: Subject) -> Error:
+    """The captured graph against the subject: the loss, every gradient, every buffer that is written."""
+    written: dict[str, Tensor] = {}
+    loss, gradients = _graph_step(subject.graph, subject.state, subject.batch, written)
+    error = compare(loss, gradients, subject.loss, subject.gradients)
+    if not error.exact or subject.graph.accumulated > 1:
+        return error
+    after = compare(loss, {n: written[n] for n in subject.buffers if n in written}, loss, subject.buffers)
+    return max(error, Error(after.value, f"the new value of {after.where}"), key=lambda e: e.value)
+
+
+def _graph_step(
+    graph: Graph, state: Mapping[str, Tensor], batch: Mapping[str, Tensor], written: dict[str, Tensor]
+) -> tuple[float, dict[str, Tensor]]:
+    trainable = {p.original for p in graph.parameters.values() if p.trainable}
+    parameters = {
+        p.original: next(state[n] for n in (p.original, *p.tied) if n in state)
+        .detach()
+        .clone()
+        .requires_grad_(p.original in trainable)
+        for p in graph.parameters.values()
+    }
+    parts = [
+        dict(zip(batch, part, strict=True))
+        for part in zip(*(t.chunk(graph.accumulated) for t in batch.values()), strict=True)
+    ]
+    loss = 0.0
+    with WholeFloat64():
+        for part in parts:
+            term = reference.run(graph, parameters, part, buffers=written) / len(parts)
+            term.backward()
+            loss += float(term.detach())
+    return loss, {n: p.grad for n, p in parameters.items() if p.grad is not None}
+
+
+def _two_steps(model: nn.Module, loss_fn: Callable[..., Any] | None, subject: Subject) -> Error:
+    """The second of two steps on the same values of parameters, and all that the forward passes wrote: parameters must stay."""
+    graph, structure = subject.graph, subject.graph.structure
+    assert isinstance(structure, BatchStructure)
+    if graph.accumulated > 1:
+        raise _SkippedError("the microbatches are batches of their own")
+    copied = prepared(model, loss_fn)
+    alone = copied.model
+    before = {n: t.detach().clone() for n, t in (*alone.named_parameters(), *alone.named_buffers())}
+    loss, gradients = 0.0, {}
+    written: dict[str, Tensor] = {}
+    for _ in range(2):
+        alone.zero_grad(set_to_none=True)
+        with WholeFloat64(), WithoutDropout():
+            value = call_model(alone, structure, copied.loss_fn, [tensor.clone() for tensor in subject.batch.values()])
+            value.backward()
+        mine, found = _graph_step(graph, subject.state, subject.batch, written)
+        loss = float(value.detach())
+        gradients = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
+    step = compare(mine, found, loss, gradients)
+    after = {n: t.detach() for n, t in (*alone.named_parameters(), *alone.named_buffers())}
+    kept = compare(0.0, before | written, 0.0, after)
+    errors = (
+        Error(step.value, f"{step.where}, second step"),
+        Error(kept.value, f"the value of {kept.where} after two steps"),
+    )
+    return next((error for error in errors if not error.value <= EXACT), max(errors, key=lambda error: error.value))
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+
+def _same_shapes(batch: Mapping[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor] | None, str]]:
+    """(name, the batch, why there is none): batches of the same shapes with other values."""
+    given = dict(batch)
+    masks = {n: t for n, t in given.items() if t.numel() and bool(((t == 0) | (t == 1)).all())}
+    integers = {n: t for n, t in given.items() if n not in masks and not t.is_floating_point() and not t.is_complex()}
+    floating = {n: t for n, t in given.items() if n not in masks and t.is_floating_point()}
+    if not integers:
+        yield "labels ignored unevenly", None, "no input holds integers"
+    for name, tensor in integers.items():
+        yield f"labels ignored unevenly in {name}", given | {name: _uneven(tensor)}, ""
+    if not masks:
+        yield "a row that is masked whole", None, "no input holds zeros and ones"
+    for name, tensor in masks.items():
+        yield f"a row that is masked whole in {name}", given | {name: _first_row(tensor, 0)}, ""
+    edges = {n: _edges(t) for n, t in integers.items()}
+    yield "integers at their edges", (given | edges) if edges else None, "no input holds integers"
+    extremes = {n: _extremes(t) for n, t in floating.items()}
+    yield "extreme values", (given | extremes) if extremes else None, "no input holds floating values"
+
+
+def _uneven(tensor: Tensor) -> Tensor:
+    """Half of the first row, and all of the last."""
+    tensor = tensor.clone()
+    if tensor.dim() > 1:
+        tensor[0, : (tensor.shape[1] + 1) // 2] = IGNORED
+    if len(tensor) > 1:
+        tensor[-1] = IGNORED
+    return tensor
+
+
+def _first_row(tensor: Tensor, value: float) -> Tensor:
+    tensor = tensor.clone()
+    tensor[0] = value
+    return tensor
+
+
+def _edges(tensor: Tensor) -> Tensor:
+    low, high = tensor.min(), tensor.max()
+    tensor = tensor.clone()
+    tensor[0], tensor[-1] = low, high
+    return tensor
+
+
+def _extremes(tensor: Tensor) -> Tensor:
+    tensor = _first_row(tensor, 0.0)
+    if len(tensor) > 1:
+        tensor[-1] *= LARGE
+    return tensor
+
+
+def _other_rows(batch: Mapping[str, Tensor]) -> Iterator[tuple[str, int, str]]:
+    """(name, rows, why there are none): batches of another number of rows."""
+    rows = len(next(iter(batch.values())))
+    yield "another number of rows", 3 if rows != 3 else 2, ""
+    name = "as many rows as places in a sequence"
+    places = next((tensor.shape[1] for tensor in batch.values() if tensor.dim() > 1), 0)
+    if not places:
+        yield name, 0, "no input has a second dim"
+    elif places in (rows, 3 if rows != 3 else 2):
+        yield name, 0, "the batch has as many" if places == rows else "tried as another number of rows"
+    elif not 1 < places <= MOST_ROWS:
+        yield name, 0, f"that is {places:,} rows, and up to {MOST_ROWS} are tried"
+    else:
+        yield name, places, ""
+
+
+def _rows(tensor: Tensor, rows: int) -> Tensor:
+    return tensor[torch.arange(rows) % len(tensor)]

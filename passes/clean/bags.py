@@ -1,0 +1,67 @@
+"""Bags of embeddings of one length, as an embedding and a sum."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from passes.clean.nodes import add, argument, arguments, aten, calls, dtype, packet, replace, shape
+
+_SUM, _MEAN = 0, 1
+_OTHERWISE = {3: "scale_grad_by_freq", 5: "sparse", 7: "include_last_offset"}
+
+
+def bags_pass(gm: fx.GraphModule) -> fx.GraphModule:
+    """``embedding_bag`` of a table of indices, every row a bag, becomes ``embedding`` and a sum or mean over the row.
+
+    That is what ``nn.EmbeddingBag`` makes of a two-dimensional input: it flattens it, and gives offsets that count in steps of a
+    row. Bags of other lengths, and the largest of a bag (which sends its gradient to one of equals), stay torch's op, which no axis cuts.
+    """
+    for node in calls(gm, aten.embedding_bag.padding_idx):
+        weight, flat, offsets = arguments(node)[:3]
+        assert isinstance(weight, fx.Node) and isinstance(flat, fx.Node) and isinstance(offsets, fx.Node)
+        mode = argument(node, 4, "mode", _SUM)
+        read = [user for user in node.users if user.target is operator.getitem]
+        if mode not in (_SUM, _MEAN) or len(read) != len(node.users) or any(user.args[1] != 0 for user in read):
+            continue
+        if any(argument(node, at, name, False) for at, name in _OTHERWISE.items()):
+            continue
+        length = _length(offsets, shape(flat)[0])
+        if length is None:
+            continue
+        new = _bags(node, weight, flat, length, mode)
+        for user in read:
+            replace(user, new)
+        gm.graph.erase_node(node)
+    return gm
+
+
+def _bags(node: fx.Node, weight: fx.Node, flat: fx.Node, length: int, mode: int) -> fx.Node:
+    rows = [shape(flat)[0] // length, length]
+    index = add(node, aten.reshape.default, (flat, rows))
+    found = add(node, aten.embedding.default, (weight, index))
+    scales = argument(node, 6, "per_sample_weights")
+    if scales is not None:
+        wide = add(node, aten.unsqueeze.default, (add(node, aten.reshape.default, (scales, rows)), 2))
+        found = add(node, aten.mul.Tensor, (found, wide))
+    padding = argument(node, 8, "padding_idx", None)
+    if padding is None:
+        total = add(node, aten.sum.dim_IntList, (found, [1]))
+        return total if mode == _SUM else add(node, aten.mul.Tensor, (total, 1.0 / length))
+    held = add(node, aten.to.dtype, (add(node, aten.ne.Scalar, (index, padding % shape(weight)[0])), dtype(found)))
+    found = add(node, aten.mul.Tensor, (found, add(node, aten.unsqueeze.default, (held, 2))))
+    total = add(node, aten.sum.dim_IntList, (found, [1]))
+    if mode == _SUM:
+        return total
+    count = add(node, aten.clamp_min.default, (add(node, aten.sum.dim_IntList, (held, [1], True)), 1.0))
+    return add(node, aten.div.Tensor, (total, count))  # a bag of padding alone is zero, as torch has it
+
+
+def _length(offsets: fx.Node, count: int) -> int | None:
+    """The length of every bag where ``offsets`` count in equal steps that the ``count`` indices end with; ``None`` otherwise."""
+    if packet(offsets) != "aten.arange" or offsets.target is not aten.arange.start_step:
+        return None
+    start, end, step = (*arguments(offsets), 1)[:3]
+    even = start == 0 and step > 0 and count % step == 0 and count - step < end <= count
+    return step if even and shape(offsets)[0] == count // step else None

@@ -1,0 +1,52 @@
+"""Padding with what a tensor holds: reflected, repeated at the edges, or from the other end."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from passes.clean.nodes import add, argument, arguments, aten, calls, replace, shape
+
+
+def borders_pass(gm: fx.GraphModule) -> fx.GraphModule:
+    """``pad(x, amounts, "reflect")``, ``"replicate"`` and ``"circular"`` become slices of ``x``, flipped or expanded, beside ``x``: the
+    dims that are not padded then keep their meaning, to the rules and to the type checker. Negative amounts cut, and stay torch's op.
+
+    Before: ``pad(x, [1, 1], "reflect")``. After: ``cat([flip(slice(x, 1, 2)), x, flip(slice(x, n - 2, n - 1))])``.
+    """
+    for node in calls(gm, aten.pad.default):
+        mode = argument(node, 2, "mode", "constant")
+        source, amounts = arguments(node)[:2]
+        assert isinstance(source, fx.Node)
+        if mode == "constant" or min(amounts) < 0:
+            continue
+        rank, new = len(shape(source)), source
+        for pair in range(len(amounts) // 2):
+            before, after = amounts[2 * pair : 2 * pair + 2]
+            if before or after:
+                new = _padded(node, new, rank - 1 - pair, before, after, mode)
+        replace(node, new)
+    return gm
+
+
+def _padded(anchor: fx.Node, x: fx.Node, dim: int, before: int, after: int, mode: str) -> fx.Node:
+    n = shape(x)[dim]
+
+    def part(start: int, end: int) -> fx.Node:
+        return add(anchor, aten.slice.Tensor, (x, dim, start, end))
+
+    def edge(at: int, count: int) -> fx.Node:
+        sizes = [count if d == dim else size for d, size in enumerate(shape(x))]
+        return add(anchor, aten.expand.default, (part(at, at + 1), sizes))
+
+    def flipped(start: int, end: int) -> fx.Node:
+        return add(anchor, aten.flip.default, (part(start, end), [dim]))
+
+    if mode == "reflect":
+        left, right = (lambda: flipped(1, before + 1)), (lambda: flipped(n - 1 - after, n - 1))
+    elif mode == "circular":
+        left, right = (lambda: part(n - before, n)), (lambda: part(0, after))
+    else:
+        assert mode == "replicate", mode
+        left, right = (lambda: edge(0, before)), (lambda: edge(n - 1, after))
+    parts = [*([left()] if before else []), x, *([right()] if after else [])]
+    return add(anchor, aten.cat.default, (parts, dim))

@@ -1,0 +1,296 @@
+"""Views: whose memory an op's result shares, how a view is taken anew, and how what is written through it reaches what it views.
+
+Whether a result is a view is not read off the op's name: ``reshape``, ``contiguous``, ``to`` or dropout in evaluation share their
+operand's memory for some strides and arguments, and copy it for others. The op is run on meta tensors of the operands' strides, and the
+memory of what comes out is compared with theirs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from autopar.torch_private import is_overload, memory, overload_schema
+from passes.clean.nodes import add, argument, arguments, aten, described, flat, like, packet, shape
+
+_IN_ORDER = frozenset(
+    f"aten.{name}"
+    for name in (
+        *(
+            "view",
+            "reshape",
+            "_unsafe_view",
+            "_reshape_alias",
+            "flatten",
+            "unflatten",
+            "view_as",
+            "reshape_as",
+            "ravel",
+        ),
+        *("squeeze", "unsqueeze", "expand", "expand_as", "broadcast_to", "atleast_1d", "atleast_2d", "atleast_3d"),
+    )
+)
+"""Ops whose result has its operand's elements in the same order, where it has as many."""
+
+_BY_SHAPE = (aten.view.default, aten._unsafe_view.default, aten.view_as.default, aten.reshape_as.default)
+
+_PERMUTATIONS = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("transpose", "t", "permute", "swapdims", "swapaxes", "movedim", "moveaxis"),
+        *("numpy_T", "mT", "mH", "matrix_H", "adjoint"),
+    )
+)
+_SPLITS = ("aten.split", "aten.chunk", "aten.split_with_sizes", "aten.tensor_split")
+_DIAGONALS = ("aten.diagonal", "aten.linalg_diagonal")
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One step from a tensor to a view of it: the ``call`` that makes it, which of the call's operands it views (``place`` in the order of
+    the arguments), and which of its results it is (``None``: the only one)."""
+
+    call: fx.Node
+    place: int
+    item: int | None = None
+
+    @property
+    def name(self) -> str:
+        return packet(self.call)
+
+    @property
+    def detaches(self) -> bool:
+        return self.name == "aten.detach"
+
+    @property
+    def value(self) -> torch.Tensor:
+        value = self.call.meta["val"]
+        return value if self.item is None else value[self.item]
+
+
+def origins(call: fx.Node) -> list[tuple[fx.Node, View | None] | None]:
+    """For every result of ``call`` the operand whose memory it shares, with the view that leads there: ``None`` where it is that very
+    tensor. ``None`` alone for a result with memory of its own."""
+    value = call.meta.get("val")
+    several = isinstance(value, tuple | list)
+    operands = _operands(call)
+    if not is_overload(call.target) or not operands or not (several or isinstance(value, torch.Tensor)):
+        return []
+    return [
+        None
+        if found is None
+        else (operands[found[0]], None if found[1] else View(call, found[0], i if several else None))
+        for i, found in enumerate(_sharing(call))
+    ]
+
+
+def _operands(call: fx.Node) -> list[fx.Node]:
+    """The tensors among the arguments, in order, with repetitions."""
+    values = flat((call.args, list(call.kwargs.values())))
+    return [value for value in values if isinstance(value, fx.Node)]
+
+
+# What `_sharing` found, by op and described operands: deep models ask the same again and again.
+_FOUND: dict[Any, tuple[tuple[int, bool] | None, ...]] = {}
+_FOUND_LIMIT = 4096
+
+
+def _sharing(call: fx.Node) -> tuple[tuple[int, bool] | None, ...]:
+    """For every result the place of the operand whose memory it shares, and whether it is the same tensor."""
+    key = (call.target, described(call.args), described(call.kwargs))
+    if key not in _FOUND:
+        if len(_FOUND) >= _FOUND_LIMIT:
+            _FOUND.clear()
+        _FOUND[key] = _compared(call)
+    return _FOUND[key]
+
+
+def _compared(call: fx.Node) -> tuple[tuple[int, bool] | None, ...]:
+    given: list[torch.Tensor] = []
+
+    def fresh(node: fx.Node) -> torch.Tensor:
+        given.append(like(node.meta["val"]))
+        return given[-1]
+
+    names = [name for name, _ in overload_schema(call.target) or ()]
+    args = [_on_meta(name, value) for name, value in zip(names, call.args, strict=False)]
+    kwargs = {name: _on_meta(name, value) for name, value in call.kwargs.items()}
+    target: Any = call.target
+    with torch.no_grad():
+        results = target(*map_arg(args, fresh), **map_arg(kwargs, fresh))
+    found: list[tuple[int, bool] | None] = []
+    for result in results if isinstance(results, tuple | list) else (results,):
+        shared = isinstance(result, torch.Tensor) and [i for i, t in enumerate(given) if memory(result) == memory(t)]
+        found.append((shared[0], packet(call) != "aten.detach" and _same(result, given[shared[0]])) if shared else None)
+    return tuple(found)
+
+
+def _on_meta(name: str, value: Any) -> Any:
+    return torch.device("meta") if name == "device" and value is not None else value
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one memory are the same elements in the same places."""
+    return (a.shape, a.stride(), a.storage_offset(), a.dtype, a.is_conj(), a.is_neg()) == (
+        *(b.shape, b.stride(), b.storage_offset(), b.dtype, b.is_conj(), b.is_neg()),
+    )
+
+
+def pieces(call: fx.Node) -> list[tuple[int, int, int]] | None:
+    """Dim, start and end of every result of ``split``, ``chunk``, ``tensor_split`` and ``unbind``; ``None`` for other ops."""
+    name = packet(call)
+    if name not in (*_SPLITS, "aten.unbind"):
+        return None
+    source, unbind = _operands(call)[0], name == "aten.unbind"
+    dim = argument(call, 1 if unbind else 2, "dim", 0) % len(shape(source))
+    found, start = [], 0
+    for piece in call.meta["val"]:
+        extent = 1 if unbind else piece.shape[dim]
+        found.append((dim, start, start + extent))
+        start += extent
+    return found
+
+
+def replay(view: View, value: fx.Node, anchor: fx.Node) -> fx.Node | None:
+    """The view of ``value``, before ``anchor``; ``None`` for a view of memory as such, which ``value`` need not have in the same order."""
+    call = view.call
+    if view.name in ("aten.as_strided", "aten._reshape_alias"):
+        return None
+    if view.item is not None:
+        parts = pieces(call)
+        if parts is None:
+            return add(anchor, operator.getitem, (_again(view, value, anchor), view.item), origin=call)
+        dim, start, end = parts[view.item]
+        if view.name == "aten.unbind":
+            return add(anchor, aten.select.int, (value, dim, start), origin=call)
+        return add(anchor, aten.slice.Tensor, (value, dim, start, end), origin=call)
+    if call.target in _BY_SHAPE:
+        return add(anchor, aten.reshape.default, (value, list(view.value.shape)), origin=call)
+    return _again(view, value, anchor)
+
+
+def _again(view: View, value: fx.Node, anchor: fx.Node) -> fx.Node:
+    places = iter(range(len(_operands(view.call))))
+    args, kwargs = map_arg(
+        (view.call.args, dict(view.call.kwargs)), lambda node: value if next(places) == view.place else node
+    )
+    return add(anchor, view.call.target, args, kwargs, origin=view.call)
+
+
+def scatter(view: View, source: fx.Node, new: fx.Node, anchor: fx.Node) -> fx.Node | None:
+    """``source`` with what ``view`` sees of it replaced by ``new``; ``None`` where that is unknown, or an element shows twice."""
+    name, call, sizes = view.name, view.call, shape(source)
+    if view.value.dtype != source.meta["val"].dtype or view.value.is_conj() or view.value.is_neg():
+        return None
+    if view.detaches:
+        return new
+    if name in _IN_ORDER:
+        whole = view.value.numel() == source.meta["val"].numel()
+        return add(anchor, aten.reshape.default, (new, list(sizes))) if whole else None
+    if name in ("aten.transpose", "aten.t"):
+        return add(anchor, call.target, (new, *arguments(call)[1:]), dict(call.kwargs))
+    if name in _PERMUTATIONS:
+        order = _order(call, len(sizes))
+        return add(anchor, aten.permute.default, (new, [order.index(dim) for dim in range(len(sizes))]))
+    if name in _DIAGONALS:
+        return _diagonal(call, source, new, anchor)
+    region = _region(view, sizes)
+    if region is None:
+        return None
+    dim, start, end, step = region
+    if name in ("aten.select", "aten.unbind"):
+        new = add(anchor, aten.unsqueeze.default, (new, dim))
+    if step != 1:
+        start, end, new = _strided(source, new, region, anchor)
+    kept = [add(anchor, aten.slice.Tensor, (source, dim, 0, start))] if start > 0 else []
+    kept.append(new)
+    if end < sizes[dim]:
+        kept.append(add(anchor, aten.slice.Tensor, (source, dim, end, sizes[dim])))
+    return add(anchor, aten.cat.default, (kept, dim)) if len(kept) > 1 else new
+
+
+def _region(view: View, sizes: Sequence[int]) -> tuple[int, int, int, int] | None:
+    """Dim, start, end and step of what a slice, a select or a part of a split shows; ``None`` for other views."""
+    call = view.call
+    if view.item is not None:
+        parts = pieces(call)
+        return (*parts[view.item], 1) if parts is not None else None
+    if view.name not in ("aten.select", "aten.slice", "aten.narrow"):
+        return None
+    dim = argument(call, 1, "dim", 0) % len(sizes)
+    start = argument(call, 2, "index" if view.name == "aten.select" else "start")
+    if view.name == "aten.slice":
+        step = argument(call, 4, "step", 1)
+        first, last, _ = slice(start, argument(call, 3, "end")).indices(sizes[dim])
+        return dim, first, max(first, last), step
+    if not isinstance(start, int):
+        return None
+    start %= max(sizes[dim], 1)
+    return dim, start, start + (1 if view.name == "aten.select" else argument(call, 3, "length")), 1
+
+
+def _order(call: fx.Node, rank: int) -> list[int]:
+    """For each dim of a permutation's result the operand's; found by permuting sizes that all differ."""
+    target: Any = call.target
+    sizes = list(range(2, rank + 2))
+    args = map_arg(call.args, lambda _: torch.empty(sizes, device="meta"))
+    return [sizes.index(size) for size in target(*args, **call.kwargs).shape]
+
+
+def _strided(
+    source: fx.Node, new: fx.Node, region: tuple[int, int, int, int], anchor: fx.Node
+) -> tuple[int, int, fx.Node]:
+    """A write to every ``step``-th place as a write to all places from the first on: the others keep what they had."""
+    dim, start, _, step = region
+    sizes = shape(source)
+    end = min(start + shape(new)[dim] * step, sizes[dim])
+    kept = add(anchor, aten.slice.Tensor, (source, dim, start, end))
+    places = add(anchor, aten.remainder.Scalar, (counted(end - start, dim, len(sizes), anchor), step))
+    chosen = add(anchor, aten.eq.Scalar, (places, 0))
+    spread = single(new, anchor)
+    if spread is None:
+        repeated = add(anchor, aten.repeat_interleave.self_int, (new, step, dim))
+        spread = add(anchor, aten.slice.Tensor, (repeated, dim, 0, end - start))
+    return start, end, add(anchor, aten.where.self, (chosen, spread, kept))
+
+
+def _diagonal(call: fx.Node, source: fx.Node, new: fx.Node, anchor: fx.Node) -> fx.Node:
+    """``where`` on the diagonal, which is the last dim of ``new``: that is laid along the rows, or below the main one along the columns."""
+    sizes, last = shape(source), -1 if packet(call) == "aten.linalg_diagonal" else 1
+    rank = len(sizes)
+    offset = argument(call, 1, "offset", 0)
+    first = argument(call, 2, "dim1", -2 if last == -1 else 0) % rank
+    second = argument(call, 3, "dim2", last) % rank
+    rows, columns = (counted(sizes[dim], dim, rank, anchor) for dim in (first, second))
+    on = add(anchor, aten.eq.Tensor, (add(anchor, aten.add.Tensor, (rows, offset)), columns))
+    placed = single(new, anchor, rank)
+    if placed is None:
+        along, across = (first, second) if offset >= 0 else (second, first)
+        if missing := sizes[along] - shape(new)[-1]:
+            new = add(anchor, aten.constant_pad_nd.default, (new, [0, missing]))
+        rest = [dim for dim in range(rank) if dim not in (first, second)]
+        order = [rest.index(dim) if dim in rest else len(rest) for dim in range(rank) if dim != across]
+        if order != sorted(order):
+            new = add(anchor, aten.permute.default, (new, order))
+        placed = add(anchor, aten.unsqueeze.default, (new, across))
+    return add(anchor, aten.where.self, (on, placed, source))
+
+
+def counted(extent: int, dim: int, rank: int, anchor: fx.Node) -> fx.Node:
+    """0, 1, 2, ... along ``dim``."""
+    sizes = [extent if i == dim else 1 for i in range(rank)]
+    return add(anchor, aten.reshape.default, (add(anchor, aten.arange.default, (extent,)), sizes))
+
+
+def single(value: fx.Node, anchor: fx.Node, rank: int | None = None) -> fx.Node | None:
+    """One element that broadcasts, where ``value`` is the same throughout; else ``None``."""
+    if value.target is not aten.full.default:
+        return None
+    sizes = [1] * (len(shape(value)) if rank is None else rank)
+    return add(anchor, aten.full.default, (sizes, arguments(value)[1]), dict(value.kwargs))

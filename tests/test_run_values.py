@@ -1,0 +1,204 @@
+"""What training starts from: the model's values, wherever the folder goes; and state dicts that are not the model's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.cli import main
+from autopar.errors import LaunchError, UsageError
+from autopar.program.state import NO_VALUES, initial, wrong_state
+from autopar.run import Program
+
+
+class Scaled(nn.Module):
+    """Two layers, a learned scale that no seed would draw, a buffer that is read, one that is written, one that is not used, a tie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm = nn.BatchNorm1d(8)
+        self.logit_scale = nn.Parameter(torch.tensor(2.6592))
+        self.register_buffer("offsets", torch.linspace(0.5, 1.5, 8))
+        self.register_buffer("unused", torch.ones(3))
+        self.spare = nn.Linear(2, 2)  # the loss does not depend on it
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.norm(self.embed(ids)) * self.offsets) * self.logit_scale.exp()
+
+
+def given() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    torch.manual_seed(3)
+    model = Scaled().double()
+    with torch.no_grad():
+        model.norm.running_mean.normal_()
+    return model, (torch.arange(8) % 12, torch.arange(8) * 5 % 12)
+
+
+def compiled(folder: Path | None, model: nn.Module | None = None, **options: Any) -> Program:
+    own, batch = given()
+    model = model or own
+    return autopar.compile(model, 1, batch, nn.functional.cross_entropy, folder=folder, **options)
+
+
+def first_loss() -> float:
+    model, (ids, labels) = given()
+    return float(nn.functional.cross_entropy(model(ids), labels).detach())
+
+
+def batch_of(program: Program, folder: Path) -> str:
+    torch.save(program._inputs(given()[1]), folder / "batch.pt")
+    return str(folder / "batch.pt")
+
+
+def torchrun(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    """``train.py`` in one process of its own."""
+    command = [sys.executable, str(folder / "train.py"), "--steps", "1", "--device", "cpu", *args]
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+
+
+def loss_of(done: subprocess.CompletedProcess[str]) -> float:
+    assert done.returncode == 0, done.stderr
+    return float(json.loads(done.stdout.splitlines()[0])["loss"])
+
+
+def test_the_folder_starts_from_the_models_values(tmp_path: Path) -> None:
+    program = compiled(tmp_path / "a")
+    model, batch = given()
+    data = batch_of(program, tmp_path)
+    assert loss_of(torchrun(tmp_path / "a", "--data", data)) == pytest.approx(first_loss(), rel=1e-10)
+    drawn = torchrun(tmp_path / "a", "--data", data, "--draw-init")
+    assert abs(loss_of(drawn) - first_loss()) > 0.1 and "starts from drawn values" in drawn.stderr
+    held = initial(tmp_path / "a")
+    assert held is not None and set(held) == set(model.state_dict())
+    assert all(torch.equal(held[name], value) for name, value in model.state_dict().items())
+    assert NO_VALUES not in json.loads((tmp_path / "a" / "plan.json").read_text())["notes"]
+    temporary = compiled(None)
+    temporary.emit(tmp_path / "b")
+    assert NO_VALUES not in json.loads((tmp_path / "b" / "plan.json").read_text())["notes"]
+    with Program(program.plan, tmp_path / "b") as opened:
+        inputs = program._inputs(batch)
+        assert opened.step(inputs) == pytest.approx(first_loss(), rel=1e-10)
+        trained = opened.state_dict()
+        assert set(trained) == set(model.state_dict())
+        assert torch.equal(trained["spare.weight"], model.state_dict()["spare.weight"])
+
+
+def test_a_folder_without_values_says_so_and_does_not_start_by_itself(tmp_path: Path) -> None:
+    model, batch = given()
+    program = compiled(tmp_path / "a", model.to("meta"))
+    data = batch_of(program, tmp_path)
+    assert NO_VALUES in json.loads((tmp_path / "a" / "plan.json").read_text())["notes"]
+    done = torchrun(tmp_path / "a", "--data", data)
+    assert done.returncode == 1 and "has no initial.pt" in done.stderr and "--draw-init" in done.stderr
+    with pytest.raises(UsageError, match="no values to start from") as error:
+        program.step(batch)
+    assert error.value.hint and "draw_init=True" in error.value.hint
+    torch.save(given()[0].state_dict(), tmp_path / "state.pt")
+    with Program(program.plan, tmp_path / "a", draw_init=True) as drawn:
+        assert torch.isfinite(torch.tensor(drawn.step(program._inputs(batch))))
+    compiled(tmp_path / "a")
+    assert initial(tmp_path / "a") is not None
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "missing": (lambda state: state.pop("logit_scale"), "it has no logit_scale"),
+    "extra": (lambda state: state.update(lora=torch.zeros(2)), "the model has no lora"),
+    "shape": (lambda state: state.update(logit_scale=torch.zeros(2)), r"of another shape is logit_scale \(\(2,\), in the model \(\)"),
+    "unused shape": (lambda state: state.update(unused=torch.zeros(2)), r"of another shape is unused"),
+    "buffer": (lambda state: state.pop("norm.running_var"), r"it has no norm.running_var"),
+    "meta": (lambda state: state.update(logit_scale=torch.zeros((), device="meta")), "on meta, without values, is logit_scale"),
+    "no tensor": (lambda state: state.update(unused=3), "no tensor is unused"),
+    "torn tie": (lambda state: state.update({"head.weight": torch.zeros(12, 8)}), "one parameter in the model, and two values here"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_state_dict_that_is_not_the_models_is_refused_before_anything_starts(case: str, tmp_path: Path) -> None:
+    program = compiled(tmp_path / "a")
+    spoil, message = WRONG[case]
+    state = dict(given()[0].state_dict())
+    spoil(state)
+    with pytest.raises(UsageError, match=message) as error:
+        program.load_state_dict(state)
+    assert program._processes is None and error.value.hint
+    if case == "meta":
+        return
+    with pytest.raises(UsageError, match=message):
+        Program(program.plan, tmp_path / "a", state=state)
+    if case == "extra":
+        torch.save(state, tmp_path / "state.pt")
+        done = torchrun(tmp_path / "a", "--init", str(tmp_path / "state.pt"))
+        assert done.returncode == 1 and "the model has no lora" in done.stderr
+        with pytest.raises(LaunchError, match="SystemExit|status 1"):
+            program.launch("--init", str(tmp_path / "state.pt"))
+
+
+def test_what_the_program_does_not_use_may_be_missing(tmp_path: Path) -> None:
+    compiled(tmp_path)
+    records = json.loads((tmp_path / "layouts.json").read_text())
+    state = dict(given()[0].state_dict())
+    for name in ("spare.weight", "unused", "offsets", "head.weight"):
+        del state[name]
+    assert wrong_state(records, state) == ""
+
+
+FACTORY = """
+import torch
+from torch import nn
+
+def model(device="cpu"):
+    torch.manual_seed(5)
+    with torch.device(device):
+        module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    return module, (torch.randn(8, 8), torch.arange(8) % 4), nn.functional.cross_entropy
+
+def on_meta():
+    return model("meta")
+"""
+
+
+def emitted(capsys: pytest.CaptureFixture[str], folder: Path, *args: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["emit", *args, "--devices", "2", "--time-limit", "5", "-o", str(folder)])
+    err = capsys.readouterr().err
+    assert ended.value.code == 0, err
+    return err
+
+
+def test_emit_writes_the_values_that_a_model_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    factory = tmp_path / "factory.py"
+    factory.write_text(FACTORY)
+    assert "no values" not in emitted(capsys, tmp_path / "a", f"{factory}:model")
+    torch.manual_seed(5)
+    held = initial(tmp_path / "a")
+    assert held is not None and torch.equal(held["0.weight"], nn.Linear(8, 16).weight)
+    said = emitted(capsys, tmp_path / "b", f"{factory}:on_meta")
+    assert "has no values" in said and "--draw-init" in said and initial(tmp_path / "b") is None
+
+
+def test_emit_makes_small_models_of_configurations_with_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from autopar.cli import commands
+
+    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 16, "n_layer": 1, "n_head": 2,
+              "n_positions": 16, "vocab_size": 32}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sizes = (str(tmp_path / "config.json"), "--seq", "8", "--global-batch", "4")
+    assert "no values" not in emitted(capsys, tmp_path / "a", *sizes)
+    held = initial(tmp_path / "a")
+    assert held is not None and float(held["transformer.wte.weight"].std()) == pytest.approx(0.02, rel=0.3)
+    monkeypatch.setattr(commands, "VALUES_LIMIT_BYTES", 1000)
+    assert "has no values" in emitted(capsys, tmp_path / "b", *sizes)
