@@ -733,7 +733,8 @@ def moving_average(m: Any, y: Tensor) -> Tensor:
 def corrected_moving_average(m: Any, y: Tensor) -> Tensor:
     with torch.no_grad():
         m.count.add_(1)
-        decay = torch.clamp((1.0 + m.count) / (10.0 + m.count), max=0.99)
+        steps = m.count.to(y.dtype)
+        decay = torch.clamp((1.0 + steps) / (10.0 + steps), max=0.99)
         m.mean.lerp_(y.mean((0, 1)), 1 - decay)
     return y - m.mean / (1 - 0.9**m.count)
 

@@ -6,16 +6,21 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+import in_place_modules
 import pytest
 import torch
 from in_place import PATTERNS, REFUSED, Model, batch
 from torch import nn
 from torch.nn import functional as F
+from workers import WorkerPool
 
 from autopar.capture import capture, flatten_batch
 from autopar.capture.reference import run
 from autopar.errors import CaptureError
 from autopar.graph import Graph
+from autopar.search.hand import hand_plan
+from autopar.shard import annotate
+from autopar.verify import check_plan, make_subject
 
 
 @pytest.fixture(autouse=True)
@@ -70,3 +75,50 @@ def test_refused_by_name(name: str) -> None:
         capture(Model(write).double(), batch(), F.mse_loss, precision="float64")
     assert "in_place.py" in str(raised.value), "the user's line"
     assert raised.value.hint
+
+
+@pytest.mark.parametrize("name", list(in_place_modules.RIGHT))
+def test_modules_that_write_are_right(name: str) -> None:
+    factory, sizes, written = in_place_modules.RIGHT[name]
+    torch.manual_seed(0)
+    graph = assert_two_steps_equal_eager(factory(), in_place_modules.batch(*sizes))
+    assert len(graph.buffers) == written and not graph.notes
+
+
+@pytest.mark.parametrize("name", list(in_place_modules.REFUSED))
+def test_modules_that_write_where_they_may_not_are_refused(name: str) -> None:
+    factory, words = in_place_modules.REFUSED[name]
+    with pytest.raises(CaptureError, match=words) as raised:
+        capture(factory().double(), in_place_modules.batch(), F.mse_loss, precision="float64")
+    assert "line " in str(raised.value) and raised.value.hint
+
+
+SHARDED = (
+    *(
+        "diagonal_fill",
+        "diagonal_of_similarities",
+        "strided_uneven",
+        "mask_of_rows",
+        "rows_in_a_loop",
+        "rows_of_the_batch",
+    ),
+    *(
+        "older_view_reads_the_new",
+        "index_put_rows",
+        "scatter_of_values",
+        "corrected_moving_average",
+        "rows_of_a_buffer",
+    ),
+    *("buffers_filled_with_constants", "counter_that_nothing_reads"),
+)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_writes_survive_sharding(name: str, workers2: WorkerPool) -> None:
+    """The batch cut in time as well, where the graph lets it."""
+    torch.manual_seed(0)
+    subject = make_subject(Model(PATTERNS[name]), batch(), F.mse_loss, name=name)
+    cut = 1 if annotate(subject.graph).unmicrobatchable else 2
+    for options in ({"data": 2, "microbatches": cut}, {"tensor": 2}):
+        outcome = check_plan(subject, hand_plan(subject.graph, **options), workers2)
+        assert outcome.error.exact and outcome.stages_typed == 1

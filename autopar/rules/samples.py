@@ -185,6 +185,7 @@ def views() -> list[Sample]:
         sample(aten.squeeze.default, r(6, 1, 12)),
         sample(aten.unsqueeze.default, r(6, 12), -1),
         sample(aten.expand.default, r(6, 1, 4), [12, 6, 6, -1]),
+        sample(aten.expand.default, r(), [12, 6]),
         sample(aten.expand_as.default, r(6, 1), r(6, 12)),
         sample(aten.broadcast_to.default, r(1, 12), [6, 12]),
         sample(aten.permute.default, r(6, 4, 12), [2, 0, 1]),

@@ -98,6 +98,8 @@ def expand(node: fx.Node) -> str:
     """expand, broadcast_to: a dim that grows from one has a letter in the result alone, each rank makes its own share."""
     before, after = source(node), shape_of(node)
     right = names(len(after))
+    if not before:  # of a number
+        return line([["*"], *(["1"] * len(shape_of(other)) for other in operands(node)[1:])], ["*", *right], "linear 0")
     left = right[len(after) - len(before) :]
     return line([left, *(["1"] * len(shape_of(other)) for other in operands(node)[1:])], right, "linear 0")
 

@@ -196,6 +196,8 @@ class _Functionaliser:
         """Carry ``new``, the new value of the view, back to the base."""
         base, value = alias.base, self._value(alias.base)
         self._refuse_base(base, node)
+        if new.meta["val"].numel() == 0:
+            return
         if any(view.detaches for view in alias.chain):
             new = self._detached(alias, new, node)
         sources = [value]
