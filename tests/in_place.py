@@ -736,7 +736,7 @@ def corrected_moving_average(m: Any, y: Tensor) -> Tensor:
         steps = m.count.to(y.dtype)
         decay = torch.clamp((1.0 + steps) / (10.0 + steps), max=0.99)
         m.mean.lerp_(y.mean((0, 1)), 1 - decay)
-    return y - m.mean / (1 - 0.9**m.count)
+    return y - m.mean / (1 - 0.9**steps)
 
 
 @right

@@ -359,16 +359,18 @@ class _Functionaliser:
 
 
 def updates_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """A buffer that takes a constant, an input or another buffer's value gets a copy: what a layer hands out is computed in it."""
+    """A buffer that takes a constant, an input, another buffer's value or one that others read gets a copy: what a layer hands out as the
+    buffer's is computed in it, and is nothing else."""
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
     results: Any = output.args[0]
     first = len(results) - len(gm.meta.get("updates", ()))
-    output.args = (
-        tuple(
-            add(output, aten.clone.default, (result,)) if i >= first and result.op == "placeholder" else result
-            for i, result in enumerate(results)
-        ),
-    )
+
+    def own(value: fx.Node) -> fx.Node:
+        if value.op == "placeholder":
+            return add(output, aten.clone.default, (value,))
+        return add(value.next, aten.clone.default, (value,), origin=value) if len(value.users) > 1 else value
+
+    output.args = ((*results[:first], *(own(value) for value in results[first:])),)
     return gm
 
 
