@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autopar.flow import output_nodes
+from autopar.flow import returned_nodes
 from autopar.graph import LayerClass
 from autopar.price.roofline import tensors
 from autopar.rules.operands import operands, shape_of
@@ -94,7 +94,7 @@ def layer_moves(
     wanted: dict[tuple[str, tuple[SpmdType, ...]], None] = {}
     for reader, i, name in reads:
         wanted[name, tuple([one[reader][i] for one in needed])] = None
-    for i, node in enumerate(output_nodes(cls)):
+    for i, node in enumerate(returned_nodes(cls)):
         wanted[node.name, tuple(t.outputs[i] for t in types)] = None
     moves: list[Move] = []
     for value, target in wanted:
