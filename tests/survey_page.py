@@ -53,5 +53,9 @@ def _ran(line: Line) -> int:
 
 def _row(line: Line) -> str:
     outcome = line["outcome"] if line["outcome"] == "exact" else f"**{line['outcome']}**"
-    why = f"{line['error']:.1e}" if line["outcome"] == "exact" else " ".join(line["reason"].split())[:400].replace("|", "/")
+    why = (
+        f"{line['error']:.1e}"
+        if line["outcome"] == "exact"
+        else " ".join(line["reason"].split())[:400].replace("|", "/")
+    )
     return f"| {line['model']} | {outcome} | {_ran(line)} | {line['seconds']:.0f} | {why} |\n"

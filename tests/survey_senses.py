@@ -64,13 +64,19 @@ def two(family: str, name: str = "Model", **more: Any) -> Factory:
     """A tower for text and one for pictures, with the contrastive loss between them."""
     batch = lambda: {"input_ids": ids(), "attention_mask": mask(), "pixel_values": pictures(), "return_loss": True}  # noqa: E731
     vision = {k: v for k, v in VISION.items() if k not in ("num_labels", "drop_path_rate")}
-    options = {"text_config": TEXT | {"projection_dim": 16}, "vision_config": vision | {"projection_dim": 16}, "projection_dim": 16}
+    options = {
+        "text_config": TEXT | {"projection_dim": 16},
+        "vision_config": vision | {"projection_dim": 16},
+        "projection_dim": 16,
+    }
     return model(f"{family}{name}", f"{family}Config", batch, options | more)
 
 
 def spoken(family: str, **more: Any) -> Factory:
     """``<family>ForCTC`` on waves, with labels of uneven lengths."""
-    return model(f"{family}ForCTC", f"{family}Config", lambda: {"input_values": waves(), "labels": labels(5, 6)}, SOUND | more)
+    return model(
+        f"{family}ForCTC", f"{family}Config", lambda: {"input_values": waves(), "labels": labels(5, 6)}, SOUND | more
+    )
 
 
 def pictured(tokens: int, image: int = VOCABULARY - 1) -> Callable[[], dict[str, Tensor]]:
@@ -95,7 +101,12 @@ def first(output: Any) -> Tensor:
 
 
 PLAIN_TEXT = {"model_type": "llama", **GROUPED}
-STAGES: dict[str, Any] = {"num_labels": 3, "drop_path_rate": 0.0, "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 2, 1]}
+STAGES: dict[str, Any] = {
+    "num_labels": 3,
+    "drop_path_rate": 0.0,
+    "hidden_sizes": [8, 16, 16, 32],
+    "depths": [1, 1, 2, 1],
+}
 BACKBONE: dict[str, Any] = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1], "out_features": ["stage4"]}  # fmt: skip
 
 IMAGES: dict[str, Factory] = {

@@ -47,7 +47,15 @@ BOTH: dict[str, Any] = {
     "encoder_layerdrop": 0.0,
     "decoder_layerdrop": 0.0,
 }
-T5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "use_cache": False}
+T5 = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "use_cache": False,
+}
 
 
 def draws(seed: int = 1) -> torch.Generator:
@@ -150,7 +158,9 @@ DECODERS: dict[str, Factory] = {
     "llama": decoder("Llama"),
     "mistral": decoder("Mistral", sliding_window=8),
     "gpt2": causal("GPT2LMHeadModel", "GPT2Config", SMALL),
-    "gpt_neo": decoder("GPTNeo", SMALL, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=8),
+    "gpt_neo": decoder(
+        "GPTNeo", SMALL, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=8
+    ),
     "gpt_neox": decoder("GPTNeoX", SMALL),
     "gptj": decoder("GPTJ", SMALL, rotary_dim=4),
     "gpt_bigcode": decoder("GPTBigCode", SMALL),
