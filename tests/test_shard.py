@@ -181,7 +181,7 @@ def test_a_recurrence_fits_in_smaller_tables_with_fewer_conversions(role: Role, 
 
 
 def test_a_value_in_no_type_that_its_readers_take_is_no_plan() -> None:
-    """An interpolation without a rule runs on whole values alone, and the batch is cut: it used to raise numpy's error of an empty table."""
+    """An op without a rule runs on whole values alone, and the batch is cut: that raised numpy's error of an empty table."""
     draw = Sketch("unruled")
     x = draw.activation("x", 4, 3, 8)
     lost = draw.call(aten.histc.default, x, 4)
