@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format matrix volumes dtensor-check measured-memory measured-time bench mutations simpler growth endtoend published infeasible clean
+.PHONY: help install demo test check format matrix survey volumes dtensor-check measured-memory measured-time bench mutations simpler growth endtoend published infeasible clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -36,6 +36,13 @@ format: $(STAMP) ## rewrite the sources as the formatter and the linter want the
 
 matrix: $(STAMP) ## every plan kind against one device in float64 (long)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/matrix.py
+
+# torchvision's wheels are built for a torch with CUDA. Where it is installed transformers imports it, and beside another torch that
+# fails: it stays in a folder of its own, with timm, which needs it. tests/survey_other.py finds them there.
+survey: $(STAMP) ## models of transformers, timm, torchvision, diffusers and peft, against eager PyTorch: docs/survey.md (long)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[hf,dev,survey]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --upgrade --no-deps --target $(VENV)/survey timm torchvision
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/survey.py
 
 volumes: $(STAMP) ## bytes per layer as emitted beside the published formulas: docs/volumes.md
 	$(BIN)/python tests/volumes.py

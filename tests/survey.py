@@ -103,7 +103,9 @@ def sentence(error: Exception) -> str:
 
 
 def place(error: Exception) -> str:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if str(ROOT) in f.filename and ".venv" not in f.filename]
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if str(ROOT) in f.filename and ".venv" not in f.filename
+    ]
     return f"{Path(frames[-1].filename).relative_to(ROOT)}:{frames[-1].lineno}" if frames else ""
 
 
@@ -254,7 +256,10 @@ def finish(args: argparse.Namespace, names: list[str]) -> int:
     lines = [found[name] for name in MODELS if name in found]
     args.results.write_text("".join(json.dumps(line) + "\n" for line in lines))
     write_page(lines, args.results.with_suffix(".md"), len(MODELS))
-    count = {outcome: sum(line["outcome"] == outcome for line in lines) for outcome in ("exact", "refused", "wrong", "failed")}
+    count = {
+        outcome: sum(line["outcome"] == outcome for line in lines)
+        for outcome in ("exact", "refused", "wrong", "failed")
+    }
     print(", ".join(f"{number} {outcome}" for outcome, number in count.items()), f"of {len(MODELS)}: {args.results}")
     return 1 if any(found[name]["outcome"] == "wrong" for name in names) else 0
 

@@ -71,7 +71,15 @@ TIMM: dict[str, Factory] = {
     "timm_convnext": timm("convnext_atto", depths=(1, 1, 1, 1), dims=(8, 16, 16, 32)),
     "timm_efficientnet": timm("efficientnet_b0"),
     "timm_mobilenetv3": timm("mobilenetv3_small_050"),
-    "timm_swin": timm("swin_tiny_patch4_window7_224", img_size=64, window_size=4, embed_dim=16, depths=(1, 1), num_heads=(2, 2), drop_path_rate=0.0),
+    "timm_swin": timm(
+        "swin_tiny_patch4_window7_224",
+        img_size=64,
+        window_size=4,
+        embed_dim=16,
+        depths=(1, 1),
+        num_heads=(2, 2),
+        drop_path_rate=0.0,
+    ),
     "timm_xcit": timm("xcit_nano_12_p16_224", img_size=64),
     "timm_deit_distilled": timm("deit_tiny_distilled_patch16_224", **VIT),
     "timm_cait": timm("cait_xxs24_224", embed_dim=32, depth=2, num_heads=4, img_size=64),
@@ -81,7 +89,7 @@ TIMM: dict[str, Factory] = {
     "timm_edgenext": timm("edgenext_xx_small"),
     "timm_ghostnet": timm("ghostnet_050"),
     "timm_dla": timm("dla46_c"),
-}  # fmt: skip
+}
 TORCHVISION: dict[str, Factory] = {
     "tv_resnet18": torchvision("resnet18"),
     "tv_densenet121": torchvision("densenet121"),
@@ -91,11 +99,27 @@ TORCHVISION: dict[str, Factory] = {
     "tv_mnasnet": torchvision("mnasnet0_5"),
     "tv_efficientnet_b0": torchvision("efficientnet_b0", stochastic_depth_prob=0.0),
     "tv_regnet_x": torchvision("regnet_x_400mf"),
-    "tv_vit": torchvision("vision_transformer.VisionTransformer", image_size=64, patch_size=16, num_layers=2, num_heads=4, hidden_dim=32, mlp_dim=64),
-    "tv_swin": torchvision("swin_transformer.SwinTransformer", patch_size=[4, 4], embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=[4, 4], stochastic_depth_prob=0.0),
+    "tv_vit": torchvision(
+        "vision_transformer.VisionTransformer",
+        image_size=64,
+        patch_size=16,
+        num_layers=2,
+        num_heads=4,
+        hidden_dim=32,
+        mlp_dim=64,
+    ),
+    "tv_swin": torchvision(
+        "swin_transformer.SwinTransformer",
+        patch_size=[4, 4],
+        embed_dim=16,
+        depths=[2, 2],
+        num_heads=[2, 4],
+        window_size=[4, 4],
+        stochastic_depth_prob=0.0,
+    ),
     "tv_lraspp": _segmented,
     "tv_googlenet": torchvision("googlenet", aux_logits=False, init_weights=False),
-}  # fmt: skip
+}
 
 
 # -- diffusers --------------------------------------------------------------------------------------------------------
@@ -136,13 +160,119 @@ def _steps() -> Tensor:
 
 _UNET = {"sample_size": 16, "block_out_channels": (8, 16), "layers_per_block": 1, "norm_num_groups": 4}
 DIFFUSERS: dict[str, Factory] = {
-    "unet_2d": diffused("UNet2DModel", _UNET | {"in_channels": 3, "out_channels": 3, "down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D"), "attention_head_dim": 4}, lambda: {"sample": pictures(16), "timestep": _steps()}, (ROWS, 3, 16, 16)),
-    "unet_2d_condition": diffused("UNet2DConditionModel", _UNET | {"in_channels": 4, "out_channels": 4, "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "cross_attention_dim": 16, "attention_head_dim": 2}, lambda: {"sample": pictures(16, channels=4), "timestep": _steps(), "encoder_hidden_states": torch.randn(ROWS, 6, 16, generator=draws(12))}, (ROWS, 4, 16, 16)),
-    "autoencoder_kl": diffused("AutoencoderKL", {"in_channels": 3, "out_channels": 3, "down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2, "block_out_channels": (8, 16), "norm_num_groups": 4, "latent_channels": 4}, lambda: {"sample": pictures(32)}, (ROWS, 3, 32, 32)),
-    "pixart_transformer": diffused("PixArtTransformer2DModel", {"num_attention_heads": 4, "attention_head_dim": 8, "in_channels": 4, "out_channels": 4, "num_layers": 2, "sample_size": 8, "patch_size": 2, "cross_attention_dim": 32, "caption_channels": 16, "norm_num_groups": 4, "use_additional_conditions": False}, lambda: {"hidden_states": pictures(8, channels=4), "encoder_hidden_states": torch.randn(ROWS, 6, 16, generator=draws(12)), "timestep": _steps()}, (ROWS, 4, 8, 8)),
-    "sd3_transformer": diffused("SD3Transformer2DModel", {"sample_size": 8, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 2, "attention_head_dim": 8, "num_attention_heads": 4, "joint_attention_dim": 16, "caption_projection_dim": 32, "pooled_projection_dim": 16, "pos_embed_max_size": 8}, lambda: {"hidden_states": pictures(8, channels=4), "encoder_hidden_states": torch.randn(ROWS, 6, 16, generator=draws(12)), "pooled_projections": torch.randn(ROWS, 16, generator=draws(13)), "timestep": _steps()}, (ROWS, 4, 8, 8)),
-    "flux_transformer": diffused("FluxTransformer2DModel", {"patch_size": 1, "in_channels": 4, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 16, "pooled_projection_dim": 16, "axes_dims_rope": (4, 4, 8)}, lambda: {"hidden_states": torch.randn(ROWS, 16, 4, generator=draws(12)), "encoder_hidden_states": torch.randn(ROWS, 6, 16, generator=draws(12)), "pooled_projections": torch.randn(ROWS, 16, generator=draws(13)), "timestep": _steps() / 1000}, (ROWS, 16, 4), Placed),
-}  # fmt: skip
+    "unet_2d": diffused(
+        "UNet2DModel",
+        _UNET
+        | {
+            "in_channels": 3,
+            "out_channels": 3,
+            "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+            "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+            "attention_head_dim": 4,
+        },
+        lambda: {"sample": pictures(16), "timestep": _steps()},
+        (ROWS, 3, 16, 16),
+    ),
+    "unet_2d_condition": diffused(
+        "UNet2DConditionModel",
+        _UNET
+        | {
+            "in_channels": 4,
+            "out_channels": 4,
+            "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+            "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+            "cross_attention_dim": 16,
+            "attention_head_dim": 2,
+        },
+        lambda: {
+            "sample": pictures(16, channels=4),
+            "timestep": _steps(),
+            "encoder_hidden_states": torch.randn(ROWS, 6, 16, generator=draws(12)),
+        },
+        (ROWS, 4, 16, 16),
+    ),
+    "autoencoder_kl": diffused(
+        "AutoencoderKL",
+        {
+            "in_channels": 3,
+            "out_channels": 3,
+            "down_block_types": ("DownEncoderBlock2D",) * 2,
+            "up_block_types": ("UpDecoderBlock2D",) * 2,
+            "block_out_channels": (8, 16),
+            "norm_num_groups": 4,
+            "latent_channels": 4,
+        },
+        lambda: {"sample": pictures(32)},
+        (ROWS, 3, 32, 32),
+    ),
+    "pixart_transformer": diffused(
+        "PixArtTransformer2DModel",
+        {
+            "num_attention_heads": 4,
+            "attention_head_dim": 8,
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_layers": 2,
+            "sample_size": 8,
+            "patch_size": 2,
+            "cross_attention_dim": 32,
+            "caption_channels": 16,
+            "norm_num_groups": 4,
+            "use_additional_conditions": False,
+        },
+        lambda: {
+            "hidden_states": pictures(8, channels=4),
+            "encoder_hidden_states": torch.randn(ROWS, 6, 16, generator=draws(12)),
+            "timestep": _steps(),
+        },
+        (ROWS, 4, 8, 8),
+    ),
+    "sd3_transformer": diffused(
+        "SD3Transformer2DModel",
+        {
+            "sample_size": 8,
+            "patch_size": 2,
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_layers": 2,
+            "attention_head_dim": 8,
+            "num_attention_heads": 4,
+            "joint_attention_dim": 16,
+            "caption_projection_dim": 32,
+            "pooled_projection_dim": 16,
+            "pos_embed_max_size": 8,
+        },
+        lambda: {
+            "hidden_states": pictures(8, channels=4),
+            "encoder_hidden_states": torch.randn(ROWS, 6, 16, generator=draws(12)),
+            "pooled_projections": torch.randn(ROWS, 16, generator=draws(13)),
+            "timestep": _steps(),
+        },
+        (ROWS, 4, 8, 8),
+    ),
+    "flux_transformer": diffused(
+        "FluxTransformer2DModel",
+        {
+            "patch_size": 1,
+            "in_channels": 4,
+            "num_layers": 1,
+            "num_single_layers": 1,
+            "attention_head_dim": 16,
+            "num_attention_heads": 2,
+            "joint_attention_dim": 16,
+            "pooled_projection_dim": 16,
+            "axes_dims_rope": (4, 4, 8),
+        },
+        lambda: {
+            "hidden_states": torch.randn(ROWS, 16, 4, generator=draws(12)),
+            "encoder_hidden_states": torch.randn(ROWS, 6, 16, generator=draws(12)),
+            "pooled_projections": torch.randn(ROWS, 16, generator=draws(13)),
+            "timestep": _steps() / 1000,
+        },
+        (ROWS, 16, 4),
+        Placed,
+    ),
+}
 
 
 # -- peft -------------------------------------------------------------------------------------------------------------

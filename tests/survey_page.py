@@ -27,18 +27,23 @@ def page(lines: list[Line], known: int) -> str:
 {len(lines)} of {known} models, as their libraries ship them: tiny configurations, drawn weights, a batch that is always the same. Of each,
 the loss and every gradient of the captured graph on one device, and of its programs on two processes under a few kinds of
 plans, are compared in float64 with eager PyTorch: {ran} plans. *Exact* means that all that a model admits differ by less than
-{EXACT:.0e} (the largest: {worst:.1e}); *refused* that autopar says, before anything is run, why it cannot capture the model; *failed* that a plan was
+{EXACT:.0e} (the largest: {worst:.1e}); *refused* that autopar says, before anything is run,
+why it cannot capture the model; *failed* that a plan was
 offered and then did not run; *wrong* that the numbers differ.
 
 | group | models | {" | ".join(OUTCOMES)} | plans |
 |---|---|{"---|" * len(OUTCOMES)}---|
-{"".join(_group(group, lines) for group in groups)}| **all** | {len(lines)} | {" | ".join(str(count[outcome]) for outcome in OUTCOMES)} | {ran} |
+{"".join(_group(group, lines) for group in groups)}{_total(count, len(lines), ran)}
 
 | model | outcome | plans | seconds | why |
 |---|---|---|---|---|
 {"".join(_row(line) for line in lines)}
 Made by `make survey` from the lines of [survey.jsonl](survey.jsonl). Do not edit.
 """
+
+
+def _total(count: dict[str, int], models: int, ran: int) -> str:
+    return f"| **all** | {models} | {' | '.join(str(count[outcome]) for outcome in OUTCOMES)} | {ran} |"
 
 
 def _group(group: str, lines: list[Line]) -> str:
@@ -53,5 +58,9 @@ def _ran(line: Line) -> int:
 
 def _row(line: Line) -> str:
     outcome = line["outcome"] if line["outcome"] == "exact" else f"**{line['outcome']}**"
-    why = f"{line['error']:.1e}" if line["outcome"] == "exact" else " ".join(line["reason"].split())[:400].replace("|", "/")
+    why = (
+        f"{line['error']:.1e}"
+        if line["outcome"] == "exact"
+        else " ".join(line["reason"].split())[:400].replace("|", "/")
+    )
     return f"| {line['model']} | {outcome} | {_ran(line)} | {line['seconds']:.0f} | {why} |\n"

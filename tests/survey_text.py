@@ -47,7 +47,15 @@ BOTH: dict[str, Any] = {
     "encoder_layerdrop": 0.0,
     "decoder_layerdrop": 0.0,
 }
-T5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "use_cache": False}
+T5 = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "use_cache": False,
+}
 
 
 def draws(seed: int = 1) -> torch.Generator:
@@ -150,7 +158,9 @@ DECODERS: dict[str, Factory] = {
     "llama": decoder("Llama"),
     "mistral": decoder("Mistral", sliding_window=8),
     "gpt2": causal("GPT2LMHeadModel", "GPT2Config", SMALL),
-    "gpt_neo": decoder("GPTNeo", SMALL, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=8),
+    "gpt_neo": decoder(
+        "GPTNeo", SMALL, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=8
+    ),
     "gpt_neox": decoder("GPTNeoX", SMALL),
     "gptj": decoder("GPTJ", SMALL, rotary_dim=4),
     "gpt_bigcode": decoder("GPTBigCode", SMALL),
@@ -203,32 +213,82 @@ MIXTURES: dict[str, Factory] = {
     "granitemoe": decoder("GraniteMoe", EXPERTS),
     "gpt_oss": decoder("GptOss", EXPERTS, head_dim=8, sliding_window=8),
     "qwen3_next": decoder("Qwen3Next", EXPERTS | LINEAR),
-    "jamba": decoder("Jamba", EXPERTS, num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=4, use_mamba_kernels=False),
-}  # fmt: skip
+    "jamba": decoder(
+        "Jamba",
+        EXPERTS,
+        num_hidden_layers=4,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        mamba_dt_rank=4,
+        use_mamba_kernels=False,
+    ),
+}
 RECURRENT: dict[str, Factory] = {
     "mamba": decoder("Mamba", SMALL, state_size=8, time_step_rank=4),
     "mamba2": decoder("Mamba2", SMALL, state_size=8, num_heads=4, head_dim=16, n_groups=1, expand=2, chunk_size=8),
     "falcon_mamba": decoder("FalconMamba", SMALL, state_size=8, time_step_rank=4),
     "rwkv": decoder("Rwkv", SMALL, attention_hidden_size=32, context_length=64),
-    "recurrent_gemma": decoder("RecurrentGemma", SMALL, lru_width=32, attention_window_size=8, num_hidden_layers=3, num_key_value_heads=1, head_dim=8),
+    "recurrent_gemma": decoder(
+        "RecurrentGemma",
+        SMALL,
+        lru_width=32,
+        attention_window_size=8,
+        num_hidden_layers=3,
+        num_key_value_heads=1,
+        head_dim=8,
+    ),
     "xlstm": decoder("xLSTM", SMALL, num_heads=4, chunk_size=8),
-}  # fmt: skip
+}
 ENCODERS: dict[str, Factory] = {
     "bert": encoder("Bert"),
     "roberta": encoder("Roberta"),
     "electra": encoder("Electra", embedding_size=32),
     "deberta": encoder("Deberta", relative_attention=True, pos_att_type=["c2p", "p2c"], position_biased_input=False),
-    "deberta_v2": encoder("DebertaV2", relative_attention=True, pos_att_type=["c2p", "p2c"], position_buckets=8, share_att_key=True),
+    "deberta_v2": encoder(
+        "DebertaV2", relative_attention=True, pos_att_type=["c2p", "p2c"], position_buckets=8, share_att_key=True
+    ),
     "albert": encoder("Albert", embedding_size=16, num_hidden_groups=1),
     "distilbert": encoder("DistilBert", SMALL, dim=32, hidden_dim=64, n_layers=2, n_heads=4),
     "mpnet": encoder("MPNet"),
-    "xlnet": causal("XLNetLMHeadModel", "XLNetConfig", {"vocab_size": VOCABULARY}, d_model=32, n_layer=2, n_head=4, d_inner=64),
+    "xlnet": causal(
+        "XLNetLMHeadModel", "XLNetConfig", {"vocab_size": VOCABULARY}, d_model=32, n_layer=2, n_head=4, d_inner=64
+    ),
     "longformer": encoder("Longformer", attention_window=8),
     "big_bird": encoder("BigBird", attention_type="original_full"),
-    "big_bird_sparse": model("BigBirdForMaskedLM", "BigBirdConfig", lambda: {"input_ids": ids(sequence=64), "labels": labels(2, 64)}, SMALL | {"attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 2}),
-    "funnel": encoder("Funnel", {k: v for k, v in SMALL.items() if k not in ("num_hidden_layers", "use_cache")}, block_sizes=[1, 1], d_model=32, n_head=4, d_head=8, d_inner=64, num_decoder_layers=1),
-    "reformer": causal("ReformerModelWithLMHead", "ReformerConfig", SMALL, is_decoder=True, attn_layers=["local", "local"], axial_pos_embds=False, attention_head_size=8, local_attn_chunk_length=8, feed_forward_size=64, hash_seed=0),
-    "fnet": model("FNetForMaskedLM", "FNetConfig", lambda: {"input_ids": ids(), "labels": labels()}, SMALL | {"type_vocab_size": 2, "tpu_short_seq_length": 16}),
+    "big_bird_sparse": model(
+        "BigBirdForMaskedLM",
+        "BigBirdConfig",
+        lambda: {"input_ids": ids(sequence=64), "labels": labels(2, 64)},
+        SMALL | {"attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 2},
+    ),
+    "funnel": encoder(
+        "Funnel",
+        {k: v for k, v in SMALL.items() if k not in ("num_hidden_layers", "use_cache")},
+        block_sizes=[1, 1],
+        d_model=32,
+        n_head=4,
+        d_head=8,
+        d_inner=64,
+        num_decoder_layers=1,
+    ),
+    "reformer": causal(
+        "ReformerModelWithLMHead",
+        "ReformerConfig",
+        SMALL,
+        is_decoder=True,
+        attn_layers=["local", "local"],
+        axial_pos_embds=False,
+        attention_head_size=8,
+        local_attn_chunk_length=8,
+        feed_forward_size=64,
+        hash_seed=0,
+    ),
+    "fnet": model(
+        "FNetForMaskedLM",
+        "FNetConfig",
+        lambda: {"input_ids": ids(), "labels": labels()},
+        SMALL | {"type_vocab_size": 2, "tpu_short_seq_length": 16},
+    ),
     "convbert": encoder("ConvBert", embedding_size=32, conv_kernel_size=3),
     "modernbert": encoder("ModernBert", global_attn_every_n_layers=2, local_attention=8),
     "roformer": encoder("RoFormer", embedding_size=32),
@@ -236,11 +296,13 @@ ENCODERS: dict[str, Factory] = {
     "nystromformer": encoder("Nystromformer", segment_means_seq_len=16, num_landmarks=16),
     "esm": encoder("Esm", mask_token_id=3, position_embedding_type="rotary"),
     "bert_classifier": classifier("Bert"),
-}  # fmt: skip
+}
 PAIRS: dict[str, Factory] = {
     "t5": seq2seq("T5", T5, decoder_start_token_id=0),
     "mt5": seq2seq("MT5", T5, decoder_start_token_id=0),
-    "switch_transformers": seq2seq("SwitchTransformers", T5, decoder_start_token_id=0, num_experts=4, expert_capacity=16, router_jitter_noise=0.0),
+    "switch_transformers": seq2seq(
+        "SwitchTransformers", T5, decoder_start_token_id=0, num_experts=4, expert_capacity=16, router_jitter_noise=0.0
+    ),
     "longt5": seq2seq("LongT5", T5, decoder_start_token_id=0, local_radius=4),
     "bart": seq2seq("Bart"),
     "mbart": seq2seq("MBart"),
@@ -250,4 +312,4 @@ PAIRS: dict[str, Factory] = {
     "marian": pair("MarianMTModel", "MarianConfig"),
     "led": seq2seq("LED", attention_window=8, max_encoder_position_embeddings=64, max_decoder_position_embeddings=64),
     "plbart": seq2seq("PLBart"),
-}  # fmt: skip
+}

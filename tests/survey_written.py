@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from survey_text import ROWS, SEQUENCE, VOCABULARY, Factory, draws, ids, labels
+from survey_text import ROWS, VOCABULARY, Factory, draws, ids, labels
 from torch import Tensor, nn
 
 
@@ -66,7 +66,11 @@ class Block(nn.Module):
         super().__init__()
         self.attn = SelfAttention(width, 4, 2, rotary)
         self.sa_norm, self.mlp_norm = nn.RMSNorm(width, eps=1e-5), nn.RMSNorm(width, eps=1e-5)
-        self.w1, self.w2, self.w3 = nn.Linear(width, 64, bias=False), nn.Linear(64, width, bias=False), nn.Linear(width, 64, bias=False)  # fmt: skip
+        self.w1, self.w2, self.w3 = (
+            nn.Linear(width, 64, bias=False),
+            nn.Linear(64, width, bias=False),
+            nn.Linear(width, 64, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = x + self.attn(self.sa_norm(x))
@@ -128,7 +132,12 @@ class Potential(nn.Module):
 def potential() -> tuple[nn.Module, Any, Any]:
     torch.manual_seed(0)
     numbers = torch.randint(0, 5, (ROWS, 6), generator=draws(2))
-    batch = {"numbers": numbers, "positions": floats(ROWS, 6, 3), "energy": floats(ROWS, seed=3), "forces": floats(ROWS, 6, 3, seed=4)}  # fmt: skip
+    batch = {
+        "numbers": numbers,
+        "positions": floats(ROWS, 6, 3),
+        "energy": floats(ROWS, seed=3),
+        "forces": floats(ROWS, 6, 3, seed=4),
+    }
     return Potential(), batch, None
 
 
@@ -141,7 +150,9 @@ class Critic(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.generator = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16)).requires_grad_(False)
-        self.critic = nn.Sequential(nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Linear(32, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))  # fmt: skip
+        self.critic = nn.Sequential(
+            nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Linear(32, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1)
+        )
 
     def forward(self, real: Tensor, noise: Tensor, share: Tensor) -> Tensor:
         fake = self.generator(noise).detach()
@@ -228,7 +239,12 @@ class Speech(nn.Module):
 def speech() -> tuple[nn.Module, Any, Any]:
     torch.manual_seed(0)
     marks = torch.randint(1, 12, (ROWS, 6), generator=draws(2))
-    batch = {"sound": floats(ROWS, 8, 48), "labels": marks, "frames": torch.tensor([24, 20, 24, 22]), "lengths": torch.tensor([6, 3, 5, 4])}  # fmt: skip
+    batch = {
+        "sound": floats(ROWS, 8, 48),
+        "labels": marks,
+        "frames": torch.tensor([24, 20, 24, 22]),
+        "lengths": torch.tensor([6, 3, 5, 4]),
+    }
     return Speech(), batch, None
 
 
@@ -284,7 +300,9 @@ class Upsampled(nn.Module):
         super().__init__()
         self.down = nn.Conv2d(3, 8, 3, stride=2, padding=1)
         self.mid = nn.Conv2d(8, 8, 3, padding=1)
-        self.up = nn.Sequential(nn.Upsample(scale_factor=2, mode="bilinear", align_corners=False), nn.Conv2d(8, 3, 3, padding=1))  # fmt: skip
+        self.up = nn.Sequential(
+            nn.Upsample(scale_factor=2, mode="bilinear", align_corners=False), nn.Conv2d(8, 3, 3, padding=1)
+        )
         self.line = nn.Conv1d(3, 3, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -293,6 +293,62 @@ class TestShapes:
         gm = apply(b, b.module(b.call(aten.index.Tensor, x, [j, i])), clean.indexing_pass)
         assert ops(gm) == ["arange", "index.Tensor"]
 
+    def test_a_single_element_that_is_repeated_is_expanded(self) -> None:
+        b = Build()
+        x = b.input("x", 2, 1, 3)
+        one = b.call(aten.repeat_interleave.self_int, x, 4, 1, output_size=4)
+        two = b.call(aten.repeat_interleave.self_int, x, 2, 2, output_size=6)
+        gm = apply(b, b.module(one, two), clean.splits_pass)
+        assert ops(gm) == ["expand", "repeat_interleave.self_int"]
+        assert not any("output_size" in node.kwargs for node in gm.graph.nodes)
+
+
+class TestBorders:
+    @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
+    def test_padding_with_what_is_there_is_slices_beside_it(self, mode: str) -> None:
+        b = Build()
+        x = b.input("x", 2, 3, 5, 4)
+        gm = apply(b, b.module(b.call(aten.pad.default, x, [1, 2, 3, 0], mode)), clean.borders_pass)
+        assert "pad" not in ops(gm) and ops(gm).count("cat") == 2
+
+    def test_padding_with_a_number_and_cutting_stay(self) -> None:
+        b = Build()
+        x = b.input("x", 2, 3, 5)
+        cut = b.call(aten.pad.default, x, [1, -1], "reflect")
+        gm = apply(b, b.module(b.call(aten.pad.default, x, [1, 1]), cut), clean.borders_pass)
+        assert ops(gm) == ["pad", "pad"]
+
+
+class TestBags:
+    @staticmethod
+    def bags(b: Build, mode: int, padding: int | None, step: int = 5, scaled: bool = False) -> fx.Node:
+        weight, x = b.parameter("w", 7, 4), b.input("x", 3, 5, dtype=torch.int64)
+        scales = b.call(aten.reshape.default, b.input("s", 3, 5), [-1]) if scaled else None
+        flat = b.call(aten.reshape.default, x, [-1])
+        offsets = b.call(aten.arange.start_step, 0, 15, step, dtype=torch.int64)
+        found = b.call(
+            aten.embedding_bag.padding_idx, weight, flat, offsets, False, mode, False, scales, False, padding
+        )
+        return b.call(operator.getitem, found, 0)
+
+    @pytest.mark.parametrize("padding", [None, 2, -4])
+    @pytest.mark.parametrize("mode", [0, 1], ids=["sum", "mean"])
+    def test_bags_of_one_length_are_an_embedding_and_a_sum(self, mode: int, padding: int | None) -> None:
+        b = Build()
+        gm = apply(b, b.module(self.bags(b, mode, padding)), clean.bags_pass, exact=False)
+        assert "embedding" in ops(gm) and "embedding_bag.padding_idx" not in ops(gm)
+
+    def test_scales_of_single_samples(self) -> None:
+        b = Build()
+        gm = apply(b, b.module(self.bags(b, 0, 2, scaled=True)), clean.bags_pass, exact=False)
+        assert "embedding" in ops(gm)
+
+    @pytest.mark.parametrize(("mode", "step"), [(2, 5), (0, 4)], ids=["the largest", "bags of two lengths"])
+    def test_others_stay(self, mode: int, step: int) -> None:
+        b = Build()
+        gm = apply(b, b.module(self.bags(b, mode, None, step)), clean.bags_pass)
+        assert "embedding_bag.padding_idx" in ops(gm)
+
 
 class TestLinear:
     def test_conv1d_is_linear_on_plain_dims(self) -> None:

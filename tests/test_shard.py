@@ -20,6 +20,7 @@ from autopar.flow import placeholders
 from autopar.graph import Graph, LayerClass
 from autopar.plan import Axis, Role
 from autopar.shard import conversions, layer_conversions, role_types, solve
+from autopar.shard import eliminate as elimination
 from autopar.shard import problem as problem_module
 from autopar.shard.eliminate import eliminate
 from autopar.shard.milp import solve_milp
@@ -152,6 +153,41 @@ def test_both_solvers_agree_on_whole_blocks(name: str) -> None:
         for role in ROLES[1:3]:
             problem = Problem(cls, role, 2, {})
             assert objective(problem, solve_milp) == pytest.approx(objective(problem, eliminate), rel=1e-9, abs=1e-12)
+
+
+def recurrence(steps: int) -> LayerClass:
+    """A recurrence written out: every step reads a part of the same three values."""
+    draw = Sketch(f"recurrence{steps}")
+    x = draw.activation("x", 4, steps, 16)
+    gate, step, out = (draw.call(aten.linear.default, x, draw.parameter(name, 16, 16)) for name in ("a", "b", "c"))
+    state, results = draw.call(aten.select.int, step, 1, 0), []
+    for at in range(steps):
+        forget, more, read = (draw.call(aten.select.int, value, 1, at) for value in (gate, step, out))
+        state = draw.call(aten.add.Tensor, draw.call(aten.mul.Tensor, forget, state), more)
+        results.append(draw.call(aten.mul.Tensor, state, read))
+    return draw.layer(draw.call(aten.add.Tensor, x, draw.call(aten.stack.default, results, 1)))
+
+
+@pytest.mark.parametrize("role", ROLES[1:3], ids=lambda role: role.value)
+def test_a_recurrence_fits_in_smaller_tables_with_fewer_conversions(role: Role, monkeypatch: Any) -> None:
+    """A written-out scan took minutes in a mixed-integer program; with one conversion of each value at a time its tables fit."""
+    problem = Problem(recurrence(2), role, 2, {})
+    best = objective(problem, eliminate)
+    assert best == pytest.approx(objective(problem, solve_milp), rel=1e-9)
+    monkeypatch.setattr(elimination, "MAX_ENTRIES", 35_000 if role is Role.TENSOR else 15_000)
+    with pytest.raises(elimination.TableTooLargeError):
+        elimination._order(*elimination._factors(problem, elimination.MAX_CONVERSIONS))
+    assert objective(problem, eliminate) == pytest.approx(best, rel=1e-9)
+
+
+def test_a_value_in_no_type_that_its_readers_take_is_no_plan() -> None:
+    """An op without a rule runs on whole values alone, and the batch is cut: that raised numpy's error of an empty table."""
+    draw = Sketch("unruled")
+    x = draw.activation("x", 4, 3, 8)
+    lost = draw.call(aten.histc.default, x, 4)
+    both = draw.call(aten.add.Tensor, draw.call(aten.sum.default, lost), draw.call(aten.mean.default, lost))
+    problem = Problem(draw.layer(draw.call(aten.mul.Tensor, x, both)), Role.DATA, 2, {}, in_time=True)
+    assert eliminate(problem) is None
 
 
 def test_a_conversion_is_paid_once_for_all_its_readers() -> None:

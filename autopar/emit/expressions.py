@@ -171,13 +171,17 @@ def _conversion(node: fx.Node, texts: Texts) -> str:
 
 
 def _strided(value: fx.Node) -> bool:
-    """Whether the value may not be contiguous when the program runs: most ops hand the strides of their operands on, and on a rank those
-    need not be what capture saw (a convolution's result is laid out as its input is)."""
-    return value.op == "call_function" and op_name(value.target) not in _DENSE
+    """Whether the value may not be contiguous when the program runs: a view, or what is laid out as its operand is, which on a rank need
+    not be as capture saw it."""
+    return value.op == "call_function" and op_name(value.target) in _STRIDED
 
 
-_DENSE = frozenset(
-    (*aten_names("linear matmul mm bmm addmm embedding sum mean cross_entropy_loss index_select"), "kernels.cross_entropy_sum")
+_STRIDED = frozenset(
+    (
+        *aten_names("transpose permute t movedim expand expand_as broadcast_to slice narrow select unbind split chunk"),
+        *aten_names("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"),
+        "kernels.convolution",
+    )
 )
 _REDUCES_BACKWARD = frozenset(("IR", "SR", "PR"))
 _ALL_REDUCES_BACKWARD = frozenset(("IR", "PR"))
