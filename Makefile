@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format matrix volumes dtensor-check measured-memory measured-time bench mutations simpler growth endtoend published infeasible clean
+.PHONY: help install demo test check format matrix random-models volumes dtensor-check measured-memory measured-time bench mutations simpler growth endtoend published infeasible clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -36,6 +36,9 @@ format: $(STAMP) ## rewrite the sources as the formatter and the linter want the
 
 matrix: $(STAMP) ## every plan kind against one device in float64 (long)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/matrix.py
+
+random-models: $(STAMP) ## 5,000 models drawn at random against eager PyTorch, on one device and under random plans on two (an hour)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/random_models.py --count 5000 --seed 0 --results docs/random_models.jsonl
 
 volumes: $(STAMP) ## bytes per layer as emitted beside the published formulas: docs/volumes.md
 	$(BIN)/python tests/volumes.py
