@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format matrix survey volumes dtensor-check measured-memory measured-time bench mutations simpler growth endtoend published infeasible clean
+.PHONY: help install demo test check format matrix survey random-models volumes dtensor-check measured-memory measured-time bench mutations simpler growth endtoend published infeasible clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -43,6 +43,9 @@ survey: $(STAMP) ## models of transformers, timm, torchvision, diffusers and pef
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[hf,dev,survey]'
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --upgrade --no-deps --target $(VENV)/survey timm torchvision
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/survey.py
+
+random-models: $(STAMP) ## 5,000 models drawn at random against eager PyTorch, on one device and under random plans on two (an hour)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/random_models.py --count 5000 --seed 0 --results docs/random_models.jsonl
 
 volumes: $(STAMP) ## bytes per layer as emitted beside the published formulas: docs/volumes.md
 	$(BIN)/python tests/volumes.py

@@ -22,7 +22,7 @@ SEEDS = range(40)
 
 @pytest.mark.parametrize("first", range(0, len(SEEDS), 10))
 def test_random_models_are_exact_or_refused(first: int, workers2: WorkerPool) -> None:
-    found = {seed: outcome(draw(seed, runs), seed, workers2) for seed in SEEDS[first : first + 10]}
+    found = {seed: outcome(draw(seed, runs), seed, workers2, typed=seed % 4 == 0) for seed in SEEDS[first : first + 10]}
     bad = [
         f"seed {seed}: {o.kind} ({o.stage}): {o.message}" for seed, o in found.items() if o.kind in ("wrong", "crash")
     ]
@@ -47,12 +47,11 @@ class Block(nn.Module):
     def __init__(self, i):
         super().__init__()
         self.up = nn.Linear(D, D)
-        self.down = nn.Linear(D, D)
         self.norm = nn.LayerNorm(D)
 
     def forward(self, x):
         h = self.norm(x)
-        x = x + self.down(F.gelu(self.up(h)))
+        x = x + F.gelu(self.up(h))
         h = x.tanh()
         x = x + h
         return x
@@ -105,7 +104,7 @@ def test_a_fault_in_capture_is_found_and_the_model_made_small(monkeypatch: pytes
     small = shrink(text, fails)
     lines = [line for line in small.lines if line.strip()]
     assert any("tanh" in line for line in lines) and fails(small)
-    assert len(lines) <= 20 and not any(word in small.source for word in ("gelu", "LayerNorm", "cumsum", "arange"))
+    assert len(lines) <= 22 and not any(word in small.source for word in ("gelu", "LayerNorm", "cumsum", "arange"))
 
 
 def test_what_does_not_run_is_no_outcome() -> None:

@@ -166,7 +166,7 @@ def _conversion(node: fx.Node, texts: Texts) -> str:
     dtype = value.meta["val"].dtype if value.meta["gradient"] else None
     text = texts[value].text
     if str(source) == "P" and _strided(value):
-        text += ".contiguous()"  # as an all-reduce needs it
+        text = f"{texts[value].within(ATOM)}.contiguous()"  # as an all-reduce needs it
     return conversion_text(text, tuple(map(str, axes)), str(source), str(target), dtype)
 
 
