@@ -222,7 +222,7 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "momentum teacher of parameters": (ParameterTeacher, "lerp_ writes to the parameter teacher.weight"),
-    "embedding with a largest norm": (Looked, "embedding_renorm_ writes to the parameter table.weight"),
+    "embedding with a largest norm": (Looked, "an embedding with max_norm changes its own weight"),
     "buffer that is a row of another": (lambda: TwoBuffers(_row), "writes to a.written, whose memory out.read shares"),
     "buffer that is a parameter": (
         lambda: TwoBuffers(_of_parameter),

@@ -131,7 +131,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "jvp": (lambda: Model(lambda m, y: torch.func.jvp(m.a, (y,), (y,))[1]), "torch.func.jvp", "autopar.opaque"),
     "jacobian": (lambda: Model(lambda m, y: torch.func.jacrev(m.a)(y[0])[0] + y), "jacrev", "autopar.opaque"),
     "data set": (lambda: Model(data_set), "y.data = y.data * 2", "y = ..."),
-    "data written": (lambda: Model(data_written), "y.tanh_().data[0].mul_(2)", "y = ..."),
+    "data written": (lambda: Model(data_written), "through detach or .data", "torch.where"),
     "weight set": (lambda: Model(weight_set), "model.b.weight.data = ", "buffer"),
     "frozen meanwhile": (lambda: Model(frozen_meanwhile), "model.b.requires_grad_(False)", "torch.no_grad()"),
     "frozen attribute": (lambda: Model(frozen_attribute), "model.b.weight.requires_grad = False", "torch.no_grad()"),

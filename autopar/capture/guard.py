@@ -47,7 +47,6 @@ class _Meant(TorchFunctionMode):
             own = twin.get_submodule(path)
             tensors = [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]
             self.twins |= {id(t): (own, name) for name, t in tensors if isinstance(t, Tensor)}
-        self.behind: dict[int, Tensor] = {}  # what ``.data`` gave
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = self._meant(args), self._meant(kwargs or {})
@@ -57,21 +56,9 @@ class _Meant(TorchFunctionMode):
                 hint="make a new tensor, y = ...; a buffer is written by buffer.copy_(new), a parameter after the step",
             )
         if func == _DATA.__get__:
-            result = args[0].detach()
-            self.behind[id(result)] = result
-            return result
+            return args[0].detach()  # what is written through it is looked at when the graph is made functional
         self._check_toggle(func, args, kwargs)
-        name = getattr(func, "__name__", "")
-        writes = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", *_AUGMENTED)
-        if writes and args and id(args[0]) in self.behind:
-            raise CaptureError(
-                f"{caller()} writes through .data, which autograd does not see: its backward would use values that the forward did not",
-                hint="write y = ... instead, under torch.no_grad() where no gradient is to flow",
-            )
-        result = func(*args, **kwargs)
-        if args and id(args[0]) in self.behind and isinstance(result, Tensor) and result._is_view():
-            self.behind[id(result)] = result
-        return result
+        return func(*args, **kwargs)
 
     def _meant(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -103,10 +90,6 @@ class _Meant(TorchFunctionMode):
 
 _DATA: Any = Tensor.data
 _REQUIRES_GRAD: Any = Tensor.requires_grad
-_AUGMENTED = frozenset(
-    f"__i{name}__"
-    for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
-)
 
 
 # -- numbers that are drawn outside of torch's graph ---------------------------------------------------------------------

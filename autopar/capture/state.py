@@ -28,7 +28,13 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 def state(module: nn.Module) -> State:
     """Of a module and all inside of it."""
     found: State = {}
+    seen: set[int] = (
+        set()
+    )  # export hands a module that several paths reach on by proxies, whose attributes are the module's
     for path, each in module.named_modules():
+        if id(vars(each)) in seen:
+            continue
+        seen.add(id(vars(each)))
         for name, value in vars(each).items():
             if name not in _OWN and _is_plain(value):
                 found[path, name] = _copied(value, lambda tensor: tensor)
