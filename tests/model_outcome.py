@@ -23,11 +23,11 @@ from model_text import Made, Text, make
 from torch import Tensor, nn
 from workers import WorkerPool
 
-from autopar.capture import BatchStructure, WholeFloat64, capture, flatten_batch
+from autopar.capture import BatchStructure, WholeFloat64, capture, check_capture, flatten_batch
 from autopar.capture.batch import describe_batch
 from autopar.capture.export import call_model
 from autopar.capture.reference import run
-from autopar.errors import AutoparError, LaunchError, ProgramError, UsageError
+from autopar.errors import AutoparError, CaptureError, LaunchError, ProgramError, UsageError
 from autopar.graph import Graph
 from autopar.measure import EXACT, Error, compare
 from autopar.shard import annotate
@@ -182,10 +182,21 @@ def _outcome(text: Text, seed: int, pool: WorkerPool | None, typed: bool, second
         except Exception as error:
             return Outcome("crash", "capture", "running the graph: " + _crash(error), seconds=seconds)
     if difference is not None:
-        return Outcome("wrong", "capture", f"{difference.where} is off by {difference.value:.1e}", seconds=seconds)
+        return _found(graph, made, difference, seconds)
     if pool is None:
         return Outcome("exact", "capture", seconds=seconds)
     return _planned(graph, made, wanted[0], seed, pool, typed, seconds)
+
+
+def _found(graph: Graph, made: Made, difference: Error, seconds: dict[str, float]) -> Outcome:
+    """A graph that is not the model: whether the comparison that stands before every plan refuses it."""
+    try:
+        with _timed(seconds, "check"):
+            said = check_capture(graph, made.model, made.batch, made.loss_fn)
+    except CaptureError as error:
+        return Outcome("refused", "check", error.message, seconds=seconds)
+    text = f"{difference.where} is off by {difference.value:.1e}; {said}"
+    return Outcome("wrong", "capture", text, seconds=seconds)
 
 
 def _planned(

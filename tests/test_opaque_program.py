@@ -93,7 +93,10 @@ def test_a_module_that_capture_keeps_whole_equals_eager(module: Callable[[], nn.
 
 def test_a_program_says_when_its_module_draws(tmp_path: Path) -> None:
     _, graph, plan = program(Drawing(8, 8).double(), tmp_path, tensor=2)
-    with pytest.raises(LaunchError, match="drew random numbers"), Program(plan, tmp_path, graph, draw_init=True) as running:
+    with (
+        pytest.raises(LaunchError, match="drew random numbers"),
+        Program(plan, tmp_path, graph, draw_init=True) as running,
+    ):
         running.gradients(batch(1))
 
 

@@ -25,7 +25,7 @@ from autopar.capture.backward import (
 from autopar.capture.batch import BatchStructure, flatten_batch, rebuild_batch
 from autopar.capture.blocks import stack
 from autopar.capture.clone import LOSS, Twin, twin
-from autopar.capture.guard import guarded
+from autopar.capture.guard import assigned_buffers_written, guarded
 from autopar.capture.repeat import Lifted, Repeats, expand, members, record, traced_once
 from autopar.capture.state import State, check_again, state
 from autopar.capture.whole import find as find_whole
@@ -59,7 +59,8 @@ class _Captured(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
         try:
-            loss = call_model(self.module, self.structure, self.loss_fn, tensors)
+            with assigned_buffers_written(self.module):
+                loss = call_model(self.module, self.structure, self.loss_fn, tensors)
         except Exception as error:
             raise _RefusedError(error) from error
         _LEFT[:] = [state(self.module)]  # not an attribute, which torch.export puts back as it was
@@ -219,7 +220,8 @@ def _repeats(
         def run(copied: Twin = copied, device: str = "meta" if meta else "cpu") -> None:
             with copied.mode, _traceable(model, copied), as_if_exported():
                 tensors = [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in structure.leaves]
-                call_model(copied.module, structure, copied.loss_fn, tensors)
+                with assigned_buffers_written(copied.module):
+                    call_model(copied.module, structure, copied.loss_fn, tensors)
 
         repeats = record(copied.module, run)
         if repeats is not None:

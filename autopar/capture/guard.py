@@ -35,6 +35,31 @@ def guarded(model: nn.Module, twin: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def assigned_buffers_written(module: nn.Module) -> Iterator[None]:
+    """What a forward assigns to a buffer (``self.mean = new``) is written into it at the end, which a graph follows.
+
+    Export takes an assignment for a matter of Python, and puts the buffer back as it was.
+    """
+    owners = {id(vars(each)): (path, each) for path, each in module.named_modules()}
+    before = [(p, m, name, b) for p, m in owners.values() for name, b in m._buffers.items() if b is not None]
+    yield
+    for path, owner, name, buffer in before:
+        new = owner._buffers.get(name)
+        if new is buffer:
+            continue
+        full = f"{path}.{name}" if path else name
+        if new is None or new.shape != buffer.shape or new.dtype != buffer.dtype:
+            became = "nothing" if new is None else f"{new.dtype} {list(new.shape)}"
+            raise CaptureError(
+                f"forward assigns {became} to the buffer {full}, which is {buffer.dtype} {list(buffer.shape)}",
+                hint="a buffer keeps its shape and dtype from step to step: make it as large as it gets, and write a part of it",
+            )
+        with torch.no_grad():
+            buffer.copy_(new)
+        owner._buffers[name] = buffer
+
+
 class _Meant(TorchFunctionMode):
     """Reads a tensor of the model as its twin's, ``tensor.data`` as ``tensor.detach()``, and refuses what changes tensors unseen."""
 

@@ -184,6 +184,7 @@ def views() -> list[Sample]:
         sample(aten.squeeze.dim, r(6, 1, 12), 1),
         sample(aten.squeeze.default, r(6, 1, 12)),
         sample(aten.unsqueeze.default, r(6, 12), -1),
+        sample(aten.unsqueeze.default, r(), 0),
         sample(aten.expand.default, r(6, 1, 4), [12, 6, 6, -1]),
         sample(aten.expand.default, r(), [12, 6]),
         sample(aten.expand_as.default, r(6, 1), r(6, 12)),

@@ -54,6 +54,8 @@ def held(words: Words, dims: Sequence[int]) -> Words:
 def view(node: fx.Node) -> str:
     """view, reshape, flatten, unflatten, squeeze, unsqueeze: equal runs of dims, matched factor by factor."""
     left, right = factors(source(node), shape_of(node))
+    if not left:  # of a number
+        left, right = ["*"], ["*", *right]
     return line([left, *(["1"] * len(shape_of(other)) for other in operands(node)[1:])], right, "linear 0")
 
 
