@@ -10,6 +10,10 @@ process before the program is emitted; the rest is changed in the emitted folder
 * ``exactness``: the loss and every gradient on real processes.
 
 Every mutation must be caught by one of them at least; the command ends with status 1 otherwise.
+
+Capture's faults are in ``capture_faults``: no plan is needed to show them, and one thing alone must catch them, ``capture``: the
+comparison of the captured graph with the model (``autopar.capture.check``). ``python tests/mutations.py capture`` tries those alone, and
+keeps the other lines.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import capture_faults
 import torch
 from exactness import subject
 from workers import WorkerPool
@@ -49,7 +54,7 @@ from autopar.verify.mixtures import describe
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "mutations.jsonl"
 FAULTS = (AutoparError, AssertionError, RuntimeError, ValueError, IndexError, KeyError, StopIteration)
-CATCHERS = ("rules", "passes", "structure", "types", "exactness")
+CATCHERS = ("rules", "passes", "structure", "types", "exactness", "capture")
 
 Patch = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -371,6 +376,12 @@ def line_of(mutation: Mutation, pools: dict[int, WorkerPool]) -> dict[str, Any]:
     return line | {"caught": caught(mutation, pools)}
 
 
+def line_of_capture(fault: capture_faults.Fault) -> dict[str, Any]:
+    said = capture_faults.found(fault).splitlines()[:1]
+    line = {"mutation": fault.name, "breaks": "capture", "model": fault.model.__name__, "plan": "one device"}
+    return line | {"caught": {"capture": said[0]} if said else {}}
+
+
 def page(lines: list[dict[str, Any]]) -> str:
     counts = {who: sum(who in line["caught"] for line in lines) for who in CATCHERS}
     total = sum(bool(line["caught"]) for line in lines)
@@ -382,7 +393,8 @@ def page(lines: list[dict[str, Any]]) -> str:
 
 {len(lines)} faults put in on purpose, one at a time; {total} are caught. A fault in a rule is looked for by executing the rule on
 shards; one in the passes may stop emission, which holds shapes and types to each other; the structural check compares the emitted
-collectives with those that were priced; the type checker follows types; the exactness run compares numbers.
+collectives with those that were priced; the type checker follows types; the exactness run compares numbers. A fault in capture has to be
+found by the comparison of the captured graph with the model, within one `compile`.
 
 | what is broken | where | {" | ".join(f"{who} ({counts[who]})" for who in CATCHERS)} |
 |---|---|{"---|" * len(CATCHERS)}
@@ -399,11 +411,16 @@ def main() -> int:
     quiet()
     torch.set_num_threads(1)
     pools: dict[int, WorkerPool] = {}
-    try:
-        lines = [line_of(m, pools) for m in track(MUTATIONS, "mutations", console=Console(stderr=True))]
-    finally:
-        for pool in pools.values():
-            pool.close()
+    console = Console(stderr=True)
+    if sys.argv[1:] == ["capture"]:
+        lines = [line for line in map(json.loads, RESULTS.read_text().splitlines()) if line["breaks"] != "capture"]
+    else:
+        try:
+            lines = [line_of(m, pools) for m in track(MUTATIONS, "mutations", console=console)]
+        finally:
+            for pool in pools.values():
+                pool.close()
+    lines += [line_of_capture(fault) for fault in track(capture_faults.FAULTS, "capture", console=console)]
     RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
     RESULTS.with_suffix(".md").write_text(page(lines))
     missed = [line["mutation"] for line in lines if not line["caught"]]

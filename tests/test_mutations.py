@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from capture_faults import FAULTS, Fault, compiled, found
 from exactness import subject
 from mutations import CATCHERS, MUTATIONS, RESULTS, Mutation, caught, page
 from workers import WorkerPool
 
 import autopar.program
+from autopar.errors import CaptureError
 from autopar.search.hand import hand_plan
 from autopar.verify import check_plan
 
@@ -61,7 +63,22 @@ def test_what_a_fault_replaces_is_in_the_runtime(mutation: Mutation) -> None:
 
 def test_the_results_are_of_all_mutations_and_all_are_caught() -> None:
     lines = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    assert [line["mutation"] for line in lines] == [mutation.name for mutation in MUTATIONS]
+    assert [line["mutation"] for line in lines] == [mutation.name for mutation in (*MUTATIONS, *FAULTS)]
     assert [line["mutation"] for line in lines if not line["caught"]] == []
     assert all(set(line["caught"]) <= set(CATCHERS) for line in lines)
     assert RESULTS.with_suffix(".md").read_text() == page(lines)
+
+
+REFUSED = {"a Python counter is baked in", "a number drawn by Python is baked in"}
+"""Of the faults in capture, those that break a refusal: without the fault there is no graph."""
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_in_capture_is_found(fault: Fault) -> None:
+    said = found(fault)
+    assert said
+    if fault.name in REFUSED:
+        with pytest.raises(CaptureError):
+            compiled(fault)
+    else:
+        assert "the captured graph equals the model" in compiled(fault).plan.notes[-1]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar.capture import reference
+from autopar.capture.backward import source
 from autopar.capture.batch import BatchStructure, flatten_batch, rebuild_batch
 from autopar.capture.eager import AsGiven, Step, WithoutDraws, gradients
 from autopar.capture.float64 import WholeFloat64
@@ -28,7 +29,7 @@ from autopar.errors import AutoparError, CaptureError
 from autopar.graph import Graph
 from autopar.measure import EXACT, Error, compare
 from autopar.torch_private import results_of_ops
-from passes.clean.nodes import packet
+from passes.clean.nodes import argument, arguments, packet, shape, val
 
 ROWS = (2, 3)
 """Of the two comparisons: few, and more than one, which batch norm needs."""
@@ -36,6 +37,8 @@ DRAWN_BYTES = 2**26
 """A model on meta is compared with drawn values where its parameters take at most so much in float64."""
 LIMIT_BYTES = 2**34
 """A larger model (in float64, with its gradients) is not compared."""
+MOST_OPERATIONS = 10**14
+"""A comparison that takes more (additions and multiplications of products, forward and backward) is not made: it would take an hour."""
 MOST_ROWS = 64
 """A batch of at most so many rows is compared whole where the model does not take a few of them."""
 HINT = (
@@ -62,13 +65,14 @@ def check_capture(
     comparison = _Comparison(graph, model, loss_fn, structure, local_batch_norm)
     total = tensors[0].shape[0]
     rows = min(ROWS[0], total)
-    first = comparison.check([tensor[:rows] for tensor in tensors])
-    if first is None and rows < total <= MOST_ROWS:
-        rows, first = total, comparison.check(tensors)
+    first = comparison.check([tensor[:rows] for tensor in tensors], steps=2)
+    if rows < total <= MOST_ROWS and (first is None or comparison.difference):
+        # the few rows do not do, or say too little of the graph that is planned
+        rows, first = total, comparison.check(tensors, steps=2) or first
     if first is None:
         return f"{NOT_COMPARED}: on {rows} rows of the batch {comparison.why}"
-    second = comparison.check(_reordered([tensor[torch.arange(rows + 1) % total] for tensor in tensors]))
-    rest = f"and of {second}" if second else f"(of {rows + 1} rows it was not compared: {comparison.why})"
+    second = comparison.check(_reordered([tensor[torch.arange(rows + 1) % total] for tensor in tensors]), steps=1)
+    rest = f"and a step of {second}" if second else f"(of {rows + 1} rows it was not compared: {comparison.why})"
     seconds = time.perf_counter() - start_s
     return (
         f"the captured graph equals the model over two steps of {first} {rest}: loss, gradients and buffers, in {comparison.numbers} "
@@ -85,7 +89,29 @@ def _not_compared(graph: Graph, model: nn.Module, tensors: Sequence[Tensor]) -> 
         return f"it takes {needed / 1e9:,.0f} GB in float64"
     if any(parameter.is_meta for parameter in model.parameters()) and needed > 2 * DRAWN_BYTES:
         return "the model is on meta and too large to draw values for"
+    # forward and twice as much backward, in eager and the graph: two steps of two rows and one of three
+    operations = 3 * 2 * (2 * ROWS[0] + ROWS[1]) * _operations(graph) / graph.inputs[0].shape[0]
+    if operations > MOST_OPERATIONS:
+        return f"it takes {operations:.0e} operations in float64"
     return ""
+
+
+def _operations(graph: Graph) -> int:
+    """Additions and multiplications in the products of one forward pass of the planned batch."""
+    of = {key: sum(map(_products, cls.graph.graph.nodes)) for key, cls in graph.classes.items()}
+    return sum(of[layer.cls] for layer in graph.layers)
+
+
+def _products(node: fx.Node) -> int:
+    name = packet(node).removeprefix("aten.") if node.op == "call_function" else ""
+    if name in ("linear", "matmul", "mm", "bmm"):
+        return 2 * val(node).numel() * shape(arguments(node)[0])[-1]
+    if name in ("conv1d", "conv2d", "conv3d"):
+        return 2 * val(node).numel() * math.prod(shape(arguments(node)[1])[1:])
+    if name == "scaled_dot_product_attention":
+        query, key = arguments(node)[:2]
+        return 4 * val(query).numel() * shape(key)[-2]
+    return 0
 
 
 def _with_values(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -112,24 +138,26 @@ class _Comparison:
     """Compares rows of a batch.
 
     ``numbers`` says in which precision: float64, or the model's own where it does not run in float64. ``why`` says why the last rows were
-    not compared.
+    not compared, ``difference`` where the graph of the last rows differs from the one that is planned; ``chances`` are those of the dropout
+    that the model asked for.
     """
 
     def __init__(
         self, graph: Graph, model: nn.Module, loss_fn: Callable[..., Any] | None, structure: BatchStructure, local: bool
     ) -> None:
         self.graph, self.model, self.loss_fn, self.structure, self.local = graph, model, loss_fn, structure, local
-        self.numbers, self.why = "float64", ""
+        self.numbers, self.why, self.difference = "float64", "", ""
+        self.chances: set[float] = set()
 
     @property
     def dtype(self) -> torch.dtype | None:
         return torch.float64 if self.numbers == "float64" else None
 
-    def check(self, tensors: list[Tensor]) -> str | None:
+    def check(self, tensors: list[Tensor], steps: int) -> str | None:
         """Compare on these rows; what was compared, in words, ``None`` where the model by itself takes no such batch."""
-        if (eager := self._eager(tensors)) is None and self.numbers == "float64":
+        if (eager := self._eager(tensors, steps)) is None and self.numbers == "float64":
             why, self.numbers = self.why, str(self.graph.dtype).removeprefix("torch.")
-            if (eager := self._eager(tensors)) is None:
+            if (eager := self._eager(tensors, steps)) is None:
                 self.numbers, self.why = "float64", why
         if eager is None:
             return None
@@ -144,8 +172,8 @@ class _Comparison:
             self.why = error.message
             return None
         with self.modes():
-            steps = list(_steps(small, self.as_given(), tensors, len(eager)))
-        for number, (mine, theirs) in enumerate(zip(steps, eager, strict=True)):
+            found = list(_steps(small, self.as_given(), tensors, len(eager)))
+        for number, (mine, theirs) in enumerate(zip(found, eager, strict=True)):
             off, where = _compared(mine, theirs, set(small.buffers))
             if not off.value <= (EXACT if self.dtype is not None else _noise(self.graph.dtype)):
                 if number == 0:
@@ -157,32 +185,41 @@ class _Comparison:
                     f"{off.value:.1e}{place}",
                     HINT,
                 )
-        difference = same_structure(self.graph, small)
-        return count + (f" (whose graph differs from the whole batch's: {difference})" if difference else "")
+        if drawn := sorted(_chances(self.graph) - self.chances):
+            raise CaptureError(
+                f"the captured graph has dropout with probability {drawn[0]}, which the model does not ask for on {count}",
+                HINT,
+            )
+        self.difference = same_structure(self.graph, small)
+        return count + (f" (whose graph differs from the whole batch's: {self.difference})" if self.difference else "")
 
     def as_given(self) -> AsGiven:
         return AsGiven(self.model, self.loss_fn, self.structure, self.dtype)
 
-    def modes(self) -> AbstractContextManager[Any]:
-        """Under which both run: the same numbers drawn, and float64 throughout."""
+    def modes(self, chances: set[float] | None = None) -> AbstractContextManager[Any]:
+        """Under which both run: the same numbers drawn, no dropout (``chances`` takes its probabilities), and float64 throughout."""
         stack = ExitStack()
         if self.dtype is not None:
             stack.enter_context(WholeFloat64())
-        stack.enter_context(WithoutDraws())
+        stack.enter_context(WithoutDraws(chances))
         return stack
 
     def _cast(self, tensors: list[Tensor]) -> list[Tensor]:
         return [t.to(self.dtype) if self.dtype is not None and t.is_floating_point() else t for t in tensors]
 
-    def _eager(self, tensors: list[Tensor]) -> list[Step] | None:
-        """Two steps of the model; ``None``, and ``why``, where it does not run."""
-        given = self.as_given()
+    def _eager(self, tensors: list[Tensor], count: int) -> list[Step] | None:
+        """Steps of the model; ``None``, and ``why``, where it does not run."""
+        try:
+            given = self.as_given()
+        except Exception as error:  # whatever the model's attributes raise
+            self.why = f"the model cannot be copied ({_named(error)})"
+            return None
         before = {name: (p._version, p.data_ptr()) for name, p in given.parameters.items()}
         try:
-            with self.modes():
-                steps = [given.step(self._cast(tensors)) for _ in range(2)]
+            with self.modes(self.chances):
+                steps = [given.step(self._cast(tensors)) for _ in range(count)]
         except Exception as error:  # whatever the model's own code raises
-            self.why = f"the model raises {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            self.why = f"the model raises {_named(error)}"
             return None
         for name, p in given.parameters.items():
             if (p._version, p.data_ptr()) != before[name]:
@@ -200,18 +237,55 @@ def _steps(graph: Graph, given: AsGiven, tensors: list[Tensor], count: int) -> I
     """The graph's steps, each from the buffers that the one before left."""
     batch = dict(zip((value.name for value in graph.inputs), tensors, strict=True))
     initial, buffers = given.buffers, dict[str, Tensor]()
+    frozen = {p.original for p in graph.parameters.values() if not p.trainable}
+    parameters = {n: p.detach() if n in frozen else p for n, p in given.parameters.items()}
     for _ in range(count):
-        loss = reference.run(graph, given.parameters, batch, buffers=buffers)
+        loss = reference.run(graph, parameters, batch, buffers=buffers)
         yield Step(float(loss.detach()), gradients(loss, given.parameters), initial | buffers)
+
+
+def _named(error: Exception) -> str:
+    """An error in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _chances(graph: Graph) -> set[float]:
+    """The probabilities of the dropout in a graph."""
+    found = set()
+    for cls in graph.classes.values():
+        for node in cls.graph.graph.nodes:
+            if packet(node) == "aten.dropout" and arguments(node)[2]:
+                found.add(float(arguments(node)[1]))
+            elif packet(node) == "aten.scaled_dot_product_attention":
+                found.add(float(argument(node, 4, "dropout_p", 0.0)))
+    return found - {0.0}
 
 
 def _compared(mine: Step, theirs: Step, written: set[str]) -> tuple[Error, str]:
     """The largest error of a step, and what it is of."""
-    error = compare(mine.loss, mine.gradients, theirs.loss, theirs.gradients)
+    error = _compare(mine.loss, mine.gradients, theirs.loss, theirs.gradients)
     if not error.exact:
         return error, "the loss" if error.where == "loss" else "a gradient"
     moved = {name: value for name, value in theirs.buffers.items() if value.is_floating_point() or name in written}
-    return compare(0.0, {n: mine.buffers[n] for n in moved}, 0.0, moved), "a buffer"
+    return _compare(0.0, {n: mine.buffers[n] for n in moved}, 0.0, moved), "a buffer"
+
+
+def _compare(loss: float, mine: dict[str, Tensor], loss0: float, theirs: dict[str, Tensor]) -> Error:
+    """``compare``, but a NaN or an infinity that both have in one place is no difference: a buffer may hold a mask of them."""
+    ours, others = dict(mine), dict(theirs)
+    for name in mine.keys() & theirs.keys():
+        one, other = _real(mine[name]), _real(theirs[name])
+        if one.shape == other.shape:
+            same = ~other.isfinite() & ((one == other) | (one.isnan() & other.isnan()))
+            ours[name], others[name] = one.masked_fill(same, 0.0), other.masked_fill(same, 0.0)
+            if not one.numel():
+                del ours[name], others[name]
+    return compare(loss, ours, loss0, others)
+
+
+def _real(value: Tensor) -> Tensor:
+    return (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).detach().double()
 
 
 def _noise(dtype: torch.dtype) -> float:
@@ -247,9 +321,8 @@ def _located(comparison: _Comparison, graph: Graph, tensors: list[Tensor]) -> st
     if first is None:
         return ""
     layer, node = first
-    line = str(node.meta.get("stack_trace") or "").strip().split("\n")[-2:]
     where = f"; the first value that the model does not compute is {node.name} ({packet(node)}) in {graph.layers[layer].name}"
-    return "\n".join([where, *line])
+    return f"{where}\n{source(node)}"
 
 
 class _Seen:
@@ -288,7 +361,18 @@ def same_structure(graph: Graph, other: Graph) -> str:
         for (node, args), (_, others_args) in zip(mine, theirs, strict=True):
             if not _alike(args, others_args, rows, others):
                 return f"{node.name} in {layer.name}"
+        for name, own in zip(layer.constants, twin.constants, strict=False):
+            if (one := graph.constants.get(name)) is not None and (two := other.constants.get(own)) is not None:
+                if one.shape == two.shape and not _same_values(one, two):
+                    return f"the constant {name} in {layer.name}"
     return ""
+
+
+def _same_values(one: Tensor, other: Tensor) -> bool:
+    """Whether two constants are equal, as far as the narrower dtype of the two tells."""
+    exact = [t.dtype for t in (one, other) if t.is_floating_point() or t.is_complex()]
+    tolerance = 16 * max((torch.finfo(dtype).eps for dtype in exact), default=0.0)
+    return torch.allclose(_real(one), _real(other), rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def _skeleton(gm: fx.GraphModule) -> list[tuple[fx.Node, Any]]:

@@ -27,12 +27,18 @@ _DROPOUT_ARGUMENTS = ("dropout_p", "dropout")
 class WithoutDropout(TorchFunctionMode):
     """A context in which dropout has probability 0, however a model asks for it: a module, a function, an argument of attention.
 
-    ``seen`` tells whether any was asked for.
+    ``seen`` tells whether any was asked for; ``chances`` takes the probabilities that would have had an effect.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, chances: set[float] | None = None) -> None:
         super().__init__()
         self.seen = False
+        self.chances = set() if chances is None else chances
+
+    def _ask(self, chance: Any, training: Any = True) -> None:
+        self.seen = self.seen or bool(chance)
+        if training:
+            self.chances.add(float(chance))
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -41,18 +47,19 @@ class WithoutDropout(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if "dropout" in name:
             # (input, p, training, ...) in every spelling, of torch and of torch.nn.functional
-            self.seen = self.seen or bool(args[1] if len(args) > 1 else kwargs.get("p", 0.5))
+            training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
+            self._ask(args[1] if len(args) > 1 else kwargs.get("p", 0.5), training)
             rest = {key: value for key, value in kwargs.items() if key != "p"}
             return func(args[0], 0.0, *args[2:], **rest) if args else func(p=0.0, **rest)
         if name == "scaled_dot_product_attention" and len(args) > 4:
-            self.seen = self.seen or bool(args[4])
+            self._ask(args[4])
             args = (*args[:4], 0.0, *args[5:])
         elif name == "multi_head_attention_forward":
             bound = inspect.signature(func).bind(*args, **kwargs)
             args, kwargs = (), dict(bound.arguments)
         for key in _DROPOUT_ARGUMENTS:
             if isinstance(kwargs.get(key), float):
-                self.seen = self.seen or bool(kwargs[key])
+                self._ask(kwargs[key], kwargs.get("training", True))
                 kwargs[key] = 0.0
         return func(*args, **kwargs)
 
