@@ -25,7 +25,7 @@ from autopar.capture.eager import AsGiven, Step, WithoutDraws, gradients
 from autopar.capture.float64 import WholeFloat64
 from autopar.capture.pipeline import capture
 from autopar.errors import AutoparError, CaptureError
-from autopar.graph import Graph
+from autopar.graph import Graph, Guard
 from autopar.measure import EXACT, Error, compare
 from autopar.torch_private import results_of_ops
 from passes.clean.nodes import packet
@@ -143,6 +143,9 @@ class _Comparison:
         except AutoparError as error:
             self.why = error.message
             return None
+        if other := _other_branch(self.graph.guards, small.guards):
+            self.why = f"they do something else at {other}"
+            return None
         with self.modes():
             steps = list(_steps(small, self.as_given(), tensors, len(eager)))
         for number, (mine, theirs) in enumerate(zip(steps, eager, strict=True)):
@@ -203,6 +206,15 @@ def _steps(graph: Graph, given: AsGiven, tensors: list[Tensor], count: int) -> I
     for _ in range(count):
         loss = reference.run(graph, given.parameters, batch, buffers=buffers)
         yield Step(float(loss.detach()), gradients(loss, given.parameters), initial | buffers)
+
+
+def _other_branch(guards: Sequence[Guard], others: Sequence[Guard]) -> str:
+    """The first line of the user's code where rows of a batch go another way than the whole (numbers may differ); empty: nowhere."""
+    for guard, other in zip(guards, others, strict=False):
+        if guard.line != other.line or (guard.value != other.value and isinstance(guard.value, bool)):
+            return guard.line
+    longer = max(guards, others, key=len)
+    return longer[min(len(guards), len(others))].line if len(guards) != len(others) else ""
 
 
 def _compared(mine: Step, theirs: Step, written: set[str]) -> tuple[Error, str]:
