@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -87,6 +88,14 @@ class Buffer:
     persistent: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """What the model asked of the batch's values at ``line`` (file, number and text), and was answered: a Python number."""
+
+    line: str
+    value: Any
+
+
 @dataclass(frozen=True)
 class LayerClass:
     """The graph that layers of one structure share.
@@ -155,7 +164,9 @@ class Graph:
     those that the forward pass writes: each belongs to one layer. Those it only reads are ``constants``. ``valueless`` names those among
     the latter that have no values (of a model on meta): such a graph can be planned, and no program be written from it. ``narrow`` is
     what of the precision its plans may give up (of ``autopar.plan.NARROW``). ``state`` lists
-    what the user's model holds, in its order, whether the loss depends on it or not.
+    what the user's model holds, in its order, whether the loss depends on it or not. ``guards`` are what the model asked of the whole
+    batch's values; the graph is the model's for batches with these answers. The prelude computes what they are read from, after the
+    scalars.
     """
 
     name: str
@@ -180,6 +191,7 @@ class Graph:
     narrow: tuple[str, ...] = ()
     valueless: tuple[str, ...] = ()
     state: tuple[Held, ...] = ()
+    guards: tuple[Guard, ...] = ()
 
     @property
     def batch_size(self) -> int:

@@ -26,7 +26,7 @@ from autopar.capture.eager import AsGiven, Step, WithoutDraws, gradients
 from autopar.capture.float64 import WholeFloat64
 from autopar.capture.pipeline import capture
 from autopar.errors import AutoparError, CaptureError
-from autopar.graph import Graph
+from autopar.graph import Graph, Guard
 from autopar.measure import EXACT, Error, compare
 from autopar.torch_private import results_of_ops
 from passes.clean.nodes import argument, arguments, packet, shape, val
@@ -171,8 +171,12 @@ class _Comparison:
         except AutoparError as error:
             self.why = error.message
             return None
+        if other := _other_branch(self.graph.guards, small.guards):
+            self.why = f"they do something else at {other}"
+            return None
+        given = self.as_given()  # outside of the modes: values that are drawn are no part of the step
         with self.modes():
-            found = list(_steps(small, self.as_given(), tensors, len(eager)))
+            found = list(_steps(small, given, tensors, len(eager)))
         for number, (mine, theirs) in enumerate(zip(found, eager, strict=True)):
             off, where = _compared(mine, theirs, set(small.buffers))
             if not off.value <= (EXACT if self.dtype is not None else _noise(self.graph.dtype)):
@@ -260,6 +264,15 @@ def _chances(graph: Graph) -> set[float]:
             elif packet(node) == "aten.scaled_dot_product_attention":
                 found.add(float(argument(node, 4, "dropout_p", 0.0)))
     return found - {0.0}
+
+
+def _other_branch(guards: Sequence[Guard], others: Sequence[Guard]) -> str:
+    """The first line of the user's code where rows of a batch go another way than the whole (numbers may differ); empty: nowhere."""
+    for guard, other in zip(guards, others, strict=False):
+        if guard.line != other.line or (guard.value != other.value and isinstance(guard.value, bool)):
+            return guard.line
+    longer = max(guards, others, key=len)
+    return longer[min(len(guards), len(others))].line if len(guards) != len(others) else ""
 
 
 def _compared(mine: Step, theirs: Step, written: set[str]) -> tuple[Error, str]:

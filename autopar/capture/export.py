@@ -26,6 +26,7 @@ from autopar.capture.batch import BatchStructure, flatten_batch, rebuild_batch
 from autopar.capture.blocks import stack
 from autopar.capture.clone import LOSS, Twin, twin
 from autopar.capture.guard import assigned_buffers_written, guarded
+from autopar.capture.questions import Answering, Answers, keep_guards, listen
 from autopar.capture.repeat import Lifted, Repeats, expand, members, record, traced_once
 from autopar.capture.state import State, check_again, state
 from autopar.capture.whole import find as find_whole
@@ -51,20 +52,29 @@ class _RefusedError(Exception):
 class _Captured(nn.Module):
     """Calls the model and picks the loss, so that the loss is all that the graph computes."""
 
-    def __init__(self, module: nn.Module, loss_fn: Callable[..., Any] | None, structure: BatchStructure) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        structure: BatchStructure,
+        answers: Answers | None = None,
+    ) -> None:
         super().__init__()
         self.module = module
         self.loss_fn = loss_fn
         self.structure = structure
+        self.answers = answers
 
-    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        if self.answers is not None:
+            self.answers.asked.clear()
         try:
             with assigned_buffers_written(self.module):
                 loss = call_model(self.module, self.structure, self.loss_fn, tensors)
         except Exception as error:
             raise _RefusedError(error) from error
         _LEFT[:] = [state(self.module)]  # not an attribute, which torch.export puts back as it was
-        return loss
+        return loss if self.answers is None else (loss, *self.answers.asked)
 
 
 _LEFT: list[State] = []
@@ -136,7 +146,8 @@ def export(
 
     Returns the lifted graph with labelled placeholders (``passes.clean.nodes``), the values of its buffers and lifted constants
     by name (absent where the model is on meta), and the class name of every module by path (``""`` is the model). With the values of a
-    ``batch``, modules that cannot be exported are kept whole where that is sound; notes on the graph say so.
+    ``batch``, modules that cannot be exported are kept whole where that is sound, and what is asked of the batch's values is guarded; notes
+    on the graph say so.
     """
     refuse_hooks(model)
     refuse_strays(model)
@@ -149,17 +160,30 @@ def export(
         cast = copied if dtype is None else copied.to(dtype)
         call_model(cast, structure, loss_fn, list(flatten_batch(structure, batch).values()))
 
+    def run_kept(copied: nn.Module) -> None:
+        keep_whole(kept, copied)
+        with masks_as_given(), plain_averages():
+            run(copied)
+
     kept: dict[str, str] = {}
     notes: list[str] = []
+    answers: Answers | None = None
     while True:
         try:
-            gm, values = _exported(model, structure, loss_fn, dtype, kept)
+            gm, values = _exported(model, structure, loss_fn, dtype, kept, answers)
             break
         except KeptWholeError as error:
             if batch is None or any(is_fake(tensor) for tensor in flatten_batch(structure, batch).values()):
                 raise
-            kept, sentence = find_whole(error, model, kept, run)
-            notes.append(sentence)
+            known = answers
+            try:  # what is kept whole is right for every batch, what is guarded for those with the same answers
+                kept, sentence = find_whole(error, model, kept, run)
+                notes.append(sentence)
+                answers = listen(model, run_kept) if known is not None else None
+            except KeptWholeError:
+                answers = listen(model, run_kept) if known is None else None
+                if answers is None:
+                    raise
     for sentence in notes:
         note(gm, sentence)
     classes = {path: type(module).__name__ for path, module in model.named_modules()}
@@ -172,14 +196,15 @@ def _exported(
     loss_fn: Callable[..., Any] | None,
     dtype: torch.dtype | None,
     kept: dict[str, str],
+    answers: Answers | None,
 ) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
-    """The labelled graph and the values; of the modules in ``kept`` one op each."""
-    repeats = _repeats(model, dtype, loss_fn, structure, kept)
+    """The labelled graph and the values; of the modules in ``kept`` one op each. What is asked of values is answered by ``answers``."""
+    repeats = _repeats(model, dtype, loss_fn, structure, kept) if answers is None else None
     copied = _twin(model, dtype, loss_fn, kept, without=repeats.unread(model) if repeats is not None else ())
     before = state(copied.module)
 
     def run(repeats: Repeats | None = repeats) -> tuple[Any, State]:
-        return _export(model, copied, structure, repeats), _LEFT.pop()
+        return _export(model, copied, structure, repeats, answers), _LEFT.pop()
 
     program, left = run()
     notes = check_again(program, before, left, copied, run)
@@ -195,6 +220,7 @@ def _exported(
         note(gm, sentence)
     _check_dtypes(gm)
     refuse_nodes(gm)
+    keep_guards(gm, answers)
     return gm, values
 
 
@@ -242,10 +268,16 @@ def _lifted(program: Any) -> list[Lifted]:
     return [(spec.kind.name, str(spec.target or ""), nodes[spec.arg.name]) for spec in specs]
 
 
-def _export(model: nn.Module, copied: Twin, structure: BatchStructure, repeats: Repeats | None = None) -> Any:
+def _export(
+    model: nn.Module,
+    copied: Twin,
+    structure: BatchStructure,
+    repeats: Repeats | None = None,
+    answers: Answers | None = None,
+) -> Any:
     with copied.mode:
         tensors = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in structure.leaves)
-    captured = _Captured(copied.module, copied.loss_fn, structure)
+    captured = _Captured(copied.module, copied.loss_fn, structure, answers)
     names = ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
     noisy = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in noisy]
@@ -254,6 +286,8 @@ def _export(model: nn.Module, copied: Twin, structure: BatchStructure, repeats: 
     try:
         with warnings.catch_warnings(), ExitStack() as around:
             warnings.simplefilter("ignore")
+            if answers is not None:
+                around.enter_context(Answering(answers))
             around.enter_context(_traceable(model, copied))
             if repeats is not None:
                 around.enter_context(traced_once(captured.module, repeats))

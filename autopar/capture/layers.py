@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import keyword
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -304,11 +305,12 @@ def _placeholder_name(kind: str, node: fx.Node, names: dict[str, str]) -> str:
 
 
 def build_prelude(
-    gm: fx.GraphModule, inputs: tuple[Value, ...], constants: dict[str, torch.Tensor]
+    gm: fx.GraphModule, inputs: tuple[Value, ...], constants: dict[str, torch.Tensor], guarded: Sequence[fx.Node] = ()
 ) -> tuple[tuple[Value, ...], fx.GraphModule | None]:
-    """The scalars and the module that computes them from the whole batch; sets ``meta["scalar_value"]`` on their nodes."""
+    """The scalars and the module that computes them from the whole batch, and then what is ``guarded``; sets ``meta["scalar_value"]`` on
+    the scalars' nodes."""
     wanted = [n for n in gm.graph.nodes if n.meta.get("scalar")]
-    if not wanted:
+    if not wanted and not guarded:
         return (), None
     taken = {value.name for value in inputs}
     graph, holder = fx.Graph(), nn.Module()
@@ -317,7 +319,7 @@ def build_prelude(
     for value in inputs:
         env[by_input[value.name]] = copy = graph.placeholder(value.name)
         copy.meta |= {"val": by_input[value.name].meta["val"], "grad": False}
-    needed = _ancestors(wanted)
+    needed = _ancestors([*wanted, *guarded])
     for node in gm.graph.nodes:
         if node not in needed or node in env:
             continue
@@ -331,7 +333,7 @@ def build_prelude(
     for node in wanted:
         name = unique(node.meta.get("scalar_name", "scalar"), taken, separator="_")
         node.meta["scalar_value"] = Value(name, (), dtype(node))
-    graph.output(tuple(env[n] for n in wanted))
+    graph.output(tuple(env[n] for n in (*wanted, *guarded)))
     return tuple(n.meta["scalar_value"] for n in wanted), fx.GraphModule(holder, graph, class_name="Prelude")
 
 

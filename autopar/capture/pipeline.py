@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.capture.batch import BatchStructure, describe_batch
+from autopar.capture.batch import BatchStructure, describe_batch, flatten_batch
 from autopar.capture.clone import PRECISIONS
 from autopar.capture.constants import fold_constants, share_constants, simplify_constants, unused_constants
 from autopar.capture.evaluate import Evaluator
@@ -17,6 +17,7 @@ from autopar.capture.export import export
 from autopar.capture.layers import borders, build_layers, build_prelude, loss_node
 from autopar.capture.masks import recognise_masks
 from autopar.capture.opaque import opaque_modules
+from autopar.capture.questions import check_guards, settle_guards
 from autopar.capture.reach import freeze_unreached
 from autopar.capture.segment import mark_main, segment, updates
 from autopar.errors import CaptureError
@@ -64,7 +65,8 @@ def capture(
     gm, constants = clean(gm, buffers)
     report("segment")
     written = _buffers(gm, buffers, model)
-    return _assemble(gm, constants, structure, classes, model, name or type(model).__name__, written)
+    graph = _assemble(gm, constants, structure, classes, model, name or type(model).__name__, written)
+    return check_guards(graph, list(flatten_batch(structure, batch).values()))
 
 
 def clean(gm: fx.GraphModule, buffers: dict[str, torch.Tensor]) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
@@ -95,7 +97,8 @@ def _assemble(
         raise CaptureError("the loss does not depend on any trainable parameter", hint="nothing would be trained")
     freeze_unreached(gm, loss)
     inputs = tuple(Value(leaf.name, leaf.shape, leaf.dtype) for leaf in structure.leaves)
-    scalars, prelude = build_prelude(gm, inputs, constants)
+    guards = settle_guards(gm)
+    scalars, prelude = build_prelude(gm, inputs, constants, [node for _, node in guards])
     groups = segment(gm, classes)
     found = borders(gm, groups)
     rows = inputs[0].shape[0]
@@ -135,6 +138,7 @@ def _assemble(
         buffers={name: buffer for name, buffer in written.items() if name in held},
         valueless=tuple(gm.meta.get("valueless", ())),
         state=_state(model),
+        guards=tuple(guard for guard, _ in guards),
     )
 
 

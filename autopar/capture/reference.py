@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.graph import Graph
+from autopar.program.guards import hold
 
 
 def parameter_tensors(graph: Graph, originals: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -51,6 +52,8 @@ def run(
     ``parameters`` are those of the user's model, by their original names; gradients flow to them. ``watch`` is called with a
     layer's index, a node of its class's graph and the node's value, for every node. ``buffers`` holds what earlier steps wrote, by name,
     in place of what the buffers held at capture, and takes what this step writes.
+
+    Raises ``GuardError`` for a batch of another kind than the graph was captured with.
     """
     written = {} if buffers is None else buffers
     tensors = parameter_tensors(graph, parameters)
@@ -58,7 +61,9 @@ def run(
     if graph.prelude is not None:
         with torch.no_grad():
             results = graph.prelude(*(batch[value.name] for value in graph.inputs))
-        scalars = {value.name: result for value, result in zip(graph.scalars, results, strict=True)}
+        scalars = {value.name: result for value, result in zip(graph.scalars, results, strict=False)}
+        for guard, result in zip(graph.guards, results[len(graph.scalars) :], strict=True):
+            hold(result, guard.value, guard.line)
     held = graph.constants | {n: b.value for n, b in graph.buffers.items() if b.value is not None} | dict(written)
     values: dict[str, Tensor] = {}
     for index, layer in enumerate(graph.layers):

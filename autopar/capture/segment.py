@@ -70,7 +70,7 @@ def mark_main(gm: fx.GraphModule) -> None:
             and shape(node) == ()
             and node.meta["fed"]
             and not node.meta["main"]
-            and any(user.meta["main"] or (user.op == "call_function" and shape(user) != ()) for user in node.users)
+            and any(user.op == "call_function" and (user.meta["main"] or shape(user) != ()) for user in node.users)
         )
 
 

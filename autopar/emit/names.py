@@ -17,6 +17,7 @@ _RESERVED = frozenset(
         "nn",
         "F",
         "spmd",
+        "guards",
         "kernels",
         "kernels_experts",
         "kernels_norm",

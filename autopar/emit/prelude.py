@@ -1,6 +1,9 @@
-"""The prelude as a function: scalars that depend on the batch alone, computed once a step for the whole global batch."""
+"""The prelude as a function: scalars that depend on the batch alone, computed once a step for the whole global batch, and what must hold of
+its values."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import fx
 
@@ -11,7 +14,7 @@ from autopar.graph import Graph
 
 def prelude_function(graph: Graph) -> str:
     """The source of ``PRELUDE``: a function of the batch's tensors and the folded constants, both by name, or ``None``."""
-    if graph.prelude is None or not graph.scalars:
+    if graph.prelude is None or not (graph.scalars or graph.guards):
         return "PRELUDE = None\n"
     batch = "the whole global batch" if graph.accumulated == 1 else "one microbatch"
     texts: dict[fx.Node, Text] = {}
@@ -26,8 +29,10 @@ def prelude_function(graph: Graph) -> str:
         elif node.op == "get_attr":
             texts[node] = Text(f'constants["{node.target}"].to(batch["{graph.inputs[0].name}"].device)')
         elif node.op == "output":
-            results = node.args[0]
-            pairs = zip(graph.scalars, results, strict=True)
+            results: Any = node.args[0]
+            for guard, result in zip(graph.guards, results[len(graph.scalars) :], strict=True):
+                lines.append(f"    guards.hold({literal(result, texts)}, {guard.value!r}, {guard.line!r})")
+            pairs = zip(graph.scalars, results, strict=False)
             entries = ", ".join(f'"{value.name}": {literal(result, texts)}' for value, result in pairs)
             lines.append(f"    return {{{entries}}}")
         else:

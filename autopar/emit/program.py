@@ -173,6 +173,7 @@ def _siblings(program: LocalProgram, opaque: bool) -> list[str]:
     called = {name for node in nodes if (name := kernel_module(node)) is not None}
     others = {
         "flattened": bool(program.flattened),
+        "guards": bool(program.graph.guards),
         "kernels": True,
         "offload": any(layer.strategy.offloads_activations for layer in program.layers),
         "opaque": opaque,

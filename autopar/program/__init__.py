@@ -13,6 +13,7 @@ FILES = (
     "agree.py",
     "custom.py",
     "flattened.py",
+    "guards.py",
     "kernels.py",
     "kernels_experts.py",
     "kernels_norm.py",

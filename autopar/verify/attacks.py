@@ -24,6 +24,7 @@ from autopar.capture.export import call_model
 from autopar.errors import AutoparError
 from autopar.graph import Graph
 from autopar.measure import EXACT, Error, compare
+from autopar.program.guards import GuardError
 from autopar.verify.subject import Subject, make_subject, with_batch
 
 IGNORED = -100
@@ -89,6 +90,8 @@ def _attempt(found: Attacks, name: str) -> Iterator[None]:
         yield
     except _SkippedError as skipped:
         found.skipped[name] = str(skipped)
+    except GuardError as refused:
+        found.skipped[name] = f"the program is for another kind of batch: {refused}"
     except AutoparError as refused:
         found.skipped[name] = f"capture refuses it: {refused.message}"
     except (AssertionError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:

@@ -1,0 +1,34 @@
+"""Conditions that the program was written for: checked in every step, on the whole batch.
+
+An `if` on the batch's values was decided when the model was captured, and the program has the branch that was taken then.
+This file is copied into every emitted program.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+class GuardError(ValueError):
+    """A batch for which the model would do something else than the program."""
+
+
+def answer(value: Tensor, like: Any) -> Any:
+    """What Python reads from ``value``: a number of the type of ``like``."""
+    return type(like)(value.item())
+
+
+def hold(value: Tensor, expected: Any, where: str) -> None:
+    """Raise ``GuardError`` unless ``value`` is what it was for the batch that the program was captured with: a Python number.
+
+    ``where`` is the file, line and text of the user's code that asks for it.
+    """
+    found = answer(value, expected)
+    if found != expected:
+        hint = "" if type(expected) is bool else "; a number that may change stays a tensor where .item() is left out"
+        raise GuardError(
+            f"{where}: the value asked for here was {expected} for the batch that the program was captured with and is {found} now, "
+            f"where the model may do something else; plan again with a batch of that kind{hint}"
+        )
