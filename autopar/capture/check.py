@@ -171,8 +171,9 @@ class _Comparison:
         except AutoparError as error:
             self.why = error.message
             return None
+        given = self.as_given()  # outside of the modes: values that are drawn are no part of the step
         with self.modes():
-            found = list(_steps(small, self.as_given(), tensors, len(eager)))
+            found = list(_steps(small, given, tensors, len(eager)))
         for number, (mine, theirs) in enumerate(zip(found, eager, strict=True)):
             off, where = _compared(mine, theirs, set(small.buffers))
             if not off.value <= (EXACT if self.dtype is not None else _noise(self.graph.dtype)):
@@ -298,8 +299,8 @@ def _noise(dtype: torch.dtype) -> float:
 
 def _located(comparison: _Comparison, graph: Graph, tensors: list[Tensor]) -> str:
     """The first node whose value eager PyTorch does not compute anywhere, with its line; nothing where there is none."""
+    given = comparison.as_given()
     with comparison.modes():
-        given = comparison.as_given()
         seen = _Seen()
         batch = dict(zip((value.name for value in graph.inputs), tensors, strict=True))
         with torch.no_grad():
