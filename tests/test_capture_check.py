@@ -242,7 +242,7 @@ class Several(Small):
         self.drop = nn.Dropout(0.1)
 
     def middle(self, x: Tensor) -> Tensor:
-        x = F.softplus(self.drop(x), 2.0).float().roll(1, 1) * 0.5
+        x = F.softplus(self.drop(x), 2.0).roll(1, 1) * 0.5
         return F.layer_norm(x.reshape(-1, 2, WIDTH // 2).reshape(x.shape[0], WIDTH), (WIDTH,))
 
 

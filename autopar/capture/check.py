@@ -311,8 +311,8 @@ def _noise(dtype: torch.dtype) -> float:
 
 def _located(comparison: _Comparison, graph: Graph, tensors: list[Tensor]) -> str:
     """The first node whose value eager PyTorch does not compute anywhere, with its line; nothing where there is none."""
+    given = comparison.as_given()
     with comparison.modes():
-        given = comparison.as_given()
         seen = _Seen()
         batch = dict(zip((value.name for value in graph.inputs), tensors, strict=True))
         with torch.no_grad():
@@ -375,9 +375,9 @@ def same_structure(graph: Graph, other: Graph) -> str:
             if not _alike(args, others_args, rows, others):
                 return f"{node.name} in {layer.name}"
         for name, own in zip(layer.constants, twin.constants, strict=False):
-            if (one := graph.constants.get(name)) is not None and (two := other.constants.get(own)) is not None:
-                if one.shape == two.shape and not _same_values(one, two):
-                    return f"the constant {name} in {layer.name}"
+            one, two = graph.constants.get(name), other.constants.get(own)
+            if one is not None and two is not None and one.shape == two.shape and not _same_values(one, two):
+                return f"the constant {name} in {layer.name}"
     return ""
 
 
