@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format matrix survey random-models volumes dtensor-check measured-memory measured-time bench mutations simpler growth endtoend published infeasible clean
+.PHONY: help install demo test check format matrix survey random-models volumes dtensor-check measured-memory measured-time bench mutations check-cost simpler growth endtoend published infeasible clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -68,6 +68,9 @@ bench: $(STAMP) ## profile this machine, then automatic against hand-tuned progr
 
 mutations: $(STAMP) ## put faults in on purpose, one at a time, and see what catches them (a few minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutations.py
+
+check-cost: $(STAMP) ## what comparing the captured graph with the model costs: docs/capture-check.md
+	OMP_NUM_THREADS=1 $(BIN)/python tests/check_cost.py
 
 simpler: $(STAMP) ## autopar's plans against those of simpler searches, at the same prices: docs/simpler.md (long)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/simpler.py

@@ -23,8 +23,14 @@ class Error:
         return self.value <= EXACT
 
 
-def compare(loss: float, gradients: Mapping[str, Tensor], loss0: float, gradients0: Mapping[str, Tensor]) -> Error:
-    """``max|g - g0| / max(max|g0|, 1e-6 max|all gradients|)`` over all parameters, and the loss's relative error.
+def compare(
+    loss: float,
+    gradients: Mapping[str, Tensor],
+    loss0: float,
+    gradients0: Mapping[str, Tensor],
+    floor: float = 1e-6,
+) -> Error:
+    """``max|g - g0| / max(max|g0|, floor max|all gradients|)`` over all parameters, and the loss's relative error.
 
     The second term of the maximum stands for gradients that are zero in exact arithmetic, like that of an attention key's bias. A
     parameter that one side lacks counts as an infinite error.
@@ -37,7 +43,7 @@ def compare(loss: float, gradients: Mapping[str, Tensor], loss0: float, gradient
         got, want = gradients[name].double(), gradients0[name].double()
         if got.shape != want.shape:
             return Error(float("inf"), f"{name} (shape {tuple(got.shape)}, not {tuple(want.shape)})")
-        scale = max(float(want.abs().max()), 1e-6 * largest)
+        scale = max(float(want.abs().max()), floor * largest)
         error = Error(float((got - want).abs().max()) / scale if scale else 0.0, name)
         if not error.value <= worst.value:  # a NaN is the worst
             worst = error
