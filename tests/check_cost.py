@@ -123,8 +123,9 @@ what a model casts to float32 in between is the program's to keep.
 
 ## What it costs
 
-{machine} Seconds of capturing the model, of the comparison, which captures it twice more, and of the whole
-`autopar.compile(model, 2, batch)`, search and emission included.
+{machine}
+Seconds of capturing the model, of the comparison, which captures it twice more, and of the whole `autopar.compile(model, 2, batch)`,
+comparison, search and emission included.
 
 | model | parameters | capture | comparison | compile | share of compile |
 |---|---|---|---|---|---|

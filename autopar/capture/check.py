@@ -31,15 +31,15 @@ from autopar.measure import EXACT, Error, compare
 from autopar.torch_private import results_of_ops
 from passes.clean.nodes import argument, arguments, packet, shape, val
 
-ROWS = (2, 3)
-"""Of the two comparisons: few, and more than one, which batch norm needs."""
+ROWS = 2
+"""Of the first comparison, the second has one more: few, and more than one, which batch norm needs."""
 DRAWN_BYTES = 2**26
 """A model on meta is compared with drawn values where its parameters take at most so much in float64."""
 LIMIT_BYTES = 2**34
 """A larger model (in float64, with its gradients) is not compared."""
 FLOOR = 1e-3
-"""Gradients below this part of the largest one are compared with the precision of this part. In front of batch norm a bias has a gradient that
-is zero but for rounding, and two rows that are nearly the same make much of that."""
+"""Gradients below this part of the largest one are compared with the precision of this part. In front of batch norm a bias has a gradient
+that is zero but for rounding, and two rows that are nearly the same make much of that."""
 MOST_OPERATIONS = 10**14
 """A comparison that takes more (additions and multiplications of products, forward and backward) is not made: it would take an hour."""
 MOST_ROWS = 64
@@ -67,9 +67,10 @@ def check_capture(
     tensors = _with_values(tensors)
     comparison = _Comparison(graph, model, loss_fn, structure, local_batch_norm)
     total = tensors[0].shape[0]
-    rows = min(ROWS[0], total)
+    rows = min(ROWS, total)
     first = comparison.check([tensor[:rows] for tensor in tensors], steps=2)
-    if rows < total <= MOST_ROWS and (first is None or comparison.difference):
+    affordable = total <= MOST_ROWS and _operations(graph, total) <= MOST_OPERATIONS
+    if rows < total and affordable and (first is None or comparison.difference):
         # the few rows do not do, or say too little of the graph that is planned
         rows, first = total, comparison.check(tensors, steps=2) or first
     if first is None:
@@ -92,17 +93,16 @@ def _not_compared(graph: Graph, model: nn.Module, tensors: Sequence[Tensor]) -> 
         return f"it takes {needed / 1e9:,.0f} GB in float64"
     if any(parameter.is_meta for parameter in model.parameters()) and needed > 2 * DRAWN_BYTES:
         return "the model is on meta and too large to draw values for"
-    # forward and twice as much backward, in eager and the graph: two steps of two rows and one of three
-    operations = 3 * 2 * (2 * ROWS[0] + ROWS[1]) * _operations(graph) / graph.inputs[0].shape[0]
-    if operations > MOST_OPERATIONS:
+    if (operations := _operations(graph, ROWS)) > MOST_OPERATIONS:
         return f"it takes {operations:.0e} operations in float64"
     return ""
 
 
-def _operations(graph: Graph) -> int:
-    """Additions and multiplications in the products of one forward pass of the planned batch."""
+def _operations(graph: Graph, rows: int) -> float:
+    """Additions and multiplications in products, of two steps of so many rows and one of a row more: eager and the graph, and backward
+    takes twice what forward does."""
     of = {key: sum(map(_products, cls.graph.graph.nodes)) for key, cls in graph.classes.items()}
-    return sum(of[layer.cls] for layer in graph.layers)
+    return 3 * 2 * (3 * rows + 1) * sum(of[layer.cls] for layer in graph.layers) / graph.inputs[0].shape[0]
 
 
 def _products(node: fx.Node) -> int:
