@@ -107,7 +107,7 @@ steps. The loss, the gradient of every parameter, which parameters have none, an
 planned, node by node: numbers may differ where they follow the number of rows, and nowhere else. Dropout has probability 0 in
 both, and other random numbers are a fixed pattern; that the graph has no dropout which the model does not ask for is compared
 by itself. Where the graph of a few rows is another one, or the model takes its own number of rows alone, the whole batch is
-compared, if it has at most 64 rows.
+compared, if it has at most 64 rows; of a larger batch the note names the first node that differs.
 
 **What a difference says.** It is a `CaptureError`: which gradient (or the loss, or a buffer) is off and by how much, the first
 value in the graph that the model does not compute, and the line of the model that it comes from. `autopar.opaque(module)` keeps
