@@ -143,7 +143,8 @@ def prepared(model: nn.Module, loss_fn: Any = None, dtype: torch.dtype | None = 
     for module in copied:
         module.cpu()
         if dtype is not None:
-            module.to(dtype)
+            for tensor in (*module.parameters(), *module.buffers()):
+                tensor.data = _cast(tensor.data, dtype)
             _cast_attributes(module, dtype)
         for parameter in module.parameters():
             parameter.grad = None
@@ -211,5 +212,12 @@ def _cast_attributes(module: nn.Module, dtype: torch.dtype) -> None:
     """Tensors that are plain attributes, which ``Module.to`` leaves as they are."""
     for path, name, tensor in list(stored_tensors(module)):
         owner = module.get_submodule(path)
-        if name in vars(owner) and tensor.is_floating_point() and not isinstance(tensor, nn.Parameter):
-            setattr(owner, name, tensor.to(dtype))
+        if name in vars(owner) and not isinstance(tensor, nn.Parameter):
+            setattr(owner, name, _cast(tensor, dtype))
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """In ``dtype``, complex numbers in its complex counterpart: ``Module.to`` would drop what is imaginary of them."""
+    if tensor.is_complex():
+        return tensor.to(dtype.to_complex())
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
