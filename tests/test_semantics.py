@@ -320,7 +320,7 @@ class Aligned(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         steps, lengths = torch.full((6,), 10), torch.full((6,), 3)
         scores = self.linear(x).log_softmax(-1).transpose(0, 1)
-        return scores, self.loss(scores, torch.tensor([[1, 2, 3]] * 6), steps, lengths)
+        return scores, self.loss(scores, torch.tensor([1, 2, 3] * 6), steps, lengths)
 
 
 class Counting(Turned):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.backward import caller, own_gradients_refused, refuse_stray
+from autopar.capture.ctc import CtcLoss
 from autopar.errors import CaptureError
 from autopar.torch_private import inference_as_no_grad, is_fake
 
@@ -31,6 +32,7 @@ def guarded(model: nn.Module, twin: nn.Module) -> Iterator[None]:
         stack.enter_context(own_gradients_refused())
         stack.enter_context(inference_as_no_grad())
         stack.enter_context(_no_draws())
+        stack.enter_context(CtcLoss())
         stack.enter_context(_Meant(model, twin))
         yield
 

@@ -19,6 +19,7 @@ _RESERVED = frozenset(
         "spmd",
         "guards",
         "kernels",
+        "kernels_ctc",
         "kernels_experts",
         "kernels_norm",
         "kernels_random",

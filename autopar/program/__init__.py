@@ -15,6 +15,7 @@ FILES = (
     "flattened.py",
     "guards.py",
     "kernels.py",
+    "kernels_ctc.py",
     "kernels_experts.py",
     "kernels_norm.py",
     "kernels_random.py",

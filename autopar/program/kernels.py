@@ -371,6 +371,11 @@ def masked_embedding(ids: Tensor, weight: Tensor, axis: Axes, padding_idx: int |
     return _declare(out, places) if spmd.is_type_checking() else out
 
 
+def strided(x: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """``as_strided`` of ``x``'s elements in their order, whatever memory they lie in."""
+    return x.contiguous().as_strided(size, stride)
+
+
 def cross_entropy_sum(
     logits: Tensor,
     labels: Tensor,

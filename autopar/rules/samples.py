@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.program import kernels, kernels_norm, kernels_random, kernels_rnn
+from autopar.program import kernels, kernels_ctc, kernels_norm, kernels_random, kernels_rnn
 from autopar.program.kernels_experts import grouped_linear, of_rows
 from autopar.rules.check import Sample, held, sample
 from autopar.rules.sample_experts import gated_experts, plain_experts
@@ -292,6 +292,7 @@ def reductions() -> list[Sample]:
         sample(kernels.cross_entropy_sum, r(6, 12, 5), n(5, 6, 12)),
         sample(kernels.cross_entropy_sum, r(6, 5), n(5, 6), 0, 0.1),
         held(sample(kernels.cross_entropy_sum, r(6, 12, 5), n(5, 6, 12), 0, 0.1, u(5)), 2),
+        sample(kernels_ctc.ctc_loss, r(6, 12, 5).log_softmax(-1), n(4, 6, 3) + 1, n(4, 6) + 8, n(4, 6), 0, True),
     ]
 
 

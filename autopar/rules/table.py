@@ -114,6 +114,7 @@ TABLE: dict[str, Entry] = {
     "aten.nll_loss_nd": v.cross_entropy,
     **dict.fromkeys(_LOSSES, v.pointwise_loss),
     "kernels.cross_entropy_sum": v.sum_of_losses,
+    "kernels_ctc.ctc_loss": "b 1 1, b 1, b, b -> b",
     # convolution and pooling
     **dict.fromkeys(aten_names("conv1d conv2d conv3d"), v.convolution),
     **dict.fromkeys(aten_names("conv_transpose1d conv_transpose2d conv_transpose3d"), v.transposed_convolution),

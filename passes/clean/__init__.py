@@ -11,6 +11,7 @@ from passes.clean.batch_norm import batch_norm_pass
 from passes.clean.bias import split_bias_pass
 from passes.clean.borders import borders_pass
 from passes.clean.broadcast import broadcast_pass
+from passes.clean.ctc import ctc_pass
 from passes.clean.dead import dead_code_pass
 from passes.clean.experts import experts_pass
 from passes.clean.functional import functionalise_pass, updates_pass
@@ -25,12 +26,15 @@ from passes.clean.recurrent import recurrent_pass
 from passes.clean.regions import inline_regions_pass
 from passes.clean.rows import rows_pass
 from passes.clean.shapes import reshapes_pass, splits_pass
+from passes.clean.strided import strided_pass
 
 STEPS = (
     ("inline regions", inline_regions_pass),
     ("batch norm", batch_norm_pass),
     ("recurrent", recurrent_pass),
+    ("ctc", ctc_pass),
     ("functional", functionalise_pass),
+    ("strided", strided_pass),
     ("randomness", randomness_pass),
     ("gradients", gradients_pass),
     ("devices", devices_pass),
@@ -76,6 +80,7 @@ __all__ = [
     "borders_pass",
     "broadcast_pass",
     "cross_entropy_pass",
+    "ctc_pass",
     "dead_code_pass",
     "devices_pass",
     "dropout_pass",
@@ -97,6 +102,7 @@ __all__ = [
     "rows_pass",
     "split_bias_pass",
     "splits_pass",
+    "strided_pass",
     "updates_pass",
     "views_pass",
 ]

@@ -1,0 +1,119 @@
+"""``F.ctc_loss`` while a model is traced: a loss for every example, of labels that are padded to one length.
+
+torch's op takes its lengths from values. What models hand over as labels is often what is left of a padded table, row after row
+(``labels.masked_select(mask)``), whose size is a value, too: where the lengths are ``mask.sum(-1)`` of the same mask, the table with each
+row's labels moved to its beginning says the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  torch's own convention
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from autopar.capture.backward import OPAQUE_HINT, KeptWholeError, caller
+from passes.clean.ctc import traced
+
+
+class Selected:
+    """What ``masked_select`` leaves of a table: its size is a value, and nothing but the CTC loss can read it."""
+
+    def __init__(self, table: Tensor, mask: Tensor, line: str) -> None:
+        self.table, self.mask, self.line = table, mask, line
+        self.versions = table._version, mask._version
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        selected = next(value for value in _flat((args, kwargs or {})) if isinstance(value, cls))
+        raise selected.refused()
+
+    def refused(self) -> KeptWholeError:
+        return KeptWholeError(f"torch.export refused {self.line}: a shape depends on the data", OPAQUE_HINT)
+
+    def __getattr__(self, name: str) -> Any:
+        raise self.refused()
+
+    def _refuse(self, *_: Any) -> Any:
+        raise self.refused()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = __neg__ = (
+        _refuse
+    )
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __and__ = __or__ = __invert__ = __matmul__ = _refuse
+    __getitem__ = __setitem__ = __len__ = __iter__ = __bool__ = __int__ = __float__ = __index__ = _refuse
+    __hash__ = object.__hash__
+
+
+class CtcLoss(TorchFunctionMode):
+    """Traces the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[tuple[Tensor, Tensor, int]] = []
+        """``mask.sum(-1)``, the mask, and its version."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (Tensor.masked_select, torch.masked_select) and len(args) == 2 and _is_table(*args):
+            return Selected(args[0], args[1], caller())
+        if func is F.ctc_loss:
+            given = inspect.signature(F.ctc_loss).bind(*args, **kwargs)
+            given.apply_defaults()
+            if given.arguments["log_probs"].dim() == 3:
+                return self._loss(**given.arguments)
+        result = func(*args, **kwargs)
+        if func in (Tensor.sum, torch.sum) and args and _counts_rows(args[0], *args[1:2], **kwargs):
+            self.counts.append((result, args[0], args[0]._version))
+        return result
+
+    def _loss(
+        self,
+        log_probs: Tensor,
+        targets: Any,
+        input_lengths: Any,
+        target_lengths: Any,
+        blank: int,
+        reduction: str,
+        zero_infinity: bool,
+    ) -> Tensor:
+        if isinstance(targets, Selected):
+            targets = self._padded(targets, target_lengths)
+        elif targets.dim() != 2:
+            raise KeptWholeError(
+                f"{caller()} takes the labels of all examples in one row, of which no rank can find its own",
+                "give the labels as a table [batch, length], padded: the loss takes those within each example's length",
+            )
+        device = log_probs.device
+        frames, lengths = (torch.as_tensor(given, device=device) for given in (input_lengths, target_lengths))
+        losses = traced(log_probs.transpose(0, 1), targets, frames, lengths, blank, zero_infinity)
+        if reduction == "mean":
+            losses = (losses / lengths.to(losses.dtype).clamp(min=1)).mean()
+        return losses.sum() if reduction == "sum" else losses
+
+    def _padded(self, selected: Selected, lengths: Any) -> Tensor:
+        """The table with what is selected at the beginning of each row."""
+        table, mask = selected.table, selected.mask
+        same = [version for count, counted, version in self.counts if count is lengths and counted is mask]
+        if same != [mask._version] or selected.versions != (table._version, mask._version) or lengths._version:
+            raise selected.refused()
+        width = table.shape[1]
+        place = torch.where(mask, mask.to(torch.int64).cumsum(1) - 1, width)
+        return table.new_zeros(table.shape[0], width + 1).scatter(1, place, table)[:, :width]
+
+
+def _is_table(table: Any, mask: Any) -> bool:
+    return isinstance(mask, Tensor) and table.dim() == 2 and table.shape == mask.shape
+
+
+def _counts_rows(mask: Tensor, dim: Any = None, **options: Any) -> bool:
+    return mask.dtype == torch.bool and mask.dim() == 2 and dim in (1, -1) and not options
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [item for part in value for item in _flat(part)] if isinstance(value, list | tuple) else [value]

@@ -1,0 +1,34 @@
+"""Connectionist temporal classification: a loss for every example, which may be sharded.
+
+This file is copied into every emitted program.
+"""
+
+from __future__ import annotations
+
+import spmd_types as spmd
+import torch.nn.functional as F  # noqa: N812  torch's own convention
+from spmd_types import P
+from torch import Tensor
+
+from autopar.program.kernels import _declare, _places, _require
+
+
+def ctc_loss(
+    scores: Tensor, labels: Tensor, frames: Tensor, lengths: Tensor, blank: int = 0, zero_infinity: bool = False
+) -> Tensor:
+    """The losses ``[batch]`` of ``scores [batch, time, classes]`` (logarithms of probabilities) for ``labels [batch, most]``.
+
+    ``frames [batch]`` and ``lengths [batch]`` say how much of the scores and the labels counts.
+    """
+    if spmd.is_type_checking():
+        rows = _places(scores)[0]
+        _require(_places(scores)[1:] == [(), ()], "ctc_loss: time or classes are sharded")
+        _require(_places(labels) == [rows, ()], "ctc_loss: the labels' batch is sharded differently")
+        _require(_places(frames) == _places(lengths) == [rows], "ctc_loss: the lengths' batch is sharded differently")
+        _require(P not in spmd.get_local_type(scores).values(), "ctc_loss: no loss of the terms of a sum")
+    with spmd.local():
+        if scores.is_meta:  # where torch knows no shape
+            out = scores.new_empty(scores.shape[:1])
+        else:
+            out = F.ctc_loss(scores.transpose(0, 1), labels, frames, lengths, blank, "none", zero_infinity)
+    return _declare(out, _places(scores)[:1]) if spmd.is_type_checking() else out

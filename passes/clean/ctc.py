@@ -1,0 +1,43 @@
+"""The CTC loss of every example as one op (``kernels_ctc.ctc_loss``) in place of the one that stands for it while the model is traced."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autopar.program import kernels_ctc
+from passes.clean.nodes import add, arguments, calls, packet, replace
+
+
+@torch.library.custom_op("autopar::ctc_loss", mutates_args=())
+def traced(
+    scores: torch.Tensor,
+    labels: torch.Tensor,
+    frames: torch.Tensor,
+    lengths: torch.Tensor,
+    blank: int,
+    zero_infinity: bool,
+) -> torch.Tensor:
+    """``kernels_ctc.ctc_loss`` as an op: torch's own says nothing about its result's shape without values."""
+    return kernels_ctc.ctc_loss(scores, labels, frames, lengths, blank, zero_infinity)
+
+
+@traced.register_fake
+def _(
+    scores: torch.Tensor,
+    labels: torch.Tensor,
+    frames: torch.Tensor,
+    lengths: torch.Tensor,
+    blank: int,
+    zero_infinity: bool,
+) -> torch.Tensor:
+    return scores.new_empty(scores.shape[:1])
+
+
+def ctc_pass(gm: fx.GraphModule) -> fx.GraphModule:
+    """``autopar.ctc_loss(...)`` becomes ``kernels_ctc.ctc_loss(...)``, which a program calls."""
+    for node in calls(gm):
+        if packet(node) == "autopar.ctc_loss":
+            replace(node, add(node, kernels_ctc.ctc_loss, arguments(node)))
+            gm.graph.erase_node(node)
+    return gm

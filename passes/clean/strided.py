@@ -1,0 +1,47 @@
+"""``as_strided`` of a value's elements, whatever memory they lie in: what a program makes of a value has strides of its own."""
+
+from __future__ import annotations
+
+import math
+
+from torch import fx
+
+from autopar.errors import CaptureError
+from autopar.program import kernels
+from passes.clean.nodes import add, argument, aten, calls, packet, replace, source_line, val
+
+
+def strided_pass(gm: fx.GraphModule) -> fx.GraphModule:
+    """``as_strided(x, size, stride)`` becomes ``kernels.strided(x.permute(...), size, stride)``: the operand in the order of its memory.
+
+    Raises:
+        CaptureError: there is no such order, or elements are read that are not the operand's.
+    """
+    for node in calls(gm):
+        if packet(node) != "aten.as_strided":
+            continue
+        x, size, stride = (argument(node, index, name) for index, name in enumerate(("self", "size", "stride")))
+        value = val(x)
+        steps = value.stride()
+        order = sorted(range(value.dim()), key=lambda dim: (value.shape[dim] > 1, -steps[dim]))  # noqa: B023  at once
+        dense = math.prod(value.shape)
+        for dim in order:
+            dense //= value.shape[dim]
+            if value.shape[dim] > 1 and steps[dim] != dense:
+                raise _refused(node, "of a tensor whose elements do not lie side by side")
+        if argument(node, 3, "storage_offset") is not None:
+            raise _refused(node, "with a storage_offset")
+        if sum((extent - 1) * step for extent, step in zip(size, stride, strict=True)) >= value.numel():
+            raise _refused(node, "beyond the tensor's own elements")
+        if order != list(range(value.dim())):
+            x = add(node, aten.permute.default, (x, order))
+        replace(node, add(node, kernels.strided, (x, size, stride)))
+        gm.graph.erase_node(node)
+    return gm
+
+
+def _refused(node: fx.Node, what: str) -> CaptureError:
+    return CaptureError(
+        f"as_strided {what} reads memory that a program does not have\n{source_line(node)}",
+        "call it on x.contiguous(), without a storage_offset; or take the windows by x.unfold(...)",
+    )
