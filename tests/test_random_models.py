@@ -17,17 +17,17 @@ from workers import WorkerPool
 
 from autopar.capture import pipeline
 
-SEEDS = range(40)
+SEEDS = range(16)
 
 
-@pytest.mark.parametrize("first", range(0, len(SEEDS), 10))
+@pytest.mark.parametrize("first", range(0, len(SEEDS), 8))
 def test_random_models_are_exact_or_refused(first: int, workers2: WorkerPool) -> None:
-    found = {seed: outcome(draw(seed, runs), seed, workers2, typed=seed % 4 == 0) for seed in SEEDS[first : first + 10]}
+    found = {seed: outcome(draw(seed, runs), seed, workers2, typed=seed % 4 == 0) for seed in SEEDS[first : first + 8]}
     bad = [
         f"seed {seed}: {o.kind} ({o.stage}): {o.message}" for seed, o in found.items() if o.kind in ("wrong", "crash")
     ]
     assert not bad, "\n".join(["python tests/random_models.py --shrink SEED makes them smaller", *bad])
-    assert sum(o.kind == "exact" for o in found.values()) >= 8
+    assert sum(o.kind == "exact" for o in found.values()) >= 6
 
 
 def test_a_seed_is_one_model_and_every_feature_is_drawn_often() -> None:
@@ -93,7 +93,11 @@ def test_a_fault_in_capture_is_found_and_the_model_made_small(monkeypatch: pytes
     assert outcome(text, 0, None).kind == "exact"
     fault(monkeypatch)
     found = outcome(text, 0, None)
-    assert (found.kind, found.stage) == ("wrong", "capture") and "step 1 is off by" in found.message
+    # the comparison that stands before every plan refuses it
+    assert (found.kind, found.stage) == (
+        "refused",
+        "check",
+    ) and "does not compute what the model computes" in found.message
 
     def fails(candidate: Text) -> bool:
         try:

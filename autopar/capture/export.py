@@ -57,10 +57,12 @@ class _Captured(nn.Module):
         module: nn.Module,
         loss_fn: Callable[..., Any] | None,
         structure: BatchStructure,
+        registered: Collection[str],
         answers: Answers | None = None,
     ) -> None:
         super().__init__()
         self.module = module
+        self.registered = registered
         self.loss_fn = loss_fn
         self.structure = structure
         self.answers = answers
@@ -69,12 +71,17 @@ class _Captured(nn.Module):
         if self.answers is not None:
             self.answers.asked.clear()
         try:
-            with assigned_buffers_written(self.module):
+            with assigned_buffers_written(self.module, self.registered):
                 loss = call_model(self.module, self.structure, self.loss_fn, tensors)
         except Exception as error:
             raise _RefusedError(error) from error
         _LEFT[:] = [state(self.module)]  # not an attribute, which torch.export puts back as it was
         return loss if self.answers is None else (loss, *self.answers.asked)
+
+
+def _registered(model: nn.Module) -> frozenset[str]:
+    """The names of the model's buffers; its twin has others, which are plain attributes of the model's."""
+    return frozenset(name for name, _ in model.named_buffers(remove_duplicate=False))
 
 
 _LEFT: list[State] = []
@@ -246,7 +253,7 @@ def _repeats(
         def run(copied: Twin = copied, device: str = "meta" if meta else "cpu") -> None:
             with copied.mode, _traceable(model, copied), as_if_exported():
                 tensors = [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in structure.leaves]
-                with assigned_buffers_written(copied.module):
+                with assigned_buffers_written(copied.module, _registered(model)):
                     call_model(copied.module, structure, copied.loss_fn, tensors)
 
         repeats = record(copied.module, run)
@@ -277,7 +284,7 @@ def _export(
 ) -> Any:
     with copied.mode:
         tensors = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in structure.leaves)
-    captured = _Captured(copied.module, copied.loss_fn, structure, answers)
+    captured = _Captured(copied.module, copied.loss_fn, structure, _registered(model), answers)
     names = ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
     noisy = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in noisy]

@@ -7,7 +7,7 @@ past torch (Python's random numbers) or behind autograd's back (``.data``) would
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -38,10 +38,11 @@ def guarded(model: nn.Module, twin: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def assigned_buffers_written(module: nn.Module) -> Iterator[None]:
-    """What a forward assigns to a buffer (``self.mean = new``) is written into it at the end, which a graph follows.
+def assigned_buffers_written(module: nn.Module, registered: Collection[str]) -> Iterator[None]:
+    """What a forward assigns to a ``registered`` buffer (``self.mean = new``) is written into it at the end, which a graph follows.
 
-    Export takes an assignment for a matter of Python, and puts the buffer back as it was.
+    Export takes an assignment for a matter of Python, and puts the buffer back as it was. Other tensors that are attributes of
+    ``module``, a twin, are Python state of the model's own (``state``).
     """
     owners = {id(vars(each)): (path, each) for path, each in module.named_modules()}
     before = [(p, m, name, b) for p, m in owners.values() for name, b in m._buffers.items() if b is not None]
@@ -51,6 +52,8 @@ def assigned_buffers_written(module: nn.Module) -> Iterator[None]:
         if new is buffer:
             continue
         full = f"{path}.{name}" if path else name
+        if full not in registered:
+            continue
         if new is None or new.shape != buffer.shape or new.dtype != buffer.dtype:
             became = "nothing" if new is None else f"{new.dtype} {list(new.shape)}"
             raise CaptureError(
