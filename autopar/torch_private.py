@@ -100,6 +100,13 @@ def is_fake(tensor: Any) -> bool:
     return isinstance(tensor, FakeTensor) or (isinstance(tensor, torch.Tensor) and tensor.device.type == "meta")
 
 
+def is_stray(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` requires a gradient and has values, which no tensor of a trace has; modes that watch torch's functions do not see
+    the question. (torch 2.11, 2.13)"""
+    with torch._C.DisableTorchFunction():
+        return tensor.requires_grad and not is_fake(tensor)
+
+
 def has_gradient_hooks(thing: torch.nn.Module | torch.Tensor) -> bool:
     """Whether a module's or a parameter's gradient passes through a hook. (torch 2.11, 2.13)"""
     names = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own convention
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from autopar.capture.backward import OPAQUE_HINT, KeptWholeError, caller
 from passes.clean.ctc import traced
@@ -48,17 +47,16 @@ class Selected:
     __hash__ = object.__hash__
 
 
-class CtcLoss(TorchFunctionMode):
-    """Traces the loss."""
+class CtcLoss:
+    """Traces the loss: every torch function of the forward is called through it."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.counts: list[tuple[Tensor, Tensor, int]] = []
         """``mask.sum(-1)``, the mask, and its version."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (Tensor.masked_select, torch.masked_select) and len(args) == 2 and _is_table(*args):
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``func`` returns."""
+        if (func is Tensor.masked_select or func is torch.masked_select) and len(args) == 2 and _is_table(*args):
             return Selected(args[0], args[1], caller())
         if func is F.ctc_loss:
             given = inspect.signature(F.ctc_loss).bind(*args, **kwargs)
@@ -66,7 +64,7 @@ class CtcLoss(TorchFunctionMode):
             if given.arguments["log_probs"].dim() == 3:
                 return self._loss(**given.arguments)
         result = func(*args, **kwargs)
-        if func in (Tensor.sum, torch.sum) and args and _counts_rows(args[0], *args[1:2], **kwargs):
+        if (func is Tensor.sum or func is torch.sum) and args and _counts_rows(args[0], *args[1:2], **kwargs):
             self.counts.append((result, args[0], args[0]._version))
         return result
 

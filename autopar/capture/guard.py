@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from autopar.capture.backward import caller, own_gradients_refused, refuse_stray
 from autopar.capture.ctc import CtcLoss
 from autopar.errors import CaptureError
-from autopar.torch_private import inference_as_no_grad, is_fake
+from autopar.torch_private import inference_as_no_grad, is_stray
 
 _RANDOM_HINT = "draw with torch (torch.rand, nn.Dropout): such draws are made anew in every step, the same on one device and on many"
 
@@ -32,7 +32,6 @@ def guarded(model: nn.Module, twin: nn.Module) -> Iterator[None]:
         stack.enter_context(own_gradients_refused())
         stack.enter_context(inference_as_no_grad())
         stack.enter_context(_no_draws())
-        stack.enter_context(CtcLoss())
         stack.enter_context(_Meant(model, twin))
         yield
 
@@ -70,9 +69,9 @@ class _Meant(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, twin: nn.Module) -> None:
         super().__init__()
-        self.twins: dict[
-            int, tuple[nn.Module, str]
-        ] = {}  # by the tensor's id: the module of the twin that has its twin, and the name
+        self.ctc = CtcLoss()
+        # by the tensor's id: the module of the twin that has its twin, and the name
+        self.twins: dict[int, tuple[nn.Module, str]] = {}
         for path, module in model.named_modules():
             own = twin.get_submodule(path)
             tensors = [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]
@@ -88,13 +87,13 @@ class _Meant(TorchFunctionMode):
         if func == _DATA.__get__:
             return args[0].detach()  # what is written through it is looked at when the graph is made functional
         self._check_toggle(func, args, kwargs)
-        return func(*args, **kwargs)
+        return self.ctc.call(func, args, kwargs)
 
     def _meant(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             module, name = self.twins.get(id(value), (None, ""))
             found = None if module is None else getattr(module, name)
-            if found is None and value.requires_grad and not is_fake(value):
+            if found is None and is_stray(value):
                 refuse_stray(f"{caller()} reads a tensor", value)
             return value if found is None else found
         if type(value) in (tuple, list):
