@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+from autopar.capture.backward import refuse_nodes
 from autopar.errors import CaptureError
 from autopar.graph import Parameter
 from autopar.program import kernels
@@ -126,7 +127,7 @@ class TestRegions:
     def test_autocast_that_is_on_is_refused(self) -> None:
         b, gm = self.region(torch.ops.higher_order.wrap_with_autocast, ("cpu", torch.bfloat16, True, True))
         with pytest.raises(CaptureError, match="autocast"):
-            clean.inline_regions_pass(gm)
+            refuse_nodes(gm)
 
 
 class TestFunctionalise:

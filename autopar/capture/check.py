@@ -179,7 +179,7 @@ class _Comparison:
             return None
         given = self.as_given()  # outside of the modes: values that are drawn are no part of the step
         with self.modes():
-            found = list(_steps(small, given, tensors, len(eager)))
+            found = list(graph_steps(small, given, tensors, len(eager)))
         for number, (mine, theirs) in enumerate(zip(found, eager, strict=True)):
             off, where = _compared(mine, theirs, set(small.buffers))
             if not off.value <= (EXACT if self.dtype is not None else _noise(self.graph.dtype)):
@@ -240,8 +240,8 @@ class _Comparison:
         return steps
 
 
-def _steps(graph: Graph, given: AsGiven, tensors: list[Tensor], count: int) -> Iterator[Step]:
-    """The graph's steps, each from the buffers that the one before left."""
+def graph_steps(graph: Graph, given: AsGiven, tensors: Sequence[Tensor], count: int) -> Iterator[Step]:
+    """``count`` steps of the graph with the parameters and buffers of ``given``, each from the buffers that the step before left."""
     batch = dict(zip((value.name for value in graph.inputs), tensors, strict=True))
     initial, buffers = given.buffers, dict[str, Tensor]()
     frozen = {p.original for p in graph.parameters.values() if not p.trainable}

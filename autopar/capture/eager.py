@@ -178,7 +178,8 @@ class AsGiven:
 
     def loss(self, tensors: Sequence[Tensor]) -> Tensor:
         """The loss of a batch, by its tensors in the order of the structure's leaves."""
-        return call_model(self.model, self.structure, self.loss_fn, tensors)
+        # clones: a model may write to its batch, and every step gets the batch as it was
+        return call_model(self.model, self.structure, self.loss_fn, [tensor.clone() for tensor in tensors])
 
     def step(self, tensors: Sequence[Tensor]) -> Step:
         """One forward and backward pass. The buffers move; the parameters do not."""

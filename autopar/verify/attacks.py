@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from autopar.capture import BatchStructure, WholeFloat64, flatten_batch, rebuild_batch, reference
 from autopar.capture.batch import describe_batch
-from autopar.capture.eager import WithoutDropout, prepared
+from autopar.capture.check import graph_steps
+from autopar.capture.eager import AsGiven, WithoutDropout, prepared
 from autopar.capture.export import call_model
 from autopar.errors import AutoparError
 from autopar.graph import Graph
@@ -178,22 +179,15 @@ def _two_steps(model: nn.Module, loss_fn: Callable[..., Any] | None, subject: Su
     assert isinstance(structure, BatchStructure)
     if graph.accumulated > 1:
         raise _SkippedError("the microbatches are batches of their own")
-    copied = prepared(model, loss_fn)
-    alone = copied.model
-    before = {n: t.detach().clone() for n, t in (*alone.named_parameters(), *alone.named_buffers())}
-    loss, gradients = 0.0, {}
-    written: dict[str, Tensor] = {}
-    for _ in range(2):
-        alone.zero_grad(set_to_none=True)
-        with WholeFloat64(), WithoutDropout():
-            value = call_model(alone, structure, copied.loss_fn, [tensor.clone() for tensor in subject.batch.values()])
-            value.backward()
-        mine, found = _graph_step(graph, subject.state, subject.batch, written)
-        loss = float(value.detach())
-        gradients = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
-    step = compare(mine, found, loss, gradients)
-    after = {n: t.detach() for n, t in (*alone.named_parameters(), *alone.named_buffers())}
-    kept = compare(0.0, before | written, 0.0, after)
+    tensors = list(subject.batch.values())
+    alone, copied = (AsGiven(model, loss_fn, structure, torch.float64) for _ in range(2))
+    before = {n: p.detach().clone() for n, p in alone.parameters.items()}
+    with WholeFloat64(), WithoutDropout():
+        *_, theirs = [alone.step(tensors) for _ in range(2)]
+        *_, mine = graph_steps(graph, copied, tensors, 2)
+    step = compare(mine.loss, mine.gradients, theirs.loss, theirs.gradients)
+    after = {n: p.detach() for n, p in alone.parameters.items()}
+    kept = compare(0.0, before | mine.buffers, 0.0, after | theirs.buffers)
     errors = (
         Error(step.value, f"{step.where}, second step"),
         Error(kept.value, f"the value of {kept.where} after two steps"),
