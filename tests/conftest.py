@@ -1,10 +1,11 @@
-"""Fixtures for every test: worker processes that start at once, pools of them, one of each size for the whole run; how many processes
-run the tests; the golden programs' option."""
+"""Fixtures for every test: worker processes that start at once, pools of them, one of each size for the whole run; the golden
+programs' option."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -19,9 +20,10 @@ os.environ["AUTOPAR_CALIBRATION"] = ""  # what somebody measured on this machine
 
 @pytest.fixture(scope="session", autouse=True)
 def forked_workers() -> Iterator[None]:
-    """Ranks are forks of a process that has imported what they import."""
+    """Ranks are forks of a process that has imported what they import, where what was imported survives that."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "subprocess", SimpleNamespace(Popen=forked.Popen, PIPE=subprocess.PIPE))
+        if sys.platform == "linux":
+            patch.setattr(processes, "subprocess", SimpleNamespace(Popen=forked.Popen, PIPE=subprocess.PIPE))
         yield
 
 
