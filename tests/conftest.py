@@ -1,14 +1,36 @@
-"""Fixtures for every test: pools of warm gloo processes, one of each size for the whole run; the golden programs' option."""
+"""Fixtures for every test: worker processes that start at once, pools of them, one of each size for the whole run; the golden
+programs' option."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
+import forked
 import pytest
 from workers import WorkerPool
 
+from autopar.run import processes
+
 os.environ["AUTOPAR_CALIBRATION"] = ""  # what somebody measured on this machine is no business of the tests
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_workers() -> Iterator[None]:
+    """Ranks are forks of a process that has imported what they import, where what was imported survives that."""
+    with pytest.MonkeyPatch.context() as patch:
+        if sys.platform == "linux":
+            patch.setattr(processes, "subprocess", SimpleNamespace(Popen=forked.Popen, PIPE=subprocess.PIPE))
+        yield
+
+
+@pytest.fixture
+def processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are Pythons of their own, as in use."""
+    monkeypatch.setattr(processes, "subprocess", subprocess)
 
 
 def _pool(count: int) -> Iterator[WorkerPool]:

@@ -378,17 +378,18 @@ def plans(
         ]
         tables.append([(s, p) for s, p in priced if p[0] is not None])
     tied = [i for i, layer in enumerate(graph.layers) if "shared" in layer.parameters]
-    for picked in itertools.product(*tables):
+    held = Holding(graph, tables)
+    for numbers in itertools.product(*(range(len(table)) for table in tables)):
+        picked = [table[number] for table, number in zip(tables, numbers, strict=True)]
         ways = [s for s, _ in picked]
         if len({(ways[i].roles, ways[i].zero) for i in tied}) > 1:
             continue
         for cuts in itertools.combinations(range(1, count), stages - 1):
             bounds = (0, *cuts, count)
-            runs = [[p[s] for _, p in picked[bounds[s] : bounds[s + 1]]] for s in range(stages)]
-            named = [(layer.cls, way) for layer, way in zip(graph.layers, ways, strict=True)]
-            names = [named[bounds[s] : bounds[s + 1]] for s in range(stages)]
-            if any(most_held(runs, names, d, where, orders[d]) > limits[d] for d in range(line)):
+            parts = [held.of(s, bounds[s], numbers[bounds[s] : bounds[s + 1]]) for s in range(stages)]
+            if any(most_held(parts, d, where, orders[d]) > limits[d] for d in range(line)):
                 continue
+            runs = [[p[s] for _, p in picked[bounds[s] : bounds[s + 1]]] for s in range(stages)]
             if any(most_aside(runs, d, line, orders[d]) > cluster.host_limit_bytes for d in range(line)):
                 continue
             forward, backward, weight, step = [], [], [], []
@@ -423,24 +424,59 @@ def saved_by(run: list[Price], names: list[tuple[str, Strategy]]) -> int:
     return total
 
 
-def most_held(
-    runs: list[list[Price]],
-    names: list[list[tuple[str, Strategy]]],
-    device: int,
-    where: list[int],
-    order: list[tuple[str, int, int]],
-) -> int:
-    """The bytes of a device at the moment of its schedule at which it holds most; ``runs`` are the layers of every stage, ``names`` their
-    classes and strategies."""
-    weights = sum(p.weights_bytes for run, d in zip(runs, where, strict=True) if d == device for p in run)
+@dataclass(frozen=True)
+class Held:
+    """Bytes that the layers of a stage hold: all along, of each microbatch, of each whose weights' gradients wait, and at work."""
+
+    weights: int
+    saved: int
+    waiting: int
+    transient: int
+
+
+class Holding:
+    """What stages hold, each counted once: the same layers with the same strategies are a stage of very many plans.
+
+    ``tables`` are the strategies of every layer, with their prices in every stage.
+    """
+
+    def __init__(self, graph: Graph, tables: list[list[tuple[Strategy, list[Price]]]]) -> None:
+        self.graph, self.tables = graph, tables
+        self.known: dict[tuple[int, int, tuple[int, ...]], Held] = {}
+
+    def of(self, stage: int, first: int, numbers: tuple[int, ...]) -> Held:
+        """Of the layers from ``first`` on, whose strategies are those of these numbers in their tables."""
+        key = stage, first, numbers
+        if key not in self.known:
+            layers = range(first, first + len(numbers))
+            picked = [self.tables[layer][number] for layer, number in zip(layers, numbers, strict=True)]
+            run = [prices[stage] for _, prices in picked]
+            names = [(self.graph.layers[layer].cls, way) for layer, (way, _) in zip(layers, picked, strict=True)]
+            self.known[key] = Held(
+                sum(p.weights_bytes for p in run),
+                saved_by(run, names),
+                sum(p.waiting_bytes for p in run),
+                max(p.transient_bytes for p in run),
+            )
+        return self.known[key]
+
+
+def most_held(parts: list[Held], device: int, where: list[int], order: list[tuple[str, int, int]]) -> int:
+    """The bytes of a device at the moment of its schedule at which it holds most; ``parts`` is what every stage holds."""
     saved = most = 0
     for kind, stage, _ in order:
-        own = saved_by(runs[stage], names[stage])
-        more = sum(p.waiting_bytes for p in runs[stage]) if stage else 0
-        saved += {"F": own, "I": more}.get(kind, 0)
-        most = max(most, saved + max(p.transient_bytes for p in runs[stage]))
-        saved -= {"B": own, "W": own + more}.get(kind, 0)
-    return weights + most
+        part = parts[stage]
+        more = part.waiting if stage else 0
+        if kind == "F":
+            saved += part.saved
+        elif kind == "I":
+            saved += more
+        most = max(most, saved + part.transient)
+        if kind == "B":
+            saved -= part.saved
+        elif kind == "W":
+            saved -= part.saved + more
+    return most + sum(part.weights for part, d in zip(parts, where, strict=True) if d == device)
 
 
 def most_aside(runs: list[list[Price]], device: int, line: int, order: list[tuple[str, int, int]]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -62,20 +63,51 @@ def test_results_come_by_rank_from_warm_processes(workers2: WorkerPool) -> None:
     assert [r["pid"] for r in first] == [r["pid"] for r in second]
 
 
-def test_a_failing_rank_is_the_cause_and_ends_all() -> None:
+def check_failure(target: str, cause: str, **options: float) -> None:
     pool = WorkerPool(2)
-    for target, cause, options in (
+    pids = [r["pid"] for r in pool.run("test_run_processes:add_ranks", torch.ones(1))]
+    start = time.monotonic()
+    with pytest.raises(LaunchError) as error:
+        pool.run(f"test_run_processes:{target}", 1, **options)
+    assert error.value.message.startswith(cause)
+    assert time.monotonic() - start < 5
+    assert all(_gone(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("target", "cause", "options"),
+    [
         ("raise_on", "rank 1: ValueError: the batch is empty", {}),
         ("die_on", "rank 1: was killed by signal 9", {}),
         ("hang_on", "no answer from rank 1 ", {"timeout_s": 0.5}),
-    ):
-        pids = [r["pid"] for r in pool.run("test_run_processes:add_ranks", torch.ones(1))]  # a new pool each time
-        start = time.monotonic()
-        with pytest.raises(LaunchError) as error:
-            pool.run(f"test_run_processes:{target}", 1, **options)
-        assert error.value.message.startswith(cause)
-        assert time.monotonic() - start < 5
-        assert all(_gone(pid) for pid in pids)
+    ],
+)
+def test_a_failing_rank_is_the_cause_and_ends_all(target: str, cause: str, options: dict[str, float]) -> None:
+    check_failure(target, cause, **options)
+
+
+def test_after_a_failure_there_are_new_processes() -> None:
+    with WorkerPool(2) as pool:
+        pids = [r["pid"] for r in pool.run("test_run_processes:add_ranks", torch.ones(1))]
+        with pytest.raises(LaunchError):
+            pool.run("test_run_processes:raise_on", 0)
+        found = pool.run("test_run_processes:add_ranks", torch.ones(1))
+        assert [r["rank"] for r in found] == [0, 1] and not set(pids) & {r["pid"] for r in found}
+
+
+def test_processes_of_their_own_start_answer_and_end(processes_of_their_own: None) -> None:
+    """As in use; the other tests' workers are forks of one process (``forked``)."""
+    check_failure("die_on", "rank 1: was killed by signal 9")
+
+
+def hashed() -> int:
+    return hash("a name")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each rank has a Python, and a seed, of its own")
+def test_strings_hash_differently_in_even_and_odd_ranks(workers2: WorkerPool) -> None:
+    """What depends on the order of a set shows between ranks."""
+    assert len(set(workers2.run("test_run_processes:hashed"))) == 2
 
 
 def test_a_taken_port_is_said_before_anything_starts() -> None:
