@@ -6,7 +6,7 @@ Kept in one module so that a new torch release is checked in one place.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -114,9 +114,11 @@ def has_gradient_hooks(thing: torch.nn.Module | torch.Tensor) -> bool:
 
 
 @contextmanager
-def patch_backward(refuse: Callable[[str], None]) -> Iterator[None]:
-    """Inside, ``refuse`` is called with a name instead of every way to compute gradients: ``Tensor.backward``, ``torch.autograd.grad``,
-    forward-mode derivatives and what transforms functions (``torch.vmap``, ``torch.func``). (torch 2.11, 2.13)"""
+def patch_backward(refuse: Callable[[str], None], engine: Callable[..., Any]) -> Iterator[None]:
+    """Inside, ``engine`` is called in place of torch's for ``Tensor.backward`` and ``torch.autograd.grad``, and ``refuse`` with a name
+    instead of forward-mode derivatives and what transforms functions (``torch.vmap``, ``torch.func``). (torch 2.11, 2.13)
+
+    ``engine(outputs, seeds, retain_graph, create_graph, inputs, allow_unused, accumulate_grad)`` returns the gradients of ``inputs``."""
     from contextlib import ExitStack
     from unittest import mock
 
@@ -124,16 +126,28 @@ def patch_backward(refuse: Callable[[str], None]) -> Iterator[None]:
     from torch.autograd import forward_ad
 
     ways = {
-        "a backward pass": (torch.autograd, "_engine_run_backward"),
         "forward-mode derivatives": (forward_ad, "make_dual"),
         "torch.vmap": (vmap, "vmap_increment_nesting"),
         "torch.func.grad or a Jacobian": (eager_transforms, "grad_increment_nesting"),
         "torch.func.jvp": (eager_transforms, "jvp_increment_nesting"),
     }
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", engine))
         for name, (owner, function) in ways.items():
             stack.enter_context(mock.patch.object(owner, function, lambda *_, _name=name, **__: refuse(_name)))
         yield
+
+
+def backward_decompositions(names: Collection[str]) -> dict[Any, Callable[..., Any]]:
+    """Torch's own decompositions of ``aten.<name>_backward`` into other ops. (torch 2.11, 2.13)"""
+    return torch._decomp.get_decompositions([getattr(torch.ops.aten, f"{name}_backward") for name in sorted(names)])
+
+
+def is_traced() -> bool:
+    """Whether what is called is written into a graph. (torch 2.11, 2.13)"""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return get_proxy_mode() is not None
 
 
 @contextmanager

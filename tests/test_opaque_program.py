@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from opaque_modules import Branching, Counting, Drawing, Forces, Holding, Model
+from opaque_modules import Branching, Counting, Drawing, Holding, Model, Quantized
 from torch import Tensor, nn
 
 from autopar.capture import capture, opaque
@@ -74,10 +74,10 @@ def test_equals_eager(name: str, tmp_path: Path) -> None:
     assert signs == {True, False}  # both branches were taken
 
 
-@pytest.mark.parametrize("module", [branching, lambda: Forces().double()])
+@pytest.mark.parametrize("module", [branching, Quantized], ids=["module", "function"])
 def test_a_module_that_capture_keeps_whole_equals_eager(module: Callable[[], nn.Module], tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = Model(module(), opaque=False).double()
+    model = Model(module().double(), opaque=False).double()
     graph = annotate(capture(model, batch(1), None))
     plan = hand_plan(graph, tensor=2)
     emit(graph, plan, tmp_path)

@@ -149,6 +149,7 @@ DRAWS = {
     "dropout of channels": (lambda x: F.dropout2d(torch.ones_like(x)[:, :, None, None], 0.2)[..., 0, 0], 1.0, 0.5),
     "randint": (lambda x: torch.randint(10, 20, x.shape).to(x.dtype), 14.5, math.sqrt(99 / 12)),
     "normal_": (lambda x: torch.empty_like(x).normal_(3.0, 0.5), 3.0, 0.5),
+    "exponential_": (lambda x: torch.empty_like(x).exponential_(2.0), 0.5, 0.5),
     "uniform_": (lambda x: torch.empty_like(x).uniform_(-2.0, 0.0), -1.0, 2 / math.sqrt(12)),
 }
 

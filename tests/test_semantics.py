@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from opaque_modules import Forces
 from test_capture_models import assert_equals_eager, pair
 from torch import Tensor, nn
 
@@ -68,10 +67,33 @@ def backward(model: Any, y: Tensor) -> Tensor:
     return y
 
 
-def penalty(model: Any, y: Tensor) -> Tensor:
-    x = y.detach().requires_grad_()
-    (gradient,) = torch.autograd.grad(torch.tanh(model.a(x)).sum(), x, create_graph=True)
-    return y + gradient
+class Parted(torch.autograd.Function):
+    """Has two results, which go into its backward together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx: Any, one: Tensor, other: Tensor) -> Tensor:
+        return one.sign() * other
+
+
+def parted(model: Any, y: Tensor) -> Tensor:
+    one, other = Parted.apply(y)
+    return one * other
+
+
+class Shaken(torch.autograd.Function):
+    """Draws numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def data_set(model: Any, y: Tensor) -> Tensor:
@@ -126,7 +148,8 @@ def seeded(model: Any, y: Tensor) -> Tensor:
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "backward": (lambda: Model(backward), "y.sum().backward(retain_graph=True)", "autopar.opaque"),
-    "gradient penalty": (lambda: Model(penalty), "torch.autograd.grad(torch.tanh", "autopar.opaque"),
+    "function of two results": (lambda: Model(parted), "Parted.apply(y)", "custom_op"),
+    "function that draws": (lambda: Model(lambda m, y: Shaken.apply(y)), "Shaken.apply(y)", "custom_op"),
     "vmap": (lambda: Model(lambda m, y: torch.vmap(m.a)(y)), "torch.vmap(m.a)(y)", "autopar.opaque"),
     "jvp": (lambda: Model(lambda m, y: torch.func.jvp(m.a, (y,), (y,))[1]), "torch.func.jvp", "autopar.opaque"),
     "jacobian": (lambda: Model(lambda m, y: torch.func.jacrev(m.a)(y[0])[0] + y), "jacrev", "autopar.opaque"),
@@ -349,14 +372,13 @@ class Selecting(nn.Module):
 
 
 WHOLE: dict[str, tuple[list[Callable[[], nn.Module]], str, int]] = {
-    "forces": ([Forces], "1 (Forces) kept whole", 1),
     "chosen rows": ([Chosen], "1 (Chosen) kept whole", 1),
     "control flow": ([Turned, nn.Tanh, Turned], "1 (Turned) and 1 more kept whole", 1),
     "control flow, other numbers": ([Turned, lambda: Turned(3.0), Turned], "1 (Turned) and 2 more kept whole", 2),
-    "reversal": ([Reversing], "1 (Reversing) kept whole", 1),
-    "straight through": ([Rounding, Reversing], "1 (Rounding) kept whole", 2),
+    "reversal": ([Reversing], "Reversed kept whole", 1),
+    "straight through": ([Rounding, Reversing], "Rounded kept whole", 2),
     "vmap": ([Each], "1 (Each) kept whole", 1),
-    "in blocks": ([Block] * 5, "1.reverse (Reversing) and 4 more kept whole", 1),
+    "in blocks": ([Block] * 5, "Reversed kept whole", 1),
     "autocast": ([Mixed], "1 (Mixed) kept whole", 1),
     "padded again": ([Shrinking], "1 (Shrinking) kept whole", 1),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,6 +14,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.capture.blocks import stack
+from autopar.capture.functions import apply_of_torch, kept_function
 from autopar.errors import CaptureError
 from autopar.torch_private import has_gradient_hooks, patch_backward
 from passes.clean.nodes import argument, packet
@@ -27,21 +28,21 @@ _OP_HINT = (
 OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), has_gradient_hooks.__code__.co_filename)
 """Where a frame is not of the user's code."""
 
-_apply_of_torch: Any = vars(torch.autograd.Function)["apply"].__func__
-
 
 class KeptWholeError(CaptureError):
-    """A refusal of what a module may do that is kept whole. ``paths`` are those of the modules around it, outermost first."""
+    """A refusal of what a module may do that is kept whole. ``paths`` are those of the modules around it, outermost first;
+    ``function`` is the ``autograd.Function`` that it is about."""
 
-    def __init__(self, message: str, hint: str, paths: tuple[str, ...] = ()) -> None:
+    def __init__(self, message: str, hint: str, paths: tuple[str, ...] = (), function: Any = None) -> None:
         super().__init__(message, hint)
-        self.paths = paths
+        self.paths, self.function = paths, function
 
 
 @contextmanager
-def own_gradients_refused() -> Iterator[None]:
+def own_gradients_refused(engine: Callable[..., Any]) -> Iterator[None]:
     """Inside, what makes gradients by another way than the forward pass raises ``CaptureError`` with the line that calls: an
-    ``autograd.Function`` of the user's, a tensor's ``register_hook``, hooks on saved tensors, and a backward inside of a forward."""
+    ``autograd.Function`` of the user's, a tensor's ``register_hook``, hooks on saved tensors. ``engine`` stands for torch's, which computes
+    gradients."""
     hooks = torch.autograd.graph.saved_tensors_hooks
     enter = hooks.__enter__
 
@@ -57,7 +58,7 @@ def own_gradients_refused() -> Iterator[None]:
         around.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(_apply)))
         around.enter_context(mock.patch.object(torch.Tensor, "register_hook", _register_hook))
         around.enter_context(mock.patch.object(hooks, "__enter__", saved))
-        around.enter_context(patch_backward(_backward))
+        around.enter_context(patch_backward(refuse_backward, engine))
         yield
 
 
@@ -145,10 +146,15 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
         run, _, *inputs = args
         return run(*inputs)
     if function.__module__.partition(".")[0] == "torch":
-        return _apply_of_torch(function, *args, **kwargs)
+        return apply_of_torch(function, *args, **kwargs)
+    kept = kept_function(function)
+    found = kept.applied(*args) if kept is not None and not kwargs else None
+    if found is not None:
+        return found
     raise KeptWholeError(
         f"{caller()} calls the autograd.Function {function.__name__}: torch.export keeps its forward and loses its backward",
         hint=_OP_HINT,
+        function=None if kept is not None else function,
     )
 
 
@@ -159,7 +165,7 @@ def _register_hook(tensor: torch.Tensor, hook: Any) -> Any:
     )
 
 
-def _backward(what: str) -> None:
+def refuse_backward(what: str) -> NoReturn:
     """Called during export in place of what computes gradients."""
     raise KeptWholeError(
         f"{caller()} computes derivatives or transforms a function inside of forward ({what}), which a graph does not follow",

@@ -84,6 +84,8 @@ class WithoutDraws(WithoutDropout):
             elif name in ("bernoulli_", "bernoulli"):
                 chance = args[1] if len(args) > 1 else (kwargs or {}).get("p", 0.5)
                 values = (values < chance).to(drawn.dtype)
+            elif name == "exponential_":
+                values = values.abs() + 0.1  # never zero: a logarithm may follow
             elif name.startswith("randint"):
                 values = torch.zeros_like(drawn)  # every range's lower end is unknown here; zero is in those of indices
                 numbers = [value for value in args if isinstance(value, int)]
@@ -103,6 +105,7 @@ _DRAWS = frozenset(
         "bernoulli_",
         "uniform_",
         "normal_",
+        "exponential_",
     )
 )
 

@@ -25,6 +25,8 @@ from autopar.capture.backward import (
 from autopar.capture.batch import BatchStructure, flatten_batch, rebuild_batch
 from autopar.capture.blocks import stack
 from autopar.capture.clone import LOSS, Twin, twin
+from autopar.capture.derivative import refuse_derivatives
+from autopar.capture.functions import Functions, functions_kept, observed
 from autopar.capture.guard import assigned_buffers_written, guarded
 from autopar.capture.questions import Answering, Answers, keep_guards, listen
 from autopar.capture.repeat import Lifted, Repeats, expand, members, record, traced_once
@@ -173,15 +175,23 @@ def export(
             run(copied)
 
     kept: dict[str, str] = {}
+    functions: Functions = {}
     notes: list[str] = []
     answers: Answers | None = None
     while True:
         try:
-            gm, values = _exported(model, structure, loss_fn, dtype, kept, answers)
+            with functions_kept(functions):
+                gm, values = _exported(model, structure, loss_fn, dtype, kept, answers)
             break
         except KeptWholeError as error:
             if batch is None or any(is_fake(tensor) for tensor in flatten_batch(structure, batch).values()):
                 raise
+            if (function := error.function) is not None and (found := observed(function, model, run)) is not None:
+                functions[function] = found
+                notes.append(
+                    f"{function.__name__} kept whole, every rank executes it alike: {error.message.splitlines()[0]}"
+                )
+                continue
             known = answers
             try:  # what is kept whole is right for every batch, what is guarded for those with the same answers
                 kept, sentence = find_whole(error, model, kept, run)
@@ -227,6 +237,7 @@ def _exported(
         note(gm, sentence)
     _check_dtypes(gm)
     refuse_nodes(gm)
+    refuse_derivatives(gm)
     keep_guards(gm, answers)
     return gm, values
 

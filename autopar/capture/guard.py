@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.capture.backward import caller, own_gradients_refused, refuse_stray
 from autopar.capture.ctc import CtcLoss
+from autopar.capture.derivative import differentiated
 from autopar.errors import CaptureError
 from autopar.torch_private import inference_as_no_grad, is_stray
 
@@ -29,7 +30,7 @@ _RANDOM_HINT = "draw with torch (torch.rand, nn.Dropout): such draws are made an
 def guarded(model: nn.Module, twin: nn.Module) -> Iterator[None]:
     """While ``twin`` of ``model`` is traced."""
     with ExitStack() as stack:
-        stack.enter_context(own_gradients_refused())
+        stack.enter_context(own_gradients_refused(differentiated))
         stack.enter_context(inference_as_no_grad())
         stack.enter_context(_no_draws())
         stack.enter_context(_Meant(model, twin))

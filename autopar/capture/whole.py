@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.backward import KeptWholeError
+from autopar.capture.functions import OTHERS
 from autopar.capture.opaque import Opaque, call, register
 from autopar.capture.state import describe, equal, state
 
@@ -144,26 +145,13 @@ def _observe(module: nn.Module, forward: Callable[..., Any], calls: _Calls, *arg
     if calls.sound:
         shape = tuple(result.shape), result.dtype
         calls.sound = calls.given.setdefault(_shapes(args), shape) == shape
-    for other in _OTHERS if calls.sound else ():
+    for other in OTHERS if calls.sound else ():
         try:
             again = forward(*(other(arg.detach()) for arg in args))
         except Exception:  # other values need not go together; a program compares the shape while it runs
             continue
         calls.sound &= again.shape == result.shape and torch.equal(before[2], torch.get_rng_state())
     return result
-
-
-def _of_floats(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: change(tensor) if tensor.is_floating_point() else tensor
-
-
-_OTHERS: tuple[Callable[[Tensor], Tensor], ...] = (
-    lambda tensor: tensor.flip(0) if tensor.dim() else tensor,
-    _of_floats(torch.neg),
-    _of_floats(torch.zeros_like),
-    _of_floats(torch.ones_like),
-)
-"""Other values for a module's inputs: many shapes and branches that depend on values show at one of them."""
 
 
 def paths_of(traceback: TracebackType | None, module: nn.Module) -> tuple[str, ...]:

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from autopar.errors import AutoparError, ProgramError
 from autopar.graph import Graph
 from autopar.program import FILES
+from autopar.program.opaque import Applied
 
 # What the program's folder itself defines, next to which a user's module of the same name could not be imported.
 TAKEN = frozenset({"model", *(name.removesuffix(".py") for name in FILES)})
 
+_APPLIED = f":{Applied.__qualname__}"
 _OWN = frozenset(vars(nn.Module()))  # attributes of every module; all but ``training`` are described otherwise
 
 
@@ -33,7 +35,10 @@ def describe_opaque(graph: Graph) -> dict[str, list[dict[str, Any]]]:
 
 def imported_modules(descriptions: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Names of the Python modules that define the described classes, torch's own left out."""
-    names = {record["class"].partition(":")[0] for records in descriptions.values() for record in records}
+    everything = [record for records in descriptions.values() for record in records]
+    classes = [record["class"] for record in everything if record["class"] != _APPLIED]
+    classes += [record["attributes"]["function"]["class"] for record in everything if record["class"] == _APPLIED]
+    names = {name.partition(":")[0] for name in classes}
     return sorted(name for name in names if name.partition(".")[0] != "torch")
 
 
@@ -66,7 +71,11 @@ def _describe(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def _class(module: nn.Module, where: str) -> str:
-    cls = type(module)
+    """The name by which the program imports the module's class; a function's is that of the program's own class that applies it."""
+    return _APPLIED if isinstance(module, Applied) else _named(type(module), where)
+
+
+def _named(cls: type, where: str) -> str:
     name, path = cls.__module__, cls.__qualname__
     if name == "__main__" or "<locals>" in path:
         place = "the script itself" if name == "__main__" else "a function"
@@ -111,6 +120,8 @@ def _data(value: Any, where: str, name: str) -> Any:
         return value
     if kind is torch.dtype:
         return {"dtype": _dtype(value)}
+    if isinstance(value, type) and issubclass(value, torch.autograd.Function):
+        return {"class": _named(value, where)}
     if kind is list:
         return [_data(item, where, name) for item in value]
     if kind is dict:

@@ -20,6 +20,21 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 
+class Applied(nn.Module):
+    """An ``autograd.Function`` as a module: applied to tensors, which take the places in ``template`` that are ``None``; the others hold
+    a value in a list."""
+
+    def __init__(self, function: Any, template: list[list[Any] | None]) -> None:
+        super().__init__()
+        self.function, self.template = function, template
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        tensors = iter(inputs)
+        result = self.function.apply(*(next(tensors) if place is None else place[0] for place in self.template))
+        assert isinstance(result, Tensor), f"{self.function} must give one tensor, not {type(result).__name__}"
+        return result
+
+
 def call(
     op: str, inputs: Sequence[Tensor], tensors: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
@@ -72,7 +87,7 @@ def _module(op: str, file: Path) -> tuple[nn.Module, dict[str, int]]:
     records = json.loads(file.read_text())[op]
     modules: list[nn.Module] = []
     for record in records:
-        kind = _class(record["class"])
+        kind = _named(record["class"])
         module = kind.__new__(kind)
         nn.Module.__init__(module)
         module.__dict__.update({name: _value(text) for name, text in record["attributes"].items()})
@@ -94,9 +109,11 @@ def _module(op: str, file: Path) -> tuple[nn.Module, dict[str, int]]:
     return modules[0], names
 
 
-def _class(text: str) -> type[nn.Module]:
+def _named(text: str) -> Any:
     """The class that ``"package.module:Outer.Inner"`` names."""
     name, _, path = text.partition(":")
+    if not name:  # one of this file's
+        return globals()[path]
     try:
         found: Any = importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -106,7 +123,7 @@ def _class(text: str) -> type[nn.Module]:
         ) from error
     for part in path.split("."):
         found = getattr(found, part)
-    assert isinstance(found, type) and issubclass(found, nn.Module), text
+    assert isinstance(found, type), text
     return found
 
 
@@ -123,6 +140,8 @@ def _value(text: Any) -> Any:
     ((kind, inner),) = text.items()
     if kind == "dtype":
         return getattr(torch, inner)
+    if kind == "class":
+        return _named(inner)
     if kind == "dict":
         return {_value(key): _value(value) for key, value in inner}
     items = [_value(item) for item in inner]

@@ -13,6 +13,7 @@ from passes.clean.borders import borders_pass
 from passes.clean.broadcast import broadcast_pass
 from passes.clean.ctc import ctc_pass
 from passes.clean.dead import dead_code_pass
+from passes.clean.derivatives import derivatives_pass
 from passes.clean.experts import experts_pass
 from passes.clean.functional import functionalise_pass, updates_pass
 from passes.clean.indexing import indexing_pass
@@ -28,12 +29,16 @@ from passes.clean.rows import rows_pass
 from passes.clean.shapes import reshapes_pass, splits_pass
 from passes.clean.strided import strided_pass
 
-STEPS = (
+DERIVATIVE_STEPS = (
     ("inline regions", inline_regions_pass),
     ("batch norm", batch_norm_pass),
     ("recurrent", recurrent_pass),
     ("ctc", ctc_pass),
     ("functional", functionalise_pass),
+    ("derivatives", derivatives_pass),
+)
+STEPS = (
+    *DERIVATIVE_STEPS,
     ("strided", strided_pass),
     ("randomness", randomness_pass),
     ("gradients", gradients_pass),
@@ -73,6 +78,7 @@ FINAL_STEPS = (
 )
 
 __all__ = [
+    "DERIVATIVE_STEPS",
     "FINAL_STEPS",
     "STEPS",
     "bags_pass",
@@ -82,6 +88,7 @@ __all__ = [
     "cross_entropy_pass",
     "ctc_pass",
     "dead_code_pass",
+    "derivatives_pass",
     "devices_pass",
     "dropout_pass",
     "experts_pass",

@@ -66,6 +66,8 @@ def drawn(node: fx.Node) -> fx.Node | None:
         return _uniform(node, shape(node), dtype(node), argument(node, 1, "from", 0.0), argument(node, 2, "to", 1.0))
     if name == "normal" and isinstance(first, fx.Node) and packet(node) == "aten.normal_":
         return _normal(node, argument(node, 1, "mean", 0.0), argument(node, 2, "std", 1.0))
+    if name == "exponential":
+        return _exponential(node, float(argument(node, 1, "lambd", 1.0)))
     if name == "bernoulli":
         chance = argument(node, 1, "p", first if packet(node) == "aten.bernoulli" else 0.5)
         return _chosen(node, shape(node), dtype(node), chance)
@@ -88,6 +90,13 @@ def _uniform(node: fx.Node, sizes: tuple[int, ...], kind: torch.dtype, low: floa
 def _normal(node: fx.Node, mean: float = 0.0, std: float = 1.0) -> fx.Node:
     given = () if (mean, std) == (0.0, 1.0) else (mean, std)
     return add(node, kernels_random.normal, (_like(node, shape(node), dtype(node)), *given))
+
+
+def _exponential(node: fx.Node, rate: float) -> fx.Node:
+    numbers = _uniform(node, shape(node), dtype(node))
+    logarithms = add(node, aten.log1p.default, (add(node, aten.neg.default, (numbers,)),))
+    scaled = add(node, aten.mul.Tensor, (logarithms, -1.0 / rate))
+    return add(node, aten.clamp_min.default, (scaled, torch.finfo(dtype(node)).tiny))  # as torch's, never zero
 
 
 def _chosen(node: fx.Node, sizes: tuple[int, ...], kind: torch.dtype, chance: Any) -> fx.Node:

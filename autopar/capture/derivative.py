@@ -1,0 +1,90 @@
+"""Derivatives that a forward computes: a call in the exported graph, which ``passes.clean.derivatives`` replaces by what it computes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.capture.backward import OPAQUE_HINT, KeptWholeError, caller, refuse_backward
+from autopar.capture.blocks import stack
+from autopar.errors import CaptureError
+from autopar.torch_private import is_traced
+from passes.clean import DERIVATIVE_STEPS
+from passes.clean.derivatives import derivative
+from passes.clean.nodes import calls
+from passes.runner import run as run_passes
+
+
+def differentiated(
+    outputs: Sequence[Tensor],
+    seeds: Sequence[Tensor | None],
+    retain_graph: bool,
+    create_graph: bool,
+    inputs: Sequence[Any],
+    allow_unused: bool = False,
+    accumulate_grad: bool = False,
+    **_: Any,
+) -> tuple[Tensor | None, ...]:
+    """Stands for torch's engine during export: ``None`` where torch's gives it, and results of one call for all others.
+
+    Without ``create_graph`` they are detached, as torch's are.
+
+    Raises:
+        KeptWholeError: gradients that would be added to parameters (``backward()``), or a run that makes no graph.
+    """
+    given = [seed for seed in seeds if isinstance(seed, Tensor)]
+    if (
+        accumulate_grad
+        or not is_traced()
+        or len(given) != len(outputs)
+        or not all(isinstance(x, Tensor) for x in inputs)
+    ):
+        refuse_backward("a backward pass")
+    reached = _reached(outputs)
+    used = [_place(tensor) in reached for tensor in inputs]
+    if not allow_unused and not all(used):
+        raise RuntimeError(f"{caller()} differentiates by a tensor that was not used, or that requires no gradient")
+    wanted = [tensor for tensor, is_used in zip(inputs, used, strict=True) if is_used]
+    found = iter(derivative(list(outputs), wanted, given) if wanted else ())
+    results = [next(found) if is_used else None for is_used in used]
+    return tuple(g if g is None or create_graph else g.detach() for g in results)
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """Of a tensor in autograd's graph."""
+    return (id(tensor), -1) if tensor.grad_fn is None else (id(tensor.grad_fn), tensor.output_nr)
+
+
+def _reached(outputs: Sequence[Tensor]) -> set[tuple[int, int]]:
+    """The places of what ``outputs`` are made of."""
+    found = {_place(tensor) for tensor in outputs if tensor.requires_grad}
+    seen: dict[int, Any] = {}  # holds the functions: another object could be given the number of one that is gone
+    waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    while waiting:
+        function = waiting.pop()
+        if id(function) in seen:
+            continue
+        seen[id(function)] = function
+        if (leaf := getattr(function, "variable", None)) is not None:
+            found.add((id(leaf), -1))
+        for following, number in function.next_functions:
+            if following is not None:
+                found.add((id(following), number))
+                waiting.append(following)
+    return found
+
+
+def refuse_derivatives(gm: fx.GraphModule) -> None:
+    """Raise ``KeptWholeError`` where a derivative of the exported graph cannot be a part of it."""
+    markers = calls(gm, torch.ops.autopar.derivative.default)
+    if not markers:
+        return
+    try:
+        run_passes(copy.deepcopy(gm), DERIVATIVE_STEPS)
+    except CaptureError as error:
+        paths = tuple(path for path, _, _ in stack(markers[0]))
+        raise KeptWholeError(error.message, error.hint or OPAQUE_HINT, paths) from error

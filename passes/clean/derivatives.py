@@ -1,0 +1,192 @@
+"""Derivatives that a forward computes (``torch.autograd.grad``) as ordinary nodes, through which gradients flow once more.
+
+An exported graph has one call in the place of each: of ``autopar::derivative``, which says which tensors are differentiated by which.
+What lies between the two is differentiated by torch's autograd, on tensors without values, and what autograd calls is written into the
+graph. Values of the forward are read where the forward has them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from autopar.errors import CaptureError
+from autopar.torch_private import backward_decompositions, fake_tensors, is_overload, written_arguments
+from passes.clean.functional import functionalise_pass
+from passes.clean.nodes import arguments, aten, calls, copy_origin, is_random, like, note, packet, source_line
+
+_SIMPLE = (
+    *("tanh", "sigmoid", "softplus", "elu", "hardsigmoid", "hardtanh", "hardswish", "threshold", "leaky_relu", "gelu"),
+    *("mish", "silu", "logit", "glu", "mse_loss", "smooth_l1_loss", "huber_loss"),
+)
+"""Whose ``*_backward`` is written out in ops of which the rules know more. They read the forward's operands and results alone: what else
+a forward hands to its backward (a layer norm's mean) has a derivative that only torch's own op knows of."""
+
+
+@torch.library.custom_op("autopar::derivative", mutates_args=())
+def derivative(outputs: Sequence[Tensor], inputs: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Tensor]:
+    """Stands for ``torch.autograd.grad(outputs, inputs, seeds)`` while a model is exported."""
+    raise AssertionError("a derivative must be differentiated, not computed")
+
+
+@derivative.register_fake
+def _(outputs: Sequence[Tensor], inputs: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(tensor) for tensor in inputs]
+
+
+def _connected(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.counts = [len(each) for each in inputs]
+
+
+def _no_values(ctx: Any, gradients: list[Tensor]) -> tuple[list[None], ...]:
+    raise AssertionError("a derivative must be differentiated, not computed")
+
+
+derivative.register_autograd(_no_values, setup_context=_connected)
+
+
+def derivatives_pass(gm: fx.GraphModule) -> fx.GraphModule:
+    """Before: ``derivative([y], [x], [s])`` where ``y = tanh(x)``; after: ``mul(s, rsub(mul(y, y), 1))``.
+
+    Raises:
+        CaptureError: there are random numbers between ``x`` and ``y``, or ops that autograd does not know.
+    """
+    for node in calls(gm, torch.ops.autopar.derivative.default):
+        _expand(gm, node)
+    return gm
+
+
+def _expand(gm: fx.GraphModule, marker: fx.Node) -> None:
+    outputs, inputs, seeds = (list(each) for each in arguments(marker))
+    between = _between(outputs, inputs)
+    for node in between:
+        _check(node, marker)
+    given = list(dict.fromkeys([*inputs, *(n for each in between for n in each.all_input_nodes), *outputs, *seeds]))
+    given = [node for node in given if node not in set(between)]
+    traced, kept = _traced(given, between, outputs, inputs, seeds, marker)
+    known = dict(zip(traced.graph.find_nodes(op="placeholder"), given, strict=True))
+    results: Any = next(iter(traced.graph.find_nodes(op="output"))).args[0]
+    for theirs, ours in zip(results[len(inputs) :], kept, strict=True):
+        if isinstance(theirs, fx.Node):
+            known.setdefault(theirs, ours)
+    made = _copied(traced, list(results[: len(inputs)]), known, marker)
+    for item in list(marker.users):
+        assert item.target is operator.getitem, item
+        item.replace_all_uses_with(made[arguments(item)[1]])
+        gm.graph.erase_node(item)
+    line = source_line(marker).strip().replace("\n", " ").removeprefix("File ")
+    note(gm, f"{line}: the derivative is part of the graph, and sharded as such")
+    gm.graph.erase_node(marker)
+
+
+def _between(outputs: list[fx.Node], inputs: list[fx.Node]) -> list[fx.Node]:
+    """What is computed from ``inputs`` on the way to ``outputs``, in order."""
+    leading, waiting = set[fx.Node](), list(outputs)
+    while waiting:
+        node = waiting.pop()
+        if node not in leading:
+            leading.add(node)
+            waiting.extend(node.all_input_nodes)
+    found: dict[fx.Node, None] = {}
+    reached = set(inputs)
+    for node in outputs[0].graph.nodes:
+        if node in leading and any(operand in reached for operand in node.all_input_nodes):
+            found[node] = None
+            reached.add(node)
+    return list(found)
+
+
+def _check(node: fx.Node, marker: fx.Node) -> None:
+    if is_random(node):
+        why = "numbers are drawn"
+    elif node.target is not operator.getitem and not (is_overload(node.target) and packet(node).startswith("aten.")):
+        why = f"there is {packet(node)}, whose derivative is its own,"
+    elif written_arguments(node.target):
+        why = f"{packet(node)} writes"
+    else:
+        return
+    raise CaptureError(
+        f"forward computes a derivative through a place where {why} at\n{source_line(node)}\n{source_line(marker)}",
+        hint="keep that module whole and replicated: wrap it in autopar.opaque(module)",
+    )
+
+
+def _traced(
+    given: list[fx.Node],
+    between: list[fx.Node],
+    outputs: list[fx.Node],
+    inputs: list[fx.Node],
+    seeds: list[fx.Node],
+    marker: fx.Node,
+) -> tuple[fx.GraphModule, list[fx.Node]]:
+    """A graph from ``given`` to the derivatives and what of ``between`` is a tensor, which comes second."""
+    kept = [node for node in between if isinstance(node.meta["val"], Tensor)]
+
+    def compute(*values: Tensor) -> list[Tensor]:
+        env: dict[fx.Node, Any] = dict(zip(given, values, strict=True))
+        for node in inputs:
+            if node in env and not env[node].requires_grad:
+                env[node].requires_grad_()
+        for node in between:
+            env[node] = node.target(*map_arg(node.args, env.get), **map_arg(node.kwargs, env.get))  # type: ignore[operator]
+            if node in inputs and not env[node].requires_grad:
+                env[node].requires_grad_()
+        flowing = [(env[y], env[seed]) for y, seed in zip(outputs, seeds, strict=True) if env[y].requires_grad]
+        found = torch.autograd.grad(
+            [y for y, _ in flowing],
+            [env[node] for node in inputs],
+            [seed for _, seed in flowing],
+            create_graph=True,  # some of autograd's formulas can be differentiated only where it is told so
+            allow_unused=True,
+        )
+        gradients = [torch.zeros_like(env[n]) if g is None else g for g, n in zip(found, inputs, strict=True)]
+        return [*gradients, *(env[node] for node in kept)]
+
+    try:
+        with fake_tensors(), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+            values = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) for v in (n.meta["val"] for n in given)]
+            traced = make_fx(compute, decomposition_table=backward_decompositions(_SIMPLE))(*values)
+    except RuntimeError as error:
+        raise CaptureError(
+            f"forward computes a derivative that autograd refuses: {str(error).splitlines()[0]}\n{source_line(marker)}",
+            hint="the model must run on this batch by itself first",
+        ) from error
+    for node in traced.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            node.meta["val"] = like(value)
+        elif isinstance(value, tuple | list):
+            node.meta["val"] = type(value)(like(item) if isinstance(item, Tensor) else item for item in value)
+    return functionalise_pass(traced), kept
+
+
+def _copied(
+    traced: fx.GraphModule, results: list[fx.Node], known: dict[fx.Node, fx.Node], marker: fx.Node
+) -> list[Any]:
+    """``results`` of ``traced`` in the marker's graph, before it; ``known`` are those of its nodes that are there already."""
+    needed, waiting = set[fx.Node](), [node for node in results if isinstance(node, fx.Node)]
+    while waiting:
+        node = waiting.pop()
+        if node not in needed and node not in known:
+            needed.add(node)
+            waiting.extend(node.all_input_nodes)
+    env = dict(known)
+    for node in traced.graph.nodes:
+        if node not in needed:
+            continue
+        if node.target is aten.detach.default:  # a result that autograd saved: to its own derivative it is the result
+            env[node] = env[node.args[0]]
+            continue
+        assert node.op == "call_function", node
+        with marker.graph.inserting_before(marker):
+            env[node] = marker.graph.node_copy(node, lambda n: env[n])
+        env[node].meta = {"val": node.meta["val"]}
+        copy_origin(marker, env[node])
+    return [env[node] for node in results]
