@@ -99,5 +99,8 @@ def _local_value(node: fx.Node, shape: tuple[int, ...], sharding: Sharding) -> A
     value = node.meta["val"]
     if not isinstance(value, tuple | list):
         return torch.empty(shape, dtype=value.dtype, device="meta")
-    shapes = [local_shape(tuple(v.shape), sharding.axes, node.meta["types"]) for v in value]
-    return tuple(torch.empty(s, dtype=v.dtype, device="meta") for s, v in zip(shapes, value, strict=True))
+    found: list[Tensor | None] = []
+    for item in value:  # None: a gradient that a backward op was not asked for
+        local = None if item is None else local_shape(tuple(item.shape), sharding.axes, node.meta["types"])
+        found.append(None if local is None else torch.empty(local, dtype=item.dtype, device="meta"))
+    return tuple(found)
