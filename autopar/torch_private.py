@@ -107,6 +107,13 @@ def is_stray(tensor: torch.Tensor) -> bool:
         return tensor.requires_grad and not is_fake(tensor)
 
 
+@contextmanager
+def without_function_modes() -> Iterator[None]:
+    """Inside, no ``TorchFunctionMode`` of the outside sees anything: it would see every look at a shape. (torch 2.11, 2.13)"""
+    with torch._C.DisableTorchFunction():
+        yield
+
+
 def has_gradient_hooks(thing: torch.nn.Module | torch.Tensor) -> bool:
     """Whether a module's or a parameter's gradient passes through a hook. (torch 2.11, 2.13)"""
     names = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from autopar.capture import WholeFloat64, capture, flatten_batch, opaque
 from autopar.capture.reference import run
 from autopar.graph import Graph
+from autopar.shard import annotate
 
 transformers = pytest.importorskip("transformers")
 
@@ -265,6 +267,27 @@ def test_whole_float64(factory: Callable[[], nn.Module]) -> None:
         node.meta["val"] for cls in graph.classes.values() for node in cls.graph.graph.nodes if "val" in node.meta
     ]
     assert values and all(v.dtype != torch.float32 for v in values)
+
+
+class Seeing(TorchFunctionMode):
+    """Counts what it sees: every call, and every look at a tensor's shape or dtype."""
+
+    seen = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_see_the_models_own_calls_and_not_what_is_made_of_them() -> None:
+    at: dict[str, int] = {}
+    with Seeing() as mode:
+        how: dict[str, Any] = {"precision": "float64", "progress": lambda stage: at.update({stage: mode.seen})}
+        graph = capture(nn.Linear(8, 4), pair(8, 4), F.mse_loss, **how)
+        assert at["export"] < at["clean"] == at["segment"]
+        seen = mode.seen
+        annotate(graph)
+        assert mode.seen == seen
 
 
 class Counted(nn.Module):

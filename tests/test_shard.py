@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from exactness import subject
@@ -47,6 +48,40 @@ def brute_force(problem: Problem) -> float:
 
 def choices_of(problem: Problem) -> int:
     return math.prod(len(options) for options in problem.options.values())
+
+
+def ordered_by_looking_at_all(
+    factors: list[elimination._Factor], sizes: dict[str, int], measure: elimination.Measure
+) -> list[str]:
+    """``_ordered``, with everything measured anew before every step."""
+    near = {name: {name}.union(*(f.variables for f in factors if name in f.variables)) for name in sizes}
+    found = []
+    while near:
+        entries = {name: math.prod(sizes[v] for v in group) for name, group in near.items()}
+        found.append(min(near, key=lambda v: (measure(v, near, entries, sizes), v)))
+        group = near.pop(found[-1]) - {found[-1]}
+        for v in group:
+            near[v] = (near[v] | group) - {found[-1]}
+    return found
+
+
+@pytest.mark.parametrize("measure", [elimination._table, elimination._left, elimination._ties])
+def test_the_order_of_elimination_is_that_of_looking_at_every_variable_each_time(measure: elimination.Measure) -> None:
+    draw = random.Random(0)
+    for count in range(1, 25):
+        sizes = {f"v{i}": draw.randint(1, 5) for i in range(count)}
+        pairs = [tuple(draw.sample(list(sizes), min(2, count))) for _ in range(count + 3)]
+        factors = [elimination._Factor(pair, np.zeros([sizes[v] for v in pair])) for pair in pairs]
+        assert list(elimination._ordered(factors, sizes, measure)) == ordered_by_looking_at_all(factors, sizes, measure)
+
+
+def test_a_long_chain_is_eliminated_in_time_that_grows_with_its_length() -> None:
+    sizes = {f"v{i}": 2 for i in range(8_000)}
+    names = list(sizes)
+    factors = [elimination._Factor(pair, np.zeros((2, 2))) for pair in itertools.pairwise(names)]
+    begun_s = time.process_time()
+    assert len(elimination._ordered(factors, sizes, elimination._table)) == 8_000
+    assert time.process_time() - begun_s < 2  # looking at every variable each time takes over 5
 
 
 def two_linears() -> LayerClass:

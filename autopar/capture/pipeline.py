@@ -22,6 +22,7 @@ from autopar.capture.reach import freeze_unreached
 from autopar.capture.segment import mark_main, segment, updates
 from autopar.errors import CaptureError
 from autopar.graph import Buffer, Graph, Held, Parameter, Value
+from autopar.torch_private import without_function_modes
 from passes.clean import FINAL_STEPS, STEPS
 from passes.clean.batch_norm import LOCAL
 from passes.clean.nodes import mark_gradients
@@ -60,12 +61,13 @@ def capture(
     structure = describe_batch(model, batch, loss_fn, dtype)
     report("export")
     gm, buffers, classes = export(model, structure, loss_fn, dtype, batch)
-    report("clean")
-    gm.meta[LOCAL] = local_batch_norm
-    gm, constants = clean(gm, buffers)
-    report("segment")
-    written = _buffers(gm, buffers, model)
-    graph = _assemble(gm, constants, structure, classes, model, name or type(model).__name__, written)
+    with without_function_modes():  # those that are active are about the model's own calls
+        report("clean")
+        gm.meta[LOCAL] = local_batch_norm
+        gm, constants = clean(gm, buffers)
+        report("segment")
+        written = _buffers(gm, buffers, model)
+        graph = _assemble(gm, constants, structure, classes, model, name or type(model).__name__, written)
     return check_guards(graph, list(flatten_batch(structure, batch).values()))
 
 

@@ -17,12 +17,18 @@ from autopar.rules.traffic import OF_MICROBATCHES
 from autopar.shard.conversions import conversions
 from autopar.shard.plan import role_types
 from autopar.sharding import AxisTypes
+from autopar.torch_private import without_function_modes
 from autopar.types import SpmdType, legal_in_time
 from passes.clean.nodes import module_path
 
 
 def annotate(graph: Graph) -> Graph:
     """The graph with ``replicated`` (ops that no rule covers, with the layers they are in) and ``unmicrobatchable`` filled."""
+    with without_function_modes():  # those that are active are about the model's own calls
+        return _annotated(graph)
+
+
+def _annotated(graph: Graph) -> Graph:
     replicated: dict[str, str] = {}
     couples = graph.unmicrobatchable
     seen: set[str] = set()

@@ -8,6 +8,7 @@ where the graph is too entangled.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Callable, Hashable
@@ -55,13 +56,30 @@ def eliminate(problem: Problem) -> dict[str, int] | None:
 
 def _eliminate(problem: Problem, factors: list[_Factor], sizes: dict[str, int]) -> dict[str, int] | None:
     steps: list[tuple[str, _Factor]] = []
+    touching: dict[str, dict[int, _Factor]] = {name: {} for name in sizes}  # the factors over each variable, by number
+    numbers = itertools.count()
+    least = 0.0
+
+    def enter(factor: _Factor) -> None:
+        number = next(numbers)
+        for variable in factor.variables:
+            touching[variable][number] = factor
+
+    for factor in factors:
+        enter(factor)
     for name in _order(factors, sizes):
-        touching = [factor for factor in factors if name in factor.variables]
-        joined = _join(name, touching, sizes)
+        gone = touching.pop(name)
+        joined = _join(name, list(gone.values()), sizes)
         steps.append((name, joined))
-        factors = [factor for factor in factors if name not in factor.variables]
-        factors.append(_Factor(joined.variables[1:], joined.table.min(axis=0)))
-    if not np.isfinite(sum(float(factor.table) for factor in factors)):
+        for variable in joined.variables[1:]:
+            for number in gone.keys() & touching[variable].keys():
+                del touching[variable][number]
+        left = _Factor(joined.variables[1:], joined.table.min(axis=0))
+        if left.variables:
+            enter(left)
+        else:
+            least += float(left.table)
+    if not math.isfinite(least):
         return None
     chosen: dict[str, int] = {}
     for name, joined in reversed(steps):
@@ -110,9 +128,13 @@ def _ordered(factors: list[_Factor], sizes: dict[str, int], measure: Measure) ->
             near[name].update(factor.variables)
     entries = {name: math.prod(sizes[v] for v in group) for name, group in near.items()}
     measured = {name: measure(name, near, entries, sizes) for name in near}
+    waiting = [(found, name) for name, found in measured.items()]  # what has been measured anew since is passed over
+    heapq.heapify(waiting)
     largest: dict[str, int] = {}
     while near:
-        name = min(near, key=lambda v: (measured[v], v))
+        least, name = heapq.heappop(waiting)
+        if measured.get(name) != least:
+            continue
         largest[name] = entries[name]
         group = near.pop(name) - {name}
         del measured[name]
@@ -122,6 +144,7 @@ def _ordered(factors: list[_Factor], sizes: dict[str, int], measure: Measure) ->
             entries[v] = math.prod(sizes[u] for u in near[v])
         for v in group.union(*(near[u] for u in group)) if measure is _ties else group:
             measured[v] = measure(v, near, entries, sizes)
+            heapq.heappush(waiting, (measured[v], v))
     return largest
 
 

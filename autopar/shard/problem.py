@@ -117,6 +117,7 @@ class Problem:
         self.cls, self.role, self.size, self.fixed, self.in_time = cls, role, size, fixed, in_time
         self._batched = batched or {}
         self._op_costs: dict[str, tuple[float, float]] = {}
+        self._conversion_costs: dict[tuple[str, SpmdType, SpmdType], float] = {}
         self._flow = gradient_flow(cls)
         self._padding = padding(cls)
         self._inputs = placeholders(cls)
@@ -166,6 +167,12 @@ class Problem:
         """Of turning the node's value from ``source`` into ``target``, in units of the dearest; infinite where that cannot be."""
         if source == target:
             return 0.0
+        key = name, source, target
+        if key not in self._conversion_costs:
+            self._conversion_costs[key] = self._conversion_cost(name, source, target)
+        return self._conversion_costs[key]
+
+    def _conversion_cost(self, name: str, source: SpmdType, target: SpmdType) -> float:
         value = self.nodes[name].meta["val"]
         pair = conversion(source, target)
         if self.in_time and not legal_in_time(source, target, self._flow[name]):
