@@ -114,6 +114,14 @@ def without_function_modes() -> Iterator[None]:
         yield
 
 
+def target_of_to(
+    *args: Any, **kwargs: Any
+) -> tuple[torch.device | None, torch.dtype | None, torch.memory_format | None]:
+    """The device, the dtype and the memory format that the arguments of ``Module.to`` ask for. (torch 2.11, 2.13)"""
+    device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
+    return device, dtype, layout
+
+
 def has_gradient_hooks(thing: torch.nn.Module | torch.Tensor) -> bool:
     """Whether a module's or a parameter's gradient passes through a hook. (torch 2.11, 2.13)"""
     names = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")

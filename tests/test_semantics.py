@@ -238,6 +238,7 @@ RIGHT: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, Any], int]] = 
     "no draw of numpy's counts": (lambda m, y: y if np.random.uniform(0, 1) >= 0.0 else -y, {}, 0),
     "unread counter": (unread, {"calls": 0}, 1),
     "cache": (cached, {"longest": 0}, 0),
+    "cast without effect": (lambda m, y: m.b.to(m.a.weight.dtype).to(y.device).weight.sum() * y, {}, 0),
     "asks for a gradient": (lambda m, y: y.requires_grad_(), {}, 0),
 }
 

@@ -21,7 +21,7 @@ from autopar.capture.backward import caller, own_gradients_refused, refuse_stray
 from autopar.capture.ctc import CtcLoss
 from autopar.capture.derivative import differentiated
 from autopar.errors import CaptureError
-from autopar.torch_private import inference_as_no_grad, is_stray
+from autopar.torch_private import inference_as_no_grad, is_stray, target_of_to
 
 _RANDOM_HINT = "draw with torch (torch.rand, nn.Dropout): such draws are made anew in every step, the same on one device and on many"
 
@@ -33,7 +33,26 @@ def guarded(model: nn.Module, twin: nn.Module) -> Iterator[None]:
         stack.enter_context(own_gradients_refused(differentiated))
         stack.enter_context(inference_as_no_grad())
         stack.enter_context(_no_draws())
+        stack.enter_context(_casts_without_effect())
         stack.enter_context(_Meant(model, twin))
+        yield
+
+
+@contextmanager
+def _casts_without_effect() -> Iterator[None]:
+    """Inside, ``module.to(...)`` returns the module where all of its tensors are as it asks: torch would write each of them anew, which an
+    export refuses."""
+    to: Any = nn.Module.to
+
+    def cast(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        device, dtype, layout = target_of_to(*args, **kwargs)
+        tensors = [*module.parameters(), *module.buffers()]
+        same_dtype = all(t.dtype == dtype for t in tensors if t.is_floating_point() or t.is_complex())
+        same_device = device is None or all(t.device == device for t in tensors)
+        same = same_device and (dtype is None or same_dtype) and layout is None
+        return module if same else to(module, *args, **kwargs)
+
+    with mock.patch.object(nn.Module, "to", cast):
         yield
 
 

@@ -59,6 +59,7 @@ def make_subject(
         raise ModelError("the model is on meta, where parameters have no values", "build it on the CPU to verify it")
     copied = prepared(model, loss_fn)
     model, loss_fn = copied.model, copied.loss_fn
+    switched_off = _without_dropout(model)
     with WholeFloat64(), WithoutDropout() as off:
         graph = annotate(capture(model, batch, loss_fn, precision="float64", name=name))
         structure = graph.structure
@@ -76,7 +77,7 @@ def make_subject(
         tensors = {n: tensor.detach().cpu() for n, tensor in tensors.items()}
         state = {n: tensor.detach().clone() for n, tensor in model.state_dict().items()}  # before statistics move
         loss, gradients, after = _eager(model, graph, loss_fn, tensors, state)
-    return Subject(graph, state, tensors, loss, gradients, off.seen or copied.dropout, after)
+    return Subject(graph, state, tensors, loss, gradients, off.seen or copied.dropout or switched_off, after)
 
 
 def with_batch(
@@ -87,6 +88,18 @@ def with_batch(
     with WholeFloat64(), WithoutDropout():
         loss, gradients, after = _eager(copied.model, subject.graph, copied.loss_fn, tensors, subject.state)
     return dataclasses.replace(subject, batch=tensors, loss=loss, gradients=gradients, buffers=after)
+
+
+def _without_dropout(model: nn.Module) -> bool:
+    """Give every dropout module of ``model`` probability 0; whether any had another. A module that is kept whole runs by itself, where
+    ``WithoutDropout`` does not see what it asks for."""
+    found = [module for module in model.modules() if isinstance(module, _DROPOUT) and module.p]
+    for module in found:
+        module.p = 0.0
+    return any(module.training for module in found)
+
+
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def _eager(
