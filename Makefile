@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format matrix survey random-models volumes dtensor-check measured-memory measured-time bench mutations check-cost simpler growth endtoend published infeasible clean
+.PHONY: help install demo test check format matrix survey random-models volumes dtensor-check measured-memory measured-time bench mutations check-cost simpler house growth endtoend published infeasible clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -46,6 +46,9 @@ survey: $(STAMP) ## models of transformers, timm, torchvision, diffusers and pef
 
 random-models: $(STAMP) ## 5,000 models drawn at random against eager PyTorch, on one device and under random plans on two (an hour)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/random_models.py --count 5000 --seed 0 --results docs/random_models.jsonl
+
+house: $(STAMP) ## figures of the sources: lines, imports inside functions, cycles among packages, long lists of parameters
+	@$(BIN)/python tests/house_figures.py
 
 volumes: $(STAMP) ## bytes per layer as emitted beside the published formulas: docs/volumes.md
 	$(BIN)/python tests/volumes.py
