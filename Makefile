@@ -54,7 +54,7 @@ volumes: $(STAMP) ## bytes per layer as emitted beside the published formulas: d
 	$(BIN)/python tests/volumes.py
 
 dtensor-check: $(STAMP) ## our rules against DTensor's, and which is wrong where they differ: docs/dtensor-check.md
-	OMP_NUM_THREADS=1 $(BIN)/python -m autopar.rules --dtensor docs/dtensor-check.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m autopar.checks --dtensor docs/dtensor-check.md
 
 measured-memory: $(STAMP) ## predicted against measured memory of emitted programs: docs/measured-memory.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/measured_memory.py --fresh

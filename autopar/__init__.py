@@ -17,7 +17,7 @@ _HOME = {
     "capture": "autopar.capture",
     "compile": "autopar.compile",
     "opaque": "autopar.capture",
-    "register_rule": "autopar.rules",
+    "register_rule": "autopar.checks.register",
     "verify": "autopar.verify",
     "Plan": "autopar.plan",
     "Program": "autopar.run",
@@ -56,6 +56,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from autopar.capture import capture, opaque
+    from autopar.checks.register import register_rule
     from autopar.compile import compile
     from autopar.errors import (
         AutoparError,
@@ -70,7 +71,6 @@ if TYPE_CHECKING:
         UsageError,
     )
     from autopar.plan import Plan
-    from autopar.rules import register_rule
     from autopar.run import Program
     from autopar.verify import verify
 

@@ -344,16 +344,16 @@ def emit_program(
 
     ``state`` is the model's state dict, from whose values the folder starts.
     """
-    from autopar.check import check_program
+    from autopar.checks.collectives import check_collectives
+    from autopar.checks.types import check_program
     from autopar.emit import emit
-    from autopar.structure import check_structure
 
     _say(progress, "emit", "")
     home = Path(tempfile.mkdtemp(prefix="autopar-program-")) if folder is None else Path(folder)
     if not type_check:
         plan = dataclasses.replace(plan, notes=(*plan.notes, NOT_TYPED))
     try:
-        check_structure(emit(graph, plan, home, state=state))
+        check_collectives(emit(graph, plan, home, state=state))
     except OSError as error:
         raise UsageError(
             f"the program cannot be written to {home}: {error.strerror}",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from autopar.graph import LayerClass
-from autopar.rules import operands
-from autopar.rules.operands import op_name
+from autopar.ops.operands import op_name, operands
 
 
 def placeholders(cls: LayerClass) -> list[fx.Node]:

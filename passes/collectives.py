@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor, fx
 
 from autopar.errors import ProgramError
-from autopar.rules import operands
+from autopar.ops.operands import operands
 from autopar.sharding import Sharding
 from autopar.types import SpmdType, legal_in_time
 from passes.conversions import effective_steps

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
-from autopar.rules.operands import op_name
+from autopar.ops.operands import op_name
 from passes.collectives import MICROBATCH, convert
 
 _DEAR = frozenset(

@@ -14,10 +14,9 @@ from typing import Any
 from torch import fx
 
 from autopar.errors import ProgramError
+from autopar.ops.operands import arguments, is_custom, op_name, operands, shape_of
 from autopar.plan import Axis
 from autopar.program import custom, kernels, kernels_norm, kernels_ring, kernels_rnn
-from autopar.rules import operands
-from autopar.rules.operands import arguments, is_custom, op_name, shape_of
 from autopar.rules.traffic import OF_MICROBATCHES
 from autopar.sharding import Sharding
 from autopar.types import I, P, R, SpmdType

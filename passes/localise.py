@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ops.operands import arguments, aten_names, op_name, operands, shape_of
 from autopar.program import kernels
-from autopar.rules.operands import arguments, aten_names, op_name, operands, shape_of
 
 Shape = tuple[int, ...]
 Partition = tuple[str | tuple[str, ...] | None, ...]

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.rules import operands
-from autopar.rules.operands import aten_names, op_name
+from autopar.ops.operands import aten_names, op_name, operands
 from autopar.sharding import Sharding, local_shape
 from passes.collectives import convert, share
 from passes.kernel_calls import kernel_call, partition

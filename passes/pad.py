@@ -14,7 +14,7 @@ from torch import fx
 
 from autopar.flow import placeholders
 from autopar.graph import LayerClass, Value
-from autopar.rules.operands import arguments, aten_names, op_name, operands, shape_of
+from autopar.ops.operands import arguments, aten_names, op_name, operands, shape_of
 from autopar.rules.padding import padding
 from autopar.sharding import Sharding
 

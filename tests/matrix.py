@@ -33,7 +33,7 @@ from torch import Tensor
 from workers import WorkerPool
 
 from autopar.capture import WholeFloat64, capture
-from autopar.check import check_program
+from autopar.checks.types import check_program
 from autopar.emit import emit
 from autopar.errors import UsageError
 from autopar.graph import Graph

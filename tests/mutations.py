@@ -3,10 +3,10 @@
 A mutation breaks a rule, a conversion, a pass, a kernel, the runtime or the emitted text. Rules, conversions and passes are patched in this
 process before the program is emitted; the rest is changed in the emitted folder, which is what runs. Five things may catch it:
 
-* ``rules``: the rule executed on shards (``autopar.rules.check``);
+* ``rules``: the rule executed on shards (``autopar.checks.rules``);
 * ``passes``: emission itself, which holds local shapes and types to each other;
-* ``structure``: the emitted collectives against those decided and priced (``autopar.structure``);
-* ``types``: the type checker (``autopar.check``);
+* ``structure``: the emitted collectives against those decided and priced (``autopar.checks.collectives``);
+* ``types``: the type checker (``autopar.checks.types``);
 * ``exactness``: the loss and every gradient on real processes.
 
 Every mutation must be caught by one of them at least; the command ends with status 1 otherwise.
@@ -37,17 +37,17 @@ from workers import WorkerPool
 import passes.collectives
 import passes.conversions
 import passes.localise
-from autopar.check import check_program
+from autopar.checks.collectives import check_collectives
+from autopar.checks.rules import check
+from autopar.checks.samples import samples
+from autopar.checks.types import check_program
 from autopar.emit import emit
 from autopar.errors import AutoparError, RuleError
+from autopar.ops.operands import op_name
 from autopar.plan import Role, Strategy
 from autopar.rules import table, views
-from autopar.rules.check import check
-from autopar.rules.operands import op_name
-from autopar.rules.samples import samples
 from autopar.search.hand import hand_plan, make_mesh
 from autopar.shard.solve import _solve
-from autopar.structure import check_structure
 from autopar.verify.case import compare_step
 from autopar.verify.mixtures import describe
 
@@ -326,7 +326,7 @@ def caught(mutation: Mutation, pools: dict[int, WorkerPool]) -> dict[str, str]:
             if mutation.file:
                 break_file(folder / mutation.file, mutation)
             with _catching("structure", found):
-                check_structure(local)
+                check_collectives(local)
             with _catching("types", found):
                 check_program(folder)
             with _catching("exactness", found):

@@ -186,7 +186,7 @@ def llama_block(b: int, s: int, h: int, heads: int, kv: int, f: int, dtype: torc
 
 def replicated(cls: LayerClass, border: SpmdType = I) -> AxisTypes:
     """Every value whole on every rank (an idle axis)."""
-    from autopar.rules.operands import operands
+    from autopar.ops.operands import operands
 
     nodes = [n for n in cls.graph.graph.nodes if n.op != "output"]
     return AxisTypes(

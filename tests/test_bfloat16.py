@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from workers import WorkerPool
 
 from autopar.capture import capture, flatten_batch
-from autopar.check import check_program
+from autopar.checks.collectives import check_collectives
+from autopar.checks.types import check_program
 from autopar.emit import emit
 from autopar.measure import compare
 from autopar.search.hand import hand_plan
 from autopar.shard import annotate
-from autopar.structure import check_structure
 
 # bfloat16 has 8 bits: each rounding is 2^-9 = 0.2 %, and a gradient passes some tens of them that partly cancel.
 NEAR = 0.05
@@ -81,7 +81,7 @@ def test_losses_are_not_rounded(options: dict[str, int], workers2: WorkerPool, t
         target = torch.randint(32, (8, 16)) if loss_fn is token_loss else torch.randn(8, 16, 32)
         graph = annotate(capture(model, (ids, target), loss_fn, precision="bfloat16"))
         plan = dataclasses.replace(hand_plan(graph, **options), precision="bfloat16")
-        check_structure(emit(graph, plan, tmp_path))
+        check_collectives(emit(graph, plan, tmp_path))
         assert check_program(tmp_path) == 1
         state = tmp_path / "state.pt"
         torch.save({n: t.detach() for n, t in model.state_dict().items()}, state)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from workers import WorkerPool
 
 from autopar import register_rule
-from autopar.check import check_program
+from autopar.checks.types import check_program
 from autopar.emit import emit
 from autopar.errors import ProgramError
 from autopar.graph import Graph

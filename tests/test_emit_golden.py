@@ -20,7 +20,7 @@ from sketch import Sketch, use, whole
 from torch import nn
 
 from autopar.capture import capture
-from autopar.check import check_program
+from autopar.checks.types import check_program
 from autopar.emit import emit, layouts, model_source
 from autopar.emit.names import Names, identifier
 from autopar.graph import Graph

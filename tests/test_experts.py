@@ -13,9 +13,9 @@ from test_passes_clean import Build, apply, ops
 from torch import Tensor, fx
 from torch.distributed.device_mesh import init_device_mesh
 
+from autopar.checks.sample_experts import gated_experts
+from autopar.ops.experts import Experts
 from autopar.program import kernels, kernels_experts
-from autopar.rules.experts import Experts
-from autopar.rules.sample_experts import gated_experts
 from passes import clean
 
 aten = torch.ops.aten

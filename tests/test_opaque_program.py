@@ -16,7 +16,7 @@ from opaque_modules import Branching, Counting, Drawing, Holding, Model, Quantiz
 from torch import Tensor, nn
 
 from autopar.capture import capture, opaque
-from autopar.check import check_program
+from autopar.checks.types import check_program
 from autopar.emit import emit
 from autopar.errors import LaunchError, ProgramError, UsageError
 from autopar.graph import Graph

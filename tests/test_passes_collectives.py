@@ -12,8 +12,8 @@ from torch import fx
 from autopar.errors import ProgramError
 from autopar.flow import gradient_flow
 from autopar.graph import LayerClass
+from autopar.ops.operands import operands
 from autopar.plan import Axis, Role
-from autopar.rules import operands
 from autopar.sharding import AxisTypes, Sharding
 from autopar.types import I, P, R, S, SpmdType
 from passes.collectives import MICROBATCH, convert, insert_collectives_pass

@@ -17,7 +17,7 @@ from workers import WorkerPool
 
 from autopar.capture import capture
 from autopar.capture.reference import run as run_graph
-from autopar.check import check_program
+from autopar.checks.types import check_program
 from autopar.emit import emit
 from autopar.errors import CaptureError
 from autopar.graph import Graph

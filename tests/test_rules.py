@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import fx
 
+from autopar.checks.register import register_rule
+from autopar.checks.rules import build, check, check_candidate, sample
+from autopar.checks.samples import samples
 from autopar.errors import RuleError
-from autopar.rules import Candidate, candidates, has_rule, operands
-from autopar.rules.check import build, check, check_candidate, sample
+from autopar.ops.operands import op_name, operands, shape_of
+from autopar.rules import Candidate, candidates, has_rule
 from autopar.rules.notation import Atom, parse
-from autopar.rules.operands import op_name, shape_of
-from autopar.rules.register import register_rule
-from autopar.rules.samples import samples
 from autopar.rules.table import TABLE
 from autopar.rules.views import factors
 from autopar.types import I, P, R, S

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.rules.check import sample
-from autopar.rules.dtensor import Answer, compare
-from autopar.rules.samples import n, r
+from autopar.checks.dtensor import Answer, compare
+from autopar.checks.rules import sample
+from autopar.checks.samples import n, r
 from autopar.types import P, R, S
 
 aten = torch.ops.aten

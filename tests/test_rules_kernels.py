@@ -15,14 +15,14 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar import types
+from autopar.checks.rules import RANDOM, Sample, build
+from autopar.checks.samples import samples
 from autopar.emit.experts import body_method, name_bodies
 from autopar.emit.expressions import Text, expression
+from autopar.ops.experts import Experts
+from autopar.ops.operands import op_name, operands, shape_of
 from autopar.program import flattened, kernels
-from autopar.rules import candidates, operands
-from autopar.rules.check import RANDOM, Sample, build
-from autopar.rules.experts import Experts
-from autopar.rules.operands import op_name, shape_of
-from autopar.rules.samples import samples
+from autopar.rules import candidates
 from passes.localise import apply, localised
 
 # spmd-types calls names of collectives that torch 2.13 deprecates, and runs dropout on CPU DTensors to follow its dims

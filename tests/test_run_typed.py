@@ -18,7 +18,7 @@ from torch import nn
 
 import autopar
 from autopar import check
-from autopar.check import check_program
+from autopar.checks.types import check_program
 from autopar.cli import main
 from autopar.compile import NOT_TYPED
 from autopar.emit import emit
@@ -151,5 +151,5 @@ def test_equal_layers_are_followed_once_and_each_is_checked(tmp_path: Path) -> N
 
 def test_the_checker_is_a_command(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path)
-    done = subprocess.run([sys.executable, "-m", "autopar.check", str(tmp_path)], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "autopar.checks.types", str(tmp_path)], capture_output=True, text=True)
     assert "is not a program folder" in json.loads(done.stdout)["error"]

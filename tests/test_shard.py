@@ -401,7 +401,7 @@ def test_roles_without_a_solution_are_none() -> None:
 def assert_divisible(cls: LayerClass, types: AxisTypes, size: int) -> None:
     cls = pad_class(cls, Sharding((Axis("axis", size, 1),), (types,)))
     nodes = {node.name: node for node in cls.graph.graph.nodes}
-    from autopar.rules import operands
+    from autopar.ops.operands import operands
 
     for name, produced in types.produced.items():
         value = nodes[name].meta["val"]

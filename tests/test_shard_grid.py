@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from exactness import subject
 
+from autopar.checks.collectives import check_collectives
 from autopar.plan import Axis, Role
 from autopar.search.hand import grid_mesh, hand_plan
 from autopar.shard import plan_shardings
 from autopar.shard.conversions import conversions
 from autopar.shard.solve import solve
-from autopar.structure import check_structure
 from passes.stages import cut_stages
 
 
@@ -45,4 +45,4 @@ def test_meshes(dimensions: int, depth: int, names: str) -> None:
 def test_a_grids_program_is_what_was_priced(model: str, mesh: tuple[Axis, ...]) -> None:
     graph = subject(model).graph
     plan = hand_plan(graph, mesh=mesh)
-    assert check_structure(cut_stages(graph, plan, plan_shardings(graph, plan))) > 0
+    assert check_collectives(cut_stages(graph, plan, plan_shardings(graph, plan))) > 0

@@ -21,11 +21,11 @@ from exactness import subject
 from test_program_ring import mesh_of, slices
 from test_rules_kernels import values
 
+from autopar.checks.collectives import exchanges
 from autopar.program import kernels
 from autopar.program.kernels_ring import ring_attention
 from autopar.search.hand import hand_plan
 from autopar.shard import plan_shardings
-from autopar.structure import exchanges
 from passes.layer import LocalLayer
 from passes.stages import cut_stages
 

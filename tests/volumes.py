@@ -1,7 +1,7 @@
 """Communication volumes per layer, as emitted, against the published formulas: ``make volumes`` writes ``docs/volumes.md``.
 
-The numbers are counted on the local graphs that the emitter writes down (``autopar.structure.exchanges``): what one device sends for
-one block, forward and backward, in elements. Nothing is run.
+The numbers are counted on the local graphs that the emitter writes down (``autopar.checks.collectives.exchanges``): what one device sends
+for one block, forward and backward, in elements. Nothing is run.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
+from autopar.checks.collectives import Exchange, check_collectives, exchanges
 from autopar.graph import Graph
 from autopar.plan import Axis
 from autopar.search.hand import grid_mesh, hand_plan, make_mesh
 from autopar.shard import annotate, plan_shardings
-from autopar.structure import Exchange, check_structure, exchanges
 from passes.stages import cut_stages
 
 B, SEQ, H, HEADS = 4, 4096, 1024, 16  # batch, sequence, hidden size, heads
@@ -183,7 +183,7 @@ def emitted(way: Way) -> Volume:
     graph = captured(way.block)
     plan = hand_plan(graph, mesh=way.mesh, sequence=way.sequence, precision="float32")
     program = cut_stages(graph, plan, plan_shardings(graph, plan))
-    check_structure(program)
+    check_collectives(program)
     block = next(
         layer for i, layer in enumerate(program.layers) if graph.layers[i].name == "1" or len(graph.layers) == 1
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.emit.opaque import TAKEN
 from autopar.errors import ProgramError
 from autopar.graph import Graph
-from autopar.rules.operands import is_custom, op_name
+from autopar.ops.operands import is_custom, op_name
 from autopar.torch_private import custom_op_module
 
 _HINT = (

@@ -7,7 +7,7 @@ from torch import fx
 from autopar.emit.body import statements
 from autopar.emit.expressions import Text
 from autopar.emit.names import Names
-from autopar.rules.experts import Experts
+from autopar.ops.experts import Experts
 
 NAME = "expert_body"
 

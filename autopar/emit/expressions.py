@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from autopar import program
-from autopar.rules.experts import Experts
-from autopar.rules.operands import arguments, aten_names, is_custom, op_name
+from autopar.ops.experts import Experts
+from autopar.ops.operands import arguments, aten_names, is_custom, op_name
 from autopar.torch_private import overload_schema
 from autopar.types import SpmdType
 from passes.collectives import convert, share

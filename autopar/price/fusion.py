@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.price import roofline
+from autopar.ops import cost
+from autopar.ops.operands import operands
 from autopar.price.memory import INTERNAL, OUTPUT, Saved, Trace
-from autopar.rules.operands import operands
 
 _HEAVY = ("cross_entropy", "embedding")  # parts of names; products and attention are known by their FLOPs
 
@@ -66,7 +66,7 @@ def fuse(ops: Sequence[fx.Node], run: Trace, saved: Sequence[Saved]) -> Fusion:
 
 def heavy(node: fx.Node) -> bool:
     """Whether the op is a kernel of its own."""
-    return roofline.model_flops(node) > 0 or any(part in roofline.op_name(node) for part in _HEAVY)
+    return cost.model_flops(node) > 0 or any(part in cost.op_name(node) for part in _HEAVY)
 
 
 def _written(ops: Sequence[fx.Node], group: dict[str, int], origin: Callable[[fx.Node], fx.Node]) -> frozenset[str]:

@@ -20,10 +20,10 @@ from torch import fx
 
 from autopar.errors import UsageError
 from autopar.graph import LayerClass, Value
+from autopar.ops.cost import is_attention, op_name, tensors
+from autopar.ops.operands import operands
 from autopar.plan import NARROW_GRADIENTS, NARROW_MOMENTS
 from autopar.price.practice import EMITTED, Practice
-from autopar.price.roofline import is_attention, op_name, tensors
-from autopar.rules.operands import operands
 
 OUTPUT = -1  # Saved.operand of the node's own result
 INTERNAL = -2  # Saved.operand of a tensor that is neither operand nor result, such as a softmax's inside a loss

@@ -1,4 +1,4 @@
-"""The collectives that a layer's types imply: what is priced, and what the program is held to (``autopar.structure``)."""
+"""The collectives that a layer's types imply: what is priced, and what the program is held to (``autopar.checks.collectives``)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import fx
 
 from autopar.flow import returned_nodes
 from autopar.graph import LayerClass
-from autopar.price.roofline import tensors
-from autopar.rules.operands import operands, shape_of
+from autopar.ops.cost import tensors
+from autopar.ops.operands import operands, shape_of
 from autopar.rules.traffic import kernel_traffic
 from autopar.sharding import AxisTypes
 from autopar.types import Collective, SpmdType, conversion

@@ -15,10 +15,10 @@ from torch import fx
 
 from autopar.flow import gradient_flow
 from autopar.graph import LayerClass
-from autopar.price import roofline
+from autopar.ops import cost
+from autopar.ops.operands import operands
 from autopar.price.memory import INTERNAL, OUTPUT, Saved, Trace
 from autopar.price.moves import Move
-from autopar.rules.operands import operands
 from autopar.sharding import AxisTypes
 from autopar.types import Collective
 from passes.keep import is_dear, may_be_summed, recomputed
@@ -76,7 +76,7 @@ def emitted(
     at = {node.name: i for i, node in made}
     # such as the logarithms of attention's sums; what a product makes inside of itself is a copy of an operand, and runs again
     inside = [
-        at[e.node] if e.operand == INTERNAL and e.node in at and roofline.is_attention(ops[at[e.node]]) else -1
+        at[e.node] if e.operand == INTERNAL and e.node in at and cost.is_attention(ops[at[e.node]]) else -1
         for e in plain
     ]
     names = [node.name for node in cls.graph.graph.nodes if node.op == "placeholder"][: len(cls.activations)]
@@ -136,13 +136,13 @@ def published(
     Attention that keeps its scores is what it was made for (arXiv:2205.05198): its scores go, all else stays. With flash attention it is
     torchtitan's policy by op: attention and every second matrix product keep their results, the rest runs again.
     """
-    attention = {node.name for node in ops if roofline.is_attention(node)}
+    attention = {node.name for node in ops if cost.is_attention(node)}
     found = list(plain)
     if attention and not flash:
         stays = [not (entry.node in attention and entry.operand == INTERNAL) for entry in plain]
         again = [node.name in attention for node in ops]
     else:
-        products = [node for node in ops if roofline.model_flops(node) and node.name not in attention]
+        products = [node for node in ops if cost.model_flops(node) and node.name not in attention]
         held = products[::2]
         found += [Saved(run.storage[n.name], n.name, OUTPUT, *run.extent[run.storage[n.name]]) for n in held]
         results = {run.storage[n.name] for n in (*held, *(n for n in ops if n.name in attention))}

@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
-from autopar.price import roofline
+from autopar.ops import cost
+from autopar.ops.operands import operands
 from autopar.price.memory import Trace
-from autopar.rules.operands import operands
 
 
 def weight_shares(
@@ -39,7 +39,7 @@ def weight_shares(
             continue
         flows.add(node.name)
         own = {o.name for o in wanting if o.name not in flows}
-        if own and not roofline.is_attention(node):
+        if own and not cost.is_attention(node):
             shares[i], waits[i] = _share(node, read, {o.name for o in wanting}, own, size), True
     return shares, waits
 
@@ -48,12 +48,12 @@ def _share(
     node: fx.Node, read: tuple[fx.Node, ...], wanting: set[str], own: set[str], size: Callable[[torch.Tensor], int]
 ) -> float:
     """Of an op that reads parameters (``own``) and values that a gradient passes through."""
-    if roofline.model_flops(node):
-        among = [o.name for o in roofline.factors(node) if o.name in wanting] or list(wanting)
+    if cost.model_flops(node):
+        among = [o.name for o in cost.factors(node) if o.name in wanting] or list(wanting)
         return sum(name in own for name in among) / len(among)
 
     def moved(node: fx.Node) -> float:
-        return float(sum(map(size, roofline.tensors(node.meta["val"]))))
+        return float(sum(map(size, cost.tensors(node.meta["val"]))))
 
     # Both read the result's gradient and what the op has read. W writes the parameters' gradients instead of reading them, I the others.
     read_by_both = moved(node) + sum(map(moved, read))

@@ -18,13 +18,13 @@ from torch import fx
 from autopar.devices import constants
 from autopar.devices.measured import ATTENTION, PRODUCT
 from autopar.graph import LayerClass
-from autopar.price import roofline
+from autopar.ops import cost
+from autopar.ops.operands import operands
 from autopar.price.fusion import Fusion, fuse
 from autopar.price.memory import INTERNAL, OUTPUT, Precision, Saved, Trace, scores, trace
 from autopar.price.practice import Practice
 from autopar.price.selective import Selection, emitted, published
 from autopar.price.split import weight_shares
-from autopar.rules.operands import operands
 from autopar.sharding import AxisTypes
 
 Floats = NDArray[np.float64]
@@ -100,9 +100,9 @@ def element_bytes(dtype: torch.dtype, model_dtype: torch.dtype, numbers: Precisi
 
 def _kind(node: fx.Node, flash: bool) -> str:
     """What bounds an op; attention without flash is products and passes over its scores."""
-    if flash and roofline.is_attention(node):
+    if flash and cost.is_attention(node):
         return ATTENTION
-    return PRODUCT if roofline.model_flops(node) else roofline.op_name(node)
+    return PRODUCT if cost.model_flops(node) else cost.op_name(node)
 
 
 def model_dtype(cls: LayerClass) -> torch.dtype:
@@ -117,13 +117,13 @@ def build(cls: LayerClass, numbers: Precision, practice: Practice) -> tuple[Clas
     """The arrays of ``cls``; runs it once on the meta device."""
     run = trace(cls, practice.flash, practice.query_layout)
     nodes = [node for node in cls.graph.graph.nodes if node.op != "output"]
-    ops = tuple(node for node in nodes if node.op == "call_function" and roofline.tensors(node.meta.get("val")))
+    ops = tuple(node for node in nodes if node.op == "call_function" and cost.tensors(node.meta.get("val")))
     dtype = model_dtype(cls)
 
     def size(tensor: torch.Tensor) -> int:
         return tensor.numel() * element_bytes(tensor.dtype, dtype, numbers)
 
-    values = {n.name: roofline.tensors(n.meta.get("val")) for n in nodes}
+    values = {n.name: cost.tensors(n.meta.get("val")) for n in nodes}
     names = [n.name for n in nodes if n.op == "placeholder"]
     parameters = tuple(names[len(names) - len(cls.parameters) :])
     slots = [slot for i, node in enumerate(ops) for slot in _slots(i, node, run, size, practice.flash)]
@@ -235,7 +235,7 @@ def live_ranges(
             forward[k] = slot.bytes
         if here and run.requires_grad[slot.value]:
             backward[k] = slot.alive
-            if "cross_entropy" in roofline.op_name(ops[slot.op]) and whole_loss:
+            if "cross_entropy" in cost.op_name(ops[slot.op]) and whole_loss:
                 # the gradient of the logarithms of probabilities, and then that of the logits
                 whole[k] = slot.alive
                 # with the vocabulary cut, exponentials in float32 or wider are taken again, in place
@@ -317,17 +317,17 @@ class _Slot:
 def _slots(index: int, node: fx.Node, run: Trace, size: object, flash: bool) -> list[_Slot]:
     """One slot per operand, then one for the result."""
     assert callable(size)
-    made = float(sum(size(t) for t in roofline.tensors(node.meta["val"])))
+    made = float(sum(size(t) for t in cost.tensors(node.meta["val"])))
     read = []
     for operand in operands(node):
-        held = roofline.tensors(operand.meta["val"])
+        held = cost.tensors(operand.meta["val"])
         read.append((operand.name, float(sum(map(size, held))), sum(t.numel() for t in held)))
     moves = node.name not in run.views
-    picks = roofline.op_name(node) in _ROWS_PICKED
+    picks = cost.op_name(node) in _ROWS_PICKED
     differentiable = run.requires_grad[node.name]
     same_size = all(n == made for _, n, _ in read)
     if moves:
-        silent = roofline.op_name(node) in _PASSES_GRADIENT_ON and same_size
+        silent = cost.op_name(node) in _PASSES_GRADIENT_ON and same_size
     else:
         silent = same_size  # a slice's or an expand's gradient is padded or summed, any other view's is a view
     slots = []
@@ -341,7 +341,7 @@ def _slots(index: int, node: fx.Node, run: Trace, size: object, flash: bool) -> 
     # of a table only the rows that are picked are read, as many as the result has
     written = (2 * made if picks else made) if moves else 0.0
     slots.append(_Slot(index, OUTPUT, node.name, written, backward, made if differentiable else 0.0, made))
-    if roofline.is_attention(node) and not flash:
+    if cost.is_attention(node) and not flash:
         slots.append(_scores(index, node, differentiable, size))
     return slots
 
@@ -353,7 +353,7 @@ def _scores(index: int, node: fx.Node, differentiable: bool, size: object) -> _S
     Backward: read and written by the product before dropout, dropout, read twice and written by softmax, read by two products.
     """
     assert callable(size)
-    query, key = roofline.tensor_operands(node)[:2]
+    query, key = cost.tensor_operands(node)[:2]
     probabilities, *dropped = scores(
         node, tuple(node.meta["val"].shape[:-1]), key.meta["val"].shape[-2], query.meta["val"]
     )
@@ -374,9 +374,9 @@ def _log_probabilities(ops: tuple[fx.Node, ...], run: Trace, size: object, copie
     assert callable(size)
     found = []
     for i, node in enumerate(ops):
-        if "cross_entropy" in roofline.op_name(node) and run.requires_grad[node.name]:
+        if "cross_entropy" in cost.op_name(node) and run.requires_grad[node.name]:
             logits = operands(node)[0]
-            made = copies * float(sum(size(t) for t in roofline.tensors(logits.meta["val"])))
+            made = copies * float(sum(size(t) for t in cost.tensors(logits.meta["val"])))
             found.append(_Slot(i, INTERNAL, node.name, 0.0, 0.0, made, made))
     return found
 
@@ -399,25 +399,25 @@ def _forks(ops: tuple[fx.Node, ...], run: Trace, slots: list[_Slot]) -> None:
 def _cast(ops: tuple[fx.Node, ...], slots: list[_Slot]) -> None:
     """Products in 8 bits: their operands are scaled and written anew first."""
     for slot in slots:
-        if slot.operand != OUTPUT and roofline.model_flops(ops[slot.op]) and not roofline.is_attention(ops[slot.op]):
+        if slot.operand != OUTPUT and cost.model_flops(ops[slot.op]) and not cost.is_attention(ops[slot.op]):
             slot.forward *= constants.FP8_PASSES.value
             slot.backward *= constants.FP8_PASSES.value
 
 
 def _flops(node: fx.Node, run: Trace, flash: bool) -> tuple[float, float, float, float]:
     """Executed FLOPs forward and backward, kernels backward, and model FLOPs of both."""
-    factors = roofline.factors(node)
+    factors = cost.factors(node)
     wanting = sum(run.requires_grad[o.name] for o in factors)
     differentiable = run.requires_grad[node.name]
-    factor = roofline.backward_factor(node, wanting, len(factors)) if differentiable else 0.0
-    forward, model = roofline.executed_flops(node), roofline.model_flops(node)
-    if roofline.is_attention(node) and not flash:  # plain products: the whole square, and no scores computed again
-        forward, factor = model, min(factor, roofline.MATMUL_BACKWARD)
+    factor = cost.backward_factor(node, wanting, len(factors)) if differentiable else 0.0
+    forward, model = cost.executed_flops(node), cost.model_flops(node)
+    if cost.is_attention(node) and not flash:  # plain products: the whole square, and no scores computed again
+        forward, factor = model, min(factor, cost.MATMUL_BACKWARD)
     kernels = 0.0
     if differentiable and node.name not in run.views:
         kernels = float(max(1, wanting)) if forward else 1.0
     # model FLOPs count a backward pass as two forward passes, attention's recomputation of its scores not at all
-    return forward, forward * factor, kernels, model * (1 + min(factor, roofline.MATMUL_BACKWARD))
+    return forward, forward * factor, kernels, model * (1 + min(factor, cost.MATMUL_BACKWARD))
 
 
 def _rows(table: ClassTable, nodes: list[fx.Node]) -> Rows:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.errors import RuleError
+from autopar.ops.operands import op_name, operands, shape_of
 from autopar.rules.notation import Atom, Dim, Kernel, Line, Operand, parse
-from autopar.rules.operands import op_name, operands, shape_of
 from autopar.rules.table import KERNELS, TABLE, Entry
 from autopar.types import I, P, R, S, SpmdType
 

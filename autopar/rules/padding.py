@@ -24,10 +24,10 @@ import torch
 from torch import fx
 
 from autopar.graph import LayerClass
+from autopar.ops.operands import aten_names, op_name, operands, shape_of
 from autopar.plan import Axis
 from autopar.rules.candidates import Bound, bind, line_of, operand_shapes
 from autopar.rules.notation import Dim
-from autopar.rules.operands import aten_names, op_name, operands, shape_of
 from autopar.sharding import AxisTypes
 
 _LOOKUPS = {"aten.embedding": 0}

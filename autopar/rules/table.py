@@ -1,7 +1,7 @@
 """The table: one line per op, or a function that writes the line from a node's arguments.
 
 Names are those of ``rules.operands.op_name``: one entry covers every overload. An op that is not here is replicated, and
-the plan says so by name. ``autopar.rules.samples`` holds arguments for every entry, and the tests execute each on shards.
+the plan says so by name. ``autopar.checks.samples`` holds arguments for every entry, and the tests execute each on shards.
 A letter, and linearity, are claimed where the type checker can follow them in the emitted program.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from torch import fx
 
+from autopar.ops.operands import aten_names
 from autopar.rules import experts
 from autopar.rules import views as v
-from autopar.rules.operands import aten_names
 
 Entry = str | Callable[[fx.Node], str | None]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.rules.operands import arguments, operands
+from autopar.ops.operands import arguments, operands
 from autopar.types import Collective
 
 OF_MICROBATCHES = frozenset(("step_statistics", "local_batch_norm"))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.rules.operands import arguments, op_name, operands, shape_of
+from autopar.ops.operands import arguments, op_name, operands, shape_of
 
 Words = list[str]
 

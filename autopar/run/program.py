@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from autopar import devices
 from autopar.capture.batch import BatchStructure, flatten_batch
-from autopar.check import check_program
+from autopar.checks.types import check_program
 from autopar.devices import Cluster
 from autopar.errors import BatchError, LaunchError, UsageError
 from autopar.graph import Graph
@@ -58,7 +58,7 @@ class Program:
         max_norm: the largest 2-norm of the gradients.
         port: where local processes meet on 127.0.0.1; 0 for any free one.
         timeout_s: how long a collective may wait.
-        type_check: whether the type checker goes over the folder first (``autopar.check``).
+        type_check: whether the type checker goes over the folder first (``autopar.checks.types``).
 
     Raises:
         ProgramError: the folder holds no program, or one that is ill-typed: an edit took a collective out, or added one.

@@ -10,9 +10,9 @@ from torch import fx
 
 from autopar.flow import gradient_flow
 from autopar.graph import Graph, LayerClass
+from autopar.ops.operands import op_name, operands
 from autopar.plan import Role
 from autopar.rules import has_rule
-from autopar.rules.operands import op_name, operands
 from autopar.rules.traffic import OF_MICROBATCHES
 from autopar.shard.conversions import conversions
 from autopar.shard.plan import role_types

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from autopar.flow import returned_nodes
 from autopar.graph import LayerClass
-from autopar.rules import operands
+from autopar.ops.operands import operands
 from autopar.sharding import AxisTypes
 from autopar.types import SpmdType
 

@@ -7,8 +7,8 @@ import math
 from autopar.errors import UsageError
 from autopar.flow import placeholders
 from autopar.graph import Graph
+from autopar.ops.operands import is_tensor, operands, shape_of
 from autopar.plan import Axis, Plan, Role, Strategy
-from autopar.rules.operands import is_tensor, operands, shape_of
 from autopar.rules.padding import padding
 from autopar.shard.refusal import refusal
 from autopar.shard.solve import solve

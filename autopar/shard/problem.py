@@ -27,11 +27,11 @@ from torch import fx
 
 from autopar.flow import gradient_flow, output_nodes, placeholders, returned_nodes
 from autopar.graph import LayerClass, Value
+from autopar.ops.cost import op_cost
+from autopar.ops.experts import Experts
+from autopar.ops.operands import op_name, operands
 from autopar.plan import Role
-from autopar.price.roofline import op_cost
-from autopar.rules import Candidate, candidates, operands
-from autopar.rules.experts import Experts
-from autopar.rules.operands import op_name
+from autopar.rules import Candidate, candidates
 from autopar.rules.padding import padded, padding
 from autopar.rules.traffic import kernel_traffic
 from autopar.shard.grid import admits, converts, gathers, stored

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from autopar.graph import Graph
+from autopar.ops.operands import op_name, operands, shape_of
 from autopar.plan import Role
-from autopar.rules.operands import op_name, operands, shape_of
 from autopar.shard.problem import Problem, boundary
 
 

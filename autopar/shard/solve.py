@@ -6,9 +6,9 @@ from functools import lru_cache
 
 from autopar.flow import output_nodes
 from autopar.graph import LayerClass
+from autopar.ops.operands import is_tensor, shape_of
 from autopar.plan import Role
 from autopar.rules import candidates
-from autopar.rules.operands import is_tensor, shape_of
 from autopar.rules.padding import padded, padding
 from autopar.rules.table import TABLE
 from autopar.shard.eliminate import TableTooLargeError, eliminate

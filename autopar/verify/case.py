@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from autopar.check import check_program
+from autopar.checks.collectives import check_collectives
+from autopar.checks.types import check_program
 from autopar.emit import emit
 from autopar.measure import EXACT, Error, compare
 from autopar.plan import Plan
 from autopar.run.pool import WorkerPool
-from autopar.structure import check_structure
 from autopar.verify.remote import UPDATE_LR
 from autopar.verify.subject import Subject
 
@@ -42,7 +42,7 @@ def check_plan(
     assert plan.device_count == pool.count, (plan.device_count, pool.count)
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
         program = Path(folder) / "program"
-        check_structure(emit(subject.graph, plan, program))
+        check_collectives(emit(subject.graph, plan, program))
         stages = check_program(program) if typed else 0
         state = Path(folder) / "initial.pt"
         torch.save(subject.state, state)

@@ -22,8 +22,8 @@ from autopar.emit import emit
 from autopar.emit.stage import layer_attribute
 from autopar.flow import output_nodes
 from autopar.measure import EXACT, Error
+from autopar.ops.operands import op_name
 from autopar.plan import Plan
-from autopar.rules.operands import op_name
 from autopar.run.pool import WorkerPool
 from autopar.types import SpmdType
 from autopar.verify.subject import Subject

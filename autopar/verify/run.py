@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from autopar.check import check_program
+from autopar.checks.types import check_program
 from autopar.compile import check_allowed, fit_plan, read_plan
 from autopar.emit import emit
 from autopar.errors import AutoparError, LaunchError, ProgramError, UsageError

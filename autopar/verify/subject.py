@@ -15,7 +15,7 @@ from autopar.capture.eager import WithoutDropout, prepared
 from autopar.capture.export import call_model
 from autopar.errors import BatchError, ModelError
 from autopar.graph import Graph
-from autopar.rules.operands import op_name
+from autopar.ops.operands import op_name
 from autopar.shard import annotate
 
 _DRAWS = ("kernels_random.uniform", "kernels_random.normal")  # what capture makes of torch's own

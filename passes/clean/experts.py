@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from torch import fx, nn
 from torch.fx.node import map_arg
 
+from autopar.ops.experts import Experts
 from autopar.program.kernels_experts import grouped_linear, of_rows
-from autopar.rules.experts import Experts, is_row_wise
+from autopar.rules.experts import is_row_wise
 from passes.clean.linear import part, pieces, splittable
 from passes.clean.nodes import (
     add,

@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx
 from torch.fx.node import map_arg
 
-from autopar.rules.experts import Experts
+from autopar.ops.experts import Experts
 from passes.clean.nodes import add, argument, arguments, aten, calls, is_pointwise, packet, replace, shape
 
 

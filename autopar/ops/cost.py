@@ -19,8 +19,8 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from autopar.rules.experts import Experts
-from autopar.rules.operands import operands
+from autopar.ops.experts import Experts
+from autopar.ops.operands import operands
 
 # Backward FLOPs of one op over its forward FLOPs, when every floating operand needs a gradient. Matrix products: one
 # product of the same size per operand. Flash attention: five products (one recomputes the scores) for forward's two.

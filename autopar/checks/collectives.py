@@ -24,11 +24,11 @@ from torch import fx
 
 from autopar.errors import ProgramError
 from autopar.flow import gradient_flow, placeholders
+from autopar.ops.cost import tensors
+from autopar.ops.operands import operands
 from autopar.plan import Axis
 from autopar.price.moves import Move, layer_moves, wire
-from autopar.price.roofline import tensors
 from autopar.program import kernels
-from autopar.rules.operands import operands
 from autopar.rules.traffic import kernel_traffic
 from autopar.sharding import Sharding, local_shape
 from autopar.types import Collective, I, P, R, S, SpmdType, conversion
@@ -60,7 +60,7 @@ class Exchange:
         return f"{which} {self.collective} of {self.value} on {', '.join(self.axes)} ({self.bytes} bytes)"
 
 
-def check_structure(program: LocalProgram) -> int:
+def check_collectives(program: LocalProgram) -> int:
     """Check every layer and border of the program; the number of collectives found (equal layers counted once).
 
     Raises ``ProgramError`` naming the layer, the value and the axes where the program is not what was decided and priced.

@@ -82,7 +82,7 @@ _HINT = "a program that was edited lacks a collective or has one too many there;
 
 
 def _check_in_subprocess(path: Path) -> int:
-    command = [sys.executable, "-m", __name__ if __name__ != "__main__" else "autopar.check", str(path)]
+    command = [sys.executable, "-m", __name__ if __name__ != "__main__" else "autopar.checks.types", str(path)]
     world = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in world}
     env["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)

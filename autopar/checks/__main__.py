@@ -1,14 +1,14 @@
-"""``python -m autopar.rules``: execute every line of the table on shards, and print how many there are."""
+"""``python -m autopar.checks``: execute every line of the table on shards, and print how many there are."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from autopar.rules.check import check
-from autopar.rules.dtensor import compare, page
-from autopar.rules.operands import op_name
-from autopar.rules.samples import samples
+from autopar.checks.dtensor import compare, page
+from autopar.checks.rules import check
+from autopar.checks.samples import samples
+from autopar.ops.operands import op_name
 from autopar.rules.table import TABLE
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.checks.rules import Sample, held, sample
+from autopar.checks.sample_experts import gated_experts, plain_experts
 from autopar.program import kernels, kernels_ctc, kernels_norm, kernels_random, kernels_rnn
 from autopar.program.kernels_experts import grouped_linear, of_rows
-from autopar.rules.check import Sample, held, sample
-from autopar.rules.sample_experts import gated_experts, plain_experts
 
 aten = torch.ops.aten
 _generator = torch.Generator().manual_seed(0)

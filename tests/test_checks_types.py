@@ -13,7 +13,7 @@ from exactness import KINDS, subject
 from matrix import check_at_64
 from mutations import ILL_TYPED, UNSEEN, Mutation, break_file
 
-from autopar.check import check_program
+from autopar.checks.types import check_program
 from autopar.emit import emit
 from autopar.errors import ProgramError
 from autopar.search.hand import hand_plan

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from autopar.checks.rules import Report, Sample, check
 from autopar.errors import RuleError
 from autopar.rules.notation import Operand, parse
 from autopar.rules.table import TABLE
-
-if TYPE_CHECKING:
-    from autopar.rules.check import Report
 
 _EXTENTS = (6, 12)
 """Extents of the letters of a made-up call: divisible by 2 and by 3, and not all equal, so that mixed-up letters show."""
@@ -28,8 +26,6 @@ def register_rule(op: str, line: str, *arguments: Any, **keywords: Any) -> Repor
     Returns what was executed. Raises ``RuleError`` if the op is unknown, the line does not parse or fit, or a shard's result or
     gradient differs from the whole op's; the table is then as it was.
     """
-    from autopar.rules.check import Sample, check  # it needs passes.localise, which needs this package
-
     parsed = parse(line)
     target = _target(op)
     key = op.partition(".")[0].replace("::", ".")

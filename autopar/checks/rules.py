@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from autopar.errors import RuleError
+from autopar.ops.operands import aten_names, op_name
 from autopar.rules.candidates import Candidate, candidates
-from autopar.rules.operands import aten_names, op_name
 from autopar.types import SpmdType
 from passes.localise import apply, localised
 

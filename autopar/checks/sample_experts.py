@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autopar.ops.experts import Experts
 from autopar.program.kernels_experts import grouped_linear, of_rows
-from autopar.rules.experts import Experts
 
 aten = torch.ops.aten
 

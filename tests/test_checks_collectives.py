@@ -11,6 +11,7 @@ import pytest
 from exactness import KINDS, subject
 from torch import fx
 
+from autopar.checks.collectives import check_collectives, exchanges, priced
 from autopar.errors import ProgramError, UsageError
 from autopar.flow import gradient_flow
 from autopar.price.memory import precision
@@ -18,7 +19,6 @@ from autopar.price.practice import EMITTED
 from autopar.price.table import build
 from autopar.search.hand import hand_plan, make_mesh
 from autopar.shard import plan_shardings
-from autopar.structure import check_structure, exchanges, priced
 from passes.collectives import convert
 from passes.stages import LocalProgram, cut_stages
 
@@ -38,7 +38,7 @@ def test_every_kind_of_plan_is_emitted_as_it_was_priced(model: str) -> None:
             plan = kind.plan(graph)
         except UsageError:  # not every model admits every kind
             continue
-        counts[kind.name] = check_structure(cut_stages(graph, plan, plan_shardings(graph, plan)))
+        counts[kind.name] = check_collectives(cut_stages(graph, plan, plan_shardings(graph, plan)))
     assert counts["data 2"] == 0 and counts["tensor 2"] > 0 and counts["mixed: tensor 1, 2 and 4"] > counts["tensor 4"]
 
 
@@ -62,7 +62,7 @@ def test_it_takes_milliseconds() -> None:
     """A layer class is checked once, however many layers have it."""
     given = program("llama", data=2, tensor=2)
     start = time.perf_counter()
-    check_structure(given)
+    check_collectives(given)
     assert time.perf_counter() - start < 1.0
 
 
@@ -126,10 +126,10 @@ def fewer_bytes(given: LocalProgram) -> None:
 )
 def test_a_changed_program_is_named(change: Callable[[LocalProgram], None], message: str) -> None:
     given = program("llama", data=2, tensor=2)
-    check_structure(given)
+    check_collectives(given)
     change(given)
     with pytest.raises(ProgramError, match=message) as error:
-        check_structure(given)
+        check_collectives(given)
     assert "fault of autopar's" in (error.value.hint or "")
 
 
@@ -142,7 +142,7 @@ def test_a_dropped_conversion_between_layers_is_named() -> None:
     shortened = replace(stage.crossings[0], steps=())
     changed = replace(given, stages=(replace(stage, crossings=(shortened, *stage.crossings[1:])),))
     with pytest.raises(ProgramError, match=r"the way into layers[.\d]+: .*priced, but not in the program"):
-        check_structure(changed)
+        check_collectives(changed)
 
 
 def test_collectives_on_several_axes_are_one() -> None:

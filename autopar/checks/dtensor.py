@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
+from autopar.checks.rules import RANDOM, Sample, Value, build, check_candidate
 from autopar.errors import RuleError
+from autopar.ops.operands import op_name
 from autopar.rules.candidates import Candidate, candidates
-from autopar.rules.check import RANDOM, Sample, Value, build, check_candidate
-from autopar.rules.operands import op_name
 from autopar.torch_private import RedistributionRefusedError, dtensor_as_placed, fake_store
 from autopar.types import P, R, S, SpmdType
 
