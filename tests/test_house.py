@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from house_figures import figures, sources
 
 import autopar
 
@@ -133,6 +134,11 @@ def test_rooms_import_what_they_may():
             if target not in ALLOWED[room] | LEAVES | {room}:
                 wrong.append(f"{path.relative_to(ROOT)}:{line}: {room} imports {name}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_rooms_and_no_files_import_in_a_circle():
+    found = figures(sources(None))
+    assert found["cycles among packages"] == found["cycles among files"] == []
 
 
 def test_every_room_has_a_row():
