@@ -5,8 +5,9 @@ two steps, in float64; a random plan of it on two processes is emitted, type-che
 ``refused`` (an error of autopar's own), ``wrong`` or ``crash``.
 
 The results have one line for every hundred seeds, with counts by outcome and by feature, and one for every seed that is not exact. A
-run does what the file lacks for this code (``--fresh``: everything); ``--processes 2`` does two hundreds at a time, each with two warm
-processes of its own. ``--show 17`` prints the model of a seed and its outcome; ``--shrink 17`` makes it smaller for as long as it fails
+run does what the file lacks for this code (``--fresh``: everything; ``--keep``: what no code has passed; each line names its code);
+``--processes 2`` does two hundreds at a time, each with two warm processes of its own. ``--show 17`` prints the model of a seed and its
+outcome; ``--shrink 17`` makes it smaller for as long as it fails
 alike. Ends with status 1 if anything is wrong or crashed.
 """
 
@@ -99,18 +100,27 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
 
 
-def kept(lines: Iterable[dict[str, Any]], wanted: list[tuple[int, int]]) -> dict[tuple[int, int], list[dict[str, Any]]]:
-    """The lines that need not be made again, by their hundred."""
+def kept(
+    lines: Iterable[dict[str, Any]], wanted: list[tuple[int, int]], *, of_any_code: bool = False
+) -> dict[tuple[int, int], list[dict[str, Any]]]:
+    """The lines that need not be made again, by their hundred.
+
+    With ``of_any_code``, a hundred of earlier code is among them if nothing in it was wrong and nothing crashed.
+    """
     found: dict[tuple[int, int], list[dict[str, Any]]] = {}
     current: tuple[int, int] | None = None
     for line in lines:
         if "seeds" in line:
             first, last = line["seeds"]
             key = (first, last - first + 1)
-            current = key if key in wanted and line["code"] == code() else None
+            current = key if key in wanted and (line["code"] == code() or (of_any_code and _sound(line))) else None
         if current is not None:
             found.setdefault(current, []).append(line)
     return found
+
+
+def _sound(line: dict[str, Any]) -> bool:
+    return line["outcomes"].keys() <= {"exact", "refused"}
 
 
 def write(path: Path, found: dict[tuple[int, int], list[dict[str, Any]]]) -> None:
@@ -184,6 +194,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="the first")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--fresh", action="store_true", help="do every hundred anew")
+    parser.add_argument("--keep", action="store_true", help="keep what passed, whatever code it was of")
     parser.add_argument("--processes", type=int, default=1, help="how many hundreds at a time")
     parser.add_argument("--show", type=int, metavar="SEED", help="print the model of a seed and its outcome")
     parser.add_argument("--shrink", type=int, metavar="SEED", help="the same of a model that is made smaller")
@@ -201,7 +212,7 @@ def main() -> int:
             return show(args.show if args.show is not None else args.shrink, args.shrink is not None)
         last = args.seed + args.count
         wanted = [(first, min(HUNDRED, last - first)) for first in range(args.seed, last, HUNDRED)]
-        found = {} if args.fresh else kept(read(args.results), wanted)
+        found = {} if args.fresh else kept(read(args.results), wanted, of_any_code=args.keep)
         columns = (TextColumn("{task.description:40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True)) as progress:
             task = progress.add_task("random models", total=args.count, completed=sum(key[1] for key in found))

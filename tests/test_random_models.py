@@ -149,6 +149,11 @@ def test_results_are_counted_and_taken_up_again(monkeypatch: pytest.MonkeyPatch)
         {"seed": 107, "outcome": "refused", "message": "torch.export refused /c.py:9 `y`: blocks.1.fc12 has 4 rows"},
     ]
     assert kept(lines, [(0, 100), (100, 100)]) == {(0, 100): lines[:3]}
+    lines.append(
+        {"seeds": [200, 299], "outcomes": {"exact": 99, "refused": 1}, "planned": 60, "features": {}, "code": "before"}
+    )
+    assert kept(lines, [(100, 100), (200, 100)], of_any_code=True) == {(200, 100): lines[5:]}
+    del lines[5:]
     assert reason(lines[1]["message"]) == reason(lines[4]["message"])
     words = summary(lines)
     assert "200 models: 196 exact, 2 refused, 2 wrong; 120 of them run" in words and "tie: 18 exact, 2 wrong" in words
