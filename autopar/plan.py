@@ -22,7 +22,7 @@ class Role(Enum):
     TENSOR_ROWS = "tensor+rows"  # likewise, but multiplied as they are: the terms of a sum are scattered over rows
     ULYSSES = "ulysses"  # activations cut along the sequence, attention along the heads
     RING = "ring"  # activations cut along the sequence, keys and values rotate
-    EXPERT = "expert"  # activations cut along the batch, experts dealt out
+    EXPERT = "expert"  # activations cut along the batch, experts distributed
     IDLE = "idle"  # every rank of the axis does the same work
 
     __hash__ = (
@@ -146,7 +146,7 @@ class Strategy:
 
     @property
     def dense(self) -> Strategy:
-        """The same for a layer that has no experts: the axes that deal them out deal out the batch."""
+        """The same for a layer that has no experts: the axes that distribute them distribute the batch."""
         return dataclasses.replace(self, roles=tuple(Role.DATA if r is Role.EXPERT else r for r in self.roles))
 
     def degree(self, mesh: tuple[Axis, ...], *roles: Role) -> int:

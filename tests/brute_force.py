@@ -60,8 +60,15 @@ def random_chunks(seed: int, family: str) -> tuple[Graph, Devices, RandomPricer,
     graph, cluster, pricer = random_problem(seed, layers=rng.choice([4, 4, 5]), devices=(2, 2, 4))
     limits = [rng.choice([90, 150, 220, 300, 10_000]) for _ in range(2)]
     kinds = tuple((rng.choice([1.0, 2.0]), limit) for limit in limits) if rng.random() < 0.3 else ()
-    dealt = {"schedule": "interleaved-1f1b"}
-    chosen = [dealt, dealt, {"chunks": 2}, dealt, {"pipeline": 2} | dealt, {"chunks": 2, "microbatches": 2}]
+    interleaved = {"schedule": "interleaved-1f1b"}
+    chosen = [
+        interleaved,
+        interleaved,
+        {"chunks": 2},
+        interleaved,
+        {"pipeline": 2} | interleaved,
+        {"chunks": 2, "microbatches": 2},
+    ]
     pins: dict[str, Any] = rng.choice(chosen)
     if family == "any chunks":
         pins = rng.choice([{"pipeline": 2}, {"pipeline": 2}, {"pipeline": 2, "microbatches": 2}, {"tensor": 1}])

@@ -21,7 +21,7 @@ from written_models import WRITTEN
 
 from autopar.graph import Graph
 from autopar.plan import Plan, Role, Strategy
-from autopar.search.hand import hand_plan, make_mesh
+from autopar.search.manual import make_mesh, manual_plan
 from autopar.verify import Kind, Outcome, Subject, alternating, check_plan, ends, kind, kinds, make_subject
 
 ROWS = 8
@@ -194,7 +194,7 @@ def _three_degrees(graph: Graph) -> Plan:
     ]
     outer = ends(graph)
     strategies = {i: cycle[0] if i in outer else cycle[i % len(cycle)] for i in range(len(graph.layers))}
-    return hand_plan(graph, mesh=mesh, strategies=strategies)
+    return manual_plan(graph, mesh=mesh, strategies=strategies)
 
 
 def _sequence_roles(graph: Graph) -> Plan:
@@ -209,7 +209,7 @@ def _sequence_roles(graph: Graph) -> Plan:
     ]
     outer = ends(graph)
     strategies = {i: cycle[1] if i in outer else cycle[i % len(cycle)] for i in range(len(graph.layers))}
-    return hand_plan(graph, mesh=mesh, strategies=strategies)
+    return manual_plan(graph, mesh=mesh, strategies=strategies)
 
 
 KINDS: tuple[Kind, ...] = (

@@ -38,7 +38,7 @@ from autopar.emit import emit
 from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.plan import Plan, Role, Strategy
-from autopar.search.hand import hand_plan, make_mesh
+from autopar.search.manual import make_mesh, manual_plan
 from autopar.shard import annotate
 from autopar.verify import Kind, Subject, check_plan
 from autopar.verify.mixtures import describe, draw
@@ -88,7 +88,7 @@ def plan_at_64(graph: Graph, kind: Kind) -> Plan:
         i: Strategy((Role.DATA, *layer.strategy.roles), layer.strategy.zero, layer.strategy.recompute)
         for i, layer in enumerate(small.layers)
     }
-    return hand_plan(graph, mesh=mesh, strategies=wider, microbatches=small.microbatches)
+    return manual_plan(graph, mesh=mesh, strategies=wider, microbatches=small.microbatches)
 
 
 def check_at_64(model: str, kind: Kind) -> int:

@@ -46,7 +46,7 @@ from autopar.errors import AutoparError, RuleError
 from autopar.ops.operands import op_name
 from autopar.plan import Role, Strategy
 from autopar.rules import table, views
-from autopar.search.hand import hand_plan, make_mesh
+from autopar.search.manual import make_mesh, manual_plan
 from autopar.shard.solve import _solve
 from autopar.verify.case import compare_step
 from autopar.verify.mixtures import describe
@@ -319,7 +319,7 @@ def caught(mutation: Mutation, pools: dict[int, WorkerPool]) -> dict[str, str]:
             folder = Path(root) / "program"
             local: Any = None
             with _catching("passes", found):
-                plan = hand_plan(given.graph, **mutation.options)
+                plan = manual_plan(given.graph, **mutation.options)
                 local = emit(given.graph, plan, folder)
             if local is None:
                 return found
@@ -371,7 +371,7 @@ def _run(given: Any, folder: Path, pool: WorkerPool) -> None:
 
 
 def line_of(mutation: Mutation, pools: dict[int, WorkerPool]) -> dict[str, Any]:
-    plan = describe(hand_plan(subject(mutation.model).graph, **mutation.options))
+    plan = describe(manual_plan(subject(mutation.model).graph, **mutation.options))
     line = {"mutation": mutation.name, "breaks": mutation.breaks, "model": mutation.model, "plan": plan}
     return line | {"caught": caught(mutation, pools)}
 

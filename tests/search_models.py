@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from autopar.graph import Graph, Layer, LayerClass, Value
 from autopar.plan import OFFLOADS, RECOMPUTATIONS, SPLIT, Axis, Role, Strategy
-from autopar.search.hand import make_mesh
+from autopar.search.manual import make_mesh
 from autopar.search.options import SearchOptions
 from autopar.search.problem import Choice
 from autopar.search.schedules import device_order
@@ -276,15 +276,15 @@ def outer_choices(graph: Graph, cluster: Devices, options: SearchOptions) -> Ite
             for m in range(1, graph.batch_size + 1):
                 if graph.batch_size % m or options.microbatches not in (None, m):
                     continue
-                dealt = options.schedule in ("interleaved-1f1b", *SPLIT) or (options.chunks or 1) > 1
+                interleaved = options.schedule in ("interleaved-1f1b", *SPLIT) or (options.chunks or 1) > 1
                 schedule = "none" if p == 1 else options.schedule or ("1f1b" if m >= p else "gpipe")
-                if (schedule != "1f1b" or m >= p) and (options.schedule != "none" or p == 1) and not dealt:
+                if (schedule != "1f1b" or m >= p) and (options.schedule != "none" or p == 1) and not interleaved:
                     yield Choice(mesh, p, m, schedule)
                 schedule = options.schedule or "interleaved-1f1b"
                 few, many = {"zero-bubble": (1, 8), "zbv": (2, 2), "dualpipev": (2, 2)}.get(schedule, (2, 8))
                 for chunks in range(few, min(many, len(graph.layers) // p) + 1):
                     rounds = {"zbv": True, "dualpipev": m >= 2 * p}.get(schedule, m < p or m % (m // p) == 0)
-                    if p > 1 and dealt and options.chunks in (None, chunks) and rounds:
+                    if p > 1 and interleaved and options.chunks in (None, chunks) and rounds:
                         yield Choice(mesh, p, m, schedule, chunks=chunks)
 
 

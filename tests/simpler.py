@@ -34,7 +34,7 @@ from autopar.graph import Graph
 from autopar.plan import Plan, Role, Strategy
 from autopar.price import Pricer
 from autopar.search import SearchOptions, evaluate, make_mesh, search
-from autopar.search.hand import default_schedule, even_cuts
+from autopar.search.manual import default_schedule, even_cuts
 from autopar.search.options import LayerPins
 from autopar.search.problem import divisors, meshes, strategies, tied_groups
 from autopar.shard import annotate
@@ -207,7 +207,7 @@ def bucketed(problem: Problem) -> Plan | None:
         for m in divisors(problem.graph.batch_size):
             if (pipeline > 1 and m < pipeline) or (m > 1 and problem.graph.unmicrobatchable):
                 continue
-            for chosen in tied_alike(problem.graph, dealt(problem, mesh, cuts, m)):
+            for chosen in tied_alike(problem.graph, by_budget(problem, mesh, cuts, m)):
                 plan = written(problem, mesh, cuts, chosen, m)
                 if plan and not over(problem, plan) and better(problem, plan, best):
                     best = plan
@@ -230,7 +230,7 @@ def tied_alike(graph: Graph, chosen: list[Strategy] | None) -> Iterator[list[Str
         yield alike
 
 
-def dealt(problem: Problem, mesh: tuple, cuts: tuple, m: int) -> list[Strategy] | None:
+def by_budget(problem: Problem, mesh: tuple, cuts: tuple, m: int) -> list[Strategy] | None:
     """Each stage's layers by dynamic programming on a bucketed memory axis; resharding is in the costs, per pair of roles."""
     options = SearchOptions(roles=(Role.TENSOR, Role.TENSOR_SEQUENCE))
     every = strategies(mesh, problem.graph.batch_size // m, problem.cluster.gpus_per_node, options, LayerPins())

@@ -18,7 +18,7 @@ from autopar.checks.collectives import check_collectives
 from autopar.checks.types import check_program
 from autopar.emit import emit
 from autopar.measure import compare
-from autopar.search.hand import hand_plan
+from autopar.search.manual import manual_plan
 from autopar.shard import annotate
 
 # bfloat16 has 8 bits: each rounding is 2^-9 = 0.2 %, and a gradient passes some tens of them that partly cancel.
@@ -80,7 +80,7 @@ def test_losses_are_not_rounded(options: dict[str, int], workers2: WorkerPool, t
         model, ids = Tokens(), torch.randint(32, (8, 16))
         target = torch.randint(32, (8, 16)) if loss_fn is token_loss else torch.randn(8, 16, 32)
         graph = annotate(capture(model, (ids, target), loss_fn, precision="bfloat16"))
-        plan = dataclasses.replace(hand_plan(graph, **options), precision="bfloat16")
+        plan = dataclasses.replace(manual_plan(graph, **options), precision="bfloat16")
         check_collectives(emit(graph, plan, tmp_path))
         assert check_program(tmp_path) == 1
         state = tmp_path / "state.pt"

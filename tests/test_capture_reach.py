@@ -13,7 +13,7 @@ from workers import WorkerPool
 from autopar.capture import capture
 from autopar.emit import emit
 from autopar.run.folder import import_runtime, program_modules
-from autopar.search.hand import hand_plan
+from autopar.search.manual import manual_plan
 from autopar.shard import annotate
 
 ROWS, WIDTH = 8, 6
@@ -120,7 +120,7 @@ def test_the_optimizer_leaves_the_others_alone(workers2: WorkerPool, tmp_path: A
         torch.manual_seed(0)
         model, x = Cases(CASES[case]).double(), torch.randn(ROWS, WIDTH, dtype=torch.float64)
         graph = annotate(capture(model, (x,)))
-        emit(graph, hand_plan(graph, **options), tmp_path)
+        emit(graph, manual_plan(graph, **options), tmp_path)
         state = {name: value.detach().clone() for name, value in model.state_dict().items()}
         batch = {graph.inputs[0].name: x}
         found = workers2.run("test_capture_reach:train", str(tmp_path), state, batch)[0]

@@ -17,7 +17,7 @@ from autopar.flow import gradient_flow
 from autopar.price.memory import precision
 from autopar.price.practice import EMITTED
 from autopar.price.table import build
-from autopar.search.hand import hand_plan, make_mesh
+from autopar.search.manual import make_mesh, manual_plan
 from autopar.shard import plan_shardings
 from passes.collectives import convert
 from passes.stages import LocalProgram, cut_stages
@@ -25,7 +25,7 @@ from passes.stages import LocalProgram, cut_stages
 
 def program(model: str, **options: object) -> LocalProgram:
     graph = subject(model).graph
-    plan = hand_plan(graph, **options)  # type: ignore[arg-type]
+    plan = manual_plan(graph, **options)  # type: ignore[arg-type]
     return cut_stages(graph, plan, plan_shardings(graph, plan))
 
 

@@ -16,7 +16,7 @@ from mutations import ILL_TYPED, UNSEEN, Mutation, break_file
 from autopar.checks.types import check_program
 from autopar.emit import emit
 from autopar.errors import ProgramError
-from autopar.search.hand import hand_plan
+from autopar.search.manual import manual_plan
 
 Programs = Callable[[str, dict[str, Any]], Path]
 
@@ -37,7 +37,7 @@ def programs() -> Iterator[Programs]:
             key = f"{model} {options}"
             if key not in made:
                 made[key] = Path(root) / str(len(made))
-                emit(subject(model).graph, hand_plan(subject(model).graph, **options), made[key])
+                emit(subject(model).graph, manual_plan(subject(model).graph, **options), made[key])
             return made[key]
 
         yield program

@@ -13,7 +13,7 @@ from workers import WorkerPool
 
 from autopar.capture import capture
 from autopar.errors import CaptureError
-from autopar.search.hand import hand_plan
+from autopar.search.manual import manual_plan
 from autopar.verify import check_plan, make_subject
 from autopar.verify.attacks import hold
 
@@ -80,7 +80,7 @@ def test_equals_eager(loss: Loss, workers2: WorkerPool) -> None:
     assert hold(subject).exact
     assert not subject.graph.opaque and not subject.graph.replicated
     for options in ({"data": 2, "zero": 3}, {"pipeline": 2, "microbatches": 2}):
-        outcome = check_plan(subject, hand_plan(subject.graph, **options), workers2)
+        outcome = check_plan(subject, manual_plan(subject.graph, **options), workers2)
         assert outcome.error.exact, (options, outcome.error)
 
 

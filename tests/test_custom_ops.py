@@ -18,7 +18,7 @@ from autopar.emit import emit
 from autopar.errors import ProgramError
 from autopar.graph import Graph
 from autopar.rules.table import TABLE
-from autopar.search.hand import hand_plan
+from autopar.search.manual import manual_plan
 from autopar.shard import annotate
 from autopar.verify import Subject, check_plan, make_subject
 
@@ -39,7 +39,7 @@ def rule() -> Iterator[None]:
 
 
 def program(graph: Graph, folder: Path, **options: int) -> str:
-    emit(graph, hand_plan(graph, **options), folder)
+    emit(graph, manual_plan(graph, **options), folder)
     return (folder / "model.py").read_text()
 
 
@@ -56,7 +56,7 @@ def test_without_a_rule_the_op_is_whole_and_named(subject: Subject, tmp_path: Pa
 def test_with_a_rule_it_is_sharded_and_exact(
     options: dict[str, int], subject: Subject, rule: None, workers2: WorkerPool
 ) -> None:
-    outcome = check_plan(subject, hand_plan(subject.graph, **options), workers2)
+    outcome = check_plan(subject, manual_plan(subject.graph, **options), workers2)
     assert outcome.error.exact and outcome.stages_typed == 1
 
 
@@ -83,5 +83,5 @@ def test_an_op_that_cannot_be_imported_is_refused(tmp_path: Path) -> None:
 
     given = make_subject(Doubled(), torch.randn(4, 8, dtype=torch.float64), name="doubled")
     with pytest.raises(ProgramError, match="no Python module is known to define the op homeless.twice") as refused:
-        emit(given.graph, hand_plan(given.graph, data=2), tmp_path)
+        emit(given.graph, manual_plan(given.graph, data=2), tmp_path)
     assert "torch.library.custom_op" in str(refused.value.hint)

@@ -14,7 +14,7 @@ from workers import WorkerPool
 
 from autopar.capture import capture
 from autopar.errors import CaptureError
-from autopar.search.hand import hand_plan
+from autopar.search.manual import manual_plan
 from autopar.verify import check_plan, make_subject
 
 
@@ -145,7 +145,7 @@ def test_programs_are_exact(
 ) -> None:
     torch.manual_seed(0)
     subject = make_subject(Differentiating(act).double(), batch(), F.mse_loss)
-    assert check_plan(subject, hand_plan(subject.graph, **options), workers2).error.exact
+    assert check_plan(subject, manual_plan(subject.graph, **options), workers2).error.exact
 
 
 def dropped(model: Any, h: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from autopar.emit import emit, layouts, model_source
 from autopar.emit.names import Names, identifier
 from autopar.graph import Graph
 from autopar.plan import Plan
-from autopar.search.hand import hand_plan
+from autopar.search.manual import manual_plan
 from autopar.shard import plan_shardings
 from passes.stages import LocalProgram, cut_stages
 
@@ -44,7 +44,7 @@ CASES: dict[str, tuple[str, Any]] = {
 def plan_of(graph: Graph, how: Any) -> Plan:
     if isinstance(how, str):
         return next(kind for kind in KINDS if kind.name == how).plan(graph)
-    return hand_plan(graph, **how)
+    return manual_plan(graph, **how)
 
 
 def local(graph: Graph, plan: Plan) -> LocalProgram:
@@ -121,7 +121,7 @@ def test_every_name_is_bound_once_in_its_scope(name: str) -> None:
 
 def test_layouts_describe_every_parameter_of_every_stage() -> None:
     graph = subject("gpt2").graph
-    program = local(graph, hand_plan(graph, pipeline=2, tensor=2, microbatches=2))
+    program = local(graph, manual_plan(graph, pipeline=2, tensor=2, microbatches=2))
     records = layouts(program)
     by_original: dict[Any, list[dict[str, Any]]] = {}
     for record in records:
@@ -199,7 +199,7 @@ def test_hostile_names_make_a_program(tmp_path: Path, options: dict[str, Any]) -
     model = Hostile().double()
     batch = (torch.randn(8, 2, 8, dtype=torch.float64), torch.randn(8, 2, 4, dtype=torch.float64))
     graph = capture(model, batch, nn.functional.mse_loss, precision="float64")
-    program = emit(graph, hand_plan(graph, **options), tmp_path)
+    program = emit(graph, manual_plan(graph, **options), tmp_path)
     ast.parse((tmp_path / "model.py").read_text())
     assert check_program(tmp_path) == 1
     records = layouts(program)
@@ -225,7 +225,7 @@ def test_names_that_become_alike_stay_apart(tmp_path: Path) -> None:
         use(last, "end", ("v.w", "v_w"), ("loss",)),
     )
     graph = whole("alike", (first, block, last), layers)
-    emit(graph, hand_plan(graph, data=2), tmp_path)
+    emit(graph, manual_plan(graph, data=2), tmp_path)
     text = (tmp_path / "model.py").read_text()
     names = attributes(text)
     assert len(names) == len(set(names)) == 4, names

@@ -14,7 +14,7 @@ from workers import WorkerPool
 from autopar.capture import capture, check_capture, flatten_batch, reference
 from autopar.errors import CaptureError, LaunchError
 from autopar.program.guards import GuardError
-from autopar.search.hand import hand_plan
+from autopar.search.manual import manual_plan
 from autopar.verify import check_plan, make_subject
 from autopar.verify.attacks import hold
 from autopar.verify.subject import with_batch
@@ -180,7 +180,7 @@ def test_without_values_it_stays_refused() -> None:
 )
 def test_programs_are_exact_and_check_the_whole_batch(options: dict[str, Any], workers2: WorkerPool) -> None:
     subject = make_subject(model(branch), batch())
-    plan = hand_plan(subject.graph, **options)
+    plan = manual_plan(subject.graph, **options)
     assert check_plan(subject, plan, workers2).error.exact  # the ignored label is in one rank's rows alone
 
 
@@ -189,4 +189,4 @@ def test_a_program_refuses_another_answer(workers2: WorkerPool) -> None:
     subject = make_subject(given, batch())
     other = with_batch(subject, given, make_subject(given, batch(ignored=0)).batch, None)
     with pytest.raises(LaunchError, match="True for the batch that the program was captured with and is False now"):
-        check_plan(subject, hand_plan(subject.graph, data=2), workers2, attack=other)
+        check_plan(subject, manual_plan(subject.graph, data=2), workers2, attack=other)

@@ -18,7 +18,7 @@ from autopar.capture import capture, flatten_batch
 from autopar.capture.reference import run
 from autopar.errors import CaptureError
 from autopar.graph import Graph
-from autopar.search.hand import hand_plan
+from autopar.search.manual import manual_plan
 from autopar.shard import annotate
 from autopar.verify import check_plan, make_subject
 
@@ -120,5 +120,5 @@ def test_writes_survive_sharding(name: str, workers2: WorkerPool) -> None:
     subject = make_subject(Model(PATTERNS[name]), batch(), F.mse_loss, name=name)
     cut = 1 if annotate(subject.graph).unmicrobatchable else 2
     for options in ({"data": 2, "microbatches": cut}, {"tensor": 2}):
-        outcome = check_plan(subject, hand_plan(subject.graph, **options), workers2)
+        outcome = check_plan(subject, manual_plan(subject.graph, **options), workers2)
         assert outcome.error.exact and outcome.stages_typed == 1

@@ -24,7 +24,7 @@ from autopar.errors import UsageError
 from autopar.measure import EXACT, compare
 from autopar.plan import MICROBATCH_STATISTICS, Plan
 from autopar.search import SearchOptions
-from autopar.search.hand import hand_plan
+from autopar.search.manual import manual_plan
 from autopar.shard import plan_shardings
 from autopar.verify import check_plan, make_subject
 
@@ -77,7 +77,7 @@ def test_negatives_of_the_same_microbatch(model: Any, microbatches: int, workers
     torch.manual_seed(0)
     module, batch, loss_fn = model()
     given = make_subject(module, batch, loss_fn, microbatches=microbatches)
-    outcome = check_plan(given, hand_plan(given.graph, data=2, microbatches=microbatches), workers2)
+    outcome = check_plan(given, manual_plan(given.graph, data=2, microbatches=microbatches), workers2)
     assert outcome.error.exact, outcome.error
 
 
@@ -94,7 +94,7 @@ def test_a_model_that_couples_nothing_stays_exact(workers2: WorkerPool) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(8, 8)
     given = make_subject(model, (x, torch.randn(8, 4)), nn.functional.mse_loss, microbatches=2)
-    plan = hand_plan(given.graph, data=2, microbatches=2)
+    plan = manual_plan(given.graph, data=2, microbatches=2)
     assert given.graph.accumulated == 1 and plan.allow == ()
     assert check_plan(given, plan, workers2).error.exact
 
@@ -134,7 +134,7 @@ class TestPlanning:
     def test_another_number_than_captured_is_refused(self) -> None:
         graph = subject("resnet by microbatch").graph
         with pytest.raises(UsageError, match="captured as 2 microbatches"):
-            plan_shardings(graph, hand_plan(graph, microbatches=4))
+            plan_shardings(graph, manual_plan(graph, microbatches=4))
 
     def test_what_may_be_allowed(self) -> None:
         for allow in ({"anything"}, "microbatch_statistics"):

@@ -15,7 +15,7 @@ from workers import WorkerPool
 
 import autopar.program
 from autopar.errors import CaptureError
-from autopar.search.hand import hand_plan
+from autopar.search.manual import manual_plan
 from autopar.verify import check_plan
 
 RUNTIME_FILES = Path(autopar.program.__file__).parent
@@ -44,7 +44,7 @@ def pools(workers2: WorkerPool) -> Iterator[dict[int, WorkerPool]]:
 def test_a_fault_is_caught(mutation: Mutation, pools: dict[int, WorkerPool]) -> None:
     given = subject(mutation.model)
     if mutation.breaks != "rule":
-        assert check_plan(given, hand_plan(given.graph, **mutation.options), pools[2]).error.exact
+        assert check_plan(given, manual_plan(given.graph, **mutation.options), pools[2]).error.exact
     assert set(caught(mutation, pools)) == TRIED[mutation.name]
 
 

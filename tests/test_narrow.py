@@ -23,7 +23,7 @@ from autopar.graph import Graph
 from autopar.plan import NARROW, NARROW_GRADIENTS, NARROW_MOMENTS, Plan
 from autopar.price.memory import precision, state_bytes
 from autopar.run import remote
-from autopar.search import SearchOptions, hand_plan
+from autopar.search import SearchOptions, manual_plan
 from autopar.shard import annotate
 
 WIDTH = 512
@@ -83,7 +83,7 @@ def test_the_price_counts_what_a_program_of_16_bits_keeps(zero: int, workers2: W
     torch.manual_seed(0)
     model, batch, _ = MODELS["llama"]()
     graph = annotate(capture(model.train(), batch, precision="bfloat16", name="llama"))
-    plan = hand_plan(graph, data=2, zero=zero, precision="bfloat16")
+    plan = manual_plan(graph, data=2, zero=zero, precision="bfloat16")
     emit(graph, plan, tmp_path)
     ranks = workers2.run("test_narrow:kept", str(tmp_path), flatten_batch(graph.structure, batch))
     numel = sum(p.numel() for p in model.parameters())

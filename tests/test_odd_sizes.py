@@ -22,7 +22,7 @@ from autopar.plan import Role, Strategy
 from autopar.price import Pricer
 from autopar.rules.padding import Padding, padding
 from autopar.run import remote
-from autopar.search.hand import make_mesh
+from autopar.search.manual import make_mesh
 from autopar.shard import role_types
 from autopar.verify import kind
 

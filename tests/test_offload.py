@@ -27,7 +27,7 @@ from autopar.plan import OFFLOADS, Plan, Role, Strategy
 from autopar.price import Pricer
 from autopar.price.layer import LayerPrice
 from autopar.program.offload import _Storage, saved
-from autopar.search import SearchOptions, driver, evaluate, hand_plan, make_mesh, price_pins, search
+from autopar.search import SearchOptions, driver, evaluate, make_mesh, manual_plan, price_pins, search
 from autopar.search.options import pins_by_layer
 from autopar.verify import kind
 
@@ -39,7 +39,7 @@ def offloaded(plan: Plan, offload: str) -> Plan:
 
 
 def test_the_plan_says_it_and_reads_it_back() -> None:
-    plan = hand_plan(subject("mlp").graph, data=2)
+    plan = manual_plan(subject("mlp").graph, data=2)
     assert plan.to_json()["layers"][0]["offload"] == "none"
     for offload in OFFLOADS:
         written = offloaded(plan, offload)
@@ -55,7 +55,7 @@ def test_the_plan_says_it_and_reads_it_back() -> None:
 def test_what_has_no_program_yet_is_refused(offload: str, tmp_path: Path) -> None:
     graph = subject("mlp").graph
     with pytest.raises(UsageError, match="in the host's memory"):
-        emit(graph, offloaded(hand_plan(graph, data=2), offload), tmp_path)
+        emit(graph, offloaded(manual_plan(graph, data=2), offload), tmp_path)
 
 
 # -- prices ----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from autopar.errors import LaunchError, ProgramError, UsageError
 from autopar.graph import Graph
 from autopar.plan import Plan
 from autopar.run import Program
-from autopar.search.hand import hand_plan
+from autopar.search.manual import manual_plan
 from autopar.shard import annotate
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -45,7 +45,7 @@ def branching() -> nn.Module:
 def program(module: nn.Module, folder: Path, **options: Any) -> tuple[Model, Graph, Plan]:
     model = Model(module).double()
     graph = annotate(capture(model, batch(1), None))
-    plan = hand_plan(graph, **options)
+    plan = manual_plan(graph, **options)
     emit(graph, plan, folder)
     return model, graph, plan
 
@@ -79,7 +79,7 @@ def test_a_module_that_capture_keeps_whole_equals_eager(module: Callable[[], nn.
     torch.manual_seed(0)
     model = Model(module().double(), opaque=False).double()
     graph = annotate(capture(model, batch(1), None))
-    plan = hand_plan(graph, tensor=2)
+    plan = manual_plan(graph, tensor=2)
     emit(graph, plan, tmp_path)
     loss = model(**batch(1))
     loss.backward()

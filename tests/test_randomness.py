@@ -17,7 +17,7 @@ from autopar.emit import emit
 from autopar.graph import Graph
 from autopar.measure import EXACT, compare
 from autopar.run.folder import import_runtime, program_modules
-from autopar.search.hand import hand_plan
+from autopar.search.manual import manual_plan
 from autopar.shard import annotate
 
 PIPELINE: dict[str, Any] = {"pipeline": 2, "microbatches": 2, "schedule": "1f1b"}
@@ -51,7 +51,7 @@ def run(
 ) -> Any:
     """For every rank and seed: the losses of some steps without updates, what was drawn, and (on rank 0) the last gradients."""
     graph, state, batch = dropping(*drops)
-    emit(graph, hand_plan(graph, **plan), folder)
+    emit(graph, manual_plan(graph, **plan), folder)
     return pool.run("test_randomness:steps", str(folder), state, batch, seeds)
 
 
@@ -191,7 +191,7 @@ def train(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor], optim
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_weight_of_two_stages_counts_once_in_the_norm(optimizer: str, workers2: WorkerPool, tmp_path: Path) -> None:
     graph, state, batch = dropping(0.0, 0.0)
-    emit(graph, hand_plan(graph, **PIPELINE), tmp_path)
+    emit(graph, manual_plan(graph, **PIPELINE), tmp_path)
     losses, trained = workers2.run("test_randomness:train", str(tmp_path), state, batch, optimizer)[0]
     model = gpt2()
     update = OPTIMIZERS[optimizer](model.parameters())

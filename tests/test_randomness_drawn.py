@@ -22,7 +22,7 @@ from autopar.emit import emit
 from autopar.errors import CaptureError
 from autopar.graph import Graph
 from autopar.run.folder import import_runtime, program_modules
-from autopar.search.hand import hand_plan
+from autopar.search.manual import manual_plan
 from autopar.shard import annotate
 
 
@@ -95,7 +95,7 @@ def steps(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor], seeds
 
 def run(pool: WorkerPool, folder: Path, seeds: list[int], **plan: Any) -> Any:
     graph, state, batch = net()
-    emit(graph, hand_plan(graph, **plan), folder)
+    emit(graph, manual_plan(graph, **plan), folder)
     assert check_program(folder) == 1
     return pool.run("test_randomness_drawn:steps", str(folder), state, batch, seeds)
 

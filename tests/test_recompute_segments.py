@@ -21,7 +21,7 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.plan import Plan, Role, Strategy
 from autopar.price import Pricer
 from autopar.program.segments import as_one
-from autopar.search import SearchOptions, evaluate, hand_plan, make_mesh, search
+from autopar.search import SearchOptions, evaluate, make_mesh, manual_plan, search
 from autopar.search.options import pins_by_layer
 from autopar.search.problem import sizes_of_segments, strategies
 from autopar.search.timeline import kept
@@ -59,7 +59,7 @@ class TestWhichLayers:
 
     def test_embeddings_and_heads_are_alone(self) -> None:
         graph = subject("llama").graph
-        plan = hand_plan(graph, segment=3)
+        plan = manual_plan(graph, segment=3)
         assert [layer.strategy.segment for layer in plan.layers] == [1, 3, 3, 3, 3, 1]
         assert all(layer.strategy.recompute for layer in plan.layers)
         assert Plan.from_json(plan.to_json()) == plan
@@ -115,7 +115,7 @@ class TestMemory:
 class TestText:
     def test_each_segment_is_one_call_of_its_stage(self) -> None:
         graph = subject("llama").graph
-        plan = hand_plan(graph, tensor=2, segment=3)
+        plan = manual_plan(graph, tensor=2, segment=3)
         text = model_source(cut_stages(graph, plan, plan_shardings(graph, plan)))
         assert "import segments" in text and text.count("segments.as_one((") == 2
         assert "segments.as_one((self.model_layers_3,), hidden" in text
@@ -159,7 +159,7 @@ class TestPins:
             pins_by_layer(GRAPH, SearchOptions(segment=2, offload="both"))
         for options in ({"recompute": "selective"}, {"offload": "activations"}):
             with pytest.raises(UsageError, match="segment of 2 layers is recomputed in full"):
-                hand_plan(GRAPH, segment=2, **options)  # type: ignore[arg-type]
+                manual_plan(GRAPH, segment=2, **options)  # type: ignore[arg-type]
         tried = strategies(MESH, BATCH, 8, SearchOptions(segment=2, offload="any"), sizes_of_segments=(2,))
         assert {way.offload for way in tried} == {"none", "optimizer"}
 

@@ -15,8 +15,8 @@ from autopar.errors import UsageError
 from autopar.plan import RECOMPUTATIONS, Plan, Role, Strategy
 from autopar.price import Pricer
 from autopar.program.selective import keep, selectively
-from autopar.search import SearchOptions, hand_plan
-from autopar.search.hand import make_mesh
+from autopar.search import SearchOptions, manual_plan
+from autopar.search.manual import make_mesh
 from autopar.shard import plan_shardings
 from passes.stages import cut_stages
 
@@ -84,7 +84,7 @@ def test_the_price_counts_the_bytes_that_the_program_keeps(model: str, role: Rol
     pricer = Pricer(graph, parse("1x2xH100-80GB"), "float64")
     price = pricer.layer(layer.cls, mesh, strategy, 1)
     try:
-        plan = hand_plan(graph, mesh=mesh, strategies=dict.fromkeys(range(len(graph.layers)), strategy))
+        plan = manual_plan(graph, mesh=mesh, strategies=dict.fromkeys(range(len(graph.layers)), strategy))
         shardings = plan_shardings(graph, plan)
     except UsageError:
         assert price is None
@@ -131,6 +131,6 @@ def test_every_spelling_is_one_pin() -> None:
 
 
 def test_the_plan_says_it_and_reads_it_back() -> None:
-    plan = hand_plan(subject("llama").graph, data=2, recompute="selective")
+    plan = manual_plan(subject("llama").graph, data=2, recompute="selective")
     assert all(layer["selective"] and layer["recompute"] is False for layer in plan.to_json()["layers"])
     assert Plan.from_json(plan.to_json()) == plan

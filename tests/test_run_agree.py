@@ -20,7 +20,7 @@ from autopar.errors import UsageError
 from autopar.program.agree import digest
 from autopar.run import Program
 from autopar.run.folder import import_runtime, program_modules
-from autopar.search.hand import hand_plan
+from autopar.search.manual import manual_plan
 from autopar.shard import annotate
 
 
@@ -108,9 +108,9 @@ def test_float16_is_planned_and_not_emitted(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, batch, _ = MODELS["llama"]()
     graph = annotate(capture(model, batch, precision="float16", name="llama"))
-    plan = dataclasses.replace(hand_plan(graph, data=2), precision="float16")
+    plan = dataclasses.replace(manual_plan(graph, data=2), precision="float16")
     with pytest.raises(UsageError, match="would be float16") as error:
         emit(graph, plan, tmp_path)
     assert error.value.hint and "bfloat16" in error.value.hint
     assert not (tmp_path / "model.py").exists()
-    emit(subject("llama").graph, hand_plan(subject("llama").graph, data=2), tmp_path)
+    emit(subject("llama").graph, manual_plan(subject("llama").graph, data=2), tmp_path)

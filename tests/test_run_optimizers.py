@@ -22,7 +22,7 @@ from autopar.program.optimizers import RefusedOptimizerError, checked
 from autopar.program.world import load
 from autopar.run import Program
 from autopar.run.folder import import_runtime, program_modules
-from autopar.search.hand import hand_plan
+from autopar.search.manual import manual_plan
 from autopar.shard import annotate
 
 
@@ -183,7 +183,7 @@ def test_elementwise_ones_are_exact_under_every_plan(workers2: WorkerPool, tmp_p
 
 def emitted(folder: Path, **options: Any) -> Path:
     graph = subject("mlp").graph
-    emit(graph, hand_plan(graph, **options), folder)
+    emit(graph, manual_plan(graph, **options), folder)
     return folder
 
 
@@ -320,7 +320,7 @@ def test_the_callable_sees_the_users_parameters(tmp_path: Path) -> None:
     model.layers[1].requires_grad_(False)
     for folder, options in (("a", {"tensor": 2}), ("b", {"pipeline": 2, "microbatches": 2})):
         graph = annotate(capture(model, mlp()[1], mlp()[2], precision="float64"))
-        emit(graph, hand_plan(graph, **options), tmp_path / folder)
+        emit(graph, manual_plan(graph, **options), tmp_path / folder)
         seen.clear()
         with program_modules(tmp_path / folder):
             checked(spy, load(tmp_path / folder))

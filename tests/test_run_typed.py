@@ -25,7 +25,7 @@ from autopar.emit import emit
 from autopar.errors import ProgramError
 from autopar.plan import Plan
 from autopar.run import Program, processes
-from autopar.search.hand import hand_plan
+from autopar.search.manual import manual_plan
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "convert")
 PLANS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -56,7 +56,7 @@ def test_each_collective_that_is_removed_is_missed(name: str, tmp_path: Path, mo
     monkeypatch.setattr(processes.subprocess, "Popen", no_process)
     model, options = PLANS[name]
     graph = subject(model).graph
-    plan = hand_plan(graph, **options)
+    plan = manual_plan(graph, **options)
     emit(graph, plan, tmp_path)
     Program(plan, tmp_path, graph)
     source = tmp_path / "model.py"
@@ -115,7 +115,7 @@ def test_a_process_with_a_group_of_its_own_leaves_the_check_to_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph = subject("mlp").graph
-    emit(graph, hand_plan(graph, tensor=2), tmp_path)
+    emit(graph, manual_plan(graph, tensor=2), tmp_path)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert check_program(tmp_path) == 1
@@ -128,7 +128,7 @@ def test_a_process_with_a_group_of_its_own_leaves_the_check_to_another(
 
 def test_a_folder_that_is_no_program(tmp_path: Path) -> None:
     graph = subject("mlp").graph
-    plan = hand_plan(graph, tensor=2)
+    plan = manual_plan(graph, tensor=2)
     with pytest.raises(ProgramError, match="is not a program folder: it has no plan.json"):
         Program(plan, tmp_path, graph)
     emit(graph, plan, tmp_path)
@@ -140,7 +140,7 @@ def test_a_folder_that_is_no_program(tmp_path: Path) -> None:
 def test_equal_layers_are_followed_once_and_each_is_checked(tmp_path: Path) -> None:
     """One layer of several of a class has other types: it is followed on its own."""
     graph = subject("llama").graph
-    emit(graph, hand_plan(graph, tensor=2), tmp_path)
+    emit(graph, manual_plan(graph, tensor=2), tmp_path)
     records = json.loads((tmp_path / "layouts.json").read_text())
     record = next(r for r in records["parameters"] if r["original"].endswith("layers.2.self_attn.o_proj.weight"))
     record["types"]["tensor"] = "I"

@@ -7,7 +7,7 @@ from exactness import subject
 
 from autopar.errors import UsageError
 from autopar.plan import Plan, device_of, stages_of
-from autopar.search.hand import hand_plan, refusal
+from autopar.search.manual import manual_plan, refusal
 from autopar.search.schedules import device_groups
 from autopar.torch_private import pipeline_order
 
@@ -69,14 +69,14 @@ def test_stages_are_where_torch_puts_them(schedule: str) -> None:
 )
 def test_combinations_that_make_no_sense_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message) as error:
-        hand_plan(subject("llama").graph, **options)  # type: ignore[arg-type]
+        manual_plan(subject("llama").graph, **options)  # type: ignore[arg-type]
     assert error.value.hint
 
 
 def test_a_device_has_every_so_many_stages() -> None:
-    plan = hand_plan(subject("llama").graph, pipeline=2, chunks=3, data=2, microbatches=4)
+    plan = manual_plan(subject("llama").graph, pipeline=2, chunks=3, data=2, microbatches=4)
     assert plan.schedule == "interleaved-1f1b" and plan.pipeline == 2 and plan.device_count == 4
     assert [stage.devices for stage in plan.stages] == [(0, 2), (2, 2)] * 3
     assert Plan.from_json(plan.to_json()) == plan
-    folded = hand_plan(subject("llama").graph, pipeline=2, chunks=2, data=2, microbatches=4, schedule="zbv")
+    folded = manual_plan(subject("llama").graph, pipeline=2, chunks=2, data=2, microbatches=4, schedule="zbv")
     assert [stage.devices for stage in folded.stages] == [(0, 2), (2, 2), (2, 2), (0, 2)]

@@ -11,7 +11,7 @@ from autopar.devices import parse
 from autopar.plan import INTERLEAVED, NARROW, OFFLOADS, RECOMPUTATIONS, SPLIT, ZERO_BUBBLE, Axis, Plan, Role, Strategy
 from autopar.price import Pricer
 from autopar.search import SearchOptions, evaluate, make_mesh, search
-from autopar.search.hand import even_cuts
+from autopar.search.manual import even_cuts
 from autopar.search.problem import choices, sizes_of_segments, strategies
 
 LAYERS, BATCH = 8, 32

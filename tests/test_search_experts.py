@@ -34,7 +34,7 @@ def mixtral() -> Graph:
 
 
 def degrees(plan: Plan, graph: Graph) -> set[tuple[bool, int]]:
-    """For every layer, whether it has experts, and over how many devices they are dealt out."""
+    """For every layer, whether it has experts, and over how many devices they are distributed."""
     return {
         (graph.classes[layer.cls].experts > 0, layer.strategy.degree(plan.mesh, Role.EXPERT)) for layer in plan.layers
     }
@@ -80,7 +80,7 @@ class TestCandidates:
 
 
 class TestTypes:
-    def test_experts_are_dealt_out_and_the_rest_is_whole(self, mixtral: Graph) -> None:
+    def test_experts_are_distributed_and_the_rest_is_whole(self, mixtral: Graph) -> None:
         types = role_types(mixtral, 1, Role.EXPERT, 8)
         assert types is not None
         parameters = [name for name in types.produced if name.endswith(("weight", "proj")) or "experts" in name]
@@ -100,7 +100,7 @@ def _placeholders(graph: Graph) -> set[str]:
 
 
 class TestSearch:
-    def test_experts_are_dealt_out_where_that_is_cheaper(self, mixtral: Graph) -> None:
+    def test_experts_are_distributed_where_that_is_cheaper(self, mixtral: Graph) -> None:
         """Every device has all of the batch's experts to reduce under data, and all tokens to gather under tensor parallelism."""
         plan = found(mixtral, "2x8xH100-80GB")
         without = found(mixtral, "2x8xH100-80GB", roles=TENSOR_ROLES)
@@ -132,7 +132,7 @@ class TestSearch:
     ],
 )
 def test_what_is_found_is_exact(model: str, devices: int, pins: dict[str, int], request: pytest.FixtureRequest) -> None:
-    """Mixtures beside dense layers, and a first layer that is dense: those take data where the others deal out experts."""
+    """Mixtures beside dense layers, and a first layer that is dense: those take data where the others distribute experts."""
     given = subject(model)
     plan = found(given.graph, str(devices), "float64", **pins)
     assert degrees(plan, given.graph) == {(True, pins["expert"]), (False, 1)}

@@ -14,13 +14,13 @@ from search_models import brute_force, every_plan, random_problem
 from autopar.errors import InfeasibleError, UsageError
 from autopar.plan import DEALING, Plan
 from autopar.search import SearchOptions, driver, search
-from autopar.search.assess import cost
 from autopar.search.bound import relaxation
-from autopar.search.dealt import construct_dealt, solve_dealt
-from autopar.search.dealt_bound import dealt_bound, dealt_relaxation, fewest_seconds
-from autopar.search.dealt_columns import mixed_devices
-from autopar.search.dealt_whole import whole_dealt
+from autopar.search.evaluation import cost
 from autopar.search.exact import solve_scip
+from autopar.search.interleaved import construct_interleaved, solve_interleaved
+from autopar.search.interleaved_bound import fewest_seconds, interleaved_bound, interleaved_relaxation
+from autopar.search.interleaved_columns import mixed_devices
+from autopar.search.interleaved_whole import whole_interleaved
 from autopar.search.lagrange import bottleneck_bound, whole_bound
 from autopar.search.problem import choices
 from autopar.search.tables import Prices
@@ -150,19 +150,19 @@ def test_every_bound_of_choices_that_deal_stages_out_holds(schedule: str) -> Non
                 instance = prices.instance(choice)
                 if instance is None:
                     continue
-                best, solution = solve_dealt(instance, inf, inf)
+                best, solution = solve_interleaved(instance, inf, inf)
                 assert solution is None or cost(instance, solution).step_time_s == pytest.approx(best, rel=1e-12)
                 cheap = fewest_seconds(instance)
                 bounds = {
                     "cheap": cheap,
-                    "packed or mixed": dealt_bound(instance, cheap, inf),
-                    "columns": dealt_relaxation(instance, cheap, inf),
-                    "devices": whole_dealt(instance, cheap, inf),
+                    "packed or mixed": interleaved_bound(instance, cheap, inf),
+                    "columns": interleaved_relaxation(instance, cheap, inf),
+                    "devices": whole_interleaved(instance, cheap, inf),
                 }
                 if best < inf:  # with a cutoff that the optimum is below, they still are no more than it
-                    bounds["devices, cut off"] = whole_dealt(instance, cheap, best * 1.01)
+                    bounds["devices, cut off"] = whole_interleaved(instance, cheap, best * 1.01)
                     bounds["mixed devices"] = mixed_devices(instance, best / 1.03, best * 1.01)
-                found = construct_dealt(instance)
+                found = construct_interleaved(instance)
                 assert found is None or found[0] >= best * (1 - 1e-9), (seed, choice)
                 for name, bound in bounds.items():
                     assert bound <= best * (1 + 1e-6), (seed, choice, name)

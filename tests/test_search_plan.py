@@ -11,9 +11,9 @@ from search_models import Devices, Price, RandomPricer, TransformerPricer, chain
 from autopar.errors import BatchError, InfeasibleError, UsageError
 from autopar.graph import Graph
 from autopar.plan import Axis, Plan, Role, Strategy
-from autopar.search import SearchOptions, evaluate, hand_plan, search
-from autopar.search.assess import coalesce
-from autopar.search.hand import make_mesh
+from autopar.search import SearchOptions, evaluate, manual_plan, search
+from autopar.search.evaluation import coalesce
+from autopar.search.manual import make_mesh
 from autopar.search.problem import for_sequence, meshes, strategies
 from autopar.search.simulate import critical_path, lower_bound, simulate, timeline
 
@@ -209,28 +209,28 @@ class TestInfeasible:
 class TestByHand:
     def test_mesh_and_cuts(self) -> None:
         graph = chain(["a", "b", "b", "b", "c"], 8)
-        plan = hand_plan(graph, pipeline=2, data=2, tensor=2, sequence=True, zero=3, recompute=True, microbatches=2)
+        plan = manual_plan(graph, pipeline=2, data=2, tensor=2, sequence=True, zero=3, recompute=True, microbatches=2)
         assert plan.mesh == (Axis("data", 2, 2), Axis("tensor", 2, 1)) and plan.schedule == "1f1b"
         assert [(s.start, s.stop, s.devices) for s in plan.stages] == [(0, 3, (0, 4)), (3, 5, (4, 4))]
         assert plan.layers[0].strategy == Strategy((D, TS), 3, True)
         assert Plan.from_json(plan.to_json()) == plan
-        assert hand_plan(graph, pipeline=2, cuts=(1,), zero=2).mesh == (Axis("data", 1, 1),)
+        assert manual_plan(graph, pipeline=2, cuts=(1,), zero=2).mesh == (Axis("data", 1, 1),)
 
     def test_layers_of_different_degrees(self) -> None:
         graph = chain(["a", "b"], 4)
-        plan = hand_plan(graph, mesh=make_mesh(("data", 2), ("inner", 2)), strategies={1: Strategy((D, T))})
+        plan = manual_plan(graph, mesh=make_mesh(("data", 2), ("inner", 2)), strategies={1: Strategy((D, T))})
         assert plan.layers[0].strategy.roles == (D, D) and plan.layers[1].strategy.roles == (D, T)
 
     def test_what_does_not_divide_is_refused(self) -> None:
         graph = chain(["a", "b"], 4)
         with pytest.raises(BatchError, match="multiple of 8"):
-            hand_plan(graph, data=4, microbatches=2)
+            manual_plan(graph, data=4, microbatches=2)
         with pytest.raises(UsageError, match="cuts"):
-            hand_plan(graph, pipeline=2, cuts=(2,))
+            manual_plan(graph, pipeline=2, cuts=(2,))
         with pytest.raises(UsageError, match="3 pipeline stages"):
-            hand_plan(graph, pipeline=3)
+            manual_plan(graph, pipeline=3)
         with pytest.raises(UsageError, match="layers"):
-            hand_plan(graph, strategies={7: Strategy((D,))})
+            manual_plan(graph, strategies={7: Strategy((D,))})
 
     def test_evaluate_agrees_with_the_search(self) -> None:
         graph = chain(["a", "b", "b"], 2)

@@ -14,8 +14,8 @@ from autopar.errors import UsageError
 from autopar.plan import SPLIT, Plan, device_of
 from autopar.price import Pricer
 from autopar.search import SearchOptions, search
-from autopar.search.dealt_bound import textbook_paths
-from autopar.search.hand import refusal
+from autopar.search.interleaved_bound import textbook_paths
+from autopar.search.manual import refusal
 from autopar.search.schedules import device_groups
 from autopar.search.simulate import longest_path, parts_of, simulate, simulate_many, timeline
 

@@ -7,7 +7,7 @@ from exactness import subject
 
 from autopar.checks.collectives import check_collectives
 from autopar.plan import Axis, Role
-from autopar.search.hand import grid_mesh, hand_plan
+from autopar.search.manual import grid_mesh, manual_plan
 from autopar.shard import plan_shardings
 from autopar.shard.conversions import conversions
 from autopar.shard.solve import solve
@@ -44,5 +44,5 @@ def test_meshes(dimensions: int, depth: int, names: str) -> None:
 @pytest.mark.parametrize("mesh", [grid_mesh(2, 2), grid_mesh(2, 2, 2), grid_mesh(3, 2)], ids=["2D", "2.5D", "3D"])
 def test_a_grids_program_is_what_was_priced(model: str, mesh: tuple[Axis, ...]) -> None:
     graph = subject(model).graph
-    plan = hand_plan(graph, mesh=mesh)
+    plan = manual_plan(graph, mesh=mesh)
     assert check_collectives(cut_stages(graph, plan, plan_shardings(graph, plan))) > 0

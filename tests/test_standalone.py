@@ -20,7 +20,7 @@ from exactness import subject
 from autopar import register_rule
 from autopar.emit import emit
 from autopar.rules.table import TABLE
-from autopar.search.hand import hand_plan
+from autopar.search.manual import manual_plan
 from autopar.verify import make_subject
 
 # networkx is a dependency of ours too, but torch has it as its own: its pipelining imports its compiler.
@@ -62,7 +62,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pipeline of two stages, so that every file of the folder is used."""
     graph = subject("llama").graph
     folder = tmp_path_factory.mktemp("program")
-    emit(graph, hand_plan(graph, pipeline=2, microbatches=2), folder)
+    emit(graph, manual_plan(graph, pipeline=2, microbatches=2), folder)
     return folder
 
 
@@ -102,7 +102,7 @@ def test_a_users_op_is_the_only_other_import(tmp_path: Path) -> None:
     folder, data, state, home = (tmp_path / name for name in ("program", "batch.pt", "state.pt", "blocker"))
     register_rule("custom_ops::gated", "* d, d -> * d")
     try:
-        emit(given.graph, hand_plan(given.graph, tensor=2), folder)
+        emit(given.graph, manual_plan(given.graph, tensor=2), folder)
     finally:
         del TABLE["custom_ops.gated"]
     assert "custom.call(torch.ops.custom_ops.gated.default, (" in (folder / "model.py").read_text()

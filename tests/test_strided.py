@@ -11,7 +11,7 @@ from workers import WorkerPool
 
 from autopar.capture import capture
 from autopar.errors import CaptureError
-from autopar.search.hand import hand_plan
+from autopar.search.manual import manual_plan
 from autopar.verify import check_plan, make_subject
 from autopar.verify.attacks import hold
 
@@ -51,7 +51,7 @@ def test_reads_the_same_elements(windows: Windows, workers2: WorkerPool) -> None
     subject = make_subject(model(windows), batch())
     assert hold(subject).exact
     for options in ({"data": 2}, {"tensor": 2}, {"tensor": 2, "sequence": True}):
-        outcome = check_plan(subject, hand_plan(subject.graph, **options), workers2)
+        outcome = check_plan(subject, manual_plan(subject.graph, **options), workers2)
         assert outcome.error.exact, (options, outcome.error)
 
 

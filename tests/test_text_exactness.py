@@ -12,7 +12,7 @@ from written_models import WRITTEN
 
 from autopar.emit import emit
 from autopar.errors import ProgramError
-from autopar.search.hand import hand_plan
+from autopar.search.manual import manual_plan
 from autopar.shard import annotate
 
 BY_NAME = {kind.name: kind for kind in KINDS}
@@ -60,7 +60,7 @@ def test_negatives_from_the_batch_forbid_microbatches(model: str, tmp_path: Path
     graph = subject(model).graph
     assert "needs the whole batch" in annotate(graph).unmicrobatchable
     with pytest.raises(ProgramError, match="over the microbatches"):
-        emit(graph, hand_plan(graph, data=2, microbatches=2), tmp_path)
+        emit(graph, manual_plan(graph, data=2, microbatches=2), tmp_path)
 
 
 @pytest.mark.parametrize("model", sorted((set(TEXT) | set(WRITTEN)) - {"two towers", "contrastive"}))

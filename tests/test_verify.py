@@ -23,7 +23,7 @@ from autopar.capture import capture, reference
 from autopar.cli.app import cli
 from autopar.errors import BatchError, ModelError, UsageError
 from autopar.plan import Role
-from autopar.search.hand import hand_plan, make_mesh
+from autopar.search.manual import make_mesh, manual_plan
 from autopar.shard import annotate
 from autopar.verify import Difference, attack, check_plan, kinds, locate, make_subject, shrink_config, shrink_plan
 from autopar.zoo.hf import build_config
@@ -177,7 +177,7 @@ def test_every_plan_is_run_with_another_batch(workers2: WorkerPool) -> None:
     given = make_subject(model, batch)
     other = attack(model, None, given).subjects["labels ignored unevenly in labels"]
     assert abs(other.loss - given.loss) > 1e-3
-    plan = hand_plan(given.graph, data=2, zero=3)
+    plan = manual_plan(given.graph, data=2, zero=3)
     outcome = check_plan(given, plan, workers2, attack=other)
     assert outcome.error.exact and outcome.attacked is not None and outcome.attacked.exact
     false = dataclasses.replace(other, loss=given.loss)
@@ -217,7 +217,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
 def test_the_first_node_that_differs_is_named(what: str, workers2: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, options, pattern, replacement, found = WRONG[what]
     given = subject(model)
-    plan = hand_plan(given.graph, **options)
+    plan = manual_plan(given.graph, **options)
     right = check_plan(given, plan, workers2, typed=False).error
     assert right.exact
     monkeypatch.setattr(program, "model_source", rewriting(pattern, replacement))
@@ -233,7 +233,7 @@ def test_a_failure_is_reported_with_its_plan(monkeypatch: pytest.MonkeyPatch, tm
     model, batch, loss_fn = mlp()
     graph = annotate(capture(model.double(), batch, loss_fn, precision="float64"))
     plan = tmp_path / "plan.json"
-    plan.write_text(hand_plan(graph, data=2).dumps())
+    plan.write_text(manual_plan(graph, data=2).dumps())
     monkeypatch.setattr(program, "model_source", rewriting(r"\* 0\.001953125", "* 0.00390625"))
     report = autopar.verify(model, batch, loss_fn, plan=plan)
     assert not report.exact and len(report.failures) == 1
@@ -258,7 +258,7 @@ def test_every_zoo_model_shrinks(entry: Any) -> None:
 
 def test_a_plan_for_many_devices_shrinks_to_few() -> None:
     graph = subject("llama").graph
-    large = hand_plan(graph, pipeline=3, data=2, tensor=4, zero=3, microbatches=4, recompute=True)
+    large = manual_plan(graph, pipeline=3, data=2, tensor=4, zero=3, microbatches=4, recompute=True)
     on_4 = shrink_plan(large, graph, 4)
     assert on_4.device_count == 4 and [axis.name for axis in on_4.mesh] == ["tensor"] and on_4.pipeline == 2
     assert {layer.strategy.recompute for layer in on_4.layers} == {True}
@@ -267,7 +267,7 @@ def test_a_plan_for_many_devices_shrinks_to_few() -> None:
     assert on_8.layers[0].strategy.zero == 3
     assert shrink_plan(large, graph, 1).device_count == 1
     assert shrink_plan(on_8, graph, 8) is on_8
-    grid = hand_plan(graph, mesh=make_mesh(("tensor0", 2), ("tensor1", 4)))
+    grid = manual_plan(graph, mesh=make_mesh(("tensor0", 2), ("tensor1", 4)))
     assert shrink_plan(grid, graph, 2).device_count == 2
 
 
@@ -299,7 +299,7 @@ def test_a_zoo_model_is_shrunk_and_its_plan_checked_at_its_own_size(tmp_path: Pa
     model, batch = zoo.build("gpt2", 64, 64)
     graph = annotate(capture(model, batch, precision="bfloat16"))
     plan = tmp_path / "plan.json"
-    plan.write_text(hand_plan(graph, data=8, tensor=4, zero=1, microbatches=2, precision="bfloat16").dumps())
+    plan.write_text(manual_plan(graph, data=8, tensor=4, zero=1, microbatches=2, precision="bfloat16").dumps())
     arguments = ["verify", "gpt2", "--devices", "2", "--plan", str(plan), "--seq", "64"]
     result = CliRunner().invoke(cli, arguments)
     assert result.exit_code == 0, result.output

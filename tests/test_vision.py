@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from autopar.capture import capture
 from autopar.emit import emit
 from autopar.program import kernels_norm, kernels_rnn
-from autopar.search.hand import hand_plan
+from autopar.search.manual import manual_plan
 from autopar.shard import annotate
 from autopar.verify.remote import open_trainer
 
@@ -86,7 +86,7 @@ def test_running_statistics_move_once_a_step(workers2, tmp_path, recompute) -> N
     model, (x, y), loss_fn = vision_models.resnet()
     model = model.double().train()
     graph = annotate(capture(model, (x, y), loss_fn, precision="float64"))
-    emit(graph, hand_plan(graph, data=2, recompute=recompute), tmp_path)
+    emit(graph, manual_plan(graph, data=2, recompute=recompute), tmp_path)
     torch.save(model.state_dict(), tmp_path / "state.pt")
     state = workers2.run("test_vision:_steps", str(tmp_path), str(tmp_path / "state.pt"), {"x": x, "targets": y})[0]
     model(x), model(x)
@@ -101,7 +101,7 @@ def test_local_batch_norm_is_said_and_takes_microbatches(workers2, tmp_path) -> 
     model = model.double().train()
     graph = annotate(capture(model, (x, y), loss_fn, precision="float64", local_batch_norm=True))
     assert graph.unmicrobatchable == "" and any("local_batch_norm" in note for note in graph.notes)
-    emit(graph, hand_plan(graph, data=2, microbatches=2), tmp_path)
+    emit(graph, manual_plan(graph, data=2, microbatches=2), tmp_path)
     torch.save(model.state_dict(), tmp_path / "state.pt")
     batch = {"x": x, "targets": y}
     loss, _, state = workers2.run("autopar.verify.remote:gradients", str(tmp_path), str(tmp_path / "state.pt"), batch)[

@@ -24,7 +24,7 @@ from test_rules_kernels import values
 from autopar.checks.collectives import exchanges
 from autopar.program import kernels
 from autopar.program.kernels_ring import ring_attention
-from autopar.search.hand import hand_plan
+from autopar.search.manual import manual_plan
 from autopar.shard import plan_shardings
 from passes.layer import LocalLayer
 from passes.stages import cut_stages
@@ -35,7 +35,7 @@ N = 8 * 16  # rows of the models' batches
 
 def block(model: str, **options: int) -> LocalLayer:
     graph = subject(model).graph
-    plan = hand_plan(graph, **options)
+    plan = manual_plan(graph, **options)
     return cut_stages(graph, plan, plan_shardings(graph, plan)).layers[1]
 
 

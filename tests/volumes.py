@@ -18,7 +18,7 @@ from autopar.capture import capture
 from autopar.checks.collectives import Exchange, check_collectives, exchanges
 from autopar.graph import Graph
 from autopar.plan import Axis
-from autopar.search.hand import grid_mesh, hand_plan, make_mesh
+from autopar.search.manual import grid_mesh, make_mesh, manual_plan
 from autopar.shard import annotate, plan_shardings
 from passes.stages import cut_stages
 
@@ -181,7 +181,7 @@ def sent(one: Exchange, sizes: dict[str, int]) -> Fraction:
 def emitted(way: Way) -> Volume:
     """Of the middle block of three."""
     graph = captured(way.block)
-    plan = hand_plan(graph, mesh=way.mesh, sequence=way.sequence, precision="float32")
+    plan = manual_plan(graph, mesh=way.mesh, sequence=way.sequence, precision="float32")
     program = cut_stages(graph, plan, plan_shardings(graph, plan))
     check_collectives(program)
     block = next(

@@ -181,7 +181,7 @@ class _Stage(nn.Module):
 
 
 def _stage_of(module: Stack, index: int, count: int) -> _Stage:
-    """Blocks dealt out evenly, the embedding in the first stage and the head in the last."""
+    """Blocks distributed evenly, the embedding in the first stage and the head in the last."""
     blocks = [(f"block{i}", block) for i, block in enumerate(module.blocks)]
     ends = [round(i * len(blocks) / count) for i in range(count + 1)]
     first: list[tuple[str, nn.Module]] = [("embedding", module.embedding)] if index == 0 else []

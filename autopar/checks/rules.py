@@ -1,6 +1,6 @@
 """Checking a rule by execution: its candidates against the unsharded op, forward and gradient, on 2 and 3 shards.
 
-Ranks are simulated in one process. Operands are dealt out by their types (slices, copies, random terms of the sum), every rank
+Ranks are simulated in one process. Operands are distributed by their types (slices, copies, random terms of the sum), every rank
 makes its localised call in float64, and the results and the gradients are put together by theirs: a gradient has the dual
 type. Candidates with a kernel communicate, and are tested on real process groups instead.
 """
@@ -112,7 +112,7 @@ def check_candidate(
     leaf = [_constant if i in held_ else _leaf for i in range(len(values))]
     whole = [_map(make, value) for make, value in zip(leaf, values, strict=True)]
     expected = _tensors(apply((node.target, node.args, dict(node.kwargs), None), node, whole))  # type: ignore[arg-type]
-    shards = [_deal(value, t, n) for value, t in zip(values, candidate.operands, strict=True)]
+    shards = [_split(value, t, n) for value, t in zip(values, candidate.operands, strict=True)]
     ranks = [[_map(make, shard[rank]) for make, shard in zip(leaf, shards, strict=True)] for rank in range(n)]
     results = [_on_rank(node, operands_, candidate, n, expected[0]) for operands_ in ranks]
     if op_name(node.target) in RANDOM:
@@ -128,9 +128,9 @@ def check_candidate(
         return worst
     cotangents = [torch.randn_like(expected[i]) for i in flowing]
     reference = _gradients([expected[i] for i in flowing], whole, cotangents)
-    dealt = [_deal(cotangent, candidate.result.dual, n) for cotangent in cotangents]
+    parts = [_split(cotangent, candidate.result.dual, n) for cotangent in cotangents]
     local = [
-        _gradients([results[rank][i] for i in flowing], ranks[rank], [part[rank] for part in dealt])  # type: ignore[misc]
+        _gradients([results[rank][i] for i in flowing], ranks[rank], [part[rank] for part in parts])  # type: ignore[misc]
         for rank in range(n)
     ]
     types = [t for value, t in zip(values, candidate.operands, strict=True) for _ in _tensors(value)]
@@ -172,10 +172,10 @@ def _gradients(results: list[Tensor], values: Sequence[Value], cotangents: list[
     ]
 
 
-def _deal(value: Value, t: SpmdType, n: int) -> list[Value]:
+def _split(value: Value, t: SpmdType, n: int) -> list[Value]:
     """What each of ``n`` ranks holds of a value of type ``t``."""
     if isinstance(value, tuple):
-        return list(zip(*(_deal(part, t, n) for part in value), strict=True))
+        return list(zip(*(_split(part, t, n) for part in value), strict=True))
     if t.kind == "S":
         assert t.dim is not None and value.shape[t.dim] % n == 0, (tuple(value.shape), t, n)
         return list(value.chunk(n, t.dim))

@@ -1,6 +1,6 @@
 """The command line: ``autopar plan | emit | run | verify | models``.
 
-stdout is data, stderr is talk. Errors are a sentence and a hint; the status is 2 for a request that is wrong, 1 for one that
+stdout is data, stderr is messages for people. Errors are a sentence and a hint; the status is 2 for a request that is wrong, 1 for one that
 cannot be met.
 """
 

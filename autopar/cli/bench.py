@@ -45,7 +45,7 @@ def bench_command(
     if as_json:
         print(json.dumps({"models": [result.to_json() for result in results]}, indent=1))
         return
-    from autopar.cli.talk import console
+    from autopar.cli.console import console
 
     out = console()
     for result in results:
@@ -57,7 +57,7 @@ def bench_command(
 
 
 def _contest(name: str, processes: int, rounds: int, steps: int, seed: int, calibration: str | None) -> Result:
-    from autopar.cli.talk import progress_bar
+    from autopar.cli.console import progress_bar
 
     with progress_bar(name) as show:
         return contest(name, processes, rounds=rounds, steps=steps, seed=seed, calibration=calibration, progress=show)
@@ -67,10 +67,10 @@ def _published(path: str, as_json: bool) -> None:
     """The automatic layout of every cell of ``path`` beside the best that was measured there."""
     from autopar.bench.published import CellResult, summary, to_json
     from autopar.bench.published import published as on_paper
-    from autopar.cli.talk import Talk, console, plain_table
+    from autopar.cli.console import Messages, console, plain_table
 
-    with Talk() as talk:
-        cells = on_paper(path, lambda what, done, total: talk("bench", f"{what}: {done} of {total} cells"))
+    with Messages() as messages:
+        cells = on_paper(path, lambda what, done, total: messages("bench", f"{what}: {done} of {total} cells"))
     if as_json:
         print(json.dumps(to_json(cells), indent=1))
         return

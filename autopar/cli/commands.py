@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from autopar.errors import BatchError, InfeasibleError, LaunchError, UsageError
 
 if TYPE_CHECKING:
+    from autopar.cli.console import Messages
     from autopar.cli.load import Loaded
-    from autopar.cli.talk import Talk
     from autopar.devices import Cluster
     from autopar.explain.study import Recapture
     from autopar.graph import Graph
@@ -69,10 +69,10 @@ def emit_command(output: str, **request: Any) -> None:
     folder = output_folder(output)
     torch.manual_seed(0)
     loaded, cluster, graph, plan = planned(request, device=None)
-    with _talk() as talk:
+    with _messages() as messages:
         state = loaded.module.state_dict()
-        emit_program(graph, plan, folder, talk, type_check=request["type_check"], state=state)
-        talk.console.print(
+        emit_program(graph, plan, folder, messages, type_check=request["type_check"], state=state)
+        messages.console.print(
             f"{len(plan.layers)} layers for {plan.device_count} devices; start it on every node with "
             f"torchrun --nnodes {cluster.nodes} --nproc-per-node {min(plan.device_count, cluster.gpus_per_node)} "
             f"{folder / 'train.py'}",
@@ -80,7 +80,7 @@ def emit_command(output: str, **request: Any) -> None:
             soft_wrap=True,  # to be copied
         )
         if not (folder / INITIAL).is_file():
-            talk.console.print(
+            messages.console.print(
                 f"the model is on meta and has no values, and so {folder} has none: start train.py with --init FILE, a torch.save of the "
                 "model's state dict, or with --draw-init to draw values",
                 highlight=False,
@@ -106,9 +106,9 @@ def run_command(steps: int, seed: int, lr: float, output: str | None, **request:
     folder = output_folder(output) if output else None
     torch.manual_seed(seed)
     loaded, cluster, graph, plan = planned(request, device="cpu")
-    with _talk() as talk:
+    with _messages() as messages:
         program = start_program(
-            graph, plan, cluster, folder, loaded.module, talk, request["type_check"], seed=seed, lr=lr
+            graph, plan, cluster, folder, loaded.module, messages, request["type_check"], seed=seed, lr=lr
         )
     with program:
         program.train([loaded.batch], steps, lambda step, loss: print(f"step {step + 1} loss {loss:.6f}", flush=True))
@@ -116,7 +116,7 @@ def run_command(steps: int, seed: int, lr: float, output: str | None, **request:
 
 def models_command(as_json: bool) -> None:
     """``autopar models``: the zoo."""
-    from autopar.cli.talk import console, plain_table
+    from autopar.cli.console import console, plain_table
     from autopar.zoo import CATALOGUE
 
     if as_json:
@@ -143,10 +143,10 @@ def planned(
     from autopar.compile import plan_model
 
     cluster, options = asked(request)
-    with _talk() as talk:
-        loaded = load(request, cluster, talk, device or "meta")
+    with _messages() as messages:
+        loaded = load(request, cluster, messages, device or "meta")
         if device is None and _worth_values(loaded):
-            loaded = load(request, cluster, talk, "cpu")
+            loaded = load(request, cluster, messages, "cpu")
         graph, plan = plan_model(
             loaded.module,
             loaded.batch,
@@ -159,7 +159,7 @@ def planned(
             allow=allowed(request),
             plan=request.get("plan_file"),
             capture_check=request.get("capture_check", True),
-            progress=talk,
+            progress=messages,
             pin_time_s=pin_time_s,
             recapture=recapture(request, cluster),
         )
@@ -192,12 +192,12 @@ def asked(request: dict[str, Any]) -> tuple[Cluster, SearchOptions]:
     )
 
 
-def load(request: dict[str, Any], cluster: Cluster, talk: Talk | None = None, device: str = "meta") -> Loaded:
+def load(request: dict[str, Any], cluster: Cluster, messages: Messages | None = None, device: str = "meta") -> Loaded:
     """The model and the batch of a command line."""
     from autopar.cli.load import Sizes, load_model
 
-    if talk is not None:
-        talk("load", request["model"])
+    if messages is not None:
+        messages("load", request["model"])
     sizes = Sizes(request["seq"], request["global_batch"], request["precision"])
     default = "float32" if cluster.kind == "cpu" else "bfloat16"
     return load_model(request["model"], sizes, device=device, default_precision=default)
@@ -242,14 +242,14 @@ def allowed(request: dict[str, Any]) -> tuple[str, ...]:
     return tuple(name.replace("-", "_") for name in request.get("allow") or ())
 
 
-def _talk() -> Talk:
-    from autopar.cli.talk import Talk
+def _messages() -> Messages:
+    from autopar.cli.console import Messages
 
-    return Talk()
+    return Messages()
 
 
 def _print(plan: Plan) -> None:
+    from autopar.cli.console import console
     from autopar.cli.render import print_plan
-    from autopar.cli.talk import console
 
     print_plan(plan, console())

@@ -15,8 +15,8 @@ from rich.text import Text
 
 from autopar.capture import apart
 from autopar.cli.commands import asked, given, load, planned, recapture
+from autopar.cli.console import Messages, console, plain_table
 from autopar.cli.render import seconds, size
-from autopar.cli.talk import Talk, console, plain_table
 from autopar.compile import capture_model, find_plan, fit_devices, fit_plan
 from autopar.errors import InfeasibleError, UsageError
 from autopar.explain import Explanation, Study, describe, explain, sequence_length, suggest
@@ -78,8 +78,8 @@ def _read(target: str) -> Plan | None:
 def explained(request: dict[str, Any], written: Plan | None) -> Explanation:
     """The explanation of ``written``, or of the best plan for the request."""
     cluster, options = asked(request)
-    with Talk() as talk:
-        loaded = load(request, cluster, talk)
+    with Messages() as messages:
+        loaded = load(request, cluster, messages)
         graph = capture_model(
             loaded.module,
             loaded.batch,
@@ -87,7 +87,7 @@ def explained(request: dict[str, Any], written: Plan | None) -> Explanation:
             name=loaded.name,
             precision=request["precision"],
             local_batch_norm=request["local_batch_norm"],
-            progress=talk,
+            progress=messages,
         )
         allow = () if written is None else written.allow
         own = written.microbatches if written is not None and MICROBATCH_STATISTICS in allow else 1
@@ -107,11 +107,11 @@ def explained(request: dict[str, Any], written: Plan | None) -> Explanation:
         best = plan
         if best is None or not best.bound_s:
             try:
-                best = find_plan(graph, cluster, options, pricer=study.pricer(), progress=talk)
+                best = find_plan(graph, cluster, options, pricer=study.pricer(), progress=messages)
             except InfeasibleError as error:
-                raise suggest(study, error, lambda text: talk("explain", text)) from None
+                raise suggest(study, error, lambda text: messages("explain", text)) from None
         best = dataclasses.replace(best, request=given(request))
-        return explain(study, plan or best, best, lambda text: talk("explain", text))
+        return explain(study, plan or best, best, lambda text: messages("explain", text))
 
 
 def _again(recapture: Recapture, microbatches: int, narrow: tuple[str, ...], **sizes: Any) -> Graph:

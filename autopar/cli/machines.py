@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, fields
 from typing import Any
 
-from autopar.cli.talk import console, plain_table
+from autopar.cli.console import console, plain_table
 from autopar.devices import Constant, constants, hardware
 
 

@@ -102,8 +102,8 @@ def price_command(as_json: bool, timeline: bool, plan_file: str | None, flags: S
 
         print(json.dumps(plan.to_json() | ({"timeline": timeline_data(moments)} if timeline else {}), indent=1))
         return
+    from autopar.cli.console import console
     from autopar.cli.render import print_plan
-    from autopar.cli.talk import console
     from autopar.cli.timeline import print_timeline
 
     out = console()
@@ -145,8 +145,8 @@ def price_request(
     """The priced plan of a command line, and if asked its devices' memory at each action of a step."""
     from autopar.capture import apart, capture
     from autopar.cli.commands import recapture
+    from autopar.cli.console import Messages
     from autopar.cli.load import Sizes, load_model
-    from autopar.cli.talk import Talk
     from autopar.compile import read_plan
     from autopar.devices import parse
     from autopar.precision import name_of, normalise
@@ -159,8 +159,8 @@ def price_request(
     sizes = Sizes(
         request.get("seq"), given.global_batch if given else request.get("global_batch"), request.get("precision")
     )
-    with Talk() as talk:
-        talk("load", request["model"])
+    with Messages() as messages:
+        messages("load", request["model"])
         default = "float32" if cluster.kind == "cpu" else "bfloat16"
         try:
             loaded = load_model(request["model"], sizes, default_precision=default)
@@ -169,14 +169,14 @@ def price_request(
                 raise
             sizes = dataclasses.replace(sizes, global_batch=None)  # a factory that makes its own batch
             loaded = load_model(request["model"], sizes, default_precision=default)
-        talk("capture")
+        messages("capture")
         precision = normalise(sizes.precision) if sizes.precision else None
         graph = annotate(capture(loaded.module, loaded.batch, loaded.loss_fn, precision=precision, name=loaded.name))
         if given is not None and MICROBATCH_STATISTICS in given.allow:  # each microbatch a batch of its own
             again = recapture(dict(request) | dataclasses.asdict(sizes) | {"local_batch_norm": False}, cluster)
             graph = apart(graph, lambda rows: again(global_batch=rows), given.microbatches)
         graph = dataclasses.replace(graph, narrow=tuple(name for name in NARROW if given and name in given.allow))
-        talk("price")
+        messages("price")
         pricer = Pricer(graph, cluster, name_of(graph.dtype))
         plan = price_plan(graph, cluster, given or write_plan(graph, cluster, request), pricer)
         return plan, memory_timeline(graph, cluster, pricer, plan) if timeline else ()
@@ -189,7 +189,7 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
         UsageError: degrees that the devices do not divide into.
         BatchError: a batch that does not divide.
     """
-    from autopar.search import hand_plan
+    from autopar.search import manual_plan
 
     tensor, pipeline = request.get("tensor") or 1, request.get("pipeline") or 1
     context, expert = request.get("context") or 1, request.get("expert") or 1
@@ -215,7 +215,7 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
     offload = request.get("offload") or "none"
     if offload not in OFFLOADS:
         raise UsageError(f"there is no offload {offload!r}", f"write {', '.join(OFFLOADS)}")
-    plan = hand_plan(
+    plan = manual_plan(
         graph,
         pipeline=pipeline,
         chunks=request.get("chunks") or 1,
@@ -264,7 +264,7 @@ def price_plan(graph: Graph, cluster: Cluster, plan: Plan, pricer: Pricer) -> Pl
 
 def compare_command(first: str, second: str, as_json: bool) -> None:
     """``autopar compare``: two plans (JSON files of ``plan --json`` or ``price --json``) side by side."""
-    from autopar.cli.talk import console, plain_table
+    from autopar.cli.console import console, plain_table
     from autopar.compile import read_plan
 
     rows = compared(read_plan(first), read_plan(second))

@@ -14,7 +14,7 @@ _ARITHMETIC_S = 5e-3
 
 def profile_command(processes: str, device: str | None, output: str | None, as_json: bool) -> None:
     """Measures with a progress bar on stderr, writes the file, prints what was found."""
-    from autopar.cli.talk import progress_bar
+    from autopar.cli.console import progress_bar
     from autopar.profile import profile
 
     path = output_file(output, "-o") if output else default_path()
@@ -47,7 +47,7 @@ def _counts(text: str) -> list[int]:
 
 def _print(found: Calibration) -> None:
     """The figures that people know, one column for each number of processes."""
-    from autopar.cli.talk import console, plain_table
+    from autopar.cli.console import console, plain_table
 
     keys = dict.fromkeys((f.device, f.processes) for f in found.figures)
     table = plain_table()

@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopar.cli.talk import plain_table
+from autopar.cli.console import plain_table
 from autopar.plan import SEQUENCES, V_SHAPED, LayerPlan, Memory, Plan, Role, StagePlan, Strategy
 
 _BAR = 20  # characters of a full bar

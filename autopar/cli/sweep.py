@@ -9,9 +9,9 @@ from typing import Any
 from rich.table import Table
 
 from autopar.cli.commands import asked, recapture
+from autopar.cli.console import console, plain_table, progress_bar
 from autopar.cli.output import output_file
 from autopar.cli.render import seconds, size
-from autopar.cli.talk import console, plain_table, progress_bar
 from autopar.errors import InfeasibleError, UsageError
 from autopar.precision import normalise
 from autopar.sweep import Cell, Range, numbers, plot, read_prices, sweep

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from autopar.cli.talk import plain_table
+from autopar.cli.console import plain_table
 
 if TYPE_CHECKING:
     from autopar.search.timeline import Moment

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from autopar.cli.talk import Talk, console, plain_table
+from autopar.cli.console import Messages, console, plain_table
 
 if TYPE_CHECKING:
     from autopar.validate import Report, Score
@@ -21,9 +21,9 @@ def validate_command(path: str, as_json: bool) -> None:
     """Prices every row of ``path`` and prints how well that agrees."""
     from autopar.validate import scores, validate
 
-    with Talk() as talk:
-        talk("price", path)
-        report = validate(path, lambda done, total: talk("price", f"{done} of {total} rows"))
+    with Messages() as messages:
+        messages("price", path)
+        report = validate(path, lambda done, total: messages("price", f"{done} of {total} rows"))
     found = scores(report)
     if as_json:
         print(json.dumps(as_data(report, found), indent=1))

@@ -130,7 +130,7 @@ class _Bar:
 
 
 def _print(report: Report, notes: list[str]) -> None:
-    from autopar.cli.talk import console, plain_table
+    from autopar.cli.console import console, plain_table
     from autopar.measure import EXACT
 
     out = console()

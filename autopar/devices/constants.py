@@ -97,7 +97,7 @@ TENSOR_OVERLAP = Constant(
 HEAVY_HEAD = Constant(
     2.0,
     "blocks",
-    "fitted: from this much arithmetic on, the head counts when blocks are dealt out to stages (nanotron's sweep)",
+    "fitted: from this much arithmetic on, the head counts when blocks are assigned to stages (nanotron's sweep)",
 )
 
 # -- compute ----------------------------------------------------------------------------------------------------------

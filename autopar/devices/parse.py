@@ -2,7 +2,7 @@
 
 =====================  ==============================================================================================
 ``4``                  four devices of this machine: CUDA ones when it has as many, processes on the CPU otherwise
-``"8xH100-80GB"``      one node; more than a node holds is dealt out over nodes (``"64xH100-80GB"`` is 8 nodes of 8)
+``"8xH100-80GB"``      one node; more than a node holds is spread over nodes (``"64xH100-80GB"`` is 8 nodes of 8)
 ``"128x8xH100-80GB"``  nodes x GPUs per node x kind
 ``"cluster.toml"``     a file, see below
 ``["cuda:0", ...]``    this machine's devices, by name or as ``torch.device``; ``"cpu"`` once per process
@@ -145,7 +145,7 @@ def _from_text(text: str) -> Cluster:
         return _described(text, 1, first, name)
     if first % node:
         raise DeviceError(
-            f"{text!r} does not say how {first} GPUs are dealt out over nodes",
+            f"{text!r} does not say how {first} GPUs are spread over nodes",
             f"write nodes x GPUs x kind, such as {first}x1x{match[3]} or {first // node + 1}x{node}x{match[3]}",
         )
     return _described(text, first // node, node, name)

@@ -108,11 +108,11 @@ def _check(
         _require(
             _places(choice) == places, f"experts: tokens are sharded as {places}, their {name} as {_places(choice)}"
         )
-    dealt = len([axis for axis in owners if _size(axis) > 1])
+    split = len([axis for axis in owners if _size(axis) > 1])
     for parameter in parameters:
         _require(
-            len(_places(parameter)[0]) == dealt,
-            f"experts: a parameter's are dealt over {_places(parameter)[0]}, not {owners}",
+            len(_places(parameter)[0]) == split,
+            f"experts: a parameter's are distributed over {_places(parameter)[0]}, not {owners}",
         )
     return places
 
@@ -132,7 +132,7 @@ def _own(ids: Tensor, count: int, owners: Sequence[Axis], exchange: Sequence[Axi
     """The experts of all choices, those that are not this rank's to send on numbered behind all others, and how many rows each of the
     rest gets.
 
-    With the experts dealt out over several axes an expert's owner is a place on each; this rank sends on (or computes) those that
+    With the experts distributed over several axes an expert's owner is a place on each; this rank sends on (or computes) those that
     share its place on every axis that is not exchanged over.
     """
     counts = torch.zeros(count, dtype=torch.long, device=ids.device).index_add(0, ids, torch.ones_like(ids))
@@ -152,7 +152,7 @@ def _own(ids: Tensor, count: int, owners: Sequence[Axis], exchange: Sequence[Axi
 
 def _travel(rows: Tensor, counts: Tensor, body: Body, parameters: Sequence[Tensor], exchange: Sequence[Axis]) -> Tensor:
     """The body's result for ``rows``, sorted by expert, from the ranks that own those; ``counts`` are of all experts that ``exchange``
-    deals out."""
+    distributes."""
     if not exchange:
         return body(rows, counts, *parameters)
     n = prod(_size(axis) for axis in exchange)

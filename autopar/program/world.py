@@ -258,7 +258,7 @@ def start(program: Program, *, device: str | None = None, timeout_s: float = 600
     axes: dict[str, int] = program.model.MESH
     stages, chunks = len(program.model.STAGES), int(program.plan.get("chunks", 1))
     if stages % chunks:
-        raise RuntimeError(f"{stages} stages cannot be dealt out to devices that run {chunks} each")
+        raise RuntimeError(f"{stages} stages cannot be placed on devices that run {chunks} each")
     line = stages // chunks
     shape = (line, *axes.values())
     if kind == "cuda":

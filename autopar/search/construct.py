@@ -20,8 +20,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from autopar.search.assess import Solution, cost, fits, in_turn, stage_bytes
-from autopar.search.frugal import most_frugal
+from autopar.search.evaluation import Solution, cost, fits, in_turn, stage_bytes
+from autopar.search.minimum_memory import least_memory
 from autopar.search.runs import compositions
 from autopar.search.tables import Array, Indices, Instance, Regime, Roles, Table
 from autopar.search.whole import TABLES, knapsacks, only
@@ -126,7 +126,7 @@ def construct(instance: Instance, deadline: float = np.inf) -> tuple[float, Solu
         if best is kept:
             break
     if found is None:
-        need, solution = most_frugal(instance)
+        need, solution = least_memory(instance)
         if need <= 1:
             pick = _refined(instance, _Draft(0.0, solution.bounds, modes_of(instance)[0]), cache)
             offer(solution if pick is None else Solution(solution.bounds, pick))

@@ -1,4 +1,4 @@
-"""Cuts of a chain whose stages are dealt out to devices in turn."""
+"""Cuts of a chain whose stages are placed on the devices in turn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from autopar.search.tables import Array
 
 
-def deal(shares: Sequence[Array], device: Sequence[int]) -> tuple[int, ...]:
+def balanced_cuts(shares: Sequence[Array], device: Sequence[int]) -> tuple[int, ...]:
     """Cuts that make the largest device small; ``shares[device]`` is what the first layers count for on it, from none to all of them, and
     ``device`` says which one has each stage.
 
@@ -50,7 +50,7 @@ def deal(shares: Sequence[Array], device: Sequence[int]) -> tuple[int, ...]:
 
 
 def by_share(shares: Array, wanted: Array, device: Sequence[int]) -> tuple[int, ...]:
-    """Cuts whose stages count for about what is ``wanted`` of them; ``shares`` and ``device`` as for ``deal``."""
+    """Cuts whose stages count for about what is ``wanted`` of them; ``shares`` and ``device`` as for ``balanced_cuts``."""
     stages, count = len(wanted), shares.shape[1] - 1
     scale = float(shares[:, -1].mean()) / float(wanted.sum())
     bounds, owed = [0], 0.0

@@ -27,7 +27,9 @@ import numpy as np
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph import Graph
 from autopar.plan import PinPrice, Plan
-from autopar.search.assess import (
+from autopar.search.bound import relaxation
+from autopar.search.construct import construct, tied_cost
+from autopar.search.evaluation import (
     Proof,
     Solution,
     all_in_turn,
@@ -39,15 +41,13 @@ from autopar.search.assess import (
     make_plan,
     tidy,
 )
-from autopar.search.bound import relaxation
-from autopar.search.construct import construct, tied_cost
-from autopar.search.dealt import construct_dealt, most_frugal_dealt, solve_dealt
-from autopar.search.dealt_bound import dealt_bound, dealt_relaxation, fewest_seconds
-from autopar.search.dealt_columns import mixed_devices
-from autopar.search.dealt_whole import whole_dealt
 from autopar.search.exact import TooLargeError, solve_labels, solve_scip
-from autopar.search.frugal import explain, explain_host, most_frugal
+from autopar.search.interleaved import construct_interleaved, least_memory_interleaved, solve_interleaved
+from autopar.search.interleaved_bound import fewest_seconds, interleaved_bound, interleaved_relaxation
+from autopar.search.interleaved_columns import mixed_devices
+from autopar.search.interleaved_whole import whole_interleaved
 from autopar.search.lagrange import GRIDS, bottleneck_bound, whole_bound
+from autopar.search.minimum_memory import explain, explain_host, least_memory
 from autopar.search.options import ANY, SearchOptions
 from autopar.search.problem import Choice, Devices, Pricer, choices, in_chunks
 from autopar.search.tables import Instance, Prices
@@ -197,7 +197,7 @@ def explore(graph: Graph, cluster: Devices, pricer: Pricer, options: SearchOptio
         if not state.in_chunks and state.left_s() < options.time_limit_s / 2:
             _in_chunks(state, instances)
         if (node := state.pop()) is not None:
-            (_DEALT_STEPS if _dealt(node.instance) else _STEPS)[node.done](state, node)
+            (_DEALT_STEPS if _interleaved(node.instance) else _STEPS)[node.done](state, node)
         elif not _in_segments(state) and not _in_chunks(state, instances):
             break
     if state.best is None and not np.isfinite(known_s):
@@ -230,10 +230,10 @@ def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Instance]:
 
 
 def _by_mesh(found: list[Choice]) -> list[tuple[Choice, tuple[Choice, ...]]]:
-    """The choices, and with each that deals several stages to each device those that differ from it in having more."""
+    """The choices, and with each that has several stages on each device those that differ from it in having more."""
     groups: dict[Choice, list[Choice]] = {}
     for choice in found:
-        groups.setdefault(replace(choice, chunks=0) if choice.dealt else choice, []).append(choice)
+        groups.setdefault(replace(choice, chunks=0) if choice.interleaved else choice, []).append(choice)
     return [(first, tuple(more)) for first, *more in groups.values()]
 
 
@@ -248,9 +248,9 @@ def _no_price(graph: Graph, state: State) -> InfeasibleError:
     )
 
 
-def _dealt(instance: Instance) -> bool:
-    """Whether stages are dealt out to devices: such choices have bounds and solvers of their own."""
-    return instance.choice.dealt
+def _interleaved(instance: Instance) -> bool:
+    """Whether each device has several stages: such choices have bounds and solvers of their own."""
+    return instance.choice.interleaved
 
 
 def _not_possible(state: State, node: _Node) -> None:
@@ -263,7 +263,7 @@ def _not_possible(state: State, node: _Node) -> None:
 def _segmented(state: State, instance: Instance) -> Instance | None:
     """The same choice with segments of several layers among its candidates; ``None`` where there are none besides."""
     choice = instance.choice
-    if choice.segments or _dealt(instance):
+    if choice.segments or _interleaved(instance):
         return None
     found = state.prices.instance(replace(choice, segments=True))
     return (
@@ -288,7 +288,7 @@ def _spares(state: State, instance: Instance, solution: Solution, stage: int) ->
 
 def _in_segments(state: State) -> bool:
     """At what would be the end: where the best plan recomputes many layers in full, memory is what it lacks, and segments spare it some."""
-    if state.best is None or state.widened == state.best[0].choice or _dealt(state.best[0]):
+    if state.best is None or state.widened == state.best[0].choice or _interleaved(state.best[0]):
         return False
     chosen, solution = state.best
     state.widened = chosen.choice
@@ -314,11 +314,11 @@ def _in_chunks(state: State, instances: list[Instance]) -> bool:
         line, m = plain.choice.pipeline, plain.choice.microbatches
         if (line, m) not in ((chosen.pipeline, chosen.microbatches), (chosen.pipeline / 2, chosen.microbatches / 2)):
             continue
-        dealt = in_chunks(plain.choice, plain.layers)
-        instance = state.prices.instance(dealt[0]) if dealt else None
+        in_more = in_chunks(plain.choice, plain.layers)
+        instance = state.prices.instance(in_more[0]) if in_more else None
         if instance is not None:
             state.chunked.add(line)
-            state.push(instance, fewest_seconds(instance), more=tuple(dealt[1:]))
+            state.push(instance, fewest_seconds(instance), more=tuple(in_more[1:]))
     return bool(state.heap) and state.heap[0].bound_s < state.enough_s
 
 
@@ -360,14 +360,14 @@ def _whole(state: State, node: _Node) -> None:
 
 
 def _even(state: State, node: _Node) -> None:
-    bound = dealt_bound(node.instance, node.bound_s, state.enough_s)
+    bound = interleaved_bound(node.instance, node.bound_s, state.enough_s)
     if np.isfinite(bound):
         state.push(node.instance, bound, 1)
 
 
 def _devices(state: State, node: _Node) -> None:
     """Devices of whole layers, each for itself."""
-    bound = whole_dealt(node.instance, node.bound_s, state.enough_s)
+    bound = whole_interleaved(node.instance, node.bound_s, state.enough_s)
     if np.isfinite(bound):
         state.push(node.instance, bound, 2)
 
@@ -380,7 +380,7 @@ def _mixed(state: State, node: _Node) -> None:
         bound = mixed_devices(instance, bound, state.enough_s)
     if bound < state.enough_s:
         state.solvers.add("GLOP")
-        bound = dealt_relaxation(instance, bound, state.enough_s)
+        bound = interleaved_relaxation(instance, bound, state.enough_s)
     if np.isfinite(bound):
         state.push(node.instance, bound, 4)
 
@@ -388,7 +388,7 @@ def _mixed(state: State, node: _Node) -> None:
 def _construct(state: State, node: _Node) -> None:
     if node.bound_s < state.enough_s:
         state.opened += 1
-        if not _look(state, node.instance) and most_frugal(node.instance)[0] > 1:
+        if not _look(state, node.instance) and least_memory(node.instance)[0] > 1:
             return _not_possible(state, node)
     state.push(node.instance, node.bound_s, 4)
 
@@ -419,7 +419,7 @@ def _look(state: State, instance: Instance) -> bool:
 
 
 def _constructed(instance: Instance, deadline: float = np.inf) -> tuple[float, Solution] | None:
-    return construct_dealt(instance, deadline) if _dealt(instance) else construct(instance, deadline)
+    return construct_interleaved(instance, deadline) if _interleaved(instance) else construct(instance, deadline)
 
 
 def _relax(state: State, node: _Node) -> None:
@@ -437,7 +437,7 @@ def _dive(state: State, instance: Instance) -> Instance | None:
         layers = state.prices.groups[group]
         likely = [min(children, key=lambda child, p=price: tied_cost(child, layers, p)) for price in PRICES]  # type: ignore[misc]
         kept = {id(child): child for child in likely}.values()
-        estimate = fewest_seconds if _dealt(instance) else bottleneck_bound
+        estimate = fewest_seconds if _interleaved(instance) else bottleneck_bound
         instance = min(kept, key=estimate) if len(kept) > 1 else likely[0]
     return instance
 
@@ -454,14 +454,14 @@ def _close(state: State, node: _Node) -> None:
     """Decide the next tie of a choice, or solve it: its bound is then final."""
     instance = node.instance
     group = state.undecided(instance.choice)
-    if group is not None and not (_dealt(instance) and instance.layers > LABEL_LAYERS):
+    if group is not None and not (_interleaved(instance) and instance.layers > LABEL_LAYERS):
         for child in _decided(state, instance, group):
             state.push(child, max(node.bound_s, fewest_seconds(child)), 1)
         return
     left = state.left_s()
     if instance.layers <= LABEL_LAYERS:
         try:
-            solve = solve_dealt if _dealt(instance) else solve_labels
+            solve = solve_interleaved if _interleaved(instance) else solve_labels
             value, solution = solve(instance, state.step_s, time.monotonic() + min(left, 3.0))
         except TooLargeError:
             pass
@@ -469,11 +469,11 @@ def _close(state: State, node: _Node) -> None:
             state.solvers.add("labels")
             if solution is not None:
                 state.offer(instance, solution)
-            elif not _dealt(instance) and most_frugal(instance)[0] > 1:
+            elif not _interleaved(instance) and least_memory(instance)[0] > 1:
                 _not_possible(state, node)
             state.closed_s = min(state.closed_s, value)
             return
-    if _dealt(instance):
+    if _interleaved(instance):
         state.closed_s = min(state.closed_s, node.bound_s)
         return
     state.solvers.add("SCIP")
@@ -498,16 +498,16 @@ def _last_resort(graph: Graph, state: State, instances: list[Instance]) -> None:
     heap: list[tuple[float, int, Instance, Solution]] = []
 
     def push(instance: Instance) -> None:
-        need, solution = most_frugal_dealt(instance) if _dealt(instance) else most_frugal(instance)
+        need, solution = least_memory_interleaved(instance) if _interleaved(instance) else least_memory(instance)
         heapq.heappush(heap, (need, next(state.counter), instance, solution))
 
-    instances = [i for i in instances if not _dealt(i)] or instances
+    instances = [i for i in instances if not _interleaved(i)] or instances
     for instance in instances:
         push(instance)
     segments = False
     while True:
         need, _, instance, solution = heapq.heappop(heap)
-        if need > 1 and not segments and not _dealt(instance):
+        if need > 1 and not segments and not _interleaved(instance):
             segments = True
             push(instance)
             for other in (state.prices.instance(replace(i.choice, segments=True)) for i in instances):

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from ortools.linear_solver import pywraplp
 
-from autopar.search.assess import Solution
 from autopar.search.bound import TOLERANCE, Model
+from autopar.search.evaluation import Solution
 from autopar.search.simulate import lower_bound, simulate
 from autopar.search.tables import Array, Indices, Instance, Regime
 

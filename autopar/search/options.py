@@ -6,7 +6,7 @@ the last dot names::
 
     {"pipeline": 4, "schedule": "1f1b", "layers.0-7.tensor": 8, "lm_head.zero": 3}
 
-``chunks`` is the number of stages of each device: more than one is a schedule that deals them out, which needs a pipeline; interleaved
+``chunks`` is the number of stages of each device: more than one needs a pipeline and a schedule for it; interleaved
 1F1B where none is pinned. ``segment`` layers are recomputed as one: more than one is full recomputation.
 
 A selector is a layer's name or its end (``layers.3`` is ``model.layers.3``), or a layer class. In place of a number may stand a range

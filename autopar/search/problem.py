@@ -21,7 +21,7 @@ Where stages run on different devices every price and the limit also depend on `
 
 Under interleaved 1F1B each of ``P`` devices has ``v`` chunks: stage ``s`` of ``P v`` is on device ``s mod P`` (``plan.device_of``), which
 pays the sum of its stages' ``g`` and holds all of them; of activations the most that its actions ever have at once
-(``schedules.holdings``). Such choices have bounds and solvers of their own (``dealt_bound``, ``dealt``).
+(``schedules.holdings``). Such choices have bounds and solvers of their own (``interleaved_bound``, ``interleaved``).
 
 So have those whose backwards are in two parts (``plan.SPLIT``), be it with one chunk: ``b_s`` is then two prices, of which the second is
 the sum of ``weight(i, k(i))``, and a microbatch that is between the two holds ``waiting`` besides ``saved``.
@@ -52,7 +52,7 @@ from autopar.plan import (
     device_of,
     stages_of,
 )
-from autopar.search.hand import default_schedule, make_mesh, refusal
+from autopar.search.manual import default_schedule, make_mesh, refusal
 from autopar.search.options import ANY, LayerPins, SearchOptions
 from autopar.search.schedules import fullest, holdings
 
@@ -61,9 +61,9 @@ Mesh = tuple[Axis, ...]
 TENSOR_ROLES = (Role.TENSOR, Role.TENSOR_SEQUENCE)
 SEQUENCE_ROLES = (Role.ULYSSES, Role.RING)
 MOST_CHUNKS = 8
-"""Chunks of a device that are tried where their number is not pinned. All pipelines are tried with several where a schedule that deals
-stages out is pinned, else that of the best plan that has one stage on each device and its half: there are many such choices, their bounds
-are some per cent looser, and what interleaving gains is what that plan loses waiting."""
+"""Chunks of a device that are tried where their number is not pinned. All pipelines are tried with several where the schedule that is
+pinned needs several stages on each device, else that of the best plan with one stage on each device, and its half: there are many such
+choices, their bounds are some per cent looser, and what interleaving gains is what that plan loses waiting."""
 SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of layers that are tried as one segment of recomputation."""
 
@@ -193,7 +193,7 @@ class Choice:
         return self.schedule in SPLIT
 
     @property
-    def dealt(self) -> bool:
+    def interleaved(self) -> bool:
         """Whether the schedule is one of those that may give a device several stages."""
         return self.schedule in DEALING
 
@@ -225,7 +225,7 @@ class Choice:
     @property
     def in_flight(self) -> tuple[int, ...]:
         """Microbatches whose activations each stage holds when its device holds most."""
-        if self.dealt:
+        if self.interleaved:
             return fullest(self.schedule, self.pipeline, self.chunks, self.microbatches)[0]
         if self.schedule == "none":
             return (1,)
@@ -259,8 +259,8 @@ class Choice:
 
     def __str__(self) -> str:
         sizes = "x".join(str(axis.size) for axis in self.mesh)
-        dealt = f" of {self.chunks} chunks" if self.chunks > 1 else ""
-        return f"pipeline {self.pipeline}{dealt}, mesh {sizes}, {self.microbatches} microbatches, {self.schedule}"
+        chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
+        return f"pipeline {self.pipeline}{chunks}, mesh {sizes}, {self.microbatches} microbatches, {self.schedule}"
 
 
 def divisors(n: int) -> list[int]:
@@ -317,7 +317,7 @@ def strategies(
 
     Data takes the longest prefix of the axes that divides the batch (or the pinned one), other roles a suffix; what lies between is idle.
     Data being a prefix for every layer, the batch dim is gathered from its innermost axis outwards, and each slice stays contiguous.
-    A layer that has ``experts`` may deal them out over a degree that divides their number, right inside of the data axes. So many layers
+    A layer that has ``experts`` may distribute them over a degree that divides their number, right inside of the data axes. So many layers
     may be recomputed as one as ``sizes_of_segments`` say.
     """
     pins = options.common if pins is None else pins
@@ -327,8 +327,8 @@ def strategies(
         outer = len(sizes) - len(suffix)
         ways = [_product(sizes[:j]) for j in range(outer + 1)]
         prefixes = [j for j, n in enumerate(ways) if batch % n == 0 and pins.data in (None, n)]
-        if dealt := suffix.count(Role.EXPERT):  # they take other samples, too
-            owners = _product(sizes[outer : outer + dealt])
+        if owning := suffix.count(Role.EXPERT):  # they take other samples, too
+            owners = _product(sizes[outer : outer + owning])
             prefixes = [j for j in prefixes if j == outer and batch % (ways[j] * owners) == 0]
         if not prefixes:
             continue
@@ -498,7 +498,7 @@ def in_chunks(choice: Choice, layers: int) -> list[Choice]:
     (arXiv:2104.04473, section 2.2): a schedule goes at the pace of its longest stage, and no bound sees how much uneven ones cost.
     """
     line, m = choice.pipeline, choice.microbatches
-    if line == 1 or m == 1:  # one microbatch passes all stages one after the other, however they are dealt out
+    if line == 1 or m == 1:  # one microbatch passes all stages one after the other, wherever they are placed
         return []
     fit = range(2, min(MOST_CHUNKS, layers // line) + 1)
     return [

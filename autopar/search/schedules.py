@@ -209,7 +209,7 @@ def _dualpipe(rank: int, line: int, microbatches: int) -> Iterator[Group]:
 def holdings(
     schedule: str, line: int, chunks: int, microbatches: int, rank: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """What a device of a schedule that deals stages out may hold when it holds most: (microbatches of each chunk ``[moment, chunk]``, and
+    """What a device with several stages may hold when its memory peaks: (microbatches of each chunk ``[moment, chunk]``, and
     which chunk is at work then ``[moment]``). Where backwards are in two parts, behind the microbatches of each chunk are those that
     are between the two. Moments at which a device holds less than at another are left out."""
     own = stages_of(rank, line, chunks, schedule)

@@ -160,7 +160,7 @@ def _ends(waits: list[tuple[int, int, int]], seconds: list[float]) -> list[float
 
 
 def simulate_parts(parts: NDArray[np.float64], microbatches: int, schedule: str, chunks: int) -> float:
-    """``simulate`` of a schedule that deals stages out: ``parts[part, stage]``."""
+    """``simulate`` of a schedule with several stages on each device: ``parts[part, stage]``."""
     waits = _program(schedule, parts.shape[1] // chunks, chunks, microbatches).waits
     return max(_ends(waits, _seconds(parts).tolist()))
 

@@ -272,9 +272,7 @@ class Instance:
     @cached_property
     def _by_stage(self) -> tuple[Regime, ...]:
         held = self.in_flight.tolist(), self.choice.passing
-        return tuple(
-            zip(*held, self.layout.place, self.layout.limit, strict=False)
-        )  # of dealt stages, a device's first
+        return tuple(zip(*held, self.layout.place, self.layout.limit, strict=False))  # of a device's stages, the first
 
     @cached_property
     def regimes(self) -> tuple[Regime, ...]:
@@ -389,7 +387,7 @@ class Prices:
         self._border = _borders(graph)
         self._ways: dict[Devices, Ways] = {}
         self._lines: dict[int, Layout] = {}
-        self._dealt: dict[tuple[int, tuple[int, ...]], Layout] = {}
+        self._interleaved: dict[tuple[int, tuple[int, ...]], Layout] = {}
         self._latest: tuple[Choice, tuple[Table, ...], Indices, dict[tuple[object, ...], Array]] | None = None
         self._tables: dict[tuple[object, ...], Table | None] = {}
         self.pins = pins_by_layer(graph, options)
@@ -402,15 +400,15 @@ class Prices:
     def layout(self, choice: Choice) -> Layout:
         """What the stages of a choice run on."""
         key = choice.pipeline, choice.device
-        if key not in self._dealt:
+        if key not in self._interleaved:
             line = self._line(choice.pipeline)
-            self._dealt[key] = replace(
+            self._interleaved[key] = replace(
                 line,
                 place=tuple(line.place[d] for d in choice.device),
                 way=tuple(None if link is None else line.way[link] for link in choice.links),
                 limit=tuple(line.limit[d] for d in choice.device),
             )
-        return self._dealt[key]
+        return self._interleaved[key]
 
     def _line(self, pipeline: int) -> Layout:
         """What the devices of a line are, and what is between them."""

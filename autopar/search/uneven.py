@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from autopar.search.assess import Solution, cost
-from autopar.search.cuts import deal, moved_by_one
+from autopar.search.cuts import balanced_cuts, moved_by_one
+from autopar.search.evaluation import Solution, cost
 from autopar.search.schedules import holdings
 from autopar.search.tables import Array, Instance
 
@@ -38,7 +38,7 @@ def uneven_cuts(instance: Instance, pick: Sequence[int], seconds: Array) -> list
         each = max(ways, key=lambda held: float(number @ held))  # of the moment at which such layers hold most
         held[d, 1:] = np.cumsum(each[instance.kind]) / layout.limit[d]
     share = seconds / float(seconds[:, -1].mean()) * len(held)
-    cuts = [deal(list((1 - mix) * share + mix * held), instance.choice.device) for mix in MIXTURES]
+    cuts = [balanced_cuts(list((1 - mix) * share + mix * held), instance.choice.device) for mix in MIXTURES]
     return list(dict.fromkeys(cuts))
 
 

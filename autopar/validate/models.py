@@ -1,4 +1,4 @@
-"""From an architecture's sizes to a captured graph: the zoo's way, with the repeated block captured a few times and then dealt out.
+"""From an architecture's sizes to a captured graph: the zoo's way, with the repeated block captured a few times and then repeated.
 
 A model of 105 equal blocks is captured with three: the first, one in the middle, the last. If the middle one has the class of
 its neighbours, a model of any depth is the same graph with the middle layer repeated (``deepen``), which is what capture itself

@@ -203,7 +203,7 @@ def _setting(data: Mapping[str, Any]) -> Setting:
     if devices % group:
         raise RowError(f"tp * pp * cp = {group} does not divide n_gpus = {devices}")
     degree = devices // group
-    if degree % expert:  # experts are dealt out to devices that have other samples
+    if degree % expert:  # experts are distributed over devices that have other samples
         raise RowError(f"ep = {expert} does not divide dp = {degree}")
     prose = " ".join(
         str(data.get(key) or "") for key in ("schedule", "recompute", "precision", "interconnect", "notes", "quote")

@@ -60,7 +60,7 @@ def write(graph: Graph, s: Setting, context: Role) -> Written:
 def cuts(graph: Graph, s: Setting) -> tuple[int, ...]:
     """Where the stages begin, and the end of the last: equal numbers of blocks, the lookup with the first, the head with the last.
 
-    Rows do not say how blocks were dealt out. Where they do not divide, or the head weighs as much as several blocks, stages are
+    Rows do not say which blocks each stage had. Where they do not divide, or the head weighs as much as several blocks, stages are
     assumed to have been given equal arithmetic.
     """
     stages = s.pipeline * (s.chunks if s.pipeline > 1 else 1)

@@ -58,7 +58,7 @@ def check_plan(
 def compare_step(subject: Subject, loss: float, gradients: dict[str, Tensor], after: dict[str, Tensor]) -> Error:
     """The largest error of a step: the loss, every gradient, every buffer, and how much every parameter was updated by.
 
-    The update is of plain SGD, and so the gradient again, by way of the optimizer and of what ZeRO deals out and gathers.
+    The update is of plain SGD, and so the gradient again, by way of the optimizer and of what ZeRO shards and gathers.
     """
     error = compare(loss, gradients, subject.loss, subject.gradients)
     moved = {n: (subject.state[n] - after[n]) / UPDATE_LR for n in subject.gradients if n in after}

@@ -14,7 +14,7 @@ from typing import Any
 from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.plan import Plan, Role, Strategy
-from autopar.search.hand import grid_mesh, hand_plan, make_mesh
+from autopar.search.manual import grid_mesh, make_mesh, manual_plan
 from autopar.shard import plan_shardings
 
 DEGREES = ("pipeline", "data", "expert", "ring", "ulysses", "tensor")
@@ -22,7 +22,7 @@ DEGREES = ("pipeline", "data", "expert", "ring", "ulysses", "tensor")
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of plan for ``devices``: ``options`` for ``hand_plan``, or ``mixed``, which makes a plan of layers with different strategies.
+    """A kind of plan for ``devices``: ``options`` for ``manual_plan``, or ``mixed``, which makes a plan whose layers differ.
 
     ``options["microbatches"]`` is a wish: as many of them are taken as the model and its batch admit.
     """
@@ -38,7 +38,7 @@ class Kind:
         Raises:
             UsageError: the model or its batch does not admit it, and why.
         """
-        plan = self.mixed(graph) if self.mixed is not None else hand_plan(graph, **self._fitted(graph))
+        plan = self.mixed(graph) if self.mixed is not None else manual_plan(graph, **self._fitted(graph))
         assert plan.device_count == self.devices, (self, plan.device_count)
         plan_shardings(graph, plan)
         return plan
@@ -67,7 +67,7 @@ def microbatches(graph: Graph, wanted: int, ways: int = 1) -> int:
 
 
 def kind(name: str, **options: Any) -> Kind:
-    """A kind in which all layers have the same strategy, by the options of ``hand_plan``."""
+    """A kind in which all layers have the same strategy, by the options of ``manual_plan``."""
     if "mesh" in options:
         return Kind(name, math.prod(axis.size for axis in options["mesh"]) * options.get("pipeline", 1), options)
     return Kind(name, math.prod(options.get(degree, 1) for degree in DEGREES), options)
@@ -168,4 +168,4 @@ def alternating(graph: Graph, n: int) -> Plan:
     if not blocks:
         raise UsageError("every layer is an end or shares a parameter with one, so no layers are left to differ")
     strategies = {i: tensor if i in blocks else data for i in range(len(graph.layers))}
-    return hand_plan(graph, mesh=mesh, strategies=strategies, microbatches=microbatches(graph, 2, n))
+    return manual_plan(graph, mesh=mesh, strategies=strategies, microbatches=microbatches(graph, 2, n))

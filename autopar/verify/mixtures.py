@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.plan import Axis, Plan, Role, Strategy
-from autopar.search.hand import default_schedule, hand_plan, make_mesh
+from autopar.search.manual import default_schedule, make_mesh, manual_plan
 from autopar.shard import layer_sharding, plan_shardings
 
 _TRIES = 200  # most draws of a model with ordinary sizes are admitted; a model that admits none of 200 admits hardly anything
@@ -40,8 +40,8 @@ def draw(graph: Graph, devices: int, rng: random.Random) -> Plan:
 def describe(plan: Plan) -> str:
     """The plan in one line: ``2 stages (cut 3) of outer 2 x inner 2, 1f1b, 4 microbatches: data+tensor zero 2 recomputed, ...``."""
     cuts = ", ".join(str(stage.start) for stage in plan.stages[1:])
-    dealt = f" on {plan.pipeline} devices" if plan.chunks > 1 else ""
-    stages = f"{len(plan.stages)} stages{dealt} (cut at {cuts}) of " if plan.pipeline > 1 else ""
+    devices = f" on {plan.pipeline} devices" if plan.chunks > 1 else ""
+    stages = f"{len(plan.stages)} stages{devices} (cut at {cuts}) of " if plan.pipeline > 1 else ""
     mesh = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh)
     runs = "; ".join(f"{count} of {text}" for text, count in _runs(plan))
     return f"{stages}{mesh}, {plan.schedule}, {plan.microbatches} microbatches: {runs}"
@@ -83,7 +83,7 @@ def _draw(graph: Graph, devices: int, rng: random.Random) -> Plan:
     schedules = {default_schedule(pipeline, microbatches, chunks)}
     if chunks == 1 and pipeline > 1:
         schedules.add("gpipe")
-    return hand_plan(
+    return manual_plan(
         graph,
         mesh=mesh,
         pipeline=pipeline,

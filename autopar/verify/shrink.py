@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.graph import Graph
 from autopar.plan import Plan, Role, Strategy
-from autopar.search.hand import default_schedule, hand_plan, make_mesh
+from autopar.search.manual import default_schedule, make_mesh, manual_plan
 from autopar.verify.kinds import microbatches
 
 LAYERS = 4  # a pipeline of four stages, and a first, two inner and a last block
@@ -96,7 +96,7 @@ def shrink_plan(plan: Plan, graph: Graph, devices: int) -> Plan:
     ]
     kept_schedule = pipeline > 1 and parts >= pipeline and chunks == plan.chunks
     schedule = plan.schedule if kept_schedule else default_schedule(pipeline, parts, chunks)
-    return hand_plan(
+    return manual_plan(
         graph,
         mesh=mesh,
         pipeline=pipeline,

@@ -1,12 +1,12 @@
-"""Solutions of a choice that deals stages out to devices (interleaved 1F1B, zero bubble): constructed, most frugal, exact for small ones.
+"""Solutions of a choice with several stages on each device (interleaved 1F1B, zero bubble): constructed, of least memory, exact if small.
 
-1. ``deal`` cuts the layers so that the device with the largest share has little more than the mean: bisection over that largest
+1. ``balanced_cuts`` cuts the layers so that the device with the largest share has little more than the mean: bisection over that largest
    share, stages being filled one after the other up to what their device may have by then.
 2. The cuts are moved by single layers, from a stage to a neighbour or from the slowest device to any stage, while the schedule itself,
    simulated for all such moves at once, gets shorter.
 3. Each device's layers are chosen again with resharding in the costs, under its memory.
 
-Where ``dealt_whole`` says how many layers each device should have, even chunks of so many are tried before 1.
+Where ``interleaved_whole`` says how many layers each device should have, even chunks of so many are tried before 1.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from autopar.search.assess import Counts, Solution, cost, fits, fullest_moments, memories, passing_by
 from autopar.search.construct import LADDER, Stage, memory_scale, modes_of, seconds_of
-from autopar.search.cuts import by_share, deal, in_rounds, moved_by_one
-from autopar.search.dealt_bound import sends, textbook_paths
-from autopar.search.dealt_whole import layers_of_devices
+from autopar.search.cuts import balanced_cuts, by_share, in_rounds, moved_by_one
+from autopar.search.evaluation import Counts, Solution, cost, fits, fullest_moments, memories, passing_by
 from autopar.search.exact import LABELS, NODES, TooLargeError, undominated
+from autopar.search.interleaved_bound import sends, textbook_paths
+from autopar.search.interleaved_whole import layers_of_devices
 from autopar.search.schedules import holdings
 from autopar.search.simulate import simulate_many, simulate_parts
 from autopar.search.tables import Array, Indices, Instance
@@ -78,7 +78,7 @@ class _Draft:
         self.sends = sends(instance)
         self.seconds, device = self.parts.sum(axis=1), instance.choice.device
         self.cuts = [
-            deal(list(self.seconds), device),
+            balanced_cuts(list(self.seconds), device),
             *(by_share(self.seconds, share, device) for share in instance.shares[-1:]),
         ]
         self.bounds, self.estimate_s = self.cuts[0], np.inf  # until ``_drafts`` has simulated them
@@ -148,7 +148,7 @@ def _drafts(instance: Instance, picks: list[tuple[float, tuple[Indices, ...], li
 
 
 def _rounds(instance: Instance) -> list[tuple[int, ...]]:
-    """Cuts in which every device has as many layers as ``whole_dealt`` says, in chunks as even as can be."""
+    """Cuts in which every device has as many layers as ``whole_interleaved`` says, in chunks as even as can be."""
     layers, chunks = layers_of_devices(instance), instance.choice.chunks
     if layers is None:
         return []
@@ -185,7 +185,7 @@ class _Tries:
         return _refined(self.instance, self.allowed, bounds, self.cache)
 
 
-def construct_dealt(instance: Instance, deadline: float = np.inf) -> tuple[float, Solution] | None:
+def construct_interleaved(instance: Instance, deadline: float = np.inf) -> tuple[float, Solution] | None:
     """The best solution found, with its true step time; ``None`` where nothing that was tried fits."""
     picks, tries = _picks(instance)[:DRAFTS], _Tries(instance)
     for bounds in _rounds(instance):
@@ -205,7 +205,7 @@ def construct_dealt(instance: Instance, deadline: float = np.inf) -> tuple[float
     if tries.solution is not None and instance.choice.split:
         tries.take(polished(instance, tries.solution, tries.refined, deadline))
     if tries.solution is None:
-        need, solution = most_frugal_dealt(instance)
+        need, solution = least_memory_interleaved(instance)
         if need <= 1:
             tries.take(solution)
             tries.cut(solution.bounds, modes_of(instance)[0].allowed)
@@ -311,12 +311,12 @@ class _Device(Stage):
         self.scale = memory_scale(instance)
 
 
-def most_frugal_dealt(instance: Instance) -> tuple[float, Solution]:
+def least_memory_interleaved(instance: Instance) -> tuple[float, Solution]:
     """The largest share of a device's memory limit that is needed, and a solution that needs no more: a good one, not proved the best."""
     best: tuple[float, Solution] | None = None
     moments = _first_moments(instance)
     for _ in range(3):  # first of the moment at which most is in flight, then of the one at which most is held
-        solution = _frugal(instance, moments)
+        solution = _least_memory(instance, moments)
         need = max(_shares(instance, solution))
         if best is None or need < best[0]:
             best = need, solution
@@ -327,7 +327,7 @@ def most_frugal_dealt(instance: Instance) -> tuple[float, Solution]:
     return best
 
 
-def _frugal(instance: Instance, moments: Sequence[Counts]) -> Solution:
+def _least_memory(instance: Instance, moments: Sequence[Counts]) -> Solution:
     """Of every device the candidates that hold least at a moment, and cuts that fill all devices alike."""
     choice = instance.choice
     picks, shares = [], []
@@ -338,12 +338,12 @@ def _frugal(instance: Instance, moments: Sequence[Counts]) -> Solution:
         picks.append(np.array([int(h.argmin()) for h in held]))
         each = np.array([float(h.min()) for h in held])[instance.kind]
         shares.append(np.concatenate([[0.0], np.cumsum(each)]) / instance.layout.limit[d])
-    bounds = deal(shares, choice.device)
+    bounds = balanced_cuts(shares, choice.device)
     device = np.repeat(instance.device, np.diff(bounds))
     return Solution(bounds, tuple(int(picks[d][k]) for d, k in zip(device, instance.kind, strict=True)))
 
 
-def solve_dealt(instance: Instance, cutoff_s: float, deadline: float) -> tuple[float, Solution | None]:
+def solve_interleaved(instance: Instance, cutoff_s: float, deadline: float) -> tuple[float, Solution | None]:
     """The optimum below ``cutoff_s`` (``None``: there is none), by enumeration of undominated stages.
 
     Raises:

@@ -40,7 +40,7 @@ def progress_bar(name: str, total: int | None = None) -> Iterator[Callable[[str,
         yield show
 
 
-class Talk:
+class Messages:
     """A context in which calling the object with (stage, text) reports progress, on one moving line where there is a terminal.
 
     Elsewhere (a log file, a pipe) each stage is a line, when it begins. What the model's own code prints meanwhile goes to stderr
@@ -53,7 +53,7 @@ class Talk:
         self._stage = ""
         self._aside = redirect_stdout(sys.stderr)
 
-    def __enter__(self) -> Talk:
+    def __enter__(self) -> Messages:
         self._aside.__enter__()
         if self._status is not None:
             self._status.start()

@@ -1,4 +1,4 @@
-"""``mixed_devices``: the bound of ``dealt_bound``'s ``linear`` from devices of whole layers, each of which fits on its own.
+"""``mixed_devices``: the bound of ``interleaved_bound``'s ``linear`` from devices of whole layers, each of which fits on its own.
 
 A way to run a device is a number of layers of the most frequent kind, the stages that they are in, and a candidate for each, within the
 device's memory. The linear model mixes such ways, device by device, so that they have all layers together and the longest path through
@@ -12,7 +12,7 @@ the schedule is shortest:
 
 Its duals weigh paths, devices' seconds once a step, and layers; the cheapest way of every device under them is a knapsack, solved exactly
 (``whole``). What these cost together, and the weight of all layers, is a bound for every weights. Ways that make a device slower than the
-step that is looked for (``dealt_whole``) are left out, so that the bound is one of steps below that.
+step that is looked for (``interleaved_whole``) are left out, so that the bound is one of steps below that.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from collections.abc import Iterator
 import numpy as np
 from ortools.linear_solver import pywraplp
 
-from autopar.search.assess import passing_by
 from autopar.search.bound import TOLERANCE
-from autopar.search.dealt_bound import longer_path, sends, textbook_paths
-from autopar.search.dealt_whole import Line
+from autopar.search.evaluation import passing_by
+from autopar.search.interleaved_bound import longer_path, sends, textbook_paths
+from autopar.search.interleaved_whole import Line
 from autopar.search.schedules import last_forward
 from autopar.search.tables import Array, Instance
 from autopar.search.whole import NOTHING, Front, merged, undominated

@@ -1,6 +1,6 @@
 """Plans written by hand: a mesh, roles and cuts, without prices.
 
-Tests, examples and people who know what they want start here. ``hand_plan`` fills a ``Plan`` whose prediction is all
+Tests, examples and people who know what they want start here. ``manual_plan`` fills a ``Plan`` whose prediction is all
 zeros; ``autopar.search.evaluate`` prices the same choice.
 """
 
@@ -55,7 +55,7 @@ def grid_mesh(dimensions: int, side: int, depth: int = 1) -> tuple[Axis, ...]:
 
 
 def even_cuts(layers: int, stages: int) -> tuple[int, ...]:
-    """The first layers of stages 1.. when ``layers`` are dealt out evenly, earlier stages taking the remainder."""
+    """The first layers of stages 1.. when ``layers`` are distributed evenly, earlier stages taking the remainder."""
     base, rest = divmod(layers, stages)
     cuts, at = [], 0
     for stage in range(stages - 1):
@@ -108,7 +108,7 @@ def refusal(schedule: str, pipeline: int, chunks: int, microbatches: int) -> tup
     return None
 
 
-def hand_plan(
+def manual_plan(
     graph: Graph,
     *,
     mesh: tuple[Axis, ...] | None = None,

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.plan import Memory
-from autopar.search.assess import Solution, host_bytes, memories, prices_of
+from autopar.search.evaluation import Solution, host_bytes, memories, prices_of
 from autopar.search.runs import compositions
 from autopar.search.tables import Array, Indices, Instance, Regime
 
 
-def most_frugal(instance: Instance) -> tuple[float, Solution]:
+def least_memory(instance: Instance) -> tuple[float, Solution]:
     """The smallest possible maximum of the stages' memory, as a multiple of their limits, and a solution that has it.
 
     For each level that the transients may reach, every layer takes its least ``weights + n saved`` among the candidates below that
@@ -192,7 +192,7 @@ class _Ways:
 
 
 def explain(graph: Graph, instance: Instance, solution: Solution) -> InfeasibleError:
-    """The error for a search that ended without a plan: ``solution`` is the most frugal one of all choices."""
+    """The error for a search that ended without a plan: ``solution`` needs the least memory of all choices."""
     by_stage = memories(instance, solution)
     limits = instance.layout.limit
     worst = max(range(len(by_stage)), key=lambda s: by_stage[s].total / limits[s])
@@ -214,7 +214,7 @@ def explain(graph: Graph, instance: Instance, solution: Solution) -> InfeasibleE
         where = f"layers {graph.layers[i].name} to {graph.layers[j - 1].name}"
     enough = max(int(m.total) for m in by_stage)
     return InfeasibleError(
-        f"no plan fits {gigabytes(limits[worst])} per device: the most frugal one ({instance.choice}) still needs "
+        f"no plan fits {gigabytes(limits[worst])} per device: the plan of least memory ({instance.choice}) still needs "
         f"{gigabytes(held.total)} on stage {worst} ({where}), of which "
         f"{gigabytes(size)} are {part}; its largest layer is {graph.layers[largest].name} with {gigabytes(layer_bytes(largest))}",
         f"a memory limit of {gigabytes(enough, up=True)} ({enough} bytes) per device would do",

@@ -342,7 +342,7 @@ def device_memories(
     choice: Choice, stages: Sequence[Sequence[LayerPrice]], twice: Sequence[State] = ()
 ) -> list[Memory]:
     """The bytes of each device of the line when it holds most; ``stages`` are the layers of each stage."""
-    if not choice.dealt:
+    if not choice.interleaved:
         held = [memory(*stage) for stage in zip(stages, choice.in_flight, choice.passing, strict=True)]
     else:  # which chunk is at work when most is held decides whose transients count: the moments themselves are looked at
         held = [_most_held(choice, stages, d)[0] for d in range(choice.pipeline)]
@@ -357,7 +357,7 @@ def _most_held(choice: Choice, stages: Sequence[Sequence[LayerPrice]], device: i
 
 
 def fullest_moments(instance: Instance, solution: Solution) -> list[Counts]:
-    """Of each device that has dealt stages: what it has in flight when it holds most."""
+    """Of each device that has several stages: the microbatches in flight when its memory peaks."""
     prices = prices_of(instance, solution)
     stages = [prices[i:j] for i, j in pairwise(solution.bounds)]
     return [_most_held(instance.choice, stages, d)[1] for d in range(instance.choice.pipeline)]

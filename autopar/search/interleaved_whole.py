@@ -1,7 +1,7 @@
-"""``whole_dealt``: a bound for choices that deal several stages to each device, from devices of whole layers.
+"""``whole_interleaved``: a bound for choices with several stages on each device, from devices of whole layers.
 
-If a step takes no more than T seconds, no path through the schedule does, so of each device ``d`` (notation of ``dealt_bound``, ``g`` being
-what is done once a step, ``n_s`` the microbatches that stage ``s`` holds)
+If a step takes no more than T seconds, no path through the schedule does, so of each device ``d`` (notation of ``interleaved_bound``, ``g``
+being what is done once a step, ``n_s`` the microbatches that stage ``s`` holds)
 
     upto[d]    m sum_own t + g_d + sum_{s < d} t_s <= T
     round[d]   sum_own (m b_s + (m - n_s) f_s) + g_d + sum_s f_s + sum_{s > (v-1)p + d} b_s + sum_{s < d} b_s <= T
@@ -12,8 +12,8 @@ the others of them are where they hold least and where the path counts them leas
 all devices together cannot have all layers (their order is dropped, but for the first layer and the last, which are the first and the
 last device's), T is a bound.
 
-The relaxations of ``dealt_bound`` recompute a fraction of a layer and give a device a fraction of a layer, which is cheap where each has
-few of them.
+The relaxations of ``interleaved_bound`` recompute a fraction of a layer and give a device a fraction of a layer, which is cheap
+where each has few of them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from autopar.plan import INTERLEAVED
-from autopar.search.assess import passing_by
 from autopar.search.bound import TOLERANCE, cheapest_send
+from autopar.search.evaluation import passing_by
 from autopar.search.schedules import last_forward
 from autopar.search.tables import Instance
 from autopar.search.whole import NOTHING, Front, merged, undominated
@@ -49,7 +49,7 @@ Others = tuple[int, ...]
 """Layers of each less frequent kind."""
 
 
-def whole_dealt(instance: Instance, at_least_s: float, enough_s: float) -> float:
+def whole_interleaved(instance: Instance, at_least_s: float, enough_s: float) -> float:
     """The bound of the module's docstring, between ``at_least_s`` and ``enough_s``, which is as good as more."""
     line = Line(instance)
     if not line.small:
@@ -67,7 +67,7 @@ def whole_dealt(instance: Instance, at_least_s: float, enough_s: float) -> float
 
 
 def layers_of_devices(instance: Instance) -> tuple[int, ...] | None:
-    """How many layers each device may have in the least time that ``whole_dealt`` could not exclude; ``None`` where it was not asked."""
+    """How many layers each device may have in the least time that ``whole_interleaved`` cannot exclude; ``None`` where it was not asked."""
     found: tuple[int, ...] | None = instance.known.get(("layers of devices", instance.choice))
     return found
 

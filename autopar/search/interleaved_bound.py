@@ -1,4 +1,4 @@
-"""Lower bounds of the step time of a choice that deals stages out to devices (interleaved 1F1B, zero bubble).
+"""Lower bounds of the step time of a choice with several stages on each device (interleaved 1F1B, zero bubble).
 
 Two paths through the schedule of ``p`` devices with ``v`` stages each, for every device ``d`` whose stages are ``own``; ``n_s`` is how
 often stage ``s`` runs forward before its device first runs backward:
@@ -33,9 +33,9 @@ from ortools.linear_solver import pywraplp
 
 from autopar.plan import INTERLEAVED
 from autopar.search import bound
-from autopar.search.assess import passing_by
 from autopar.search.bound import CUT_ACTIONS, TOLERANCE, cheapest_send
-from autopar.search.cuts import deal
+from autopar.search.cuts import balanced_cuts
+from autopar.search.evaluation import passing_by
 from autopar.search.schedules import device_order, fullest, interleaved_in_flight
 from autopar.search.simulate import KINDS, counted, longest_path
 from autopar.search.tables import Array, Indices, Instance
@@ -99,8 +99,8 @@ def sends(instance: Instance) -> Array:
 
 
 def fewest_seconds(instance: Instance) -> float:
-    """A bound from each layer's best price alone, of any choice; where stages are dealt out, the mean over the devices of ``upto``."""
-    if not instance.choice.dealt:
+    """A bound from each layer's best price alone, of any choice; with several stages on each device, the mean over devices of ``upto``."""
+    if not instance.choice.interleaved:
         return bound.fewest_seconds(instance)
     line, m = instance.choice.pipeline, instance.choice.microbatches
     time = instance.least("time")
@@ -115,13 +115,13 @@ def _outside(instance: Instance) -> Array:
     return instance.least("forward" if instance.choice.split else "time")
 
 
-def dealt_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
+def interleaved_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
     """The larger of ``packed`` and of ``linear`` with all paths alike; ``inf`` where nothing fits. ``enough_s`` is as good as more."""
     found = max(at_least_s, _packed(instance, at_least_s, enough_s))
     return max(found, _Linear(instance).first()) if found < enough_s else found
 
 
-def dealt_relaxation(instance: Instance, at_least_s: float, enough_s: float) -> float:
+def interleaved_relaxation(instance: Instance, at_least_s: float, enough_s: float) -> float:
     """``linear`` with the weights that make it largest, as far as ``enough_s``, never below ``at_least_s``."""
     return max(at_least_s, _Linear(instance).best(enough_s))
 
@@ -268,7 +268,7 @@ class _Linear:
             for p in self.instance.layout.place[: self.line]
         ]
         sums = [np.concatenate([[0.0], np.cumsum(each[self.instance.kind])]) for each in least]
-        return np.array(deal(sums, self.instance.choice.device), dtype=np.int64)
+        return np.array(balanced_cuts(sums, self.instance.choice.device), dtype=np.int64)
 
     def _outcome(self, bounds: Indices, pick: Indices) -> Array:
         stage = np.repeat(np.arange(self.stages), np.diff(bounds))
