@@ -28,18 +28,27 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autopar.capture import NOT_COMPARED, apart, capture, check_capture
+from autopar.checks.collectives import check_collectives
+from autopar.checks.types import check_program
+from autopar.devices import Cluster, parse
+from autopar.emit import emit
 from autopar.errors import AutoparError, CaptureError, InfeasibleError, ModelError, UsageError
+from autopar.explain import Study, sequence_length, suggest
+from autopar.explain.resize import recapture_cut
+from autopar.explain.study import Recapture
+from autopar.graph import Graph
 from autopar.plan import ALLOWED, MICROBATCH_STATISTICS, NARROW, Plan
+from autopar.precision import name_of, normalise
+from autopar.price import Pricer as LayerPricer
+from autopar.run import Program
+from autopar.search import Pricer, SearchOptions, price_pins, search
+from autopar.shard import annotate
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from autopar.devices import Cluster
-    from autopar.explain.study import Recapture
-    from autopar.graph import Graph
-    from autopar.run import Program
-    from autopar.search import Pricer, SearchOptions
 
 STAGES = ("capture", "search", "emit", "run")
 Progress = Callable[[str, str], None]
@@ -109,8 +118,6 @@ def compile(
         UsageError: devices, a batch or pins that make no sense; exit status 2 on the command line.
         CaptureError, InfeasibleError: the model cannot be exported; no plan fits.
     """
-    from autopar.devices import parse
-    from autopar.search import SearchOptions
 
     cluster = parse(devices, memory_limit_bytes=memory_limit_bytes, calibration=calibration)
     options = SearchOptions(time_limit_s=time_limit_s, pin=pin or {}, pipeline=pipeline, microbatches=microbatches, schedule=schedule,
@@ -147,10 +154,6 @@ def plan_model(
     other sizes, for what an infeasible request is told; without it the batch is cut down. With ``allow`` the graph may be of one
     microbatch.
     """
-    from autopar.capture import apart
-    from autopar.explain import Study, sequence_length, suggest
-    from autopar.explain.resize import recapture_cut
-    from autopar.precision import normalise
 
     start = time.perf_counter()
     check_allowed(allow)
@@ -199,7 +202,6 @@ def _held(
     progress: Progress | None,
 ) -> Graph:
     """The graph, compared with the model on rank 0, with a note of what came out."""
-    from autopar.capture import NOT_COMPARED, check_capture
 
     if os.environ.get("RANK", "0") != "0":
         return graph
@@ -284,10 +286,6 @@ def capture_model(
     """The first stage: the graph of layers, with its fused parameters and rules noted."""
     from torch import nn
 
-    from autopar.capture import capture
-    from autopar.precision import normalise
-    from autopar.shard import annotate
-
     if not isinstance(model, nn.Module):
         raise ModelError(f"the model is {type(model).__name__}, not a torch.nn.Module", "wrap a function in a module")
     _say(progress, "capture", "")
@@ -309,9 +307,6 @@ def find_plan(
     start: float | None = None,
 ) -> Plan:
     """The second stage. ``start`` is when the request came in (``time.perf_counter``), ``pricer`` one that has prices already."""
-    from autopar.precision import name_of
-    from autopar.price import Pricer as LayerPricer
-    from autopar.search import price_pins, search
 
     start = time.perf_counter() if start is None else start
     _say(progress, "search", "")
@@ -344,9 +339,6 @@ def emit_program(
 
     ``state`` is the model's state dict, from whose values the folder starts.
     """
-    from autopar.checks.collectives import check_collectives
-    from autopar.checks.types import check_program
-    from autopar.emit import emit
 
     _say(progress, "emit", "")
     home = Path(tempfile.mkdtemp(prefix="autopar-program-")) if folder is None else Path(folder)
@@ -382,7 +374,6 @@ def start_program(
 
     ``running`` is passed on to ``Program``.
     """
-    from autopar.run import Program
 
     if os.environ.get("LOCAL_RANK", "0") != "0":
         folder = None  # one process of a machine writes the folder, the others have the same text in one of their own

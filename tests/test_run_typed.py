@@ -17,7 +17,6 @@ from exactness import subject
 from torch import nn
 
 import autopar
-from autopar import check
 from autopar.checks.types import check_program
 from autopar.cli import main
 from autopar.compile import NOT_TYPED
@@ -84,7 +83,7 @@ def test_compile_emit_and_run_ask_the_checker_and_say_so_where_not(
         asked.append(Path(folder))
         return check_program(folder, progress)
 
-    monkeypatch.setattr(check, "check_program", checked)
+    monkeypatch.setattr(sys.modules["autopar.compile"], "check_program", checked)
     module, batch = small()
     said: list[str] = []
     program = autopar.compile(

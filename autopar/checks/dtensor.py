@@ -25,6 +25,7 @@ from autopar.ops.operands import op_name
 from autopar.rules.candidates import Candidate, candidates
 from autopar.torch_private import RedistributionRefusedError, dtensor_as_placed, fake_store
 from autopar.types import P, R, S, SpmdType
+from passes.localise import apply
 
 RANKS = 2
 MOST_WAYS = 64
@@ -108,8 +109,6 @@ def _placements(value: Value) -> list[SpmdType]:
 def _dtensor(node: fx.Node, values: Sequence[Value], operands: Sequence[SpmdType], mesh: Any) -> SpmdType | None:
     """The type of the result on DTensors placed so, or ``None`` where DTensor would place them otherwise or has no rule."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-
-    from passes.localise import apply
 
     places = {"R": Replicate(), "P": Partial()}
     tensors = []

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.capture import capture
 from autopar.errors import AutoparError, BatchError
 from autopar.explain.study import Recapture
 from autopar.graph import Graph
+from autopar.shard import annotate
 
 
 def sequence_length(graph: Graph) -> int | None:
@@ -29,8 +31,6 @@ def recapture_cut(
     local_batch_norm: bool = False,
 ) -> Recapture:
     """Captures ``model`` again with its example batch cut to (or repeated up to) other sizes; parameters stay what they are."""
-    from autopar.capture import capture
-    from autopar.shard import annotate
 
     numbers = precision
 

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 from autopar.devices import Cluster
 from autopar.graph import Graph
 from autopar.plan import Plan
+from autopar.precision import name_of
+from autopar.price import Pricer as LayerPricer
 from autopar.search import Pricer, SearchOptions, evaluate, search
 
 PricerOf = Callable[[Graph, Cluster], Pricer]
@@ -27,8 +29,6 @@ class Recapture(Protocol):
 
 def shared_pricers() -> PricerOf:
     """Pricers whose op-level layouts and tables are found once per graph, whatever the cluster."""
-    from autopar.precision import name_of
-    from autopar.price import Pricer as LayerPricer
 
     kept: dict[int, tuple[Graph, LayerPricer]] = {}  # the graph is kept so that its id stays its own
 

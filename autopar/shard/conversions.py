@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.flow import returned_nodes
+from autopar.flow import gradient_flow, returned_nodes
 from autopar.graph import LayerClass
 from autopar.ops.operands import operands
 from autopar.sharding import AxisTypes
-from autopar.types import SpmdType
+from autopar.types import Collective, SpmdType, conversion
 
 
 def conversions(cls: LayerClass, types: AxisTypes) -> tuple[tuple[str, SpmdType, SpmdType], ...]:
@@ -33,8 +33,6 @@ def layer_conversions(cls: LayerClass, types: AxisTypes, *, gradients_only: bool
 
     With ``gradients_only`` the conversions of values without gradient, which move nothing backward, are left out.
     """
-    from autopar.flow import gradient_flow
-    from autopar.types import Collective, conversion
 
     flow = gradient_flow(cls)
     names: list[str] = []
