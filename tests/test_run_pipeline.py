@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from workers import WorkerPool
 
 from autopar.program.runtime import _Received
+from autopar.search.manual import manual_plan
 from autopar.verify import kind
 from autopar.verify.case import check_plan
 from autopar.verify.subject import make_subject
@@ -40,3 +41,43 @@ def test_what_is_received_takes_the_place_of_a_microbatch_that_is_done() -> None
     for microbatch in range(5):
         received[microbatch] = f"made for {microbatch}"
     assert [received[i] for i in range(5)] == [f"made for {i % 2}" for i in range(5)]
+
+
+class _Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x + self.linear(x).tanh()
+
+
+class _CalledTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Counting() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x)
+        return x
+
+
+def test_a_stage_may_read_a_buffer_that_another_writes(workers2: WorkerPool) -> None:
+    torch.manual_seed(0)
+    batch = (torch.randn(4, 8, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64))
+    subject = make_subject(_CalledTwice().double(), batch, nn.functional.mse_loss)
+    for cuts in range(1, len(subject.graph.layers)):
+        plan = manual_plan(subject.graph, pipeline=2, cuts=(cuts,), schedule="gpipe")
+        assert check_plan(subject, plan, workers2).error.exact
+
+
+def test_an_update_below_the_last_digit_of_a_parameter_is_no_error(workers2: WorkerPool) -> None:
+    """Gradients of 1e-20 are compared by themselves; in the new values of parameters of about 1 they do not show."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).double()
+    batch = (torch.randn(4, 8, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64))
+    subject = make_subject(model, batch, lambda out, target: 1e-20 * nn.functional.mse_loss(out, target))
+    assert check_plan(subject, manual_plan(subject.graph, data=2), workers2).error.exact

@@ -31,7 +31,7 @@ class StageBuffers:
 
     def clear(self) -> None:
         """Forget what a step returned: another begins."""
-        for stage in {record.stage for record in self._own}:
+        for stage in self._writers():
             self._returned(stage).clear()
 
     @torch.no_grad()
@@ -40,7 +40,7 @@ class StageBuffers:
         if not self._records:
             return
         returned: dict[tuple[int, str], list[list[Tensor]]] = {}
-        for stage in {record.stage for record in self._own}:
+        for stage in self._writers():
             for layer, values in self._returned(stage):
                 returned.setdefault((stage, layer), []).append(values)
         for (stage, layer), microbatches in returned.items():
@@ -52,6 +52,10 @@ class StageBuffers:
         self.clear()
         for name in sorted({record.original for record in self._records}):
             self._spread(name)
+
+    def _writers(self) -> set[int]:
+        """This rank's stages that return new values; the others have copies of buffers that they read."""
+        return {record.stage for record in self._own if record.written}
 
     def _returned(self, stage: int) -> list[tuple[str, list[Tensor]]]:
         updates: Any = self._stages[stage].updates
