@@ -32,6 +32,16 @@ class Branching(nn.Module):
         return self.second(-x) * b - self.shift
 
 
+class Alternating(Branching):
+    """The same, but every branch reads every parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.scales["both"]
+        if x.sum() > 0:
+            return self.second(self.blocks(x)) * a + self.shift.to(self.kind)
+        return self.blocks(self.second(-x)) * b - self.shift
+
+
 class Model(nn.Module):
     """Linear layers around an opaque module (or the module itself: the reference)."""
 

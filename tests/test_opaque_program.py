@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from opaque_modules import Branching, Counting, Drawing, Holding, Model, Quantized
+from opaque_modules import Alternating, Branching, Counting, Drawing, Holding, Model, Quantized
 from torch import Tensor, nn
 
 from autopar.capture import capture, opaque
@@ -40,6 +40,11 @@ def batch(sign: float) -> dict[str, Tensor]:
 def branching() -> nn.Module:
     torch.manual_seed(0)
     return Branching(8, {"both": (2.0, 0.5)}).double()
+
+
+def alternating() -> nn.Module:
+    torch.manual_seed(0)
+    return Alternating(8, {"both": (2.0, 0.5)}).double()
 
 
 def program(module: nn.Module, folder: Path, **options: Any) -> tuple[Model, Graph, Plan]:
@@ -74,7 +79,7 @@ def test_equals_eager(name: str, tmp_path: Path) -> None:
     assert signs == {True, False}  # both branches were taken
 
 
-@pytest.mark.parametrize("module", [branching, Quantized], ids=["module", "function"])
+@pytest.mark.parametrize("module", [alternating, Quantized], ids=["module", "function"])
 def test_a_module_that_capture_keeps_whole_equals_eager(module: Callable[[], nn.Module], tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Model(module().double(), opaque=False).double()

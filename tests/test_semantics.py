@@ -398,6 +398,28 @@ def test_a_module_that_cannot_be_in_a_graph_is_kept_whole(case: str) -> None:
     assert all("every rank executes it alike" in sentence for sentence in graph.notes)
 
 
+class ChosenExperts(nn.Module):
+    """Tokens go to the expert that their first number chooses; an expert that none chooses is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        for number in (x[:, 0] > 0).long().unique().tolist():
+            rows = ((x[:, 0] > 0).long() == number).nonzero().squeeze(1)
+            y = y.index_copy(0, rows, self.experts[number](x[rows]))
+        return y
+
+
+def test_a_module_whose_parameters_may_get_no_gradient_is_not_kept_whole() -> None:
+    """Which parameters the optimizer leaves alone would depend on a rank's own rows."""
+    model = nn.Sequential(nn.Linear(8, 8), ChosenExperts(), nn.Linear(8, 4)).double()
+    with pytest.raises(CaptureError, match="depends on the data"):
+        capture(model, pair(8, 4), F.mse_loss)
+
+
 def test_a_module_of_torch_is_kept_whole() -> None:
     torch.manual_seed(0)
     graph = assert_equals_eager(Aligned(), (torch.randn(6, 10, 8, dtype=torch.float64),))

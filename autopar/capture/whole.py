@@ -144,14 +144,27 @@ def _observe(module: nn.Module, forward: Callable[..., Any], calls: _Calls, *arg
     calls.sound &= before[0] == after[0] and equal(before[1], after[1]) and torch.equal(before[2], after[2])
     if calls.sound:
         shape = tuple(result.shape), result.dtype
-        calls.sound = calls.given.setdefault(_shapes(args), shape) == shape
+        calls.sound = calls.given.setdefault(_shapes(args), shape) == shape and _reaches_all(module, result)
     for other in OTHERS if calls.sound else ():
         try:
             again = forward(*(other(arg.detach()) for arg in args))
         except Exception:  # other values need not go together; a program compares the shape while it runs
             continue
         calls.sound &= again.shape == result.shape and torch.equal(before[2], torch.get_rng_state())
+        calls.sound &= _reaches_all(module, again)
     return result
+
+
+def _reaches_all(module: nn.Module, result: Tensor) -> bool:
+    """Whether every trainable parameter of the module gets a gradient from ``result``. An expert that no token chose gets none in eager
+    PyTorch, and the optimizer leaves it alone; a program, whose ranks see different tokens, has a gradient for it."""
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not trainable or not torch.is_grad_enabled():
+        return True
+    if not result.requires_grad:
+        return False
+    gradients = torch.autograd.grad(result, trainable, torch.ones_like(result), retain_graph=True, allow_unused=True)
+    return all(gradient is not None for gradient in gradients)
 
 
 def paths_of(traceback: TracebackType | None, module: nn.Module) -> tuple[str, ...]:

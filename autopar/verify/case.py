@@ -69,8 +69,8 @@ def compare_step(subject: Subject, loss: float, gradients: dict[str, Tensor], af
 
 
 def _update(before: Tensor, after: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient as the update tells it; ``gradient`` itself where the two differ by less than the last digit of a value of the parameter,
-    which an update cannot show: a loss that is as good as zero has gradients of 1e-20."""
+    """The gradient as the update tells it; ``gradient`` itself where the two differ by less than the last digit of the parameter, which an
+    update cannot show: a loss that is as good as zero has gradients of 1e-20."""
     found = (before - after) / UPDATE_LR
     digit = torch.maximum(before.abs(), after.abs()).double() * torch.finfo(torch.float64).eps / UPDATE_LR
     return torch.where((found - gradient).abs() <= digit, gradient, found)
