@@ -60,7 +60,7 @@ SCHEDULES = ("none", "gpipe", "1f1b", INTERLEAVED, ZERO_BUBBLE, ZERO_BUBBLE_V, D
 SPLIT = (ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V)
 """Schedules that run backwards in two parts, of the inputs and of the weights. They are priced; the runtime has none of them yet."""
 
-DEALING = (INTERLEAVED, *SPLIT)
+SEVERAL_STAGES = (INTERLEAVED, *SPLIT)
 """Schedules that may give a device several stages."""
 
 V_SHAPED = (ZERO_BUBBLE_V, DUALPIPE_V)

@@ -12,7 +12,7 @@ from brute_force import FAMILIES, compare, problem
 from search_models import brute_force, every_plan, random_problem
 
 from autopar.errors import InfeasibleError, UsageError
-from autopar.plan import DEALING, Plan
+from autopar.plan import SEVERAL_STAGES, Plan
 from autopar.search import SearchOptions, driver, search
 from autopar.search.bound import relaxation
 from autopar.search.evaluation import cost
@@ -132,7 +132,7 @@ def test_every_bound_of_every_outer_choice_holds() -> None:
     assert mean["integer"] > 0.85
 
 
-@pytest.mark.parametrize("schedule", DEALING)
+@pytest.mark.parametrize("schedule", SEVERAL_STAGES)
 def test_every_bound_of_choices_that_deal_stages_out_holds(schedule: str) -> None:
     tight: dict[str, list[float]] = {}
     options = SearchOptions(schedule=schedule)

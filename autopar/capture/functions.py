@@ -23,7 +23,9 @@ from autopar.program.opaque import Applied
 
 Functions = dict[Any, "Kept"]
 """By the function's class."""
-_Form = tuple[str, tuple[tuple[tuple[int, ...], torch.dtype], ...]]
+Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+"""The shape and dtype of every tensor of a call."""
+_Form = tuple[str, Shapes]
 """Of a call: its plain arguments, and its tensors' shapes and dtypes."""
 
 apply_of_torch: Any = vars(torch.autograd.Function)["apply"].__func__
@@ -42,7 +44,7 @@ class Kept:
     def applied(self, *args: Any) -> Tensor | None:
         """The op of these arguments; ``None`` for a call of a form that was not seen."""
         text, tensors = _plain(args), [arg for arg in args if isinstance(arg, Tensor)]
-        if (text, _shapes(tensors)) not in self.given:
+        if (text, shapes(tensors)) not in self.given:
             return None
         if text not in self.ops:
             module = Applied(self.function, [None if isinstance(arg, Tensor) else [arg] for arg in args])
@@ -50,7 +52,7 @@ class Kept:
         return call(*self.ops[text], *tensors)
 
     def _blank(self, text: str, *inputs: Tensor) -> Tensor:
-        shape, dtype = self.given[text, _shapes(inputs)]
+        shape, dtype = self.given[text, shapes(inputs)]
         return torch.empty(shape, dtype=dtype, device=inputs[0].device)
 
 
@@ -79,7 +81,7 @@ def _observe(kept: Kept, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not kept.sound:
         return result
     shape = tuple(result.shape), result.dtype
-    kept.sound = kept.given.setdefault((_plain(args), _shapes(tensors)), shape) == shape
+    kept.sound = kept.given.setdefault((_plain(args), shapes(tensors)), shape) == shape
     for other in OTHERS:
         try:
             again = apply_of_torch(kept.function, *(other(a.detach()) if isinstance(a, Tensor) else a for a in args))
@@ -99,7 +101,8 @@ def _plain(args: Iterable[Any]) -> str:
     return repr([None if isinstance(arg, Tensor) else [arg] for arg in args])
 
 
-def _shapes(tensors: Iterable[Tensor]) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+def shapes(tensors: Iterable[Tensor]) -> Shapes:
+    """Of a call's tensors."""
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
 
 

@@ -19,18 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.backward import KeptWholeError
-from autopar.capture.functions import OTHERS
+from autopar.capture.functions import OTHERS, Shapes, shapes
 from autopar.capture.opaque import Opaque, call, register
 from autopar.capture.state import describe, equal, state
-
-_Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 @dataclass(slots=True)
 class _Calls:
     """What the calls of a module have in common: the shape that it gives for those that it gets, or that it may not be kept whole."""
 
-    given: dict[_Shapes, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+    given: dict[Shapes, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
     sound: bool = True
 
 
@@ -84,12 +82,12 @@ def _is_data(module: nn.Module) -> bool:
 
 def _ops(modules: dict[str, nn.Module], calls: dict[str, _Calls]) -> dict[str, str]:
     """An op for each module; modules that are equal but for the values of their tensors share one."""
-    made: list[tuple[nn.Module, dict[_Shapes, Any], str]] = []
+    made: list[tuple[nn.Module, dict[Shapes, Any], str]] = []
     found = {}
     for path, module in modules.items():
         known = next((entry for entry in made if _alike(entry[0], module)), None)
         if known is None:
-            given: dict[_Shapes, Any] = {}
+            given: dict[Shapes, Any] = {}
             known = module, given, register(module, functools.partial(_blank, given))
             made.append(known)
         known[1].update(calls[path].given)
@@ -97,8 +95,8 @@ def _ops(modules: dict[str, nn.Module], calls: dict[str, _Calls]) -> dict[str, s
     return found
 
 
-def _blank(given: dict[_Shapes, Any], *inputs: Tensor) -> Tensor:
-    shape, dtype = given[_shapes(inputs)]
+def _blank(given: dict[Shapes, Any], *inputs: Tensor) -> Tensor:
+    shape, dtype = given[shapes(inputs)]
     return torch.empty(shape, dtype=dtype, device=inputs[0].device)
 
 
@@ -114,10 +112,6 @@ def _ties(module: nn.Module) -> list[tuple[Any, ...]]:
     first: dict[int, str] = {}
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return [(name, first.setdefault(id(t), name), t.shape, t.dtype, t.requires_grad) for name, t in tensors]
-
-
-def _shapes(tensors: Any) -> _Shapes:
-    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
 
 
 def _observed(model: nn.Module, paths: list[str], run: Callable[[nn.Module], object]) -> dict[str, _Calls]:
@@ -144,7 +138,7 @@ def _observe(module: nn.Module, forward: Callable[..., Any], calls: _Calls, *arg
     calls.sound &= before[0] == after[0] and equal(before[1], after[1]) and torch.equal(before[2], after[2])
     if calls.sound:
         shape = tuple(result.shape), result.dtype
-        calls.sound = calls.given.setdefault(_shapes(args), shape) == shape and _reaches_all(module, result)
+        calls.sound = calls.given.setdefault(shapes(args), shape) == shape and _reaches_all(module, result)
     for other in OTHERS if calls.sound else ():
         try:
             again = forward(*(other(arg.detach()) for arg in args))

@@ -13,9 +13,9 @@ import numpy as np
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.plan import (
-    DEALING,
     OFFLOADS,
     RECOMPUTATIONS,
+    SEVERAL_STAGES,
     Axis,
     LayerPlan,
     Memory,
@@ -91,7 +91,7 @@ def step_cost(
         steps.append(sum(p.step_s for p in prices[i:j]))
     once = max(by_device(steps, chunks, schedule))
     step = 0.0
-    if np.isfinite(below_s) and schedule not in DEALING:
+    if np.isfinite(below_s) and schedule not in SEVERAL_STAGES:
         step = lower_bound(forward, backward, microbatches, schedule) + once
     if step < below_s:
         step = simulate(forward, backward, microbatches, schedule, chunks, weight) + once

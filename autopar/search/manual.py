@@ -14,11 +14,11 @@ from autopar.errors import BatchError, UsageError
 from autopar.graph import Graph
 from autopar.plan import (
     BATCHES,
-    DEALING,
     DUALPIPE_V,
     INTERLEAVED,
     REPLICATING,
     SCHEDULES,
+    SEVERAL_STAGES,
     V_SHAPED,
     ZERO_BUBBLE,
     Axis,
@@ -81,13 +81,13 @@ def refusal(schedule: str, pipeline: int, chunks: int, microbatches: int) -> tup
     """Why ``check_schedule`` raises, and what to do about it; ``None`` where it does not."""
     if schedule not in SCHEDULES:
         return f"there is no schedule {schedule!r}", f"the schedules are {', '.join(SCHEDULES)}"
-    if schedule in DEALING and pipeline == 1:
+    if schedule in SEVERAL_STAGES and pipeline == 1:
         return f"{schedule} is a schedule of pipelines, and there is one device in the line", "use pipeline 2 or more"
     if schedule == INTERLEAVED and chunks == 1:
         return f"{schedule} needs several stages on each device, and chunks is 1", "use chunks 2 or more, or 1f1b"
     if schedule in V_SHAPED and chunks != 2:
         return f"{schedule} has two stages on each device, and chunks is {chunks}", "use chunks 2, or zero-bubble"
-    if chunks > 1 and schedule not in DEALING:
+    if chunks > 1 and schedule not in SEVERAL_STAGES:
         return f"{schedule} has one stage on each device, and chunks is {chunks}", "use interleaved-1f1b, or chunks 1"
     if schedule == "1f1b" and microbatches < pipeline:
         return (

@@ -40,10 +40,10 @@ from typing import Any, Protocol
 from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.plan import (
-    DEALING,
     INTERLEAVED,
     OFFLOADS,
     REPLICATING,
+    SEVERAL_STAGES,
     SPLIT,
     ZERO_BUBBLE,
     Axis,
@@ -195,7 +195,7 @@ class Choice:
     @property
     def interleaved(self) -> bool:
         """Whether the schedule is one of those that may give a device several stages."""
-        return self.schedule in DEALING
+        return self.schedule in SEVERAL_STAGES
 
     @property
     def device(self) -> tuple[int, ...]:
@@ -479,11 +479,11 @@ def choices(
 def _schedules(layers: int, pipeline: int, microbatches: int, options: SearchOptions) -> list[tuple[str, int]]:
     """(schedule, chunks) of a pipeline of that many devices that the pins allow."""
     found = []
-    if options.chunks in (None, 1) and options.schedule not in DEALING:
+    if options.chunks in (None, 1) and options.schedule not in SEVERAL_STAGES:
         schedule = options.schedule or default_schedule(pipeline, microbatches) if pipeline > 1 else "none"
         if schedule != "1f1b" or microbatches >= pipeline:
             found.append((schedule, 1))
-    if pipeline > 1 and options.schedule in (None, *DEALING):
+    if pipeline > 1 and options.schedule in (None, *SEVERAL_STAGES):
         schedule = options.schedule or INTERLEAVED
         asked = range(1, MOST_CHUNKS + 1 if options.schedule else 0) if options.chunks is None else (options.chunks,)
         fit = [chunks for chunks in asked if pipeline * chunks <= layers]
@@ -512,7 +512,7 @@ def in_chunks(choice: Choice, layers: int) -> list[Choice]:
 def _no_schedule(layers: int, pipelines: Sequence[int], counts: Sequence[int], options: SearchOptions) -> UsageError:
     """Why no pipeline can have the pinned schedule and chunks."""
     pipeline, chunks = min((p for p in pipelines if p > 1), default=1), options.chunks
-    if options.schedule in DEALING or (chunks or 1) > 1:
+    if options.schedule in SEVERAL_STAGES or (chunks or 1) > 1:
         schedule = options.schedule or INTERLEAVED
         chunks = (1 if schedule == ZERO_BUBBLE else 2) if chunks is None else chunks
         if (why := refusal(schedule, pipeline, chunks, max(counts))) is not None:
