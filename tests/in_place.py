@@ -893,14 +893,14 @@ def parameter_normalised_through_data(m: Any, y: Tensor) -> Tensor:
     return y * m.weight
 
 
-@refused("writes to the parameter frozen")
+@right
 def momentum_teacher(m: Any, y: Tensor) -> Tensor:
     with torch.no_grad():
         m.frozen.mul_(0.9).add_(m.weight, alpha=0.1)
     return y * m.frozen * m.weight
 
 
-@refused("writes to the parameter frozen")
+@right
 def frozen_parameter(m: Any, y: Tensor) -> Tensor:
     m.frozen += 1.0
     return y * m.frozen * m.weight

@@ -72,12 +72,14 @@ class Teacher(nn.Module):
 
 
 class ParameterTeacher(nn.Module):
-    """The same with frozen parameters."""
+    """The same with frozen parameters, which may be ``shared``: views of the student's memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: bool = False) -> None:
         super().__init__()
         self.student, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, OUT)
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        if shared:
+            self.teacher.weight = nn.Parameter(self.student.weight.data, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -214,6 +216,7 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "spectral norm by hooks": (lambda: _constrained(nn.utils.spectral_norm), (), 4),
     "weight norm": (lambda: _constrained(parametrizations.weight_norm), (), 0),
     "momentum teacher of buffers": (Teacher, (), 3),
+    "momentum teacher of frozen parameters": (ParameterTeacher, (), 2),
     "codebook": (Codebook, (), 3),
     "blocks": (lambda: nn.Sequential(*(Block() for _ in range(4)), nn.Linear(WIDTH, OUT)), (), 8),
     "literal and batch": (Literal, (), 0),
@@ -221,7 +224,10 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
 }
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "momentum teacher of parameters": (ParameterTeacher, "lerp_ writes to the parameter teacher.weight"),
+    "momentum teacher that shares memory with its student": (
+        lambda: ParameterTeacher(shared=True),
+        "writes to teacher.weight, whose memory student.weight shares",
+    ),
     "embedding with a largest norm": (Looked, "an embedding with max_norm changes its own weight"),
     "buffer that is a row of another": (lambda: TwoBuffers(_row), "writes to a.written, whose memory out.read shares"),
     "buffer that is a parameter": (

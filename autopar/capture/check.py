@@ -201,7 +201,7 @@ class _Comparison:
         return count + (f" (whose graph differs from the whole batch's: {self.difference})" if self.difference else "")
 
     def as_given(self) -> AsGiven:
-        return AsGiven(self.model, self.loss_fn, self.structure, self.dtype)
+        return AsGiven(self.model, self.loss_fn, self.structure, self.dtype, self.graph.buffers)
 
     def modes(self, chances: set[float] | None = None) -> AbstractContextManager[Any]:
         """Under which both run: the same numbers drawn, no dropout (``chances`` takes its probabilities), and float64 throughout."""
@@ -232,7 +232,7 @@ class _Comparison:
             if (p._version, p.data_ptr()) != before[name]:
                 raise CaptureError(
                     f"the model writes its parameter {name} in forward, which a program would lose",
-                    "make it a buffer, or change the parameter after the optimizer's step",
+                    "make it a buffer, freeze it where it is not trained, or change the parameter after the optimizer's step",
                 )
         if not math.isfinite(steps[0].loss):
             self.why = f"the model's loss is {steps[0].loss}"

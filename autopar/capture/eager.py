@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,22 +162,31 @@ def prepared(model: nn.Module, loss_fn: Any = None, dtype: torch.dtype | None = 
 
 
 class AsGiven:
-    """The copies, and what one device computes with them, for batches of one ``structure``."""
+    """The copies, and what one device computes with them, for batches of one ``structure``. ``written`` names the frozen parameters that
+    forward writes, which count as buffers."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: Callable[..., Any] | None, structure: BatchStructure, dtype: torch.dtype | None
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        structure: BatchStructure,
+        dtype: torch.dtype | None,
+        written: Collection[str] = (),
     ) -> None:
         copied = prepared(model, loss_fn, dtype)
         self.model, self.loss_fn, self.structure = copied.model, copied.loss_fn, structure
+        self.written = frozenset(written)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self.model.named_parameters())
+        return {n: p for n, p in self.model.named_parameters() if n not in self.written}
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """What every buffer holds now, by each of its names."""
-        return {n: t.detach().clone() for n, t in self.model.named_buffers(remove_duplicate=False)}
+        """The values of every buffer now, by each of its names."""
+        written = [(n, p) for n, p in self.model.named_parameters() if n in self.written]
+        found = [*self.model.named_buffers(remove_duplicate=False), *written]
+        return {name: tensor.detach().clone() for name, tensor in found}
 
     def loss(self, tensors: Sequence[Tensor]) -> Tensor:
         """The loss of a batch, by its tensors in the order of the structure's leaves."""

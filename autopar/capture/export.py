@@ -385,6 +385,8 @@ def _label(
             node.meta["parameter"] = Parameter(
                 name, name, size, size, value.dtype, tied=tied, trainable=shapes[name].requires_grad
             )
+            if name in sharing:
+                node.meta["shares"] = sharing[name]
         else:
             if target in buffers:
                 target = names_of[id(buffers[target])]  # of several names of one buffer the first, as parameters have

@@ -158,12 +158,13 @@ def _state(model: nn.Module) -> tuple[Held, ...]:
 
 
 def _buffers(gm: fx.GraphModule, values: dict[str, torch.Tensor], model: nn.Module) -> dict[str, Buffer]:
-    """The buffers that the graph writes, with what they held."""
+    """The buffers that the graph writes, frozen parameters among them, with the values that they have before the first step."""
     kept = model.state_dict(keep_vars=True)
+    parameters = {name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta}
     found = {}
     for name, node in updates(gm).items():
-        value = node.meta["val"]
-        initial = values[name].detach().to(value.dtype).clone() if name in values else None
+        value, before = node.meta["val"], values.get(name, parameters.get(name))
+        initial = before.detach().to("cpu", value.dtype, copy=True) if before is not None else None
         found[name] = Buffer(name, tuple(value.shape), value.dtype, initial, name in kept)
     return found
 

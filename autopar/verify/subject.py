@@ -121,7 +121,7 @@ def _eager(
         term = call_model(model, structure, loss_fn, part) / len(parts)
         term.backward()
         loss += float(term.detach())
-        written.append({n: t.detach().clone() for n, t in model.named_buffers() if n in graph.buffers})
+        written.append({n: t.detach().clone() for n, t in model.state_dict().items() if n in graph.buffers})
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     kept = [buffer.name for buffer in graph.buffers.values() if buffer.persistent]
     return loss, gradients, {n: _mean([buffers[n] for buffers in written]) for n in kept}

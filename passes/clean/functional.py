@@ -243,15 +243,19 @@ class _Functionaliser:
         return add(node, aten.detach.default, (new,))
 
     def _refuse_base(self, base: fx.Node, node: fx.Node) -> None:
-        """Parameters are the optimizer's, and tensors that are in no ``state_dict`` nobody's."""
+        """Trainable parameters are the optimizer's, and tensors that are in no ``state_dict`` nobody's. A frozen parameter that forward
+        writes (a momentum teacher's) is a buffer from here on."""
         parameter = base.meta.get("parameter")
-        if parameter is not None:
+        if parameter is not None and parameter.trainable:
             raise _refused(
                 node,
                 f"writes to the parameter {parameter.name} in forward, and in a captured step the optimizer alone writes parameters",
                 "compute with a changed copy (w = self.weight.clamp(...)), change the parameter after the step under torch.no_grad(), or, "
-                "where it is not trained (a momentum teacher's), register it as a buffer",
+                "where it is not trained, freeze it: parameter.requires_grad_(False)",
             )
+        if parameter is not None:
+            del base.meta["parameter"]
+            base.meta.update(buffer=parameter.name, lifted=False)
         if base.op == "get_attr" or base.meta.get("lifted"):
             raise _refused(
                 node,
