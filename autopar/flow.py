@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from autopar.graph import LayerClass
-from autopar.ops.operands import op_name, operands
+from autopar.ops.facts import Kind, facts
+from autopar.ops.operands import operands
 
 
 def placeholders(cls: LayerClass) -> list[fx.Node]:
@@ -41,6 +42,6 @@ def gradient_flow(cls: LayerClass) -> dict[str, bool]:
         floating = (
             value is None or not hasattr(value, "dtype") or value.dtype.is_floating_point or value.dtype.is_complex
         )
-        floating = floating and op_name(node.target) != "aten.detach"
+        floating = floating and facts(node).kind is not Kind.DETACH
         flow[node.name] = floating and any(flow[operand.name] for operand in operands(node))
     return flow

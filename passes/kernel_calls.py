@@ -14,7 +14,8 @@ from typing import Any
 from torch import fx
 
 from autopar.errors import ProgramError
-from autopar.ops.operands import arguments, is_custom, op_name, operands, shape_of
+from autopar.ops.facts import is_custom, op_name
+from autopar.ops.operands import arguments, operands, shape_of
 from autopar.plan import Axis
 from autopar.program import custom, kernels, kernels_norm, kernels_ring, kernels_rnn
 from autopar.rules.traffic import OF_MICROBATCHES
@@ -52,7 +53,7 @@ def kernel_call(node: fx.Node, sharding: Sharding) -> KernelCall | None:
             hint="plan with one microbatch",
         )
     named.pop(MICROBATCH, None)
-    entries: set[Entry | None] = {BY_KERNEL[name] for name in named.values()} or {BY_OP.get(op_name(node.target))}
+    entries: set[Entry | None] = {BY_KERNEL[name] for name in named.values()} or {BY_OP.get(op_name(node))}
     assert len(entries) == 1, f"{node.name}: several kernels at once, {named}"
     (entry,) = entries
     if entry is None and is_custom(node.target):

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ops.operands import arguments, aten_names, op_name, operands, shape_of
+from autopar.ops.facts import Kind, facts
+from autopar.ops.operands import arguments, operands, shape_of
 from autopar.program import kernels
 
 Shape = tuple[int, ...]
@@ -24,15 +25,6 @@ Partition = tuple[str | tuple[str, ...] | None, ...]
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], float | None]
 """The target, its arguments (nodes where the tensors go), keyword arguments, and a factor for the result (``None``: one)."""
 
-_RESHAPES = frozenset(aten_names("view reshape _unsafe_view view_copy unflatten reshape_as view_as flatten"))
-_EXPANDS = frozenset(aten_names("expand expand_as broadcast_to"))
-_POINTWISE_LOSSES = frozenset(
-    aten_names("""
-        mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss binary_cross_entropy
-        binary_cross_entropy_with_logits
-    """)
-)
-_CONVOLUTIONS = frozenset(aten_names("conv1d conv2d conv3d"))
 _TO_THE_END = 2**63 - 1
 
 
@@ -45,19 +37,18 @@ def localised(
     the result's, calls that ``typecheck(local=False)`` refuses although they are right become kernels that take it; without it the
     call is made of torch's ops alone. The factor is 1/count for a mean over a sharded dim, whose call becomes a sum.
     """
-    name = op_name(node.target)
+    op = facts(node)
+    name, kind = op.name, op.kind
     shards = partition is not None and any(partition)
     target: Any = node.target
     args, kwargs = node.args, dict(node.kwargs)
-    if name in _RESHAPES:
+    if kind is Kind.RESHAPE:
         if shards and _beyond_checker(operand_shapes[0], result_shape, name):
             return kernels.reshape, (args[0], list(result_shape), partition), {}, None
         if name == "aten.flatten":
             return target, args, kwargs, None
-        copies = ("aten.reshape", "aten.unflatten", "aten.reshape_as")  # those that may have to copy
-        target = torch.ops.aten.reshape.default if name in copies else torch.ops.aten.view.default
-        return target, (args[0], list(result_shape)), {}, None
-    if name in _EXPANDS:
+        return with_sizes(name), (args[0], list(result_shape)), {}, None
+    if kind is Kind.EXPANSION:
         if shards and (
             len(operand_shapes[0]) < len(result_shape) or _grows_where_sharded(operand_shapes[0], partition)
         ):
@@ -65,7 +56,7 @@ def localised(
         return torch.ops.aten.expand.default, (args[0], list(result_shape)), {}, None
     if name == "aten.mean":
         return _mean(node, operand_shapes)
-    if name in _POINTWISE_LOSSES and arguments(node)["reduction"] == 1 and _is_sharded(node, operand_shapes):
+    if kind is Kind.LOSS and arguments(node)["reduction"] == 1 and _is_sharded(node, operand_shapes):
         given = arguments(node) | {"reduction": 2}
         split = list(given).index("reduction") + 1  # some of what follows is taken by keyword alone
         rest = dict(list(given.items())[split:])
@@ -74,23 +65,29 @@ def localised(
         return _slice(node, operand_shapes[0], result_shape)
     if name == "aten.matmul" and shards and _broadcasts_where_sharded(node, partition):
         return kernels.broadcast_matmul, (*args, partition), kwargs, None
-    if name in ("aten.linear", "aten.addmm", "aten.baddbmm") and len(operand_shapes) == 3:
+    if op.added_operand is not None and len(operand_shapes) == 3:
         summed = 0 if name == "aten.linear" else 1  # the operand whose last dim is summed over
         if operand_shapes[summed][-1] != shape_of(operands(node)[summed])[-1]:
             return _partial_product(node, name)
-    if name == "aten.scaled_dot_product_attention" and shards:
+    if op.is_attention and shards:
         given = arguments(node)
         one_head = shape_of(given["query"])[:-2] != shape_of(given["key"])[:-2]  # for all queries
         if given["enable_gqa"] or one_head or not isinstance(given["attn_mask"], fx.Node):
             return kernels.attention, args, kwargs, None
     if (
-        name in _CONVOLUTIONS
+        kind is Kind.CONVOLUTION
         and partition is not None
         and arguments(node)["groups"] == 1
         and _channels_are_sharded(node, operand_shapes)
     ):
         return kernels.convolution, args, kwargs, None
     return target, args, kwargs, None
+
+
+def with_sizes(name: str) -> Any:
+    """The op that takes the sizes which a reshape of that name has: ``reshape`` where it may have to copy."""
+    copies = name in ("aten.reshape", "aten.flatten", "aten.unflatten", "aten.reshape_as")
+    return torch.ops.aten.reshape.default if copies else torch.ops.aten.view.default
 
 
 def verify(node: fx.Node, call: Call, operand_shapes: Sequence[Shape], result_shape: Shape) -> None:
@@ -107,7 +104,7 @@ def verify(node: fx.Node, call: Call, operand_shapes: Sequence[Shape], result_sh
         for operand, shape in zip(operands(node), operand_shapes, strict=True)
     ]
     # a meta tensor cannot be moved to the device that a cast may name, and keeps its shape
-    casts = op_name(node.target) in ("aten.to", "aten._to_copy")
+    casts = facts(node).kind is Kind.CAST
     shape = tuple(operand_shapes[0]) if casts else tuple(_first(apply(call, node, tensors)).shape)
     assert shape == tuple(result_shape), (
         f"{node.format_node()}: local shapes {list(map(tuple, operand_shapes))} give {shape}, not {tuple(result_shape)}"

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.ops.operands import aten_names, op_name, operands
+from autopar.ops.facts import facts
+from autopar.ops.operands import operands
 from autopar.sharding import Sharding, local_shape
 from passes.collectives import convert, share
 from passes.kernel_calls import kernel_call, partition
@@ -77,14 +78,11 @@ def _call(
     return graph.call_function(scale, (new, factor))
 
 
-_STRIDED = frozenset(aten_names("transpose permute t movedim slice narrow select expand"))
-
-
 def _laid_out_anew(node: fx.Node) -> bool:
     """Whether a view looks at a conversion's result through other dims or a part of it. Which dims of that can be merged without a copy was
     settled by the strides of a single device's value; what a conversion leaves has its own."""
     source, strided = operands(node)[0], False
-    while source.op == "call_function" and op_name(source.target) in _STRIDED:
+    while facts(source).is_strided:
         source, strided = operands(source)[0], True
     return strided and source.target in (convert, share)
 

@@ -14,17 +14,13 @@ from torch import fx
 
 from autopar.flow import placeholders
 from autopar.graph import LayerClass, Value
-from autopar.ops.operands import arguments, aten_names, op_name, operands, shape_of
+from autopar.ops.facts import Kind, facts, op_name
+from autopar.ops.operands import arguments, operands, shape_of
 from autopar.rules.padding import padding
 from autopar.sharding import Sharding
+from passes.localise import with_sizes
 
-_LOSSES = frozenset({"kernels.cross_entropy_sum"})
 _TO_THE_END = 2**63 - 1
-_VIEWS: dict[str, Any] = {
-    **dict.fromkeys(aten_names("view _unsafe_view view_copy"), torch.ops.aten.view.default),
-    **dict.fromkeys(aten_names("reshape flatten unflatten"), torch.ops.aten.reshape.default),
-    **dict.fromkeys(aten_names("expand expand_as broadcast_to"), torch.ops.aten.expand.default),
-}
 
 
 def pad_class(cls: LayerClass, sharding: Sharding) -> LayerClass:
@@ -67,14 +63,15 @@ def _resized(value: Value, shape: tuple[int, ...]) -> Value:
 
 def _reword(new: fx.Node, old: fx.Node) -> None:
     """Arguments that name sizes: views get theirs anew, a slice of all of a dim takes all of it, a loss is told the true vocabulary."""
-    name = op_name(old.target)
-    if name in _LOSSES:
+    name, kind = op_name(old), facts(old).kind
+    if kind is Kind.CLASS_LOSS:
         classes = shape_of(operands(old)[0])[-1]
         if shape_of(operands(new)[0])[-1] != classes:
             new.kwargs = {**new.kwargs, "vocabulary": classes}
     elif isinstance(new.meta["val"], torch.Tensor) and shape_of(new) != shape_of(old):
-        if name in _VIEWS:
-            new.target, new.args, new.kwargs = _VIEWS[name], (new.args[0], list(shape_of(new))), {}
+        if kind in (Kind.RESHAPE, Kind.EXPANSION):
+            target = with_sizes(name) if kind is Kind.RESHAPE else torch.ops.aten.expand.default
+            new.target, new.args, new.kwargs = target, (new.args[0], list(shape_of(new))), {}
         elif name == "aten.slice":
             dim = int(arguments(old)["dim"]) % len(shape_of(old))
             if shape_of(new)[dim] != shape_of(old)[dim]:

@@ -23,8 +23,10 @@ import passes.clean.losses
 import passes.clean.regions
 from autopar.capture import evaluate, export, guard, masks, pipeline, reach, repeat
 from autopar.errors import CaptureError
+from autopar.ops.facts import op_name
+from autopar.ops.operands import args_of
 from passes.clean.functional import _Functionaliser
-from passes.clean.nodes import add, arguments, aten, calls, packet, replace
+from passes.clean.nodes import add, aten, calls, replace
 
 ROWS, WIDTH = 6, 8
 
@@ -248,7 +250,7 @@ def _nodes(op: str, change: Change) -> Patch:
 
     def broken(gm: fx.GraphModule) -> fx.GraphModule:
         for node in calls(gm):
-            if packet(node) == op:
+            if op_name(node) == op:
                 change(node)
         return gm
 
@@ -268,7 +270,7 @@ def _argument(position: int, new: Any) -> Change:
 
 
 def _dropped(node: fx.Node) -> None:
-    replace(node, arguments(node)[0])
+    replace(node, args_of(node)[0])
 
 
 def _uncast(node: fx.Node) -> None:
@@ -284,7 +286,7 @@ def _reversed(node: fx.Node) -> None:
 
 def _wrong_sign(gm: fx.GraphModule) -> fx.GraphModule:
     for node in calls(gm):
-        if packet(node) == "aten.linear" and len(node.args) == 3:
+        if op_name(node) == "aten.linear" and len(node.args) == 3:
             x, weight, bias = node.args
             replace(node, add(node, aten.sub.Tensor, (add(node, aten.linear.default, (x, weight)), bias)))
     return gm

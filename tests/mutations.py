@@ -43,7 +43,6 @@ from autopar.checks.samples import samples
 from autopar.checks.types import check_program
 from autopar.emit import emit
 from autopar.errors import AutoparError, RuleError
-from autopar.ops.operands import op_name
 from autopar.plan import Role, Strategy
 from autopar.rules import table, views
 from autopar.search.manual import make_mesh, manual_plan
@@ -346,7 +345,7 @@ def _catching(who: str, found: dict[str, str], kinds: tuple[type[Exception], ...
 
 def _check_rule(op: str) -> None:
     for given in samples():
-        if op and op_name(given.target) == op:
+        if op and given.name == op:
             check(given)
 
 

@@ -10,7 +10,7 @@ from autopar.checks.register import register_rule
 from autopar.checks.rules import build, check, check_candidate, sample
 from autopar.checks.samples import samples
 from autopar.errors import RuleError
-from autopar.ops.operands import op_name, operands, shape_of
+from autopar.ops.operands import operands, shape_of
 from autopar.rules import Candidate, candidates, has_rule
 from autopar.rules.notation import Atom, parse
 from autopar.rules.table import TABLE
@@ -40,20 +40,20 @@ def by_letter(found: list[Candidate]) -> dict[str | None, tuple]:
 
 
 def test_every_entry_has_a_sample():
-    assert set(TABLE) == {op_name(given.target) for given in SAMPLES}
+    assert set(TABLE) == {given.name for given in SAMPLES}
     assert len(TABLE) >= 200
 
 
 @pytest.mark.parametrize("name", sorted(TABLE))
 def test_entry_holds_on_shards(name):
-    reports = [check(given) for given in SAMPLES if op_name(given.target) == name]
+    reports = [check(given) for given in SAMPLES if given.name == name]
     assert sum(report.executions for report in reports) >= 2
 
 
 @pytest.mark.parametrize("name", sorted(TABLE))
 def test_localised_shapes_on_the_meta_device(name):
     for given in SAMPLES:
-        if op_name(given.target) != name:
+        if given.name != name:
             continue
         node, _ = build(given)
         for candidate in candidates(node):

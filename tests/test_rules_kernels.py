@@ -15,12 +15,13 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar import types
-from autopar.checks.rules import RANDOM, Sample, build
+from autopar.checks.rules import Sample, build
 from autopar.checks.samples import samples
 from autopar.emit.experts import body_method, name_bodies
 from autopar.emit.expressions import Text, expression
 from autopar.ops.experts import Experts
-from autopar.ops.operands import op_name, operands, shape_of
+from autopar.ops.facts import Kind, facts, op_name
+from autopar.ops.operands import operands, shape_of
 from autopar.program import flattened, kernels
 from autopar.rules import candidates
 from passes.localise import apply, localised
@@ -330,7 +331,7 @@ def test_checker_accepts_every_candidate(mesh, tmp_path):
         if any(isinstance(x, tuple) for x in tensors):
             continue
         for candidate in candidates(node):
-            key = op_name(node.target), types_text(candidate)
+            key = op_name(node), types_text(candidate)
             if (
                 candidate.kernel is None
                 and candidate.extent % 2 == 0
@@ -393,7 +394,7 @@ def _typecheck(function, node, tensors, candidate, given: Sample) -> None:
         local[o.name] = spmd.assert_type(x, {"t": S(t.dim) if t.sharded else AXES[t.kind], "d": R})
     with typecheck(local=False):
         out = function(**local)
-    if candidate.result == types.R and op_name(node.target) not in RANDOM:
+    if candidate.result == types.R and facts(node).kind is not Kind.ARBITRARY:
         expected = apply((node.target, node.args, dict(node.kwargs), None), node, tensors)
         for x, y in zip(_tuple(out), _tuple(expected), strict=True):
             torch.testing.assert_close(x.detach(), y, equal_nan=True)

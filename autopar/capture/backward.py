@@ -16,8 +16,9 @@ from torch.utils.checkpoint import CheckpointFunction
 from autopar.capture.blocks import stack
 from autopar.capture.functions import apply_of_torch, kept_function
 from autopar.errors import CaptureError
+from autopar.ops.facts import facts, op_name
+from autopar.ops.operands import arguments
 from autopar.torch_private import has_gradient_hooks, patch_backward
-from passes.clean.nodes import argument, packet
 
 OPAQUE_HINT = "keep that module whole and replicated: wrap it in autopar.opaque(module)"
 _OP_HINT = (
@@ -106,26 +107,23 @@ def refuse_nodes(gm: fx.GraphModule) -> None:
                     hint="remove the autocast block and ask for the precision instead: precision='bfloat16'",
                     paths=tuple(path for path, _, _ in stack(node)),
                 )
-            if packet(node) == "aten.embedding_renorm_":
+            if op_name(node) == "aten.embedding_renorm_":
                 raise CaptureError(
                     f"an embedding with max_norm changes its own weight in forward\n{source(node)}",
                     hint="leave max_norm out and scale the rows that were looked up: F.normalize(embedding(ids), dim=-1) * norm",
                 )
-            if packet(node) in _TABLES:
-                _refuse_table(node, *_TABLES[packet(node)])
+            if facts(node).looks_up:
+                _refuse_table(node)
 
 
-_TABLES = {"aten.embedding": (3, 4), "aten.embedding_bag": (3, 5), "aten._embedding_bag": (3, 5)}
-"""Ops that look up rows: the positions of ``scale_grad_by_freq`` and ``sparse``."""
-
-
-def _refuse_table(node: fx.Node, frequency: int, sparse: int) -> None:
-    if argument(node, frequency, "scale_grad_by_freq", False):
+def _refuse_table(node: fx.Node) -> None:
+    given = arguments(node)
+    if given["scale_grad_by_freq"]:
         raise CaptureError(
             f"an embedding with scale_grad_by_freq divides gradients by how often an id is in the whole batch\n{source(node)}",
             hint="leave scale_grad_by_freq out, and weight the loss by the ids' counts instead",
         )
-    if argument(node, sparse, "sparse", False):
+    if given["sparse"]:
         raise CaptureError(
             f"an embedding with sparse=True has a sparse gradient, and a program's gradients are dense\n{source(node)}",
             hint="pass sparse=False: the numbers are the same, and optimizers for dense gradients take them",

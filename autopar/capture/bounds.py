@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, fx
 
 from autopar.capture.evaluate import Evaluator, elementwise_operands, stripped
-from passes.clean.nodes import argument, arguments, packet, shape, val
+from autopar.ops.facts import Kind, facts, op_name
+from autopar.ops.operands import args_of, argument
+from passes.clean.nodes import shape, val
 
 SMALL = 2**16
 """A node of at most so many elements is evaluated whole."""
@@ -35,7 +37,6 @@ _AT_CORNERS = frozenset(
 # of booleans: of other numbers they are not monotone
 _LOGICAL = frozenset(f"aten.{kind}_{name}" for kind in ("bitwise", "logical") for name in ("and", "or", "not"))
 _TURNED = frozenset(("aten.transpose", "aten.t", "aten.permute"))
-_SAME = frozenset(("aten.alias", "aten.detach", "aten.contiguous", "aten.clone", "aten.lift_fresh_copy"))
 
 
 class Blocks:
@@ -76,13 +77,13 @@ class Blocks:
             return _extremes(self.elements(node, block))
         if (source := _moved(node, block)) is not None:
             return self.bounds(*source)
-        name = packet(node)
+        name = op_name(node)
         if name == "aten.full":
             return _extremes(self.elements(node, block))
         if name in ("aten.tril", "aten.triu"):
             return self._triangular_bounds(node, block)
         if name == "aten.index" and elementwise_operands(node) is not None:
-            source_node = arguments(node)[0]
+            source_node = args_of(node)[0]
             return self.bounds(source_node, tuple((0, size) for size in shape(source_node)))
         operands = {operand: self.bounds(operand, _behind(operand, block)) for operand in node.all_input_nodes}
         known = {operand: ends for operand, ends in operands.items() if ends is not None}
@@ -99,7 +100,7 @@ class Blocks:
             ends = _extremes(torch.stack((low, high)).abs())
             return ends if ends is None or bool(low > 0) or bool(high < 0) else (torch.zeros_like(low), ends[1])
         if name == "aten.floor_divide" or (name == "aten.div" and node.kwargs.get("rounding_mode") in (None, "floor")):
-            divisor = arguments(node)[1]
+            divisor = args_of(node)[1]
             low, high = known[divisor] if isinstance(divisor, fx.Node) else (torch.tensor(divisor),) * 2
             return _at_corners(node, known) if bool(low > 0) or bool(high < 0) else None
         if name in _LOGICAL:
@@ -110,10 +111,10 @@ class Blocks:
         return _at_corners(node, known) if name in _AT_CORNERS else None
 
     def _triangular_bounds(self, node: fx.Node, block: Block) -> tuple[Tensor, Tensor] | None:
-        ends = self.bounds(arguments(node)[0], block)
+        ends = self.bounds(args_of(node)[0], block)
         (top, bottom), (left, right) = block[-2:]
         diagonal = argument(node, 1, "diagonal", 0)
-        lower = packet(node) == "aten.tril"
+        lower = op_name(node) == "aten.tril"
         # kept is what has column - row <= diagonal (tril), or >= diagonal (triu)
         least, most = left - (bottom - 1), (right - 1) - top
         if (most <= diagonal) if lower else (least >= diagonal):
@@ -124,7 +125,7 @@ class Blocks:
         return None if ends is None else (torch.minimum(ends[0], zero), torch.maximum(ends[1], zero))
 
     def _chosen(self, node: fx.Node, operands: dict[fx.Node, Any]) -> tuple[Tensor, Tensor] | None:
-        condition, *branches = arguments(node)
+        condition, *branches = args_of(node)
         which = operands[condition]
         if which is not None and torch.equal(*which):
             branches = [branches[0] if bool(which[0]) else branches[1]]
@@ -136,10 +137,10 @@ class Blocks:
 
     def _compared(self, node: fx.Node, known: dict[fx.Node, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor] | None:
         """``eq`` and ``ne`` of operands that have no number in common."""
-        first, second = (known[a] if isinstance(a, fx.Node) else (torch.tensor(a),) * 2 for a in arguments(node)[:2])
+        first, second = (known[a] if isinstance(a, fx.Node) else (torch.tensor(a),) * 2 for a in args_of(node)[:2])
         if not (bool(first[1] < second[0]) or bool(second[1] < first[0])):
             return None
-        differ = torch.tensor(packet(node) == "aten.ne")
+        differ = torch.tensor(op_name(node) == "aten.ne")
         return differ, differ
 
     def _worked_out(self, node: fx.Node, block: Block) -> Tensor:
@@ -151,12 +152,12 @@ class Blocks:
             return value
         if (source := _moved(node, block)) is not None:
             return _turned(node, self.elements(*source))
-        name = packet(node)
+        name = op_name(node)
         if name == "aten.full":
-            fill = arguments(node)[1]
+            fill = args_of(node)[1]
             return torch.full((1,) * len(block), fill, dtype=val(node).dtype)
         if name in ("aten.tril", "aten.triu"):
-            source_values = self.elements(arguments(node)[0], block)
+            source_values = self.elements(args_of(node)[0], block)
             (top, bottom), (left, right) = block[-2:]
             offset = torch.arange(left, right) - torch.arange(top, bottom)[:, None]
             diagonal = argument(node, 1, "diagonal", 0)
@@ -166,7 +167,7 @@ class Blocks:
         assert operands is not None, node
         found = {operand: self.elements(operand, _behind(operand, block)) for operand in operands}
         if name == "aten.index":
-            source_node = arguments(node)[0]
+            source_node = args_of(node)[0]
             found[source_node] = self.elements(source_node, tuple((0, size) for size in shape(source_node)))
         return _call(node, found)
 
@@ -180,7 +181,7 @@ class Blocks:
 
 
 def _in_blocks(node: fx.Node) -> bool:
-    name = packet(node)
+    name = op_name(node)
     if name in ("aten.full", "aten.tril", "aten.triu") or elementwise_operands(node) is not None:
         return True
     return _moved(node, tuple((0, size) for size in shape(node))) is not None
@@ -195,12 +196,12 @@ def _behind(operand: fx.Node, block: Block) -> Block:
 
 def _moved(node: fx.Node, block: Block) -> tuple[fx.Node, Block] | None:
     """For ops that move elements and change none: the operand, and the block of it that ``block`` of the result shows."""
-    name = packet(node)
-    source = arguments(node)[0] if node.args and isinstance(arguments(node)[0], fx.Node) else None
+    name = op_name(node)
+    source = args_of(node)[0] if node.args and isinstance(args_of(node)[0], fx.Node) else None
     if source is None:
         return None
     sizes = shape(source)
-    if name in _SAME:
+    if facts(node).kind in (Kind.IDENTITY, Kind.DETACH):
         return source, block
     if name == "aten.expand":
         return source, _behind(source, block)
@@ -211,7 +212,7 @@ def _moved(node: fx.Node, block: Block) -> tuple[fx.Node, Block] | None:
             there[dim] = block[position]
         return source, tuple(there)
     if name == "aten.unsqueeze":
-        dim = arguments(node)[1] % len(block)
+        dim = args_of(node)[1] % len(block)
         return source, (*block[:dim], *block[dim + 1 :])
     if name == "aten.slice" and argument(node, 4, "step", 1) == 1:
         dim = argument(node, 1, "dim", 0) % len(sizes)
@@ -219,7 +220,7 @@ def _moved(node: fx.Node, block: Block) -> tuple[fx.Node, Block] | None:
         start, stop = block[dim]
         return source, (*block[:dim], (start + first, stop + first), *block[dim + 1 :])
     if name == "aten.select":
-        dim, index = arguments(node)[1] % len(sizes), arguments(node)[2] % sizes[arguments(node)[1] % len(sizes)]
+        dim, index = args_of(node)[1] % len(sizes), args_of(node)[2] % sizes[args_of(node)[1] % len(sizes)]
         return source, (*block[:dim], (index, index + 1), *block[dim:])
     if name in ("aten.reshape", "aten.view") and _without_ones(sizes) == _without_ones(shape(node)):
         rest = iter(ends for ends, size in zip(block, shape(node), strict=True) if size != 1)
@@ -231,24 +232,24 @@ def _order(node: fx.Node) -> list[int]:
     """Of a node that permutes: for each of its dims the operand's."""
     rank = len(shape(node))
     order = list(range(rank))
-    if packet(node) == "aten.permute":
-        return [dim % rank for dim in arguments(node)[1]]
-    first, second = (0, rank - 1) if packet(node) == "aten.t" else (dim % rank for dim in arguments(node)[1:3])
+    if op_name(node) == "aten.permute":
+        return [dim % rank for dim in args_of(node)[1]]
+    first, second = (0, rank - 1) if op_name(node) == "aten.t" else (dim % rank for dim in args_of(node)[1:3])
     order[first], order[second] = order[second], order[first]
     return order
 
 
 def _turned(node: fx.Node, elements: Tensor) -> Tensor:
     """A block's elements, worked out of the operand's."""
-    name = packet(node)
+    name = op_name(node)
     if name in _TURNED:
         return elements.permute(_order(node))
     if name == "aten.unsqueeze":
-        return elements.unsqueeze(arguments(node)[1])
+        return elements.unsqueeze(args_of(node)[1])
     if name == "aten.select":
-        return elements.select(arguments(node)[1], 0)
+        return elements.select(args_of(node)[1], 0)
     if name in ("aten.reshape", "aten.view"):
-        kept = iter(n for n, size in zip(elements.shape, shape(arguments(node)[0]), strict=True) if size != 1)
+        kept = iter(n for n, size in zip(elements.shape, shape(args_of(node)[0]), strict=True) if size != 1)
         return elements.reshape([1 if size == 1 else next(kept) for size in shape(node)])
     if name == "aten.expand":
         return elements.reshape((1,) * (len(shape(node)) - elements.dim()) + tuple(elements.shape))
@@ -272,9 +273,11 @@ def _at_corners(node: fx.Node, known: dict[fx.Node, tuple[Tensor, Tensor]]) -> t
     if not result.is_floating_point() and result.dtype != torch.bool:
         wide = _call(node, {operand: value.double() for operand, value in values.items()}) if known else result
         limits = torch.iinfo(result.dtype)
-        if packet(node) != "aten.to" and not bool(((wide >= limits.min) & (wide <= limits.max)).all()):
+        if op_name(node) != "aten.to" and not bool(((wide >= limits.min) & (wide <= limits.max)).all()):
             return None  # it wraps around
-        if packet(node) == "aten.to" and not torch.equal(result.double(), next(iter(values.values())).double().trunc()):
+        if op_name(node) == "aten.to" and not torch.equal(
+            result.double(), next(iter(values.values())).double().trunc()
+        ):
             return None
     return _extremes(result)
 

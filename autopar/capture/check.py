@@ -28,8 +28,10 @@ from autopar.capture.pipeline import capture
 from autopar.errors import AutoparError, CaptureError
 from autopar.graph import Graph, Guard
 from autopar.measure import EXACT, Error, compare
+from autopar.ops.cost import attention_dropout, model_flops
+from autopar.ops.facts import Kind, facts, op_name
+from autopar.ops.operands import args_of
 from autopar.torch_private import results_of_ops
-from passes.clean.nodes import argument, arguments, packet, shape, val
 
 ROWS = 2
 """Of the first comparison, the second has one more: few, and more than one, which batch norm needs."""
@@ -101,20 +103,8 @@ def _not_compared(graph: Graph, model: nn.Module, tensors: Sequence[Tensor]) -> 
 def _operations(graph: Graph, rows: int) -> float:
     """Additions and multiplications in products, of two steps of so many rows and one of a row more: eager and the graph, and backward
     takes twice what forward does."""
-    of = {key: sum(map(_products, cls.graph.graph.nodes)) for key, cls in graph.classes.items()}
+    of = {key: sum(map(model_flops, cls.graph.graph.nodes)) for key, cls in graph.classes.items()}
     return 3 * 2 * (3 * rows + 1) * sum(of[layer.cls] for layer in graph.layers) / graph.inputs[0].shape[0]
-
-
-def _products(node: fx.Node) -> int:
-    name = packet(node).removeprefix("aten.") if node.op == "call_function" else ""
-    if name in ("linear", "matmul", "mm", "bmm"):
-        return 2 * val(node).numel() * shape(arguments(node)[0])[-1]
-    if name in ("conv1d", "conv2d", "conv3d"):
-        return 2 * val(node).numel() * math.prod(shape(arguments(node)[1])[1:])
-    if name == "scaled_dot_product_attention":
-        query, key = arguments(node)[:2]
-        return 4 * val(query).numel() * shape(key)[-2]
-    return 0
 
 
 def _with_values(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -262,10 +252,10 @@ def _chances(graph: Graph) -> set[float]:
     found = set()
     for cls in graph.classes.values():
         for node in cls.graph.graph.nodes:
-            if packet(node) == "aten.dropout" and arguments(node)[2]:
-                found.add(float(arguments(node)[1]))
-            elif packet(node) == "aten.scaled_dot_product_attention":
-                found.add(float(argument(node, 4, "dropout_p", 0.0)))
+            if facts(node).kind is Kind.DROPOUT and args_of(node)[2]:
+                found.add(float(args_of(node)[1]))
+            elif facts(node).is_attention:
+                found.add(attention_dropout(node))
     return found - {0.0}
 
 
@@ -337,7 +327,7 @@ def _located(comparison: _Comparison, graph: Graph, tensors: list[Tensor]) -> st
     if first is None:
         return ""
     layer, node = first
-    where = f"; the first value that the model does not compute is {node.name} ({packet(node)}) in {graph.layers[layer].name}"
+    where = f"; the first value that the model does not compute is {node.name} ({op_name(node)}) in {graph.layers[layer].name}"
     return f"{where}\n{source(node)}"
 
 
@@ -401,7 +391,8 @@ def _skeleton(gm: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
     numbers = itertools.count()
     found: list[tuple[fx.Node, Any]] = []
     for node in gm.graph.nodes:
-        if packet(node) == "aten.dropout" or (packet(node) == "aten.to" and _floating(node, node.args[0])):
+        kind = facts(node).kind
+        if kind is Kind.DROPOUT or (kind is Kind.CAST and _floating(node, node.args[0])):
             number[node] = number[node.args[0]]
             continue
         number[node] = next(numbers)

@@ -12,7 +12,9 @@ import torch
 from torch import fx
 
 from autopar.capture.evaluate import Evaluator, TooLargeError, constant_nodes, same_bits, stored_bytes
-from passes.clean.nodes import add, arguments, aten, calls, dtype, like, packet, replace, shape, val
+from autopar.ops.facts import op_name
+from autopar.ops.operands import args_of
+from passes.clean.nodes import add, aten, calls, dtype, like, replace, shape, val
 
 # A folded table larger than this is computed inside the layers instead: from its own small constants, where it may be sharded.
 LIMIT_BYTES = 16 * 2**20
@@ -99,7 +101,7 @@ def simplify_constants(gm: fx.GraphModule, constants: dict[str, torch.Tensor]) -
 
     def uniform(argument: Any) -> bool | None:
         while isinstance(argument, fx.Node) and argument.target is aten.expand.default:
-            argument = arguments(argument)[0]
+            argument = args_of(argument)[0]
         name = argument.meta.get("constant") if isinstance(argument, fx.Node) else None
         if name is None or constants[name].dtype != torch.bool:
             return None
@@ -113,13 +115,13 @@ def simplify_constants(gm: fx.GraphModule, constants: dict[str, torch.Tensor]) -
         "aten.logical_or": False,
     }
     for node in calls(gm):
-        name, kept = packet(node), None
+        name, kept = op_name(node), None
         if name in neutral and dtype(node) == torch.bool:
-            for mine, other in (arguments(node)[:2], arguments(node)[1::-1]):
+            for mine, other in (args_of(node)[:2], args_of(node)[1::-1]):
                 if uniform(mine) is neutral[name] and isinstance(other, fx.Node):
                     kept = other
-        elif name == "aten.where" and len(node.args) == 3 and (chosen := uniform(arguments(node)[0])) is not None:
-            kept = arguments(node)[1 if chosen else 2]
+        elif name == "aten.where" and len(node.args) == 3 and (chosen := uniform(args_of(node)[0])) is not None:
+            kept = args_of(node)[1 if chosen else 2]
         if isinstance(kept, fx.Node) and dtype(kept) == dtype(node):
             replace(
                 node, kept if shape(kept) == shape(node) else add(node, aten.expand.default, (kept, list(shape(node))))

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.clean.nodes import argument, is_pointwise, is_random, note, packet, shape, val
+from autopar.ops.facts import is_pointwise, is_random, op_name
+from autopar.ops.operands import argument
+from passes.clean.nodes import note, shape, val
 
 BUDGET_BYTES = 2**28
 """The largest result of one op that is worked out."""
@@ -137,7 +139,7 @@ def elementwise_operands(node: fx.Node) -> list[fx.Node] | None:
     """
     if is_pointwise(node):
         return node.all_input_nodes
-    if packet(node) == "aten.index" and isinstance(node.args[0], fx.Node):
+    if op_name(node) == "aten.index" and isinstance(node.args[0], fx.Node):
         indices: Any = node.args[1]
         whole = len(indices) == len(shape(node.args[0])) and all(isinstance(index, fx.Node) for index in indices)
         if whole and not any(val(index).dtype in (torch.bool, torch.uint8) for index in indices):
@@ -155,7 +157,7 @@ _ALONG = {
 
 def by_rows(node: fx.Node) -> bool:
     """Whether row *i* along dim 0 of the result is the op of rows *i* of its operands, all of the result's extent there."""
-    name, sizes = packet(node).removeprefix("aten."), shape(node)
+    name, sizes = op_name(node).removeprefix("aten."), shape(node)
     shapes = [shape(operand) for operand in node.all_input_nodes]
     if not sizes or any(own[:1] != sizes[:1] for own in shapes):
         return False

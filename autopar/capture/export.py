@@ -36,8 +36,9 @@ from autopar.capture.whole import keep as keep_whole
 from autopar.capture.whole import paths_of
 from autopar.errors import CaptureError
 from autopar.graph import Parameter
+from autopar.ops.facts import facts, op_name
 from autopar.torch_private import as_if_exported, is_fake, masks_as_given, memory, plain_averages
-from passes.clean.nodes import like, note, packet
+from passes.clean.nodes import like, note
 
 
 class _RefusedError(Exception):
@@ -431,22 +432,10 @@ def _sharing(names: Collection[str], model: nn.Module) -> dict[str, str]:
     return {name: first[0] for name, first in others.items() if first}
 
 
-_ONE_DTYPE = (
-    "aten.linear",
-    "aten.matmul",
-    "aten.mm",
-    "aten.bmm",
-    "aten.addmm",
-    "aten.conv1d",
-    "aten.conv2d",
-    "aten.conv3d",
-)
-
-
 def _check_dtypes(gm: fx.GraphModule) -> None:
     """Refuse products of different dtypes, which a device would refuse too: shapes alone, which export looks at, do not tell."""
     for node in gm.graph.nodes:
-        if node.op != "call_function" or packet(node) not in _ONE_DTYPE:
+        if not facts(node).is_product:
             continue
         given = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
         dtypes = {n.meta["val"].dtype for n in given}
@@ -455,7 +444,7 @@ def _check_dtypes(gm: fx.GraphModule) -> None:
                 f"{n.meta.get('input', n.name)} {str(n.meta['val'].dtype).removeprefix('torch.')}" for n in given
             )
             raise CaptureError(
-                f"{packet(node)} takes tensors of one dtype and gets {words}\n{source(node)}",
+                f"{op_name(node)} takes tensors of one dtype and gets {words}\n{source(node)}",
                 hint="give the batch in the model's dtype, or pass precision=..., which casts parameters and floating inputs alike",
             )
 
@@ -463,10 +452,10 @@ def _check_dtypes(gm: fx.GraphModule) -> None:
 def _plain(value: Any, node: fx.Node) -> Any:
     if isinstance(value, torch.Tensor):
         if not all(type(size) is int for size in value.shape):
-            raise _dependent(f"a shape depends on the data: {packet(node)} gives {list(value.shape)}", node)
+            raise _dependent(f"a shape depends on the data: {op_name(node)} gives {list(value.shape)}", node)
         return like(value)
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        raise _dependent(f"a Python number depends on the data: {packet(node)}", node)
+        raise _dependent(f"a Python number depends on the data: {op_name(node)}", node)
     if isinstance(value, tuple | list):
         return type(value)(_plain(item, node) for item in value)
     return value

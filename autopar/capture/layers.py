@@ -14,7 +14,8 @@ from torch.fx.node import map_arg
 
 from autopar.capture.segment import Group, updates
 from autopar.graph import Layer, LayerClass, Value
-from passes.clean.nodes import copy_origin, dtype, packet, shape
+from autopar.ops.facts import op_name
+from passes.clean.nodes import copy_origin, dtype, shape
 
 KINDS = ("activation", "input", "constant", "state", "scalar", "parameter")
 
@@ -293,7 +294,7 @@ def _layer_class(name: str, border: Borders, names: dict[str, str]) -> LayerClas
 def _copied(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
     """``node`` in ``graph``, named after its op rather than after its place in the whole model."""
     args, kwargs = map_arg((node.args, dict(node.kwargs)), env.__getitem__)
-    return graph.create_node(node.op, node.target, args, kwargs, name=packet(node).rsplit(".", 1)[-1])
+    return graph.create_node(node.op, node.target, args, kwargs, name=op_name(node).rsplit(".", 1)[-1])
 
 
 def _placeholder_name(kind: str, node: fx.Node, names: dict[str, str]) -> str:

@@ -16,7 +16,8 @@ from torch import fx
 
 from autopar.capture.bounds import Block, Blocks
 from autopar.capture.evaluate import Evaluator, TooLargeError
-from passes.clean.nodes import add, arguments, aten, calls, replace, shape, val
+from autopar.ops.operands import args_of
+from passes.clean.nodes import add, aten, calls, replace, shape, val
 
 LEAF = 256
 """Blocks of at most so many queries and keys are worked out, larger ones cut into four."""
@@ -28,7 +29,7 @@ def recognise_masks(gm: fx.GraphModule, evaluator: Evaluator) -> None:
     """Drop constant masks that allow everything; replace triangular ones by ``is_causal=True``."""
     kinds: dict[fx.Node, str | None] = {}
     for node in calls(gm, aten.scaled_dot_product_attention.default):
-        mask = arguments(node)[3] if len(node.args) > 3 else None
+        mask = args_of(node)[3] if len(node.args) > 3 else None
         if not isinstance(mask, fx.Node) or mask not in evaluator.constant:
             continue
         if mask not in kinds:
@@ -38,7 +39,7 @@ def recognise_masks(gm: fx.GraphModule, evaluator: Evaluator) -> None:
         kwargs: dict[str, Any] = dict(node.kwargs)
         if kinds[mask] == "causal":
             kwargs["is_causal"] = True
-        replace(node, add(node, aten.scaled_dot_product_attention.default, tuple(arguments(node)[:3]), kwargs))
+        replace(node, add(node, aten.scaled_dot_product_attention.default, tuple(args_of(node)[:3]), kwargs))
 
 
 def classify_mask(evaluator: Evaluator, mask: fx.Node) -> str | None:

@@ -23,9 +23,10 @@ from autopar.capture.backward import OPAQUE_HINT, KeptWholeError, caller
 from autopar.capture.blocks import stack
 from autopar.errors import CaptureError
 from autopar.graph import Graph, Guard
+from autopar.ops.facts import is_random
 from autopar.program.guards import answer
 from autopar.torch_private import as_if_exported
-from passes.clean.nodes import is_random, note
+from passes.clean.nodes import note
 
 MOST = 256
 """Questions that a forward may ask, each number of a list being one: the answers are written into the program."""

@@ -17,8 +17,9 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from autopar.ops.operands import args_of
 from autopar.torch_private import overload_name
-from passes.clean.nodes import arguments, described, like, mark_gradients, note, val
+from passes.clean.nodes import described, like, mark_gradients, note, val
 
 _SHOWN = 5
 _FOUND: dict[Any, tuple[bool, ...]] = {}
@@ -53,7 +54,7 @@ def _reached(gm: fx.GraphModule, loss: fx.Node) -> set[fx.Node]:
         if node not in wanted or node.op != "call_function":
             continue
         if node.target is operator.getitem:
-            source, index = arguments(node)[:2]
+            source, index = args_of(node)[:2]
             if source.meta["grad"]:
                 wanted.setdefault(source, set()).add(index)
             continue

@@ -21,13 +21,13 @@ import torch
 from torch import fx
 
 from autopar.capture.blocks import blocks, is_leaf, parent, stack
-from passes.clean.nodes import calls, is_random, packet, shape
+from autopar.ops.facts import facts, is_random
+from passes.clean.nodes import calls, shape
 
 # A block's output and one tensor beside it (a position bias, a cell state). Older skip tensors are not counted.
 WIDEST_CUT = 2
 
 PRODUCTS_PER_LAYER = 2  # of single modules in a row
-_PRODUCTS = ("aten.linear", "aten.matmul", "aten.addmm", "aten.conv")  # beginnings of ops' names
 
 
 @dataclass(slots=True)
@@ -181,8 +181,7 @@ def _pair(runs: list[Group], classes: dict[str, str]) -> list[Group]:
 def _products(run: Group) -> int:
     """The products of the run with a parameter."""
     return sum(
-        packet(node).startswith(_PRODUCTS) and any("parameter" in n.meta for n in node.all_input_nodes)
-        for node in run.nodes
+        facts(node).is_product and any("parameter" in n.meta for n in node.all_input_nodes) for node in run.nodes
     )
 
 

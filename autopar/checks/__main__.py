@@ -8,7 +8,6 @@ from pathlib import Path
 from autopar.checks.dtensor import compare, page
 from autopar.checks.rules import check
 from autopar.checks.samples import samples
-from autopar.ops.operands import op_name
 from autopar.rules.table import TABLE
 
 
@@ -22,7 +21,7 @@ def main() -> None:
         Path(sys.argv[2]).write_text(page(list(compare(given)), len(TABLE), len(given)))
         return
     reports = [check(one) for one in given]
-    covered = {op_name(one.target) for one in given}
+    covered = {one.name for one in given}
     print(
         f"{len(TABLE)} ops, {len(covered & set(TABLE))} of them executed: {len(given)} calls, "
         f"{sum(report.candidates for report in reports)} candidates, {sum(report.executions for report in reports)} executions "

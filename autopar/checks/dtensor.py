@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from autopar.checks.rules import RANDOM, Sample, Value, build, check_candidate
+from autopar.checks.rules import Sample, Value, build, check_candidate
 from autopar.errors import RuleError
-from autopar.ops.operands import op_name
+from autopar.ops.facts import Kind, op_of
 from autopar.rules.candidates import Candidate, candidates
 from autopar.torch_private import RedistributionRefusedError, dtensor_as_placed, fake_store
 from autopar.types import P, R, S, SpmdType
@@ -31,8 +31,9 @@ RANKS = 2
 MOST_WAYS = 64
 """Calls with more ways to place their operands are asked about ours alone."""
 
-NOT_ASKED = frozenset({"aten.scaled_dot_product_attention"})
-"""DTensor knows attention's CUDA kernels; the CPU's it searches for placements through its decomposition, for many minutes a call."""
+NOT_ASKED = frozenset((Kind.ARBITRARY, Kind.ATTENTION))
+"""Kinds of op that DTensor is not asked about. It knows attention's CUDA kernels; for the CPU's it searches placements through the
+decomposition, which takes many minutes a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +64,9 @@ def compare(samples: Iterable[Sample]) -> Iterator[Answer]:
     try:
         mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
         for given in samples:
-            name = op_name(given.target)
-            if name.startswith("aten.") and name not in RANDOM | NOT_ASKED:
-                yield from _about(given, name, mesh)
+            kind = op_of(given.target).kind
+            if given.name.startswith("aten.") and kind not in NOT_ASKED:
+                yield from _about(given, given.name, mesh)
     finally:
         if mine:
             dist.destroy_process_group()
@@ -176,7 +177,7 @@ def page(answers: Sequence[Answer], rules: int, calls: int) -> str:
 
 {rules} rules, {calls} sample calls: for each, on one axis of {RANKS} ranks, every way to place the operands as R, P or S(dim)
 (calls with more than {MOST_WAYS} ways: ours alone;
-{", ".join(sorted(NOT_ASKED))}, whose CPU kernel DTensor has no rule for, is left out).
+attention, whose CPU kernel DTensor has no rule for, is left out).
 DTensor (torch {torch.__version__.split("+")[0]}) is asked by running the call
 on DTensors, its redistribution refused.
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.errors import RuleError
-from autopar.ops.operands import aten_names, op_name
+from autopar.ops.facts import Kind, facts, op_name, op_of
 from autopar.rules.candidates import Candidate, candidates
 from autopar.types import SpmdType
 from passes.localise import apply, localised
@@ -23,9 +23,6 @@ from passes.localise import apply, localised
 SHARDS = (2, 3)
 TOLERANCE = 1e-10
 """Largest difference allowed, relative to the largest value: float64 sums of a few hundred terms in another order."""
-
-RANDOM = frozenset(aten_names("rand_like randn_like empty_like rand randn randint empty new_empty"))
-"""Ops whose values are not a function of their operands: shapes are checked, values are not."""
 
 Value = Tensor | tuple[Tensor, ...]
 
@@ -39,6 +36,11 @@ class Sample:
     kwargs: dict[str, Any]
     held: tuple[int, ...] = ()
     """Tensor operands without a gradient, though floating: running statistics, class weights."""
+
+    @property
+    def name(self) -> str:
+        """The full name of the op, such as ``"aten.linear"``."""
+        return op_of(self.target).name
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +117,9 @@ def check_candidate(
     shards = [_split(value, t, n) for value, t in zip(values, candidate.operands, strict=True)]
     ranks = [[_map(make, shard[rank]) for make, shard in zip(leaf, shards, strict=True)] for rank in range(n)]
     results = [_on_rank(node, operands_, candidate, n, expected[0]) for operands_ in ranks]
-    if op_name(node.target) in RANDOM:
+    if facts(node).kind is Kind.ARBITRARY:  # shapes are checked, values are not
         return 0.0
-    what = f"{op_name(node.target)} as {_text(candidate)} on {n} shards"
+    what = f"{op_name(node)} as {_text(candidate)} on {n} shards"
     shapes = ", ".join(str(tuple(tensor.shape)) for value in values for tensor in _tensors(value))
     worst = 0.0
     for i, tensor in enumerate(expected):
@@ -150,12 +152,10 @@ def _on_rank(node: fx.Node, values: Sequence[Value], candidate: Candidate, n: in
     try:
         result = _tensors(apply(call, node, values))
     except RuntimeError as error:
-        raise RuleError(
-            f"{op_name(node.target)} as {_text(candidate)} on {n} shards cannot run on a rank: {error}"
-        ) from error
+        raise RuleError(f"{op_name(node)} as {_text(candidate)} on {n} shards cannot run on a rank: {error}") from error
     if list(result[0].shape) != shape:
         raise RuleError(
-            f"{op_name(node.target)} as {_text(candidate)} on {n} shards: a rank's result has shape {tuple(result[0].shape)}, "
+            f"{op_name(node)} as {_text(candidate)} on {n} shards: a rank's result has shape {tuple(result[0].shape)}, "
             f"its type says {tuple(shape)}"
         )
     return result

@@ -9,8 +9,8 @@ from torch import fx
 
 from autopar.emit.expressions import Text, expression, literal
 from autopar.emit.names import Names
+from autopar.ops.facts import facts
 from passes.collectives import convert
-from passes.keep import is_dear
 
 WIDTH = 110  # an expression that would make a line longer gets a name of its own
 
@@ -84,7 +84,7 @@ def _name(node: fx.Node) -> str:
 def _inline(node: fx.Node, text: Text) -> bool:
     """Whether the expression may stand in its only reader: a conversion always gets a line, to be seen."""
     # what stands inside of ``keep`` is kept: a product that is not gets a line of its own
-    if node.meta.get("kept") or ("kept" in node.meta and is_dear(node)):
+    if node.meta.get("kept") or ("kept" in node.meta and facts(node).is_expensive):
         return False
     if node.target is convert or len(node.users) != 1 or len(text.text) > WIDTH // 2:
         return False

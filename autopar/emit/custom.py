@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.emit.opaque import TAKEN
 from autopar.errors import ProgramError
 from autopar.graph import Graph
-from autopar.ops.operands import is_custom, op_name
+from autopar.ops.facts import is_custom, op_of
 from autopar.torch_private import custom_op_module
 
 _HINT = (
@@ -26,11 +26,11 @@ def custom_modules(graph: Graph) -> tuple[str, ...]:
     for target in {node.target for node in nodes if node.op == "call_function" and is_custom(node.target)}:
         module = custom_op_module(target)
         if module is None:
-            raise ProgramError(f"no Python module is known to define the op {op_name(target)}", _HINT)
+            raise ProgramError(f"no Python module is known to define the op {op_of(target).name}", _HINT)
         if module == "__main__" or module.partition(".")[0] in TAKEN:
             place = "the script itself" if module == "__main__" else f"a module named {module}"
             raise ProgramError(
-                f"the op {op_name(target)} is defined in {place}, where the program cannot import it", _HINT
+                f"the op {op_of(target).name} is defined in {place}, where the program cannot import it", _HINT
             )
         found.add(module)
     return tuple(sorted(found))

@@ -18,7 +18,8 @@ from torch import fx
 
 from autopar import program
 from autopar.ops.experts import Experts
-from autopar.ops.operands import arguments, aten_names, is_custom, op_name
+from autopar.ops.facts import Kind, facts, is_custom, op_name
+from autopar.ops.operands import arguments
 from autopar.torch_private import overload_schema
 from autopar.types import SpmdType
 from passes.collectives import convert, share
@@ -118,7 +119,7 @@ def expression(node: fx.Node, texts: Texts) -> Text:
     module = kernel_module(node)
     if module is not None:
         return Text(f"{module}.{getattr(node.target, '__name__', '')}({_call_arguments(node, texts)})")
-    name = op_name(node.target)
+    name = op_name(node)
     if name.startswith("autopar.opaque_"):
         return Text(_opaque(node, name, texts))
     assert name.startswith("aten.") or "." in name, name
@@ -173,16 +174,10 @@ def _conversion(node: fx.Node, texts: Texts) -> str:
 def _strided(value: fx.Node) -> bool:
     """Whether the value may not be contiguous when the program runs: a view, or what is laid out as its operand is, which on a rank need
     not be as capture saw it."""
-    return value.op == "call_function" and op_name(value.target) in _STRIDED
+    op = facts(value)
+    return op.is_strided or op.kind in (Kind.CONVOLUTION, Kind.TRANSPOSED_CONVOLUTION)
 
 
-_STRIDED = frozenset(
-    (
-        *aten_names("transpose permute t movedim expand expand_as broadcast_to slice narrow select unbind split chunk"),
-        *aten_names("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"),
-        "kernels.convolution",
-    )
-)
 _REDUCES_BACKWARD = frozenset(("IR", "SR", "PR"))
 _ALL_REDUCES_BACKWARD = frozenset(("IR", "PR"))
 
@@ -301,9 +296,7 @@ def _sum(node: fx.Node, texts: Texts) -> Text:
     parts = [] if given.get("dim") is None else [literal(given["dim"], texts)]
     parts += ["keepdim=True"] if given.get("keepdim") else []
     parts += [f"dtype={given['dtype']}"] if given.get("dtype") is not None else []
-    return Text(
-        f"{texts[_operand(node)].within(ATOM)}.{op_name(node.target).removeprefix('aten.')}({', '.join(parts)})"
-    )
+    return Text(f"{texts[_operand(node)].within(ATOM)}.{op_name(node).removeprefix('aten.')}({', '.join(parts)})")
 
 
 def _embedding(node: fx.Node, texts: Texts) -> Text:

@@ -1,8 +1,7 @@
 """What one op costs: floating-point operations and bytes of device memory, at the shapes its node carries.
 
-Own small table by ATen name. Matrix products, convolutions and attention count FLOPs; every other op is priced by
-the bytes it reads and writes, which is what bounds it; views cost nothing. An op that the table does not know is priced
-by its bytes. Counts are those of the whole tensors of ``node.meta["val"]``; what an axis takes of them is the caller's.
+Matrix products, convolutions and attention count FLOPs; every other op is priced by the bytes it reads and writes, which is what bounds it;
+views cost nothing. Counts are those of the whole tensors of ``node.meta["val"]``; the caller divides them among the devices of an axis.
 
 Conventions: a multiply-add is two operations; attention is flash-like (no score matrix in memory); *executed* FLOPs
 of causal attention are half, *model* FLOPs (for MFU) are those of the full square, as in Megatron's and nanotron's
@@ -11,42 +10,20 @@ published numbers.
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 from collections.abc import Callable
 
 import torch
 from torch import fx
 
 from autopar.ops.experts import Experts
-from autopar.ops.operands import operands
+from autopar.ops.facts import Kind, facts
+from autopar.ops.operands import arguments, operands
 
 # Backward FLOPs of one op over its forward FLOPs, when every floating operand needs a gradient. Matrix products: one
 # product of the same size per operand. Flash attention: five products (one recomputes the scores) for forward's two.
 MATMUL_BACKWARD = 2.0
 ATTENTION_BACKWARD = 2.5
-
-_VIEWS = frozenset(
-    """alias as_strided chunk detach diagonal expand expand_as flatten getitem lift_fresh movedim narrow permute
-    ravel reshape reshape_as select slice split split_with_sizes squeeze swapaxes swapdims t transpose unbind unflatten
-    unsafe_chunk unsafe_split unsqueeze view view_as tensor_split sym_size numpy_T mT
-    """.split()  # noqa: SIM905  a list of words
-)
-# Kernels and ops that are attention, by a part of their name.
-_ATTENTION = "attention"
-
-
-def op_name(node: fx.Node) -> str:
-    """``aten.linear.default`` is ``linear``; a Python function goes by its own name, a placeholder by its kind."""
-    if node.op != "call_function":
-        return node.op
-    if hasattr(node.target, "overloadpacket"):  # an op overload prints as namespace.name.overload
-        return _overload(node.target).split(".")[1]
-    return getattr(node.target, "__name__", str(node.target))
-
-
-_overload = functools.lru_cache(maxsize=4096)(str)
 
 
 def tensors(value: object) -> list[torch.Tensor]:
@@ -69,19 +46,14 @@ def tensor_operands(node: fx.Node) -> list[fx.Node]:
     return [n for n in node.all_input_nodes if tensors(n.meta.get("val"))]
 
 
-def is_view(node: fx.Node) -> bool:
-    """Whether the op moves no data, as far as its name tells (a reshape may copy: ``memory.trace`` sees it)."""
-    return op_name(node) in _VIEWS or node.target is operator.getitem
-
-
 def is_attention(node: fx.Node) -> bool:
-    """Whether the op is (flash) attention: its first three tensors are query, key and value."""
-    return node.op == "call_function" and _ATTENTION in op_name(node) and len(tensor_operands(node)) >= 3
+    """Whether the op is attention, torch's or a custom op with attention in its name: its first three tensors are query, key and value."""
+    return "attention" in facts(node).short and len(tensor_operands(node)) >= 3
 
 
 def factors(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The two factors of a product; the first operand of addmm and its like is only added."""
-    first = 1 if op_name(node) in ("addmm", "addbmm", "baddbmm") else 0
+    """The two factors of a product."""
+    first = 1 if facts(node).added_operand == 0 else 0
     return operands(node)[first : first + 2]
 
 
@@ -104,7 +76,7 @@ def model_flops(node: fx.Node) -> float:
         return _attention_flops(node)
     if isinstance(node.target, Experts):  # of all chosen rows, which is what its body's shapes say
         return sum(model_flops(inner) for inner in node.target.body.graph.nodes)
-    formula = _FLOPS.get(op_name(node))
+    formula = _FLOPS.get(facts(node).kind)
     return float(formula(node)) if formula is not None else 0.0
 
 
@@ -117,21 +89,24 @@ def backward_factor(node: fx.Node, needing_gradient: int, floating: int) -> floa
 
 def bytes_moved(node: fx.Node) -> int:
     """Bytes read plus written by the forward op."""
-    if node.op != "call_function" or is_view(node):
+    if node.op != "call_function" or facts(node).is_view:
         return 0
     written = sum(t.nbytes for t in tensors(node.meta.get("val")))
-    if op_name(node) in ("embedding", "gather", "index_select", "index", "masked_embedding"):
+    if facts(node).kind in (Kind.LOOKUP, Kind.GATHER):
         # only the rows that are picked are read, not the table
         return 2 * written + sum(v.nbytes for n in tensor_operands(node)[1:] if (v := value_of(n)) is not None)
     return written + sum(t.nbytes for n in tensor_operands(node) for t in tensors(n.meta.get("val")))
 
 
+def attention_dropout(node: fx.Node) -> float:
+    """The dropout probability of an attention op."""
+    given = arguments(node).get("dropout_p", 0.0)
+    return float(given) if isinstance(given, (int, float)) else 0.0
+
+
 def _causal(node: fx.Node) -> bool:
-    named = node.kwargs.get("is_causal", node.kwargs.get("causal"))
-    if named is not None:
-        return bool(named)
-    # scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal)
-    return len(node.args) > 5 and node.args[5] is True
+    given = arguments(node)
+    return given.get("is_causal", given.get("causal")) is True
 
 
 def _attention_flops(node: fx.Node) -> float:
@@ -140,26 +115,19 @@ def _attention_flops(node: fx.Node) -> float:
     return 2.0 * scores * (query.shape[-1] + value.shape[-1])
 
 
-def _product(left: int) -> Callable[[fx.Node], float]:
-    """A product whose contracted dim is the last of argument number ``left``."""
-
-    def flops(node: fx.Node) -> float:
-        factor = value_of(node.args[left])
-        assert factor is not None, node.format_node()
-        return 2.0 * node.meta["val"].numel() * factor.shape[-1]
-
-    return flops
+def _product(node: fx.Node) -> float:
+    """A product whose contracted dim is the last of its left factor."""
+    left = value_of(factors(node)[0])
+    assert left is not None, node.format_node()
+    return 2.0 * node.meta["val"].numel() * left.shape[-1]
 
 
 def _convolution(node: fx.Node) -> float:
-    weight = value_of(node.args[1])
-    assert weight is not None, node.format_node()
+    source, weight = (value_of(operand) for operand in node.args[:2])
+    assert source is not None and weight is not None, node.format_node()
     # weight: [out channels, in channels / groups, *kernel]; transposed convolutions swap the first two
-    if "transpose" in op_name(node):
-        source = value_of(node.args[0])
-        assert source is not None
-        return 2.0 * source.numel() * math.prod(weight.shape[1:])
-    return 2.0 * node.meta["val"].numel() * math.prod(weight.shape[1:])
+    over = source if facts(node).kind is Kind.TRANSPOSED_CONVOLUTION else node.meta["val"]
+    return 2.0 * over.numel() * math.prod(weight.shape[1:])
 
 
 def _einsum(node: fx.Node) -> float:
@@ -174,20 +142,11 @@ def _einsum(node: fx.Node) -> float:
     return 2.0 * math.prod(sizes.values())
 
 
-_FLOPS: dict[str, Callable[[fx.Node], float]] = {
-    "linear": _product(0),
-    "matmul": _product(0),
-    "mm": _product(0),
-    "bmm": _product(0),
-    "mv": _product(0),
-    # every row of the first operand meets one expert's matrix
-    **dict.fromkeys(("grouped_linear", "_grouped_mm", "grouped_mm"), _product(0)),
-    "addmm": _product(1),
-    "addbmm": _product(1),
-    "baddbmm": _product(1),
-    "einsum": _einsum,
-    **dict.fromkeys(
-        ("convolution", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-        _convolution,
-    ),
+_FLOPS: dict[Kind, Callable[[fx.Node], float]] = {
+    Kind.PRODUCT: _product,
+    Kind.GROUPED_PRODUCT: _product,  # every row of the first operand meets one expert's matrix
+    Kind.EXPERTS_PRODUCT: _product,
+    Kind.CONVOLUTION: _convolution,
+    Kind.TRANSPOSED_CONVOLUTION: _convolution,
+    Kind.EINSUM: _einsum,
 }

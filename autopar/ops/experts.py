@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from autopar.ops.operands import op_name
+from autopar.ops.facts import op_name
 from autopar.program import kernels_experts
 
 
@@ -39,7 +39,9 @@ class Experts:
         return self  # nothing changes it
 
     def __repr__(self) -> str:
-        return f"experts({self.count}, {', '.join(op_name(n.target) for n in self.body.graph.nodes if n.op == 'call_function')})"
+        return (
+            f"experts({self.count}, {', '.join(op_name(n) for n in self.body.graph.nodes if n.op == 'call_function')})"
+        )
 
     @property
     def parameters(self) -> list[fx.Node]:

@@ -1,4 +1,4 @@
-"""The tensor operands of a graph node, its arguments by name, and the name of its op."""
+"""The tensor operands of a graph node, its arguments by name, and the shape of its value."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.torch_private import overload_name, overload_schema
-
-_TORCHS_OWN = frozenset(("aten", "prim", "prims", "autopar", "profiler", "higher_order"))
+from autopar.torch_private import overload_schema
 
 
 def is_tensor(node: fx.Node) -> bool:
@@ -38,25 +36,6 @@ def operands(node: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(found)
 
 
-def op_name(target: Any) -> str:
-    """``"aten.linear"`` for every overload of ``aten::linear``; for a Python function its module's last name and its own,
-    as in ``"kernels.cross_entropy_sum"`` and ``"_operator.getitem"``."""
-    name = overload_name(target)
-    if name is not None:
-        return name.partition(".")[0].replace("::", ".")
-    return f"{getattr(target, '__module__', '').rpartition('.')[2]}.{getattr(target, '__name__', target)}"
-
-
-def is_custom(target: Any) -> bool:
-    """Whether ``target`` is an operator that is neither torch's nor autopar's."""
-    return overload_name(target) is not None and op_name(target).partition(".")[0] not in _TORCHS_OWN
-
-
-def aten_names(text: str) -> tuple[str, ...]:
-    """The names of ATen ops given by their own, in one text: ``"aten.view"`` and so on."""
-    return tuple(f"aten.{name}" for name in text.split())
-
-
 def arguments(node: fx.Node) -> dict[str, Any]:
     """The node's arguments by their names in the op's schema, in its order, defaults filled in.
 
@@ -74,6 +53,16 @@ def arguments(node: fx.Node) -> dict[str, Any]:
         return {str(i): arg for i, arg in enumerate(node.args)} | dict(node.kwargs)
     bound.apply_defaults()
     return dict(bound.arguments)
+
+
+def args_of(node: fx.Node) -> tuple[Any, ...]:
+    """The positional arguments; fx types them so widely that every use would need a cast."""
+    return node.args
+
+
+def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
+    """The argument at position ``index`` or keyword ``name``."""
+    return args_of(node)[index] if len(node.args) > index else node.kwargs.get(name, default)
 
 
 def shape_of(node: fx.Node, index: int = 0) -> tuple[int, ...]:

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.ops import cost
+from autopar.ops.facts import facts
 from autopar.ops.operands import operands
 from autopar.price.memory import INTERNAL, OUTPUT, Saved, Trace
-
-_HEAVY = ("cross_entropy", "embedding")  # parts of names; products and attention are known by their FLOPs
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,8 @@ def fuse(ops: Sequence[fx.Node], run: Trace, saved: Sequence[Saved]) -> Fusion:
 
 def heavy(node: fx.Node) -> bool:
     """Whether the op is a kernel of its own."""
-    return cost.model_flops(node) > 0 or any(part in cost.op_name(node) for part in _HEAVY)
+    op = facts(node)
+    return op.is_cross_entropy or op.looks_up or cost.model_flops(node) > 0
 
 
 def _written(ops: Sequence[fx.Node], group: dict[str, int], origin: Callable[[fx.Node], fx.Node]) -> frozenset[str]:

@@ -20,7 +20,8 @@ from torch import fx
 
 from autopar.errors import UsageError
 from autopar.graph import LayerClass, Value
-from autopar.ops.cost import is_attention, op_name, tensors
+from autopar.ops.cost import attention_dropout, is_attention, tensors
+from autopar.ops.facts import Kind, facts
 from autopar.ops.operands import operands
 from autopar.plan import NARROW_GRADIENTS, NARROW_MOMENTS
 from autopar.price.practice import EMITTED, Practice
@@ -126,7 +127,7 @@ class _Tracer(fx.Interpreter):
     def keep(self, storage: int, node: fx.Node, operand: int, tensor: torch.Tensor) -> None:
         numel = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
         # the meta device makes a dropout's mask in the value's dtype, a real one in bytes
-        dtype = torch.bool if operand == INTERNAL and "dropout" in op_name(node) else tensor.dtype
+        dtype = torch.bool if operand == INTERNAL and facts(node).kind is Kind.DROPOUT else tensor.dtype
         self.saved.setdefault((storage, node.name, operand), Saved(storage, node.name, operand, numel, dtype))
 
     def attention(self, n: fx.Node) -> torch.Tensor:
@@ -158,16 +159,9 @@ class _Tracer(fx.Interpreter):
 def scores(node: fx.Node, rows: tuple[int, ...], keys: int, like: torch.Tensor) -> list[torch.Tensor]:
     """What attention without flash keeps of its scores: the probabilities, and with dropout its mask and the dropped ones."""
     made = [like.new_empty((*rows, keys))]
-    if dropout(node) > 0:
+    if attention_dropout(node) > 0:
         made += [like.new_empty((*rows, keys), dtype=torch.bool), like.new_empty((*rows, keys))]
     return made
-
-
-def dropout(node: fx.Node) -> float:
-    """The dropout probability of an attention op."""
-    # scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal)
-    given = node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0)
-    return float(given) if isinstance(given, (int, float)) else 0.0
 
 
 _Run = tuple[tuple[Value, ...], bool, bool]

@@ -16,12 +16,13 @@ from torch import fx
 from autopar.flow import gradient_flow
 from autopar.graph import LayerClass
 from autopar.ops import cost
+from autopar.ops.facts import facts
 from autopar.ops.operands import operands
 from autopar.price.memory import INTERNAL, OUTPUT, Saved, Trace
 from autopar.price.moves import Move
 from autopar.sharding import AxisTypes
 from autopar.types import Collective
-from passes.keep import is_dear, may_be_summed, recomputed
+from passes.keep import recomputed
 
 Flags = NDArray[np.bool_]
 _SUMS = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
@@ -67,9 +68,9 @@ def emitted(
     found: list[tuple[Saved, int, bool]] = []
     for i, node in made:
         storage = run.storage[node.name]
-        if is_dear(node):
+        if facts(node).is_expensive:
             found.append((Saved(storage, node.name, OUTPUT, *run.extent[storage]), i, False))
-        if may_be_summed(node):
+        if facts(node).may_be_summed:
             for reader in (user for user in node.users if user.op == "call_function"):
                 place = operands(reader).index(node)
                 found.append((Saved(storage, reader.name, place, *run.extent[storage]), i, True))
@@ -85,10 +86,10 @@ def emitted(
         again=np.arange(len(ops)) < count,
         maker=np.array([*inside, *(i for _, i, _ in found)], dtype=np.intp),
         summed=np.array([*(False for _ in plain), *(late for _, _, late in found)], dtype=bool),
-        dear=tuple(i for i, node in made if is_dear(node)),
+        dear=tuple(i for i, node in made if facts(node).is_expensive),
         inputs=frozenset(run.storage[name] for name in names if name in run.storage),
         read=frozenset(o.name for node in ops[: count + 1] for o in operands(node)),
-        sums=frozenset(node.name for _, node in made if may_be_summed(node)),
+        sums=frozenset(node.name for _, node in made if facts(node).may_be_summed),
         emitted=True,
     )
 

@@ -19,6 +19,7 @@ from autopar.devices import constants
 from autopar.devices.measured import ATTENTION, PRODUCT
 from autopar.graph import LayerClass
 from autopar.ops import cost
+from autopar.ops.facts import Kind, facts
 from autopar.ops.operands import operands
 from autopar.price.fusion import Fusion, fuse
 from autopar.price.memory import INTERNAL, OUTPUT, Precision, Saved, Trace, scores, trace
@@ -29,8 +30,6 @@ from autopar.sharding import AxisTypes
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
-_ROWS_PICKED = frozenset({"embedding", "masked_embedding"})
-_PASSES_GRADIENT_ON = frozenset({"add", "sub", "to", "_to_copy", "clone", "contiguous"})  # backward runs no kernel
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def _kind(node: fx.Node, flash: bool) -> str:
     """What bounds an op; attention without flash is products and passes over its scores."""
     if flash and cost.is_attention(node):
         return ATTENTION
-    return PRODUCT if cost.model_flops(node) else cost.op_name(node)
+    return PRODUCT if cost.model_flops(node) else facts(node).short
 
 
 def model_dtype(cls: LayerClass) -> torch.dtype:
@@ -235,7 +234,7 @@ def live_ranges(
             forward[k] = slot.bytes
         if here and run.requires_grad[slot.value]:
             backward[k] = slot.alive
-            if "cross_entropy" in cost.op_name(ops[slot.op]) and whole_loss:
+            if facts(ops[slot.op]).is_cross_entropy and whole_loss:
                 # the gradient of the logarithms of probabilities, and then that of the logits
                 whole[k] = slot.alive
                 # with the vocabulary cut, exponentials in float32 or wider are taken again, in place
@@ -323,11 +322,11 @@ def _slots(index: int, node: fx.Node, run: Trace, size: object, flash: bool) -> 
         held = cost.tensors(operand.meta["val"])
         read.append((operand.name, float(sum(map(size, held))), sum(t.numel() for t in held)))
     moves = node.name not in run.views
-    picks = cost.op_name(node) in _ROWS_PICKED
+    picks = facts(node).kind is Kind.LOOKUP
     differentiable = run.requires_grad[node.name]
     same_size = all(n == made for _, n, _ in read)
     if moves:
-        silent = cost.op_name(node) in _PASSES_GRADIENT_ON and same_size
+        silent = facts(node).passes_gradient_on and same_size
     else:
         silent = same_size  # a slice's or an expand's gradient is padded or summed, any other view's is a view
     slots = []
@@ -374,7 +373,7 @@ def _log_probabilities(ops: tuple[fx.Node, ...], run: Trace, size: object, copie
     assert callable(size)
     found = []
     for i, node in enumerate(ops):
-        if "cross_entropy" in cost.op_name(node) and run.requires_grad[node.name]:
+        if facts(node).is_cross_entropy and run.requires_grad[node.name]:
             logits = operands(node)[0]
             made = copies * float(sum(size(t) for t in cost.tensors(logits.meta["val"])))
             found.append(_Slot(i, INTERNAL, node.name, 0.0, 0.0, made, made))

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.errors import RuleError
-from autopar.ops.operands import op_name, operands, shape_of
+from autopar.ops.facts import op_name
+from autopar.ops.operands import operands, shape_of
 from autopar.rules.notation import Atom, Dim, Kernel, Line, Operand, parse
 from autopar.rules.table import KERNELS, TABLE, Entry
 from autopar.types import I, P, R, S, SpmdType
@@ -56,7 +57,7 @@ class Bound:
 
 def line_of(node: fx.Node, table: Mapping[str, Entry] = TABLE) -> Line | None:
     """The node's rule; ``None`` where the table has no line for its op or for these arguments."""
-    entry = table.get(op_name(node.target))
+    entry = table.get(op_name(node))
     if entry is None:
         return None
     text = entry if isinstance(entry, str) else entry(node)
@@ -80,12 +81,12 @@ def candidates(node: fx.Node) -> tuple[Candidate, ...]:
     found = [Candidate((t,) * len(given), t) for t in (I, R)]
     line = line_of(node)
     if line is not None:
-        bound = bind(line, operand_shapes(node), shape_of(node), op_name(node.target))
+        bound = bind(line, operand_shapes(node), shape_of(node), op_name(node))
         found += sharded(bound)
         found += _partial(bound)
     other = line_of(node, KERNELS)
     if other is not None:
-        found += sharded(bind(other, operand_shapes(node), shape_of(node), op_name(node.target)))
+        found += sharded(bind(other, operand_shapes(node), shape_of(node), op_name(node)))
     return tuple(dict.fromkeys(found))
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from torch import fx
 
 from autopar.ops.experts import Experts
-from autopar.ops.operands import op_name, operands, shape_of
+from autopar.ops.facts import op_name
+from autopar.ops.operands import operands, shape_of
 from autopar.program import kernels_experts
 from autopar.types import P, R, S, SpmdType
 
@@ -81,7 +82,7 @@ def is_row_wise(node: fx.Node, rows: set[fx.Node]) -> bool:
 
     if node.target in (kernels_experts.grouped_linear, kernels_experts.of_rows):
         return True
-    if op_name(node.target) in _SIZED:
+    if op_name(node) in _SIZED:
         return False
     wanted = tuple(S(0) if operand in rows else R for operand in operands(node))
     return any(c.operands == wanted and c.result == S(0) for c in candidates(node))

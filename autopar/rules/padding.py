@@ -24,15 +24,13 @@ import torch
 from torch import fx
 
 from autopar.graph import LayerClass
-from autopar.ops.operands import aten_names, op_name, operands, shape_of
+from autopar.ops.facts import Kind, aten_names, facts, op_name
+from autopar.ops.operands import operands, shape_of
 from autopar.plan import Axis
 from autopar.rules.candidates import Bound, bind, line_of, operand_shapes
 from autopar.rules.notation import Dim
 from autopar.sharding import AxisTypes
 
-_LOOKUPS = {"aten.embedding": 0}
-_LOSSES = frozenset({"kernels.cross_entropy_sum"})
-_ATTENTION = "aten.scaled_dot_product_attention"
 _KEEP = frozenset(
     aten_names("""
     view reshape _unsafe_view view_copy flatten unflatten squeeze unsqueeze permute transpose t movedim select slice narrow
@@ -44,8 +42,6 @@ _KEEP = frozenset(
 """Ops that take zero to zero, with a finite derivative there."""
 _BOUNDED = frozenset(aten_names("expand expand_as broadcast_to sigmoid hardsigmoid cos cosh softplus log_sigmoid erfc"))
 """Ops that take finite to finite."""
-_PRODUCTS = {"aten.linear": 2, "aten.addmm": 0, "aten.baddbmm": 0} | dict.fromkeys(aten_names("matmul mm bmm mv dot"))
-"""Products, and which of their operands (if any) is only added."""
 
 Place = tuple[str, int]
 """A dim of a value: the node's name and the dim."""
@@ -166,7 +162,7 @@ class _Analysis:
                 if (value.name, 0) in self.parent:
                     self._fix(value)
             return
-        bound = bind(line, operand_shapes(node), shape_of(node), op_name(node.target))
+        bound = bind(line, operand_shapes(node), shape_of(node), op_name(node))
         self.bounds[node.name] = bound
         first: dict[str, Place] = {}
         inner: set[str] = set()
@@ -208,20 +204,21 @@ def carried(node: fx.Node, held: Sequence[bool | None], in_result: bool) -> bool
     ``held`` says of every operand whether zero lies beyond its end, or ``None`` where it lacks the dim. For an op
     that sums over the dim any answer but ``None`` will do.
     """
-    name = op_name(node.target)
+    op = facts(node)
+    name, kind = op.name, op.kind
     zeros = [zero for zero in held if zero is not None]
     everywhere = all(zeros) and len(zeros) == len(held)
-    if name in _PRODUCTS:
-        added = _PRODUCTS[name]
+    if kind is Kind.PRODUCT or name == "aten.dot":
+        added = op.added_operand
         factors = [zero for i, zero in enumerate(held) if i != added or len(held) < 3]
         product = any(zero for zero in factors if zero is not None)
         terms = held[added] if added is not None and len(held) == 3 else True
         return product and bool(terms) if in_result else (True if product else None)
-    if name in _LOOKUPS:
+    if kind is Kind.LOOKUP:
         return (None if held[0] is None else held[0]) if in_result else True
-    if name in _LOSSES:
+    if kind is Kind.CLASS_LOSS:
         return True if held[1] is None else None
-    if name == _ATTENTION:
+    if op.is_attention:
         masked = len(held) > 3 and held[3] is not None and operands(node)[3].meta["val"].dtype == torch.bool
         return bool(held[2]) if in_result and not masked else None
     if name in _KEEP:
@@ -235,7 +232,7 @@ def carried(node: fx.Node, held: Sequence[bool | None], in_result: bool) -> bool
         return False
     if name == "aten.mul":
         return any(zeros)
-    if name in ("aten.add", "aten.sub"):
+    if kind is Kind.ADDITION:
         return everywhere and len(held) == 2
     if name == "aten.div" and held[0] is not None and not any(zero is not None for zero in held[1:]):
         return held[0] if isinstance(node.args[0], fx.Node) else None

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from torch import fx
 
-from autopar.ops.operands import aten_names
+from autopar.ops.facts import aten_names
 from autopar.rules import experts
 from autopar.rules import views as v
 

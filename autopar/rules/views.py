@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ops.operands import arguments, op_name, operands, shape_of
+from autopar.ops.facts import op_name
+from autopar.ops.operands import arguments, operands, shape_of
 
 Words = list[str]
 
@@ -414,7 +415,7 @@ def pixel_shuffle(node: fx.Node) -> str:
 def pool(node: fx.Node) -> str:
     """Pools, interpolation: examples and channels."""
     before, after = source(node), shape_of(node)
-    places = int(re.search(r"([123])d", op_name(node.target))[1])  # type: ignore[index]
+    places = int(re.search(r"([123])d", op_name(node))[1])  # type: ignore[index]
     lead = names(len(before) - places)
     return line([[*lead, *["1"] * places]], [*lead, *["1"] * (len(after) - len(lead))])
 
@@ -450,7 +451,7 @@ def pointwise_loss(node: fx.Node) -> str:
 def cell(node: fx.Node) -> str:
     """rnn_tanh_cell, rnn_relu_cell, gru_cell, lstm_cell: examples; features and gates are held."""
     batch = ["b"] if len(source(node)) == 2 else []
-    states = 2 if "lstm" in op_name(node.target) else 1
+    states = 2 if "lstm" in op_name(node) else 1
     biases = len(operands(node)) - 3 - states
     weights = [["g!", "i!"], ["g!", "h!"], *([["g!"]] * biases)]
     return line([[*batch, "i!"], *([[*batch, "h!"]] * states), *weights], [*batch, "h!"])

@@ -10,7 +10,8 @@ from torch import fx
 
 from autopar.flow import gradient_flow
 from autopar.graph import Graph, LayerClass
-from autopar.ops.operands import op_name, operands
+from autopar.ops.facts import op_name
+from autopar.ops.operands import operands
 from autopar.plan import Role
 from autopar.rules import has_rule
 from autopar.rules.traffic import OF_MICROBATCHES
@@ -39,7 +40,7 @@ def _annotated(graph: Graph) -> Graph:
         cls = graph.classes[layer.cls]
         for node in cls.graph.graph.nodes:
             if node.op == "call_function" and not has_rule(node):
-                replicated.setdefault(op_name(node.target), layer.name)
+                replicated.setdefault(op_name(node), layer.name)
         couples = couples or _couples_batch(graph, index, cls)
     named = tuple(f"{op} (in {layer})" for op, layer in replicated.items())
     return dataclasses.replace(graph, replicated=named, unmicrobatchable=couples)
@@ -73,7 +74,7 @@ def _described(node: fx.Node) -> str:
     """The op, its module, and the line of the model's code that it comes from; of what enters the layer, its first reader's."""
     if node.op == "placeholder":
         node = next((reader for reader in node.users if reader.op == "call_function"), node)
-    text = op_name(node.target).removeprefix("aten.") if node.op == "call_function" else f"the value {node.name}"
+    text = op_name(node).removeprefix("aten.") if node.op == "call_function" else f"the value {node.name}"
     path = module_path(node)
     frames = re.findall(r'File "([^"]+)", line (\d+), in \w+\n\s*(.+)', str(node.meta.get("stack_trace") or ""))
     where = f"line {frames[-1][1]} of {Path(frames[-1][0]).name}: {frames[-1][2]}" if frames else ""

@@ -29,7 +29,8 @@ from autopar.flow import gradient_flow, output_nodes, placeholders, returned_nod
 from autopar.graph import LayerClass, Value
 from autopar.ops.cost import op_cost
 from autopar.ops.experts import Experts
-from autopar.ops.operands import op_name, operands
+from autopar.ops.facts import facts
+from autopar.ops.operands import operands
 from autopar.plan import Role
 from autopar.rules import Candidate, candidates
 from autopar.rules.padding import padded, padding
@@ -239,7 +240,7 @@ class Problem:
         pairs = [*zip(operands(node), option.operands, strict=True), (node, option.result)]
         if any(t.sharded and t == self._batched.get(value.name) for value, t in pairs):
             return False
-        if op_name(node.target) != "aten.scaled_dot_product_attention":
+        if not facts(node).is_attention:
             return True
         if self.role is Role.RING:
             return option.kernel == "ring_attention"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from autopar.graph import Graph
-from autopar.ops.operands import op_name, operands, shape_of
+from autopar.ops.facts import facts, op_name
+from autopar.ops.operands import operands, shape_of
 from autopar.plan import Role
 from autopar.shard.problem import Problem, boundary
 
@@ -32,14 +33,14 @@ def refusal(graph: Graph, layer: int, role: Role, size: int) -> str:
         if not options:
             found = problem.nodes[node]
             shape = list(getattr(found.meta.get("val"), "shape", ()))
-            what = op_name(found.target) if found.op == "call_function" else "the value"
+            what = op_name(found) or "the value"
             return f"{name}: {what} {node} {shape} has no types for {role.value} on {size} devices"
     return f"{name}: no types of its ops go together for {role.value} on {size} devices"
 
 
 def _attention(node: fx.Node, role: Role, size: int) -> str:
     """What an attention lacks for a role that shards the sequence; empty where it lacks nothing."""
-    if op_name(node.target) != "aten.scaled_dot_product_attention":
+    if not facts(node).is_attention:
         return ""
     query, key = (shape_of(operand) for operand in operands(node)[:2])
     if role is Role.ULYSSES:

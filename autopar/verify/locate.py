@@ -22,7 +22,7 @@ from autopar.emit import emit
 from autopar.emit.stage import layer_attribute
 from autopar.flow import output_nodes
 from autopar.measure import EXACT, Error
-from autopar.ops.operands import op_name
+from autopar.ops.facts import op_name
 from autopar.plan import Plan
 from autopar.run.pool import WorkerPool
 from autopar.types import SpmdType
@@ -148,7 +148,7 @@ class _Search:
             return None
         axes = ("microbatch", *(axis.name for axis in self.program.plan.mesh))
         text = ", ".join(f"{t} on {axis}" for axis, t in zip(axes, types, strict=True))
-        op = op_name(node.target) if node.op == "call_function" and node.target is not convert else _conversion(node)
+        op = op_name(node) if node.op == "call_function" and node.target is not convert else _conversion(node)
         name = self.graph.layers[layer].name
         return Difference(name, node.name, op, what, text, tuple(parts[0].shape), tuple(want.shape), difference)
 

@@ -15,10 +15,8 @@ from autopar.capture.eager import WithoutDropout, prepared
 from autopar.capture.export import call_model
 from autopar.errors import BatchError, ModelError
 from autopar.graph import Graph
-from autopar.ops.operands import op_name
+from autopar.ops.facts import Kind, facts
 from autopar.shard import annotate
-
-_DRAWS = ("kernels_random.uniform", "kernels_random.normal")  # what capture makes of torch's own
 
 
 @dataclass(frozen=True)
@@ -136,9 +134,9 @@ def _refuse_random(graph: Graph) -> None:
     """Two runs of a model that draws random numbers differ with or without autopar."""
     for layer in graph.layers:
         for node in graph.classes[layer.cls].graph.graph.nodes:
-            if node.op == "call_function" and op_name(node.target) in _DRAWS:
+            if facts(node).kind is Kind.DRAW:
                 raise ModelError(
-                    f"the model draws random numbers ({op_name(node.target).rpartition('.')[2]} ones, in {layer.name}), so no two runs "
+                    f"the model draws random numbers ({facts(node).short} ones, in {layer.name}), so no two runs "
                     "of it can be compared",
                     "give the drawn numbers in the batch; dropout alone is turned off by itself",
                 )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from passes.clean.nodes import add, arguments, aten, calls, packet, replace, shape
+from autopar.ops.facts import op_name
+from autopar.ops.operands import args_of
+from passes.clean.nodes import add, aten, calls, replace, shape
 
 
 def grouped_query_pass(gm: fx.GraphModule) -> fx.GraphModule:
@@ -14,33 +16,33 @@ def grouped_query_pass(gm: fx.GraphModule) -> fx.GraphModule:
     ``[batch, heads, sequence, head_dim]``, with the same repetition of key and value.
     """
     for node in calls(gm, aten.scaled_dot_product_attention.default):
-        query, key, value = arguments(node)[:3]
+        query, key, value = args_of(node)[:3]
         assert isinstance(query, fx.Node) and isinstance(key, fx.Node) and isinstance(value, fx.Node)
         if len(shape(query)) != 4 or node.kwargs.get("enable_gqa"):
             continue
         sources = _unrepeated(key), _unrepeated(value)
         if sources[0] is None or sources[1] is None or shape(sources[0])[1] != shape(sources[1])[1]:
             continue
-        args = (query, *sources, *arguments(node)[3:])
+        args = (query, *sources, *args_of(node)[3:])
         replace(node, add(node, aten.scaled_dot_product_attention.default, args, {**node.kwargs, "enable_gqa": True}))
     return gm
 
 
 def _unrepeated(node: fx.Node) -> fx.Node | None:
     """The tensor whose heads (dim 1) ``node`` repeats, each ``n`` times in a row."""
-    if packet(node) == "aten.repeat_interleave" and isinstance(arguments(node)[1], int):
-        source = arguments(node)[0]
-        dim = arguments(node)[2] if len(node.args) > 2 else node.kwargs.get("dim")
+    if op_name(node) == "aten.repeat_interleave" and isinstance(args_of(node)[1], int):
+        source = args_of(node)[0]
+        dim = args_of(node)[2] if len(node.args) > 2 else node.kwargs.get("dim")
         return source if dim in (1, -3) and isinstance(source, fx.Node) else None
     if node.target not in (aten.reshape.default, aten.view.default):
         return None
-    expand = arguments(node)[0]
+    expand = args_of(node)[0]
     if not isinstance(expand, fx.Node) or expand.target is not aten.expand.default:
         return None
-    unsqueeze = arguments(expand)[0]
-    if not isinstance(unsqueeze, fx.Node) or packet(unsqueeze) not in ("aten.unsqueeze", "aten.reshape", "aten.view"):
+    unsqueeze = args_of(expand)[0]
+    if not isinstance(unsqueeze, fx.Node) or op_name(unsqueeze) not in ("aten.unsqueeze", "aten.reshape", "aten.view"):
         return None
-    source = arguments(unsqueeze)[0]
+    source = args_of(unsqueeze)[0]
     assert isinstance(source, fx.Node)
     b, heads, *rest = shape(source)
     repeats = shape(expand)[2] if len(shape(expand)) == 5 else 0

@@ -6,7 +6,9 @@ import operator
 
 from torch import fx
 
-from passes.clean.nodes import add, argument, arguments, aten, calls, dtype, packet, replace, shape
+from autopar.ops.facts import op_name
+from autopar.ops.operands import args_of, argument
+from passes.clean.nodes import add, aten, calls, dtype, replace, shape
 
 _SUM, _MEAN = 0, 1
 _OTHERWISE = {3: "scale_grad_by_freq", 5: "sparse", 7: "include_last_offset"}
@@ -19,7 +21,7 @@ def bags_pass(gm: fx.GraphModule) -> fx.GraphModule:
     row. Bags of other lengths, and the largest of a bag (which sends its gradient to one of equals), stay torch's op, which no axis cuts.
     """
     for node in calls(gm, aten.embedding_bag.padding_idx):
-        weight, flat, offsets = arguments(node)[:3]
+        weight, flat, offsets = args_of(node)[:3]
         assert isinstance(weight, fx.Node) and isinstance(flat, fx.Node) and isinstance(offsets, fx.Node)
         mode = argument(node, 4, "mode", _SUM)
         read = [user for user in node.users if user.target is operator.getitem]
@@ -60,8 +62,8 @@ def _bags(node: fx.Node, weight: fx.Node, flat: fx.Node, length: int, mode: int)
 
 def _length(offsets: fx.Node, count: int) -> int | None:
     """The length of every bag where ``offsets`` count in equal steps that the ``count`` indices end with; ``None`` otherwise."""
-    if packet(offsets) != "aten.arange" or offsets.target is not aten.arange.start_step:
+    if op_name(offsets) != "aten.arange" or offsets.target is not aten.arange.start_step:
         return None
-    start, end, step = (*arguments(offsets), 1)[:3]
+    start, end, step = (*args_of(offsets), 1)[:3]
     even = start == 0 and step > 0 and count % step == 0 and count - step < end <= count
     return step if even and shape(offsets)[0] == count // step else None

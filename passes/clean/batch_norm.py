@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from torch import fx
 
+from autopar.ops.facts import op_name
 from autopar.program import kernels_norm
-from passes.clean.nodes import add, aten, calls, dtype, module_path, note, packet, replace, shape
+from passes.clean.nodes import add, aten, calls, dtype, module_path, note, replace, shape
 
 LOCAL = "local_batch_norm"  # key of ``GraphModule.meta``: every part of the batch is normalised by its own statistics
 
@@ -17,9 +18,9 @@ LOCAL = "local_batch_norm"  # key of ``GraphModule.meta``: every part of the bat
 def batch_norm_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """Replace ``aten.batch_norm`` and ``aten.instance_norm``; say what couples the batch, or that the user let go of it."""
     for node in calls(gm):
-        if packet(node) == "aten.batch_norm":
+        if op_name(node) == "aten.batch_norm":
             replace(node, _replacement(gm, node))
-        elif packet(node) == "aten.instance_norm":
+        elif op_name(node) == "aten.instance_norm":
             replace(node, _by_example(node))
     return gm
 

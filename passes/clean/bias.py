@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from passes.clean.nodes import add, arguments, aten, calls, packet, replace
+from autopar.ops.facts import op_name
+from autopar.ops.operands import args_of
+from passes.clean.nodes import add, aten, calls, replace
 
 
 def split_bias_pass(gm: fx.GraphModule) -> fx.GraphModule:
@@ -15,9 +17,9 @@ def split_bias_pass(gm: fx.GraphModule) -> fx.GraphModule:
     nothing came between them.
     """
     for node in calls(gm):
-        if packet(node) != "aten.linear" or len(node.args) < 3 or node.args[2] is None:
+        if op_name(node) != "aten.linear" or len(node.args) < 3 or node.args[2] is None:
             continue
-        x, weight, bias = arguments(node)
+        x, weight, bias = args_of(node)
         product = add(node, aten.linear.default, (x, weight))
         replace(node, add(node, aten.add.Tensor, (product, bias)))
     return gm

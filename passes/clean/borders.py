@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from passes.clean.nodes import add, argument, arguments, aten, calls, replace, shape
+from autopar.ops.operands import args_of, argument
+from passes.clean.nodes import add, aten, calls, replace, shape
 
 
 def borders_pass(gm: fx.GraphModule) -> fx.GraphModule:
@@ -15,7 +16,7 @@ def borders_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """
     for node in calls(gm, aten.pad.default):
         mode = argument(node, 2, "mode", "constant")
-        source, amounts = arguments(node)[:2]
+        source, amounts = args_of(node)[:2]
         assert isinstance(source, fx.Node)
         if mode == "constant" or min(amounts) < 0:
             continue

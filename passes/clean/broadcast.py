@@ -9,7 +9,9 @@ from __future__ import annotations
 from torch import fx
 from torch.fx.node import map_arg
 
-from passes.clean.nodes import add, arguments, aten, calls, is_pointwise, packet, replace, shape, val
+from autopar.ops.facts import Kind, facts, is_pointwise, op_name
+from autopar.ops.operands import args_of
+from passes.clean.nodes import add, aten, calls, replace, shape, val
 
 
 def broadcast_pass(gm: fx.GraphModule) -> fx.GraphModule:
@@ -17,7 +19,7 @@ def broadcast_pass(gm: fx.GraphModule) -> fx.GraphModule:
     queue = calls(gm, aten.expand.default)
     while queue:
         expand = queue.pop(0)
-        source = arguments(expand)[0]
+        source = args_of(expand)[0]
         assert isinstance(source, fx.Node)
         if shape(source) == shape(expand):
             replace(expand, source)
@@ -33,17 +35,17 @@ def broadcast_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _push(expand: fx.Node, source: fx.Node, user: fx.Node) -> fx.Node | None:
     """Let ``user`` read ``source``; the new ``expand`` after it, if one is still needed."""
-    name = packet(user)
-    if name == "aten.scaled_dot_product_attention":
+    name = op_name(user)
+    if facts(user).is_attention:
         if (
-            arguments(user)[3:4] == (expand,)
-            and expand not in arguments(user)[:3]
+            args_of(user)[3:4] == (expand,)
+            and expand not in args_of(user)[:3]
             and len(shape(source)) == len(shape(expand))
         ):
-            user.args = (*arguments(user)[:3], source, *arguments(user)[4:])
+            user.args = (*args_of(user)[:3], source, *args_of(user)[4:])
         return None
-    if name == "aten.embedding":
-        if arguments(user)[1] is not expand:
+    if facts(user).kind is Kind.LOOKUP:
+        if args_of(user)[1] is not expand:
             return None
     elif name == "aten.unsqueeze":
         if len(shape(source)) != len(shape(expand)):
@@ -51,7 +53,7 @@ def _push(expand: fx.Node, source: fx.Node, user: fx.Node) -> fx.Node | None:
     elif not is_pointwise(user):
         return None
     if name == "aten.expand":
-        user.args = (source, *arguments(user)[1:])
+        user.args = (source, *args_of(user)[1:])
         return None
     args = map_arg(user.args, lambda n: source if n is expand else n)
     new = add(user, user.target, args, dict(user.kwargs))

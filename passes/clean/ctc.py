@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from autopar.ops.facts import op_name
+from autopar.ops.operands import args_of
 from autopar.program import kernels_ctc
-from passes.clean.nodes import add, arguments, calls, packet, replace
+from passes.clean.nodes import add, calls, replace
 
 
 @torch.library.custom_op("autopar::ctc_loss", mutates_args=())
@@ -37,7 +39,7 @@ def _(
 def ctc_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """``autopar.ctc_loss(...)`` becomes ``kernels_ctc.ctc_loss(...)``, which a program calls."""
     for node in calls(gm):
-        if packet(node) == "autopar.ctc_loss":
-            replace(node, add(node, kernels_ctc.ctc_loss, arguments(node)))
+        if op_name(node) == "autopar.ctc_loss":
+            replace(node, add(node, kernels_ctc.ctc_loss, args_of(node)))
             gm.graph.erase_node(node)
     return gm

@@ -18,9 +18,11 @@ from torch.fx.node import map_arg
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopar.errors import CaptureError
+from autopar.ops.facts import is_random, op_name
+from autopar.ops.operands import args_of
 from autopar.torch_private import backward_decompositions, fake_tensors, is_overload, written_arguments
 from passes.clean.functional import functionalise_pass
-from passes.clean.nodes import arguments, aten, calls, copy_origin, is_random, like, note, packet, source_line
+from passes.clean.nodes import aten, calls, copy_origin, like, note, source_line
 
 _SIMPLE = (
     *("tanh", "sigmoid", "softplus", "elu", "hardsigmoid", "hardtanh", "hardswish", "threshold", "leaky_relu", "gelu"),
@@ -64,7 +66,7 @@ def derivatives_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _expand(gm: fx.GraphModule, marker: fx.Node) -> None:
-    outputs, inputs, seeds = (list(each) for each in arguments(marker))
+    outputs, inputs, seeds = (list(each) for each in args_of(marker))
     between = _between(outputs, inputs)
     for node in between:
         _check(node, marker)
@@ -79,7 +81,7 @@ def _expand(gm: fx.GraphModule, marker: fx.Node) -> None:
     made = _copied(traced, list(results[: len(inputs)]), known, marker)
     for item in list(marker.users):
         assert item.target is operator.getitem, item
-        item.replace_all_uses_with(made[arguments(item)[1]])
+        item.replace_all_uses_with(made[args_of(item)[1]])
         gm.graph.erase_node(item)
     line = source_line(marker).strip().replace("\n", " ").removeprefix("File ")
     note(gm, f"{line}: the derivative is part of the graph, and sharded as such")
@@ -106,10 +108,10 @@ def _between(outputs: list[fx.Node], inputs: list[fx.Node]) -> list[fx.Node]:
 def _check(node: fx.Node, marker: fx.Node) -> None:
     if is_random(node):
         why = "numbers are drawn"
-    elif node.target is not operator.getitem and not (is_overload(node.target) and packet(node).startswith("aten.")):
-        why = f"there is {packet(node)}, whose derivative is its own,"
+    elif node.target is not operator.getitem and not (is_overload(node.target) and op_name(node).startswith("aten.")):
+        why = f"there is {op_name(node)}, whose derivative is its own,"
     elif written_arguments(node.target):
-        why = f"{packet(node)} writes"
+        why = f"{op_name(node)} writes"
     else:
         return
     raise CaptureError(

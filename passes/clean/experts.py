@@ -16,24 +16,13 @@ from torch import fx, nn
 from torch.fx.node import map_arg
 
 from autopar.ops.experts import Experts
+from autopar.ops.facts import Kind, facts, is_pointwise, op_name
+from autopar.ops.operands import args_of, argument
 from autopar.program.kernels_experts import grouped_linear, of_rows
 from autopar.rules.experts import is_row_wise
 from passes.clean.linear import part, pieces, splittable
-from passes.clean.nodes import (
-    add,
-    argument,
-    arguments,
-    aten,
-    calls,
-    copy_origin,
-    dtype,
-    is_pointwise,
-    packet,
-    replace,
-    shape,
-)
+from passes.clean.nodes import add, aten, calls, copy_origin, dtype, replace, shape
 
-_GROUPED = ("transformers.grouped_mm_fallback", "aten._grouped_mm")
 _RESHAPES = (aten.reshape.default, aten.view.default, aten.unsqueeze.default)
 
 
@@ -53,7 +42,7 @@ def experts_pass(gm: fx.GraphModule) -> fx.GraphModule:
         else:
             node.replace_all_uses_with(new)
     for node in calls(gm):
-        if packet(node) in _GROUPED and _is_three_dimensional(node) and node.users:
+        if facts(node).kind is Kind.GROUPED_PRODUCT and _is_three_dimensional(node) and node.users:
             _plain_product(node)
     return gm
 
@@ -76,21 +65,21 @@ def _region(node: fx.Node) -> _Region | None:
     """The mixture whose last step ``node`` is: ``sum(reshape(index((body * w[perm])), [inverse]), [t, k, h]), 1)``."""
     if list(argument(node, 1, "dim") or ()) != [1] or argument(node, 2, "keepdim", False):
         return None
-    apart = _is(arguments(node)[0], *_RESHAPES)
+    apart = _is(args_of(node)[0], *_RESHAPES)
     unsorted = _is(apart and apart.args[0], aten.index.Tensor)
     if apart is None or unsorted is None or len(shape(apart)) != 3:
         return None
-    weighted, inverse = arguments(unsorted)[0], _only_index(unsorted)
+    weighted, inverse = args_of(unsorted)[0], _only_index(unsorted)
     written = _is(inverse, aten.index_put.default)
     product = _is(weighted, aten.mul.Tensor)
     if written is None or product is None:
         return None
-    perm: fx.Node = arguments(written)[1][0]
-    if not _is_arange(arguments(written)[2], shape(perm)[0]):
+    perm: fx.Node = args_of(written)[1][0]
+    if not _is_arange(args_of(written)[2], shape(perm)[0]):
         return None
-    for result, weight in (arguments(product)[:2], arguments(product)[1::-1]):
+    for result, weight in (args_of(product)[:2], args_of(product)[1::-1]):
         while isinstance(weight, fx.Node) and weight.target in _RESHAPES:
-            weight = arguments(weight)[0]
+            weight = args_of(weight)[0]
         weight = _is(weight, aten.index.Tensor)
         if weight is not None and _only_index(weight) is perm and isinstance(result, fx.Node):
             return _choices(node, apart, perm, weight, result)
@@ -101,29 +90,31 @@ def _choices(node: fx.Node, apart: fx.Node, perm: fx.Node, weight: fx.Node, resu
     """The rest of the region, from the permutation that sorts the choices."""
     order = _is(perm, operator.getitem)
     sort = _is(order and order.args[0], aten.sort.default)
-    flat, flat_weights = _is(sort and sort.args[0], *_RESHAPES), _is(arguments(weight)[0], *_RESHAPES)
-    if order is None or sort is None or flat is None or flat_weights is None or arguments(order)[1] != 1:
+    flat, flat_weights = _is(sort and sort.args[0], *_RESHAPES), _is(args_of(weight)[0], *_RESHAPES)
+    if order is None or sort is None or flat is None or flat_weights is None or args_of(order)[1] != 1:
         return None
-    index, weights = arguments(flat)[0], arguments(flat_weights)[0]
+    index, weights = args_of(flat)[0], args_of(flat_weights)[0]
     tokens, k, _ = shape(apart)
     if shape(index) != (tokens, k) or shape(weights) != (tokens, k):
         return None
     picked = [u for n in perm.users if n.target is aten.floor_divide.default and n.args[1] == k for u in n.users]
     rows = next((n for n in picked if n.target is aten.index.Tensor and len(shape(n)) == 2), None)
-    ids = next((n for n in sort.users if arguments(n)[1] == 0), None)
+    ids = next((n for n in sort.users if args_of(n)[1] == 0), None)
     if rows is None or ids is None:
         return None
     counted = [
         n
-        for i in (ids, *(u for u in ids.users if packet(u) == "aten.to"))
+        for i in (ids, *(u for u in ids.users if op_name(u) == "aten.to"))
         for n in i.users
-        if packet(n) == "aten.histc"
+        if op_name(n) == "aten.histc"
     ]
-    x = arguments(rows)[0]
+    x = args_of(rows)[0]
     if len(counted) != 1 or not _counts_all(counted[0]) or len(shape(x)) != 2 or shape(x)[0] != tokens:
         return None
     cast = list(node.users)
-    if dtype(node) != dtype(x) and not (len(cast) == 1 and packet(cast[0]) == "aten.to" and dtype(cast[0]) == dtype(x)):
+    if dtype(node) != dtype(x) and not (
+        len(cast) == 1 and op_name(cast[0]) == "aten.to" and dtype(cast[0]) == dtype(x)
+    ):
         return None
     return _Region(x, index, weights, rows, result, ids, counted[0])
 
@@ -134,14 +125,14 @@ def _is(node: object, *targets: Callable[..., object]) -> fx.Node | None:
 
 def _only_index(node: fx.Node) -> fx.Node | None:
     """The index of ``x[i]``."""
-    indices = arguments(node)[1]
+    indices = args_of(node)[1]
     return indices[0] if len(indices) == 1 else None
 
 
 def _is_arange(node: fx.Node, extent: int) -> bool:
     """``arange(extent)``, however its arguments are written."""
     numbers = [a for a in node.args if isinstance(a, int)]
-    return packet(node) == "aten.arange" and numbers in ([extent], [0, extent], [0, extent, 1])
+    return op_name(node) == "aten.arange" and numbers in ([extent], [0, extent], [0, extent, 1])
 
 
 def _counts_all(node: fx.Node) -> bool:
@@ -151,7 +142,7 @@ def _counts_all(node: fx.Node) -> bool:
 
 
 def _is_three_dimensional(node: fx.Node) -> bool:
-    return len(shape(arguments(node)[0])) == 2 and len(shape(arguments(node)[1])) == 3
+    return len(shape(args_of(node)[0])) == 2 and len(shape(args_of(node)[1])) == 3
 
 
 class _Body:
@@ -193,7 +184,9 @@ class _Body:
 
     def _read(self, node: fx.Node) -> list[fx.Node]:
         """The operands, without the offsets of a grouped product."""
-        return [n for n in node.all_input_nodes if packet(node) not in _GROUPED or n is not arguments(node)[2]]
+        return [
+            n for n in node.all_input_nodes if facts(node).kind is not Kind.GROUPED_PRODUCT or n is not args_of(node)[2]
+        ]
 
     def _placeholder(self, name: str, source: fx.Node) -> fx.Node:
         node = self.graph.placeholder(name)
@@ -217,20 +210,20 @@ class _Body:
             name = node.meta["parameter"].name.rsplit(".", 1)[-1]
             self.parameters[node] = self._placeholder(name, node)
             return self.parameters[node]
-        if packet(node) in _GROUPED:
-            weight = arguments(node)[1]
+        if facts(node).kind is Kind.GROUPED_PRODUCT:
+            weight = args_of(node)[1]
             if _swaps_last(weight):  # stored [experts, out, in], as grouped_linear wants it
-                weight = self.made[arguments(weight)[0]]
+                weight = self.made[args_of(weight)[0]]
             else:
                 weight = self._call(node, aten.transpose.int, (self.made[weight], 1, 2), of_rows=False)
-            rows = self.made[arguments(node)[0]]
+            rows = self.made[args_of(node)[0]]
             return (
                 self._call(node, grouped_linear, (rows, weight, self.counts), of_rows=True)
                 if rows in self.sorted
                 else None
             )
         if node.target is aten.index.Tensor and _only_index(node) is self.region.ids:
-            values = self.made[arguments(node)[0]]
+            values = self.made[args_of(node)[0]]
             return (
                 None
                 if values in self.sorted
@@ -239,7 +232,7 @@ class _Body:
         if node.op != "call_function" or not all(n in self.made for n in node.all_input_nodes):
             return None
         args, kwargs = map_arg((node.args, dict(node.kwargs)), self.made.__getitem__)
-        name = packet(node).rsplit(".", 1)[
+        name = op_name(node).rsplit(".", 1)[
             -1
         ]  # not the number that the node has in the whole model: equal bodies are equal
         new = self.graph.create_node("call_function", node.target, args, kwargs, name=name)
@@ -262,7 +255,7 @@ def add_to(graph: fx.Graph, target: Callable[..., object], args: tuple[object, .
 
 def _swaps_last(node: fx.Node) -> bool:
     rank = len(shape(node))
-    return packet(node) == "aten.transpose" and {d % rank for d in arguments(node)[1:3]} == {1, 2} and rank == 3
+    return op_name(node) == "aten.transpose" and {d % rank for d in args_of(node)[1:3]} == {1, 2} and rank == 3
 
 
 def _split_fused(graph: fx.Graph, parameters: dict[fx.Node, fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
@@ -272,9 +265,9 @@ def _split_fused(graph: fx.Graph, parameters: dict[fx.Node, fx.Node]) -> tuple[f
     """
     outside = {inner: outer for outer, inner in parameters.items()}
     for node in [n for n in graph.nodes if n.target is grouped_linear]:
-        found, weight = pieces(node), arguments(node)[1]
+        found, weight = pieces(node), args_of(node)[1]
         transposed = weight.op == "call_function"
-        stored = arguments(weight)[0] if transposed else weight
+        stored = args_of(weight)[0] if transposed else weight
         users = weight if transposed else node
         if found is None or stored not in outside or list(stored.users) != [users] or len(weight.users) != 1:
             continue
@@ -288,7 +281,7 @@ def _split_fused(graph: fx.Graph, parameters: dict[fx.Node, fx.Node]) -> tuple[f
             inner.meta["val"] = outer_part.meta["val"]
             outside[inner] = outer_part
             operand = add(node, aten.transpose.int, (inner, 1, 2)) if transposed else inner
-            new = add(node, grouped_linear, (arguments(node)[0], operand, arguments(node)[2]))
+            new = add(node, grouped_linear, (args_of(node)[0], operand, args_of(node)[2]))
             for piece in slices:
                 replace(piece, new)
         for dead in (node, weight, stored) if transposed else (node, stored):
@@ -299,7 +292,7 @@ def _split_fused(graph: fx.Graph, parameters: dict[fx.Node, fx.Node]) -> tuple[f
 
 def _plain_product(node: fx.Node) -> None:
     """A grouped product that is in no mixture: ours, from the same offsets."""
-    rows, weight, offsets = arguments(node)[:3]
+    rows, weight, offsets = args_of(node)[:3]
     start = add(node, aten.slice.Tensor, (offsets, 0, 0, shape(offsets)[0] - 1))
     start = add(node, aten.constant_pad_nd.default, (start, [1, 0]))
     counts = add(node, aten.sub.Tensor, (offsets, start))

@@ -23,38 +23,16 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from autopar.errors import CaptureError
+from autopar.ops.facts import facts, op_name
+from autopar.ops.operands import args_of, argument
 from autopar.torch_private import functional_twin, overload_schema, written_arguments
-from passes.clean.nodes import add, argument, arguments, aten, calls, has_gradient, packet, shape, source_line
+from passes.clean.nodes import add, aten, calls, has_gradient, shape, source_line
 from passes.clean.randomness import drawn
 from passes.clean.views import View, counted, origins, replay, scatter
 
 _INSTEAD = (
     "make a new tensor instead of writing into one: y = torch.where(mask, new, y), y = torch.cat(...); or keep that module whole "
     "and replicated: wrap it in autopar.opaque(module)"
-)
-
-# Their gradient does not depend on their operands' values, which autograd does not keep.
-_KEEPS_NOTHING = frozenset(
-    f"aten.{name}"
-    for name in (
-        *(
-            "add",
-            "sub",
-            "rsub",
-            "neg",
-            "sum",
-            "mean",
-            "cat",
-            "stack",
-            "clone",
-            "to",
-            "contiguous",
-            "reshape",
-            "view",
-            "select",
-        ),
-        *("slice", "expand", "permute", "transpose", "t", "unsqueeze", "squeeze", "flatten", "detach", "alias"),
-    )
 )
 
 
@@ -141,7 +119,7 @@ class _Functionaliser:
     def _origins(self, node: fx.Node) -> list[tuple[fx.Node, View | None] | None]:
         """Asked before the operands are replaced: whose memory is shared depends on the strides that eager has."""
         if node.target is operator.getitem:
-            call, item = arguments(node)
+            call, item = args_of(node)
             return self.results.get(call, [None] * (item + 1))[item : item + 1]
         found = origins(node)
         if isinstance(node.meta.get("val"), tuple | list):
@@ -161,7 +139,7 @@ class _Functionaliser:
         """Who stands for each tensor that an op has written: itself, or who picks it from several."""
         if not isinstance(node.meta["val"], tuple | list):
             return [node]
-        picked = {arguments(user)[1]: user for user in node.users if user.target is operator.getitem}
+        picked = {args_of(user)[1]: user for user in node.users if user.target is operator.getitem}
         return [picked.get(index, node) for index in range(len(node.meta["val"]))]
 
     def _version(self, base: fx.Node) -> int:
@@ -291,7 +269,7 @@ class _Functionaliser:
         if new.meta["val"].dtype != value.dtype:
             new = add(node, aten.to.dtype, (new, value.dtype))
         if shape(new) != tuple(value.shape):
-            if packet(node) != "aten.copy_":
+            if op_name(node) != "aten.copy_":
                 raise _refused(
                     node,
                     f"writes {list(shape(new))} to a tensor of shape {list(value.shape)}, which changes its shape",
@@ -302,7 +280,7 @@ class _Functionaliser:
 
     def _reshape(self, node: fx.Node, alias: _Alias) -> None:
         """``unsqueeze_`` and its kin: the tensor is another view of its base from now on. ``detach_``: the base loses its gradient."""
-        if packet(node) == "aten.detach_":
+        if op_name(node) == "aten.detach_":
             if alias.chain or any(other.base is alias.base and other.chain for other in self.aliases.values()):
                 raise _refused(node, "detaches a view, or a tensor with views, in place", "y = y.detach()")
             value = add(node, aten.detach.default, (self._value(alias.base),))
@@ -331,10 +309,10 @@ class _Functionaliser:
         reached = self._reached()
         for node, holders, readers in self.detached:
             for reader in readers:
-                if reader in reached and packet(reader) not in _KEEPS_NOTHING and holders & set(reader.all_input_nodes):
+                if reader in reached and not facts(reader).saves_nothing and holders & set(reader.all_input_nodes):
                     raise _refused(
                         node,
-                        f"writes through detach or .data to what {packet(reader).removeprefix('aten.')} has read: its gradient would be "
+                        f"writes through detach or .data to what {op_name(reader).removeprefix('aten.')} has read: its gradient would be "
                         "computed from the new values",
                         "write to a clone, or before it is read",
                     )
@@ -392,15 +370,15 @@ def _named(node: fx.Node, name: str) -> Any:
 
 def _special(node: fx.Node) -> fx.Node | None:
     """Values that are simpler than the twin of the op: a constant, what is copied, ``where`` for a mask."""
-    name, written = packet(node), arguments(node)[0] if node.args else None
+    name, written = op_name(node), args_of(node)[0] if node.args else None
     if name in ("aten.zero_", "aten.fill_"):
-        fill = 0 if name == "aten.zero_" else arguments(node)[1]
+        fill = 0 if name == "aten.zero_" else args_of(node)[1]
         assert isinstance(written, fx.Node)
         if isinstance(fill, fx.Node):
             return add(node, aten.expand.default, (fill, list(shape(written))))
         return add(node, aten.full.default, (list(shape(written)), fill), {"dtype": written.meta["val"].dtype})
     if name == "aten.copy_":
-        source = arguments(node)[1]
+        source = args_of(node)[1]
         assert isinstance(source, fx.Node)
         return source
     if name == "aten.fill_diagonal_":
@@ -410,7 +388,7 @@ def _special(node: fx.Node) -> fx.Node | None:
 
 def _diagonal_filled(node: fx.Node) -> fx.Node | None:
     """``fill_diagonal_`` as ``where``; not where the diagonal of a tall matrix begins anew."""
-    x, fill = arguments(node)[:2]
+    x, fill = args_of(node)[:2]
     sizes = shape(x)
     rank = len(sizes)
     if argument(node, 2, "wrap", False) and (rank > 2 or sizes[0] > sizes[1]):
@@ -424,7 +402,7 @@ def _diagonal_filled(node: fx.Node) -> fx.Node | None:
 
 def _masked(node: fx.Node) -> fx.Node | None:
     """``x[mask] = value`` as ``where``, if the value does not depend on how many places the mask has."""
-    x, indices, value, *rest = arguments(node)
+    x, indices, value, *rest = args_of(node)
     used = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if len(used) != 1 or used[0][1].meta["val"].dtype != torch.bool or any(rest) or node.kwargs.get("accumulate"):
         return None
@@ -447,4 +425,4 @@ def _refused(node: fx.Node, what: str, hint: str) -> CaptureError:
 
 
 def _sentence(node: fx.Node, what: str) -> str:
-    return f"{packet(node).removeprefix('aten.')} {what}\n{source_line(node)}".rstrip()
+    return f"{op_name(node).removeprefix('aten.')} {what}\n{source_line(node)}".rstrip()

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from passes.clean.nodes import add, arguments, aten, calls, dtype, packet, replace, shape
+from autopar.ops.facts import op_name
+from autopar.ops.operands import args_of
+from passes.clean.nodes import add, aten, calls, dtype, replace, shape
 
 _DROPPED = -1
 
@@ -18,7 +20,7 @@ def indexing_pass(gm: fx.GraphModule) -> fx.GraphModule:
     the same order, is ``x`` with dims of size 1 between: ``unsqueeze``. ``index(x, [arange, i])`` along one dim is a ``gather``, which
     keeps the examples apart."""
     for node in calls(gm, aten.index.Tensor):
-        source, indices = arguments(node)
+        source, indices = args_of(node)
         assert isinstance(source, fx.Node) and isinstance(indices, list | tuple)
         if (row := _row_of_each(node, source, indices)) is not None:
             replace(node, row)
@@ -67,8 +69,8 @@ def _arange_place(index: object, extent: int, rank: int) -> int | None:
         return _DROPPED
     if len(long) != 1 or sizes[long[0]] != extent:
         return None
-    while packet(index) in ("aten.unsqueeze", "aten.reshape", "aten.view", "aten.expand"):
-        index = arguments(index)[0]
+    while op_name(index) in ("aten.unsqueeze", "aten.reshape", "aten.view", "aten.expand"):
+        index = args_of(index)[0]
         assert isinstance(index, fx.Node)
     if index.target is aten.arange.default and index.args == (extent,):
         return long[0]

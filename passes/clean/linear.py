@@ -8,7 +8,9 @@ import math
 from torch import fx
 
 from autopar.graph import Parameter
-from passes.clean.nodes import add, arguments, aten, calls, copy_origin, like, packet, replace, shape
+from autopar.ops.facts import op_name
+from autopar.ops.operands import args_of
+from passes.clean.nodes import add, aten, calls, copy_origin, like, replace, shape
 
 
 def linear_pass(gm: fx.GraphModule) -> fx.GraphModule:
@@ -20,9 +22,9 @@ def linear_pass(gm: fx.GraphModule) -> fx.GraphModule:
     for node in calls(gm, aten.bilinear.default):
         _emit_bilinear(node)
     for node in calls(gm):
-        name = packet(node)
-        if name == "aten.addmm" and arguments(node)[0].op == "placeholder" and not node.kwargs:
-            bias, x, weight = arguments(node)
+        name = op_name(node)
+        if name == "aten.addmm" and args_of(node)[0].op == "placeholder" and not node.kwargs:
+            bias, x, weight = args_of(node)
         elif name in ("aten.mm", "aten.matmul"):
             (x, weight), bias = node.args, None
         elif name == "aten.linear":
@@ -33,8 +35,8 @@ def linear_pass(gm: fx.GraphModule) -> fx.GraphModule:
         if name != "aten.linear":
             if not _is_parameter(weight) or len(shape(weight)) != 2:
                 continue
-            stored_output_first = packet(weight) == "aten.t"
-            weight = arguments(weight)[0] if stored_output_first else add(node, aten.t.default, (weight,))
+            stored_output_first = op_name(weight) == "aten.t"
+            weight = args_of(weight)[0] if stored_output_first else add(node, aten.t.default, (weight,))
         _emit_linear(node, x, weight, bias)
     return gm
 
@@ -50,8 +52,8 @@ def _emit_bilinear(node: fx.Node) -> None:
 
 
 def _is_parameter(node: fx.Node) -> bool:
-    if packet(node) == "aten.t":
-        node = arguments(node)[0]
+    if op_name(node) == "aten.t":
+        node = args_of(node)[0]
     return node.op == "placeholder" and "parameter" in node.meta
 
 
@@ -60,10 +62,10 @@ def _emit_linear(node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | Non
     parameters = (weight,) if bias is None else (weight, bias)
     lead = _restored_dims(node, x)
     if lead is None:
-        if packet(node) != "aten.linear":
+        if op_name(node) != "aten.linear":
             replace(node, add(node, aten.linear.default, (x, *parameters)))
         return
-    source, sizes = arguments(x)[0], [*lead, shape(x)[-1]]
+    source, sizes = args_of(x)[0], [*lead, shape(x)[-1]]
     assert isinstance(source, fx.Node)
     if list(shape(source)) != sizes:
         source = add(node, aten.reshape.default, (source, sizes))
@@ -81,7 +83,7 @@ def _restored_dims(node: fx.Node, x: fx.Node) -> tuple[int, ...] | None:
     (sizes, *others) = restored
     if others or sizes is None or sizes[-1] != shape(node)[-1]:
         return None
-    lead, source = sizes[:-1], shape(arguments(x)[0])
+    lead, source = sizes[:-1], shape(args_of(x)[0])
     return lead if source[: len(lead)] == lead and math.prod(lead) == shape(x)[0] else None
 
 
@@ -95,16 +97,16 @@ def fused_projections_pass(gm: fx.GraphModule) -> fx.GraphModule:
         found = pieces(node)
         if found is None:
             continue
-        weight, bias = arguments(node)[1], arguments(node)[2] if len(node.args) > 2 else None
-        transposed = packet(weight) == "aten.t"
-        stored = arguments(weight)[0] if transposed else weight
+        weight, bias = args_of(node)[1], args_of(node)[2] if len(node.args) > 2 else None
+        transposed = op_name(weight) == "aten.t"
+        stored = args_of(weight)[0] if transposed else weight
         tensors = [stored] if bias is None else [stored, bias]
         if not all(splittable(t, node if t is not stored or not transposed else weight) for t in tensors):
             continue
         for index, ((start, end), slices) in enumerate(found.items()):
             own = part(stored, index, int(transposed), start, end)
             operand = add(node, aten.t.default, (own,)) if transposed else own
-            args: tuple[fx.Node, ...] = (arguments(node)[0], operand)
+            args: tuple[fx.Node, ...] = (args_of(node)[0], operand)
             if bias is not None:
                 args = (*args, part(bias, index, 0, start, end))
             new = add(node, aten.linear.default, args)
@@ -121,9 +123,9 @@ def pieces(node: fx.Node) -> dict[tuple[int, int], list[fx.Node]] | None:
     last = len(shape(node)) - 1
     found: dict[tuple[int, int], list[fx.Node]] = {}
     for user in node.users:
-        if user.target is not aten.slice.Tensor or len(user.args) != 4 or arguments(user)[1] != last:
+        if user.target is not aten.slice.Tensor or len(user.args) != 4 or args_of(user)[1] != last:
             return None
-        found.setdefault((arguments(user)[2], arguments(user)[3]), []).append(user)
+        found.setdefault((args_of(user)[2], args_of(user)[3]), []).append(user)
     ordered = dict(sorted(found.items()))
     expected = 0
     for start, end in ordered:

@@ -12,20 +12,10 @@ import math
 import torch
 from torch import fx
 
+from autopar.ops.facts import Kind, facts, is_pointwise, op_name
+from autopar.ops.operands import args_of, argument, arguments
 from autopar.program import kernels
-from passes.clean.nodes import (
-    add,
-    argument,
-    arguments,
-    aten,
-    calls,
-    dtype,
-    evaluate,
-    is_pointwise,
-    packet,
-    replace,
-    shape,
-)
+from passes.clean.nodes import add, aten, calls, dtype, evaluate, replace, shape
 
 _NONE = 0
 _MEAN = 1  # torch's Reduction.MEAN
@@ -40,7 +30,7 @@ def cross_entropy_pass(gm: fx.GraphModule) -> fx.GraphModule:
     targets. All labels ignored gives 0/0 = nan, as in torch.
     """
     for node in calls(gm, aten.cross_entropy_loss.default):
-        logits, labels = arguments(node)[:2]
+        logits, labels = args_of(node)[:2]
         assert isinstance(logits, fx.Node) and isinstance(labels, fx.Node)
         reduction = argument(node, 3, "reduction", _MEAN)
         weight = argument(node, 2, "weight")
@@ -91,22 +81,20 @@ def wide_losses_pass(gm: fx.GraphModule) -> fx.GraphModule:
     ``sum(x)`` of bfloat16 becomes ``sum(x, dtype=float32)``, ``mse_loss(x, y, sum)`` the sum of ``mse_loss(x, y, none)``.
     """
     for node in calls(gm):
-        name = packet(node)
-        if name != "aten.sum" and name not in _ELEMENTWISE_LOSSES:
+        name = op_name(node)
+        if name != "aten.sum" and facts(node).kind is not Kind.LOSS:
             continue
         narrow = isinstance(node.meta["val"], torch.Tensor) and shape(node) == () and dtype(node) in _NARROW
         if not narrow or not node.meta.get("grad", True) or not _is_loss(node):
             continue
         if name == "aten.sum":
-            terms = arguments(node)[0]
+            terms = args_of(node)[0]
             if node.target is not aten.sum.default or dtype(terms) not in _NARROW:
                 continue
         else:
-            args = list(node.args)
-            if len(args) <= _ELEMENTWISE_LOSSES[name] or args[_ELEMENTWISE_LOSSES[name]] != _SUM:
+            if arguments(node)["reduction"] != _SUM:
                 continue
-            args[_ELEMENTWISE_LOSSES[name]] = _NONE
-            terms = add(node, node.target, tuple(args), dict(node.kwargs))
+            terms = _reduced(node, _NONE)
         _widened(gm, node, add(node, aten.sum.default, (terms,), {"dtype": torch.float32}))
     return gm
 
@@ -121,16 +109,16 @@ def _plain_dims(node: fx.Node, logits: fx.Node, labels: fx.Node) -> tuple[fx.Nod
     if len(shape(logits)) > 2:  # torch's own layout: (batch, classes, dims...)
         order = [0, *range(2, len(shape(logits))), 1]
         inverse = [order.index(d) for d in range(len(order))]
-        if packet(logits) in ("aten.permute", "aten.transpose") and _permutation(logits) == inverse:
-            return arguments(logits)[0], labels
+        if op_name(logits) in ("aten.permute", "aten.transpose") and _permutation(logits) == inverse:
+            return args_of(logits)[0], labels
         return add(node, aten.permute.default, (logits, order)), labels
-    source = arguments(logits)[0] if logits.target in (aten.reshape.default, aten.view.default) else logits
+    source = args_of(logits)[0] if logits.target in (aten.reshape.default, aten.view.default) else logits
     assert isinstance(source, fx.Node)
     lead = shape(source)[:-1]
     if shape(source)[-1] != shape(logits)[-1] or math.prod(lead) != shape(labels)[0]:
         return logits, labels
     while labels.target in (aten.reshape.default, aten.view.default) and shape(labels) != lead:
-        labels = arguments(labels)[0]
+        labels = args_of(labels)[0]
     if shape(labels) != lead:
         labels = add(node, aten.reshape.default, (labels, list(lead)))
     return source, labels
@@ -138,10 +126,10 @@ def _plain_dims(node: fx.Node, logits: fx.Node, labels: fx.Node) -> tuple[fx.Nod
 
 def _permutation(node: fx.Node) -> list[int]:
     rank = len(shape(node))
-    if packet(node) == "aten.permute":
-        return [d % rank for d in arguments(node)[1]]
+    if op_name(node) == "aten.permute":
+        return [d % rank for d in args_of(node)[1]]
     order = list(range(rank))
-    a, b = (d % rank for d in arguments(node)[1:3])
+    a, b = (d % rank for d in args_of(node)[1:3])
     order[a], order[b] = order[b], order[a]
     return order
 
@@ -150,44 +138,30 @@ def mean_losses_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """A mean over all elements of a gradient-carrying tensor becomes a sum times ``1/N``: ``mean``, and the mean of
     ``mse_loss``, ``l1_loss``, ``smooth_l1_loss``, ``huber_loss`` and binary cross entropy."""
     for node in calls(gm):
-        name = packet(node)
+        name = op_name(node)
         if name == "aten.mean":
-            source = arguments(node)[0]
+            source = args_of(node)[0]
             assert isinstance(source, fx.Node)
             if shape(node) == () and node.meta.get("grad", True) and dtype(node) == dtype(source) and shape(source):
                 total = add(node, aten.sum.default, (source,))
                 replace(node, add(node, aten.mul.Tensor, (total, 1.0 / math.prod(shape(source)))))
-        elif name in _ELEMENTWISE_LOSSES:
-            position = _ELEMENTWISE_LOSSES[name]
-            if argument(node, position, "reduction", _MEAN) != _MEAN or shape(node) != ():
-                continue
-            args = list(node.args) + _DEFAULTS.get(name, [])[max(0, len(node.args) - 2) :]
-            args[position:] = [_SUM, *args[position + 1 :]]
-            total = add(node, node.target, tuple(args), {k: v for k, v in node.kwargs.items() if k != "reduction"})
-            replace(node, add(node, aten.mul.Tensor, (total, 1.0 / math.prod(_broadcast(node)))))
+        elif facts(node).kind is Kind.LOSS and arguments(node)["reduction"] == _MEAN and shape(node) == ():
+            replace(node, add(node, aten.mul.Tensor, (_reduced(node, _SUM), 1.0 / math.prod(_broadcast(node)))))
     return gm
 
 
-# op: the position of its `reduction` argument
-_ELEMENTWISE_LOSSES = {
-    "aten.mse_loss": 2,
-    "aten.l1_loss": 2,
-    "aten.smooth_l1_loss": 2,
-    "aten.huber_loss": 2,
-    "aten.soft_margin_loss": 2,
-    "aten.kl_div": 2,
-    "aten.binary_cross_entropy": 3,
-    "aten.binary_cross_entropy_with_logits": 4,
-}
-# What stands between the two tensors and `reduction` where a call leaves it out.
-_DEFAULTS: dict[str, list[None]] = {
-    "aten.binary_cross_entropy": [None],
-    "aten.binary_cross_entropy_with_logits": [None, None],
-}
+def _reduced(node: fx.Node, reduction: int) -> fx.Node:
+    """The loss with another reduction."""
+    given = arguments(node)
+    names = list(given)
+    place = names.index("reduction")
+    args = (*list(given.values())[:place], reduction, *node.args[place + 1 :])
+    rest = {key: value for key, value in node.kwargs.items() if names.index(key) > place}
+    return add(node, node.target, args, rest)
 
 
 def _broadcast(node: fx.Node) -> tuple[int, ...]:
-    a, b = shape(arguments(node)[0]), shape(arguments(node)[1])
+    a, b = shape(args_of(node)[0]), shape(args_of(node)[1])
     rank = max(len(a), len(b))
     a, b = (1,) * (rank - len(a)) + a, (1,) * (rank - len(b)) + b
     return tuple(max(x, y) for x, y in zip(a, b, strict=True))

@@ -9,7 +9,6 @@ buffer has ``"state"`` in its ``meta``.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -139,52 +138,6 @@ def calls(gm: fx.GraphModule, *targets: Callable[..., Any]) -> list[fx.Node]:
 def source_line(node: fx.Node) -> str:
     """The last line of the user's code that made the node, below its file and number; empty where it is not known."""
     return "\n".join(str(node.meta.get("stack_trace") or "").strip().split("\n")[-2:])
-
-
-def packet(node: fx.Node) -> str:
-    """``"aten.add"`` for ``aten.add.Tensor``; the qualified name of a plain function; ``""`` for anything else."""
-    if node.op != "call_function":
-        return ""
-    overloads = getattr(node.target, "overloadpacket", None)
-    return _text(overloads) if overloads is not None else getattr(node.target, "__qualname__", str(node.target))
-
-
-_text = functools.lru_cache(maxsize=4096)(str)
-
-
-def arguments(node: fx.Node) -> tuple[Any, ...]:
-    """The positional arguments; fx types them so widely that every use would need a cast."""
-    return node.args
-
-
-def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
-    """The argument at position ``index`` or keyword ``name``."""
-    if len(node.args) > index:
-        return arguments(node)[index]
-    return node.kwargs.get(name, default)
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether two evaluations may differ (dropout, rand, bernoulli)."""
-    name = packet(node)
-    if name == "aten.scaled_dot_product_attention":
-        return bool(argument(node, 4, "dropout_p", 0.0))
-    if getattr(node.target, "__module__", "").endswith("kernels_random"):
-        return True
-    if name == "aten.dropout":
-        return bool(argument(node, 1, "p", 0.5)) and bool(argument(node, 2, "train", False))
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
-# Pointwise composites that torch does not tag so.
-POINTWISE = frozenset(("aten.where", "aten.to", "aten.clamp", "aten.clip", "aten.logical_and", "aten.logical_or"))
-
-
-def is_pointwise(node: fx.Node) -> bool:
-    """Whether each element of the output depends on the operands' elements at the same (broadcast) place alone."""
-    if is_random(node):
-        return False
-    return packet(node) in POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def note(gm: fx.GraphModule, sentence: str) -> None:

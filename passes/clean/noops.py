@@ -7,25 +7,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.clean.nodes import (
-    add,
-    argument,
-    arguments,
-    aten,
-    calls,
-    dtype,
-    evaluate,
-    is_random,
-    packet,
-    replace,
-    shape,
-    val,
-)
+from autopar.ops.facts import Kind, facts, is_random, op_name
+from autopar.ops.operands import args_of, argument
+from passes.clean.nodes import add, aten, calls, dtype, evaluate, replace, shape, val
 
 _PLACES = ("device", "pin_memory", "layout")
-_SAME = frozenset(
-    f"aten.{n}" for n in ("alias", "contiguous", "clone", "lift_fresh", "lift_fresh_copy", "lift", "positive")
-)
 _TRANSPOSED = ("aten.numpy_T", "aten.mT")  # ``.T`` and ``.mT`` of the user's code
 _BITWISE = {"aten.__and__": "bitwise_and", "aten.__or__": "bitwise_or", "aten.__xor__": "bitwise_xor"}
 
@@ -37,14 +23,10 @@ def devices_pass(gm: fx.GraphModule) -> fx.GraphModule:
     ``zeros_like`` and its kin, which read a shape alone, become plain factories of that shape.
     """
     for node in calls(gm):
-        if any(key in node.kwargs for key in _PLACES) and packet(node) != "aten.to":
+        if any(key in node.kwargs for key in _PLACES) and op_name(node) != "aten.to":
             node.kwargs = {key: value for key, value in node.kwargs.items() if key not in _PLACES}
-        name = packet(node)
-        if (
-            name in ("aten.to", "aten.type_as", "aten._to_copy", "aten.cpu", "aten.cuda")
-            and node.target is not aten.to.dtype
-        ):
-            source = arguments(node)[0]
+        if facts(node).kind is Kind.CAST and node.target is not aten.to.dtype:
+            source = args_of(node)[0]
             assert isinstance(source, fx.Node)
             same = dtype(node) == dtype(source)
             replace(node, source if same else add(node, aten.to.dtype, (source, dtype(node))))
@@ -55,7 +37,7 @@ def devices_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _like_factory(node: fx.Node) -> Any:
     """The value that a ``*_like`` or ``new_*`` factory fills with; ``None`` for other nodes."""
-    name = packet(node).removeprefix("aten.")
+    name = op_name(node).removeprefix("aten.")
     if name in ("zeros_like", "new_zeros", "empty_like", "new_empty"):
         return False if dtype(node) == torch.bool else 0
     if name in ("ones_like", "new_ones"):
@@ -73,26 +55,26 @@ def noops_pass(gm: fx.GraphModule) -> fx.GraphModule:
     (``view``) is settled afterwards by ``views_pass``. Attributes that transpose become ``permute``.
     """
     for node in calls(gm):
-        name = packet(node)
+        name = op_name(node)
         if name in ("aten._assert_tensor_metadata", "aten._assert_async", "aten.sym_constrain_range_for_size"):
             gm.graph.erase_node(node)
         elif name in _TRANSPOSED:
             dims = list(range(len(shape(node))))
             order = dims[::-1] if name == "aten.numpy_T" else [*dims[:-2], *dims[:-3:-1]]
-            replace(node, add(node, aten.permute.default, (arguments(node)[0], order)))
+            replace(node, add(node, aten.permute.default, (args_of(node)[0], order)))
         elif name in _BITWISE:
             target = getattr(getattr(aten, _BITWISE[name]), str(node.target).rsplit(".", 1)[1])
             replace(node, add(node, target, node.args))
         elif _is_identity(node):
-            replace(node, arguments(node)[0])
+            replace(node, args_of(node)[0])
     return gm
 
 
 def _is_identity(node: fx.Node) -> bool:
-    name = packet(node)
-    if name in _SAME:
+    name, kind = op_name(node), facts(node).kind
+    if kind is Kind.IDENTITY:
         return True
-    source = arguments(node)[0] if node.args else None
+    source = args_of(node)[0] if node.args else None
     if not isinstance(source, fx.Node) or not isinstance(source.meta.get("val"), torch.Tensor):
         return False
     if not isinstance(node.meta.get("val"), torch.Tensor):
@@ -100,12 +82,12 @@ def _is_identity(node: fx.Node) -> bool:
     unchanged = shape(node) == shape(source) and dtype(node) == dtype(source)
     if name in ("aten.to", "aten.view", "aten.reshape", "aten.expand", "aten.slice", "aten.flatten", "aten.squeeze"):
         return unchanged
-    if name == "aten.dropout":
+    if kind is Kind.DROPOUT:
         return not is_random(node)
-    if name == "aten.detach":
+    if kind is Kind.DETACH:
         return not source.meta.get("grad", True)
-    if name in ("aten.add", "aten.sub"):  # `position + 0`
-        return unchanged and isinstance(arguments(node)[1], int | float) and arguments(node)[1] == 0
+    if kind is Kind.ADDITION:  # `position + 0`
+        return unchanged and isinstance(args_of(node)[1], int | float) and args_of(node)[1] == 0
     return False
 
 
@@ -132,7 +114,7 @@ def views_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """``reshape`` where the strides need one, ``view`` where they do not, in one walk that also renews every ``meta["val"]``."""
     for node in calls(gm):
         if node.target in (aten.view.default, aten.reshape.default):
-            source, sizes = val(arguments(node)[0]), arguments(node)[1]
+            source, sizes = val(args_of(node)[0]), args_of(node)[1]
             try:
                 node.meta["val"] = source.view(sizes)
                 node.target = aten.view.default

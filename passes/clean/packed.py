@@ -10,13 +10,14 @@ import math
 
 from torch import fx
 
-from passes.clean.nodes import add, arguments, aten, calls, replace, shape
+from autopar.ops.operands import args_of
+from passes.clean.nodes import add, aten, calls, replace, shape
 
 
 def packed_projections_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """Replace ``select`` of a viewed projection by a view of a slice of it."""
     for node in calls(gm, aten.reshape.default):
-        source = arguments(node)[0]
+        source = args_of(node)[0]
         if not isinstance(source, fx.Node) or source.target is not aten.linear.default:
             continue
         dim = len(shape(source)) - 1  # of the parts: the first of those that the view makes of the projection's last
@@ -24,7 +25,7 @@ def packed_projections_pass(gm: fx.GraphModule) -> fx.GraphModule:
             continue
         for user in list(node.users):
             if user.target is aten.permute.default:
-                order = [d % len(shape(node)) for d in arguments(user)[1]]
+                order = [d % len(shape(node)) for d in args_of(user)[1]]
                 _unpack(source, node, dim, order, list(user.users))
             else:
                 _unpack(source, node, dim, list(range(len(shape(node)))), [user])
@@ -36,10 +37,10 @@ def _unpack(source: fx.Node, view: fx.Node, dim: int, order: list[int], readers:
     sizes = list(shape(view))
     width = math.prod(sizes[dim + 1 :])
     kept = [d - (d > dim) for d in order if d != dim]
-    if not all(reader.target is aten.select.int and order[arguments(reader)[1]] == dim for reader in readers):
+    if not all(reader.target is aten.select.int and order[args_of(reader)[1]] == dim for reader in readers):
         return
     for reader in readers:
-        index = arguments(reader)[2]
+        index = args_of(reader)[2]
         part = add(reader, aten.slice.Tensor, (source, len(shape(source)) - 1, index * width, (index + 1) * width))
         part = add(reader, aten.reshape.default, (part, sizes[:dim] + sizes[dim + 1 :]))
         if kept != sorted(kept):

@@ -9,25 +9,13 @@ import torch
 from torch import fx
 
 from autopar.errors import CaptureError
+from autopar.ops.facts import Kind, facts, is_random, op_name
+from autopar.ops.operands import args_of, argument
 from autopar.program import kernels_random
-from passes.clean.nodes import (
-    add,
-    argument,
-    arguments,
-    aten,
-    calls,
-    dtype,
-    is_random,
-    packet,
-    replace,
-    shape,
-    source_line,
-)
+from passes.clean.nodes import add, aten, calls, dtype, replace, shape, source_line
 
 # Dropout and attention are seeded themselves; recurrent ops draw for dropout alone, which ``recurrent_pass`` has taken care of.
-_SEEDED = frozenset(
-    f"aten.{name}" for name in ("dropout", "scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu")
-)
+_SEEDED = (Kind.DROPOUT, Kind.ATTENTION, Kind.RECURRENCE)
 _TRAINED = {"feature_dropout": 2, "alpha_dropout": 2, "feature_alpha_dropout": 2, "rrelu": 3}  # where `train` stands
 
 
@@ -38,8 +26,8 @@ def randomness_pass(gm: fx.GraphModule) -> fx.GraphModule:
         CaptureError: an op that draws them in another way, with the line that calls it.
     """
     for node in calls(gm):
-        name = packet(node)
-        if not name.startswith("aten.") or name in _SEEDED or not is_random(node):
+        name = op_name(node)
+        if not name.startswith("aten.") or facts(node).kind in _SEEDED or not is_random(node):
             continue
         place = _TRAINED.get(name.removeprefix("aten."))
         if place is not None and not argument(node, place, "train", False) and name != "aten.feature_dropout":
@@ -56,20 +44,20 @@ def randomness_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 def drawn(node: fx.Node) -> fx.Node | None:
     """The node's value as a function of seeded numbers; also of an in-place op, which writes it. ``None`` for other ops."""
-    name = packet(node).removeprefix("aten.").removesuffix("_")
-    first = arguments(node)[0] if node.args else None
+    name = op_name(node).removeprefix("aten.").removesuffix("_")
+    first = args_of(node)[0] if node.args else None
     if name in ("rand", "rand_like"):
         return _uniform(node, shape(node), dtype(node))
     if name in ("randn", "randn_like"):
         return _normal(node)
     if name == "uniform":
         return _uniform(node, shape(node), dtype(node), argument(node, 1, "from", 0.0), argument(node, 2, "to", 1.0))
-    if name == "normal" and isinstance(first, fx.Node) and packet(node) == "aten.normal_":
+    if name == "normal" and isinstance(first, fx.Node) and op_name(node) == "aten.normal_":
         return _normal(node, argument(node, 1, "mean", 0.0), argument(node, 2, "std", 1.0))
     if name == "exponential":
         return _exponential(node, float(argument(node, 1, "lambd", 1.0)))
     if name == "bernoulli":
-        chance = argument(node, 1, "p", first if packet(node) == "aten.bernoulli" else 0.5)
+        chance = argument(node, 1, "p", first if op_name(node) == "aten.bernoulli" else 0.5)
         return _chosen(node, shape(node), dtype(node), chance)
     if name == "feature_dropout":
         return _feature_dropout(node)
@@ -107,7 +95,7 @@ def _chosen(node: fx.Node, sizes: tuple[int, ...], kind: torch.dtype, chance: An
 
 
 def _feature_dropout(node: fx.Node) -> fx.Node:
-    x, p, train = arguments(node)
+    x, p, train = args_of(node)
     assert isinstance(x, fx.Node)
     if not train or p == 0.0:
         return x

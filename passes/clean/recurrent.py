@@ -6,8 +6,10 @@ import operator
 
 from torch import fx
 
+from autopar.ops.facts import op_name
+from autopar.ops.operands import args_of
 from autopar.program import kernels_rnn
-from passes.clean.nodes import add, arguments, aten, calls, packet, replace, shape
+from passes.clean.nodes import add, aten, calls, replace, shape
 
 _MODES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
@@ -15,14 +17,14 @@ _MODES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 def recurrent_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """Replace recurrent ops over padded sequences; those over packed ones, and LSTMs that project, stay as they are."""
     for node in calls(gm):
-        mode = packet(node).removeprefix("aten.")
+        mode = op_name(node).removeprefix("aten.")
         if mode in _MODES and str(node.target).endswith(".input"):
             _replace(node, mode)
     return gm
 
 
 def _replace(node: fx.Node, mode: str) -> None:
-    x, states, weights, biases, layers, dropout, train, bidirectional, batch_first = arguments(node)
+    x, states, weights, biases, layers, dropout, train, bidirectional, batch_first = args_of(node)
     states = list(states) if mode == "lstm" else [states]
     outputs, hidden = node.meta["val"][:2]
     if outputs.shape[-1] != states[-1].meta["val"].shape[-1] * (1 + bidirectional) or any(
@@ -31,13 +33,13 @@ def _replace(node: fx.Node, mode: str) -> None:
         return
     if not batch_first:
         x = add(node, aten.transpose.int, (x, 0, 1))
-    if all(packet(state) in ("aten.zeros", "aten.new_zeros", "aten.zeros_like") for state in states):
+    if all(op_name(state) in ("aten.zeros", "aten.new_zeros", "aten.zeros_like") for state in states):
         states = []  # made where they are needed, with the rows that are there
     options = (mode, biases, layers, dropout if train else 0.0, bidirectional)
     packed = add(node, kernels_rnn.recurrent, (x, states, weights, *options))
     time = shape(x)[1]
     for user in list(node.users):
-        index = arguments(user)[1]
+        index = args_of(user)[1]
         start, end = (0, time) if index == 0 else (time + (index - 1) * layers, time + index * layers)
         part = add(user, aten.slice.Tensor, (packed, 1, start, end))
         if index == 0:

@@ -9,7 +9,8 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from passes.clean.nodes import add, arguments, aten, copy_origin
+from autopar.ops.operands import args_of
+from passes.clean.nodes import add, aten, copy_origin
 
 # name of the higher-order op: how many leading arguments come before the sub-graph
 _REGIONS = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
@@ -41,16 +42,16 @@ def _inline(gm: fx.GraphModule, node: fx.Node) -> None:
     assert name is not None
     head = _REGIONS[name]
     # capture refuses a region that switches autocast on (autopar.capture.backward): its casts are not in the graph
-    assert name != "wrap_with_autocast" or arguments(node)[2] is False, node
-    no_grad = name == "wrap_with_set_grad_enabled" and arguments(node)[0] is False
-    body_node, operands = arguments(node)[head], list(arguments(node)[head + 1 :])
+    assert name != "wrap_with_autocast" or args_of(node)[2] is False, node
+    no_grad = name == "wrap_with_set_grad_enabled" and args_of(node)[0] is False
+    body_node, operands = args_of(node)[head], list(args_of(node)[head + 1 :])
     assert isinstance(body_node, fx.Node)
     body = gm.get_submodule(str(body_node.target))
     assert isinstance(body, fx.GraphModule)
     results = _copy(gm, body, node, operands, no_grad)
     for user in list(node.users):
         assert user.target is operator.getitem, user
-        user.replace_all_uses_with(results[arguments(user)[1]])
+        user.replace_all_uses_with(results[args_of(user)[1]])
         gm.graph.erase_node(user)
     gm.graph.erase_node(node)
     if not body_node.users:

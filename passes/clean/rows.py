@@ -16,7 +16,9 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from autopar.ops.experts import Experts
-from passes.clean.nodes import add, argument, arguments, aten, calls, is_pointwise, packet, replace, shape
+from autopar.ops.facts import is_pointwise, op_name
+from autopar.ops.operands import args_of, argument
+from passes.clean.nodes import add, aten, calls, replace, shape
 
 
 def rows_pass(gm: fx.GraphModule) -> fx.GraphModule:
@@ -35,7 +37,7 @@ def _lead(node: object) -> tuple[int, ...]:
     """The leading dims that the reshape merges into one; empty where it does anything else."""
     if not isinstance(node, fx.Node) or node.target is not aten.reshape.default:
         return ()
-    before, after = shape(arguments(node)[0]), shape(node)
+    before, after = shape(args_of(node)[0]), shape(node)
     merged = len(before) - len(after) + 1
     return before[:merged] if merged > 1 and len(after) > 1 and before[merged:] == after[1:] else ()
 
@@ -44,7 +46,7 @@ def _push(user: fx.Node, lead: tuple[int, ...], merged: fx.Node) -> list[fx.Node
     """Let ``user`` work on unmerged dims; the reshapes that stand after it now."""
     if user.op != "call_function":
         return []
-    rewrite = _REWRITES.get(packet(user))
+    rewrite = _REWRITES.get(op_name(user))
     if rewrite is None and not isinstance(user.target, Experts) and not is_pointwise(user):
         return []
     args: Any = rewrite(user, lead) if rewrite is not None else user.args
@@ -59,7 +61,7 @@ def _push(user: fx.Node, lead: tuple[int, ...], merged: fx.Node) -> list[fx.Node
         made = []
         for item in list(user.users):
             assert item.target is operator.getitem, item
-            picked = add(item, operator.getitem, (new, arguments(item)[1]))
+            picked = add(item, operator.getitem, (new, args_of(item)[1]))
             made.append(add(item, aten.reshape.default, (picked, list(shape(item)))))
             replace(item, made[-1])
         user.graph.erase_node(user)
@@ -76,12 +78,12 @@ def _unmerged(operand: fx.Node, lead: tuple[int, ...], anchor: fx.Node) -> fx.No
     """The operand with its leading dims apart: behind the reshape, or anew for a constant; itself where it has no rows."""
     rows = prod(lead)
     if _lead(operand) == lead:
-        return arguments(operand)[0]
+        return args_of(operand)[0]
     if operand.op == "placeholder" and ("parameter" in operand.meta or len(shape(operand)) < 2):
         return operand
     sizes = shape(operand)
     if operand.target is aten.full.default and sizes[:1] == (rows,):
-        return add(anchor, aten.full.default, ([*lead, *sizes[1:]], arguments(operand)[1]), dict(operand.kwargs))
+        return add(anchor, aten.full.default, ([*lead, *sizes[1:]], args_of(operand)[1]), dict(operand.kwargs))
     return operand if len(sizes) < 2 else None
 
 
@@ -107,32 +109,32 @@ def _reduced(node: fx.Node, lead: tuple[int, ...]) -> Any:
     dims = argument(node, 1, "dim")
     if dims is None or len(node.args) < 2:
         return None
-    rank = len(shape(arguments(node)[0]))
+    rank = len(shape(args_of(node)[0]))
     chosen = [d % rank for d in (dims if isinstance(dims, list | tuple) else [dims])]
     if 0 in chosen and argument(node, 2, "keepdim", False):
         return None
     new = [*(range(len(lead)) if 0 in chosen else ()), *(d - rank for d in chosen if d)]
-    return (arguments(node)[0], new, *node.args[2:])
+    return (args_of(node)[0], new, *node.args[2:])
 
 
 def _resized(node: fx.Node, lead: tuple[int, ...]) -> Any:
     """A reshape or expand of what follows the rows."""
     sizes = shape(node)
-    if sizes[:1] != (prod(lead),) or len(sizes) < 2 or len(shape(arguments(node)[0])) > len(sizes) + 1:
+    if sizes[:1] != (prod(lead),) or len(sizes) < 2 or len(shape(args_of(node)[0])) > len(sizes) + 1:
         return None
-    return (arguments(node)[0], [*lead, *sizes[1:]])
+    return (args_of(node)[0], [*lead, *sizes[1:]])
 
 
 def _inserted(node: fx.Node, lead: tuple[int, ...]) -> Any:
     """unsqueeze behind the rows."""
     del lead
     rank = len(shape(node))
-    dim = arguments(node)[1] % rank
-    return None if dim == 0 else (arguments(node)[0], dim - rank)
+    dim = args_of(node)[1] % rank
+    return None if dim == 0 else (args_of(node)[0], dim - rank)
 
 
 _REWRITES: dict[str, Rewrite] = {
-    "aten.linear": lambda node, lead: node.args if _lead(arguments(node)[0]) == lead else None,
+    "aten.linear": lambda node, lead: node.args if _lead(args_of(node)[0]) == lead else None,
     **dict.fromkeys(("aten.softmax", "aten.log_softmax", "aten.gather", "aten.scatter"), _along(1, "dim")),
     **dict.fromkeys(("aten.topk",), _along(2, "dim")),
     **dict.fromkeys(("aten.sum", "aten.mean", "aten.amax"), _reduced),

@@ -7,24 +7,22 @@ from typing import Any
 
 from torch import fx
 
-from passes.clean.nodes import add, argument, arguments, aten, calls, packet, replace, shape
+from autopar.ops.facts import Kind, facts, op_name
+from autopar.ops.operands import args_of, argument
+from passes.clean.nodes import add, aten, calls, replace, shape
 from passes.clean.views import pieces
-
-_RESHAPES = frozenset(
-    f"aten.{name}"
-    for name in ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as", "squeeze")
-)
 
 
 def reshapes_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """Every flatten, unflatten, view and reshape becomes ``reshape`` with explicit sizes; chains collapse, identities go."""
     for node in calls(gm):
-        name = packet(node)
-        if name in ("aten.expand", "aten.expand_as", "aten.broadcast_to"):
-            node.target, node.args, node.kwargs = aten.expand.default, (arguments(node)[0], list(shape(node))), {}
-        if name not in _RESHAPES or node.target is aten.view.dtype:
+        kind = facts(node).kind
+        if kind is Kind.EXPANSION:
+            node.target, node.args, node.kwargs = aten.expand.default, (args_of(node)[0], list(shape(node))), {}
+        reshapes = kind is Kind.RESHAPE or op_name(node) == "aten.squeeze"
+        if not reshapes or node.target is aten.view.dtype:
             continue
-        source, sizes = arguments(node)[0], list(shape(node))
+        source, sizes = args_of(node)[0], list(shape(node))
         assert isinstance(source, fx.Node)
         if source.target is aten.reshape.default:
             source = source.args[0]
@@ -40,26 +38,26 @@ def splits_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
     ``broadcast_tensors`` becomes an ``expand`` of each operand, and ``repeat_interleave`` of a single element one, too."""
     for node in calls(gm):
-        name = packet(node)
-        if name in ("aten.split", "aten.chunk", "aten.split_with_sizes", "aten.tensor_split", "aten.unbind"):
+        name = op_name(node)
+        if facts(node).kind is Kind.SPLIT:
             _unpack(node)
         elif name == "aten.broadcast_tensors":
             for user in list(node.users):
-                operand = arguments(node)[0][arguments(user)[1]]
+                operand = args_of(node)[0][args_of(user)[1]]
                 replace(user, add(user, aten.expand.default, (operand, list(shape(user)))))
             gm.graph.erase_node(node)
         elif name == "aten.narrow":
-            source, dim, start, length = arguments(node)
+            source, dim, start, length = args_of(node)
             new = add(node, aten.slice.Tensor, _slice_args(source, dim, start, start + length))
             replace(node, new)
         elif name == "aten.slice" and argument(node, 4, "step", 1) == 1:
-            source, dim = arguments(node)[0], argument(node, 1, "dim", 0)
+            source, dim = args_of(node)[0], argument(node, 1, "dim", 0)
             start, end = argument(node, 2, "start"), argument(node, 3, "end")
             node.args, node.kwargs = _slice_args(source, dim, start, end), {}
         elif name == "aten.repeat_interleave" and isinstance(argument(node, 1, "repeats"), int):
             _repeat(node)
         elif name == "aten.select":
-            source, dim, index = arguments(node)
+            source, dim, index = args_of(node)
             sizes = shape(source)
             dim = dim % len(sizes)
             node.args = (source, dim, index % sizes[dim])
@@ -68,7 +66,7 @@ def splits_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _repeat(node: fx.Node) -> None:
     """Every element a number of times, which says how large the result is, on a rank as well; of a single one, an ``expand``."""
-    source, dim = arguments(node)[0], argument(node, 2, "dim")
+    source, dim = args_of(node)[0], argument(node, 2, "dim")
     if dim is not None and shape(source)[dim] == 1:
         replace(node, add(node, aten.expand.default, (source, list(shape(node)))))
     else:
@@ -84,12 +82,12 @@ def _slice_args(source: Any, dim: int, start: int | None, end: int | None) -> tu
 
 def _unpack(node: fx.Node) -> None:
     """Replace each ``getitem`` of a node with several outputs by a slice or select of its operand."""
-    source, parts = arguments(node)[0], pieces(node)
+    source, parts = args_of(node)[0], pieces(node)
     assert isinstance(source, fx.Node) and parts is not None
     for user in list(node.users):
         assert user.target is operator.getitem, user
-        dim, first, last = parts[arguments(user)[1]]
-        if packet(node) == "aten.unbind":
+        dim, first, last = parts[args_of(user)[1]]
+        if op_name(node) == "aten.unbind":
             replace(user, add(user, aten.select.int, (source, dim, first)))
         else:
             replace(user, add(user, aten.slice.Tensor, (source, dim, first, last)))

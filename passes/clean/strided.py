@@ -7,8 +7,10 @@ import math
 from torch import fx
 
 from autopar.errors import CaptureError
+from autopar.ops.facts import op_name
+from autopar.ops.operands import argument
 from autopar.program import kernels
-from passes.clean.nodes import add, argument, aten, calls, packet, replace, source_line, val
+from passes.clean.nodes import add, aten, calls, replace, source_line, val
 
 
 def strided_pass(gm: fx.GraphModule) -> fx.GraphModule:
@@ -18,7 +20,7 @@ def strided_pass(gm: fx.GraphModule) -> fx.GraphModule:
         CaptureError: there is no such order, or elements are read that are not the operand's.
     """
     for node in calls(gm):
-        if packet(node) != "aten.as_strided":
+        if op_name(node) != "aten.as_strided":
             continue
         x, size, stride = (argument(node, index, name) for index, name in enumerate(("self", "size", "stride")))
         value = val(x)

@@ -16,38 +16,13 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from autopar.ops.facts import Kind, facts, op_name
+from autopar.ops.operands import args_of, argument
 from autopar.torch_private import is_overload, memory, overload_schema
-from passes.clean.nodes import add, argument, arguments, aten, described, flat, like, packet, shape
-
-_IN_ORDER = frozenset(
-    f"aten.{name}"
-    for name in (
-        *(
-            "view",
-            "reshape",
-            "_unsafe_view",
-            "_reshape_alias",
-            "flatten",
-            "unflatten",
-            "view_as",
-            "reshape_as",
-            "ravel",
-        ),
-        *("squeeze", "unsqueeze", "expand", "expand_as", "broadcast_to", "atleast_1d", "atleast_2d", "atleast_3d"),
-    )
-)
-"""Ops whose result has its operand's elements in the same order, where it has as many."""
+from passes.clean.nodes import add, aten, described, flat, like, shape
 
 _BY_SHAPE = (aten.view.default, aten._unsafe_view.default, aten.view_as.default, aten.reshape_as.default)
 
-_PERMUTATIONS = frozenset(
-    f"aten.{name}"
-    for name in (
-        *("transpose", "t", "permute", "swapdims", "swapaxes", "movedim", "moveaxis"),
-        *("numpy_T", "mT", "mH", "matrix_H", "adjoint"),
-    )
-)
-_SPLITS = ("aten.split", "aten.chunk", "aten.split_with_sizes", "aten.tensor_split")
 _DIAGONALS = ("aten.diagonal", "aten.linalg_diagonal")
 
 
@@ -62,11 +37,11 @@ class View:
 
     @property
     def name(self) -> str:
-        return packet(self.call)
+        return op_name(self.call)
 
     @property
     def detaches(self) -> bool:
-        return self.name == "aten.detach"
+        return facts(self.call).kind is Kind.DETACH
 
     @property
     def value(self) -> torch.Tensor:
@@ -127,7 +102,9 @@ def _compared(call: fx.Node) -> tuple[tuple[int, bool] | None, ...]:
     found: list[tuple[int, bool] | None] = []
     for result in results if isinstance(results, tuple | list) else (results,):
         shared = isinstance(result, torch.Tensor) and [i for i, t in enumerate(given) if memory(result) == memory(t)]
-        found.append((shared[0], packet(call) != "aten.detach" and _same(result, given[shared[0]])) if shared else None)
+        found.append(
+            (shared[0], facts(call).kind is not Kind.DETACH and _same(result, given[shared[0]])) if shared else None
+        )
     return tuple(found)
 
 
@@ -144,10 +121,9 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def pieces(call: fx.Node) -> list[tuple[int, int, int]] | None:
     """Dim, start and end of every result of ``split``, ``chunk``, ``tensor_split`` and ``unbind``; ``None`` for other ops."""
-    name = packet(call)
-    if name not in (*_SPLITS, "aten.unbind"):
+    if facts(call).kind is not Kind.SPLIT:
         return None
-    source, unbind = _operands(call)[0], name == "aten.unbind"
+    source, unbind = _operands(call)[0], op_name(call) == "aten.unbind"
     dim = argument(call, 1 if unbind else 2, "dim", 0) % len(shape(source))
     found, start = [], 0
     for piece in call.meta["val"]:
@@ -186,16 +162,21 @@ def _again(view: View, value: fx.Node, anchor: fx.Node) -> fx.Node:
 def scatter(view: View, source: fx.Node, new: fx.Node, anchor: fx.Node) -> fx.Node | None:
     """``source`` with what ``view`` sees of it replaced by ``new``; ``None`` where that is unknown, or an element shows twice."""
     name, call, sizes = view.name, view.call, shape(source)
+    kind = facts(call).kind
     if view.value.dtype != source.meta["val"].dtype or view.value.is_conj() or view.value.is_neg():
         return None
     if view.detaches:
         return new
-    if name in _IN_ORDER:
+    if kind in (
+        Kind.RESHAPE,
+        Kind.SQUEEZE,
+        Kind.EXPANSION,
+    ):  # the elements are in the same order, where there are as many
         whole = view.value.numel() == source.meta["val"].numel()
         return add(anchor, aten.reshape.default, (new, list(sizes))) if whole else None
     if name in ("aten.transpose", "aten.t"):
-        return add(anchor, call.target, (new, *arguments(call)[1:]), dict(call.kwargs))
-    if name in _PERMUTATIONS:
+        return add(anchor, call.target, (new, *args_of(call)[1:]), dict(call.kwargs))
+    if kind is Kind.PERMUTATION:
         order = _order(call, len(sizes))
         return add(anchor, aten.permute.default, (new, [order.index(dim) for dim in range(len(sizes))]))
     if name in _DIAGONALS:
@@ -221,7 +202,7 @@ def _region(view: View, sizes: Sequence[int]) -> tuple[int, int, int, int] | Non
     if view.item is not None:
         parts = pieces(call)
         return (*parts[view.item], 1) if parts is not None else None
-    if view.name not in ("aten.select", "aten.slice", "aten.narrow"):
+    if facts(call).kind is not Kind.SLICE:
         return None
     dim = argument(call, 1, "dim", 0) % len(sizes)
     start = argument(call, 2, "index" if view.name == "aten.select" else "start")
@@ -262,7 +243,7 @@ def _strided(
 
 def _diagonal(call: fx.Node, source: fx.Node, new: fx.Node, anchor: fx.Node) -> fx.Node:
     """``where`` on the diagonal, which is the last dim of ``new``: that is laid along the rows, or below the main one along the columns."""
-    sizes, last = shape(source), -1 if packet(call) == "aten.linalg_diagonal" else 1
+    sizes, last = shape(source), -1 if op_name(call) == "aten.linalg_diagonal" else 1
     rank = len(sizes)
     offset = argument(call, 1, "offset", 0)
     first = argument(call, 2, "dim1", -2 if last == -1 else 0) % rank
@@ -293,4 +274,4 @@ def single(value: fx.Node, anchor: fx.Node, rank: int | None = None) -> fx.Node 
     if value.target is not aten.full.default:
         return None
     sizes = [1] * (len(shape(value)) if rank is None else rank)
-    return add(anchor, aten.full.default, (sizes, arguments(value)[1]), dict(value.kwargs))
+    return add(anchor, aten.full.default, (sizes, args_of(value)[1]), dict(value.kwargs))

@@ -1,0 +1,241 @@
+"""What each op is, in one table by name: its kind, and the facts that follow from its kind.
+
+Rules, prices, passes, capture, emit and checks ask ``facts(node)`` instead of comparing names. An op that the table does not list is of the
+kind ``OTHER``. FLOPs and bytes depend on shapes, and are in ``autopar.ops.cost``.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ops.operands import argument
+from autopar.torch_private import overload_name
+
+_TORCHS_OWN = frozenset(("aten", "prim", "prims", "autopar", "profiler", "higher_order"))
+
+
+class Kind(Enum):
+    """What an op is."""
+
+    ATTENTION = "attention"
+    PRODUCT = "product of matrices"
+    EINSUM = "einsum"
+    GROUPED_PRODUCT = "product of the rows of each expert with its matrix"
+    EXPERTS_PRODUCT = "such a product in the body of a mixture"
+    CONVOLUTION = "convolution"
+    TRANSPOSED_CONVOLUTION = "transposed convolution"
+    RECURRENCE = "recurrence"
+    LOOKUP = "rows of a table"
+    BAG = "sums of rows of a table"
+    GATHER = "elements by index"
+    CLASS_LOSS = "sum of cross entropies"
+    LOSS = "pointwise loss with a reduction"
+    DROPOUT = "dropout"
+    DRAW = "seeded random numbers"
+    ARBITRARY = "values that are no function of the operands"
+    ADDITION = "addition"
+    CAST = "another dtype or device"
+    DETACH = "stop of the gradient"
+    IDENTITY = "the same value"
+    RESHAPE = "other sizes, by number"
+    SQUEEZE = "dims of size one more or less"
+    EXPANSION = "broadcast"
+    PERMUTATION = "other order of dims"
+    SLICE = "one part of a dim"
+    SPLIT = "all parts of a dim"
+    OTHER = "none of these"
+
+
+def aten_names(text: str) -> tuple[str, ...]:
+    """The full names of ATen ops that ``text`` lists by their short ones: ``"aten.view"`` and so on."""
+    return tuple(f"aten.{name}" for name in text.split())
+
+
+_NAMES: dict[Kind, tuple[str, ...]] = {
+    Kind.ATTENTION: ("aten.scaled_dot_product_attention", "kernels.attention"),
+    Kind.PRODUCT: aten_names("linear matmul mm bmm mv addmm addbmm baddbmm"),
+    Kind.EINSUM: ("aten.einsum",),
+    Kind.GROUPED_PRODUCT: ("aten._grouped_mm", "transformers.grouped_mm_fallback"),
+    Kind.EXPERTS_PRODUCT: ("kernels_experts.grouped_linear",),
+    Kind.CONVOLUTION: (*aten_names("convolution conv1d conv2d conv3d"), "kernels.convolution"),
+    Kind.TRANSPOSED_CONVOLUTION: aten_names("conv_transpose1d conv_transpose2d conv_transpose3d"),
+    Kind.RECURRENCE: aten_names("lstm gru rnn_tanh rnn_relu"),
+    Kind.LOOKUP: ("aten.embedding", "kernels.masked_embedding"),
+    Kind.BAG: aten_names("embedding_bag _embedding_bag"),
+    Kind.GATHER: aten_names("gather index_select index"),
+    Kind.CLASS_LOSS: ("kernels.cross_entropy_sum",),
+    Kind.LOSS: aten_names(
+        """mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss binary_cross_entropy
+        binary_cross_entropy_with_logits"""
+    ),
+    Kind.DROPOUT: ("aten.dropout", "kernels.dropout"),
+    Kind.DRAW: ("kernels_random.uniform", "kernels_random.normal"),
+    Kind.ARBITRARY: aten_names("rand randn randint rand_like randn_like empty empty_like new_empty"),
+    Kind.ADDITION: aten_names("add sub"),
+    Kind.CAST: aten_names("to type_as _to_copy cpu cuda"),
+    Kind.DETACH: ("aten.detach",),
+    Kind.IDENTITY: aten_names("alias contiguous clone lift lift_fresh lift_fresh_copy positive"),
+    Kind.RESHAPE: aten_names("view reshape _unsafe_view view_copy flatten unflatten view_as reshape_as"),
+    Kind.SQUEEZE: aten_names("squeeze unsqueeze ravel _reshape_alias atleast_1d atleast_2d atleast_3d"),
+    Kind.EXPANSION: aten_names("expand expand_as broadcast_to"),
+    Kind.PERMUTATION: aten_names(
+        "transpose t permute swapdims swapaxes movedim moveaxis numpy_T mT mH matrix_H adjoint"
+    ),
+    Kind.SLICE: aten_names("select slice narrow"),
+    Kind.SPLIT: aten_names("split split_with_sizes chunk tensor_split unbind unsafe_chunk unsafe_split"),
+}
+_KINDS = {name: kind for kind, names in _NAMES.items() for name in names}
+
+_PRODUCTS = frozenset((Kind.PRODUCT, Kind.CONVOLUTION, Kind.TRANSPOSED_CONVOLUTION))
+_STRIDED = frozenset((Kind.EXPANSION, Kind.PERMUTATION, Kind.SLICE, Kind.SPLIT))
+_VIEWS = _STRIDED | {Kind.RESHAPE, Kind.SQUEEZE, Kind.DETACH}
+_OTHER_VIEWS = frozenset((*aten_names("alias as_strided diagonal lift_fresh sym_size"), "_operator.getitem"))
+_ALSO_SAVE_NOTHING = frozenset(
+    (
+        *aten_names("rsub neg sum mean cat stack"),
+        "_operator.getitem",
+        "kernels.reshape",
+        "kernels.expand",
+        "collectives.convert",
+        "collectives.share",
+        "localise_layer.scale",
+    )
+)
+# Pointwise ops that torch does not tag so.
+_ALSO_POINTWISE = frozenset(aten_names("where to clamp clip logical_and logical_or"))
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """The facts about one op, whatever its overload, its arguments and its shapes.
+
+    ``name`` is ``"aten.linear"`` for every overload of ``aten::linear``; for a Python function its module's last name and its own, as in
+    ``"kernels.cross_entropy_sum"`` and ``"_operator.getitem"``; empty for a node that is no call. ``seeded``: torch tags the op as one that
+    may draw random numbers. ``pointwise``: each element of the result depends on the operands' elements at the same (broadcast) place
+    alone.
+    """
+
+    name: str
+    kind: Kind
+    seeded: bool = False
+    pointwise: bool = False
+
+    @property
+    def short(self) -> str:
+        """The name without its namespace: ``linear``."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether the op is attention with the arguments of torch's."""
+        return self.kind is Kind.ATTENTION
+
+    @property
+    def is_product(self) -> bool:
+        """Whether the op is a product of matrices or a convolution, whose operands have one dtype."""
+        return self.kind in _PRODUCTS
+
+    @property
+    def is_expensive(self) -> bool:
+        """Whether computing the result again takes more than keeping it in memory saves: selective recomputation keeps it."""
+        return self.is_product or self.is_attention or self.kind is Kind.EINSUM
+
+    @property
+    def may_be_summed(self) -> bool:
+        """Whether selective recomputation keeps the sum of the result over devices, where the result is a term of one.
+
+        Lookups in a table of which a device has some rows give terms of a sum, as products over slices do, and so does adding to these.
+        """
+        return self.is_expensive or self.kind in (Kind.LOOKUP, Kind.ADDITION)
+
+    @property
+    def saves_nothing(self) -> bool:
+        """Whether the gradient does not depend on the values of operands and result, so that autograd saves neither."""
+        kept = self.kind in _VIEWS or self.kind in (Kind.ADDITION, Kind.CAST, Kind.IDENTITY)
+        return kept or self.name in _ALSO_SAVE_NOTHING
+
+    @property
+    def passes_gradient_on(self) -> bool:
+        """Whether the backward of an op whose operands have the result's shape runs no kernel."""
+        return self.kind in (Kind.ADDITION, Kind.CAST, Kind.IDENTITY)
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the op moves no data, as far as its name tells (a reshape may copy: ``price.memory.trace`` sees it)."""
+        return self.kind in _VIEWS or self.name in _OTHER_VIEWS
+
+    @property
+    def is_strided(self) -> bool:
+        """Whether the op is a view whose elements may lie in another order, or apart from each other."""
+        return self.kind in _STRIDED
+
+    @property
+    def is_cross_entropy(self) -> bool:
+        """Whether the op is a cross entropy, of classes or binary."""
+        return "cross_entropy" in self.name
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether the op reads rows of a table, and may add them up."""
+        return self.kind in (Kind.LOOKUP, Kind.BAG)
+
+    @property
+    def added_operand(self) -> int | None:
+        """Of a product: the operand, if any, that is only added to it."""
+        return {"aten.linear": 2, "aten.addmm": 0, "aten.addbmm": 0, "aten.baddbmm": 0}.get(self.name)
+
+
+_NO_CALL = Op("", Kind.OTHER)
+
+
+@functools.lru_cache(maxsize=4096)
+def op_of(target: Any) -> Op:
+    """The facts about the op that a call's target is."""
+    overload = overload_name(target)
+    if overload is not None:
+        name = overload.partition(".")[0].replace("::", ".")
+    else:
+        name = f"{getattr(target, '__module__', '').rpartition('.')[2]}.{getattr(target, '__name__', target)}"
+    tags = getattr(target, "tags", ())
+    return Op(
+        name,
+        _KINDS.get(name, Kind.OTHER),
+        seeded=torch.Tag.nondeterministic_seeded in tags,
+        pointwise=torch.Tag.pointwise in tags or name in _ALSO_POINTWISE,
+    )
+
+
+def facts(node: fx.Node) -> Op:
+    """The facts about the node's op."""
+    return op_of(node.target) if node.op == "call_function" else _NO_CALL
+
+
+def op_name(node: fx.Node) -> str:
+    """The full name of the node's op, such as ``"aten.linear"``; empty for a node that is no call."""
+    return facts(node).name
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether two evaluations may differ (dropout, rand, bernoulli)."""
+    op = facts(node)
+    if op.is_attention:
+        return bool(argument(node, 4, "dropout_p", 0.0))
+    if op.kind is Kind.DROPOUT:
+        return bool(argument(node, 1, "p", 0.5)) and bool(argument(node, 2, "train", False))
+    return op.seeded or op.kind is Kind.DRAW
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether each element of the result depends on the operands' elements at the same (broadcast) place alone."""
+    return facts(node).pointwise and not is_random(node)
+
+
+def is_custom(target: Any) -> bool:
+    """Whether ``target`` is an operator that is neither torch's nor autopar's."""
+    return overload_name(target) is not None and op_of(target).name.partition(".")[0] not in _TORCHS_OWN
