@@ -6,6 +6,7 @@ from torch import fx
 
 from autopar.graph import LayerClass
 from autopar.ops.facts import Kind, facts
+from autopar.ops.meta import meta
 from autopar.ops.operands import operands
 
 
@@ -38,10 +39,8 @@ def gradient_flow(cls: LayerClass) -> dict[str, bool]:
     for node in cls.graph.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        value = node.meta.get("val")
-        floating = (
-            value is None or not hasattr(value, "dtype") or value.dtype.is_floating_point or value.dtype.is_complex
-        )
+        held = meta(node).get("val")
+        floating = held is None or not hasattr(held, "dtype") or held.dtype.is_floating_point or held.dtype.is_complex
         floating = floating and facts(node).kind is not Kind.DETACH
         flow[node.name] = floating and any(flow[operand.name] for operand in operands(node))
     return flow

@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import Tensor, fx
 
 from autopar.errors import ProgramError
+from autopar.ops.meta import meta
 from autopar.ops.operands import operands
 from autopar.sharding import Sharding
 from autopar.types import SpmdType, legal_in_time
@@ -44,7 +45,7 @@ def insert_collectives_pass(gm: fx.GraphModule, sharding: Sharding) -> fx.GraphM
     def read(node: fx.Node, needed: Types) -> fx.Node:
         """The new node that holds ``node``'s value in the types ``needed``."""
         value = made[node]
-        produced: Types = value.meta["types"]
+        produced: Types = meta(value)["types"]
         if produced == needed:
             return value
         if (value, needed) not in converted:
@@ -65,7 +66,7 @@ def insert_collectives_pass(gm: fx.GraphModule, sharding: Sharding) -> fx.GraphM
             _rebind(new, needed)
         new.name = node.name
         new.meta = dict(node.meta)
-        new.meta["types"] = sharding.produced(node.name)
+        meta(new)["types"] = sharding.produced(node.name)
         made[node] = new
     result = fx.GraphModule(gm, graph)
     result.meta.update(gm.meta)
@@ -85,17 +86,17 @@ def _rebind(node: fx.Node, needed: dict[int, fx.Node]) -> None:
 
 def convert_value(graph: fx.Graph, value: fx.Node, needed: Types, sharding: Sharding) -> fx.Node:
     """Appends the conversions of ``value`` to ``needed``: one node for each, equal ones on several axes together."""
-    current: list[SpmdType] = list(value.meta["types"])
-    gradient = value.meta["gradient"]
+    current: list[SpmdType] = list(meta(value)["types"])
+    gradient = meta(value)["gradient"]
     for step in effective_steps(tuple(current), needed, gradient):
         for axis in step.axes:
             current[axis] = step.target
         axes = [sharding.axes[axis] for axis in step.axes]
         steps_in_time = [axis.size for axis in axes if axis.name == MICROBATCH and axis.size > 1]
         if steps_in_time and legal_in_time(step.source, step.target, gradient):
-            meta = {**value.meta, "types": tuple(current)}
-            value = graph.call_function(share, (value, steps_in_time[0]))
-            value.meta = meta
+            shared = graph.call_function(share, (value, steps_in_time[0]))
+            shared.meta = {**value.meta, "types": tuple(current)}
+            value = shared
         elif steps_in_time:
             raise ProgramError(
                 f"{value.name} would need a conversion {step.source} to {step.target} over the microbatches, which are "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from autopar.ops.meta import meta
 from autopar.types import P
 
 _LINEAR = torch.ops.aten.linear.default
@@ -22,9 +23,9 @@ def fuse_bias_pass(gm: fx.GraphModule) -> fx.GraphModule:
         product, bias = node.args
         if not isinstance(product, fx.Node) or not isinstance(bias, fx.Node) or product.target is not _LINEAR:
             continue
-        if len(product.args) != 2 or len(product.users) != 1 or bias.meta["val"].dim() != 1:
+        if len(product.args) != 2 or len(product.users) != 1 or meta(bias)["val"].dim() != 1:
             continue
-        if P in bias.meta.get("types", ()):
+        if P in meta(bias).get("types", ()):
             continue
         node.target = _LINEAR
         node.args = (*product.args, bias)

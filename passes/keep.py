@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from torch import fx
 
 from autopar.ops.facts import facts
+from autopar.ops.meta import meta
 from passes.collectives import MICROBATCH, convert
 
 
@@ -31,17 +32,17 @@ def recomputed(nodes: Sequence[fx.Node], flows: Callable[[fx.Node], bool]) -> li
 
 def keep_pass(gm: fx.GraphModule, axes: Sequence[str]) -> fx.GraphModule:
     """Marks what is kept: ``meta["kept"]``. Runs on a local graph, whose conversions are nodes and whose types are those on ``axes``."""
-    for node in recomputed(list(gm.graph.nodes), lambda node: bool(node.meta.get("gradient"))):
+    for node in recomputed(list(gm.graph.nodes), lambda node: bool(meta(node).get("gradient"))):
         if node.target is convert:
-            node.meta["kept"] = node.args[2] == "P" and facts(_converted(node)).may_be_summed
+            meta(node)["kept"] = node.args[2] == "P" and facts(_converted(node)).may_be_summed
         else:
-            node.meta["kept"] = facts(node).is_expensive and not is_partial(node, axes)
+            meta(node)["kept"] = facts(node).is_expensive and not is_partial(node, axes)
     return gm
 
 
 def is_partial(node: fx.Node, axes: Sequence[str]) -> bool:
     """Whether the node's value is a term of a sum over devices; ``axes`` are the names of those of its types."""
-    return any(t.kind == "P" for axis, t in zip(axes, node.meta["types"], strict=True) if axis != MICROBATCH)
+    return any(t.kind == "P" for axis, t in zip(axes, meta(node)["types"], strict=True) if axis != MICROBATCH)
 
 
 def _converted(node: fx.Node) -> fx.Node:

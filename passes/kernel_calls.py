@@ -15,6 +15,7 @@ from torch import fx
 
 from autopar.errors import ProgramError
 from autopar.ops.facts import is_custom, op_name
+from autopar.ops.meta import meta
 from autopar.ops.operands import arguments, operands, shape_of
 from autopar.plan import Axis
 from autopar.program import custom, kernels, kernels_norm, kernels_ring, kernels_rnn
@@ -74,7 +75,7 @@ def kernel_call(node: fx.Node, sharding: Sharding) -> KernelCall | None:
 
 def mesh_types(node: fx.Node, sharding: Sharding) -> list[tuple[Axis, SpmdType]]:
     """The node's type on every axis of the mesh."""
-    pairs = zip(sharding.axes, node.meta["types"], strict=True)
+    pairs = zip(sharding.axes, meta(node)["types"], strict=True)
     return [(axis, t) for axis, t in pairs if axis.name != MICROBATCH]
 
 

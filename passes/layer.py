@@ -8,6 +8,7 @@ from torch import fx
 
 from autopar.flow import gradient_flow, placeholders
 from autopar.graph import LayerClass
+from autopar.ops.meta import meta
 from autopar.plan import Strategy
 from autopar.sharding import Sharding, local_shape
 from autopar.types import SpmdType
@@ -89,7 +90,7 @@ def local_layer(cls: LayerClass, sharding: Sharding, strategy: Strategy) -> Loca
     cls = pad_class(cls, sharding)
     flow = gradient_flow(cls)
     for node in cls.graph.graph.nodes:
-        node.meta["gradient"] = flow.get(node.name, False)
+        meta(node)["gradient"] = flow.get(node.name, False)
     gm = run(
         cls.graph,
         [

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from autopar.ops.facts import Kind, facts
+from autopar.ops.meta import meta
 from autopar.ops.operands import arguments, operands, shape_of
 from autopar.program import kernels
 
@@ -97,10 +98,10 @@ def verify(node: fx.Node, call: Call, operand_shapes: Sequence[Shape], result_sh
     """
     if not _is_sharded(node, operand_shapes) and tuple(result_shape) == shape_of(node):
         return
-    if any(isinstance(operand.meta["val"], tuple | list) for operand in operands(node)):
+    if any(isinstance(meta(operand)["val"], tuple | list) for operand in operands(node)):
         return
     tensors = [
-        torch.empty(shape, dtype=_first(operand.meta["val"]).dtype, device="meta")
+        torch.empty(shape, dtype=_first(meta(operand)["val"]).dtype, device="meta")
         for operand, shape in zip(operands(node), operand_shapes, strict=True)
     ]
     # a meta tensor cannot be moved to the device that a cast may name, and keeps its shape

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.ops.facts import facts
+from autopar.ops.meta import meta
 from autopar.ops.operands import operands
 from autopar.sharding import Sharding, local_shape
 from passes.collectives import convert, share
@@ -37,7 +38,7 @@ def localise_pass(gm: fx.GraphModule, sharding: Sharding) -> fx.GraphModule:
         if node.op == "output":
             graph.output(fx.map_arg(node.args[0], made.__getitem__))
             continue
-        shape = local_shape(tuple(_first(node).shape), sharding.axes, node.meta["types"])
+        shape = local_shape(tuple(_first(node).shape), sharding.axes, meta(node)["types"])
         if node.op == "placeholder":
             new = graph.placeholder(node.target)
         elif node.target in (convert, share):
@@ -46,8 +47,8 @@ def localise_pass(gm: fx.GraphModule, sharding: Sharding) -> fx.GraphModule:
             new = _call(graph, node, shape, sharding, made)
         new.name = node.name
         new.meta = dict(node.meta)
-        new.meta["global_shape"] = tuple(_first(node).shape)
-        new.meta["val"] = _local_value(node, shape, sharding)
+        meta(new)["global_shape"] = tuple(_first(node).shape)
+        meta(new)["val"] = _local_value(node, shape, sharding)
         made[node] = new
     result = fx.GraphModule(gm, graph)
     result.meta.update(gm.meta)
@@ -65,7 +66,7 @@ def _call(
             kwargs["seed"] = graph.call_function(random_seed, (number, kwargs["seed"]))
             made[kwargs["seed"]] = kwargs["seed"]
         return graph.call_function(target, fx.map_arg(args, made.__getitem__), fx.map_arg(kwargs, made.__getitem__))
-    shapes = [local_shape(tuple(_first(o).shape), sharding.axes, o.meta["types"]) for o in operands(node)]
+    shapes = [local_shape(tuple(_first(o).shape), sharding.axes, meta(o)["types"]) for o in operands(node)]
     call = localised(node, shapes, shape, partition(node, sharding))
     verify(node, call, shapes, shape)
     target, args, kwargs, factor = call
@@ -88,16 +89,16 @@ def _laid_out_anew(node: fx.Node) -> bool:
 
 
 def _first(node: fx.Node) -> Tensor:
-    value = node.meta["val"]
+    value = meta(node)["val"]
     return value[0] if isinstance(value, tuple | list) else value
 
 
 def _local_value(node: fx.Node, shape: tuple[int, ...], sharding: Sharding) -> Any:
-    value = node.meta["val"]
+    value = meta(node)["val"]
     if not isinstance(value, tuple | list):
         return torch.empty(shape, dtype=value.dtype, device="meta")
     found: list[Tensor | None] = []
     for item in value:  # None: a gradient that a backward op was not asked for
-        local = None if item is None else local_shape(tuple(item.shape), sharding.axes, node.meta["types"])
+        local = None if item is None else local_shape(tuple(item.shape), sharding.axes, meta(node)["types"])
         found.append(None if local is None else torch.empty(local, dtype=item.dtype, device="meta"))
     return tuple(found)

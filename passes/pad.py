@@ -15,6 +15,7 @@ from torch import fx
 from autopar.flow import placeholders
 from autopar.graph import LayerClass, Value
 from autopar.ops.facts import Kind, facts, op_name
+from autopar.ops.meta import meta
 from autopar.ops.operands import arguments, operands, shape_of
 from autopar.rules.padding import padding
 from autopar.sharding import Sharding
@@ -45,11 +46,11 @@ def pad_class(cls: LayerClass, sharding: Sharding) -> LayerClass:
         new.meta = dict(node.meta)
         if node.op == "output":
             continue
-        new.meta["val"] = grown(node, node.meta.get("val"))
+        meta(new)["val"] = grown(node, meta(node).get("val"))
         if node.op == "call_function":
             _reword(new, node)
-        elif new.meta["val"] is not None:
-            shapes[node.name] = tuple(new.meta["val"].shape)
+        elif meta(new)["val"] is not None:
+            shapes[node.name] = tuple(meta(new)["val"].shape)
     module = fx.GraphModule(cls.graph, graph)
     module.meta.update(cls.graph.meta)
     weights = placeholders(cls)[len(placeholders(cls)) - len(cls.parameters) :]
@@ -68,7 +69,7 @@ def _reword(new: fx.Node, old: fx.Node) -> None:
         classes = shape_of(operands(old)[0])[-1]
         if shape_of(operands(new)[0])[-1] != classes:
             new.kwargs = {**new.kwargs, "vocabulary": classes}
-    elif isinstance(new.meta["val"], torch.Tensor) and shape_of(new) != shape_of(old):
+    elif isinstance(meta(new)["val"], torch.Tensor) and shape_of(new) != shape_of(old):
         if kind in (Kind.RESHAPE, Kind.EXPANSION):
             target = with_sizes(name) if kind is Kind.RESHAPE else torch.ops.aten.expand.default
             new.target, new.args, new.kwargs = target, (new.args[0], list(shape_of(new))), {}

@@ -170,6 +170,18 @@ def test_private_torch_stays_in_one_module():
     assert not found, "\n".join(found)
 
 
+def test_metadata_of_nodes_is_read_by_declared_keys():
+    """``autopar.ops.meta`` declares them; torch's own ``val`` may be read as it is."""
+    raw = re.compile(r"\.meta(?:\[|\.get\()(?!\"val\")")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in SOURCES
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if raw.search(line) and "``" not in line
+    ]
+    assert not found, "\n".join(found)
+
+
 def run_python(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
 

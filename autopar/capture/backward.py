@@ -17,6 +17,7 @@ from autopar.capture.blocks import stack
 from autopar.capture.functions import apply_of_torch, kept_function
 from autopar.errors import CaptureError
 from autopar.ops.facts import facts, op_name
+from autopar.ops.meta import meta
 from autopar.ops.operands import arguments
 from autopar.torch_private import has_gradient_hooks, patch_backward
 
@@ -132,7 +133,7 @@ def _refuse_table(node: fx.Node) -> None:
 
 def source(node: fx.Node) -> str:
     """The last line of the user's code that made the node; torch's where there is none of the user's."""
-    trace = str(node.meta.get("stack_trace") or "").strip().split("\n")
+    trace = str(meta(node).get("stack_trace") or "").strip().split("\n")
     frames = [trace[k : k + 2] for k in range(0, len(trace), 2)]
     users = [frame for frame in frames if f'"{Path(torch.__file__).parent}' not in frame[0]]
     return "\n".join((users or frames)[-1])

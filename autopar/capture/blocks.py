@@ -10,6 +10,8 @@ from collections import Counter
 
 from torch import fx
 
+from autopar.ops.meta import meta
+
 Block = tuple[str, str]
 """The path of a module in the user's model, and which call of it; two empty strings outside of all blocks."""
 
@@ -17,7 +19,7 @@ Block = tuple[str, str]
 def stack(node: fx.Node) -> list[tuple[str, str, str]]:
     """(path in the user's model, call, class name) of the modules around the node, outermost first, without the model."""
     found = []
-    for key, (path, cls) in (node.meta.get("nn_module_stack") or {}).items():
+    for key, (path, cls) in (meta(node).get("nn_module_stack") or {}).items():
         if path.startswith("module."):
             name = cls if isinstance(cls, str) else cls.__qualname__
             call = key.rsplit("@", 1)[1] if "@" in key else ""
@@ -85,7 +87,7 @@ def _is_chain(nodes: list[fx.Node], inner: list[Block], classes: dict[str, str])
     for node, block in zip(nodes, inner, strict=True):
         current = step.get(block, current)
         made[node] = current
-        operands = [made.get(n, -1) for n in node.all_input_nodes if n.meta["fed"] or n.op != "placeholder"]
+        operands = [made.get(n, -1) for n in node.all_input_nodes if meta(n)["fed"] or n.op != "placeholder"]
         if block[0] and current - 1 in operands:
             linked.add(current)
         if not block[0] and current >= 0 and any(step_of < current for step_of in operands):

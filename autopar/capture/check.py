@@ -30,6 +30,7 @@ from autopar.graph import Graph, Guard
 from autopar.measure import EXACT, Error, compare
 from autopar.ops.cost import attention_dropout, model_flops
 from autopar.ops.facts import Kind, facts, op_name
+from autopar.ops.meta import meta
 from autopar.ops.operands import args_of
 from autopar.torch_private import results_of_ops
 
@@ -405,7 +406,7 @@ def _skeleton(gm: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
 
 
 def _floating(*nodes: Any) -> bool:
-    return all(node.meta["val"].is_floating_point() for node in nodes)
+    return all(meta(node)["val"].is_floating_point() for node in nodes)
 
 
 _HUGE = torch.finfo(torch.float16).max

@@ -13,6 +13,7 @@ from torch import fx
 
 from autopar.capture.evaluate import Evaluator, TooLargeError, constant_nodes, same_bits, stored_bytes
 from autopar.ops.facts import op_name
+from autopar.ops.meta import meta
 from autopar.ops.operands import args_of
 from passes.clean.nodes import add, aten, calls, dtype, like, replace, shape, val
 
@@ -79,7 +80,7 @@ def _place(gm: fx.GraphModule, constants: dict[str, torch.Tensor], node: fx.Node
     for other in gm.graph.nodes:
         if other.op != "placeholder":
             break
-        name = other.meta.get("constant")
+        name = meta(other).get("constant")
         known = constants[name] if name is not None else None
         if known is not None and (known.dtype, known.shape) == (value.dtype, value.shape) and same_bits(known, value):
             return other
@@ -87,8 +88,8 @@ def _place(gm: fx.GraphModule, constants: dict[str, torch.Tensor], node: fx.Node
     constants[name] = value.contiguous().clone()
     with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
         placeholder = gm.graph.placeholder(name)
-    placeholder.meta["constant"] = name
-    placeholder.meta["val"] = like(constants[name])
+    meta(placeholder)["constant"] = name
+    meta(placeholder)["val"] = like(constants[name])
     return placeholder
 
 
@@ -102,7 +103,7 @@ def simplify_constants(gm: fx.GraphModule, constants: dict[str, torch.Tensor]) -
     def uniform(argument: Any) -> bool | None:
         while isinstance(argument, fx.Node) and argument.target is aten.expand.default:
             argument = args_of(argument)[0]
-        name = argument.meta.get("constant") if isinstance(argument, fx.Node) else None
+        name = meta(argument).get("constant") if isinstance(argument, fx.Node) else None
         if name is None or constants[name].dtype != torch.bool:
             return None
         value = constants[name]
@@ -130,5 +131,5 @@ def simplify_constants(gm: fx.GraphModule, constants: dict[str, torch.Tensor]) -
 
 def unused_constants(gm: fx.GraphModule, constants: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Without the constants that no placeholder of ``gm`` reads any more."""
-    read = {n.meta["constant"] for n in gm.graph.nodes if n.op == "placeholder" and "constant" in n.meta}
+    read = {meta(n)["constant"] for n in gm.graph.nodes if n.op == "placeholder" and "constant" in meta(n)}
     return {name: value for name, value in constants.items() if name in read}

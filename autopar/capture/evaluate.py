@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.ops.facts import is_pointwise, is_random, op_name
+from autopar.ops.meta import graph_meta, meta
 from autopar.ops.operands import argument
 from passes.clean.nodes import note, shape, val
 
@@ -31,7 +32,7 @@ class Evaluator:
     """Evaluates constant nodes of ``gm``.
 
     ``values`` has the real values of buffers by name. A buffer without values (of a model on meta) gets made-up ones, which no two places
-    share, so that nothing is taken to be uniform by accident; ``gm.meta["valueless"]`` names it then.
+    share, so that nothing is taken to be uniform by accident; ``graph_meta(gm)["valueless"]`` names it then.
     """
 
     def __init__(self, gm: fx.GraphModule, values: Mapping[str, Tensor]) -> None:
@@ -68,7 +69,7 @@ class Evaluator:
         seen, stack = {node}, [node]
         while stack:
             current = stack.pop()
-            if current.op == "placeholder" and current.meta["buffer"] not in self.values:
+            if current.op == "placeholder" and meta(current)["buffer"] not in self.values:
                 return False
             stack += [operand for operand in current.all_input_nodes if operand not in seen]
             seen.update(current.all_input_nodes)
@@ -108,11 +109,11 @@ class Evaluator:
             return _once(target(*args, **kwargs).expand(sizes))
 
     def _buffer(self, node: fx.Node) -> Tensor:
-        name = node.meta["buffer"]
+        name = meta(node)["buffer"]
         if name in self.values:
             return self.values[name]
         note(self.gm, f"buffer {name} has no values (the model is on meta): no program can be written from this graph")
-        self.gm.meta.setdefault("valueless", {})[name] = None
+        graph_meta(self.gm).setdefault("valueless", {})[name] = None
         made = val(node)
         if not made.is_floating_point():
             return torch.zeros(made.shape, dtype=made.dtype)
@@ -124,9 +125,9 @@ def constant_nodes(gm: fx.GraphModule) -> set[fx.Node]:
     constant: set[fx.Node] = set()
     for node in gm.graph.nodes:
         leaf = node.op == "get_attr" or (
-            node.op == "placeholder" and "buffer" in node.meta and "state" not in node.meta
+            node.op == "placeholder" and "buffer" in meta(node) and "state" not in meta(node)
         )
-        call = node.op == "call_function" and not is_random(node) and isinstance(node.meta.get("val"), Tensor)
+        call = node.op == "call_function" and not is_random(node) and isinstance(meta(node).get("val"), Tensor)
         if leaf or (call and all(n in constant for n in node.all_input_nodes)):
             constant.add(node)
     return constant

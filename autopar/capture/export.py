@@ -37,6 +37,7 @@ from autopar.capture.whole import paths_of
 from autopar.errors import CaptureError
 from autopar.graph import Parameter
 from autopar.ops.facts import facts, op_name
+from autopar.ops.meta import meta
 from autopar.torch_private import as_if_exported, is_fake, masks_as_given, memory, plain_averages
 from passes.clean.nodes import like, note
 
@@ -259,10 +260,10 @@ def _repeats(
     """What the model repeats. A twin of its own is run, since what a forward leaves in its module's attributes would be exported."""
     if not members(model):
         return None
-    for meta in (True, False):
-        copied = _twin(model, dtype, loss_fn, kept, meta=meta)
+    for on_meta in (True, False):
+        copied = _twin(model, dtype, loss_fn, kept, meta=on_meta)
 
-        def run(copied: Twin = copied, device: str = "meta" if meta else "cpu") -> None:
+        def run(copied: Twin = copied, device: str = "meta" if on_meta else "cpu") -> None:
             with copied.mode, _traceable(model, copied), as_if_exported():
                 tensors = [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in structure.leaves]
                 with assigned_buffers_written(copied.module, _registered(model)):
@@ -357,8 +358,8 @@ def _label(
 ) -> dict[str, torch.Tensor]:
     """Say on each placeholder what it is, make every ``meta["val"]`` a plain meta tensor; the values of buffers and constants."""
     for node in (node for part in gm.modules() if isinstance(part, fx.GraphModule) for node in part.graph.nodes):
-        if "val" in node.meta:
-            node.meta["val"] = _plain(node.meta["val"], node)
+        if "val" in meta(node):
+            meta(node)["val"] = _plain(meta(node)["val"], node)
     names = _parameter_names(model)
     shapes = dict(model.named_parameters())
     buffers = dict(copied.module.named_buffers(remove_duplicate=False))
@@ -374,7 +375,7 @@ def _label(
         if lifted_as.startswith("loss_fn."):
             target = f"{LOSS}.{lifted_as.removeprefix('loss_fn.')}"
         if kind == "USER_INPUT":
-            node.meta["input"] = next(leaves).name
+            meta(node)["input"] = next(leaves).name
         elif kind == "PARAMETER":
             name, tied = names[target]
             if name in first:
@@ -382,19 +383,19 @@ def _label(
                 gm.graph.erase_node(node)
                 continue
             first[name] = node
-            value, size = node.meta["val"], tuple(shapes[name].shape)
-            node.meta["parameter"] = Parameter(
+            value, size = meta(node)["val"], tuple(shapes[name].shape)
+            meta(node)["parameter"] = Parameter(
                 name, name, size, size, value.dtype, tied=tied, trainable=shapes[name].requires_grad
             )
             if name in sharing:
-                node.meta["shares"] = sharing[name]
+                meta(node)["shares"] = sharing[name]
         else:
             if target in buffers:
                 target = names_of[id(buffers[target])]  # of several names of one buffer the first, as parameters have
-            node.meta["buffer"] = target
-            node.meta["lifted"] = target not in buffers
+            meta(node)["buffer"] = target
+            meta(node)["lifted"] = target not in buffers
             if target in sharing:
-                node.meta["shares"] = sharing[target]
+                meta(node)["shares"] = sharing[target]
             real = constants.get(lifted_as)
             if target in copied.buffers:
                 values[target] = copied.buffers[target]
@@ -437,11 +438,11 @@ def _check_dtypes(gm: fx.GraphModule) -> None:
     for node in gm.graph.nodes:
         if not facts(node).is_product:
             continue
-        given = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-        dtypes = {n.meta["val"].dtype for n in given}
+        given = [n for n in node.all_input_nodes if isinstance(meta(n).get("val"), torch.Tensor)]
+        dtypes = {meta(n)["val"].dtype for n in given}
         if len(dtypes) > 1:
             words = ", ".join(
-                f"{n.meta.get('input', n.name)} {str(n.meta['val'].dtype).removeprefix('torch.')}" for n in given
+                f"{meta(n).get('input', n.name)} {str(meta(n)['val'].dtype).removeprefix('torch.')}" for n in given
             )
             raise CaptureError(
                 f"{op_name(node)} takes tensors of one dtype and gets {words}\n{source(node)}",

@@ -15,6 +15,7 @@ from torch.fx.node import map_arg
 from autopar.capture.segment import Group, updates
 from autopar.graph import Layer, LayerClass, Value
 from autopar.ops.facts import op_name
+from autopar.ops.meta import meta
 from passes.clean.nodes import copy_origin, dtype, shape
 
 KINDS = ("activation", "input", "constant", "state", "scalar", "parameter")
@@ -86,8 +87,8 @@ def loss_node(gm: fx.GraphModule) -> Any:
 def _kind(node: fx.Node, owner: dict[fx.Node, int]) -> str | None:
     """How ``node`` enters a layer that it is not in; ``None`` if it is recomputed there."""
     if node.op == "placeholder":
-        return next(kind for kind in ("parameter", "input", "constant", "state") if kind in node.meta)
-    if node.meta.get("scalar"):
+        return next(kind for kind in ("parameter", "input", "constant", "state") if kind in meta(node))
+    if meta(node).get("scalar"):
         return "scalar"
     return "activation" if node in owner else None
 
@@ -105,8 +106,8 @@ def build_layers(
         final = index == len(found) - 1
         for k, node in enumerate(border.outputs):
             label = "loss" if final else name if len(border.outputs) == 1 else f"{name}:{k}"
-            values[node] = Value(label, shape(node), dtype(node), node.meta["grad"])
-        stored = [n.meta["parameter"].name for n in border.parameter] + _buffer_names(border)
+            values[node] = Value(label, shape(node), dtype(node), meta(node)["gradient"])
+        stored = [meta(n)["parameter"].name for n in border.parameter] + _buffer_names(border)
         local = _local_names(stored, name, groups[index].leaves)
         key = _signature(border, local)
         if key not in library:
@@ -117,13 +118,13 @@ def build_layers(
                 name=name,
                 cls=library[key].name,
                 activations=tuple(values[n].name for n in border.activation),
-                inputs=tuple(n.meta["input"] for n in border.input),
+                inputs=tuple(meta(n)["input"] for n in border.input),
                 constants=(
-                    *(n.meta["constant"] for n in border.constant),
-                    *(n.meta["buffer"] for n in border.state),
+                    *(meta(n)["constant"] for n in border.constant),
+                    *(meta(n)["buffer"] for n in border.state),
                 ),
-                scalars=tuple(n.meta["scalar_value"].name for n in border.scalar),
-                parameters=tuple(n.meta["parameter"].name for n in border.parameter),
+                scalars=tuple(meta(n)["scalar_value"].name for n in border.scalar),
+                parameters=tuple(meta(n)["parameter"].name for n in border.parameter),
                 outputs=tuple(values[n].name for n in border.outputs),
                 buffers=tuple(_buffer_names(border)),
             )
@@ -153,7 +154,7 @@ def _local_names(stored: list[str], name: str, leaves: tuple[str, ...]) -> dict[
 
 def _buffer_names(border: Borders) -> list[str]:
     """The written buffers that the layer reads or writes, each once."""
-    return list(dict.fromkeys((*(n.meta["buffer"] for n in border.state), *border.updates)))
+    return list(dict.fromkeys((*(meta(n)["buffer"] for n in border.state), *border.updates)))
 
 
 def layer_names(groups: list[Group], classes: dict[str, str]) -> list[str]:
@@ -193,11 +194,11 @@ def _common(paths: list[str]) -> str:
 
 def _holds_parameters(group: Group, path: str) -> bool:
     return any(
-        operand.meta["parameter"].original.startswith(path + ".")
-        or any(tied.startswith(path + ".") for tied in operand.meta["parameter"].tied)
+        meta(operand)["parameter"].original.startswith(path + ".")
+        or any(tied.startswith(path + ".") for tied in meta(operand)["parameter"].tied)
         for node in group.nodes
         for operand in node.all_input_nodes
-        if "parameter" in operand.meta
+        if "parameter" in meta(operand)
     )
 
 
@@ -222,14 +223,14 @@ def _signature(border: Borders, names: dict[str, str]) -> Any:
         for node in getattr(border, kind):
             index[node] = len(index)
             local = names[_stored_name(node)] if kind in ("parameter", "state") else ""
-            local = node.meta["input"] if kind == "input" else local
-            key.append((kind, local, shape(node), dtype(node), node.meta["grad"]))
+            local = meta(node)["input"] if kind == "input" else local
+            key.append((kind, local, shape(node), dtype(node), meta(node)["gradient"]))
     for node in border.body:
         index[node] = len(index)
         frozen = _numbered((node.args, dict(node.kwargs)), index)
-        value = node.meta["val"]
+        value = meta(node)["val"]
         described = (shape(node), dtype(node), value.stride()) if isinstance(value, torch.Tensor) else str(value)
-        key.append((node.target, frozen, described, node.meta["grad"]))
+        key.append((node.target, frozen, described, meta(node)["gradient"]))
     key.append(tuple(index[n] for n in border.outputs))
     key.append(tuple((names[name], index[n]) for name, n in border.updates.items()))
     return tuple(key)
@@ -247,7 +248,7 @@ def _numbered(value: Any, index: dict[fx.Node, int]) -> Any:
 
 
 def _stored_name(node: fx.Node) -> str:
-    name: str = node.meta["buffer"] if "state" in node.meta else node.meta["parameter"].name
+    name: str = meta(node)["buffer"] if "state" in meta(node) else meta(node)["parameter"].name
     return name
 
 
@@ -261,18 +262,18 @@ def _layer_class(name: str, border: Borders, names: dict[str, str]) -> LayerClas
             wanted = _placeholder_name(kind, node, names)
             wanted = unique(identifier(wanted), taken, separator="_")
             placeholder = graph.create_node("placeholder", wanted, name=wanted)
-            placeholder.meta |= {"val": node.meta["val"], "grad": node.meta["grad"]}
+            meta(placeholder).update({"val": meta(node)["val"], "gradient": meta(node)["gradient"]})
             copy_origin(node, placeholder)
             env[node] = placeholder
             label = names[_stored_name(node)] if kind in ("parameter", "state") else placeholder.name
-            described[kind].append(Value(label, shape(node), dtype(node), node.meta["grad"]))
+            described[kind].append(Value(label, shape(node), dtype(node), meta(node)["gradient"]))
     for node in border.body:
         env[node] = copy = _copied(graph, node, env)
-        copy.meta |= {"val": node.meta["val"], "grad": node.meta["grad"]}
+        meta(copy).update({"val": meta(node)["val"], "gradient": meta(node)["gradient"]})
         copy_origin(node, copy)
     results = [env[n] for n in border.outputs]
     graph.output((*results, *(env[n] for n in border.updates.values())))
-    outputs = tuple(Value(n.name, shape(n), dtype(n), n.meta["grad"]) for n in results)
+    outputs = tuple(Value(n.name, shape(n), dtype(n), meta(n)["gradient"]) for n in results)
     stored = {value.name: value for value in described["state"]}
     for buffer, node in border.updates.items():
         stored.setdefault(names[buffer], Value(names[buffer], shape(node), dtype(node)))
@@ -302,7 +303,9 @@ def _placeholder_name(kind: str, node: fx.Node, names: dict[str, str]) -> str:
         return names[_stored_name(node)]
     if kind == "activation":
         return "x"
-    return str(node.meta["scalar_value"].name if kind == "scalar" else node.meta[kind])
+    if kind == "scalar":
+        return meta(node)["scalar_value"].name
+    return meta(node)["input"] if kind == "input" else meta(node)["constant"]
 
 
 def build_prelude(
@@ -310,32 +313,32 @@ def build_prelude(
 ) -> tuple[tuple[Value, ...], fx.GraphModule | None]:
     """The scalars and the module that computes them from the whole batch, and then what is ``guarded``; sets ``meta["scalar_value"]`` on
     the scalars' nodes."""
-    wanted = [n for n in gm.graph.nodes if n.meta.get("scalar")]
+    wanted = [n for n in gm.graph.nodes if meta(n).get("scalar")]
     if not wanted and not guarded:
         return (), None
     taken = {value.name for value in inputs}
     graph, holder = fx.Graph(), nn.Module()
     env: dict[fx.Node, fx.Node] = {}
-    by_input = {n.meta["input"]: n for n in gm.graph.nodes if n.op == "placeholder" and "input" in n.meta}
+    by_input = {meta(n)["input"]: n for n in gm.graph.nodes if n.op == "placeholder" and "input" in meta(n)}
     for value in inputs:
         env[by_input[value.name]] = copy = graph.placeholder(value.name)
-        copy.meta |= {"val": by_input[value.name].meta["val"], "grad": False}
+        meta(copy).update({"val": meta(by_input[value.name])["val"], "gradient": False})
     needed = _ancestors([*wanted, *guarded])
     for node in gm.graph.nodes:
         if node not in needed or node in env:
             continue
         if node.op == "placeholder":
-            holder.register_buffer(node.meta["constant"], constants[node.meta["constant"]], persistent=False)
-            env[node] = copy = graph.get_attr(node.meta["constant"])
+            holder.register_buffer(meta(node)["constant"], constants[meta(node)["constant"]], persistent=False)
+            env[node] = copy = graph.get_attr(meta(node)["constant"])
         else:
             env[node] = copy = _copied(graph, node, env)
-        copy.meta |= {"val": node.meta["val"], "grad": False}
+        meta(copy).update({"val": meta(node)["val"], "gradient": False})
         copy_origin(node, copy)
     for node in wanted:
-        name = unique(node.meta.get("scalar_name", "scalar"), taken, separator="_")
-        node.meta["scalar_value"] = Value(name, (), dtype(node))
+        name = unique(meta(node).get("scalar_name", "scalar"), taken, separator="_")
+        meta(node)["scalar_value"] = Value(name, (), dtype(node))
     graph.output(tuple(env[n] for n in (*wanted, *guarded)))
-    return tuple(n.meta["scalar_value"] for n in wanted), fx.GraphModule(holder, graph, class_name="Prelude")
+    return tuple(meta(n)["scalar_value"] for n in wanted), fx.GraphModule(holder, graph, class_name="Prelude")
 
 
 def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:

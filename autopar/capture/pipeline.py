@@ -22,9 +22,9 @@ from autopar.capture.reach import freeze_unreached
 from autopar.capture.segment import mark_main, segment, updates
 from autopar.errors import CaptureError
 from autopar.graph import Buffer, Graph, Held, Parameter, Value
+from autopar.ops.meta import graph_meta, meta
 from autopar.torch_private import without_function_modes
 from passes.clean import FINAL_STEPS, STEPS
-from passes.clean.batch_norm import LOCAL
 from passes.clean.nodes import mark_gradients
 from passes.runner import run as run_passes
 
@@ -63,7 +63,7 @@ def capture(
     gm, buffers, classes = export(model, structure, loss_fn, dtype, batch)
     with without_function_modes():  # those that are active are about the model's own calls
         report("clean")
-        gm.meta[LOCAL] = local_batch_norm
+        graph_meta(gm)["local_batch_norm"] = local_batch_norm
         gm, constants = clean(gm, buffers)
         report("segment")
         written = _buffers(gm, buffers, model)
@@ -95,7 +95,7 @@ def _assemble(
     mark_gradients(gm)
     mark_main(gm)
     loss = loss_node(gm)
-    if not isinstance(loss, fx.Node) or not loss.meta["grad"]:
+    if not isinstance(loss, fx.Node) or not meta(loss)["gradient"]:
         raise CaptureError("the loss does not depend on any trainable parameter", hint="nothing would be trained")
     freeze_unreached(gm, loss)
     inputs = tuple(Value(leaf.name, leaf.shape, leaf.dtype) for leaf in structure.leaves)
@@ -106,7 +106,7 @@ def _assemble(
     rows = inputs[0].shape[0]
     layers, library, values = build_layers(groups, found, classes, type(model).__name__)
     parameters = _parameters(gm, model)
-    notes = list(gm.meta.get("notes", ()))
+    notes = list(graph_meta(gm).get("notes", ()))
     used = {parameter.original for parameter in parameters.values()}
     if unused := [n for n, p in model.named_parameters() if p.requires_grad and n not in used]:
         notes.append(f"the loss does not depend on {len(unused)} parameters: {', '.join(unused[:5])}")
@@ -135,10 +135,10 @@ def _assemble(
         dtype=floating[0],
         tokens=_tokens(inputs),
         notes=tuple(notes),
-        unmicrobatchable=gm.meta.get("unmicrobatchable", ""),
+        unmicrobatchable=graph_meta(gm).get("unmicrobatchable", ""),
         opaque=opaque_modules(gm.graph),
         buffers={name: buffer for name, buffer in written.items() if name in held},
-        valueless=tuple(gm.meta.get("valueless", ())),
+        valueless=tuple(graph_meta(gm).get("valueless", ())),
         state=_state(model),
         guards=tuple(guard for guard, _ in guards),
     )
@@ -163,7 +163,7 @@ def _buffers(gm: fx.GraphModule, values: dict[str, torch.Tensor], model: nn.Modu
     parameters = {name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta}
     found = {}
     for name, node in updates(gm).items():
-        value, before = node.meta["val"], values.get(name, parameters.get(name))
+        value, before = meta(node)["val"], values.get(name, parameters.get(name))
         initial = before.detach().to("cpu", value.dtype, copy=True) if before is not None else None
         found[name] = Buffer(name, tuple(value.shape), value.dtype, initial, name in kept)
     return found
@@ -171,7 +171,7 @@ def _buffers(gm: fx.GraphModule, values: dict[str, torch.Tensor], model: nn.Modu
 
 def _parameters(gm: fx.GraphModule, model: nn.Module) -> dict[str, Parameter]:
     """The parameters that the graph reads, in the model's order, parts in theirs."""
-    found = [n.meta["parameter"] for n in gm.graph.nodes if n.op == "placeholder" and "parameter" in n.meta]
+    found = [meta(n)["parameter"] for n in gm.graph.nodes if n.op == "placeholder" and "parameter" in meta(n)]
     order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
     found.sort(key=lambda p: (order[p.original], p.start))
     return {parameter.name: parameter for parameter in found}

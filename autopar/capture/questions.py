@@ -24,6 +24,7 @@ from autopar.capture.blocks import stack
 from autopar.errors import CaptureError
 from autopar.graph import Graph, Guard
 from autopar.ops.facts import is_random
+from autopar.ops.meta import graph_meta, meta
 from autopar.program.guards import answer
 from autopar.torch_private import as_if_exported
 from passes.clean.nodes import note
@@ -142,15 +143,15 @@ def keep_guards(gm: fx.GraphModule, answers: Answers | None) -> None:
     Raises:
         KeptWholeError: a question is about more than the batch.
     """
-    gm.meta["guards"] = tuple(Guard(answer.line, answer.value) for answer in answers.known) if answers else ()
+    graph_meta(gm)["guards"] = tuple(Guard(answer.line, answer.value) for answer in answers.known) if answers else ()
     if answers is not None and len(answers.asked) != len(answers.known):
         raise CaptureError(
             f"{answers.known[len(answers.asked)].line} asks for a tensor's value, but not while it is exported",
             OPAQUE_HINT,
         )
-    for guard, node in zip(gm.meta["guards"], _nodes(gm), strict=True):
+    for guard, node in zip(graph_meta(gm)["guards"], _nodes(gm), strict=True):
         for source in _ancestors(node):
-            if "parameter" in source.meta or (source.op == "call_function" and is_random(source)):
+            if "parameter" in meta(source) or (source.op == "call_function" and is_random(source)):
                 raise _undecided(guard, node)
 
 
@@ -158,10 +159,10 @@ def settle_guards(gm: fx.GraphModule) -> list[tuple[Guard, fx.Node]]:
     """The guards of the cleaned graph with their nodes, ``mark_main`` having run: those that the batch decides. One that constants decide
     is as it was forever."""
     found = []
-    for guard, node in zip(gm.meta.get("guards", ()), _nodes(gm), strict=True):
-        if node.meta["main"]:
+    for guard, node in zip(graph_meta(gm).get("guards", ()), _nodes(gm), strict=True):
+        if meta(node)["main"]:
             raise _undecided(guard, node)
-        if node.meta["fed"]:
+        if meta(node)["fed"]:
             found.append((guard, node))
     for line in dict.fromkeys(guard.line for guard, _ in found):
         values = [str(guard.value) for guard, _ in found if guard.line == line]
@@ -204,7 +205,7 @@ def _undecided(guard: Guard, node: fx.Node) -> KeptWholeError:
 
 def _nodes(gm: fx.GraphModule) -> list[fx.Node]:
     output: Any = next(node for node in reversed(gm.graph.nodes) if node.op == "output").args[0]
-    return list(output[1 : 1 + len(gm.meta.get("guards", ()))]) if isinstance(output, tuple | list) else []
+    return list(output[1 : 1 + len(graph_meta(gm).get("guards", ()))]) if isinstance(output, tuple | list) else []
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from autopar.ops.meta import meta
 from autopar.ops.operands import args_of
 from autopar.torch_private import overload_name
 from passes.clean.nodes import described, like, mark_gradients, note, val
@@ -32,13 +33,13 @@ def freeze_unreached(gm: fx.GraphModule, loss: fx.Node) -> None:
     A parameter that was cut into parts gets one if any of them does.
     """
     reached = _reached(gm, loss)
-    parameters = [node for node in gm.graph.nodes if node.op == "placeholder" and "parameter" in node.meta]
-    alive = {node.meta["parameter"].original for node in parameters if node in reached}
-    left = [node for node in parameters if node.meta["grad"] and node.meta["parameter"].original not in alive]
+    parameters = [node for node in gm.graph.nodes if node.op == "placeholder" and "parameter" in meta(node)]
+    alive = {meta(node)["parameter"].original for node in parameters if node in reached}
+    left = [node for node in parameters if meta(node)["gradient"] and meta(node)["parameter"].original not in alive]
     for node in left:
-        node.meta["parameter"] = dataclasses.replace(node.meta["parameter"], trainable=False)
+        meta(node)["parameter"] = dataclasses.replace(meta(node)["parameter"], trainable=False)
     if left:
-        names = sorted({node.meta["parameter"].original for node in left})
+        names = sorted({meta(node)["parameter"].original for node in left})
         note(gm, f"the loss gives no gradient to {len(names)} parameters, which stay as they are: {_list(names)}")
         mark_gradients(gm)
 
@@ -55,11 +56,11 @@ def _reached(gm: fx.GraphModule, loss: fx.Node) -> set[fx.Node]:
             continue
         if node.target is operator.getitem:
             source, index = args_of(node)[:2]
-            if source.meta["grad"]:
+            if meta(source)["gradient"]:
                 wanted.setdefault(source, set()).add(index)
             continue
         for operand in node.all_input_nodes:
-            if operand.meta["grad"] and _any(_flows(node, operand), wanted[node]):
+            if meta(operand)["gradient"] and _any(_flows(node, operand), wanted[node]):
                 wanted.setdefault(operand, set()).add(0)
     return set(wanted)
 
@@ -85,7 +86,7 @@ def _flows(node: fx.Node, operand: fx.Node) -> tuple[bool, ...]:
 
 def _ask(node: fx.Node, operand: fx.Node) -> tuple[bool, ...]:
     probe = like(val(operand)).requires_grad_()
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: probe if n is operand else n.meta["val"])
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: probe if n is operand else meta(n)["val"])
     assert callable(node.target)
     try:
         with torch.enable_grad():

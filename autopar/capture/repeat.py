@@ -27,6 +27,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 
+from autopar.ops.meta import meta
 from autopar.torch_private import tree_flatten, tree_unflatten
 
 FEWEST = 3
@@ -482,7 +483,7 @@ def _with_parameters(graph: fx.Graph, lifted: list[Lifted], repeats: Repeats, mo
                 first = repeats.corresponding(first)
             with graph.inserting_before(next(iter(graph.nodes))) if before is None else graph.inserting_after(before):
                 node = graph.placeholder("p_module_" + name.replace(".", "_"))
-            node.meta["val"] = exported[f"module.{first}"].meta["val"]
+            meta(node)["val"] = meta(exported[f"module.{first}"])["val"]
             added.append(("PARAMETER", f"module.{name}", node))
             before = node
         else:
@@ -553,7 +554,7 @@ def _copy(
                 env[inner] = passed[source][inner.args[1]]
                 continue
             copied = graph.node_copy(inner, lambda n: env.get(n, n))
-            copied.meta["nn_module_stack"] = _stack(inner, node, original)
+            meta(copied)["nn_module_stack"] = _stack(inner, node, original)
             env[inner] = copied
     for user in list(node.users):
         result = results[user.args[1]]
@@ -564,11 +565,11 @@ def _copy(
 
 def _stack(inner: fx.Node, node: fx.Node, original: str) -> dict[str, Any]:
     """The modules around the copy of ``inner``: those around ``node``, which end with its block, then those inside of the block."""
-    stack = dict(node.meta["nn_module_stack"])
+    stack = dict(meta(node)["nn_module_stack"])
     path = str(node.args[1])
     key = next(reversed(stack))
     inside = False
-    for name, (where, kind) in inner.meta["nn_module_stack"].items():
+    for name, (where, kind) in meta(inner)["nn_module_stack"].items():
         if inside:
             stack[f"{key}.{name}"] = (where.replace(f"module.{original}", f"module.{path}", 1), kind)
         inside = inside or where.split("@")[0] == f"module.{original}"

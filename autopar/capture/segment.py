@@ -22,6 +22,7 @@ from torch import fx
 
 from autopar.capture.blocks import blocks, is_leaf, parent, stack
 from autopar.ops.facts import facts, is_random
+from autopar.ops.meta import graph_meta, meta
 from passes.clean.nodes import calls, shape
 
 # A block's output and one tensor beside it (a position bias, a cell state). Older skip tensors are not counted.
@@ -45,7 +46,7 @@ class Group:
 
     @property
     def has_parameters(self) -> bool:
-        return any("parameter" in operand.meta for node in self.nodes for operand in node.all_input_nodes)
+        return any("parameter" in meta(operand) for node in self.nodes for operand in node.all_input_nodes)
 
     @property
     def paths(self) -> list[str]:
@@ -59,32 +60,34 @@ def mark_main(gm: fx.GraphModule) -> None:
     written = set(updates(gm).values())
     for node in gm.graph.nodes:
         operands = node.all_input_nodes
-        parameter = node.op == "placeholder" and ("parameter" in node.meta or "state" in node.meta)
+        parameter = node.op == "placeholder" and ("parameter" in meta(node) or "state" in meta(node))
         random = node.op == "call_function" and is_random(node)
-        node.meta["main"] = parameter or random or node in written or any(n.meta["main"] for n in operands)
-        node.meta["fed"] = (node.op == "placeholder" and "input" in node.meta) or any(n.meta["fed"] for n in operands)
+        meta(node)["main"] = parameter or random or node in written or any(meta(n)["main"] for n in operands)
+        meta(node)["fed"] = (node.op == "placeholder" and "input" in meta(node)) or any(
+            meta(n)["fed"] for n in operands
+        )
     for node in calls(gm):
-        tensor = isinstance(node.meta["val"], torch.Tensor)
-        node.meta["scalar"] = (
+        tensor = isinstance(meta(node)["val"], torch.Tensor)
+        meta(node)["scalar"] = (
             tensor
             and shape(node) == ()
-            and node.meta["fed"]
-            and not node.meta["main"]
-            and any(user.op == "call_function" and (user.meta["main"] or shape(user) != ()) for user in node.users)
+            and meta(node)["fed"]
+            and not meta(node)["main"]
+            and any(user.op == "call_function" and (meta(user)["main"] or shape(user) != ()) for user in node.users)
         )
 
 
 def updates(gm: fx.GraphModule) -> dict[str, fx.Node]:
     """For every buffer that the model writes, the node of its new value."""
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
-    names = gm.meta.get("updates", ())
+    names = graph_meta(gm).get("updates", ())
     results: Any = output.args[0]
     return dict(zip(names, results[len(results) - len(names) :], strict=True)) if names else {}
 
 
 def segment(gm: fx.GraphModule, classes: dict[str, str]) -> list[Group]:
     """The layers' main nodes, in order. ``classes`` maps module paths to class names; ``mark_main`` must have run."""
-    main = [n for n in calls(gm) if n.meta["main"]]
+    main = [n for n in calls(gm) if meta(n)["main"]]
     runs = _pair(_join(_runs(main, classes)), classes)
     produced = {node: index for index, run in enumerate(runs) for node in run.nodes}
     wide = {index for index, run in enumerate(runs) if _fresh(run, index, produced) > WIDEST_CUT}
@@ -128,7 +131,7 @@ def _runs(main: list[fx.Node], classes: dict[str, str]) -> list[Group]:
 def _belongs_after(node: fx.Node, block: str) -> bool:
     """Whether the node is what the code around ``block`` does with its result: a residual written in the caller's loop."""
     around = stack(node)[-1][0] + "." if stack(node) else ""
-    return block != "" and block.startswith(around) and not any("parameter" in n.meta for n in node.all_input_nodes)
+    return block != "" and block.startswith(around) and not any("parameter" in meta(n) for n in node.all_input_nodes)
 
 
 def _splitting_depth(main: list[fx.Node]) -> int:
@@ -181,19 +184,19 @@ def _pair(runs: list[Group], classes: dict[str, str]) -> list[Group]:
 def _products(run: Group) -> int:
     """The products of the run with a parameter."""
     return sum(
-        facts(node).is_product and any("parameter" in n.meta for n in node.all_input_nodes) for node in run.nodes
+        facts(node).is_product and any("parameter" in meta(n) for n in node.all_input_nodes) for node in run.nodes
     )
 
 
 def _holds_matrix(run: Group) -> bool:
-    return any("parameter" in n.meta and len(shape(n)) > 1 for node in run.nodes for n in node.all_input_nodes)
+    return any("parameter" in meta(n) and len(shape(n)) > 1 for node in run.nodes for n in node.all_input_nodes)
 
 
 def _reads_only(run: Group, before: Group) -> bool:
     """Whether all that reaches the run through a parameter comes from the run before."""
     known = {*run.nodes, *before.nodes}
     return all(
-        n in known or n.op == "placeholder" or not n.meta["main"] for node in run.nodes for n in node.all_input_nodes
+        n in known or n.op == "placeholder" or not meta(n)["main"] for node in run.nodes for n in node.all_input_nodes
     )
 
 

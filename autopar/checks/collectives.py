@@ -25,6 +25,7 @@ from torch import fx
 from autopar.errors import ProgramError
 from autopar.flow import gradient_flow, placeholders
 from autopar.ops.cost import tensors
+from autopar.ops.meta import meta
 from autopar.ops.operands import operands
 from autopar.plan import Axis
 from autopar.price.moves import Move, layer_moves, wire
@@ -101,7 +102,7 @@ _HINT = "this is a fault of autopar's, not of the model's: please report it with
 def priced(layer: LocalLayer) -> Iterator[Exchange]:
     """The collectives that the price of the layer is made of, at the captured dtypes."""
     nodes = [node for node in layer.cls.graph.graph.nodes if node.op != "output"]
-    sizes = {n.name: sum(t.numel() * t.element_size() for t in tensors(n.meta.get("val"))) for n in nodes}
+    sizes = {n.name: sum(t.numel() * t.element_size() for t in tensors(meta(n).get("val"))) for n in nodes}
     for move in layer_moves(layer.cls, layer.sharding.types, sizes, gradient_flow(layer.cls)):
         yield from _exchanges_of(move, layer.sharding.axes)
 
@@ -144,7 +145,7 @@ def exchanges(layer: LocalLayer) -> Iterator[Exchange]:
             pair = conversion(SpmdType.parse(str(source)), SpmdType.parse(str(target)))
             assert pair is not None, node.format_node()
             ranks = math.prod(sizes[axis] for axis in axes)
-            yield from _conversion(_origin(node).name, axes, pair, before, after, ranks, node.meta["gradient"])
+            yield from _conversion(_origin(node).name, axes, pair, before, after, ranks, meta(node)["gradient"])
         elif node.name in originals and str(getattr(node.target, "__module__", "")).startswith(_KERNELS):
             yield from _kernel(node, originals[node.name], layer.sharding.axes)
 
@@ -181,8 +182,8 @@ def _kernel(node: fx.Node, original: fx.Node, axes: tuple[Axis, ...]) -> Iterato
     local = {_origin(operand).name: operand for operand in node.all_input_nodes} | {original.name: node}
     for one in traffic:
         value = local[one.value.name]
-        tensor = tensors(value.meta["val"])[0]
-        pairs = list(zip(axes, value.meta["types"], strict=True))
+        tensor = tensors(meta(value)["val"])[0]
+        pairs = list(zip(axes, meta(value)["types"], strict=True))
         slices = math.prod(axis.size for axis, t in pairs if t.sharded and axis.name in names)
         size = tensor.numel() * slices * (one.itemsize or tensor.element_size()) * one.times
         for collective, backward in ((one.forward, False), (one.backward, True)):
@@ -226,7 +227,7 @@ def _in_time(crossing: Crossing, program: LocalProgram) -> SpmdType:
 
 
 def _bytes(node: fx.Node) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors(node.meta["val"]))
+    return sum(t.numel() * t.element_size() for t in tensors(meta(node)["val"]))
 
 
 def _origin(node: fx.Node) -> fx.Node:

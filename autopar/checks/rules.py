@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from autopar.errors import RuleError
 from autopar.ops.facts import Kind, facts, op_name, op_of
+from autopar.ops.meta import meta
 from autopar.rules.candidates import Candidate, candidates
 from autopar.types import SpmdType
 from passes.localise import apply, localised
@@ -75,7 +76,7 @@ def build(given: Sample) -> tuple[fx.Node, list[Value]]:
         values.append(value)
         if id(item) not in known:
             known[id(item)] = graph.placeholder(f"x{len(known)}")
-            known[id(item)].meta["val"] = _map(lambda t: t.to("meta"), value)
+            meta(known[id(item)])["val"] = _map(lambda t: t.to("meta"), value)
         return known[id(item)]
 
     def place(item: Any) -> Any:
@@ -89,7 +90,7 @@ def build(given: Sample) -> tuple[fx.Node, list[Value]]:
     kwargs = {key: place(value) for key, value in given.kwargs.items()}
     node = graph.call_function(given.target, args, kwargs)
     result = apply((given.target, args, kwargs, None), node, values)
-    node.meta["val"] = _map(lambda t: t.to("meta"), result)
+    meta(node)["val"] = _map(lambda t: t.to("meta"), result)
     return node, values
 
 

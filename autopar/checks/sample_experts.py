@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from autopar.ops.experts import Experts
+from autopar.ops.meta import meta
 from autopar.program.kernels_experts import grouped_linear, of_rows
 
 aten = torch.ops.aten
@@ -42,17 +43,17 @@ def plain_experts(rows: int, width: int, count: int, inner: int = 12) -> Experts
 
 def _inputs(graph: fx.Graph, rows: int, width: int, count: int) -> tuple[fx.Node, fx.Node]:
     x, counts = _input(graph, "rows", rows, width), _input(graph, "counts", count)
-    counts.meta["val"] = counts.meta["val"].long()
+    meta(counts)["val"] = meta(counts)["val"].long()
     return x, counts
 
 
 def _input(graph: fx.Graph, name: str, *shape: int) -> fx.Node:
     node = graph.placeholder(name)
-    node.meta["val"] = torch.empty(shape, dtype=torch.float64, device="meta")
+    meta(node)["val"] = torch.empty(shape, dtype=torch.float64, device="meta")
     return node
 
 
 def _inner(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
     node = graph.call_function(target, args)
-    node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+    meta(node)["val"] = target(*fx.map_arg(args, lambda n: meta(n)["val"]))
     return node

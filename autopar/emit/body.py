@@ -10,6 +10,7 @@ from torch import fx
 from autopar.emit.expressions import Text, expression, literal
 from autopar.emit.names import Names
 from autopar.ops.facts import facts
+from autopar.ops.meta import meta
 from passes.collectives import convert
 
 WIDTH = 110  # an expression that would make a line longer gets a name of its own
@@ -38,7 +39,7 @@ def statements(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Names, w
                 lines = _with_deletions(lines, named, ends)
             break
         text = expression(node, texts)
-        if node.meta.get("kept"):
+        if meta(node).get("kept"):
             text = Text(f"selective.keep(lambda: {text.text})")
         if _inline(node, text) and not watch:
             texts[node] = text
@@ -84,7 +85,7 @@ def _name(node: fx.Node) -> str:
 def _inline(node: fx.Node, text: Text) -> bool:
     """Whether the expression may stand in its only reader: a conversion always gets a line, to be seen."""
     # what stands inside of ``keep`` is kept: a product that is not gets a line of its own
-    if node.meta.get("kept") or ("kept" in node.meta and facts(node).is_expensive):
+    if meta(node).get("kept") or ("kept" in meta(node) and facts(node).is_expensive):
         return False
     if node.target is convert or len(node.users) != 1 or len(text.text) > WIDTH // 2:
         return False
@@ -96,7 +97,7 @@ def _inline(node: fx.Node, text: Text) -> bool:
 
 def _scope(node: fx.Node) -> str:
     """The innermost module of the user's model that the node came from, relative to its layer."""
-    stack = node.meta.get("nn_module_stack") or {}
+    stack = meta(node).get("nn_module_stack") or {}
     if not stack:
         return ""
     path = str(list(stack.values())[-1][0])

@@ -8,6 +8,7 @@ from autopar.emit.body import statements
 from autopar.emit.expressions import Text
 from autopar.emit.names import Names
 from autopar.ops.experts import Experts
+from autopar.ops.meta import meta
 
 NAME = "expert_body"
 
@@ -18,7 +19,7 @@ def name_bodies(nodes: list[fx.Node]) -> dict[Experts, str]:
     for node in nodes:
         if isinstance(node.target, Experts):
             name = NAME if not found else f"{NAME}_{len(found) + 1}"
-            node.meta["body"] = found.setdefault(node.target, name)
+            meta(node)["body"] = found.setdefault(node.target, name)
     return found
 
 
@@ -29,7 +30,7 @@ def body_method(op: Experts, name: str) -> list[str]:
     inputs = [node for node in nodes if node.op == "placeholder"]
     texts = {node: Text(names.fresh(node.name)) for node in inputs}
     signature = ", ".join(f"{texts[node].text}: torch.Tensor" for node in inputs)
-    shapes = ", ".join(f"{texts[node].text} {tuple(node.meta['val'].shape)}" for node in inputs[2:])
+    shapes = ", ".join(f"{texts[node].text} {tuple(meta(node)['val'].shape)}" for node in inputs[2:])
     return [
         "",
         "    @staticmethod",

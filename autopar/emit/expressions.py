@@ -19,6 +19,7 @@ from torch import fx
 from autopar import program
 from autopar.ops.experts import Experts
 from autopar.ops.facts import Kind, facts, is_custom, op_name
+from autopar.ops.meta import meta
 from autopar.ops.operands import arguments
 from autopar.torch_private import overload_schema
 from autopar.types import SpmdType
@@ -131,7 +132,7 @@ def _experts(node: fx.Node, op: Experts, texts: Texts) -> str:
     """A mixture of experts: its body is a method of the layer, named in ``meta["body"]``."""
     x, index, weights, *parameters = (literal(arg, texts) for arg in node.args)
     rest = "".join(f", {key}={literal(value, texts)}" for key, value in node.kwargs.items())
-    given = f"{x}, {index}, {weights}, [{', '.join(parameters)}], self.{node.meta['body']}, {op.count}{rest}"
+    given = f"{x}, {index}, {weights}, [{', '.join(parameters)}], self.{meta(node)['body']}, {op.count}{rest}"
     return f"kernels_experts.experts({given})"
 
 
@@ -156,7 +157,7 @@ def _call_arguments(node: fx.Node, texts: Texts) -> str:
 def _opaque(node: fx.Node, name: str, texts: Texts) -> str:
     """A module that runs as it is written: nothing of it is sharded, and so its result has the shape that capture saw."""
     inputs, tensors = (literal(arg, texts) for arg in node.args)
-    value = node.meta["val"]
+    value = meta(node)["val"]
     return f'opaque.call("{name}", {inputs}, {tensors}, {tuple(value.shape)}, {value.dtype})'
 
 
@@ -164,7 +165,7 @@ def _conversion(node: fx.Node, texts: Texts) -> str:
     """A conversion as its ``spmd_types`` call."""
     value, axes, source, target = node.args
     assert isinstance(value, fx.Node) and isinstance(axes, (list, tuple))
-    dtype = value.meta["val"].dtype if value.meta["gradient"] else None
+    dtype = meta(value)["val"].dtype if meta(value)["gradient"] else None
     text = texts[value].text
     if str(source) == "P" and _strided(value):
         text = f"{texts[value].within(ATOM)}.contiguous()"  # as an all-reduce needs it
@@ -307,7 +308,7 @@ def _embedding(node: fx.Node, texts: Texts) -> Text:
 
 
 def _ndim(node: fx.Node) -> int:
-    return int(node.meta["val"].dim())
+    return int(meta(node)["val"].dim())
 
 
 _SPECIAL: dict[str, Callable[[fx.Node, Texts], Text | None]] = {

@@ -8,6 +8,7 @@ from autopar.emit.body import statements
 from autopar.emit.experts import body_method, name_bodies
 from autopar.emit.expressions import Text
 from autopar.emit.names import Names, attributes
+from autopar.ops.meta import meta
 from autopar.types import SpmdType
 from passes.layer import LocalLayer
 
@@ -111,7 +112,7 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
         arguments.append(argument)
         if kind != "activation":
             held.append(argument)
-        notes.append(f"        # {argument} {tuple(node.meta['val'].shape)}: {types_text(axes, layer.border(index))}")
+        notes.append(f"        # {argument} {tuple(meta(node)['val'].shape)}: {types_text(axes, layer.border(index))}")
     if layer.random:
         arguments.append("key")
     signature = ", ".join(["self", *(f"{argument}: torch.Tensor" for argument in arguments)])

@@ -19,6 +19,7 @@ from autopar.emit.prelude import prelude_function
 from autopar.emit.stage import layer_attribute, owned_attribute, stage_class
 from autopar.errors import ModelError, UsageError
 from autopar.graph import Graph
+from autopar.ops.meta import meta
 from autopar.plan import INTERLEAVED, SPLIT, Plan
 from autopar.program import copy_runtime
 from autopar.program.state import write_initial
@@ -123,8 +124,8 @@ def _refuse_float16(graph: Graph) -> None:
     found = [(p.original, p.dtype) for p in graph.parameters.values() if p.trainable]
     found += [(value.name, value.dtype) for value in graph.values.values() if value.requires_grad]
     for cls in graph.classes.values():
-        nodes = [node for node in cls.graph.graph.nodes if node.meta.get("grad") and node.op == "call_function"]
-        found += [(f"{cls.name}.{node.name}", t.dtype) for node in nodes if isinstance(t := node.meta["val"], Tensor)]
+        nodes = [node for node in cls.graph.graph.nodes if meta(node).get("gradient") and node.op == "call_function"]
+        found += [(f"{cls.name}.{node.name}", t.dtype) for node in nodes if isinstance(t := meta(node)["val"], Tensor)]
     for name, dtype in found:
         if dtype == torch.float16:
             raise UsageError(

@@ -1,7 +1,7 @@
 """What one op costs: floating-point operations and bytes of device memory, at the shapes its node carries.
 
 Matrix products, convolutions and attention count FLOPs; every other op is priced by the bytes it reads and writes, which is what bounds it;
-views cost nothing. Counts are those of the whole tensors of ``node.meta["val"]``; the caller divides them among the devices of an axis.
+views cost nothing. Counts are those of the whole tensors of ``meta(node)["val"]``; the caller divides them among the devices of an axis.
 
 Conventions: a multiply-add is two operations; attention is flash-like (no score matrix in memory); *executed* FLOPs
 of causal attention are half, *model* FLOPs (for MFU) are those of the full square, as in Megatron's and nanotron's
@@ -18,6 +18,7 @@ from torch import fx
 
 from autopar.ops.experts import Experts
 from autopar.ops.facts import Kind, facts
+from autopar.ops.meta import meta
 from autopar.ops.operands import arguments, operands
 
 # Backward FLOPs of one op over its forward FLOPs, when every floating operand needs a gradient. Matrix products: one
@@ -37,13 +38,13 @@ def tensors(value: object) -> list[torch.Tensor]:
 
 def value_of(node: object) -> torch.Tensor | None:
     """The meta tensor that an argument stands for; ``None`` where it is not a single tensor."""
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    value = meta(node).get("val") if isinstance(node, fx.Node) else None
     return value if isinstance(value, torch.Tensor) else None
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:
     """The nodes that ``node`` reads and that hold tensors, in ``all_input_nodes`` order."""
-    return [n for n in node.all_input_nodes if tensors(n.meta.get("val"))]
+    return [n for n in node.all_input_nodes if tensors(meta(n).get("val"))]
 
 
 def is_attention(node: fx.Node) -> bool:
@@ -70,7 +71,7 @@ def executed_flops(node: fx.Node) -> float:
 
 def model_flops(node: fx.Node) -> float:
     """Forward FLOPs by the usual convention for utilisation: attention counts the full square."""
-    if node.op != "call_function" or not tensors(node.meta.get("val")):
+    if node.op != "call_function" or not tensors(meta(node).get("val")):
         return 0.0
     if is_attention(node):
         return _attention_flops(node)
@@ -91,11 +92,11 @@ def bytes_moved(node: fx.Node) -> int:
     """Bytes read plus written by the forward op."""
     if node.op != "call_function" or facts(node).is_view:
         return 0
-    written = sum(t.nbytes for t in tensors(node.meta.get("val")))
+    written = sum(t.nbytes for t in tensors(meta(node).get("val")))
     if facts(node).kind in (Kind.LOOKUP, Kind.GATHER):
         # only the rows that are picked are read, not the table
         return 2 * written + sum(v.nbytes for n in tensor_operands(node)[1:] if (v := value_of(n)) is not None)
-    return written + sum(t.nbytes for n in tensor_operands(node) for t in tensors(n.meta.get("val")))
+    return written + sum(t.nbytes for n in tensor_operands(node) for t in tensors(meta(n).get("val")))
 
 
 def attention_dropout(node: fx.Node) -> float:
@@ -110,7 +111,7 @@ def _causal(node: fx.Node) -> bool:
 
 
 def _attention_flops(node: fx.Node) -> float:
-    query, key, value = (n.meta["val"] for n in tensor_operands(node)[:3])
+    query, key, value = (meta(n)["val"] for n in tensor_operands(node)[:3])
     scores = math.prod(query.shape[:-1]) * key.shape[-2]
     return 2.0 * scores * (query.shape[-1] + value.shape[-1])
 
@@ -119,14 +120,14 @@ def _product(node: fx.Node) -> float:
     """A product whose contracted dim is the last of its left factor."""
     left = value_of(factors(node)[0])
     assert left is not None, node.format_node()
-    return 2.0 * node.meta["val"].numel() * left.shape[-1]
+    return 2.0 * meta(node)["val"].numel() * left.shape[-1]
 
 
 def _convolution(node: fx.Node) -> float:
     source, weight = (value_of(operand) for operand in node.args[:2])
     assert source is not None and weight is not None, node.format_node()
     # weight: [out channels, in channels / groups, *kernel]; transposed convolutions swap the first two
-    over = source if facts(node).kind is Kind.TRANSPOSED_CONVOLUTION else node.meta["val"]
+    over = source if facts(node).kind is Kind.TRANSPOSED_CONVOLUTION else meta(node)["val"]
     return 2.0 * over.numel() * math.prod(weight.shape[1:])
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from autopar.ops.facts import op_name
+from autopar.ops.meta import meta
 from autopar.program import kernels_experts
 
 
@@ -52,6 +53,6 @@ class Experts:
 def _described(body: fx.GraphModule) -> Iterator[tuple[Any, ...]]:
     """The body's nodes: what equal bodies have equal."""
     for node in body.graph.nodes:
-        value = node.meta.get("val")
+        value = meta(node).get("val")
         shape = (tuple(value.shape), str(value.dtype)) if isinstance(value, Tensor) else None
         yield node.op, str(node.target), str(node.args), str(node.kwargs), shape

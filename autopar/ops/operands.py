@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ops.meta import meta
 from autopar.torch_private import overload_schema
 
 
 def is_tensor(node: fx.Node) -> bool:
     """Whether the node's value is a tensor, or a tuple or list that holds one."""
-    value = node.meta.get("val")
+    value = meta(node).get("val")
     if isinstance(value, tuple | list):
         return any(isinstance(item, torch.Tensor) for item in value)
     return isinstance(value, torch.Tensor)
@@ -67,7 +68,7 @@ def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
 
 def shape_of(node: fx.Node, index: int = 0) -> tuple[int, ...]:
     """The global shape of the node's value; of its ``index``-th tensor where the value is a tuple."""
-    value = node.meta["val"]
+    value = meta(node)["val"]
     if isinstance(value, tuple | list):
         value = value[index]
     return tuple(int(size) for size in value.shape)

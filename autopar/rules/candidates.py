@@ -10,6 +10,7 @@ from torch import fx
 
 from autopar.errors import RuleError
 from autopar.ops.facts import op_name
+from autopar.ops.meta import meta
 from autopar.ops.operands import operands, shape_of
 from autopar.rules.notation import Atom, Dim, Kernel, Line, Operand, parse
 from autopar.rules.table import KERNELS, TABLE, Entry
@@ -92,7 +93,7 @@ def candidates(node: fx.Node) -> tuple[Candidate, ...]:
 
 def operand_shapes(node: fx.Node) -> list[Shape]:
     """The operands' global shapes; an element taken from a tuple has its own."""
-    if any(isinstance(operand.meta["val"], tuple | list) for operand in operands(node)):
+    if any(isinstance(meta(operand)["val"], tuple | list) for operand in operands(node)):
         return [shape_of(node)]
     return [shape_of(operand) for operand in operands(node)]
 

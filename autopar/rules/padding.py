@@ -25,6 +25,7 @@ from torch import fx
 
 from autopar.graph import LayerClass
 from autopar.ops.facts import Kind, aten_names, facts, op_name
+from autopar.ops.meta import meta
 from autopar.ops.operands import operands, shape_of
 from autopar.plan import Axis
 from autopar.rules.candidates import Bound, bind, line_of, operand_shapes
@@ -112,7 +113,7 @@ class _Analysis:
 
     def result(self) -> Padding:
         for node in self.nodes:
-            value = node.meta.get("val")
+            value = meta(node).get("val")
             if value is not None and (hasattr(value, "shape") or isinstance(value, tuple | list)):
                 for dim, size in enumerate(shape_of(node)):
                     self.parent[node.name, dim] = (node.name, dim)
@@ -219,7 +220,7 @@ def carried(node: fx.Node, held: Sequence[bool | None], in_result: bool) -> bool
     if kind is Kind.CLASS_LOSS:
         return True if held[1] is None else None
     if op.is_attention:
-        masked = len(held) > 3 and held[3] is not None and operands(node)[3].meta["val"].dtype == torch.bool
+        masked = len(held) > 3 and held[3] is not None and meta(operands(node)[3])["val"].dtype == torch.bool
         return bool(held[2]) if in_result and not masked else None
     if name in _KEEP:
         return everywhere if in_result or everywhere else None

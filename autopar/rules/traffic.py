@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autopar.ops.meta import meta
 from autopar.ops.operands import arguments, operands
 from autopar.types import Collective
 
@@ -39,7 +40,7 @@ class Wire:
 
     def bytes(self, element_bytes: float | None = None) -> float:
         """Bytes of the whole; ``element_bytes`` are those of one element of ``value`` where they differ from the captured dtype's."""
-        tensor = self.value.meta["val"]
+        tensor = meta(self.value)["val"]
         size = self.itemsize or (tensor.dtype.itemsize if element_bytes is None else element_bytes)
         return float(math.prod(tensor.shape) * size * self.times)
 
@@ -52,7 +53,7 @@ def kernel_traffic(kernel: str, node: fx.Node) -> tuple[Wire, ...]:
 
 def _wide(node: fx.Node) -> int:
     """Bytes per element of what kernels add up in: float32 or wider."""
-    return max(4, int(node.meta["val"].dtype.itemsize))
+    return max(4, int(meta(node)["val"].dtype.itemsize))
 
 
 def _vocabulary_loss(node: fx.Node) -> tuple[Wire, ...]:
@@ -89,8 +90,8 @@ def _statistics(node: fx.Node) -> tuple[Wire, ...]:
 def _expert_exchange(node: fx.Node) -> tuple[Wire, ...]:
     """Every token's row goes to each of its experts and comes back, and so does its gradient; before that, how many go where."""
     tokens, index = operands(node)[:2]
-    counts = node.target.count / math.prod(index.meta["val"].shape)  # type: ignore[union-attr]
-    choices = float(index.meta["val"].shape[-1])
+    counts = node.target.count / math.prod(meta(index)["val"].shape)  # type: ignore[union-attr]
+    choices = float(meta(index)["val"].shape[-1])
     return (
         Wire(index, Collective.ALL_TO_ALL, Collective.NONE, times=counts),
         Wire(tokens, Collective.ALL_TO_ALL, Collective.ALL_TO_ALL, times=choices),

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from autopar.ops.facts import op_name
+from autopar.ops.meta import meta
 from autopar.ops.operands import arguments, operands, shape_of
 
 Words = list[str]
@@ -163,7 +164,7 @@ def unbind(node: fx.Node) -> str:
 
 def getitem(node: fx.Node) -> str | None:
     """One element of a tuple of tensors; it has the tuple's type, which shards no dim in which the elements differ."""
-    parts = operands(node)[0].meta["val"]
+    parts = meta(operands(node)[0])["val"]
     if not isinstance(parts, tuple | list):
         return None
     words = names(len(shape_of(node)))
@@ -435,7 +436,7 @@ def cross_entropy(node: fx.Node) -> str | None:
         words = [w + "!" for w in words]
     words[1] += "" if words[1].endswith("!") else "!"
     target = operands(node)[1]
-    labels = words if target.meta["val"].is_floating_point() else words[:1] + words[2:]
+    labels = words if meta(target)["val"].is_floating_point() else words[:1] + words[2:]
     rest = [[words[1]] for _ in operands(node)[2:]]
     return line([words, labels, *rest], words[:1] + words[2:] if reduction == 0 else [])
 
@@ -474,7 +475,7 @@ def index(node: fx.Node) -> str | None:
     nodes = [indices[i] for i in used]
     if not used or used != list(range(used[0], used[-1] + 1)):
         return None
-    if any(item.meta["val"].dtype in (torch.bool, torch.uint8) for item in nodes):
+    if any(meta(item)["val"].dtype in (torch.bool, torch.uint8) for item in nodes):
         return None
     words = names(len(indices))
     ranks = [len(shape_of(item)) for item in nodes]

@@ -11,6 +11,7 @@ from torch import fx
 from autopar.flow import gradient_flow
 from autopar.graph import Graph, LayerClass
 from autopar.ops.facts import op_name
+from autopar.ops.meta import meta
 from autopar.ops.operands import operands
 from autopar.plan import Role
 from autopar.rules import has_rule
@@ -76,6 +77,6 @@ def _described(node: fx.Node) -> str:
         node = next((reader for reader in node.users if reader.op == "call_function"), node)
     text = op_name(node).removeprefix("aten.") if node.op == "call_function" else f"the value {node.name}"
     path = module_path(node)
-    frames = re.findall(r'File "([^"]+)", line (\d+), in \w+\n\s*(.+)', str(node.meta.get("stack_trace") or ""))
+    frames = re.findall(r'File "([^"]+)", line (\d+), in \w+\n\s*(.+)', str(meta(node).get("stack_trace") or ""))
     where = f"line {frames[-1][1]} of {Path(frames[-1][0]).name}: {frames[-1][2]}" if frames else ""
     return f"{text}{f' of {path}' if path else ''}{f' ({where})' if where else ''}"

@@ -30,6 +30,7 @@ from autopar.graph import LayerClass, Value
 from autopar.ops.cost import op_cost
 from autopar.ops.experts import Experts
 from autopar.ops.facts import facts
+from autopar.ops.meta import meta
 from autopar.ops.operands import operands
 from autopar.plan import Role
 from autopar.rules import Candidate, candidates
@@ -174,7 +175,7 @@ class Problem:
         return self._conversion_costs[key]
 
     def _conversion_cost(self, name: str, source: SpmdType, target: SpmdType) -> float:
-        value = self.nodes[name].meta["val"]
+        value = meta(self.nodes[name])["val"]
         pair = conversion(source, target)
         if self.in_time and not legal_in_time(source, target, self._flow[name]):
             return math.inf
@@ -244,7 +245,7 @@ class Problem:
             return True
         if self.role is Role.RING:
             return option.kernel == "ring_attention"
-        return option.result.dim == len(node.meta["val"].shape) - 3
+        return option.result.dim == len(meta(node)["val"].shape) - 3
 
     def _fits(self, name: str, shape: tuple[int, ...], t: SpmdType) -> bool:
         """Whether the value may be sharded so, padded where that is allowed."""
@@ -272,7 +273,7 @@ class Problem:
         index = self._inputs.index(node)
         counts = (len(cls.activations), len(cls.inputs), len(cls.constants), len(cls.scalars), len(cls.parameters))
         kind = next(k for k in range(5) if index < sum(counts[: k + 1]))
-        shape = tuple(node.meta["val"].shape)
+        shape = tuple(meta(node)["val"].shape)
         if kind == 0:
             t = boundary(cls, role, cls.activations[index])
             return [] if t is None else [t]
@@ -323,5 +324,5 @@ class Problem:
 
 
 def _bytes(node: fx.Node) -> float:
-    value = node.meta["val"]
+    value = meta(node)["val"]
     return float(math.prod(value.shape) * value.dtype.itemsize) if hasattr(value, "shape") else 0.0

@@ -6,6 +6,7 @@ from torch import fx
 
 from autopar.graph import Graph
 from autopar.ops.facts import facts, op_name
+from autopar.ops.meta import meta
 from autopar.ops.operands import operands, shape_of
 from autopar.plan import Role
 from autopar.shard.problem import Problem, boundary
@@ -32,7 +33,7 @@ def refusal(graph: Graph, layer: int, role: Role, size: int) -> str:
     for node, options in problem.options.items():
         if not options:
             found = problem.nodes[node]
-            shape = list(getattr(found.meta.get("val"), "shape", ()))
+            shape = list(getattr(meta(found).get("val"), "shape", ()))
             what = op_name(found) or "the value"
             return f"{name}: {what} {node} {shape} has no types for {role.value} on {size} devices"
     return f"{name}: no types of its ops go together for {role.value} on {size} devices"

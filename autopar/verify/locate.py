@@ -23,6 +23,7 @@ from autopar.emit.stage import layer_attribute
 from autopar.flow import output_nodes
 from autopar.measure import EXACT, Error
 from autopar.ops.facts import op_name
+from autopar.ops.meta import meta
 from autopar.plan import Plan
 from autopar.run.pool import WorkerPool
 from autopar.types import SpmdType
@@ -124,8 +125,8 @@ class _Search:
             source = node
             while source.target is convert:
                 source = source.args[0]
-            if source.name in whole and "types" in node.meta:
-                found = self._differs(records, layer, node.name, node, whole[source.name], node.meta["types"], what)
+            if source.name in whole and "types" in meta(node):
+                found = self._differs(records, layer, node.name, node, whole[source.name], meta(node)["types"], what)
                 if found is not None:
                     return found
         return None

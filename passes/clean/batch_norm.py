@@ -9,10 +9,9 @@ from __future__ import annotations
 from torch import fx
 
 from autopar.ops.facts import op_name
+from autopar.ops.meta import graph_meta
 from autopar.program import kernels_norm
 from passes.clean.nodes import add, aten, calls, dtype, module_path, note, replace, shape
-
-LOCAL = "local_batch_norm"  # key of ``GraphModule.meta``: every part of the batch is normalised by its own statistics
 
 
 def batch_norm_pass(gm: fx.GraphModule) -> fx.GraphModule:
@@ -30,7 +29,7 @@ def _replacement(gm: fx.GraphModule, node: fx.Node) -> fx.Node:
     assert isinstance(x, fx.Node)
     if not training:
         return add(node, kernels_norm.normalise, (x, running_mean, running_var, weight, bias, eps))
-    if gm.meta.get(LOCAL):
+    if graph_meta(gm).get("local_batch_norm"):
         note(gm, "batch norm takes the statistics of each rank's part of each microbatch, as local_batch_norm allows")
         if isinstance(running_mean, fx.Node) and isinstance(running_var, fx.Node):
             own = add(node, aten.detach.default, (x,))
@@ -38,7 +37,7 @@ def _replacement(gm: fx.GraphModule, node: fx.Node) -> fx.Node:
         return add(node, kernels_norm.local_batch_norm, (x, weight, bias, eps))
     path = module_path(node)
     where = f", first in {path}" if path else ""
-    gm.meta.setdefault(
+    graph_meta(gm).setdefault(
         "unmicrobatchable", f"batch norm couples the batch{where} (local_batch_norm=True lets go of that)"
     )
     statistics = add(node, kernels_norm.batch_statistics, (x,))

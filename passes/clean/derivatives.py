@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopar.errors import CaptureError
 from autopar.ops.facts import is_random, op_name
+from autopar.ops.meta import meta
 from autopar.ops.operands import args_of
 from autopar.torch_private import backward_decompositions, fake_tensors, is_overload, written_arguments
 from passes.clean.functional import functionalise_pass
@@ -129,7 +130,7 @@ def _traced(
     marker: fx.Node,
 ) -> tuple[fx.GraphModule, list[fx.Node]]:
     """A graph from ``given`` to the derivatives and what of ``between`` is a tensor, which comes second."""
-    kept = [node for node in between if isinstance(node.meta["val"], Tensor)]
+    kept = [node for node in between if isinstance(meta(node)["val"], Tensor)]
 
     def compute(*values: Tensor) -> list[Tensor]:
         env: dict[fx.Node, Any] = dict(zip(given, values, strict=True))
@@ -153,7 +154,7 @@ def _traced(
 
     try:
         with fake_tensors(), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-            values = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) for v in (n.meta["val"] for n in given)]
+            values = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) for v in (meta(n)["val"] for n in given)]
             traced = make_fx(compute, decomposition_table=backward_decompositions(_SIMPLE))(*values)
     except RuntimeError as error:
         raise CaptureError(
@@ -161,11 +162,11 @@ def _traced(
             hint="the model must run on this batch by itself first",
         ) from error
     for node in traced.graph.nodes:
-        value = node.meta.get("val")
+        value = meta(node).get("val")
         if isinstance(value, Tensor):
-            node.meta["val"] = like(value)
+            meta(node)["val"] = like(value)
         elif isinstance(value, tuple | list):
-            node.meta["val"] = type(value)(like(item) if isinstance(item, Tensor) else item for item in value)
+            meta(node)["val"] = type(value)(like(item) if isinstance(item, Tensor) else item for item in value)
     return functionalise_pass(traced), kept
 
 
@@ -189,6 +190,6 @@ def _copied(
         assert node.op == "call_function", node
         with marker.graph.inserting_before(marker):
             env[node] = marker.graph.node_copy(node, lambda n: env[n])
-        env[node].meta = {"val": node.meta["val"]}
+        env[node].meta = {"val": meta(node)["val"]}
         copy_origin(marker, env[node])
     return [env[node] for node in results]

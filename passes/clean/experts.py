@@ -17,6 +17,7 @@ from torch.fx.node import map_arg
 
 from autopar.ops.experts import Experts
 from autopar.ops.facts import Kind, facts, is_pointwise, op_name
+from autopar.ops.meta import meta
 from autopar.ops.operands import args_of, argument
 from autopar.program.kernels_experts import grouped_linear, of_rows
 from autopar.rules.experts import is_row_wise
@@ -151,7 +152,7 @@ class _Body:
     def __init__(self, region: _Region) -> None:
         self.region, self.graph = region, fx.Graph()
         self.rows, self.counts = self._placeholder("rows", region.rows), self._placeholder("counts", region.counts)
-        self.counts.meta["val"] = region.counts.meta["val"].long()
+        meta(self.counts)["val"] = meta(region.counts)["val"].long()
         self.made: dict[fx.Node, fx.Node] = {region.rows: self.rows}
         self.parameters: dict[fx.Node, fx.Node] = {}  # the model's placeholder to the body's
         self.sorted: set[fx.Node] = {self.rows}  # what has a dim of rows
@@ -190,7 +191,7 @@ class _Body:
 
     def _placeholder(self, name: str, source: fx.Node) -> fx.Node:
         node = self.graph.placeholder(name)
-        node.meta["val"] = source.meta["val"]
+        meta(node)["val"] = meta(source)["val"]
         return node
 
     def _call(
@@ -205,9 +206,9 @@ class _Body:
     def _copy(self, node: fx.Node) -> fx.Node | None:
         experts = shape(self.region.counts)[0]
         if node.op == "placeholder":
-            if "parameter" not in node.meta or shape(node)[:1] != (experts,):
+            if "parameter" not in meta(node) or shape(node)[:1] != (experts,):
                 return None
-            name = node.meta["parameter"].name.rsplit(".", 1)[-1]
+            name = meta(node)["parameter"].name.rsplit(".", 1)[-1]
             self.parameters[node] = self._placeholder(name, node)
             return self.parameters[node]
         if facts(node).kind is Kind.GROUPED_PRODUCT:
@@ -236,7 +237,7 @@ class _Body:
             -1
         ]  # not the number that the node has in the whole model: equal bodies are equal
         new = self.graph.create_node("call_function", node.target, args, kwargs, name=name)
-        new.meta = {key: value for key, value in node.meta.items() if key != "grad"}
+        new.meta = {key: value for key, value in node.meta.items() if key != "gradient"}
         if any(n in self.sorted for n in new.all_input_nodes):
             allowed = is_row_wise(new, self.sorted)
             self.sorted.add(new)
@@ -278,7 +279,7 @@ def _split_fused(graph: fx.Graph, parameters: dict[fx.Node, fx.Node]) -> tuple[f
             outer_part = part(outer, number, 2 if transposed else 1, start, end)
             with graph.inserting_before(stored):
                 inner = graph.placeholder(f"{stored.name}_part{number}")
-            inner.meta["val"] = outer_part.meta["val"]
+            meta(inner)["val"] = meta(outer_part)["val"]
             outside[inner] = outer_part
             operand = add(node, aten.transpose.int, (inner, 1, 2)) if transposed else inner
             new = add(node, grouped_linear, (args_of(node)[0], operand, args_of(node)[2]))

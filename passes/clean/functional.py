@@ -24,6 +24,7 @@ from torch.fx.node import map_arg
 
 from autopar.errors import CaptureError
 from autopar.ops.facts import facts, op_name
+from autopar.ops.meta import graph_meta, meta
 from autopar.ops.operands import args_of, argument
 from autopar.torch_private import functional_twin, overload_schema, written_arguments
 from passes.clean.nodes import add, aten, calls, has_gradient, shape, source_line
@@ -122,7 +123,7 @@ class _Functionaliser:
             call, item = args_of(node)
             return self.results.get(call, [None] * (item + 1))[item : item + 1]
         found = origins(node)
-        if isinstance(node.meta.get("val"), tuple | list):
+        if isinstance(meta(node).get("val"), tuple | list):
             self.results[node] = found
             return []
         return found
@@ -137,10 +138,10 @@ class _Functionaliser:
 
     def _holders(self, node: fx.Node) -> list[fx.Node]:
         """Who stands for each tensor that an op has written: itself, or who picks it from several."""
-        if not isinstance(node.meta["val"], tuple | list):
+        if not isinstance(meta(node)["val"], tuple | list):
             return [node]
         picked = {args_of(user)[1]: user for user in node.users if user.target is operator.getitem}
-        return [picked.get(index, node) for index in range(len(node.meta["val"]))]
+        return [picked.get(index, node) for index in range(len(meta(node)["val"]))]
 
     def _version(self, base: fx.Node) -> int:
         return self.newest[base][1] if base in self.newest else 0
@@ -174,7 +175,7 @@ class _Functionaliser:
         """Carry ``new``, the new value of the view, back to the base."""
         base, value = alias.base, self._value(alias.base)
         self._refuse_base(base, node)
-        if new.meta["val"].numel() == 0:
+        if meta(new)["val"].numel() == 0:
             return
         if any(view.detaches for view in alias.chain):
             new = self._detached(alias, new, node)
@@ -184,7 +185,7 @@ class _Functionaliser:
         for view, source in zip(reversed(alias.chain), reversed(sources), strict=True) if alias.chain else ():
             back = scatter(view, source, new, node)
             if back is None:
-                many = view.value.numel() > source.meta["val"].numel()
+                many = view.value.numel() > meta(source)["val"].numel()
                 what = "which shows an element in several places" if many else "a view that is not followed"
                 raise _refused(node, f"writes through {view.name.removeprefix('aten.')}, {what}", _INSTEAD)
             new = back
@@ -209,7 +210,9 @@ class _Functionaliser:
                 "gradient",
             )
         cut = next(view for view in alias.chain if view.detaches)
-        if not cut.call.meta.get("no_grad"):  # autograd itself refuses to go back through what is written under no_grad
+        if not meta(cut.call).get(
+            "no_grad"
+        ):  # autograd itself refuses to go back through what is written under no_grad
             holders = {value} | {other.current for other in self.aliases.values() if other.base is alias.base}
             self.detached.append((node, holders, [user for holder in holders for user in holder.users]))
         if not self._gradient(new):
@@ -223,7 +226,7 @@ class _Functionaliser:
     def _refuse_base(self, base: fx.Node, node: fx.Node) -> None:
         """Trainable parameters are the optimizer's, and tensors that are in no ``state_dict`` nobody's. A frozen parameter that forward
         writes (a momentum teacher's) is a buffer from here on."""
-        parameter = base.meta.get("parameter")
+        parameter = meta(base).get("parameter")
         if parameter is not None and parameter.trainable:
             raise _refused(
                 node,
@@ -232,18 +235,18 @@ class _Functionaliser:
                 "where it is not trained, freeze it: parameter.requires_grad_(False)",
             )
         if parameter is not None:
-            del base.meta["parameter"]
-            base.meta.update(buffer=parameter.name, lifted=False)
-        if base.op == "get_attr" or base.meta.get("lifted"):
+            del meta(base)["parameter"]
+            meta(base).update({"buffer": parameter.name, "lifted": False})
+        if base.op == "get_attr" or meta(base).get("lifted"):
             raise _refused(
                 node,
                 "writes to a tensor that is neither made in forward nor a buffer, so that nothing keeps its new value",
                 "make it a buffer of the model: self.register_buffer(name, tensor)",
             )
-        if shared := base.meta.get("shares"):
+        if shared := meta(base).get("shares"):
             raise _refused(
                 node,
-                f"writes to {base.meta.get('buffer')}, whose memory {shared} shares",
+                f"writes to {meta(base).get('buffer')}, whose memory {shared} shares",
                 "give each a tensor of its own: tensor.clone()",
             )
 
@@ -260,13 +263,13 @@ class _Functionaliser:
             outs = set(written) - {name for name, _ in overload_schema(target) or ()}
             kwargs = {name: value for name, value in node.kwargs.items() if name not in outs}
             new = add(node, target, node.args, kwargs)
-        several = isinstance(new.meta["val"], tuple | list)
+        several = isinstance(meta(new)["val"], tuple | list)
         news = [add(node, operator.getitem, (new, i)) for i in range(len(targets))] if several else [new]
         return [self._fitted(value, target, node) for value, target in zip(news, targets, strict=True)]
 
     def _fitted(self, new: fx.Node, target: fx.Node, node: fx.Node) -> fx.Node:
-        value = target.meta["val"]
-        if new.meta["val"].dtype != value.dtype:
+        value = meta(target)["val"]
+        if meta(new)["val"].dtype != value.dtype:
             new = add(node, aten.to.dtype, (new, value.dtype))
         if shape(new) != tuple(value.shape):
             if op_name(node) != "aten.copy_":
@@ -333,11 +336,11 @@ class _Functionaliser:
         """Make the new values of buffers outputs; a buffer that is written is no constant (``meta["state"]``)."""
         output = next(node for node in reversed(self.gm.graph.nodes) if node.op == "output")
         results = output.args[0] if isinstance(output.args[0], tuple | list) else (output.args[0],)
-        updates = {base: value for base, (value, _) in self.newest.items() if "buffer" in base.meta}
+        updates = {base: value for base, (value, _) in self.newest.items() if "buffer" in meta(base)}
         output.args = ((*results, *updates.values()),)
-        self.gm.meta["updates"] = tuple(buffer.meta["buffer"] for buffer in updates)
+        graph_meta(self.gm)["updates"] = tuple(meta(buffer)["buffer"] for buffer in updates)
         for buffer in updates:
-            buffer.meta["state"] = True
+            meta(buffer)["state"] = True
 
 
 def updates_pass(gm: fx.GraphModule) -> fx.GraphModule:
@@ -345,7 +348,7 @@ def updates_pass(gm: fx.GraphModule) -> fx.GraphModule:
     buffer's is computed in it, and is nothing else."""
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
     results: Any = output.args[0]
-    first = len(results) - len(gm.meta.get("updates", ()))
+    first = len(results) - len(graph_meta(gm).get("updates", ()))
 
     def own(value: fx.Node) -> fx.Node:
         if value.op == "placeholder":
@@ -376,7 +379,7 @@ def _special(node: fx.Node) -> fx.Node | None:
         assert isinstance(written, fx.Node)
         if isinstance(fill, fx.Node):
             return add(node, aten.expand.default, (fill, list(shape(written))))
-        return add(node, aten.full.default, (list(shape(written)), fill), {"dtype": written.meta["val"].dtype})
+        return add(node, aten.full.default, (list(shape(written)), fill), {"dtype": meta(written)["val"].dtype})
     if name == "aten.copy_":
         source = args_of(node)[1]
         assert isinstance(source, fx.Node)
@@ -396,7 +399,7 @@ def _diagonal_filled(node: fx.Node) -> fx.Node | None:
     first = counted(sizes[0], 0, rank, node)
     equal = [add(node, aten.eq.Tensor, (first, counted(sizes[d], d, rank, node))) for d in range(1, rank)]
     on = functools.reduce(lambda a, b: add(node, aten.bitwise_and.Tensor, (a, b)), equal)
-    filled = add(node, aten.full.default, ([1] * rank, fill), {"dtype": x.meta["val"].dtype})
+    filled = add(node, aten.full.default, ([1] * rank, fill), {"dtype": meta(x)["val"].dtype})
     return add(node, aten.where.self, (on, filled, x))
 
 
@@ -404,7 +407,7 @@ def _masked(node: fx.Node) -> fx.Node | None:
     """``x[mask] = value`` as ``where``, if the value does not depend on how many places the mask has."""
     x, indices, value, *rest = args_of(node)
     used = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    if len(used) != 1 or used[0][1].meta["val"].dtype != torch.bool or any(rest) or node.kwargs.get("accumulate"):
+    if len(used) != 1 or meta(used[0][1])["val"].dtype != torch.bool or any(rest) or node.kwargs.get("accumulate"):
         return None
     before, mask = used[0]
     after = len(shape(x)) - before - len(shape(mask))

@@ -9,6 +9,7 @@ from torch import fx
 
 from autopar.graph import Parameter
 from autopar.ops.facts import op_name
+from autopar.ops.meta import meta
 from autopar.ops.operands import args_of
 from passes.clean.nodes import add, aten, calls, copy_origin, like, replace, shape
 
@@ -54,7 +55,7 @@ def _emit_bilinear(node: fx.Node) -> None:
 def _is_parameter(node: fx.Node) -> bool:
     if op_name(node) == "aten.t":
         node = args_of(node)[0]
-    return node.op == "placeholder" and "parameter" in node.meta
+    return node.op == "placeholder" and "parameter" in meta(node)
 
 
 def _emit_linear(node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> None:
@@ -137,19 +138,19 @@ def pieces(node: fx.Node) -> dict[tuple[int, int], list[fx.Node]] | None:
 
 def splittable(tensor: fx.Node, only_user: fx.Node) -> bool:
     """A whole parameter that nobody else reads."""
-    parameter = tensor.meta.get("parameter")
+    parameter = meta(tensor).get("parameter")
     return parameter is not None and parameter.dim is None and list(tensor.users) == [only_user]
 
 
 def part(tensor: fx.Node, index: int, dim: int, start: int, end: int) -> fx.Node:
     """A new placeholder for rows ``start:end`` of a parameter's dim ``dim``."""
-    whole: Parameter = tensor.meta["parameter"]
+    whole: Parameter = meta(tensor)["parameter"]
     sizes = list(whole.shape)
     sizes[dim] = end - start
     record = dataclasses.replace(whole, name=f"{whole.name}.part{index}", shape=tuple(sizes), dim=dim, start=start)
     with tensor.graph.inserting_before(tensor):
         node = tensor.graph.placeholder(f"{tensor.name}_part{index}")
     copy_origin(tensor, node)
-    node.meta["parameter"] = record
-    node.meta["val"] = like(tensor.meta["val"].narrow(dim, start, end - start).contiguous())
+    meta(node)["parameter"] = record
+    meta(node)["val"] = like(meta(tensor)["val"].narrow(dim, start, end - start).contiguous())
     return node

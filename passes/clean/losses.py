@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from autopar.ops.facts import Kind, facts, is_pointwise, op_name
+from autopar.ops.meta import meta
 from autopar.ops.operands import args_of, argument, arguments
 from autopar.program import kernels
 from passes.clean.nodes import add, aten, calls, dtype, evaluate, replace, shape
@@ -34,7 +35,7 @@ def cross_entropy_pass(gm: fx.GraphModule) -> fx.GraphModule:
         assert isinstance(logits, fx.Node) and isinstance(labels, fx.Node)
         reduction = argument(node, 3, "reduction", _MEAN)
         weight = argument(node, 2, "weight")
-        trained = weight is not None and weight.meta.get("grad", True)
+        trained = weight is not None and meta(weight).get("gradient", True)
         if trained or dtype(labels).is_floating_point or reduction not in (_MEAN, _SUM):
             continue
         ignore_index = argument(node, 4, "ignore_index", -100)
@@ -49,7 +50,7 @@ def cross_entropy_pass(gm: fx.GraphModule) -> fx.GraphModule:
                 valid = add(node, aten.mul.Tensor, (add(node, aten.index.Tensor, (weight, [chosen])), valid))
             count = add(node, aten.sum.default, (valid,))
             count = add(node, aten.to.dtype, (count, dtype(new)))
-            count.meta["scalar_name"] = "valid_labels"
+            meta(count)["scalar_name"] = "valid_labels"
             new = add(node, aten.div.Tensor, (new, count))
         if dtype(new) == dtype(node):
             replace(node, new)
@@ -64,7 +65,7 @@ def _widened(gm: fx.GraphModule, node: fx.Node, new: fx.Node) -> None:
     wider = {new}
     for each in gm.graph.nodes:
         if each.op == "call_function" and not wider.isdisjoint(each.all_input_nodes):
-            each.meta["val"] = evaluate(each.target, each.args, dict(each.kwargs))
+            meta(each)["val"] = evaluate(each.target, each.args, dict(each.kwargs))
             wider.add(each)
 
 
@@ -84,8 +85,8 @@ def wide_losses_pass(gm: fx.GraphModule) -> fx.GraphModule:
         name = op_name(node)
         if name != "aten.sum" and facts(node).kind is not Kind.LOSS:
             continue
-        narrow = isinstance(node.meta["val"], torch.Tensor) and shape(node) == () and dtype(node) in _NARROW
-        if not narrow or not node.meta.get("grad", True) or not _is_loss(node):
+        narrow = isinstance(meta(node)["val"], torch.Tensor) and shape(node) == () and dtype(node) in _NARROW
+        if not narrow or not meta(node).get("gradient", True) or not _is_loss(node):
             continue
         if name == "aten.sum":
             terms = args_of(node)[0]
@@ -142,7 +143,12 @@ def mean_losses_pass(gm: fx.GraphModule) -> fx.GraphModule:
         if name == "aten.mean":
             source = args_of(node)[0]
             assert isinstance(source, fx.Node)
-            if shape(node) == () and node.meta.get("grad", True) and dtype(node) == dtype(source) and shape(source):
+            if (
+                shape(node) == ()
+                and meta(node).get("gradient", True)
+                and dtype(node) == dtype(source)
+                and shape(source)
+            ):
                 total = add(node, aten.sum.default, (source,))
                 replace(node, add(node, aten.mul.Tensor, (total, 1.0 / math.prod(shape(source)))))
         elif facts(node).kind is Kind.LOSS and arguments(node)["reduction"] == _MEAN and shape(node) == ():

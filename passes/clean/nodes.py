@@ -1,10 +1,6 @@
 """What the cleaning passes share: adding nodes whose ``meta["val"]`` is right from the start, and small questions about nodes.
 
-``meta["val"]`` is a plain meta tensor at global shapes. Placeholders say what they are by one of these keys in ``meta``:
-``"parameter"`` (an ``autopar.graph.Parameter``), ``"input"`` (a tensor of the batch), ``"buffer"`` or ``"constant"`` (its name).
-``GraphModule.meta`` carries ``"notes"`` (a list of sentences), ``"unmicrobatchable"`` (a sentence, or absent),
-``"batch_size"`` and ``"updates"``: the names of the buffers whose new values follow the loss in the output. The placeholder of such a
-buffer has ``"state"`` in its ``meta``.
+``autopar.ops.meta`` declares what else a node's ``meta`` holds.
 """
 
 from __future__ import annotations
@@ -16,6 +12,8 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from autopar.ops.meta import graph_meta, meta
+
 aten = torch.ops.aten
 
 # Meta keys that a node keeps when it is replaced: where in the user's model it came from.
@@ -24,7 +22,7 @@ ORIGIN = ("nn_module_stack", "stack_trace")
 
 def val(node: fx.Node) -> torch.Tensor:
     """The node's meta tensor."""
-    value = node.meta["val"]
+    value = meta(node)["val"]
     assert isinstance(value, torch.Tensor), (node, type(value))
     return value
 
@@ -63,7 +61,7 @@ def evaluate(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def described(value: Any) -> Any:
     """Of an op's operands: hashable, and equal where the op's result has equal shape, strides and dtype."""
     if isinstance(value, fx.Node):
-        value = value.meta["val"]
+        value = meta(value)["val"]
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), value.stride(), value.dtype)
     if isinstance(value, tuple | list):
@@ -83,7 +81,7 @@ def _evaluate(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 def _plain(node: fx.Node) -> Any:
     """The node's value as a tensor on meta: inside a region that was exported by itself it is still a fake one, on a device."""
-    value = node.meta["val"]
+    value = meta(node)["val"]
     return like(value) if isinstance(value, torch.Tensor) and type(value) is not torch.Tensor else value
 
 
@@ -107,20 +105,18 @@ def add(
     """A new call before ``anchor``, with its ``meta["val"]`` and ``origin``'s (default: ``anchor``'s) place in the model."""
     with anchor.graph.inserting_before(anchor):
         node = anchor.graph.call_function(target, args, kwargs or {})
-    node.meta["val"] = evaluate(target, args, node.kwargs)
+    meta(node)["val"] = evaluate(target, args, node.kwargs)
     copy_origin(origin or anchor, node)
     return node
 
 
 def copy_origin(source: fx.Node, target: fx.Node) -> None:
-    for key in ORIGIN:
-        if key in source.meta:
-            target.meta[key] = source.meta[key]
+    target.meta.update({key: value for key, value in source.meta.items() if key in ORIGIN})
 
 
 def module_path(node: fx.Node) -> str:
     """The dotted name of the user's module that the node comes from; empty for the model itself."""
-    modules = list((node.meta.get("nn_module_stack") or {}).values())
+    modules = list((meta(node).get("nn_module_stack") or {}).values())
     return str(modules[-1][0]).removeprefix("module").lstrip(".") if modules else ""
 
 
@@ -137,29 +133,29 @@ def calls(gm: fx.GraphModule, *targets: Callable[..., Any]) -> list[fx.Node]:
 
 def source_line(node: fx.Node) -> str:
     """The last line of the user's code that made the node, below its file and number; empty where it is not known."""
-    return "\n".join(str(node.meta.get("stack_trace") or "").strip().split("\n")[-2:])
+    return "\n".join(str(meta(node).get("stack_trace") or "").strip().split("\n")[-2:])
 
 
 def note(gm: fx.GraphModule, sentence: str) -> None:
-    notes = gm.meta.setdefault("notes", [])
+    notes = graph_meta(gm).setdefault("notes", [])
     if sentence not in notes:
         notes.append(sentence)
 
 
 def mark_gradients(gm: fx.GraphModule) -> None:
-    """Set ``meta["grad"]``: whether a gradient flows through the node, from trainable parameters forward."""
+    """Set ``meta["gradient"]``: whether a gradient flows through the node, from trainable parameters forward."""
     for node in gm.graph.nodes:
-        node.meta["grad"] = has_gradient(node, lambda operand: bool(operand.meta["grad"]))
+        meta(node)["gradient"] = has_gradient(node, lambda operand: bool(meta(operand)["gradient"]))
 
 
 def has_gradient(node: fx.Node, known: Callable[[fx.Node], bool]) -> bool:
     """Whether a gradient flows through the node, if ``known`` says so of its operands."""
     if node.op == "placeholder":
-        parameter = node.meta.get("parameter")
+        parameter = meta(node).get("parameter")
         return parameter is not None and parameter.trainable
     if node.op != "call_function" or node.target is aten.detach.default:
         return False
-    value = node.meta["val"]
+    value = meta(node)["val"]
     tensors = value if isinstance(value, tuple | list) else (value,)
     flows = any(isinstance(t, torch.Tensor) and (t.is_floating_point() or t.is_complex()) for t in tensors)
     return flows and any(known(operand) for operand in node.all_input_nodes)

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from autopar.ops.facts import Kind, facts, is_random, op_name
+from autopar.ops.meta import meta
 from autopar.ops.operands import args_of, argument
 from passes.clean.nodes import add, aten, calls, dtype, evaluate, replace, shape, val
 
@@ -75,9 +76,9 @@ def _is_identity(node: fx.Node) -> bool:
     if kind is Kind.IDENTITY:
         return True
     source = args_of(node)[0] if node.args else None
-    if not isinstance(source, fx.Node) or not isinstance(source.meta.get("val"), torch.Tensor):
+    if not isinstance(source, fx.Node) or not isinstance(meta(source).get("val"), torch.Tensor):
         return False
-    if not isinstance(node.meta.get("val"), torch.Tensor):
+    if not isinstance(meta(node).get("val"), torch.Tensor):
         return False
     unchanged = shape(node) == shape(source) and dtype(node) == dtype(source)
     if name in ("aten.to", "aten.view", "aten.reshape", "aten.expand", "aten.slice", "aten.flatten", "aten.squeeze"):
@@ -85,7 +86,7 @@ def _is_identity(node: fx.Node) -> bool:
     if kind is Kind.DROPOUT:
         return not is_random(node)
     if kind is Kind.DETACH:
-        return not source.meta.get("grad", True)
+        return not meta(source).get("gradient", True)
     if kind is Kind.ADDITION:  # `position + 0`
         return unchanged and isinstance(args_of(node)[1], int | float) and args_of(node)[1] == 0
     return False
@@ -116,11 +117,11 @@ def views_pass(gm: fx.GraphModule) -> fx.GraphModule:
         if node.target in (aten.view.default, aten.reshape.default):
             source, sizes = val(args_of(node)[0]), args_of(node)[1]
             try:
-                node.meta["val"] = source.view(sizes)
+                meta(node)["val"] = source.view(sizes)
                 node.target = aten.view.default
             except RuntimeError:
-                node.meta["val"] = source.reshape(sizes)
+                meta(node)["val"] = source.reshape(sizes)
                 node.target = aten.reshape.default
         else:
-            node.meta["val"] = evaluate(node.target, node.args, dict(node.kwargs))
+            meta(node)["val"] = evaluate(node.target, node.args, dict(node.kwargs))
     return gm

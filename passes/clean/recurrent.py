@@ -7,6 +7,7 @@ import operator
 from torch import fx
 
 from autopar.ops.facts import op_name
+from autopar.ops.meta import meta
 from autopar.ops.operands import args_of
 from autopar.program import kernels_rnn
 from passes.clean.nodes import add, aten, calls, replace, shape
@@ -26,8 +27,8 @@ def recurrent_pass(gm: fx.GraphModule) -> fx.GraphModule:
 def _replace(node: fx.Node, mode: str) -> None:
     x, states, weights, biases, layers, dropout, train, bidirectional, batch_first = args_of(node)
     states = list(states) if mode == "lstm" else [states]
-    outputs, hidden = node.meta["val"][:2]
-    if outputs.shape[-1] != states[-1].meta["val"].shape[-1] * (1 + bidirectional) or any(
+    outputs, hidden = meta(node)["val"][:2]
+    if outputs.shape[-1] != meta(states[-1])["val"].shape[-1] * (1 + bidirectional) or any(
         user.target is not operator.getitem for user in node.users
     ):
         return

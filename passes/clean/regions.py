@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from autopar.ops.meta import meta
 from autopar.ops.operands import args_of
 from passes.clean.nodes import add, aten, copy_origin
 
@@ -69,7 +70,7 @@ def _copy(gm: fx.GraphModule, body: fx.GraphModule, anchor: fx.Node, operands: l
             env[inner] = outer
             if no_grad and floating:
                 env[inner] = add(anchor, aten.detach.default, (outer,))
-                env[inner].meta["no_grad"] = True
+                meta(env[inner])["no_grad"] = True
         elif inner.op == "output":
             result = map_arg(inner.args[0], lambda n: env[n])
             return list(result) if isinstance(result, tuple | list) else [result]
@@ -78,7 +79,7 @@ def _copy(gm: fx.GraphModule, body: fx.GraphModule, anchor: fx.Node, operands: l
                 _adopt(gm, body, inner)
             with gm.graph.inserting_before(anchor):
                 env[inner] = gm.graph.node_copy(inner, lambda n: env[n])
-            if "nn_module_stack" not in env[inner].meta:
+            if "nn_module_stack" not in meta(env[inner]):
                 copy_origin(anchor, env[inner])
     raise AssertionError("a sub-graph without output")
 
@@ -95,5 +96,5 @@ def _adopt(gm: fx.GraphModule, body: fx.GraphModule, inner: fx.Node) -> None:
 
 
 def _floating(node: fx.Node) -> bool:
-    value = node.meta.get("val")
+    value = meta(node).get("val")
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())

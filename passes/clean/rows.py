@@ -17,6 +17,7 @@ from torch.fx.node import map_arg
 
 from autopar.ops.experts import Experts
 from autopar.ops.facts import is_pointwise, op_name
+from autopar.ops.meta import meta
 from autopar.ops.operands import args_of, argument
 from passes.clean.nodes import add, aten, calls, replace, shape
 
@@ -57,7 +58,7 @@ def _push(user: fx.Node, lead: tuple[int, ...], merged: fx.Node) -> list[fx.Node
         return []
     swap = dict(zip(user.all_input_nodes, unmerged, strict=True))
     new = add(user, user.target, map_arg(args, swap.__getitem__), map_arg(dict(user.kwargs), swap.__getitem__))
-    if isinstance(new.meta["val"], tuple | list):
+    if isinstance(meta(new)["val"], tuple | list):
         made = []
         for item in list(user.users):
             assert item.target is operator.getitem, item
@@ -79,7 +80,7 @@ def _unmerged(operand: fx.Node, lead: tuple[int, ...], anchor: fx.Node) -> fx.No
     rows = prod(lead)
     if _lead(operand) == lead:
         return args_of(operand)[0]
-    if operand.op == "placeholder" and ("parameter" in operand.meta or len(shape(operand)) < 2):
+    if operand.op == "placeholder" and ("parameter" in meta(operand) or len(shape(operand)) < 2):
         return operand
     sizes = shape(operand)
     if operand.target is aten.full.default and sizes[:1] == (rows,):

@@ -17,6 +17,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from autopar.ops.facts import Kind, facts, op_name
+from autopar.ops.meta import meta
 from autopar.ops.operands import args_of, argument
 from autopar.torch_private import is_overload, memory, overload_schema
 from passes.clean.nodes import add, aten, described, flat, like, shape
@@ -45,14 +46,14 @@ class View:
 
     @property
     def value(self) -> torch.Tensor:
-        value = self.call.meta["val"]
+        value = meta(self.call)["val"]
         return value if self.item is None else value[self.item]
 
 
 def origins(call: fx.Node) -> list[tuple[fx.Node, View | None] | None]:
     """For every result of ``call`` the operand whose memory it shares, with the view that leads there: ``None`` where it is that very
     tensor. ``None`` alone for a result with memory of its own."""
-    value = call.meta.get("val")
+    value = meta(call).get("val")
     several = isinstance(value, tuple | list)
     operands = _operands(call)
     if not is_overload(call.target) or not operands or not (several or isinstance(value, torch.Tensor)):
@@ -90,7 +91,7 @@ def _compared(call: fx.Node) -> tuple[tuple[int, bool] | None, ...]:
     given: list[torch.Tensor] = []
 
     def fresh(node: fx.Node) -> torch.Tensor:
-        given.append(like(node.meta["val"]))
+        given.append(like(meta(node)["val"]))
         return given[-1]
 
     names = [name for name, _ in overload_schema(call.target) or ()]
@@ -126,7 +127,7 @@ def pieces(call: fx.Node) -> list[tuple[int, int, int]] | None:
     source, unbind = _operands(call)[0], op_name(call) == "aten.unbind"
     dim = argument(call, 1 if unbind else 2, "dim", 0) % len(shape(source))
     found, start = [], 0
-    for piece in call.meta["val"]:
+    for piece in meta(call)["val"]:
         extent = 1 if unbind else piece.shape[dim]
         found.append((dim, start, start + extent))
         start += extent
@@ -163,7 +164,7 @@ def scatter(view: View, source: fx.Node, new: fx.Node, anchor: fx.Node) -> fx.No
     """``source`` with what ``view`` sees of it replaced by ``new``; ``None`` where that is unknown, or an element shows twice."""
     name, call, sizes = view.name, view.call, shape(source)
     kind = facts(call).kind
-    if view.value.dtype != source.meta["val"].dtype or view.value.is_conj() or view.value.is_neg():
+    if view.value.dtype != meta(source)["val"].dtype or view.value.is_conj() or view.value.is_neg():
         return None
     if view.detaches:
         return new
@@ -172,7 +173,7 @@ def scatter(view: View, source: fx.Node, new: fx.Node, anchor: fx.Node) -> fx.No
         Kind.SQUEEZE,
         Kind.EXPANSION,
     ):  # the elements are in the same order, where there are as many
-        whole = view.value.numel() == source.meta["val"].numel()
+        whole = view.value.numel() == meta(source)["val"].numel()
         return add(anchor, aten.reshape.default, (new, list(sizes))) if whole else None
     if name in ("aten.transpose", "aten.t"):
         return add(anchor, call.target, (new, *args_of(call)[1:]), dict(call.kwargs))

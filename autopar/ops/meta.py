@@ -1,0 +1,96 @@
+"""The metadata of nodes and graphs: every key that autopar puts into ``fx.Node.meta`` and ``fx.GraphModule.meta``, and the keys of
+torch's that it reads.
+
+``meta(node)`` is ``node.meta`` with these types: ``meta(node)["val"]``, ``"parameter" in meta(node)``. The type checker refuses a key that
+is not declared here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypedDict, cast
+
+from torch import fx
+
+if TYPE_CHECKING:
+    from autopar.graph import Guard, Parameter, Value
+    from autopar.types import SpmdType
+
+
+class NodeMeta(TypedDict, total=False):
+    """What is known of a node besides its call."""
+
+    # of torch.export
+    val: Any
+    """The value as a plain meta tensor, or a tuple of them: global shapes; in a local graph those of a rank."""
+    nn_module_stack: dict[str, tuple[str, Any]]
+    """The modules of the user's model that the node was made in, outermost first."""
+    stack_trace: str | None
+    """The lines of the user's code that made the node."""
+
+    # of placeholders, from capture (export, constants) and cleaning (linear, functional): one of the first four
+    parameter: Parameter
+    input: str
+    """The name of a tensor of the batch."""
+    buffer: str
+    """The name of a buffer, or of a tensor that export lifted out of the code (``lifted``)."""
+    constant: str
+    """The name of a folded constant."""
+    lifted: bool
+    shares: str
+    """The name of another parameter or buffer that lies in the same memory."""
+    state: bool
+    """Present for buffers whose new values the graph returns."""
+
+    # of all nodes of a captured graph
+    gradient: bool
+    """Whether a gradient flows through the node. Written by cleaning, and for a rank's graph by ``passes.layer``."""
+    no_grad: bool
+    """Present for calls under ``torch.no_grad``. Written and read by cleaning."""
+    main: bool
+    """Whether the node depends on a parameter or a written buffer, is written to one, or draws random numbers. Written by
+    ``capture.segment``, as are the next two."""
+    fed: bool
+    """Whether the node depends on an input."""
+    scalar: bool
+    """Whether the node is a 0-d value of inputs that layers read: it is computed once, before the first layer."""
+    scalar_name: str
+    """The name that a scalar gets. Written by the cleaning of losses."""
+    scalar_value: Value
+    """The scalar as a value of the captured graph. Written by ``capture.layers``."""
+
+    # of a rank's graph
+    types: tuple[SpmdType, ...]
+    """The type on each axis. Written by ``passes.collectives``."""
+    global_shape: tuple[int, ...]
+    """The shape before ``passes.localise_layer`` made it a rank's."""
+    kept: bool
+    """Whether selective recomputation keeps the result. Written by ``passes.keep``, read by ``emit``."""
+    body: str
+    """The method that computes the body of a mixture of experts. Written and read by ``emit``."""
+
+
+class GraphMeta(TypedDict, total=False):
+    """What is known of a captured graph besides its nodes."""
+
+    notes: list[str]
+    """Sentences for the user."""
+    unmicrobatchable: str
+    """Why the batch cannot be split in time."""
+    local_batch_norm: bool
+    """Whether every part of the batch is normalised by its own statistics. Given by the user."""
+    updates: tuple[str, ...]
+    """The names of the buffers whose new values follow the loss in the output. Written by ``functionalise_pass``."""
+    valueless: dict[str, None]
+    """The names of the buffers whose values would be needed and are not there (the model is on meta)."""
+    guards: tuple[Guard, ...]
+    """Questions that the model asked of its values, and the answers that the graph is captured for."""
+
+
+def meta(node: fx.Node) -> NodeMeta:
+    """The node's metadata."""
+    return cast(NodeMeta, node.meta)
+
+
+def graph_meta(gm: fx.GraphModule) -> GraphMeta:
+    """The graph's metadata."""
+    return cast(GraphMeta, gm.meta)
