@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import fx
 
 from autopar.graph import LayerClass
+from autopar.ops.cost import tensors
 from autopar.ops.facts import Kind, facts
 from autopar.ops.meta import meta
-from autopar.ops.operands import operands
 
 
 def placeholders(cls: LayerClass) -> list[fx.Node]:
@@ -22,7 +24,7 @@ def output_nodes(cls: LayerClass) -> tuple[fx.Node, ...]:
 
 def returned_nodes(cls: LayerClass) -> tuple[fx.Node, ...]:
     """The nodes of the layer's outputs, then those of the new values of its buffers."""
-    output = next(node for node in reversed(cls.graph.graph.nodes) if node.op == "output")
+    output = cls.graph.graph.output_node()
     returned = output.args[0]
     assert isinstance(returned, (tuple, list)), returned
     nodes = tuple(node for node in returned if isinstance(node, fx.Node))
@@ -39,8 +41,11 @@ def gradient_flow(cls: LayerClass) -> dict[str, bool]:
     for node in cls.graph.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        held = meta(node).get("val")
-        floating = held is None or not hasattr(held, "dtype") or held.dtype.is_floating_point or held.dtype.is_complex
-        floating = floating and facts(node).kind is not Kind.DETACH
-        flow[node.name] = floating and any(flow[operand.name] for operand in operands(node))
+        flow[node.name] = carries_gradient(node, lambda operand: flow[operand.name])
     return flow
+
+
+def carries_gradient(call: fx.Node, known: Callable[[fx.Node], bool]) -> bool:
+    """Whether a gradient flows through a call, if ``known`` says so of its operands."""
+    floating = any(t.is_floating_point() or t.is_complex() for t in tensors(meta(call).get("val")))
+    return floating and facts(call).kind is not Kind.DETACH and any(map(known, call.all_input_nodes))

@@ -163,7 +163,7 @@ def _statistics(request: Request) -> KernelCall:
 
 
 def _experts(request: Request) -> KernelCall:
-    """Which axes deal the experts out, and which of those have different tokens that travel to their owners."""
+    """Which axes distribute the experts, and which of those have different tokens, which are sent to their experts' devices."""
     axes = {
         "owners": request.axes,
         "exchange": tuple(a for a, k in zip(request.axes, request.kernels, strict=True) if k == "expert_exchange"),

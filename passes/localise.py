@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ops import cost
 from autopar.ops.facts import Kind, facts
 from autopar.ops.meta import meta
-from autopar.ops.operands import arguments, operands, shape_of
+from autopar.ops.operands import arguments, first_tensor, operands, shape_of
 from autopar.program import kernels
 
 Shape = tuple[int, ...]
@@ -79,7 +80,7 @@ def localised(
         kind is Kind.CONVOLUTION
         and partition is not None
         and arguments(node)["groups"] == 1
-        and _channels_are_sharded(node, operand_shapes)
+        and tuple(operand_shapes[1]) != shape_of(operands(node)[1])  # the channels are sharded
     ):
         return kernels.convolution, args, kwargs, None
     return target, args, kwargs, None
@@ -101,12 +102,12 @@ def verify(node: fx.Node, call: Call, operand_shapes: Sequence[Shape], result_sh
     if any(isinstance(meta(operand)["val"], tuple | list) for operand in operands(node)):
         return
     tensors = [
-        torch.empty(shape, dtype=_first(meta(operand)["val"]).dtype, device="meta")
+        torch.empty(shape, dtype=first_tensor(operand).dtype, device="meta")
         for operand, shape in zip(operands(node), operand_shapes, strict=True)
     ]
     # a meta tensor cannot be moved to the device that a cast may name, and keeps its shape
     casts = facts(node).kind is Kind.CAST
-    shape = tuple(operand_shapes[0]) if casts else tuple(_first(apply(call, node, tensors)).shape)
+    shape = tuple(operand_shapes[0]) if casts else tuple(cost.tensors(apply(call, node, tensors))[0].shape)
     assert shape == tuple(result_shape), (
         f"{node.format_node()}: local shapes {list(map(tuple, operand_shapes))} give {shape}, not {tuple(result_shape)}"
     )
@@ -126,10 +127,6 @@ def apply(call: Call, node: fx.Node, tensors: Sequence[Any]) -> Any:
 
     result = target(*fx.map_arg(args, place), **fx.map_arg(kwargs, place))
     return result if factor is None else result * factor
-
-
-def _first(value: Any) -> torch.Tensor:
-    return value[0] if isinstance(value, tuple | list) else value
 
 
 def _is_sharded(node: fx.Node, operand_shapes: Sequence[Shape]) -> bool:
@@ -181,10 +178,6 @@ def _slice(node: fx.Node, before: Shape, after: Shape) -> Call:
         return node.target, node.args, dict(node.kwargs), None  # type: ignore[return-value]
     assert before[dim] == after[dim], f"{node.format_node()} slices the sharded dim {dim}"
     return torch.ops.aten.slice.Tensor, (node.args[0], dim, 0, _TO_THE_END), {}, None
-
-
-def _channels_are_sharded(node: fx.Node, operand_shapes: Sequence[Shape]) -> bool:
-    return tuple(operand_shapes[1]) != shape_of(operands(node)[1])
 
 
 def _partial_product(node: fx.Node, name: str) -> Call:

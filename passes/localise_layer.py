@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from autopar.ops.facts import facts
 from autopar.ops.meta import meta
-from autopar.ops.operands import operands
+from autopar.ops.operands import operands, shape_of
 from autopar.sharding import Sharding, local_shape
 from passes.collectives import convert, share
 from passes.kernel_calls import kernel_call, partition
@@ -38,7 +38,7 @@ def localise_pass(gm: fx.GraphModule, sharding: Sharding) -> fx.GraphModule:
         if node.op == "output":
             graph.output(fx.map_arg(node.args[0], made.__getitem__))
             continue
-        shape = local_shape(tuple(_first(node).shape), sharding.axes, meta(node)["types"])
+        shape = local_shape(shape_of(node), sharding.axes, meta(node)["types"])
         if node.op == "placeholder":
             new = graph.placeholder(node.target)
         elif node.target in (convert, share):
@@ -47,7 +47,7 @@ def localise_pass(gm: fx.GraphModule, sharding: Sharding) -> fx.GraphModule:
             new = _call(graph, node, shape, sharding, made)
         new.name = node.name
         new.meta = dict(node.meta)
-        meta(new)["global_shape"] = tuple(_first(node).shape)
+        meta(new)["global_shape"] = shape_of(node)
         meta(new)["val"] = _local_value(node, shape, sharding)
         made[node] = new
     result = fx.GraphModule(gm, graph)
@@ -66,7 +66,7 @@ def _call(
             kwargs["seed"] = graph.call_function(random_seed, (number, kwargs["seed"]))
             made[kwargs["seed"]] = kwargs["seed"]
         return graph.call_function(target, fx.map_arg(args, made.__getitem__), fx.map_arg(kwargs, made.__getitem__))
-    shapes = [local_shape(tuple(_first(o).shape), sharding.axes, meta(o)["types"]) for o in operands(node)]
+    shapes = [local_shape(shape_of(o), sharding.axes, meta(o)["types"]) for o in operands(node)]
     call = localised(node, shapes, shape, partition(node, sharding))
     verify(node, call, shapes, shape)
     target, args, kwargs, factor = call
@@ -86,11 +86,6 @@ def _laid_out_anew(node: fx.Node) -> bool:
     while facts(source).is_strided:
         source, strided = operands(source)[0], True
     return strided and source.target in (convert, share)
-
-
-def _first(node: fx.Node) -> Tensor:
-    value = meta(node)["val"]
-    return value[0] if isinstance(value, tuple | list) else value
 
 
 def _local_value(node: fx.Node, shape: tuple[int, ...], sharding: Sharding) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from autopar.flow import placeholders
-from autopar.graph import LayerClass, Value
+from autopar.graph import LayerClass
 from autopar.ops.facts import Kind, facts, op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import arguments, operands, shape_of
@@ -54,12 +54,10 @@ def pad_class(cls: LayerClass, sharding: Sharding) -> LayerClass:
     module = fx.GraphModule(cls.graph, graph)
     module.meta.update(cls.graph.meta)
     weights = placeholders(cls)[len(placeholders(cls)) - len(cls.parameters) :]
-    parameters = tuple(_resized(value, shapes[node.name]) for node, value in zip(weights, cls.parameters, strict=True))
+    parameters = tuple(
+        dataclasses.replace(value, shape=shapes[node.name]) for node, value in zip(weights, cls.parameters, strict=True)
+    )
     return dataclasses.replace(cls, graph=module, parameters=parameters)
-
-
-def _resized(value: Value, shape: tuple[int, ...]) -> Value:
-    return dataclasses.replace(value, shape=shape)
 
 
 def _reword(new: fx.Node, old: fx.Node) -> None:

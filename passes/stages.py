@@ -119,7 +119,7 @@ def _check_segments(graph: Graph, layers: list[LocalLayer], groups: list[range])
     for i in (i for group in groups for i in group[1:]):
         if layers[i].border(0) != layers[i - 1].output(0):
             raise UsageError(
-                f"{graph.layers[i].name} cannot be recomputed as one with the layer before: what that gives is converted first",
+                f"{graph.layers[i].name} cannot be recomputed as one with the layer before: that layer's output is converted in between",
                 "leave segment out",
             )
 

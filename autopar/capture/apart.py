@@ -21,7 +21,7 @@ def apart(whole: Graph, again: Callable[[int], Graph], microbatches: int) -> Gra
     examples it is given back: its microbatches are exact.
 
     Raises:
-        UsageError: the global batch does not divide into so many.
+        UsageError: the global batch does not divide into that number of microbatches.
         CaptureError: the model cannot be exported with so few rows.
     """
     if microbatches == 1 or not whole.unmicrobatchable:

@@ -52,7 +52,7 @@ def own_gradients_refused(engine: Callable[..., Any]) -> Iterator[None]:
         if type(self) is hooks or not type(self).__module__.startswith("torch."):
             raise CaptureError(
                 f"{caller()} changes what is saved for the backward pass: torch.export loses the hooks",
-                hint="leave them out: where memory asks for it a plan recomputes, and --offload any puts saved tensors aside",
+                hint="leave them out: a plan recomputes where memory is short, and --offload any keeps saved tensors in the host's memory",
             )
         return enter(self)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture.layers import unique
 from autopar.errors import BatchError
 
 
@@ -210,13 +211,7 @@ class _Names:
         return Static(value)
 
     def unique(self, name: str) -> str:
-        name = "".join(c if c.isalnum() or c == "_" else "_" for c in name)
-        candidate, k = name, 1
-        while candidate in self.taken:
-            k += 1
-            candidate = f"{name}_{k}"
-        self.taken.add(candidate)
-        return candidate
+        return unique("".join(c if c.isalnum() or c == "_" else "_" for c in name), self.taken, separator="_")
 
 
 def _check_keywords(model: nn.Module, keys: list[str]) -> None:

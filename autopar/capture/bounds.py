@@ -17,11 +17,10 @@ from torch import Tensor, fx
 
 from autopar.capture.evaluate import Evaluator, elementwise_operands, stripped
 from autopar.ops.facts import Kind, facts, op_name
-from autopar.ops.operands import args_of, argument
-from passes.clean.nodes import shape, val
+from autopar.ops.operands import args_of, argument, shape_of, val
 
 SMALL = 2**16
-"""A node of at most so many elements is evaluated whole."""
+"""A node of at most this number of elements is evaluated whole."""
 
 Block = tuple[tuple[int, int], ...]
 """The first element along each dim, and the one behind the last."""
@@ -84,7 +83,7 @@ class Blocks:
             return self._triangular_bounds(node, block)
         if name == "aten.index" and elementwise_operands(node) is not None:
             source_node = args_of(node)[0]
-            return self.bounds(source_node, tuple((0, size) for size in shape(source_node)))
+            return self.bounds(source_node, tuple((0, size) for size in shape_of(source_node)))
         operands = {operand: self.bounds(operand, _behind(operand, block)) for operand in node.all_input_nodes}
         known = {operand: ends for operand, ends in operands.items() if ends is not None}
         if name == "aten.where" and len(node.args) == 3:
@@ -168,7 +167,7 @@ class Blocks:
         found = {operand: self.elements(operand, _behind(operand, block)) for operand in operands}
         if name == "aten.index":
             source_node = args_of(node)[0]
-            found[source_node] = self.elements(source_node, tuple((0, size) for size in shape(source_node)))
+            found[source_node] = self.elements(source_node, tuple((0, size) for size in shape_of(source_node)))
         return _call(node, found)
 
     def _is_whole(self, node: fx.Node) -> bool:
@@ -184,12 +183,12 @@ def _in_blocks(node: fx.Node) -> bool:
     name = op_name(node)
     if name in ("aten.full", "aten.tril", "aten.triu") or elementwise_operands(node) is not None:
         return True
-    return _moved(node, tuple((0, size) for size in shape(node))) is not None
+    return _moved(node, tuple((0, size) for size in shape_of(node))) is not None
 
 
 def _behind(operand: fx.Node, block: Block) -> Block:
     """The block of a broadcast operand that an elementwise op reads for ``block`` of its result."""
-    sizes = shape(operand)
+    sizes = shape_of(operand)
     own = block[len(block) - len(sizes) :]
     return tuple((0, 1) if size == 1 else ends for size, ends in zip(sizes, own, strict=True))
 
@@ -200,7 +199,7 @@ def _moved(node: fx.Node, block: Block) -> tuple[fx.Node, Block] | None:
     source = args_of(node)[0] if node.args and isinstance(args_of(node)[0], fx.Node) else None
     if source is None:
         return None
-    sizes = shape(source)
+    sizes = shape_of(source)
     if facts(node).kind in (Kind.IDENTITY, Kind.DETACH):
         return source, block
     if name == "aten.expand":
@@ -222,15 +221,15 @@ def _moved(node: fx.Node, block: Block) -> tuple[fx.Node, Block] | None:
     if name == "aten.select":
         dim, index = args_of(node)[1] % len(sizes), args_of(node)[2] % sizes[args_of(node)[1] % len(sizes)]
         return source, (*block[:dim], (index, index + 1), *block[dim:])
-    if name in ("aten.reshape", "aten.view") and _without_ones(sizes) == _without_ones(shape(node)):
-        rest = iter(ends for ends, size in zip(block, shape(node), strict=True) if size != 1)
+    if name in ("aten.reshape", "aten.view") and _without_ones(sizes) == _without_ones(shape_of(node)):
+        rest = iter(ends for ends, size in zip(block, shape_of(node), strict=True) if size != 1)
         return source, tuple((0, 1) if size == 1 else next(rest) for size in sizes)
     return None
 
 
 def _order(node: fx.Node) -> list[int]:
     """Of a node that permutes: for each of its dims the operand's."""
-    rank = len(shape(node))
+    rank = len(shape_of(node))
     order = list(range(rank))
     if op_name(node) == "aten.permute":
         return [dim % rank for dim in args_of(node)[1]]
@@ -249,10 +248,10 @@ def _turned(node: fx.Node, elements: Tensor) -> Tensor:
     if name == "aten.select":
         return elements.select(args_of(node)[1], 0)
     if name in ("aten.reshape", "aten.view"):
-        kept = iter(n for n, size in zip(elements.shape, shape(args_of(node)[0]), strict=True) if size != 1)
-        return elements.reshape([1 if size == 1 else next(kept) for size in shape(node)])
+        kept = iter(n for n, size in zip(elements.shape, shape_of(args_of(node)[0]), strict=True) if size != 1)
+        return elements.reshape([1 if size == 1 else next(kept) for size in shape_of(node)])
     if name == "aten.expand":
-        return elements.reshape((1,) * (len(shape(node)) - elements.dim()) + tuple(elements.shape))
+        return elements.reshape((1,) * (len(shape_of(node)) - elements.dim()) + tuple(elements.shape))
     return elements
 
 
@@ -265,7 +264,7 @@ def _at_corners(node: fx.Node, known: dict[fx.Node, tuple[Tensor, Tensor]]) -> t
     corners = list(itertools.product((0, 1), repeat=len(known)))
     values = {}
     for position, (operand, ends) in enumerate(known.items()):
-        if torch.equal(*ends) and not shape(operand):
+        if torch.equal(*ends) and not shape_of(operand):
             values[operand] = ends[0]
         else:
             values[operand] = torch.stack([ends[corner[position]] for corner in corners])

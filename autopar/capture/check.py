@@ -46,7 +46,7 @@ that is zero but for rounding, and two rows that are nearly the same make much o
 MOST_OPERATIONS = 10**14
 """A comparison that takes more (additions and multiplications of products, forward and backward) is not made: it would take an hour."""
 MOST_ROWS = 64
-"""A batch of at most so many rows is compared whole where the model does not take a few of them."""
+"""A batch of at most this number of rows is compared whole where the model does not take a few of them."""
 HINT = (
     "capture must not change what a model computes: please report this model; until it is mended, autopar.opaque(module) keeps the module "
     "at fault whole, and --no-capture-check (capture_check=False) plans in spite of it"
@@ -102,10 +102,10 @@ def _not_compared(graph: Graph, model: nn.Module, tensors: Sequence[Tensor]) -> 
 
 
 def _operations(graph: Graph, rows: int) -> float:
-    """Additions and multiplications in products, of two steps of so many rows and one of a row more: eager and the graph, and backward
-    takes twice what forward does."""
-    of = {key: sum(map(model_flops, cls.graph.graph.nodes)) for key, cls in graph.classes.items()}
-    return 3 * 2 * (3 * rows + 1) * sum(of[layer.cls] for layer in graph.layers) / graph.inputs[0].shape[0]
+    """Additions and multiplications in the products of two steps of ``rows`` rows and one step of a row more, by eager PyTorch and by the
+    graph; backward takes twice what forward does."""
+    by_class = {key: sum(map(model_flops, cls.graph.graph.nodes)) for key, cls in graph.classes.items()}
+    return 3 * 2 * (3 * rows + 1) * sum(by_class[layer.cls] for layer in graph.layers) / graph.inputs[0].shape[0]
 
 
 def _with_values(tensors: Sequence[Tensor]) -> list[Tensor]:

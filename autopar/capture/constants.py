@@ -14,8 +14,8 @@ from torch import fx
 from autopar.capture.evaluate import Evaluator, TooLargeError, constant_nodes, same_bits, stored_bytes
 from autopar.ops.facts import op_name
 from autopar.ops.meta import meta
-from autopar.ops.operands import args_of
-from passes.clean.nodes import add, aten, calls, dtype, like, replace, shape, val
+from autopar.ops.operands import args_of, dtype_of, shape_of, val
+from passes.clean.nodes import add, aten, calls, like, replace
 
 # A folded table larger than this is computed inside the layers instead: from its own small constants, where it may be sharded.
 LIMIT_BYTES = 16 * 2**20
@@ -54,7 +54,7 @@ def fold_constants(gm: fx.GraphModule, evaluator: Evaluator) -> dict[str, torch.
         rows = value.dim() > 0 and value.shape[0] > 1 and value.stride(0) == 0
         placed = _place(gm, constants, node, value[:1] if rows else value)
         if rows:
-            placed = add(_first_call(gm), aten.expand.default, (placed, list(shape(node))), origin=node)
+            placed = add(_first_call(gm), aten.expand.default, (placed, list(shape_of(node))), origin=node)
         for reader in readers:
             reader.replace_input_with(node, placed)
     return constants
@@ -117,15 +117,18 @@ def simplify_constants(gm: fx.GraphModule, constants: dict[str, torch.Tensor]) -
     }
     for node in calls(gm):
         name, kept = op_name(node), None
-        if name in neutral and dtype(node) == torch.bool:
+        if name in neutral and dtype_of(node) == torch.bool:
             for mine, other in (args_of(node)[:2], args_of(node)[1::-1]):
                 if uniform(mine) is neutral[name] and isinstance(other, fx.Node):
                     kept = other
         elif name == "aten.where" and len(node.args) == 3 and (chosen := uniform(args_of(node)[0])) is not None:
             kept = args_of(node)[1 if chosen else 2]
-        if isinstance(kept, fx.Node) and dtype(kept) == dtype(node):
+        if isinstance(kept, fx.Node) and dtype_of(kept) == dtype_of(node):
             replace(
-                node, kept if shape(kept) == shape(node) else add(node, aten.expand.default, (kept, list(shape(node))))
+                node,
+                kept
+                if shape_of(kept) == shape_of(node)
+                else add(node, aten.expand.default, (kept, list(shape_of(node)))),
             )
 
 

@@ -65,7 +65,7 @@ class WithoutDropout(TorchFunctionMode):
 
 
 class WithoutDraws(WithoutDropout):
-    """Besides, a context in which random numbers are a fixed pattern: eager PyTorch and export then see the same ones."""
+    """A context without dropout in which random numbers are a fixed pattern: eager PyTorch and export then see the same ones."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -94,19 +94,7 @@ class WithoutDraws(WithoutDropout):
 
 
 _DRAWS = frozenset(
-    (
-        "rand",
-        "randn",
-        "rand_like",
-        "randn_like",
-        "randint",
-        "randint_like",
-        "bernoulli",
-        "bernoulli_",
-        "uniform_",
-        "normal_",
-        "exponential_",
-    )
+    """rand randn rand_like randn_like randint randint_like bernoulli bernoulli_ uniform_ normal_ exponential_""".split()  # noqa: SIM905  a list of words
 )
 
 

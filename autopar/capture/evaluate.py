@@ -15,8 +15,8 @@ from torch import Tensor, fx
 
 from autopar.ops.facts import is_pointwise, is_random, op_name
 from autopar.ops.meta import graph_meta, meta
-from autopar.ops.operands import argument
-from passes.clean.nodes import note, shape, val
+from autopar.ops.operands import argument, shape_of, val
+from passes.clean.nodes import note
 
 BUDGET_BYTES = 2**28
 """The largest result of one op that is worked out."""
@@ -93,7 +93,7 @@ class Evaluator:
 
         args = given(tuple(node.args))
         kwargs = {key: given(value) for key, value in node.kwargs.items()}
-        sizes = needed = shape(node)
+        sizes = needed = shape_of(node)
         operands = [self._memo[operand] for operand in node.all_input_nodes]
         if (elementwise := elementwise_operands(node)) is not None:
             strip = {id(self._memo[operand]): stripped(self._memo[operand]) for operand in elementwise}
@@ -142,7 +142,7 @@ def elementwise_operands(node: fx.Node) -> list[fx.Node] | None:
         return node.all_input_nodes
     if op_name(node) == "aten.index" and isinstance(node.args[0], fx.Node):
         indices: Any = node.args[1]
-        whole = len(indices) == len(shape(node.args[0])) and all(isinstance(index, fx.Node) for index in indices)
+        whole = len(indices) == len(shape_of(node.args[0])) and all(isinstance(index, fx.Node) for index in indices)
         if whole and not any(val(index).dtype in (torch.bool, torch.uint8) for index in indices):
             return list(dict.fromkeys(indices))
     return None
@@ -158,8 +158,8 @@ _ALONG = {
 
 def by_rows(node: fx.Node) -> bool:
     """Whether row *i* along dim 0 of the result is the op of rows *i* of its operands, all of the result's extent there."""
-    name, sizes = op_name(node).removeprefix("aten."), shape(node)
-    shapes = [shape(operand) for operand in node.all_input_nodes]
+    name, sizes = op_name(node).removeprefix("aten."), shape_of(node)
+    shapes = [shape_of(operand) for operand in node.all_input_nodes]
     if not sizes or any(own[:1] != sizes[:1] for own in shapes):
         return False
     if name in ("matmul", "bmm"):

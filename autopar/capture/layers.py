@@ -16,7 +16,8 @@ from autopar.capture.segment import Group, updates
 from autopar.graph import Layer, LayerClass, Value
 from autopar.ops.facts import op_name
 from autopar.ops.meta import meta
-from passes.clean.nodes import copy_origin, dtype, shape
+from autopar.ops.operands import dtype_of, shape_of
+from passes.clean.nodes import ancestors, copy_origin
 
 KINDS = ("activation", "input", "constant", "state", "scalar", "parameter")
 
@@ -78,7 +79,7 @@ def borders(gm: fx.GraphModule, groups: list[Group]) -> list[Borders]:
 
 def loss_node(gm: fx.GraphModule) -> Any:
     """What the graph returns first."""
-    result: Any = next(node for node in reversed(gm.graph.nodes) if node.op == "output").args[0]
+    result: Any = gm.graph.output_node().args[0]
     while isinstance(result, tuple | list):
         result = result[0]
     return result
@@ -106,7 +107,7 @@ def build_layers(
         final = index == len(found) - 1
         for k, node in enumerate(border.outputs):
             label = "loss" if final else name if len(border.outputs) == 1 else f"{name}:{k}"
-            values[node] = Value(label, shape(node), dtype(node), meta(node)["gradient"])
+            values[node] = Value(label, shape_of(node), dtype_of(node), meta(node)["gradient"])
         stored = [meta(n)["parameter"].name for n in border.parameter] + _buffer_names(border)
         local = _local_names(stored, name, groups[index].leaves)
         key = _signature(border, local)
@@ -224,12 +225,12 @@ def _signature(border: Borders, names: dict[str, str]) -> Any:
             index[node] = len(index)
             local = names[_stored_name(node)] if kind in ("parameter", "state") else ""
             local = meta(node)["input"] if kind == "input" else local
-            key.append((kind, local, shape(node), dtype(node), meta(node)["gradient"]))
+            key.append((kind, local, shape_of(node), dtype_of(node), meta(node)["gradient"]))
     for node in border.body:
         index[node] = len(index)
         frozen = _numbered((node.args, dict(node.kwargs)), index)
         value = meta(node)["val"]
-        described = (shape(node), dtype(node), value.stride()) if isinstance(value, torch.Tensor) else str(value)
+        described = (shape_of(node), dtype_of(node), value.stride()) if isinstance(value, torch.Tensor) else str(value)
         key.append((node.target, frozen, described, meta(node)["gradient"]))
     key.append(tuple(index[n] for n in border.outputs))
     key.append(tuple((names[name], index[n]) for name, n in border.updates.items()))
@@ -266,17 +267,17 @@ def _layer_class(name: str, border: Borders, names: dict[str, str]) -> LayerClas
             copy_origin(node, placeholder)
             env[node] = placeholder
             label = names[_stored_name(node)] if kind in ("parameter", "state") else placeholder.name
-            described[kind].append(Value(label, shape(node), dtype(node), meta(node)["gradient"]))
+            described[kind].append(Value(label, shape_of(node), dtype_of(node), meta(node)["gradient"]))
     for node in border.body:
         env[node] = copy = _copied(graph, node, env)
         meta(copy).update({"val": meta(node)["val"], "gradient": meta(node)["gradient"]})
         copy_origin(node, copy)
     results = [env[n] for n in border.outputs]
     graph.output((*results, *(env[n] for n in border.updates.values())))
-    outputs = tuple(Value(n.name, shape(n), dtype(n), meta(n)["gradient"]) for n in results)
+    outputs = tuple(Value(n.name, shape_of(n), dtype_of(n), meta(n)["gradient"]) for n in results)
     stored = {value.name: value for value in described["state"]}
     for buffer, node in border.updates.items():
-        stored.setdefault(names[buffer], Value(names[buffer], shape(node), dtype(node)))
+        stored.setdefault(names[buffer], Value(names[buffer], shape_of(node), dtype_of(node)))
     gm = fx.GraphModule(nn.Module(), graph, class_name=name)
     return LayerClass(
         name,
@@ -323,7 +324,7 @@ def build_prelude(
     for value in inputs:
         env[by_input[value.name]] = copy = graph.placeholder(value.name)
         meta(copy).update({"val": meta(by_input[value.name])["val"], "gradient": False})
-    needed = _ancestors([*wanted, *guarded])
+    needed = ancestors([*wanted, *guarded])
     for node in gm.graph.nodes:
         if node not in needed or node in env:
             continue
@@ -336,20 +337,9 @@ def build_prelude(
         copy_origin(node, copy)
     for node in wanted:
         name = unique(meta(node).get("scalar_name", "scalar"), taken, separator="_")
-        meta(node)["scalar_value"] = Value(name, (), dtype(node))
+        meta(node)["scalar_value"] = Value(name, (), dtype_of(node))
     graph.output(tuple(env[n] for n in (*wanted, *guarded)))
     return tuple(meta(n)["scalar_value"] for n in wanted), fx.GraphModule(holder, graph, class_name="Prelude")
-
-
-def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return found
 
 
 def unique(name: str, taken: set[str], separator: str = "") -> str:

@@ -16,11 +16,11 @@ from torch import fx
 
 from autopar.capture.bounds import Block, Blocks
 from autopar.capture.evaluate import Evaluator, TooLargeError
-from autopar.ops.operands import args_of
-from passes.clean.nodes import add, aten, calls, replace, shape, val
+from autopar.ops.operands import args_of, shape_of, val
+from passes.clean.nodes import add, aten, calls, replace
 
 LEAF = 256
-"""Blocks of at most so many queries and keys are worked out, larger ones cut into four."""
+"""Blocks of at most this number of queries and keys are evaluated; larger ones are cut into four."""
 MOST_BLOCKS = 20_000
 """How many blocks are looked at before a mask is left as it is: a causal one of a million positions has 16,000."""
 
@@ -44,8 +44,8 @@ def recognise_masks(gm: fx.GraphModule, evaluator: Evaluator) -> None:
 
 def classify_mask(evaluator: Evaluator, mask: fx.Node) -> str | None:
     """``"causal"`` if query i sees keys 0..i, ``"full"`` if everything is seen, ``None`` for any other mask and where neither is proved."""
-    *lead, queries, keys = shape(mask)
-    if 0 in shape(mask) or not evaluator.valued(mask):
+    *lead, queries, keys = shape_of(mask)
+    if 0 in shape_of(mask) or not evaluator.valued(mask):
         return None
     blocks = Blocks(evaluator)
     rest = tuple((0, size) for size in lead)
@@ -61,7 +61,7 @@ def classify_mask(evaluator: Evaluator, mask: fx.Node) -> str | None:
 
 def _proved(blocks: Blocks, mask: fx.Node, rest: Block, *, causal: bool) -> bool:
     """Whether every key is seen, or with ``causal`` those that are not behind the query and no others."""
-    queries, keys = shape(mask)[-2:]
+    queries, keys = shape_of(mask)[-2:]
     open_blocks, looked_at = [((0, queries), (0, keys))], 0
     while open_blocks:
         (top, bottom), (left, right) = open_blocks.pop()

@@ -25,7 +25,7 @@ from autopar.graph import Buffer, Graph, Held, Parameter, Value
 from autopar.ops.meta import graph_meta, meta
 from autopar.torch_private import without_function_modes
 from passes.clean import FINAL_STEPS, STEPS
-from passes.clean.nodes import mark_gradients
+from passes.clean.nodes import gradients_pass
 from passes.runner import run as run_passes
 
 Progress = Callable[[str], None]
@@ -92,7 +92,7 @@ def _assemble(
     name: str,
     written: dict[str, Buffer],
 ) -> Graph:
-    mark_gradients(gm)
+    gradients_pass(gm)
     mark_main(gm)
     loss = loss_node(gm)
     if not isinstance(loss, fx.Node) or not meta(loss)["gradient"]:

@@ -27,7 +27,7 @@ from autopar.ops.facts import is_random
 from autopar.ops.meta import graph_meta, meta
 from autopar.program.guards import answer
 from autopar.torch_private import as_if_exported
-from passes.clean.nodes import note
+from passes.clean.nodes import ancestors, note, returned
 
 MOST = 256
 """Questions that a forward may ask, each number of a list being one: the answers are written into the program."""
@@ -75,7 +75,7 @@ class Answers:
         if answer is None or (answer.line, answer.question) != (line, name):
             expected = f"asks at {answer.line}" if answer is not None else "asks nothing more"
             raise CaptureError(
-                f"{line} asks for a tensor's value, and the model on its batch {expected}: what it asks depends on more than the batch",
+                f"{line} asks for a tensor's value, and the model on its batch {expected}: the value depends on more than the batch",
                 OPAQUE_HINT,
             )
         self.asked.append(_QUESTIONS[func](*args, **kwargs).detach())
@@ -150,7 +150,7 @@ def keep_guards(gm: fx.GraphModule, answers: Answers | None) -> None:
             OPAQUE_HINT,
         )
     for guard, node in zip(graph_meta(gm)["guards"], _nodes(gm), strict=True):
-        for source in _ancestors(node):
+        for source in ancestors([node]):
             if "parameter" in meta(source) or (source.op == "call_function" and is_random(source)):
                 raise _undecided(guard, node)
 
@@ -204,16 +204,4 @@ def _undecided(guard: Guard, node: fx.Node) -> KeptWholeError:
 
 
 def _nodes(gm: fx.GraphModule) -> list[fx.Node]:
-    output: Any = next(node for node in reversed(gm.graph.nodes) if node.op == "output").args[0]
-    return list(output[1 : 1 + len(graph_meta(gm).get("guards", ()))]) if isinstance(output, tuple | list) else []
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    waiting = [node]
-    while waiting:
-        each = waiting.pop()
-        if each not in found:
-            found.add(each)
-            waiting.extend(each.all_input_nodes)
-    return found
+    return returned(gm)[1 : 1 + len(graph_meta(gm).get("guards", ()))]

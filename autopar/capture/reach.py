@@ -1,6 +1,6 @@
 """Which parameters get a gradient: those from which autograd finds a way back from the loss.
 
-``mark_gradients`` follows values forward; what is computed from a parameter and ends in an argmax, a comparison, or behind a ``detach`` has
+``gradients_pass`` follows values forward; what is computed from a parameter and ends in an argmax, a comparison, or behind a ``detach`` has
 a gradient in it that nobody asks for. Eager PyTorch leaves ``grad`` at ``None`` there, and optimizers leave such parameters alone, decay
 included. A gradient that is zero (of ``floor``, of a dead ReLU) is one all the same.
 
@@ -18,9 +18,9 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from autopar.ops.meta import meta
-from autopar.ops.operands import args_of
+from autopar.ops.operands import args_of, val
 from autopar.torch_private import overload_name
-from passes.clean.nodes import described, like, mark_gradients, note, val
+from passes.clean.nodes import described, gradients_pass, like, note
 
 _SHOWN = 5
 _FOUND: dict[Any, tuple[bool, ...]] = {}
@@ -40,12 +40,10 @@ def freeze_unreached(gm: fx.GraphModule, loss: fx.Node) -> None:
         meta(node)["parameter"] = dataclasses.replace(meta(node)["parameter"], trainable=False)
     if left:
         names = sorted({meta(node)["parameter"].original for node in left})
-        note(gm, f"the loss gives no gradient to {len(names)} parameters, which stay as they are: {_list(names)}")
-        mark_gradients(gm)
-
-
-def _list(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        shown = ", ".join(names[:_SHOWN]) + more
+        note(gm, f"the loss gives no gradient to {len(names)} parameters, which stay as they are: {shown}")
+        gradients_pass(gm)
 
 
 def _reached(gm: fx.GraphModule, loss: fx.Node) -> set[fx.Node]:
@@ -60,13 +58,10 @@ def _reached(gm: fx.GraphModule, loss: fx.Node) -> set[fx.Node]:
                 wanted.setdefault(source, set()).add(index)
             continue
         for operand in node.all_input_nodes:
-            if meta(operand)["gradient"] and _any(_flows(node, operand), wanted[node]):
+            flows = _flows(node, operand) if meta(operand)["gradient"] else None
+            if flows is not None and (not flows or any(flows[index] for index in wanted[node])):
                 wanted.setdefault(operand, set()).add(0)
     return set(wanted)
-
-
-def _any(flows: tuple[bool, ...], results: set[int]) -> bool:
-    return not flows or any(flows[index] for index in results)
 
 
 def _flows(node: fx.Node, operand: fx.Node) -> tuple[bool, ...]:

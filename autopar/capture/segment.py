@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -23,7 +22,8 @@ from torch import fx
 from autopar.capture.blocks import blocks, is_leaf, parent, stack
 from autopar.ops.facts import facts, is_random
 from autopar.ops.meta import graph_meta, meta
-from passes.clean.nodes import calls, shape
+from autopar.ops.operands import shape_of
+from passes.clean.nodes import calls, returned
 
 # A block's output and one tensor beside it (a position bias, a cell state). Older skip tensors are not counted.
 WIDEST_CUT = 2
@@ -70,18 +70,16 @@ def mark_main(gm: fx.GraphModule) -> None:
         tensor = isinstance(meta(node)["val"], torch.Tensor)
         meta(node)["scalar"] = (
             tensor
-            and shape(node) == ()
+            and shape_of(node) == ()
             and meta(node)["fed"]
             and not meta(node)["main"]
-            and any(user.op == "call_function" and (meta(user)["main"] or shape(user) != ()) for user in node.users)
+            and any(user.op == "call_function" and (meta(user)["main"] or shape_of(user) != ()) for user in node.users)
         )
 
 
 def updates(gm: fx.GraphModule) -> dict[str, fx.Node]:
     """For every buffer that the model writes, the node of its new value."""
-    output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
-    names = graph_meta(gm).get("updates", ())
-    results: Any = output.args[0]
+    names, results = graph_meta(gm).get("updates", ()), returned(gm)
     return dict(zip(names, results[len(results) - len(names) :], strict=True)) if names else {}
 
 
@@ -189,7 +187,7 @@ def _products(run: Group) -> int:
 
 
 def _holds_matrix(run: Group) -> bool:
-    return any("parameter" in meta(n) and len(shape(n)) > 1 for node in run.nodes for n in node.all_input_nodes)
+    return any("parameter" in meta(n) and len(shape_of(n)) > 1 for node in run.nodes for n in node.all_input_nodes)
 
 
 def _reads_only(run: Group, before: Group) -> bool:

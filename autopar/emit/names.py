@@ -11,26 +11,8 @@ from torch import nn
 
 # What an emitted module defines or imports itself.
 _RESERVED = frozenset(
-    {
-        "self",
-        "torch",
-        "nn",
-        "F",
-        "spmd",
-        "guards",
-        "kernels",
-        "kernels_ctc",
-        "kernels_experts",
-        "kernels_norm",
-        "kernels_random",
-        "kernels_ring",
-        "kernels_rnn",
-        "opaque",
-        "segments",
-        "selective",
-        "checkpoint",
-        "key",
-    }
+    """self torch nn F spmd guards kernels kernels_ctc kernels_experts kernels_norm kernels_random kernels_ring kernels_rnn opaque segments
+    selective checkpoint key""".split()  # noqa: SIM905  a list of words
 )
 
 # What a module has besides the user's attributes: nothing of theirs may take its place.

@@ -19,7 +19,7 @@ from torch import fx
 from autopar.ops.experts import Experts
 from autopar.ops.facts import Kind, facts
 from autopar.ops.meta import meta
-from autopar.ops.operands import arguments, operands
+from autopar.ops.operands import arguments, operands, shape_of, val
 
 # Backward FLOPs of one op over its forward FLOPs, when every floating operand needs a gradient. Matrix products: one
 # product of the same size per operand. Flash attention: five products (one recomputes the scores) for forward's two.
@@ -34,12 +34,6 @@ def tensors(value: object) -> list[torch.Tensor]:
     if isinstance(value, (tuple, list)):
         return [t for item in value for t in tensors(item)]
     return []
-
-
-def value_of(node: object) -> torch.Tensor | None:
-    """The meta tensor that an argument stands for; ``None`` where it is not a single tensor."""
-    value = meta(node).get("val") if isinstance(node, fx.Node) else None
-    return value if isinstance(value, torch.Tensor) else None
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:
@@ -95,7 +89,7 @@ def bytes_moved(node: fx.Node) -> int:
     written = sum(t.nbytes for t in tensors(meta(node).get("val")))
     if facts(node).kind in (Kind.LOOKUP, Kind.GATHER):
         # only the rows that are picked are read, not the table
-        return 2 * written + sum(v.nbytes for n in tensor_operands(node)[1:] if (v := value_of(n)) is not None)
+        return 2 * written + sum(t.nbytes for n in tensor_operands(node)[1:] for t in tensors(meta(n)["val"]))
     return written + sum(t.nbytes for n in tensor_operands(node) for t in tensors(meta(n).get("val")))
 
 
@@ -118,28 +112,24 @@ def _attention_flops(node: fx.Node) -> float:
 
 def _product(node: fx.Node) -> float:
     """A product whose contracted dim is the last of its left factor."""
-    left = value_of(factors(node)[0])
-    assert left is not None, node.format_node()
-    return 2.0 * meta(node)["val"].numel() * left.shape[-1]
+    return 2.0 * val(node).numel() * shape_of(factors(node)[0])[-1]
 
 
 def _convolution(node: fx.Node) -> float:
-    source, weight = (value_of(operand) for operand in node.args[:2])
-    assert source is not None and weight is not None, node.format_node()
+    source, weight = operands(node)[:2]
     # weight: [out channels, in channels / groups, *kernel]; transposed convolutions swap the first two
-    over = source if facts(node).kind is Kind.TRANSPOSED_CONVOLUTION else meta(node)["val"]
-    return 2.0 * over.numel() * math.prod(weight.shape[1:])
+    over = source if facts(node).kind is Kind.TRANSPOSED_CONVOLUTION else node
+    return 2.0 * val(over).numel() * math.prod(shape_of(weight)[1:])
 
 
 def _einsum(node: fx.Node) -> float:
-    equation, operands = node.args[0], node.args[1]
-    assert isinstance(equation, str) and isinstance(operands, (list, tuple))
     sizes: dict[str, int] = {}
-    for letters, operand in zip(equation.split("->")[0].replace(" ", "").split(","), operands, strict=True):
-        value = value_of(operand)
-        if value is None or "." in letters:
+    for letters, operand in zip(
+        str(node.args[0]).split("->")[0].replace(" ", "").split(","), operands(node), strict=True
+    ):
+        if "." in letters:
             return 0.0
-        sizes |= dict(zip(letters, value.shape, strict=True))
+        sizes |= dict(zip(letters, shape_of(operand), strict=True))
     return 2.0 * math.prod(sizes.values())
 
 

@@ -20,92 +20,56 @@ from autopar.torch_private import overload_name
 _TORCHS_OWN = frozenset(("aten", "prim", "prims", "autopar", "profiler", "higher_order"))
 
 
-class Kind(Enum):
-    """What an op is."""
-
-    ATTENTION = "attention"
-    PRODUCT = "product of matrices"
-    EINSUM = "einsum"
-    GROUPED_PRODUCT = "product of the rows of each expert with its matrix"
-    EXPERTS_PRODUCT = "such a product in the body of a mixture"
-    CONVOLUTION = "convolution"
-    TRANSPOSED_CONVOLUTION = "transposed convolution"
-    RECURRENCE = "recurrence"
-    LOOKUP = "rows of a table"
-    BAG = "sums of rows of a table"
-    GATHER = "elements by index"
-    CLASS_LOSS = "sum of cross entropies"
-    LOSS = "pointwise loss with a reduction"
-    DROPOUT = "dropout"
-    DRAW = "seeded random numbers"
-    ARBITRARY = "values that are no function of the operands"
-    ADDITION = "addition"
-    CAST = "another dtype or device"
-    DETACH = "stop of the gradient"
-    IDENTITY = "the same value"
-    RESHAPE = "other sizes, by number"
-    SQUEEZE = "dims of size one more or less"
-    EXPANSION = "broadcast"
-    PERMUTATION = "other order of dims"
-    SLICE = "one part of a dim"
-    SPLIT = "all parts of a dim"
-    OTHER = "none of these"
-
-
 def aten_names(text: str) -> tuple[str, ...]:
     """The full names of ATen ops that ``text`` lists by their short ones: ``"aten.view"`` and so on."""
     return tuple(f"aten.{name}" for name in text.split())
 
 
-_NAMES: dict[Kind, tuple[str, ...]] = {
-    Kind.ATTENTION: ("aten.scaled_dot_product_attention", "kernels.attention"),
-    Kind.PRODUCT: aten_names("linear matmul mm bmm mv addmm addbmm baddbmm"),
-    Kind.EINSUM: ("aten.einsum",),
-    Kind.GROUPED_PRODUCT: ("aten._grouped_mm", "transformers.grouped_mm_fallback"),
-    Kind.EXPERTS_PRODUCT: ("kernels_experts.grouped_linear",),
-    Kind.CONVOLUTION: (*aten_names("convolution conv1d conv2d conv3d"), "kernels.convolution"),
-    Kind.TRANSPOSED_CONVOLUTION: aten_names("conv_transpose1d conv_transpose2d conv_transpose3d"),
-    Kind.RECURRENCE: aten_names("lstm gru rnn_tanh rnn_relu"),
-    Kind.LOOKUP: ("aten.embedding", "kernels.masked_embedding"),
-    Kind.BAG: aten_names("embedding_bag _embedding_bag"),
-    Kind.GATHER: aten_names("gather index_select index"),
-    Kind.CLASS_LOSS: ("kernels.cross_entropy_sum",),
-    Kind.LOSS: aten_names(
+class Kind(Enum):
+    """What an op is; the value lists the ops by their full names."""
+
+    ATTENTION = ("aten.scaled_dot_product_attention", "kernels.attention")
+    PRODUCT = aten_names("linear matmul mm bmm mv addmm addbmm baddbmm")
+    EINSUM = aten_names("einsum")
+    GROUPED_PRODUCT = ("aten._grouped_mm", "transformers.grouped_mm_fallback")  # as models call it
+    EXPERTS_PRODUCT = ("kernels_experts.grouped_linear",)  # as the body of a mixture calls it
+    CONVOLUTION = (*aten_names("convolution conv1d conv2d conv3d"), "kernels.convolution")
+    TRANSPOSED_CONVOLUTION = aten_names("conv_transpose1d conv_transpose2d conv_transpose3d")
+    RECURRENCE = aten_names("lstm gru rnn_tanh rnn_relu")
+    LOOKUP = ("aten.embedding", "kernels.masked_embedding")  # rows of a table
+    BAG = aten_names("embedding_bag _embedding_bag")  # sums of rows of a table
+    GATHER = aten_names("gather index_select index")
+    CLASS_LOSS = ("kernels.cross_entropy_sum",)
+    LOSS = aten_names(
         """mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss binary_cross_entropy
         binary_cross_entropy_with_logits"""
-    ),
-    Kind.DROPOUT: ("aten.dropout", "kernels.dropout"),
-    Kind.DRAW: ("kernels_random.uniform", "kernels_random.normal"),
-    Kind.ARBITRARY: aten_names("rand randn randint rand_like randn_like empty empty_like new_empty"),
-    Kind.ADDITION: aten_names("add sub"),
-    Kind.CAST: aten_names("to type_as _to_copy cpu cuda"),
-    Kind.DETACH: ("aten.detach",),
-    Kind.IDENTITY: aten_names("alias contiguous clone lift lift_fresh lift_fresh_copy positive"),
-    Kind.RESHAPE: aten_names("view reshape _unsafe_view view_copy flatten unflatten view_as reshape_as"),
-    Kind.SQUEEZE: aten_names("squeeze unsqueeze ravel _reshape_alias atleast_1d atleast_2d atleast_3d"),
-    Kind.EXPANSION: aten_names("expand expand_as broadcast_to"),
-    Kind.PERMUTATION: aten_names(
-        "transpose t permute swapdims swapaxes movedim moveaxis numpy_T mT mH matrix_H adjoint"
-    ),
-    Kind.SLICE: aten_names("select slice narrow"),
-    Kind.SPLIT: aten_names("split split_with_sizes chunk tensor_split unbind unsafe_chunk unsafe_split"),
-}
-_KINDS = {name: kind for kind, names in _NAMES.items() for name in names}
+    )  # pointwise, with a reduction
+    DROPOUT = ("aten.dropout", "kernels.dropout")
+    DRAW = ("kernels_random.uniform", "kernels_random.normal")  # seeded random numbers
+    ARBITRARY = aten_names(
+        "rand randn randint rand_like randn_like empty empty_like new_empty"
+    )  # no function of operands
+    ADDITION = aten_names("add sub")
+    CAST = aten_names("to type_as _to_copy cpu cuda")
+    DETACH = aten_names("detach")
+    IDENTITY = aten_names("alias contiguous clone lift lift_fresh lift_fresh_copy positive")
+    RESHAPE = aten_names("view reshape _unsafe_view view_copy flatten unflatten view_as reshape_as")
+    SQUEEZE = aten_names("squeeze unsqueeze ravel _reshape_alias atleast_1d atleast_2d atleast_3d")
+    EXPANSION = aten_names("expand expand_as broadcast_to")
+    PERMUTATION = aten_names("transpose t permute swapdims swapaxes movedim moveaxis numpy_T mT mH matrix_H adjoint")
+    SLICE = aten_names("select slice narrow")
+    SPLIT = aten_names("split split_with_sizes chunk tensor_split unbind unsafe_chunk unsafe_split")
+    OTHER = ()
 
+
+_KINDS = {name: kind for kind in Kind for name in kind.value}
 _PRODUCTS = frozenset((Kind.PRODUCT, Kind.CONVOLUTION, Kind.TRANSPOSED_CONVOLUTION))
 _STRIDED = frozenset((Kind.EXPANSION, Kind.PERMUTATION, Kind.SLICE, Kind.SPLIT))
 _VIEWS = _STRIDED | {Kind.RESHAPE, Kind.SQUEEZE, Kind.DETACH}
 _OTHER_VIEWS = frozenset((*aten_names("alias as_strided diagonal lift_fresh sym_size"), "_operator.getitem"))
-_ALSO_SAVE_NOTHING = frozenset(
-    (
-        *aten_names("rsub neg sum mean cat stack"),
-        "_operator.getitem",
-        "kernels.reshape",
-        "kernels.expand",
-        "collectives.convert",
-        "collectives.share",
-        "localise_layer.scale",
-    )
+_LINEAR = frozenset(
+    (*aten_names("rsub neg sum mean cat stack"), "_operator.getitem", "kernels.reshape", "kernels.expand")
+    + ("collectives.convert", "collectives.share", "localise_layer.scale")
 )
 # Pointwise ops that torch does not tag so.
 _ALSO_POINTWISE = frozenset(aten_names("where to clamp clip logical_and logical_or"))
@@ -157,8 +121,7 @@ class Op:
     @property
     def saves_nothing(self) -> bool:
         """Whether the gradient does not depend on the values of operands and result, so that autograd saves neither."""
-        kept = self.kind in _VIEWS or self.kind in (Kind.ADDITION, Kind.CAST, Kind.IDENTITY)
-        return kept or self.name in _ALSO_SAVE_NOTHING
+        return self.kind in _VIEWS or self.passes_gradient_on or self.name in _LINEAR
 
     @property
     def passes_gradient_on(self) -> bool:
@@ -187,7 +150,7 @@ class Op:
 
     @property
     def added_operand(self) -> int | None:
-        """Of a product: the operand, if any, that is only added to it."""
+        """The operand of a product, if any, that is only added to it."""
         return {"aten.linear": 2, "aten.addmm": 0, "aten.addbmm": 0, "aten.baddbmm": 0}.get(self.name)
 
 

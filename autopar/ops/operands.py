@@ -66,9 +66,25 @@ def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
     return args_of(node)[index] if len(node.args) > index else node.kwargs.get(name, default)
 
 
+def val(node: fx.Node) -> torch.Tensor:
+    """The node's meta tensor."""
+    value = meta(node)["val"]
+    assert isinstance(value, torch.Tensor), (node, type(value))
+    return value
+
+
+def first_tensor(node: fx.Node, index: int = 0) -> torch.Tensor:
+    """The node's meta tensor; the ``index``-th where the value is a tuple."""
+    value = meta(node)["val"]
+    found: torch.Tensor = value[index] if isinstance(value, tuple | list) else value
+    return found
+
+
 def shape_of(node: fx.Node, index: int = 0) -> tuple[int, ...]:
     """The global shape of the node's value; of its ``index``-th tensor where the value is a tuple."""
-    value = meta(node)["val"]
-    if isinstance(value, tuple | list):
-        value = value[index]
-    return tuple(int(size) for size in value.shape)
+    return tuple(first_tensor(node, index).shape)
+
+
+def dtype_of(node: fx.Node) -> torch.dtype:
+    """The dtype of the node's value, which is one tensor."""
+    return val(node).dtype

@@ -11,6 +11,8 @@ from autopar.ops.experts import Experts
 from autopar.ops.facts import op_name
 from autopar.ops.operands import operands, shape_of
 from autopar.program import kernels_experts
+from autopar.rules.candidates import candidates
+from autopar.rules.table import TABLE
 from autopar.types import P, R, S, SpmdType
 
 
@@ -39,9 +41,7 @@ def slices(op: Experts) -> list[tuple[SpmdType, ...]]:
 
     The body's own rules are asked, with no conversion in between: what a slice cannot do alone is no way.
     """
-    from autopar.rules.candidates import candidates  # which asks this module for the rule of a mixture
-
-    result = next(node for node in op.body.graph.nodes if node.op == "output").args[0]
+    result = op.body.graph.output_node().args[0]
     order: dict[fx.Node, None] = {}  # every operand right before its first reader, so that a wrong start ends early
     for node in op.body.graph.nodes:
         if node.op == "call_function":
@@ -78,8 +78,6 @@ def slices(op: Experts) -> list[tuple[SpmdType, ...]]:
 def is_row_wise(node: fx.Node, rows: set[fx.Node]) -> bool:
     """Whether the call treats rows alike and names no number of them: it may run on any of the rows, in any order. ``rows`` are the
     nodes before it that have a dim of rows, their first."""
-    from autopar.rules.candidates import candidates
-
     if node.target in (kernels_experts.grouped_linear, kernels_experts.of_rows):
         return True
     if op_name(node) in _SIZED:
@@ -91,3 +89,6 @@ def is_row_wise(node: fx.Node, rows: set[fx.Node]) -> bool:
 _SIZED = frozenset(
     f"aten.{name}" for name in ("view", "reshape", "expand", "_unsafe_view", "new_zeros", "new_ones", "repeat")
 )
+
+# Its rule asks for the rules of the ops in its body, and so it is not in the table's own file.
+TABLE["kernels_experts.experts"] = line

@@ -149,7 +149,7 @@ class _Analysis:
         """What does not come from parameters has a size that others see; so has what leaves the layer."""
         inputs = [node for node in self.nodes if node.op == "placeholder"]
         weights = inputs[len(inputs) - len(self.cls.parameters) :]
-        (output,) = [node for node in self.cls.graph.graph.nodes if node.op == "output"]
+        output = self.cls.graph.graph.output_node()
         for node in (*inputs[: len(inputs) - len(self.cls.parameters)], *output.all_input_nodes):
             self._fix(node)
         for node in weights:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from torch import fx
 
 from autopar.ops.facts import aten_names
-from autopar.rules import experts
 from autopar.rules import views as v
 
 Entry = str | Callable[[fx.Node], str | None]
@@ -130,7 +129,6 @@ TABLE: dict[str, Entry] = {
     **dict.fromkeys(aten_names("gather scatter"), v.gather),
     "aten.one_hot": v.one_hot,
     # mixtures of experts, and the products in their bodies (where rows are sorted by expert, and so are not sharded)
-    "kernels_experts.experts": experts.line,
     "kernels_experts.grouped_linear": "s! k, e! n k, e! -> s! n ; linear 0 1",
     "kernels_experts.of_rows": v.of_rows,
     # made from nothing: the same on every rank

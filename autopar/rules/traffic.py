@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autopar.ops.experts import Experts
 from autopar.ops.meta import meta
-from autopar.ops.operands import arguments, operands
+from autopar.ops.operands import arguments, dtype_of, operands, shape_of
 from autopar.types import Collective
 
 OF_MICROBATCHES = frozenset(("step_statistics", "local_batch_norm"))
@@ -46,14 +47,14 @@ class Wire:
 
 
 def kernel_traffic(kernel: str, node: fx.Node) -> tuple[Wire, ...]:
-    """What ``kernel`` exchanges when it stands for ``node``; nothing for a kernel that only computes."""
+    """The exchanges of ``kernel`` in place of ``node``; none for a kernel that only computes."""
     known = _TRAFFIC.get(kernel)
     return known(node) if known is not None else ()
 
 
 def _wide(node: fx.Node) -> int:
     """Bytes per element of what kernels add up in: float32 or wider."""
-    return max(4, int(meta(node)["val"].dtype.itemsize))
+    return max(4, int(dtype_of(node).itemsize))
 
 
 def _vocabulary_loss(node: fx.Node) -> tuple[Wire, ...]:
@@ -90,8 +91,9 @@ def _statistics(node: fx.Node) -> tuple[Wire, ...]:
 def _expert_exchange(node: fx.Node) -> tuple[Wire, ...]:
     """Every token's row goes to each of its experts and comes back, and so does its gradient; before that, how many go where."""
     tokens, index = operands(node)[:2]
-    counts = node.target.count / math.prod(meta(index)["val"].shape)  # type: ignore[union-attr]
-    choices = float(meta(index)["val"].shape[-1])
+    assert isinstance(node.target, Experts)
+    counts = node.target.count / math.prod(shape_of(index))
+    choices = float(shape_of(index)[-1])
     return (
         Wire(index, Collective.ALL_TO_ALL, Collective.NONE, times=counts),
         Wire(tokens, Collective.ALL_TO_ALL, Collective.ALL_TO_ALL, times=choices),

@@ -16,7 +16,7 @@ from torch import fx
 
 from autopar.ops.facts import op_name
 from autopar.ops.meta import meta
-from autopar.ops.operands import arguments, operands, shape_of
+from autopar.ops.operands import arguments, dtype_of, operands, shape_of
 
 Words = list[str]
 
@@ -436,7 +436,7 @@ def cross_entropy(node: fx.Node) -> str | None:
         words = [w + "!" for w in words]
     words[1] += "" if words[1].endswith("!") else "!"
     target = operands(node)[1]
-    labels = words if meta(target)["val"].is_floating_point() else words[:1] + words[2:]
+    labels = words if dtype_of(target).is_floating_point else words[:1] + words[2:]
     rest = [[words[1]] for _ in operands(node)[2:]]
     return line([words, labels, *rest], words[:1] + words[2:] if reduction == 0 else [])
 
@@ -475,7 +475,7 @@ def index(node: fx.Node) -> str | None:
     nodes = [indices[i] for i in used]
     if not used or used != list(range(used[0], used[-1] + 1)):
         return None
-    if any(meta(item)["val"].dtype in (torch.bool, torch.uint8) for item in nodes):
+    if any(dtype_of(item) in (torch.bool, torch.uint8) for item in nodes):
         return None
     words = names(len(indices))
     ranks = [len(shape_of(item)) for item in nodes]

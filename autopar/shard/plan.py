@@ -73,7 +73,7 @@ def plan_shardings(graph: Graph, plan: Plan) -> tuple[Sharding, ...]:
     if graph.accumulated not in (1, plan.microbatches):
         raise UsageError(
             f"the model is captured as {graph.accumulated} microbatches, each with its own statistics, and not as {plan.microbatches}",
-            "capture it for as many as the plan has",
+            "capture it for the plan's number of microbatches",
         )
     found = []
     for index, layer in enumerate(plan.layers):

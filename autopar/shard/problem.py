@@ -31,7 +31,7 @@ from autopar.ops.cost import op_cost
 from autopar.ops.experts import Experts
 from autopar.ops.facts import facts
 from autopar.ops.meta import meta
-from autopar.ops.operands import operands
+from autopar.ops.operands import operands, shape_of
 from autopar.plan import Role
 from autopar.rules import Candidate, candidates
 from autopar.rules.padding import padded, padding
@@ -245,7 +245,7 @@ class Problem:
             return True
         if self.role is Role.RING:
             return option.kernel == "ring_attention"
-        return option.result.dim == len(meta(node)["val"].shape) - 3
+        return option.result.dim == len(shape_of(node)) - 3
 
     def _fits(self, name: str, shape: tuple[int, ...], t: SpmdType) -> bool:
         """Whether the value may be sharded so, padded where that is allowed."""
@@ -273,7 +273,7 @@ class Problem:
         index = self._inputs.index(node)
         counts = (len(cls.activations), len(cls.inputs), len(cls.constants), len(cls.scalars), len(cls.parameters))
         kind = next(k for k in range(5) if index < sum(counts[: k + 1]))
-        shape = tuple(meta(node)["val"].shape)
+        shape = shape_of(node)
         if kind == 0:
             t = boundary(cls, role, cls.activations[index])
             return [] if t is None else [t]
@@ -317,7 +317,7 @@ class Problem:
                 share = _WIRE_FACTOR[wire.forward] + _WIRE_FACTOR[backward]
                 seconds += share * wire.bytes() / REFERENCE_LINK_BYTES_PER_S
         # sequence-parallel borders are there to hold slices: gathering before a norm instead of after it costs the same on the wire,
-        # and a byte of activation is held as dearly as one of a parameter
+        # and a byte of activation in memory costs as much as one of a parameter
         if self.role is Role.TENSOR_SEQUENCE and self._flow[node.name] and option.result in (I, R):
             seconds += BYTE_HELD_S * _bytes(node)
         return seconds * self._row

@@ -49,5 +49,5 @@ def _attention(node: fx.Node, role: Role, size: int) -> str:
             if heads % size:
                 return f"attention has {heads} {what}, which do not divide by {size} for {role.value}"
     if role is Role.RING and query[-2] != key[-2]:
-        return f"attention has {query[-2]} queries and {key[-2]} keys, and a ring passes on as many as it has"
+        return f"attention has {query[-2]} queries and {key[-2]} keys, and ring attention needs as many of one as of the other"
     return ""

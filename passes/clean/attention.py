@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from autopar.ops.facts import op_name
-from autopar.ops.operands import args_of
-from passes.clean.nodes import add, aten, calls, replace, shape
+from autopar.ops.operands import args_of, shape_of
+from passes.clean.nodes import add, aten, calls, replace
 
 
 def grouped_query_pass(gm: fx.GraphModule) -> fx.GraphModule:
@@ -18,10 +18,10 @@ def grouped_query_pass(gm: fx.GraphModule) -> fx.GraphModule:
     for node in calls(gm, aten.scaled_dot_product_attention.default):
         query, key, value = args_of(node)[:3]
         assert isinstance(query, fx.Node) and isinstance(key, fx.Node) and isinstance(value, fx.Node)
-        if len(shape(query)) != 4 or node.kwargs.get("enable_gqa"):
+        if len(shape_of(query)) != 4 or node.kwargs.get("enable_gqa"):
             continue
         sources = _unrepeated(key), _unrepeated(value)
-        if sources[0] is None or sources[1] is None or shape(sources[0])[1] != shape(sources[1])[1]:
+        if sources[0] is None or sources[1] is None or shape_of(sources[0])[1] != shape_of(sources[1])[1]:
             continue
         args = (query, *sources, *args_of(node)[3:])
         replace(node, add(node, aten.scaled_dot_product_attention.default, args, {**node.kwargs, "enable_gqa": True}))
@@ -44,7 +44,7 @@ def _unrepeated(node: fx.Node) -> fx.Node | None:
         return None
     source = args_of(unsqueeze)[0]
     assert isinstance(source, fx.Node)
-    b, heads, *rest = shape(source)
-    repeats = shape(expand)[2] if len(shape(expand)) == 5 else 0
+    b, heads, *rest = shape_of(source)
+    repeats = shape_of(expand)[2] if len(shape_of(expand)) == 5 else 0
     expected = (b, heads, 1, *rest), (b, heads, repeats, *rest), (b, heads * repeats, *rest)
-    return source if (shape(unsqueeze), shape(expand), shape(node)) == expected else None
+    return source if (shape_of(unsqueeze), shape_of(expand), shape_of(node)) == expected else None

@@ -7,8 +7,8 @@ import operator
 from torch import fx
 
 from autopar.ops.facts import op_name
-from autopar.ops.operands import args_of, argument
-from passes.clean.nodes import add, aten, calls, dtype, replace, shape
+from autopar.ops.operands import args_of, argument, dtype_of, shape_of
+from passes.clean.nodes import add, aten, calls, replace
 
 _SUM, _MEAN = 0, 1
 _OTHERWISE = {3: "scale_grad_by_freq", 5: "sparse", 7: "include_last_offset"}
@@ -29,7 +29,7 @@ def bags_pass(gm: fx.GraphModule) -> fx.GraphModule:
             continue
         if any(argument(node, at, name, False) for at, name in _OTHERWISE.items()):
             continue
-        length = _length(offsets, shape(flat)[0])
+        length = _length(offsets, shape_of(flat)[0])
         if length is None:
             continue
         new = _bags(node, weight, flat, length, mode)
@@ -40,7 +40,7 @@ def bags_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _bags(node: fx.Node, weight: fx.Node, flat: fx.Node, length: int, mode: int) -> fx.Node:
-    rows = [shape(flat)[0] // length, length]
+    rows = [shape_of(flat)[0] // length, length]
     index = add(node, aten.reshape.default, (flat, rows))
     found = add(node, aten.embedding.default, (weight, index))
     scales = argument(node, 6, "per_sample_weights")
@@ -51,7 +51,9 @@ def _bags(node: fx.Node, weight: fx.Node, flat: fx.Node, length: int, mode: int)
     if padding is None:
         total = add(node, aten.sum.dim_IntList, (found, [1]))
         return total if mode == _SUM else add(node, aten.mul.Tensor, (total, 1.0 / length))
-    held = add(node, aten.to.dtype, (add(node, aten.ne.Scalar, (index, padding % shape(weight)[0])), dtype(found)))
+    held = add(
+        node, aten.to.dtype, (add(node, aten.ne.Scalar, (index, padding % shape_of(weight)[0])), dtype_of(found))
+    )
     found = add(node, aten.mul.Tensor, (found, add(node, aten.unsqueeze.default, (held, 2))))
     total = add(node, aten.sum.dim_IntList, (found, [1]))
     if mode == _SUM:
@@ -66,4 +68,4 @@ def _length(offsets: fx.Node, count: int) -> int | None:
         return None
     start, end, step = (*args_of(offsets), 1)[:3]
     even = start == 0 and step > 0 and count % step == 0 and count - step < end <= count
-    return step if even and shape(offsets)[0] == count // step else None
+    return step if even and shape_of(offsets)[0] == count // step else None

@@ -10,8 +10,9 @@ from torch import fx
 
 from autopar.ops.facts import op_name
 from autopar.ops.meta import graph_meta
+from autopar.ops.operands import dtype_of, shape_of
 from autopar.program import kernels_norm
-from passes.clean.nodes import add, aten, calls, dtype, module_path, note, replace, shape
+from passes.clean.nodes import add, aten, calls, module_path, note, replace
 
 
 def batch_norm_pass(gm: fx.GraphModule) -> fx.GraphModule:
@@ -54,12 +55,12 @@ def _by_example(node: fx.Node) -> fx.Node:
     if not own:
         return add(node, kernels_norm.normalise, (x, running_mean, running_var, weight, bias, eps))
     if isinstance(running_mean, fx.Node) and isinstance(running_var, fx.Node):
-        detached, places = add(node, aten.detach.default, (x,)), list(range(2, len(shape(x))))
+        detached, places = add(node, aten.detach.default, (x,)), list(range(2, len(shape_of(x))))
         mean = add(node, aten.mean.dim, (detached, places))
         var = add(node, aten.var.correction, (detached, places), {"correction": 1})
         _average(node, running_mean, add(node, aten.mean.dim, (mean, [0])))
         _average(node, running_var, add(node, aten.mean.dim, (var, [0])))
-    return add(node, aten.group_norm.default, (x, shape(x)[1], weight, bias, eps))
+    return add(node, aten.group_norm.default, (x, shape_of(x)[1], weight, bias, eps))
 
 
 def _keep(node: fx.Node, statistics: fx.Node, running_mean: fx.Node, running_var: fx.Node) -> None:
@@ -70,5 +71,5 @@ def _keep(node: fx.Node, statistics: fx.Node, running_mean: fx.Node, running_var
 
 def _average(node: fx.Node, buffer: fx.Node, new: fx.Node) -> None:
     """Move the running average by ``node``'s momentum."""
-    old = buffer if dtype(buffer) == dtype(new) else add(node, aten.to.dtype, (buffer, dtype(new)))
+    old = buffer if dtype_of(buffer) == dtype_of(new) else add(node, aten.to.dtype, (buffer, dtype_of(new)))
     add(node, aten.copy_.default, (buffer, add(node, aten.lerp.Scalar, (old, new, node.args[6]))))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopar.ops.operands import args_of, argument
-from passes.clean.nodes import add, aten, calls, replace, shape
+from autopar.ops.operands import args_of, argument, shape_of
+from passes.clean.nodes import add, aten, calls, replace
 
 
 def borders_pass(gm: fx.GraphModule) -> fx.GraphModule:
@@ -20,7 +20,7 @@ def borders_pass(gm: fx.GraphModule) -> fx.GraphModule:
         assert isinstance(source, fx.Node)
         if mode == "constant" or min(amounts) < 0:
             continue
-        rank, new = len(shape(source)), source
+        rank, new = len(shape_of(source)), source
         for pair in range(len(amounts) // 2):
             before, after = amounts[2 * pair : 2 * pair + 2]
             if before or after:
@@ -30,13 +30,13 @@ def borders_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _padded(anchor: fx.Node, x: fx.Node, dim: int, before: int, after: int, mode: str) -> fx.Node:
-    n = shape(x)[dim]
+    n = shape_of(x)[dim]
 
     def part(start: int, end: int) -> fx.Node:
         return add(anchor, aten.slice.Tensor, (x, dim, start, end))
 
     def edge(at: int, count: int) -> fx.Node:
-        sizes = [count if d == dim else size for d, size in enumerate(shape(x))]
+        sizes = [count if d == dim else size for d, size in enumerate(shape_of(x))]
         return add(anchor, aten.expand.default, (part(at, at + 1), sizes))
 
     def flipped(start: int, end: int) -> fx.Node:

@@ -10,8 +10,8 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from autopar.ops.facts import Kind, facts, is_pointwise, op_name
-from autopar.ops.operands import args_of
-from passes.clean.nodes import add, aten, calls, replace, shape, val
+from autopar.ops.operands import args_of, shape_of, val
+from passes.clean.nodes import add, aten, calls, replace
 
 
 def broadcast_pass(gm: fx.GraphModule) -> fx.GraphModule:
@@ -21,7 +21,7 @@ def broadcast_pass(gm: fx.GraphModule) -> fx.GraphModule:
         expand = queue.pop(0)
         source = args_of(expand)[0]
         assert isinstance(source, fx.Node)
-        if shape(source) == shape(expand):
+        if shape_of(source) == shape_of(expand):
             replace(expand, source)
             continue
         for user in list(expand.users):
@@ -40,7 +40,7 @@ def _push(expand: fx.Node, source: fx.Node, user: fx.Node) -> fx.Node | None:
         if (
             args_of(user)[3:4] == (expand,)
             and expand not in args_of(user)[:3]
-            and len(shape(source)) == len(shape(expand))
+            and len(shape_of(source)) == len(shape_of(expand))
         ):
             user.args = (*args_of(user)[:3], source, *args_of(user)[4:])
         return None
@@ -48,7 +48,7 @@ def _push(expand: fx.Node, source: fx.Node, user: fx.Node) -> fx.Node | None:
         if args_of(user)[1] is not expand:
             return None
     elif name == "aten.unsqueeze":
-        if len(shape(source)) != len(shape(expand)):
+        if len(shape_of(source)) != len(shape_of(expand)):
             return None
     elif not is_pointwise(user):
         return None
@@ -60,6 +60,6 @@ def _push(expand: fx.Node, source: fx.Node, user: fx.Node) -> fx.Node | None:
     if val(new).shape == val(user).shape:
         replace(user, new)
         return None
-    moved = add(user, aten.expand.default, (new, list(shape(user))))
+    moved = add(user, aten.expand.default, (new, list(shape_of(user))))
     replace(user, moved)
     return moved

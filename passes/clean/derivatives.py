@@ -23,7 +23,7 @@ from autopar.ops.meta import meta
 from autopar.ops.operands import args_of
 from autopar.torch_private import backward_decompositions, fake_tensors, is_overload, written_arguments
 from passes.clean.functional import functionalise_pass
-from passes.clean.nodes import aten, calls, copy_origin, like, note, source_line
+from passes.clean.nodes import ancestors, aten, calls, copy_origin, like, note, source_line
 
 _SIMPLE = (
     *("tanh", "sigmoid", "softplus", "elu", "hardsigmoid", "hardtanh", "hardswish", "threshold", "leaky_relu", "gelu"),
@@ -75,7 +75,7 @@ def _expand(gm: fx.GraphModule, marker: fx.Node) -> None:
     given = [node for node in given if node not in set(between)]
     traced, kept = _traced(given, between, outputs, inputs, seeds, marker)
     known = dict(zip(traced.graph.find_nodes(op="placeholder"), given, strict=True))
-    results: Any = next(iter(traced.graph.find_nodes(op="output"))).args[0]
+    results: Any = traced.graph.output_node().args[0]
     for theirs, ours in zip(results[len(inputs) :], kept, strict=True):
         if isinstance(theirs, fx.Node):
             known.setdefault(theirs, ours)
@@ -91,12 +91,7 @@ def _expand(gm: fx.GraphModule, marker: fx.Node) -> None:
 
 def _between(outputs: list[fx.Node], inputs: list[fx.Node]) -> list[fx.Node]:
     """What is computed from ``inputs`` on the way to ``outputs``, in order."""
-    leading, waiting = set[fx.Node](), list(outputs)
-    while waiting:
-        node = waiting.pop()
-        if node not in leading:
-            leading.add(node)
-            waiting.extend(node.all_input_nodes)
+    leading = ancestors(outputs)
     found: dict[fx.Node, None] = {}
     reached = set(inputs)
     for node in outputs[0].graph.nodes:
@@ -174,12 +169,7 @@ def _copied(
     traced: fx.GraphModule, results: list[fx.Node], known: dict[fx.Node, fx.Node], marker: fx.Node
 ) -> list[Any]:
     """``results`` of ``traced`` in the marker's graph, before it; ``known`` are those of its nodes that are there already."""
-    needed, waiting = set[fx.Node](), [node for node in results if isinstance(node, fx.Node)]
-    while waiting:
-        node = waiting.pop()
-        if node not in needed and node not in known:
-            needed.add(node)
-            waiting.extend(node.all_input_nodes)
+    needed = ancestors((node for node in results if isinstance(node, fx.Node)), lambda node: node not in known)
     env = dict(known)
     for node in traced.graph.nodes:
         if node not in needed:

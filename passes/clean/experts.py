@@ -18,11 +18,11 @@ from torch.fx.node import map_arg
 from autopar.ops.experts import Experts
 from autopar.ops.facts import Kind, facts, is_pointwise, op_name
 from autopar.ops.meta import meta
-from autopar.ops.operands import args_of, argument
+from autopar.ops.operands import args_of, argument, dtype_of, shape_of
 from autopar.program.kernels_experts import grouped_linear, of_rows
-from autopar.rules.experts import is_row_wise
+from autopar.rules import is_row_wise
 from passes.clean.linear import part, pieces, splittable
-from passes.clean.nodes import add, aten, calls, copy_origin, dtype, replace, shape
+from passes.clean.nodes import add, aten, calls, copy_origin, replace
 
 _RESHAPES = (aten.reshape.default, aten.view.default, aten.unsqueeze.default)
 
@@ -35,10 +35,10 @@ def experts_pass(gm: fx.GraphModule) -> fx.GraphModule:
         if region is None or body is None:
             continue
         graph, parameters = _split_fused(*body)
-        op = Experts(fx.GraphModule(nn.Module(), graph, class_name="Body"), shape(region.counts)[0])
+        op = Experts(fx.GraphModule(nn.Module(), graph, class_name="Body"), shape_of(region.counts)[0])
         new = add(node, op, (region.x, region.index, region.weights, *parameters))
         users = list(node.users)
-        if dtype(new) != dtype(node):  # the cast back to the tokens' dtype is the op's own
+        if dtype_of(new) != dtype_of(node):  # the cast back to the tokens' dtype is the op's own
             replace(users[0], new)
         else:
             node.replace_all_uses_with(new)
@@ -68,7 +68,7 @@ def _region(node: fx.Node) -> _Region | None:
         return None
     apart = _is(args_of(node)[0], *_RESHAPES)
     unsorted = _is(apart and apart.args[0], aten.index.Tensor)
-    if apart is None or unsorted is None or len(shape(apart)) != 3:
+    if apart is None or unsorted is None or len(shape_of(apart)) != 3:
         return None
     weighted, inverse = args_of(unsorted)[0], _only_index(unsorted)
     written = _is(inverse, aten.index_put.default)
@@ -76,7 +76,7 @@ def _region(node: fx.Node) -> _Region | None:
     if written is None or product is None:
         return None
     perm: fx.Node = args_of(written)[1][0]
-    if not _is_arange(args_of(written)[2], shape(perm)[0]):
+    if not _is_arange(args_of(written)[2], shape_of(perm)[0]):
         return None
     for result, weight in (args_of(product)[:2], args_of(product)[1::-1]):
         while isinstance(weight, fx.Node) and weight.target in _RESHAPES:
@@ -95,11 +95,11 @@ def _choices(node: fx.Node, apart: fx.Node, perm: fx.Node, weight: fx.Node, resu
     if order is None or sort is None or flat is None or flat_weights is None or args_of(order)[1] != 1:
         return None
     index, weights = args_of(flat)[0], args_of(flat_weights)[0]
-    tokens, k, _ = shape(apart)
-    if shape(index) != (tokens, k) or shape(weights) != (tokens, k):
+    tokens, k, _ = shape_of(apart)
+    if shape_of(index) != (tokens, k) or shape_of(weights) != (tokens, k):
         return None
     picked = [u for n in perm.users if n.target is aten.floor_divide.default and n.args[1] == k for u in n.users]
-    rows = next((n for n in picked if n.target is aten.index.Tensor and len(shape(n)) == 2), None)
+    rows = next((n for n in picked if n.target is aten.index.Tensor and len(shape_of(n)) == 2), None)
     ids = next((n for n in sort.users if args_of(n)[1] == 0), None)
     if rows is None or ids is None:
         return None
@@ -110,11 +110,11 @@ def _choices(node: fx.Node, apart: fx.Node, perm: fx.Node, weight: fx.Node, resu
         if op_name(n) == "aten.histc"
     ]
     x = args_of(rows)[0]
-    if len(counted) != 1 or not _counts_all(counted[0]) or len(shape(x)) != 2 or shape(x)[0] != tokens:
+    if len(counted) != 1 or not _counts_all(counted[0]) or len(shape_of(x)) != 2 or shape_of(x)[0] != tokens:
         return None
     cast = list(node.users)
-    if dtype(node) != dtype(x) and not (
-        len(cast) == 1 and op_name(cast[0]) == "aten.to" and dtype(cast[0]) == dtype(x)
+    if dtype_of(node) != dtype_of(x) and not (
+        len(cast) == 1 and op_name(cast[0]) == "aten.to" and dtype_of(cast[0]) == dtype_of(x)
     ):
         return None
     return _Region(x, index, weights, rows, result, ids, counted[0])
@@ -143,7 +143,7 @@ def _counts_all(node: fx.Node) -> bool:
 
 
 def _is_three_dimensional(node: fx.Node) -> bool:
-    return len(shape(args_of(node)[0])) == 2 and len(shape(args_of(node)[1])) == 3
+    return len(shape_of(args_of(node)[0])) == 2 and len(shape_of(args_of(node)[1])) == 3
 
 
 class _Body:
@@ -204,9 +204,9 @@ class _Body:
         return node
 
     def _copy(self, node: fx.Node) -> fx.Node | None:
-        experts = shape(self.region.counts)[0]
+        experts = shape_of(self.region.counts)[0]
         if node.op == "placeholder":
-            if "parameter" not in meta(node) or shape(node)[:1] != (experts,):
+            if "parameter" not in meta(node) or shape_of(node)[:1] != (experts,):
                 return None
             name = meta(node)["parameter"].name.rsplit(".", 1)[-1]
             self.parameters[node] = self._placeholder(name, node)
@@ -255,7 +255,7 @@ def add_to(graph: fx.Graph, target: Callable[..., object], args: tuple[object, .
 
 
 def _swaps_last(node: fx.Node) -> bool:
-    rank = len(shape(node))
+    rank = len(shape_of(node))
     return op_name(node) == "aten.transpose" and {d % rank for d in args_of(node)[1:3]} == {1, 2} and rank == 3
 
 
@@ -294,7 +294,7 @@ def _split_fused(graph: fx.Graph, parameters: dict[fx.Node, fx.Node]) -> tuple[f
 def _plain_product(node: fx.Node) -> None:
     """A grouped product that is in no mixture: ours, from the same offsets."""
     rows, weight, offsets = args_of(node)[:3]
-    start = add(node, aten.slice.Tensor, (offsets, 0, 0, shape(offsets)[0] - 1))
+    start = add(node, aten.slice.Tensor, (offsets, 0, 0, shape_of(offsets)[0] - 1))
     start = add(node, aten.constant_pad_nd.default, (start, [1, 0]))
     counts = add(node, aten.sub.Tensor, (offsets, start))
     swapped = add(node, aten.transpose.int, (weight, 1, 2))

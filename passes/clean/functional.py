@@ -25,9 +25,9 @@ from torch.fx.node import map_arg
 from autopar.errors import CaptureError
 from autopar.ops.facts import facts, op_name
 from autopar.ops.meta import graph_meta, meta
-from autopar.ops.operands import args_of, argument
+from autopar.ops.operands import args_of, argument, dtype_of, shape_of
 from autopar.torch_private import functional_twin, overload_schema, written_arguments
-from passes.clean.nodes import add, aten, calls, has_gradient, shape, source_line
+from passes.clean.nodes import add, ancestors, aten, calls, has_gradient, returned, source_line
 from passes.clean.randomness import drawn
 from passes.clean.views import View, counted, origins, replay, scatter
 
@@ -166,7 +166,7 @@ class _Functionaliser:
     def _replayed(self, view: View, value: fx.Node, anchor: fx.Node) -> fx.Node:
         found = replay(view, value, anchor)
         if found is None:
-            raise _refused(view.call, "views memory by strides, of a tensor that is written in place", _INSTEAD)
+            raise _refused(view.call, "views a tensor that is written in place by strides", _INSTEAD)
         return found
 
     # -- writing ------------------------------------------------------------------------------------------------------
@@ -204,8 +204,8 @@ class _Functionaliser:
         if self._gradient(value):
             raise _refused(
                 node,
-                "writes under no_grad, or through detach or .data, to a tensor that has a gradient: its value changes, and its gradient "
-                "stays that of the value before",
+                "writes under no_grad, or through detach or .data, to a tensor that has a gradient: the value changes, and the "
+                "gradient stays that of the old value",
                 "write with the gradient that is meant: y = torch.where(mask, new, y), or y = y + (new - y).detach(), which has y's "
                 "gradient",
             )
@@ -257,9 +257,7 @@ class _Functionaliser:
         if new is None:
             target = functional_twin(node.target)
             if target is None:
-                raise _refused(
-                    node, "writes to its operand, and nothing that computes the same without writing is known", _INSTEAD
-                )
+                raise _refused(node, "writes to its operand, and has no known form that does not write", _INSTEAD)
             outs = set(written) - {name for name, _ in overload_schema(target) or ()}
             kwargs = {name: value for name, value in node.kwargs.items() if name not in outs}
             new = add(node, target, node.args, kwargs)
@@ -269,13 +267,13 @@ class _Functionaliser:
 
     def _fitted(self, new: fx.Node, target: fx.Node, node: fx.Node) -> fx.Node:
         value = meta(target)["val"]
-        if meta(new)["val"].dtype != value.dtype:
+        if dtype_of(new) != value.dtype:
             new = add(node, aten.to.dtype, (new, value.dtype))
-        if shape(new) != tuple(value.shape):
+        if shape_of(new) != tuple(value.shape):
             if op_name(node) != "aten.copy_":
                 raise _refused(
                     node,
-                    f"writes {list(shape(new))} to a tensor of shape {list(value.shape)}, which changes its shape",
+                    f"writes {list(shape_of(new))} to a tensor of shape {list(value.shape)}, which changes its shape",
                     _INSTEAD,
                 )
             new = add(node, aten.expand.default, (new, list(value.shape)))
@@ -309,7 +307,7 @@ class _Functionaliser:
         """A write through ``.data`` is unseen by autograd, which then goes back through an earlier op with values that it did not have."""
         if not self.detached:
             return
-        reached = self._reached()
+        reached = ancestors(self.gm.graph.output_node().all_input_nodes, self._gradient)
         for node, holders, readers in self.detached:
             for reader in readers:
                 if reader in reached and not facts(reader).saves_nothing and holders & set(reader.all_input_nodes):
@@ -320,24 +318,10 @@ class _Functionaliser:
                         "write to a clone, or before it is read",
                     )
 
-    def _reached(self) -> set[fx.Node]:
-        """The nodes that the loss's gradient goes back through."""
-        output = next(node for node in reversed(self.gm.graph.nodes) if node.op == "output")
-        found: set[fx.Node] = set()
-        stack = list(output.all_input_nodes)
-        while stack:
-            node = stack.pop()
-            if node not in found and self._gradient(node):
-                found.add(node)
-                stack.extend(node.all_input_nodes)
-        return found
-
     def _give_out(self) -> None:
         """Make the new values of buffers outputs; a buffer that is written is no constant (``meta["state"]``)."""
-        output = next(node for node in reversed(self.gm.graph.nodes) if node.op == "output")
-        results = output.args[0] if isinstance(output.args[0], tuple | list) else (output.args[0],)
         updates = {base: value for base, (value, _) in self.newest.items() if "buffer" in meta(base)}
-        output.args = ((*results, *updates.values()),)
+        self.gm.graph.output_node().args = ((*returned(self.gm), *updates.values()),)
         graph_meta(self.gm)["updates"] = tuple(meta(buffer)["buffer"] for buffer in updates)
         for buffer in updates:
             meta(buffer)["state"] = True
@@ -346,8 +330,7 @@ class _Functionaliser:
 def updates_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """A buffer that takes a constant, an input, another buffer's value or one that others read gets a copy: what a layer hands out as the
     buffer's is computed in it, and is nothing else."""
-    output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
-    results: Any = output.args[0]
+    output, results = gm.graph.output_node(), returned(gm)
     first = len(results) - len(graph_meta(gm).get("updates", ()))
 
     def own(value: fx.Node) -> fx.Node:
@@ -378,8 +361,8 @@ def _special(node: fx.Node) -> fx.Node | None:
         fill = 0 if name == "aten.zero_" else args_of(node)[1]
         assert isinstance(written, fx.Node)
         if isinstance(fill, fx.Node):
-            return add(node, aten.expand.default, (fill, list(shape(written))))
-        return add(node, aten.full.default, (list(shape(written)), fill), {"dtype": meta(written)["val"].dtype})
+            return add(node, aten.expand.default, (fill, list(shape_of(written))))
+        return add(node, aten.full.default, (list(shape_of(written)), fill), {"dtype": dtype_of(written)})
     if name == "aten.copy_":
         source = args_of(node)[1]
         assert isinstance(source, fx.Node)
@@ -392,14 +375,14 @@ def _special(node: fx.Node) -> fx.Node | None:
 def _diagonal_filled(node: fx.Node) -> fx.Node | None:
     """``fill_diagonal_`` as ``where``; not where the diagonal of a tall matrix begins anew."""
     x, fill = args_of(node)[:2]
-    sizes = shape(x)
+    sizes = shape_of(x)
     rank = len(sizes)
     if argument(node, 2, "wrap", False) and (rank > 2 or sizes[0] > sizes[1]):
         return None
     first = counted(sizes[0], 0, rank, node)
     equal = [add(node, aten.eq.Tensor, (first, counted(sizes[d], d, rank, node))) for d in range(1, rank)]
     on = functools.reduce(lambda a, b: add(node, aten.bitwise_and.Tensor, (a, b)), equal)
-    filled = add(node, aten.full.default, ([1] * rank, fill), {"dtype": meta(x)["val"].dtype})
+    filled = add(node, aten.full.default, ([1] * rank, fill), {"dtype": dtype_of(x)})
     return add(node, aten.where.self, (on, filled, x))
 
 
@@ -410,13 +393,13 @@ def _masked(node: fx.Node) -> fx.Node | None:
     if len(used) != 1 or meta(used[0][1])["val"].dtype != torch.bool or any(rest) or node.kwargs.get("accumulate"):
         return None
     before, mask = used[0]
-    after = len(shape(x)) - before - len(shape(mask))
-    sizes = list(shape(value))
+    after = len(shape_of(x)) - before - len(shape_of(mask))
+    sizes = list(shape_of(value))
     while sizes and sizes[0] == 1 and len(sizes) > after:
         sizes.pop(0)
     if len(sizes) > after:
         return None
-    if sizes != list(shape(value)):
+    if sizes != list(shape_of(value)):
         value = add(node, aten.reshape.default, (value, sizes))
     for _ in range(after):
         mask = add(node, aten.unsqueeze.default, (mask, -1))

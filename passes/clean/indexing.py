@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from autopar.ops.facts import op_name
-from autopar.ops.operands import args_of
-from passes.clean.nodes import add, aten, calls, dtype, replace, shape
+from autopar.ops.operands import args_of, dtype_of, shape_of
+from passes.clean.nodes import add, aten, calls, replace
 
 _DROPPED = -1
 
@@ -25,10 +25,10 @@ def indexing_pass(gm: fx.GraphModule) -> fx.GraphModule:
         if (row := _row_of_each(node, source, indices)) is not None:
             replace(node, row)
             continue
-        if len(indices) != len(shape(source)):
+        if len(indices) != len(shape_of(source)):
             continue
-        rank = len(shape(node))
-        places = [_arange_place(i, extent, rank) for i, extent in zip(indices, shape(source), strict=True)]
+        rank = len(shape_of(node))
+        places = [_arange_place(i, extent, rank) for i, extent in zip(indices, shape_of(source), strict=True)]
         kept = [place for place in places if place is not None and place != _DROPPED]
         if None in places or kept != sorted(set(kept)):
             continue
@@ -38,18 +38,18 @@ def indexing_pass(gm: fx.GraphModule) -> fx.GraphModule:
         for dim in range(rank):
             if dim not in kept:
                 new = add(node, aten.unsqueeze.default, (new, dim))
-        if shape(new) == shape(node):
+        if shape_of(new) == shape_of(node):
             replace(node, new)
     return gm
 
 
 def _row_of_each(node: fx.Node, source: fx.Node, indices: Sequence[object]) -> fx.Node | None:
     """``x[arange(b), i]``, with ``i`` of shape ``[b]``, as a gather along dim 1; ``None`` for another index."""
-    sizes = shape(source)
+    sizes = shape_of(source)
     if len(indices) != 2 or _arange_place(indices[0], sizes[0], 1) != 0:
         return None
     row = indices[1]
-    if not isinstance(row, fx.Node) or shape(row) != sizes[:1] or dtype(row) not in (torch.int64, torch.int32):
+    if not isinstance(row, fx.Node) or shape_of(row) != sizes[:1] or dtype_of(row) not in (torch.int64, torch.int32):
         return None
     counted = add(node, aten.remainder.Scalar, (row, sizes[1]))  # from the end, where it is negative
     wide = add(node, aten.to.dtype, (counted, torch.int64))
@@ -63,7 +63,7 @@ def _arange_place(index: object, extent: int, rank: int) -> int | None:
     ``None`` for any other index."""
     if not isinstance(index, fx.Node):
         return None
-    sizes = (1,) * (rank - len(shape(index))) + shape(index)
+    sizes = (1,) * (rank - len(shape_of(index))) + shape_of(index)
     long = [dim for dim, size in enumerate(sizes) if size != 1]
     if not long and extent == 1:
         return _DROPPED

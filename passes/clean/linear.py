@@ -10,8 +10,8 @@ from torch import fx
 from autopar.graph import Parameter
 from autopar.ops.facts import op_name
 from autopar.ops.meta import meta
-from autopar.ops.operands import args_of
-from passes.clean.nodes import add, aten, calls, copy_origin, like, replace, shape
+from autopar.ops.operands import args_of, shape_of
+from passes.clean.nodes import add, aten, calls, copy_origin, like, replace
 
 
 def linear_pass(gm: fx.GraphModule) -> fx.GraphModule:
@@ -34,7 +34,7 @@ def linear_pass(gm: fx.GraphModule) -> fx.GraphModule:
             continue
         assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
         if name != "aten.linear":
-            if not _is_parameter(weight) or len(shape(weight)) != 2:
+            if not _is_parameter(weight) or len(shape_of(weight)) != 2:
                 continue
             stored_output_first = op_name(weight) == "aten.t"
             weight = args_of(weight)[0] if stored_output_first else add(node, aten.t.default, (weight,))
@@ -46,7 +46,7 @@ def _emit_bilinear(node: fx.Node) -> None:
     """``sum over i, j of x[i] w[o, i, j] y[j] + b[o]``, as a product with the weight and one with ``y``."""
     x, y, weight, bias = (*node.args, None)[:4]
     assert isinstance(x, fx.Node) and isinstance(y, fx.Node) and isinstance(weight, fx.Node)
-    lead = "abcdefgh"[: len(shape(x)) - 1]
+    lead = "abcdefgh"[: len(shape_of(x)) - 1]
     product = add(node, aten.einsum.default, (f"{lead}i,oij->{lead}oj", [x, weight]))
     new = add(node, aten.einsum.default, (f"{lead}oj,{lead}j->{lead}o", [product, y]))
     replace(node, new if bias is None else add(node, aten.add.Tensor, (new, bias)))
@@ -66,9 +66,9 @@ def _emit_linear(node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | Non
         if op_name(node) != "aten.linear":
             replace(node, add(node, aten.linear.default, (x, *parameters)))
         return
-    source, sizes = args_of(x)[0], [*lead, shape(x)[-1]]
+    source, sizes = args_of(x)[0], [*lead, shape_of(x)[-1]]
     assert isinstance(source, fx.Node)
-    if list(shape(source)) != sizes:
+    if list(shape_of(source)) != sizes:
         source = add(node, aten.reshape.default, (source, sizes))
     new = add(node, aten.linear.default, (source, *parameters))
     for user in list(node.users):
@@ -78,14 +78,14 @@ def _emit_linear(node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | Non
 
 def _restored_dims(node: fx.Node, x: fx.Node) -> tuple[int, ...] | None:
     """The leading dims that were flattened for ``x`` and that every reader of ``node`` restores."""
-    if x.target is not aten.reshape.default or len(shape(x)) != 2 or not node.users:
+    if x.target is not aten.reshape.default or len(shape_of(x)) != 2 or not node.users:
         return None
-    restored = {shape(user) if user.target is aten.reshape.default else None for user in node.users}
+    restored = {shape_of(user) if user.target is aten.reshape.default else None for user in node.users}
     (sizes, *others) = restored
-    if others or sizes is None or sizes[-1] != shape(node)[-1]:
+    if others or sizes is None or sizes[-1] != shape_of(node)[-1]:
         return None
-    lead, source = sizes[:-1], shape(args_of(x)[0])
-    return lead if source[: len(lead)] == lead and math.prod(lead) == shape(x)[0] else None
+    lead, source = sizes[:-1], shape_of(args_of(x)[0])
+    return lead if source[: len(lead)] == lead and math.prod(lead) == shape_of(x)[0] else None
 
 
 def fused_projections_pass(gm: fx.GraphModule) -> fx.GraphModule:
@@ -121,7 +121,7 @@ def fused_projections_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 def pieces(node: fx.Node) -> dict[tuple[int, int], list[fx.Node]] | None:
     """The slices that read ``node``, by (start, end) in order; ``None`` unless they partition its last dim into two or more."""
-    last = len(shape(node)) - 1
+    last = len(shape_of(node)) - 1
     found: dict[tuple[int, int], list[fx.Node]] = {}
     for user in node.users:
         if user.target is not aten.slice.Tensor or len(user.args) != 4 or args_of(user)[1] != last:
@@ -133,7 +133,7 @@ def pieces(node: fx.Node) -> dict[tuple[int, int], list[fx.Node]] | None:
         if start != expected:
             return None
         expected = end
-    return ordered if len(ordered) > 1 and expected == shape(node)[-1] else None
+    return ordered if len(ordered) > 1 and expected == shape_of(node)[-1] else None
 
 
 def splittable(tensor: fx.Node, only_user: fx.Node) -> bool:

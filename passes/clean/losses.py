@@ -14,9 +14,9 @@ from torch import fx
 
 from autopar.ops.facts import Kind, facts, is_pointwise, op_name
 from autopar.ops.meta import meta
-from autopar.ops.operands import args_of, argument, arguments
+from autopar.ops.operands import args_of, argument, arguments, dtype_of, shape_of
 from autopar.program import kernels
-from passes.clean.nodes import add, aten, calls, dtype, evaluate, replace, shape
+from passes.clean.nodes import add, aten, calls, evaluate, replace
 
 _NONE = 0
 _MEAN = 1  # torch's Reduction.MEAN
@@ -36,7 +36,7 @@ def cross_entropy_pass(gm: fx.GraphModule) -> fx.GraphModule:
         reduction = argument(node, 3, "reduction", _MEAN)
         weight = argument(node, 2, "weight")
         trained = weight is not None and meta(weight).get("gradient", True)
-        if trained or dtype(labels).is_floating_point or reduction not in (_MEAN, _SUM):
+        if trained or dtype_of(labels).is_floating_point or reduction not in (_MEAN, _SUM):
             continue
         ignore_index = argument(node, 4, "ignore_index", -100)
         smoothing = argument(node, 5, "label_smoothing", 0.0)
@@ -49,10 +49,10 @@ def cross_entropy_pass(gm: fx.GraphModule) -> fx.GraphModule:
                 chosen = add(node, aten.mul.Tensor, (labels, valid))  # an ignored label need not be a class
                 valid = add(node, aten.mul.Tensor, (add(node, aten.index.Tensor, (weight, [chosen])), valid))
             count = add(node, aten.sum.default, (valid,))
-            count = add(node, aten.to.dtype, (count, dtype(new)))
+            count = add(node, aten.to.dtype, (count, dtype_of(new)))
             meta(count)["scalar_name"] = "valid_labels"
             new = add(node, aten.div.Tensor, (new, count))
-        if dtype(new) == dtype(node):
+        if dtype_of(new) == dtype_of(node):
             replace(node, new)
         else:
             _widened(gm, node, new)
@@ -72,7 +72,7 @@ def _widened(gm: fx.GraphModule, node: fx.Node, new: fx.Node) -> None:
 def _is_loss(node: fx.Node) -> bool:
     """Whether nothing but the loss is computed from the node, and that from numbers alone."""
     return all(
-        user.op == "output" or (is_pointwise(user) and shape(user) == () and _is_loss(user)) for user in node.users
+        user.op == "output" or (is_pointwise(user) and shape_of(user) == () and _is_loss(user)) for user in node.users
     )
 
 
@@ -85,12 +85,12 @@ def wide_losses_pass(gm: fx.GraphModule) -> fx.GraphModule:
         name = op_name(node)
         if name != "aten.sum" and facts(node).kind is not Kind.LOSS:
             continue
-        narrow = isinstance(meta(node)["val"], torch.Tensor) and shape(node) == () and dtype(node) in _NARROW
+        narrow = isinstance(meta(node)["val"], torch.Tensor) and shape_of(node) == () and dtype_of(node) in _NARROW
         if not narrow or not meta(node).get("gradient", True) or not _is_loss(node):
             continue
         if name == "aten.sum":
             terms = args_of(node)[0]
-            if node.target is not aten.sum.default or dtype(terms) not in _NARROW:
+            if node.target is not aten.sum.default or dtype_of(terms) not in _NARROW:
                 continue
         else:
             if arguments(node)["reduction"] != _SUM:
@@ -105,28 +105,28 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 def _plain_dims(node: fx.Node, logits: fx.Node, labels: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Logits with the classes last and labels, at the same leading dims, before any flattening."""
-    if len(shape(logits)) == 1:
+    if len(shape_of(logits)) == 1:
         return logits, labels
-    if len(shape(logits)) > 2:  # torch's own layout: (batch, classes, dims...)
-        order = [0, *range(2, len(shape(logits))), 1]
+    if len(shape_of(logits)) > 2:  # torch's own layout: (batch, classes, dims...)
+        order = [0, *range(2, len(shape_of(logits))), 1]
         inverse = [order.index(d) for d in range(len(order))]
         if op_name(logits) in ("aten.permute", "aten.transpose") and _permutation(logits) == inverse:
             return args_of(logits)[0], labels
         return add(node, aten.permute.default, (logits, order)), labels
     source = args_of(logits)[0] if logits.target in (aten.reshape.default, aten.view.default) else logits
     assert isinstance(source, fx.Node)
-    lead = shape(source)[:-1]
-    if shape(source)[-1] != shape(logits)[-1] or math.prod(lead) != shape(labels)[0]:
+    lead = shape_of(source)[:-1]
+    if shape_of(source)[-1] != shape_of(logits)[-1] or math.prod(lead) != shape_of(labels)[0]:
         return logits, labels
-    while labels.target in (aten.reshape.default, aten.view.default) and shape(labels) != lead:
+    while labels.target in (aten.reshape.default, aten.view.default) and shape_of(labels) != lead:
         labels = args_of(labels)[0]
-    if shape(labels) != lead:
+    if shape_of(labels) != lead:
         labels = add(node, aten.reshape.default, (labels, list(lead)))
     return source, labels
 
 
 def _permutation(node: fx.Node) -> list[int]:
-    rank = len(shape(node))
+    rank = len(shape_of(node))
     if op_name(node) == "aten.permute":
         return [d % rank for d in args_of(node)[1]]
     order = list(range(rank))
@@ -144,15 +144,22 @@ def mean_losses_pass(gm: fx.GraphModule) -> fx.GraphModule:
             source = args_of(node)[0]
             assert isinstance(source, fx.Node)
             if (
-                shape(node) == ()
+                shape_of(node) == ()
                 and meta(node).get("gradient", True)
-                and dtype(node) == dtype(source)
-                and shape(source)
+                and dtype_of(node) == dtype_of(source)
+                and shape_of(source)
             ):
                 total = add(node, aten.sum.default, (source,))
-                replace(node, add(node, aten.mul.Tensor, (total, 1.0 / math.prod(shape(source)))))
-        elif facts(node).kind is Kind.LOSS and arguments(node)["reduction"] == _MEAN and shape(node) == ():
-            replace(node, add(node, aten.mul.Tensor, (_reduced(node, _SUM), 1.0 / math.prod(_broadcast(node)))))
+                replace(node, add(node, aten.mul.Tensor, (total, 1.0 / math.prod(shape_of(source)))))
+        elif facts(node).kind is Kind.LOSS and arguments(node)["reduction"] == _MEAN and shape_of(node) == ():
+            replace(
+                node,
+                add(
+                    node,
+                    aten.mul.Tensor,
+                    (_reduced(node, _SUM), 1.0 / math.prod(torch.broadcast_shapes(*map(shape_of, args_of(node)[:2])))),
+                ),
+            )
     return gm
 
 
@@ -164,10 +171,3 @@ def _reduced(node: fx.Node, reduction: int) -> fx.Node:
     args = (*list(given.values())[:place], reduction, *node.args[place + 1 :])
     rest = {key: value for key, value in node.kwargs.items() if names.index(key) > place}
     return add(node, node.target, args, rest)
-
-
-def _broadcast(node: fx.Node) -> tuple[int, ...]:
-    a, b = shape(args_of(node)[0]), shape(args_of(node)[1])
-    rank = max(len(a), len(b))
-    a, b = (1,) * (rank - len(a)) + a, (1,) * (rank - len(b)) + b
-    return tuple(max(x, y) for x, y in zip(a, b, strict=True))

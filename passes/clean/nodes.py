@@ -5,34 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from autopar.flow import carries_gradient
 from autopar.ops.meta import graph_meta, meta
 
 aten = torch.ops.aten
 
 # Meta keys that a node keeps when it is replaced: where in the user's model it came from.
 ORIGIN = ("nn_module_stack", "stack_trace")
-
-
-def val(node: fx.Node) -> torch.Tensor:
-    """The node's meta tensor."""
-    value = meta(node)["val"]
-    assert isinstance(value, torch.Tensor), (node, type(value))
-    return value
-
-
-def shape(node: fx.Node) -> tuple[int, ...]:
-    return tuple(val(node).shape)
-
-
-def dtype(node: fx.Node) -> torch.dtype:
-    return val(node).dtype
 
 
 def like(tensor: torch.Tensor) -> torch.Tensor:
@@ -131,6 +117,23 @@ def calls(gm: fx.GraphModule, *targets: Callable[..., Any]) -> list[fx.Node]:
     return [n for n in gm.graph.nodes if n.op == "call_function" and (not targets or n.target in targets)]
 
 
+def returned(gm: fx.GraphModule) -> list[Any]:
+    """What the graph returns, in order."""
+    results: Any = gm.graph.output_node().args[0]
+    return list(results) if isinstance(results, tuple | list) else [results]
+
+
+def ancestors(nodes: Iterable[fx.Node], among: Callable[[fx.Node], bool] = lambda _: True) -> set[fx.Node]:
+    """Those of ``nodes``, and of the nodes that they are computed from, for which ``among`` holds; no path goes through others."""
+    found, waiting = set[fx.Node](), list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found and among(node):
+            found.add(node)
+            waiting.extend(node.all_input_nodes)
+    return found
+
+
 def source_line(node: fx.Node) -> str:
     """The last line of the user's code that made the node, below its file and number; empty where it is not known."""
     return "\n".join(str(meta(node).get("stack_trace") or "").strip().split("\n")[-2:])
@@ -142,10 +145,11 @@ def note(gm: fx.GraphModule, sentence: str) -> None:
         notes.append(sentence)
 
 
-def mark_gradients(gm: fx.GraphModule) -> None:
+def gradients_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """Set ``meta["gradient"]``: whether a gradient flows through the node, from trainable parameters forward."""
     for node in gm.graph.nodes:
         meta(node)["gradient"] = has_gradient(node, lambda operand: bool(meta(operand)["gradient"]))
+    return gm
 
 
 def has_gradient(node: fx.Node, known: Callable[[fx.Node], bool]) -> bool:
@@ -153,15 +157,4 @@ def has_gradient(node: fx.Node, known: Callable[[fx.Node], bool]) -> bool:
     if node.op == "placeholder":
         parameter = meta(node).get("parameter")
         return parameter is not None and parameter.trainable
-    if node.op != "call_function" or node.target is aten.detach.default:
-        return False
-    value = meta(node)["val"]
-    tensors = value if isinstance(value, tuple | list) else (value,)
-    flows = any(isinstance(t, torch.Tensor) and (t.is_floating_point() or t.is_complex()) for t in tensors)
-    return flows and any(known(operand) for operand in node.all_input_nodes)
-
-
-def gradients_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """``mark_gradients`` as a step."""
-    mark_gradients(gm)
-    return gm
+    return node.op == "call_function" and carries_gradient(node, known)

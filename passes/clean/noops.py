@@ -9,8 +9,8 @@ from torch import fx
 
 from autopar.ops.facts import Kind, facts, is_random, op_name
 from autopar.ops.meta import meta
-from autopar.ops.operands import args_of, argument
-from passes.clean.nodes import add, aten, calls, dtype, evaluate, replace, shape, val
+from autopar.ops.operands import args_of, argument, dtype_of, shape_of, val
+from passes.clean.nodes import add, aten, calls, evaluate, replace
 
 _PLACES = ("device", "pin_memory", "layout")
 _TRANSPOSED = ("aten.numpy_T", "aten.mT")  # ``.T`` and ``.mT`` of the user's code
@@ -29,10 +29,10 @@ def devices_pass(gm: fx.GraphModule) -> fx.GraphModule:
         if facts(node).kind is Kind.CAST and node.target is not aten.to.dtype:
             source = args_of(node)[0]
             assert isinstance(source, fx.Node)
-            same = dtype(node) == dtype(source)
-            replace(node, source if same else add(node, aten.to.dtype, (source, dtype(node))))
+            same = dtype_of(node) == dtype_of(source)
+            replace(node, source if same else add(node, aten.to.dtype, (source, dtype_of(node))))
         elif (fill := _like_factory(node)) is not None:
-            replace(node, add(node, aten.full.default, (list(shape(node)), fill), {"dtype": dtype(node)}))
+            replace(node, add(node, aten.full.default, (list(shape_of(node)), fill), {"dtype": dtype_of(node)}))
     return gm
 
 
@@ -40,9 +40,9 @@ def _like_factory(node: fx.Node) -> Any:
     """The value that a ``*_like`` or ``new_*`` factory fills with; ``None`` for other nodes."""
     name = op_name(node).removeprefix("aten.")
     if name in ("zeros_like", "new_zeros", "empty_like", "new_empty"):
-        return False if dtype(node) == torch.bool else 0
+        return False if dtype_of(node) == torch.bool else 0
     if name in ("ones_like", "new_ones"):
-        return True if dtype(node) == torch.bool else 1
+        return True if dtype_of(node) == torch.bool else 1
     if name in ("full_like", "new_full"):
         value = argument(node, 1 if name == "full_like" else 2, "fill_value")
         return value if isinstance(value, int | float | bool) else None
@@ -60,7 +60,7 @@ def noops_pass(gm: fx.GraphModule) -> fx.GraphModule:
         if name in ("aten._assert_tensor_metadata", "aten._assert_async", "aten.sym_constrain_range_for_size"):
             gm.graph.erase_node(node)
         elif name in _TRANSPOSED:
-            dims = list(range(len(shape(node))))
+            dims = list(range(len(shape_of(node))))
             order = dims[::-1] if name == "aten.numpy_T" else [*dims[:-2], *dims[:-3:-1]]
             replace(node, add(node, aten.permute.default, (args_of(node)[0], order)))
         elif name in _BITWISE:
@@ -80,7 +80,7 @@ def _is_identity(node: fx.Node) -> bool:
         return False
     if not isinstance(meta(node).get("val"), torch.Tensor):
         return False
-    unchanged = shape(node) == shape(source) and dtype(node) == dtype(source)
+    unchanged = shape_of(node) == shape_of(source) and dtype_of(node) == dtype_of(source)
     if name in ("aten.to", "aten.view", "aten.reshape", "aten.expand", "aten.slice", "aten.flatten", "aten.squeeze"):
         return unchanged
     if kind is Kind.DROPOUT:

@@ -10,8 +10,8 @@ import math
 
 from torch import fx
 
-from autopar.ops.operands import args_of
-from passes.clean.nodes import add, aten, calls, replace, shape
+from autopar.ops.operands import args_of, shape_of
+from passes.clean.nodes import add, aten, calls, replace
 
 
 def packed_projections_pass(gm: fx.GraphModule) -> fx.GraphModule:
@@ -20,28 +20,28 @@ def packed_projections_pass(gm: fx.GraphModule) -> fx.GraphModule:
         source = args_of(node)[0]
         if not isinstance(source, fx.Node) or source.target is not aten.linear.default:
             continue
-        dim = len(shape(source)) - 1  # of the parts: the first of those that the view makes of the projection's last
-        if len(shape(node)) < dim + 2 or shape(node)[:dim] != shape(source)[:dim] or shape(node)[dim] < 2:
+        dim = len(shape_of(source)) - 1  # of the parts: the first of those that the view makes of the projection's last
+        if len(shape_of(node)) < dim + 2 or shape_of(node)[:dim] != shape_of(source)[:dim] or shape_of(node)[dim] < 2:
             continue
         for user in list(node.users):
             if user.target is aten.permute.default:
-                order = [d % len(shape(node)) for d in args_of(user)[1]]
+                order = [d % len(shape_of(node)) for d in args_of(user)[1]]
                 _unpack(source, node, dim, order, list(user.users))
             else:
-                _unpack(source, node, dim, list(range(len(shape(node)))), [user])
+                _unpack(source, node, dim, list(range(len(shape_of(node)))), [user])
     return gm
 
 
 def _unpack(source: fx.Node, view: fx.Node, dim: int, order: list[int], readers: list[fx.Node]) -> None:
     """``readers`` take the view with its dims in ``order``; those that select one part get a view of that part's slice."""
-    sizes = list(shape(view))
+    sizes = list(shape_of(view))
     width = math.prod(sizes[dim + 1 :])
     kept = [d - (d > dim) for d in order if d != dim]
     if not all(reader.target is aten.select.int and order[args_of(reader)[1]] == dim for reader in readers):
         return
     for reader in readers:
         index = args_of(reader)[2]
-        part = add(reader, aten.slice.Tensor, (source, len(shape(source)) - 1, index * width, (index + 1) * width))
+        part = add(reader, aten.slice.Tensor, (source, len(shape_of(source)) - 1, index * width, (index + 1) * width))
         part = add(reader, aten.reshape.default, (part, sizes[:dim] + sizes[dim + 1 :]))
         if kept != sorted(kept):
             part = add(reader, aten.permute.default, (part, kept))

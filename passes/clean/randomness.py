@@ -10,9 +10,9 @@ from torch import fx
 
 from autopar.errors import CaptureError
 from autopar.ops.facts import Kind, facts, is_random, op_name
-from autopar.ops.operands import args_of, argument
+from autopar.ops.operands import args_of, argument, dtype_of, shape_of
 from autopar.program import kernels_random
-from passes.clean.nodes import add, aten, calls, dtype, replace, shape, source_line
+from passes.clean.nodes import add, aten, calls, replace, source_line
 
 # Dropout and attention are seeded themselves; recurrent ops draw for dropout alone, which ``recurrent_pass`` has taken care of.
 _SEEDED = (Kind.DROPOUT, Kind.ATTENTION, Kind.RECURRENCE)
@@ -47,18 +47,20 @@ def drawn(node: fx.Node) -> fx.Node | None:
     name = op_name(node).removeprefix("aten.").removesuffix("_")
     first = args_of(node)[0] if node.args else None
     if name in ("rand", "rand_like"):
-        return _uniform(node, shape(node), dtype(node))
+        return _uniform(node, shape_of(node), dtype_of(node))
     if name in ("randn", "randn_like"):
         return _normal(node)
     if name == "uniform":
-        return _uniform(node, shape(node), dtype(node), argument(node, 1, "from", 0.0), argument(node, 2, "to", 1.0))
+        return _uniform(
+            node, shape_of(node), dtype_of(node), argument(node, 1, "from", 0.0), argument(node, 2, "to", 1.0)
+        )
     if name == "normal" and isinstance(first, fx.Node) and op_name(node) == "aten.normal_":
         return _normal(node, argument(node, 1, "mean", 0.0), argument(node, 2, "std", 1.0))
     if name == "exponential":
         return _exponential(node, float(argument(node, 1, "lambd", 1.0)))
     if name == "bernoulli":
         chance = argument(node, 1, "p", first if op_name(node) == "aten.bernoulli" else 0.5)
-        return _chosen(node, shape(node), dtype(node), chance)
+        return _chosen(node, shape_of(node), dtype_of(node), chance)
     if name == "feature_dropout":
         return _feature_dropout(node)
     if name in ("randint", "randint_like"):
@@ -77,14 +79,14 @@ def _uniform(node: fx.Node, sizes: tuple[int, ...], kind: torch.dtype, low: floa
 
 def _normal(node: fx.Node, mean: float = 0.0, std: float = 1.0) -> fx.Node:
     given = () if (mean, std) == (0.0, 1.0) else (mean, std)
-    return add(node, kernels_random.normal, (_like(node, shape(node), dtype(node)), *given))
+    return add(node, kernels_random.normal, (_like(node, shape_of(node), dtype_of(node)), *given))
 
 
 def _exponential(node: fx.Node, rate: float) -> fx.Node:
-    numbers = _uniform(node, shape(node), dtype(node))
+    numbers = _uniform(node, shape_of(node), dtype_of(node))
     logarithms = add(node, aten.log1p.default, (add(node, aten.neg.default, (numbers,)),))
     scaled = add(node, aten.mul.Tensor, (logarithms, -1.0 / rate))
-    return add(node, aten.clamp_min.default, (scaled, torch.finfo(dtype(node)).tiny))  # as torch's, never zero
+    return add(node, aten.clamp_min.default, (scaled, torch.finfo(dtype_of(node)).tiny))  # as torch's, never zero
 
 
 def _chosen(node: fx.Node, sizes: tuple[int, ...], kind: torch.dtype, chance: Any) -> fx.Node:
@@ -101,8 +103,8 @@ def _feature_dropout(node: fx.Node) -> fx.Node:
         return x
     if p == 1.0:
         return add(node, aten.mul.Tensor, (x, 0.0))
-    sizes = (*shape(x)[:2], *(1 for _ in shape(x)[2:]))
-    kept = _chosen(node, sizes, dtype(x), 1.0 - p)
+    sizes = (*shape_of(x)[:2], *(1 for _ in shape_of(x)[2:]))
+    kept = _chosen(node, sizes, dtype_of(x), 1.0 - p)
     return add(node, aten.mul.Tensor, (x, add(node, aten.div.Tensor, (kept, 1.0 - p))))
 
 
@@ -110,5 +112,5 @@ def _integers(node: fx.Node) -> fx.Node:
     overload = str(node.target).rsplit(".", 1)[1]
     bounds = [value for value in node.args if isinstance(value, int)]
     low, high = bounds[:2] if overload.startswith("low") else (0, bounds[0])
-    numbers = _uniform(node, shape(node), torch.float64, float(low), float(high))  # exact up to 2**53
-    return add(node, aten.to.dtype, (add(node, aten.floor.default, (numbers,)), dtype(node)))
+    numbers = _uniform(node, shape_of(node), torch.float64, float(low), float(high))  # exact up to 2**53
+    return add(node, aten.to.dtype, (add(node, aten.floor.default, (numbers,)), dtype_of(node)))

@@ -8,9 +8,9 @@ from torch import fx
 
 from autopar.ops.facts import op_name
 from autopar.ops.meta import meta
-from autopar.ops.operands import args_of
+from autopar.ops.operands import args_of, shape_of
 from autopar.program import kernels_rnn
-from passes.clean.nodes import add, aten, calls, replace, shape
+from passes.clean.nodes import add, aten, calls, replace
 
 _MODES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
@@ -38,7 +38,7 @@ def _replace(node: fx.Node, mode: str) -> None:
         states = []  # made where they are needed, with the rows that are there
     options = (mode, biases, layers, dropout if train else 0.0, bidirectional)
     packed = add(node, kernels_rnn.recurrent, (x, states, weights, *options))
-    time = shape(x)[1]
+    time = shape_of(x)[1]
     for user in list(node.users):
         index = args_of(user)[1]
         start, end = (0, time) if index == 0 else (time + (index - 1) * layers, time + index * layers)
@@ -46,7 +46,7 @@ def _replace(node: fx.Node, mode: str) -> None:
         if index == 0:
             part = part if batch_first else add(user, aten.transpose.int, (part, 0, 1))
         else:
-            part = add(user, aten.reshape.default, (part, [*shape(part)[:2], 1 + bidirectional, hidden.shape[-1]]))
+            part = add(user, aten.reshape.default, (part, [*shape_of(part)[:2], 1 + bidirectional, hidden.shape[-1]]))
             part = add(user, aten.permute.default, (part, [1, 2, 0, 3]))
             part = add(user, aten.reshape.default, (part, list(hidden.shape)))
         replace(user, part)

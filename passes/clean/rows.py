@@ -18,8 +18,8 @@ from torch.fx.node import map_arg
 from autopar.ops.experts import Experts
 from autopar.ops.facts import is_pointwise, op_name
 from autopar.ops.meta import meta
-from autopar.ops.operands import args_of, argument
-from passes.clean.nodes import add, aten, calls, replace, shape
+from autopar.ops.operands import args_of, argument, shape_of
+from passes.clean.nodes import add, aten, calls, replace
 
 
 def rows_pass(gm: fx.GraphModule) -> fx.GraphModule:
@@ -38,7 +38,7 @@ def _lead(node: object) -> tuple[int, ...]:
     """The leading dims that the reshape merges into one; empty where it does anything else."""
     if not isinstance(node, fx.Node) or node.target is not aten.reshape.default:
         return ()
-    before, after = shape(args_of(node)[0]), shape(node)
+    before, after = shape_of(args_of(node)[0]), shape_of(node)
     merged = len(before) - len(after) + 1
     return before[:merged] if merged > 1 and len(after) > 1 and before[merged:] == after[1:] else ()
 
@@ -63,14 +63,14 @@ def _push(user: fx.Node, lead: tuple[int, ...], merged: fx.Node) -> list[fx.Node
         for item in list(user.users):
             assert item.target is operator.getitem, item
             picked = add(item, operator.getitem, (new, args_of(item)[1]))
-            made.append(add(item, aten.reshape.default, (picked, list(shape(item)))))
+            made.append(add(item, aten.reshape.default, (picked, list(shape_of(item)))))
             replace(item, made[-1])
         user.graph.erase_node(user)
         return made
-    if shape(new) == shape(user):
+    if shape_of(new) == shape_of(user):
         replace(user, new)
         return []
-    moved = add(user, aten.reshape.default, (new, list(shape(user))))
+    moved = add(user, aten.reshape.default, (new, list(shape_of(user))))
     replace(user, moved)
     return [moved]
 
@@ -80,9 +80,9 @@ def _unmerged(operand: fx.Node, lead: tuple[int, ...], anchor: fx.Node) -> fx.No
     rows = prod(lead)
     if _lead(operand) == lead:
         return args_of(operand)[0]
-    if operand.op == "placeholder" and ("parameter" in meta(operand) or len(shape(operand)) < 2):
+    if operand.op == "placeholder" and ("parameter" in meta(operand) or len(shape_of(operand)) < 2):
         return operand
-    sizes = shape(operand)
+    sizes = shape_of(operand)
     if operand.target is aten.full.default and sizes[:1] == (rows,):
         return add(anchor, aten.full.default, ([*lead, *sizes[1:]], args_of(operand)[1]), dict(operand.kwargs))
     return operand if len(sizes) < 2 else None
@@ -96,7 +96,7 @@ def _along(position: int, name: str) -> Rewrite:
 
     def rewrite(node: fx.Node, lead: tuple[int, ...]) -> Any:
         del lead
-        rank = len(shape(node.all_input_nodes[0]))
+        rank = len(shape_of(node.all_input_nodes[0]))
         dim = argument(node, position, name, -1)
         if dim % rank == 0 or len(node.args) <= position:
             return node.args if dim % rank and len(node.args) <= position and name not in node.kwargs else None
@@ -110,7 +110,7 @@ def _reduced(node: fx.Node, lead: tuple[int, ...]) -> Any:
     dims = argument(node, 1, "dim")
     if dims is None or len(node.args) < 2:
         return None
-    rank = len(shape(args_of(node)[0]))
+    rank = len(shape_of(args_of(node)[0]))
     chosen = [d % rank for d in (dims if isinstance(dims, list | tuple) else [dims])]
     if 0 in chosen and argument(node, 2, "keepdim", False):
         return None
@@ -120,8 +120,8 @@ def _reduced(node: fx.Node, lead: tuple[int, ...]) -> Any:
 
 def _resized(node: fx.Node, lead: tuple[int, ...]) -> Any:
     """A reshape or expand of what follows the rows."""
-    sizes = shape(node)
-    if sizes[:1] != (prod(lead),) or len(sizes) < 2 or len(shape(args_of(node)[0])) > len(sizes) + 1:
+    sizes = shape_of(node)
+    if sizes[:1] != (prod(lead),) or len(sizes) < 2 or len(shape_of(args_of(node)[0])) > len(sizes) + 1:
         return None
     return (args_of(node)[0], [*lead, *sizes[1:]])
 
@@ -129,7 +129,7 @@ def _resized(node: fx.Node, lead: tuple[int, ...]) -> Any:
 def _inserted(node: fx.Node, lead: tuple[int, ...]) -> Any:
     """unsqueeze behind the rows."""
     del lead
-    rank = len(shape(node))
+    rank = len(shape_of(node))
     dim = args_of(node)[1] % rank
     return None if dim == 0 else (args_of(node)[0], dim - rank)
 

@@ -8,8 +8,8 @@ from typing import Any
 from torch import fx
 
 from autopar.ops.facts import Kind, facts, op_name
-from autopar.ops.operands import args_of, argument
-from passes.clean.nodes import add, aten, calls, replace, shape
+from autopar.ops.operands import args_of, argument, shape_of
+from passes.clean.nodes import add, aten, calls, replace
 from passes.clean.views import pieces
 
 
@@ -18,15 +18,15 @@ def reshapes_pass(gm: fx.GraphModule) -> fx.GraphModule:
     for node in calls(gm):
         kind = facts(node).kind
         if kind is Kind.EXPANSION:
-            node.target, node.args, node.kwargs = aten.expand.default, (args_of(node)[0], list(shape(node))), {}
+            node.target, node.args, node.kwargs = aten.expand.default, (args_of(node)[0], list(shape_of(node))), {}
         reshapes = kind is Kind.RESHAPE or op_name(node) == "aten.squeeze"
         if not reshapes or node.target is aten.view.dtype:
             continue
-        source, sizes = args_of(node)[0], list(shape(node))
+        source, sizes = args_of(node)[0], list(shape_of(node))
         assert isinstance(source, fx.Node)
         if source.target is aten.reshape.default:
             source = source.args[0]
-        if list(shape(source)) == sizes:
+        if list(shape_of(source)) == sizes:
             replace(node, source)
         else:
             node.target, node.args, node.kwargs = aten.reshape.default, (source, sizes), {}
@@ -44,7 +44,7 @@ def splits_pass(gm: fx.GraphModule) -> fx.GraphModule:
         elif name == "aten.broadcast_tensors":
             for user in list(node.users):
                 operand = args_of(node)[0][args_of(user)[1]]
-                replace(user, add(user, aten.expand.default, (operand, list(shape(user)))))
+                replace(user, add(user, aten.expand.default, (operand, list(shape_of(user)))))
             gm.graph.erase_node(node)
         elif name == "aten.narrow":
             source, dim, start, length = args_of(node)
@@ -58,7 +58,7 @@ def splits_pass(gm: fx.GraphModule) -> fx.GraphModule:
             _repeat(node)
         elif name == "aten.select":
             source, dim, index = args_of(node)
-            sizes = shape(source)
+            sizes = shape_of(source)
             dim = dim % len(sizes)
             node.args = (source, dim, index % sizes[dim])
     return gm
@@ -67,14 +67,14 @@ def splits_pass(gm: fx.GraphModule) -> fx.GraphModule:
 def _repeat(node: fx.Node) -> None:
     """Every element a number of times, which says how large the result is, on a rank as well; of a single one, an ``expand``."""
     source, dim = args_of(node)[0], argument(node, 2, "dim")
-    if dim is not None and shape(source)[dim] == 1:
-        replace(node, add(node, aten.expand.default, (source, list(shape(node)))))
+    if dim is not None and shape_of(source)[dim] == 1:
+        replace(node, add(node, aten.expand.default, (source, list(shape_of(node)))))
     else:
         node.kwargs = {key: value for key, value in node.kwargs.items() if key != "output_size"}
 
 
 def _slice_args(source: Any, dim: int, start: int | None, end: int | None) -> tuple[Any, int, int, int]:
-    sizes = shape(source)
+    sizes = shape_of(source)
     dim %= len(sizes)
     first, last, _ = slice(start, end).indices(sizes[dim])
     return source, dim, first, last

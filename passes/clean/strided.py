@@ -8,9 +8,9 @@ from torch import fx
 
 from autopar.errors import CaptureError
 from autopar.ops.facts import op_name
-from autopar.ops.operands import argument
+from autopar.ops.operands import argument, val
 from autopar.program import kernels
-from passes.clean.nodes import add, aten, calls, replace, source_line, val
+from passes.clean.nodes import add, aten, calls, replace, source_line
 
 
 def strided_pass(gm: fx.GraphModule) -> fx.GraphModule:

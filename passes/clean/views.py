@@ -18,9 +18,9 @@ from torch.fx.node import map_arg
 
 from autopar.ops.facts import Kind, facts, op_name
 from autopar.ops.meta import meta
-from autopar.ops.operands import args_of, argument
+from autopar.ops.operands import args_of, argument, shape_of
 from autopar.torch_private import is_overload, memory, overload_schema
-from passes.clean.nodes import add, aten, described, flat, like, shape
+from passes.clean.nodes import add, aten, described, flat, like
 
 _BY_SHAPE = (aten.view.default, aten._unsafe_view.default, aten.view_as.default, aten.reshape_as.default)
 
@@ -125,7 +125,7 @@ def pieces(call: fx.Node) -> list[tuple[int, int, int]] | None:
     if facts(call).kind is not Kind.SPLIT:
         return None
     source, unbind = _operands(call)[0], op_name(call) == "aten.unbind"
-    dim = argument(call, 1 if unbind else 2, "dim", 0) % len(shape(source))
+    dim = argument(call, 1 if unbind else 2, "dim", 0) % len(shape_of(source))
     found, start = [], 0
     for piece in meta(call)["val"]:
         extent = 1 if unbind else piece.shape[dim]
@@ -162,7 +162,7 @@ def _again(view: View, value: fx.Node, anchor: fx.Node) -> fx.Node:
 
 def scatter(view: View, source: fx.Node, new: fx.Node, anchor: fx.Node) -> fx.Node | None:
     """``source`` with what ``view`` sees of it replaced by ``new``; ``None`` where that is unknown, or an element shows twice."""
-    name, call, sizes = view.name, view.call, shape(source)
+    name, call, sizes = view.name, view.call, shape_of(source)
     kind = facts(call).kind
     if view.value.dtype != meta(source)["val"].dtype or view.value.is_conj() or view.value.is_neg():
         return None
@@ -230,8 +230,8 @@ def _strided(
 ) -> tuple[int, int, fx.Node]:
     """A write to every ``step``-th place as a write to all places from the first on: the others keep what they had."""
     dim, start, _, step = region
-    sizes = shape(source)
-    end = min(start + shape(new)[dim] * step, sizes[dim])
+    sizes = shape_of(source)
+    end = min(start + shape_of(new)[dim] * step, sizes[dim])
     kept = add(anchor, aten.slice.Tensor, (source, dim, start, end))
     places = add(anchor, aten.remainder.Scalar, (counted(end - start, dim, len(sizes), anchor), step))
     chosen = add(anchor, aten.eq.Scalar, (places, 0))
@@ -244,7 +244,7 @@ def _strided(
 
 def _diagonal(call: fx.Node, source: fx.Node, new: fx.Node, anchor: fx.Node) -> fx.Node:
     """``where`` on the diagonal, which is the last dim of ``new``: that is laid along the rows, or below the main one along the columns."""
-    sizes, last = shape(source), -1 if op_name(call) == "aten.linalg_diagonal" else 1
+    sizes, last = shape_of(source), -1 if op_name(call) == "aten.linalg_diagonal" else 1
     rank = len(sizes)
     offset = argument(call, 1, "offset", 0)
     first = argument(call, 2, "dim1", -2 if last == -1 else 0) % rank
@@ -254,7 +254,7 @@ def _diagonal(call: fx.Node, source: fx.Node, new: fx.Node, anchor: fx.Node) -> 
     placed = single(new, anchor, rank)
     if placed is None:
         along, across = (first, second) if offset >= 0 else (second, first)
-        if missing := sizes[along] - shape(new)[-1]:
+        if missing := sizes[along] - shape_of(new)[-1]:
             new = add(anchor, aten.constant_pad_nd.default, (new, [0, missing]))
         rest = [dim for dim in range(rank) if dim not in (first, second)]
         order = [rest.index(dim) if dim in rest else len(rest) for dim in range(rank) if dim != across]
@@ -274,5 +274,5 @@ def single(value: fx.Node, anchor: fx.Node, rank: int | None = None) -> fx.Node 
     """One element that broadcasts, where ``value`` is the same throughout; else ``None``."""
     if value.target is not aten.full.default:
         return None
-    sizes = [1] * (len(shape(value)) if rank is None else rank)
+    sizes = [1] * (len(shape_of(value)) if rank is None else rank)
     return add(anchor, aten.full.default, (sizes, args_of(value)[1]), dict(value.kwargs))
