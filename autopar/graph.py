@@ -66,8 +66,8 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A tensor of the user's model by a name that its state dict has: a parameter, or a buffer. ``alias`` is the first name of the same."""
+class StateTensor:
+    """A parameter or buffer of the user's model, by a name of its state dict. ``alias`` is the first name of the same tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -78,7 +78,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A buffer that the model writes in its forward pass. ``value`` is what it held at capture, on the CPU; ``None`` on meta.
+    """A buffer that the model writes in its forward pass. ``value`` is its value at capture, on the CPU; ``None`` on meta.
     ``persistent``: whether it is in the model's state dict."""
 
     name: str
@@ -90,7 +90,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """What the model asked of the batch's values at ``line`` (file, number and text), and was answered: a Python number."""
+    """A question that the model asked about the batch's values at ``line`` (file, number and text), and its answer: a Python number."""
 
     line: str
     value: Any
@@ -161,11 +161,11 @@ class Graph:
     ``accumulated`` microbatches of these shapes, each a batch of its own, make the global batch; the loss is then their mean, and not the
     whole batch's (``autopar.capture.apart``). Everywhere else a graph is the whole batch's, and the number is one.
     ``opaque`` holds the modules that are kept whole, by the name of the op that stands for each (``"autopar.opaque_0"``). ``buffers`` are
-    those that the forward pass writes: each belongs to one layer. Those it only reads are ``constants``. ``valueless`` names those among
-    the latter that have no values (of a model on meta): such a graph can be planned, and no program be written from it. ``narrow`` is
-    what of the precision its plans may give up (of ``autopar.plan.NARROW``). ``state`` lists
-    what the user's model holds, in its order, whether the loss depends on it or not. ``guards`` are what the model asked of the whole
-    batch's values; the graph is the model's for batches with these answers. The prelude computes what they are read from, after the
+    those that the forward pass writes: each belongs to one layer. Those it only reads are ``constants``. ``valueless`` names the constants
+    without values (of a model on meta): such a graph can be planned, but no program can be written from it. ``narrow`` lists the numbers
+    that its plans may keep in lower precision (of ``autopar.plan.NARROW``). ``state`` lists the parameters and buffers of the user's
+    model, in its order, whether the loss depends on them or not. ``guards`` are the questions that the model asked about the whole batch's
+    values; the graph equals the model for batches with the same answers. The prelude computes the tensors that they ask about, after the
     scalars.
     """
 
@@ -190,7 +190,7 @@ class Graph:
     accumulated: int = 1
     narrow: tuple[str, ...] = ()
     valueless: tuple[str, ...] = ()
-    state: tuple[Held, ...] = ()
+    state: tuple[StateTensor, ...] = ()
     guards: tuple[Guard, ...] = ()
 
     @property
@@ -200,17 +200,17 @@ class Graph:
 
     @property
     def allow(self) -> tuple[str, ...]:
-        """What of exactness the user let go of, in plans of this graph (see ``Plan.allow``)."""
+        """The deviations from the exact computation that the user allowed in plans of this graph (see ``Plan.allow``)."""
         return (*((MICROBATCH_STATISTICS,) if self.accumulated > 1 else ()), *self.narrow)
 
     def parts(self, microbatches: int) -> int:
-        """Into how many parts a plan's microbatches cut the values of this graph along the batch."""
+        """The number of parts into which a plan's microbatches cut the values of this graph along the batch."""
         return microbatches if self.accumulated == 1 else 1
 
     @cached_property
     def chains(self) -> dict[str, int]:
-        """By layer class, how many of its layers at most may be recomputed as one: the longest run of them in which each hands its only
-        value to the next. 1 where some neighbours of the class do not: what they read besides would have to be kept too."""
+        """By layer class, the largest number of its layers that may be recomputed as one: the longest run in which each passes its only
+        value to the next. 1 where some neighbours of the class do not: the other values that they read would have to be saved too."""
         readers = Counter(name for layer in self.layers for name in layer.activations)
         longest = dict.fromkeys(self.classes, 1)
         broken, run = set(), 1

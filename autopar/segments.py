@@ -1,9 +1,9 @@
 """Which layers are recomputed as one.
 
-Layers of one class that follow each other in a stage with equal strategies, each handing its only value to the next, are cut from the
-first on into segments of ``Strategy.segment`` layers; the last may be shorter. A segment keeps what its first layer is given. When its
-backward comes, its forward runs again, and all that its layers save is there at once: of chains of n layers, segments of about the
-square root of n hold least (Chen et al., "Training deep nets with sublinear memory cost", arXiv:1604.06174).
+Layers of one class that follow each other in a stage with equal strategies, each passing its only value to the next, are cut from the
+first on into segments of ``Strategy.segment`` layers; the last may be shorter. A segment saves its first layer's input. Its
+backward runs its forward again, and then everything that its layers save is in memory at once: for chains of n layers, segments of about
+the square root of n need least memory (Chen et al., "Training deep nets with sublinear memory cost", arXiv:1604.06174).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autopar.plan import Strategy
 
 
 def segments(graph: Graph, strategies: Sequence[Strategy], bounds: Sequence[int]) -> list[range]:
-    """The layers of the whole model, those that are recomputed as one together. ``bounds`` are (0, first layer of stage 1, ..., number of
+    """The layers of the whole model, one range for each segment. ``bounds`` are (0, first layer of stage 1, ..., number of
     layers)."""
     found = []
     for run in _runs(graph, strategies, bounds):
@@ -26,7 +26,7 @@ def segments(graph: Graph, strategies: Sequence[Strategy], bounds: Sequence[int]
 
 
 def shortened(graph: Graph, strategies: Sequence[Strategy], bounds: Sequence[int]) -> list[Strategy]:
-    """The same strategies, with segments no longer than the runs that they cut: what the program does, and what its price counts."""
+    """The same strategies, with segments no longer than the runs that they cut: as in the program and in its price."""
     found: list[Strategy] = []
     for run in _runs(graph, strategies, bounds):
         strategy = strategies[run[0]]
@@ -36,7 +36,8 @@ def shortened(graph: Graph, strategies: Sequence[Strategy], bounds: Sequence[int
 
 
 def _runs(graph: Graph, strategies: Sequence[Strategy], bounds: Sequence[int]) -> Iterator[range]:
-    """Layers that segments may span: as many as go on alike in a stage; a layer that is recomputed alone, if at all, by itself."""
+    """Runs of layers that a segment may span: neighbours of one class and one strategy in a stage. A layer that is not recomputed together
+    with others is a run of its own."""
     for start, stop in pairwise(bounds):
         first = start
         for i in range(start + 1, stop + 1):

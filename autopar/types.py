@@ -103,10 +103,11 @@ def conversion(source: SpmdType, target: SpmdType) -> tuple[Collective, Collecti
 
 
 def legal_in_time(source: SpmdType, target: SpmdType, gradient: bool) -> bool:
-    """Whether a value can be turned from ``source`` into ``target`` over the microbatches, which one device runs one after the other.
+    """Whether a value can be converted from ``source`` to ``target`` over the microbatches, which one device runs one after the other.
 
-    Nothing is exchanged between them. A value without ``gradient`` is the same as I and as R, and what every microbatch has alike (a
-    penalty on the weights) is a term of the sum when it is divided by their number; where it is I its gradient is not.
+    Nothing is exchanged between microbatches. A value without ``gradient`` is the same as I and as R. A value that is equal in every
+    microbatch (a penalty on the weights) becomes a term of the sum when it is divided by their number, if its type is R; if it is I, its
+    gradient would not be divided.
     """
     if source == target:
         return True

@@ -29,7 +29,7 @@ def convert(x: Tensor, axes: tuple[str, ...], source: str, target: str) -> Tenso
 
 
 def share(x: Tensor, microbatches: int) -> Tensor:
-    """What every microbatch has alike, as a term of the sum over them."""
+    """A value that is equal in all microbatches, as a term of the sum over them."""
     return x / microbatches
 
 

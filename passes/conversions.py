@@ -33,7 +33,7 @@ def effective_steps(source: tuple[SpmdType, ...], target: tuple[SpmdType, ...], 
 
 @dataclass
 class _Unit:
-    """Axes that convert together: what they have now and what they want."""
+    """Axes that convert together: their current type and the type that is needed."""
 
     axes: tuple[int, ...]
     current: SpmdType

@@ -31,7 +31,10 @@ def recomputed(nodes: Sequence[fx.Node], flows: Callable[[fx.Node], bool]) -> li
 
 
 def keep_pass(gm: fx.GraphModule, axes: Sequence[str]) -> fx.GraphModule:
-    """Marks what is kept: ``meta["kept"]``. Runs on a local graph, whose conversions are nodes and whose types are those on ``axes``."""
+    """Marks the nodes whose results are kept: ``meta["kept"]``.
+
+    Runs on a local graph, whose conversions are nodes; ``axes`` are the names of those on which it has types.
+    """
     for node in recomputed(list(gm.graph.nodes), lambda node: bool(meta(node).get("gradient"))):
         if node.target is convert:
             meta(node)["kept"] = node.args[2] == "P" and facts(_converted(node)).may_be_summed
@@ -46,7 +49,7 @@ def is_partial(node: fx.Node, axes: Sequence[str]) -> bool:
 
 
 def _converted(node: fx.Node) -> fx.Node:
-    """The value of which ``node`` is a conversion."""
+    """The value that ``node`` converts."""
     while node.target is convert:
         value = node.args[0]
         assert isinstance(value, fx.Node)

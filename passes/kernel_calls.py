@@ -42,7 +42,7 @@ KernelCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 def kernel_call(node: fx.Node, sharding: Sharding) -> KernelCall | None:
-    """The call that stands for the node, where one of its axes asks for a kernel or its op always runs as one."""
+    """The call that replaces the node, where one of its axes needs a kernel or its op always runs as one."""
     named = {
         axis.name: types.kernel[node.name]
         for axis, types in zip(sharding.axes, sharding.types, strict=True)

@@ -33,7 +33,7 @@ _TO_THE_END = 2**63 - 1
 def localised(
     node: fx.Node, operand_shapes: Sequence[Shape], result_shape: Shape, partition: Partition | None = None
 ) -> Call:
-    """The call that stands for ``node`` on one rank.
+    """The call that replaces ``node`` on one rank.
 
     ``operand_shapes`` are the local shapes of ``operands(node)``, ``result_shape`` that of the (first) result. With ``partition``,
     the result's, calls that ``typecheck(local=False)`` refuses although they are right become kernels that take it; without it the

@@ -1,4 +1,4 @@
-"""Makes a layer's shapes local: every call becomes the one that a rank makes on its slices, and is held to the types.
+"""Makes a layer's shapes local: every call becomes the one that a rank makes on its slices, and its shape is checked against the types.
 
 Runs after ``passes.collectives``: operands already have the types that their ops need.
 """

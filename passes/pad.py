@@ -61,7 +61,8 @@ def pad_class(cls: LayerClass, sharding: Sharding) -> LayerClass:
 
 
 def _reword(new: fx.Node, old: fx.Node) -> None:
-    """Arguments that name sizes: views get theirs anew, a slice of all of a dim takes all of it, a loss is told the true vocabulary."""
+    """Update the arguments that name sizes: a view gets the new sizes, a slice of a whole dim takes the whole dim, a loss is told the true
+    vocabulary."""
     name, kind = op_name(old), facts(old).kind
     if kind is Kind.CLASS_LOSS:
         classes = shape_of(operands(old)[0])[-1]

@@ -47,7 +47,7 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage, local: its layers by index, and what it takes and gives.
+    """One stage, local: its layers by index, its inputs and outputs.
 
     ``inputs`` are the batch's tensors with the types in which the stage takes them; ``owned`` the parameters that the stage
     holds itself because several of its layers use them, with the first layer that does.
@@ -153,7 +153,7 @@ def _stage(graph: Graph, plan: Plan, layers: tuple[LocalLayer, ...], index: int)
 
 
 def argument_keys(layer: Layer) -> list[tuple[int, str]]:
-    """What a layer takes besides its parameters and buffers: the place among its placeholders, and the stage's name for it."""
+    """The values that a layer reads besides its parameters and buffers: the place among its placeholders, and the stage's name for each."""
     keys = [
         *layer.activations,
         *(f"input {name}" for name in layer.inputs),

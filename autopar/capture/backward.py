@@ -1,4 +1,5 @@
-"""What a model does to gradients besides its forward pass: a graph of the forward pass would lose it, so it is found and refused."""
+"""What a model does to gradients outside its forward pass (hooks, for example). A graph of the forward pass would lose it, so capture finds
+and refuses it."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ def _moved(node: fx.Node, block: Block) -> tuple[fx.Node, Block] | None:
 
 
 def _order(node: fx.Node) -> list[int]:
-    """Of a node that permutes: for each of its dims the operand's."""
+    """For each dim of a permutation's result the dim of the operand."""
     rank = len(shape_of(node))
     order = list(range(rank))
     if op_name(node) == "aten.permute":

@@ -148,7 +148,7 @@ class _Comparison:
         return torch.float64 if self.numbers == "float64" else None
 
     def check(self, tensors: list[Tensor], steps: int) -> str | None:
-        """Compare on these rows; what was compared, in words, ``None`` where the model by itself takes no such batch."""
+        """Compare on these rows; returns what was compared, in words, or ``None`` where the model itself takes no such batch."""
         if (eager := self._eager(tensors, steps)) is None and self.numbers == "float64":
             why, self.numbers = self.why, str(self.graph.dtype).removeprefix("torch.")
             if (eager := self._eager(tensors, steps)) is None:
@@ -270,7 +270,7 @@ def _other_branch(guards: Sequence[Guard], others: Sequence[Guard]) -> str:
 
 
 def _compared(mine: Step, theirs: Step, written: set[str]) -> tuple[Error, str]:
-    """The largest error of a step, and what it is of."""
+    """The largest error of a step, and where it is: the loss, a gradient or a buffer."""
     error = _compare(mine.loss, mine.gradients, theirs.loss, theirs.gradients, floor=FLOOR)
     if not error.exact:
         return error, "the loss" if error.where == "loss" else "a gradient"

@@ -119,6 +119,6 @@ def stored_tensors(whole: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
 
 
 def _name(path: str) -> str:
-    """What is called ``path`` among model and loss function, by the name that it has in the captured graph."""
+    """The name in the captured graph of the module at ``path`` in model or loss function."""
     root, _, rest = path.partition(".")
     return f"{LOSS}.{rest}" if root == _LOSS_KEY else rest

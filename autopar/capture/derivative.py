@@ -55,7 +55,7 @@ def differentiated(
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
-    """Of a tensor in autograd's graph."""
+    """A tensor's place in autograd's graph."""
     return (id(tensor), -1) if tensor.grad_fn is None else (id(tensor.grad_fn), tensor.output_nr)
 
 

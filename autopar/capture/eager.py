@@ -218,7 +218,7 @@ def _cast_attributes(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """In ``dtype``, complex numbers in its complex counterpart: ``Module.to`` would drop what is imaginary of them."""
+    """In ``dtype``, complex numbers in its complex counterpart: ``Module.to`` would drop their imaginary parts."""
     if tensor.is_complex():
         return tensor.to(dtype.to_complex())
     return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -217,7 +217,7 @@ def _exported(
     kept: dict[str, str],
     answers: Answers | None,
 ) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
-    """The labelled graph and the values; of the modules in ``kept`` one op each. What is asked of values is answered by ``answers``."""
+    """The labelled graph and the values, with one op for each module in ``kept``. ``answers`` answers questions about values."""
     repeats = _repeats(model, dtype, loss_fn, structure, kept) if answers is None else None
     copied = _twin(model, dtype, loss_fn, kept, without=repeats.unread(model) if repeats is not None else ())
     before = state(copied.module)
@@ -356,7 +356,7 @@ def _label(
     copied: Twin,
     structure: BatchStructure,
 ) -> dict[str, torch.Tensor]:
-    """Say on each placeholder what it is, make every ``meta["val"]`` a plain meta tensor; the values of buffers and constants."""
+    """Label each placeholder, make every ``meta["val"]`` a plain meta tensor, and return the values of buffers and constants."""
     for node in (node for part in gm.modules() if isinstance(part, fx.GraphModule) for node in part.graph.nodes):
         if "val" in meta(node):
             meta(node)["val"] = _plain(meta(node)["val"], node)

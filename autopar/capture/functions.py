@@ -102,7 +102,7 @@ def _plain(args: Iterable[Any]) -> str:
 
 
 def shapes(tensors: Iterable[Tensor]) -> Shapes:
-    """Of a call's tensors."""
+    """The shapes and dtypes of a call's tensors."""
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
 
 

@@ -1,4 +1,4 @@
-"""What a forward does besides calling torch's functions, while it is traced: read for what it means, or refused by name with its line.
+"""What a forward does besides calling torch's functions while it is traced: capture follows it, or refuses it by name with its line.
 
 A trace runs a twin of the model once, on tensors without values. What reaches past the twin (a loss function that holds the model itself),
 past torch (Python's random numbers) or behind autograd's back (``.data``) would be in the graph as it was this once.
@@ -40,7 +40,7 @@ def guarded(model: nn.Module, twin: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _casts_without_effect() -> Iterator[None]:
-    """Inside, ``module.to(...)`` returns the module where all of its tensors are as it asks: torch would write each of them anew, which an
+    """Inside, ``module.to(...)`` returns the module where all of its tensors are as it asks: torch would replace each tensor, which an
     export refuses."""
     to: Any = nn.Module.to
 
@@ -145,7 +145,7 @@ _REQUIRES_GRAD: Any = Tensor.requires_grad
 
 
 class _Drawn:
-    """A number drawn from ``low`` to ``high``. It may only be compared, and only where every draw compares alike: ``draw < 0.0``."""
+    """A number drawn from ``low`` to ``high``. It may only be compared, and only where every draw gives the same answer: ``draw < 0.0``."""
 
     def __init__(self, low: float, high: float, line: str) -> None:
         self.low, self.high, self.line = min(low, high), max(low, high), line
@@ -190,7 +190,7 @@ _HARMLESS = ("getstate", "get_state", "default_rng")
 
 @contextmanager
 def _no_draws() -> Iterator[None]:
-    """Inside, Python's and numpy's random functions refuse, but for numbers of which all draws compare alike with what they meet."""
+    """Inside, Python's and numpy's random functions raise an error, except where every draw would give the same comparisons."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise _frozen(caller())

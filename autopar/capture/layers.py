@@ -24,7 +24,7 @@ KINDS = ("activation", "input", "constant", "state", "scalar", "parameter")
 
 @dataclass(slots=True)
 class Borders:
-    """What a layer takes from outside, by kind and in order, the nodes that it hands on, and the new values of buffers by name.
+    """The nodes that a layer reads from outside, by kind and in order, its outputs, and the new values of buffers by name.
 
     ``state`` are the buffers among what it reads that the model writes.
     """
@@ -204,7 +204,7 @@ def _holds_parameters(group: Group, path: str) -> bool:
 
 
 def class_name(name: str, group: Group, classes: dict[str, str], root: str, *, first: bool, final: bool) -> str:
-    """What the layer is called as a class: its module's, or the model's with what it does."""
+    """The name of the layer's class: its module's class, or the model's and the layer's part in it."""
     path = name.split("@")[0]
     whole = path in classes and (
         bool(group.block) or all(p == path or p.startswith(path + ".") for p in group.paths if p)

@@ -21,7 +21,7 @@ from autopar.capture.questions import check_guards, settle_guards
 from autopar.capture.reach import freeze_unreached
 from autopar.capture.segment import mark_main, segment, updates
 from autopar.errors import CaptureError
-from autopar.graph import Buffer, Graph, Held, Parameter, Value
+from autopar.graph import Buffer, Graph, Parameter, StateTensor, Value
 from autopar.ops.meta import graph_meta, meta
 from autopar.torch_private import without_function_modes
 from passes.clean import FINAL_STEPS, STEPS
@@ -144,7 +144,7 @@ def _assemble(
     )
 
 
-def _state(model: nn.Module) -> tuple[Held, ...]:
+def _state(model: nn.Module) -> tuple[StateTensor, ...]:
     """The model's parameters, then the buffers of its state dict, by every name."""
     found, first = [], dict[int, str]()
     kept = model.state_dict(keep_vars=True)
@@ -153,7 +153,7 @@ def _state(model: nn.Module) -> tuple[Held, ...]:
     for name, tensor in (*parameters.items(), *buffers.items()):
         alias = first.setdefault(id(tensor), name)
         alias_of = None if alias == name else alias
-        found.append(Held(name, tuple(tensor.shape), name in parameters, tensor.requires_grad, alias_of))
+        found.append(StateTensor(name, tuple(tensor.shape), name in parameters, tensor.requires_grad, alias_of))
     return tuple(found)
 
 

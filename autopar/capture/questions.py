@@ -52,7 +52,7 @@ def _equal(one: Tensor, other: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """To one question: where it is asked, what it is, and the Python number that came out."""
+    """The answer to one question: where it is asked, which tensor it is about, and the Python number."""
 
     line: str
     question: str
@@ -61,7 +61,7 @@ class Answer:
 
 @dataclass
 class Answers:
-    """Of one forward, in order. ``asked`` are the tensors that the trace in progress was asked for."""
+    """The answers of one forward, in order. ``asked`` are the tensors that the trace in progress was asked for."""
 
     known: list[Answer]
     asked: list[Tensor] = field(default_factory=list)
@@ -112,7 +112,7 @@ class _Listening(TorchFunctionMode):
 
 
 def _numbers(value: Any) -> list[Any]:
-    """Of nested lists, in order."""
+    """The leaves of nested lists, in order."""
     return [number for item in value for number in _numbers(item)] if isinstance(value, list) else [value]
 
 

@@ -84,7 +84,7 @@ class _Fresh:
 
 @dataclass(slots=True)
 class _Call:
-    """One call of a member while it is recorded. ``seen`` says of a tensor (by id) where it comes from.
+    """One call of a member while it is recorded. ``seen`` gives the origin of a tensor (by id).
 
     ``results`` says of every line how to make its result anew, ``None`` where the function has to be called. ``like`` is an earlier call
     that began alike and has all lines so far.
@@ -431,7 +431,7 @@ Lifted = tuple[str, str, fx.Node]
 
 
 def expand(gm: fx.GraphModule, lifted: list[Lifted], repeats: Repeats, module: nn.Module) -> list[Lifted] | None:
-    """Put copies of the traced blocks where ``autopar::again`` stands, and take the markers out; all placeholders that there are then.
+    """Put copies of the traced blocks in place of ``autopar::again``, remove the markers, and return all placeholders.
 
     The parameters of ``module``, the model, that were not exported get theirs. ``None``, with the graph in pieces, where a block writes to
     what it was given or a parameter is not at hand: export again.

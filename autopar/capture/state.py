@@ -26,7 +26,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 def state(module: nn.Module) -> State:
-    """Of a module and all inside of it."""
+    """The state of a module and of all modules inside it."""
     found: State = {}
     seen: set[int] = (
         set()

@@ -159,7 +159,7 @@ def _conversion(
     ranks: int,
     gradient: bool,
 ) -> Iterator[Exchange]:
-    """Of one conversion, from its local bytes before and after."""
+    """The collectives of one conversion, from its local bytes before and after."""
     for collective, backward in ((pair[0], False), (pair[1] if gradient else Collective.NONE, True)):
         if collective not in _SILENT:
             whole = before * ranks if collective is Collective.ALL_TO_ALL else max(before, after)

@@ -46,7 +46,7 @@ class Names:
 
 @lru_cache(maxsize=256)
 def attributes(paths: tuple[str, ...]) -> dict[str, str]:
-    """For the dotted names of a module's parameters, the attribute paths that hold them: ``0.weight`` is at ``_0.weight``.
+    """The attribute paths of a module's parameters, by their dotted names: ``0.weight`` is at ``_0.weight``.
 
     Siblings whose identifiers would be alike (``scale`` and ``_scale``) are numbered, and so is one called like a method.
     """

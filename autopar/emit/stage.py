@@ -18,7 +18,7 @@ Types = tuple[SpmdType, ...]
 
 @dataclass
 class _Variable:
-    """A Python variable of the stage's forward: what it holds now."""
+    """A Python variable of the stage's forward: its current text and types."""
 
     text: str
     types: Types

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class NodeMeta(TypedDict, total=False):
-    """What is known of a node besides its call."""
+    """The metadata of a node."""
 
     # of torch.export
     val: Any
@@ -70,7 +70,7 @@ class NodeMeta(TypedDict, total=False):
 
 
 class GraphMeta(TypedDict, total=False):
-    """What is known of a captured graph besides its nodes."""
+    """The metadata of a captured graph."""
 
     notes: list[str]
     """Sentences for the user."""

@@ -144,7 +144,7 @@ def _expand(operand: Operand, ndim: int, stars: int) -> tuple[Dim, ...] | None:
 
 
 def _size(dim: Dim, size: int, extents: dict[str, int]) -> bool:
-    """Record the sizes of the letters of one dim; whether they agree with what is known."""
+    """Record the sizes of the letters of one dim; whether they agree with the sizes that are known."""
     if size == 1:
         if len(dim) == 1:
             extents.setdefault(dim[0].letter, 1)

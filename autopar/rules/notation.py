@@ -10,13 +10,13 @@ A line names the dims of every tensor operand and of the result by letters, and 
 ``a``     an atomic dim. Sharded in one place it is sharded everywhere; a letter that the result lacks is summed over
 ``*``     the leading dims, however many; several operands' are aligned from the right, as in broadcasting
 ``a!``    a dim that may not be sharded (one mark fixes the letter everywhere)
-``a~``    a dim that could be sharded with a halo; no kernel does so yet, so it is held like ``a!``
+``a~``    a dim that could be sharded with a halo; no kernel does so yet, so it may not be sharded, like ``a!``
 ``(a b)`` a product of dims, outermost first; only its outermost letter may be sharded. ``a=3`` gives a size
 ``1``     a dim of size one, or one without a letter: never sharded
 ``+n``    (before an operand) an additive operand: where the result is a partial sum it must be a term of the sum too
 ``; v = kernel`` or ``; v = kernel -> I``  sharding ``v`` replaces the op by this kernel (leaving ``P``, or the type named)
 ``; t+e = kernel``  one axis that shards both letters, each operand along the one that it has, replaces the op by this kernel
-``; linear 0 1`` the op is linear in operand 0, and in operand 1, each with the others held; ``; linear 0+1`` in both jointly
+``; linear 0 1`` the op is linear in operand 0, and in operand 1, each with the others fixed; ``; linear 0+1`` in both jointly
 ========= ==========================================================================================================
 
 Dims of size one carry no letter, whatever the line says: that is broadcasting.
@@ -65,7 +65,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A parsed rule. ``linear`` lists groups of operands in which the op is jointly linear, the others held."""
+    """A parsed rule. ``linear`` lists groups of operands in which the op is jointly linear, the others fixed."""
 
     text: str
     operands: tuple[Operand, ...]

@@ -5,8 +5,8 @@ stored with zeros behind their end, the local extent is rounded up, and nothing 
 letters tie together grow together: a **group**. Its ``count`` is the number of atomic pieces that every dim of the group is a
 multiple of (5 for five heads of width 8, although the projection's dim is 40), and whole pieces are added at the end.
 
-A group may be padded where every op that meets it is indifferent, held op by op below (``_carried``). What lies beyond the
-end is followed as one of two: ``ZERO``, or merely finite. A product summed over the group needs one factor that is zero there.
+A group may be padded where every op that meets it gives the same numbers with padding; ``carried`` decides that op by op. What lies
+beyond the end is followed as one of two: zero, or merely finite. A product summed over the group needs one factor that is zero there.
 The numbers before the end are then those of the model, forward and backward. Gradients of a parameter's padding need not
 vanish (``sigmoid(0)`` does not), and the program sets them to zero before anything reads them.
 
@@ -68,7 +68,7 @@ class Padding:
         return tuple(found)
 
     def sharded(self, solution: AxisTypes) -> frozenset[int]:
-        """The groups of which an axis with these types shards a dim."""
+        """The groups with a dim that an axis with these types shards."""
         places = [(name, t) for name, t in solution.produced.items()]
         for name, types in solution.needed.items():
             places += zip(self.reads[name], types, strict=True)
@@ -188,40 +188,40 @@ class _Analysis:
         for letter in bound.extents:
             at = [_dim(bound, dims, letter) for dims in bound.operands]
             target = _dim(bound, bound.result, letter)
-            held = [
+            given_zero = [
                 None if dim is None else self.zero.get((v.name, dim), False) for v, dim in zip(given, at, strict=True)
             ]
-            beyond = carried(node, held, target is not None)
-            if beyond is None:
+            after = carried(node, given_zero, target is not None)
+            if after is None:
                 self.fixed |= {(v.name, dim) for v, dim in zip(given, at, strict=True) if dim is not None}
                 self.fixed |= {(node.name, target)} if target is not None else set()
             elif target is not None:
-                self.zero[node.name, target] = beyond
+                self.zero[node.name, target] = after
 
 
-def carried(node: fx.Node, held: Sequence[bool | None], in_result: bool) -> bool | None:
+def carried(node: fx.Node, beyond: Sequence[bool | None], in_result: bool) -> bool | None:
     """Whether zero lies beyond the result's end (``False``: something finite); ``None`` where the node does not bear padding.
 
-    ``held`` says of every operand whether zero lies beyond its end, or ``None`` where it lacks the dim. For an op
+    ``beyond`` says for every operand whether zero lies beyond its end, or ``None`` where it lacks the dim. For an op
     that sums over the dim any answer but ``None`` will do.
     """
     op = facts(node)
     name, kind = op.name, op.kind
-    zeros = [zero for zero in held if zero is not None]
-    everywhere = all(zeros) and len(zeros) == len(held)
+    zeros = [zero for zero in beyond if zero is not None]
+    everywhere = all(zeros) and len(zeros) == len(beyond)
     if kind is Kind.PRODUCT or name == "aten.dot":
         added = op.added_operand
-        factors = [zero for i, zero in enumerate(held) if i != added or len(held) < 3]
+        factors = [zero for i, zero in enumerate(beyond) if i != added or len(beyond) < 3]
         product = any(zero for zero in factors if zero is not None)
-        terms = held[added] if added is not None and len(held) == 3 else True
+        terms = beyond[added] if added is not None and len(beyond) == 3 else True
         return product and bool(terms) if in_result else (True if product else None)
     if kind is Kind.LOOKUP:
-        return (None if held[0] is None else held[0]) if in_result else True
+        return (None if beyond[0] is None else beyond[0]) if in_result else True
     if kind is Kind.CLASS_LOSS:
-        return True if held[1] is None else None
+        return True if beyond[1] is None else None
     if op.is_attention:
-        masked = len(held) > 3 and held[3] is not None and meta(operands(node)[3])["val"].dtype == torch.bool
-        return bool(held[2]) if in_result and not masked else None
+        masked = len(beyond) > 3 and beyond[3] is not None and meta(operands(node)[3])["val"].dtype == torch.bool
+        return bool(beyond[2]) if in_result and not masked else None
     if name in _KEEP:
         return everywhere if in_result or everywhere else None
     if not in_result:
@@ -234,9 +234,9 @@ def carried(node: fx.Node, held: Sequence[bool | None], in_result: bool) -> bool
     if name == "aten.mul":
         return any(zeros)
     if kind is Kind.ADDITION:
-        return everywhere and len(held) == 2
-    if name == "aten.div" and held[0] is not None and not any(zero is not None for zero in held[1:]):
-        return held[0] if isinstance(node.args[0], fx.Node) else None
+        return everywhere and len(beyond) == 2
+    if name == "aten.div" and beyond[0] is not None and not any(zero is not None for zero in beyond[1:]):
+        return beyond[0] if isinstance(node.args[0], fx.Node) else None
     return None
 
 
@@ -246,5 +246,5 @@ def _letters(bound: Bound, dim: Dim) -> list[str]:
 
 
 def _dim(bound: Bound, dims: tuple[Dim, ...], letter: str) -> int | None:
-    """The dim of which the letter is the outermost."""
+    """The dim whose outermost letter is ``letter``."""
     return next((i for i, dim in enumerate(dims) if _letters(bound, dim)[:1] == [letter]), None)

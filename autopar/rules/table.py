@@ -1,6 +1,6 @@
 """The table: one line per op, or a function that writes the line from a node's arguments.
 
-Names are those of ``rules.operands.op_name``: one entry covers every overload. An op that is not here is replicated, and
+Names are those of ``autopar.ops.facts.op_name``: one entry covers every overload. An op that is not here is replicated, and
 the plan says so by name. ``autopar.checks.samples`` holds arguments for every entry, and the tests execute each on shards.
 A letter, and linearity, are claimed where the type checker can follow them in the emitted program.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from torch import fx
 
-from autopar.ops.facts import aten_names
+from autopar.ops.facts import Kind, aten_names
 from autopar.rules import views as v
 
 Entry = str | Callable[[fx.Node], str | None]
@@ -35,9 +35,6 @@ _ALONG_DIM = aten_names("""
 """)
 _REDUCTIONS = aten_names("""
     amax amin max min argmax argmin var std prod any all norm linalg_vector_norm var_mean median count_nonzero
-""")
-_LOSSES = aten_names("""
-    mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits
 """)
 _POOLS = aten_names("""
     max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d
@@ -79,9 +76,7 @@ TABLE: dict[str, Entry] = {
     "aten.diff": v.diff,
     "aten.glu": v.halved,
     # views
-    "aten.expand": v.expand,
-    "aten.expand_as": v.expand,
-    "aten.broadcast_to": v.expand,
+    **dict.fromkeys(Kind.EXPANSION.value, v.expand),
     "aten.permute": v.permute,
     "aten.transpose": v.permute,
     "aten.t": v.permute,
@@ -111,7 +106,7 @@ TABLE: dict[str, Entry] = {
     "aten.cross_entropy_loss": v.cross_entropy,
     "aten.nll_loss": v.cross_entropy,
     "aten.nll_loss_nd": v.cross_entropy,
-    **dict.fromkeys(_LOSSES, v.pointwise_loss),
+    **dict.fromkeys(Kind.LOSS.value, v.pointwise_loss),
     "kernels.cross_entropy_sum": v.sum_of_losses,
     "kernels_ctc.ctc_loss": "b 1 1, b 1, b, b -> b",
     # convolution and pooling

@@ -45,7 +45,7 @@ def source(node: fx.Node) -> tuple[int, ...]:
     return shape_of(operands(node)[0])
 
 
-def held(words: Words, dims: Sequence[int]) -> Words:
+def unsharded(words: Words, dims: Sequence[int]) -> Words:
     """The words with ``!`` on ``dims``."""
     return [word + "!" if i in dims else word for i, word in enumerate(words)]
 
@@ -126,7 +126,7 @@ def select(node: fx.Node) -> str:
     """select: the dim goes, and may not be sharded."""
     words = names(len(source(node)))
     dim = dims_of(arguments(node)["dim"], len(words))[0]
-    return line([held(words, [dim])], words[:dim] + words[dim + 1 :])
+    return line([unsharded(words, [dim])], words[:dim] + words[dim + 1 :])
 
 
 def slice_(node: fx.Node) -> str:
@@ -141,7 +141,7 @@ def slice_(node: fx.Node) -> str:
 
 
 def same_but(*positions: str) -> Callable[[fx.Node], str]:
-    """One operand, its letters kept; the dims named by these arguments are held (softmax, cumsum, flip, sort, split, ...)."""
+    """One operand, its letters kept; the dims named by these arguments may not be sharded (softmax, cumsum, flip, sort, split, ...)."""
 
     def build(node: fx.Node) -> str:
         words = names(len(source(node)))
@@ -159,7 +159,7 @@ def unbind(node: fx.Node) -> str:
     """unbind: the dim goes."""
     words = names(len(source(node)))
     dim = dims_of(arguments(node)["dim"], len(words))[0]
-    return line([held(words, [dim])], words[:dim] + words[dim + 1 :])
+    return line([unsharded(words, [dim])], words[:dim] + words[dim + 1 :])
 
 
 def getitem(node: fx.Node) -> str | None:
@@ -189,24 +189,24 @@ def cat(node: fx.Node) -> str:
 
 
 def stack(node: fx.Node) -> str:
-    """stack: the new dim is held."""
+    """stack: the new dim may not be sharded."""
     parts = operands(node)
     words = names(len(shape_of(node)))
     dim = dims_of(arguments(node)["dim"], len(words))[0]
     inner = words[:dim] + words[dim + 1 :]
-    return line([inner] * len(parts), held(words, [dim]), "linear " + "+".join(str(i) for i in range(len(parts))))
+    return line([inner] * len(parts), unsharded(words, [dim]), "linear " + "+".join(str(i) for i in range(len(parts))))
 
 
 def pad(node: fx.Node) -> str:
-    """pad, constant_pad_nd: padded dims are held, those among them that are cut on the other side and keep their size."""
+    """pad, constant_pad_nd: padded dims may not be sharded, even one that is cut on the other side and keeps its size."""
     dims, amounts = len(source(node)), arguments(node)["pad"]  # pairs, from the last dim on
-    held = {dims - 1 - i // 2 for i, amount in enumerate(amounts) if amount != 0}
-    words = ["1" if dim in held else word for dim, word in enumerate(names(dims))]
+    padded = {dims - 1 - i // 2 for i, amount in enumerate(amounts) if amount != 0}
+    words = ["1" if dim in padded else word for dim, word in enumerate(names(dims))]
     return line([words], words)
 
 
 def repeat_interleave(node: fx.Node) -> str | None:
-    """repeat_interleave by a number along a dim: the dim becomes (a r), of which the number of times stays whole."""
+    """repeat_interleave by a number along a dim: the dim becomes (a r), whose letter r, the number of times, may not be sharded."""
     given = arguments(node)
     if not isinstance(given.get("repeats"), int) or given.get("dim") is None:
         return None
@@ -243,13 +243,13 @@ def reduction(linear: bool) -> Callable[[fx.Node], str | None]:
         dims = dims_of(given.get("dim"), len(words))
         kept = len(shape_of(node)) == len(words)
         right = [("1" if i in dims else w) for i, w in enumerate(words) if kept or i not in dims]
-        return line([words if linear else held(words, dims)], right, *(["linear 0"] if linear else []))
+        return line([words if linear else unsharded(words, dims)], right, *(["linear 0"] if linear else []))
 
     return build
 
 
 def logsumexp(node: fx.Node) -> str:
-    """logsumexp: as any reduction; with ``keepdim`` torch's own propagation misplaces the dims behind, which are held."""
+    """logsumexp: as any reduction; with ``keepdim`` torch's own propagation misplaces the dims behind, which may not be sharded."""
     text = reduction(linear=False)(node)
     assert text is not None
     given = arguments(node)
@@ -314,7 +314,7 @@ def attention(node: fx.Node) -> str:
 
 
 def diff(node: fx.Node) -> str:
-    """diff: its dim is held, in what stands before and after too."""
+    """diff: its dim may not be sharded, nor those of the tensors that are put before and after."""
     words = names(len(source(node)))
     dim = dims_of(arguments(node)["dim"], len(words))[0]
     words[dim] = "1"
@@ -342,7 +342,7 @@ def ring_attention(node: fx.Node) -> str | None:
 
 
 def layer_norm(node: fx.Node) -> str:
-    """layer_norm, rms_norm: the normalised dims are held, weight and bias have them all."""
+    """layer_norm, rms_norm: the normalised dims may not be sharded; weight and bias have all of them."""
     normalised = [f"d{i}!" for i in range(len(arguments(node)["normalized_shape"]))]
     return line([["*", *normalised], *([normalised] * (len(operands(node)) - 1))], ["*", *normalised])
 
@@ -373,7 +373,7 @@ def normalise(node: fx.Node) -> str:
 
 def local_batch_norm(node: fx.Node) -> str:
     """local_batch_norm: channels, and examples where each part may be normalised by its own statistics."""
-    words = held(names(len(source(node))), range(2, len(source(node))))
+    words = unsharded(names(len(source(node))), range(2, len(source(node))))
     return line([words, *([words[1]] for _ in operands(node)[1:])], words, f"{words[0]} = local_batch_norm")
 
 
@@ -399,7 +399,7 @@ def transposed_convolution(node: fx.Node) -> str:
 
 
 def recurrent(node: fx.Node) -> str:
-    """recurrent: examples; time, widths and gates are held."""
+    """recurrent: examples; time, widths and gates may not be sharded."""
     given = arguments(node)
     states = [["1", "b", "1"] for _ in given["states"]]
     weights = [["1"] * len(shape_of(weight)) for weight in given["weights"]]
@@ -422,7 +422,7 @@ def pool(node: fx.Node) -> str:
 
 
 def cross_entropy(node: fx.Node) -> str | None:
-    """cross_entropy_loss, nll_loss: examples, where the reduction does not count them; classes (dim 1) are held.
+    """cross_entropy_loss, nll_loss: examples, where the reduction does not count them; classes (dim 1) may not be sharded.
 
     A mean divides by the number of labels that are not ignored, which no rank knows alone: no letter then.
     """
@@ -450,7 +450,7 @@ def pointwise_loss(node: fx.Node) -> str:
 
 
 def cell(node: fx.Node) -> str:
-    """rnn_tanh_cell, rnn_relu_cell, gru_cell, lstm_cell: examples; features and gates are held."""
+    """rnn_tanh_cell, rnn_relu_cell, gru_cell, lstm_cell: examples; features and gates may not be sharded."""
     batch = ["b"] if len(source(node)) == 2 else []
     states = 2 if "lstm" in op_name(node) else 1
     biases = len(operands(node)) - 3 - states
@@ -518,7 +518,7 @@ def one_hot(node: fx.Node) -> str | None:
 def of_rows(node: fx.Node) -> str:
     """kernels_experts.of_rows: the values' own dims; neither experts nor rows."""
     words = names(len(source(node)))
-    return line([held(words, [0]), ["1"] * len(shape_of(operands(node)[1])), ["1"]], ["1", *words[1:]], "linear 0")
+    return line([unsharded(words, [0]), ["1"] * len(shape_of(operands(node)[1])), ["1"]], ["1", *words[1:]], "linear 0")
 
 
 def elementwise(*linear: str) -> Callable[[fx.Node], str]:
@@ -564,7 +564,7 @@ def addmm(node: fx.Node) -> str:
 
 
 def halved(node: fx.Node) -> str:
-    """glu: the dim that is halved is held."""
+    """glu: the dim that is halved may not be sharded."""
     words = names(len(source(node)))
     dim = dims_of(arguments(node)["dim"], len(words))[0]
     words[dim] = "1"

@@ -10,7 +10,7 @@ For a layer class, a role (which fixes the types at the layer's border) and an a
 * ``needed(v)`` is the *set* of types in which the readers of ``v`` take it: a conversion is paid once per value and target type
   however many operands want it (q, k and v share one all-reduce);
 * ``cost`` is the op's compute, divided by *n* where a letter is sharded, and what its kernel exchanges; for a stored
-  parameter ``BYTE_HELD_S`` per byte held;
+  parameter ``BYTE_HELD_S`` per byte in memory;
 * an option is legal where *n* divides what it shards, or where that may be padded (``rules.padding``): compute and bytes then grow;
 * ``conversion`` is the time on the wire, forward plus (where a gradient flows) backward; infinite where there is none.
 
@@ -43,7 +43,7 @@ REFERENCE_FLOPS_PER_S = 4e14  # about what a matmul reaches on one H100 in bfloa
 REFERENCE_BYTES_PER_S = 2e12  # device memory, likewise
 REFERENCE_LINK_BYTES_PER_S = 2e11  # NVLink all-reduce bandwidth seen on nodes of 8
 REFERENCE_AXIS = 8  # the axis size for which compute and wire are weighed
-# A parameter byte held costs as much as moving it over the link ten times: its gradient and optimizer state weigh seven
+# A parameter byte in memory costs as much as moving it over the link ten times: its gradient and optimizer state weigh seven
 # bytes more, and memory, not time, is what tensor parallelism is bought for. Layouts do not change between 2 and 50 on a
 # Llama block; below 2 the embedding is replicated.
 BYTE_HELD_S = 10 / REFERENCE_LINK_BYTES_PER_S
@@ -153,7 +153,7 @@ class Problem:
         return all(self.options.values())
 
     def cost(self, name: str) -> list[float]:
-        """Of every option of the node, in units of the dearest."""
+        """The costs of the node's options, in units of the highest."""
         return [
             self._compute_s(self.nodes[name], option) / self.dearest_s + self._repetition(name, option)
             for option in self.options[name]
@@ -166,7 +166,7 @@ class Problem:
         return 1.0 if self.role in _OWN_TOKENS and alone and self._flow[name] and name not in self._replicated else 0.0
 
     def conversion_cost(self, name: str, source: SpmdType, target: SpmdType) -> float:
-        """Of turning the node's value from ``source`` into ``target``, in units of the dearest; infinite where that cannot be."""
+        """The cost of converting the node's value from ``source`` to ``target``, in units of the highest; infinite without a conversion."""
         if source == target:
             return 0.0
         key = name, source, target

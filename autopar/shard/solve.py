@@ -55,7 +55,7 @@ def _extents(cls: LayerClass, rules: int) -> tuple[int, ...]:
 def _solve(
     cls: LayerClass, role: Role, size: int, fixed: tuple[tuple[str, SpmdType], ...], rules: int
 ) -> AxisTypes | None:
-    """``rules`` stands for the table: a rule that is registered later counts."""
+    """``rules`` is a hash of the table: a rule that is registered later counts."""
     if role is Role.DATA:  # microbatches have its types too: what they allow comes before what would be cheaper
         found = _optimum(Problem(cls, role, size, dict(fixed), in_time=True))
         if found is not None:

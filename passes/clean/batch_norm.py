@@ -1,4 +1,4 @@
-"""Batch norm as what it is: statistics of the batch, an elementwise op, and a write to two buffers.
+"""Batch norm in its parts: statistics of the batch, an elementwise op, and a write to two buffers.
 
 The statistics are an op of their own, because they alone need every example; its sharding rule names the kernel that joins the ranks'.
 Runs before the in-place ops go: running statistics are written with ``copy_``.

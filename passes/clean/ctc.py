@@ -1,4 +1,4 @@
-"""The CTC loss of every example as one op (``kernels_ctc.ctc_loss``) in place of the one that stands for it while the model is traced."""
+"""The CTC loss of every example as one op (``kernels_ctc.ctc_loss``) in place of the op that represents it during tracing."""
 
 from __future__ import annotations
 

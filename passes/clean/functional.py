@@ -137,7 +137,7 @@ class _Functionaliser:
         self.aliases[node] = _Alias(source.base, chain, node, self._version(source.base), source.lost)
 
     def _holders(self, node: fx.Node) -> list[fx.Node]:
-        """Who stands for each tensor that an op has written: itself, or who picks it from several."""
+        """The node of each tensor that an op has written: the op itself, or the ``getitem`` that picks the tensor."""
         if not isinstance(meta(node)["val"], tuple | list):
             return [node]
         picked = {args_of(user)[1]: user for user in node.users if user.target is operator.getitem}
@@ -328,8 +328,8 @@ class _Functionaliser:
 
 
 def updates_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """A buffer that takes a constant, an input, another buffer's value or one that others read gets a copy: what a layer hands out as the
-    buffer's is computed in it, and is nothing else."""
+    """A buffer that takes a constant, an input, another buffer's value or one that others read gets a copy: a layer computes the
+    value that it returns for a buffer, and returns it for that buffer alone."""
     output, results = gm.graph.output_node(), returned(gm)
     first = len(results) - len(graph_meta(gm).get("updates", ()))
 
@@ -355,7 +355,7 @@ def _named(node: fx.Node, name: str) -> Any:
 
 
 def _special(node: fx.Node) -> fx.Node | None:
-    """Values that are simpler than the twin of the op: a constant, what is copied, ``where`` for a mask."""
+    """New values that are simpler than the functional op's: a constant, the copied tensor, ``where`` for a mask."""
     name, written = op_name(node), args_of(node)[0] if node.args else None
     if name in ("aten.zero_", "aten.fill_"):
         fill = 0 if name == "aten.zero_" else args_of(node)[1]
@@ -373,7 +373,7 @@ def _special(node: fx.Node) -> fx.Node | None:
 
 
 def _diagonal_filled(node: fx.Node) -> fx.Node | None:
-    """``fill_diagonal_`` as ``where``; not where the diagonal of a tall matrix begins anew."""
+    """``fill_diagonal_`` as ``where``; not where the diagonal of a tall matrix wraps around."""
     x, fill = args_of(node)[:2]
     sizes = shape_of(x)
     rank = len(sizes)

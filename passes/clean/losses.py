@@ -60,7 +60,7 @@ def cross_entropy_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _widened(gm: fx.GraphModule, node: fx.Node, new: fx.Node) -> None:
-    """``new``, of a wider dtype, takes the place of ``node``: what is computed from it gets the dtype that it then has."""
+    """``new``, of a wider dtype, replaces ``node``, and the nodes computed from it get the dtype that follows."""
     replace(node, new)
     wider = {new}
     for each in gm.graph.nodes:

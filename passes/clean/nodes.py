@@ -45,7 +45,7 @@ def evaluate(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def described(value: Any) -> Any:
-    """Of an op's operands: hashable, and equal where the op's result has equal shape, strides and dtype."""
+    """A hashable description of an op's operands: equal where the op's result has equal shape, strides and dtype."""
     if isinstance(value, fx.Node):
         value = meta(value)["val"]
     if isinstance(value, torch.Tensor):
@@ -66,7 +66,7 @@ def _evaluate(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _plain(node: fx.Node) -> Any:
-    """The node's value as a tensor on meta: inside a region that was exported by itself it is still a fake one, on a device."""
+    """The node's value as a tensor on meta: inside a region that was exported alone it is still a fake tensor, on a device."""
     value = meta(node)["val"]
     return like(value) if isinstance(value, torch.Tensor) and type(value) is not torch.Tensor else value
 

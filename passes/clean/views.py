@@ -228,7 +228,7 @@ def _order(call: fx.Node, rank: int) -> list[int]:
 def _strided(
     source: fx.Node, new: fx.Node, region: tuple[int, int, int, int], anchor: fx.Node
 ) -> tuple[int, int, fx.Node]:
-    """A write to every ``step``-th place as a write to all places from the first on: the others keep what they had."""
+    """A write to every ``step``-th place as a write to all places from the first on, where the other places keep their values."""
     dim, start, _, step = region
     sizes = shape_of(source)
     end = min(start + shape_of(new)[dim] * step, sizes[dim])
