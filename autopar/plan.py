@@ -296,7 +296,7 @@ class Plan:
         return next(i for i, stage in enumerate(self.stages) if stage.start <= layer < stage.stop)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object with the fields that programs rely on (``docs/plan-json.md``); ``from_json`` reads it back."""
+        """A JSON object with the fields that programs rely on (``docs/reference/plan-json.md``); ``from_json`` reads it back."""
         layers = []
         for layer in self.layers:
             s = layer.strategy

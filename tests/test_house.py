@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 from house_figures import figures, sources
+from places import DOCS, ROOT
 
 import autopar
 
-ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "autopar").rglob("*.py")) + sorted((ROOT / "passes").rglob("*.py"))
 
 LEAVES = {
@@ -263,7 +263,7 @@ def test_no_pickles_and_no_evaluated_strings():
 
 # -- documents --
 
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 
 
 def blocks(path: Path, language: str) -> list[str]:
@@ -315,7 +315,7 @@ def test_the_plan_document_names_every_field():
         (LayerPlan("l", "L", Strategy((Role.DATA,))),), Prediction(1, 1, 0, 0, 0, 0.5, 1), 1.0, 0.0,
         pins=(PinPrice("tensor", 2, 1.0, 1.0),),
     )  # fmt: skip
-    text = (ROOT / "docs" / "plan-json.md").read_text()
+    text = (DOCS / "reference" / "plan-json.md").read_text()
     data = plan.to_json()
     names = [
         *data,
@@ -327,14 +327,14 @@ def test_the_plan_document_names_every_field():
     ]
     missing = [name for name in names if f"`{name}`" not in text]
     assert not missing, missing
-    for block in blocks(ROOT / "docs" / "plan-json.md", "json"):
+    for block in blocks(DOCS / "reference" / "plan-json.md", "json"):
         assert Plan.from_json(json.loads(block)).to_json() == json.loads(block)
 
 
 def test_the_cluster_document_parses(tmp_path):
     from autopar.devices import parse
 
-    for number, block in enumerate(blocks(ROOT / "docs" / "cluster-toml.md", "toml")):
+    for number, block in enumerate(blocks(DOCS / "reference" / "cluster-toml.md", "toml")):
         path = tmp_path / f"cluster{number}.toml"
         path.write_text(block)
         assert parse(str(path)).count > 0

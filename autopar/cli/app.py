@@ -281,8 +281,8 @@ def run(**request: Any) -> None:
 @click.option(
     "--published",
     metavar="FILE",
-    help="Measure nothing: take the layouts that FILE (JSON Lines, docs/validation.md) measured, and print what the automatic one of each "
-    "cell loses.",
+    help="Measure nothing: take the layouts that FILE (JSON Lines, docs/evidence/validation.md) measured, and print what the automatic "
+    "one of each cell loses.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object.")
 def bench(**request: Any) -> None:
@@ -354,7 +354,7 @@ def models(as_json: bool) -> None:
 def validate(file: str, as_json: bool) -> None:
     """Price every row of FILE, a JSON Lines file of measured training runs, and print how well the predictions agree.
 
-    Rows that cannot be priced are listed with the reason. docs/validation.md says which fields a row has.
+    Rows that cannot be priced are listed with the reason. docs/evidence/validation.md says which fields a row has.
     """
     from autopar.cli.validation import validate_command
 

@@ -3,7 +3,8 @@
 Vendor specifications are in ``kinds/*.toml``, measured bandwidths in ``networks/*.toml``. What is here turns them into prices: the
 fraction of a peak that real code reaches, latencies, and modest figures for a machine without a GPU. A source starts with its kind:
 *measured*, *library* (read from its source code), *published*, *vendor* (a data sheet), *assumed*, or *fitted*: chosen with published
-measurements in view. ``autopar.devices.records`` lists all of them, those in the files included; docs/validation.md prints that list.
+measurements in view. ``autopar.devices.records`` lists all of them, those in the files included;
+docs/evidence/validation.md prints that list.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every figure that was chosen rather than given by a data sheet, in one list: ``constants``, and what files of kinds and networks add.
 
-Vendor specifications of a GPU are not repeated here: ``autopar hardware show`` prints them. docs/validation.md prints the list, and a test
-counts what was fitted.
+Vendor specifications of a GPU are not repeated here: ``autopar hardware show`` prints them. docs/evidence/validation.md prints the
+list, and a test counts what was fitted.
 """
 
 from __future__ import annotations
