@@ -70,6 +70,7 @@ REPORTS = {
         "5,000 models drawn at random against eager PyTorch (an hour)",
         (program("random_models", "--count", "5000", "--seed", "0", "--results", "docs/evidence/random_models.jsonl"),),
     ),
+    "reference": Report("docs/reference: the command line, the Python interface, the rules", (program("reference"),)),
     "simpler": Report("simpler searches under the same prices", (program("simpler"),)),
     # torchvision's wheels are built for a torch with CUDA. Where it is installed transformers imports it, and beside another torch that
     # fails: it stays in a folder of its own, with timm, which needs it. tests/models/survey_other.py finds them there.
