@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from autopar.ops.operands import aten_names, op_name, operands
 from autopar.sharding import Sharding, local_shape
+from passes.clean.nodes import is_pointwise
 from passes.collectives import convert, share
 from passes.kernel_calls import kernel_call, partition
 from passes.localise import localised, verify
@@ -81,12 +82,26 @@ _STRIDED = frozenset(aten_names("transpose permute t movedim slice narrow select
 
 
 def _laid_out_anew(node: fx.Node) -> bool:
-    """Whether a view looks at a conversion's result through other dims or a part of it. Which dims of that can be merged without a copy was
-    settled by the strides of a single device's value; what a conversion leaves has its own."""
-    source, strided = operands(node)[0], False
-    while source.op == "call_function" and op_name(source.target) in _STRIDED:
-        source, strided = operands(source)[0], True
-    return strided and source.target in (convert, share)
+    """Whether a view reads a value whose memory order may not be that of a single device's value, whose strides settled which dims can be
+    merged without a copy: an activation that was not contiguous there and may come from another stage, or what a conversion leaves, seen
+    through other dims or in part. Pointwise ops keep the order of their operands."""
+    waiting, seen = [(operand, False) for operand in operands(node)[:1]], set[tuple[fx.Node, bool]]()
+    while waiting:
+        source, strided = waiting.pop()
+        if (source, strided) in seen:
+            continue
+        seen.add((source, strided))
+        if source.op == "placeholder" and not _first(source).is_contiguous():
+            return True
+        if source.op != "call_function":
+            continue
+        if strided and source.target in (convert, share):
+            return True
+        if op_name(source.target) in _STRIDED:
+            waiting.append((operands(source)[0], True))
+        elif is_pointwise(source):
+            waiting += [(operand, strided) for operand in operands(source)]
+    return False
 
 
 def _first(node: fx.Node) -> Tensor:

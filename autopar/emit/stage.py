@@ -260,12 +260,15 @@ class _Forward:
             text = "hidden" if single and passed else "loss" if name == graph.loss else self.names.fresh(name)
             self.values[name] = _Variable(text, local.output(position), dtypes[position])
             results.append(text)
-        target = ", ".join(results)
         if run == 1:
             attribute = layer_attribute(self.program, layer)
-            updates = ", *new" if local.cls.updates else ""
-            self.body.append(f"        {target}{updates} = self.{attribute}({', '.join(arguments)})")
-            if updates:
+            call = f"self.{attribute}({', '.join(arguments)})"
+            if results:
+                targets = ", ".join([*results, *(["*new"] if local.cls.updates else [])])
+                self.body.append(f"        {targets} = {call}")
+            else:  # nothing reads its outputs, and the buffers that it writes remain
+                self.body.append(f"        new = [{call}]" if len(local.cls.updates) == 1 else f"        new = {call}")
+            if local.cls.updates:
                 self.body.append(f'        self.updates.append(("{attribute}", new))')
             return
         if arguments[0] != "hidden":
@@ -280,8 +283,8 @@ class _Forward:
         else:
             self.body.append(f"        for layer in ({', '.join(members)}):")
             self.body.append(f"            hidden = layer(hidden{rest})")
-        if target != "hidden":
-            self.body.append(f"        {target} = hidden")
+        if results != ["hidden"]:
+            self.body.append(f"        {results[0]} = hidden")
 
     def _read(self, layer: int, key: str, needed: Types) -> str:
         """The text of a value in the types that a layer takes, after the lines that convert it."""

@@ -123,3 +123,11 @@ def test_writes_survive_sharding(name: str, workers2: WorkerPool) -> None:
     for options in ({"data": 2, "microbatches": cut}, {"tensor": 2}):
         outcome = check_plan(subject, manual_plan(subject.graph, **options), workers2)
         assert outcome.error.exact and outcome.stages_typed == 1
+
+
+def test_layer_that_only_writes_a_buffer_is_emitted(workers2: WorkerPool) -> None:
+    torch.manual_seed(0)
+    subject = make_subject(in_place_modules.Watched(), in_place_modules.batch(), F.mse_loss)
+    assert any(not layer.outputs for layer in subject.graph.layers)
+    outcome = check_plan(subject, manual_plan(subject.graph, data=2), workers2)
+    assert outcome.error.exact and outcome.stages_typed == 1

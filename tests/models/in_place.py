@@ -901,6 +901,16 @@ def momentum_teacher(m: Any, y: Tensor) -> Tensor:
 
 
 @right
+def copy_of_a_view_before_a_region(m: Any, y: Tensor) -> Tensor:
+    """torch.export loses a user of zeros_like here (``autopar.capture.export._complete_users``)."""
+    h = torch.zeros_like(y)
+    h.transpose(1, 2).reshape(h.shape[0], -1).mul_(2.0)
+    with torch.no_grad():
+        m.frozen.clamp_(-1.0, 1.0)
+    return h + m.last(h) * m.frozen + y * m.weight
+
+
+@right
 def frozen_parameter(m: Any, y: Tensor) -> Tensor:
     m.frozen += 1.0
     return y * m.frozen * m.weight

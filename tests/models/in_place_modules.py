@@ -88,6 +88,23 @@ class ParameterTeacher(nn.Module):
         return self.out(self.student(x) + 0.1 * self.teacher(x))
 
 
+class Watched(nn.Module):
+    """A branch of which a buffer alone is left: its last layer has no outputs."""
+
+    level: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, OUT)
+        self.first.requires_grad_(False)
+        self.second.requires_grad_(False)
+        self.register_buffer("level", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.level.copy_(self.second(self.first(x)).detach().amax(0))
+        return self.out(x)
+
+
 class Codebook(nn.Module):
     """Vector quantisation whose codes are moving averages, written through ``.data`` as most implementations do."""
 
@@ -218,6 +235,7 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "momentum teacher of buffers": (Teacher, (), 3),
     "momentum teacher of frozen parameters": (ParameterTeacher, (), 2),
     "codebook": (Codebook, (), 3),
+    "branch for a buffer": (Watched, (), 1),
     "blocks": (lambda: nn.Sequential(*(Block() for _ in range(4)), nn.Linear(WIDTH, OUT)), (), 8),
     "literal and batch": (Literal, (), 0),
     "one buffer of two names": (lambda: TwoBuffers(_one), (), 1),

@@ -67,3 +67,31 @@ def test_other_memory_is_refused(words: str) -> None:
     with pytest.raises(CaptureError, match=words) as error:
         capture(model(REFUSED[words]), batch())
     assert "unfold" in str(error.value.hint) and "test_strided.py" in error.value.message
+
+
+class Transposed(nn.Module):
+    """A block whose input is not contiguous in a single device's memory, and merges dims of it that are neighbours there alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.transpose(1, 2).contiguous().transpose(1, 2).clamp(min=-0.5)
+        h = (h.transpose(1, 2).reshape(h.shape[0], -1) * 2.0).view(h.shape[0], 8, -1).transpose(1, 2)
+        return h + self.up(h).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def test_views_of_an_activation_that_another_stage_sends(workers2: WorkerPool) -> None:
+    torch.manual_seed(0)
+    blocks = nn.Sequential(nn.Linear(4, 8), Transposed(), Transposed(), nn.Linear(8, 4))
+    subject = make_subject(blocks, (batch(), batch()), nn.functional.mse_loss)
+    strides = [v.stride() for layer in subject.graph.classes.values() for v in _placeholders(layer.graph)]
+    assert any(stride != tuple(sorted(stride, reverse=True)) for stride in strides), "no activation is transposed"
+    for cut in range(1, len(subject.graph.layers)):
+        plan = manual_plan(subject.graph, pipeline=2, cuts=(cut,), microbatches=2)
+        assert check_plan(subject, plan, workers2).error.exact
+
+
+def _placeholders(graph: torch.fx.GraphModule) -> list[Tensor]:
+    return [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]

@@ -107,6 +107,8 @@ def main(arguments: list[str]) -> int:
         "PYTHONPATH": os.pathsep.join([*found, *([search_path] if search_path else [])]),
     }
     *before, last = report.steps
+    if {"-h", "--help"} & set(given):
+        before = []
     for step in (*before, (*last, *given)):
         status = subprocess.call([sys.executable, *step], cwd=ROOT, env=environment)
         if status:
