@@ -23,7 +23,7 @@ demo: $(STAMP) ## train a small Llama on 4 processes and on 1, and compare (a fe
 	$(BIN)/python examples/train_llama_stdlib.py
 
 test: $(STAMP) ## the test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 check: $(STAMP) ## formatter, linter and type checker, without changing anything
 	$(BIN)/ruff format --check .
