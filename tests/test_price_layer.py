@@ -11,9 +11,10 @@ from price_models import Builder, aten, gpt_block, llama_block, mlp, mlp_types, 
 
 from autopar.devices import constants, parse
 from autopar.errors import UsageError
+from autopar.layer_price import LayerPrice
 from autopar.ops.cost import executed_flops, model_flops, op_cost
 from autopar.plan import Axis, Role, Strategy
-from autopar.price import LayerPrice, price_layer
+from autopar.price import price_layer
 from autopar.price.collectives import time_s
 from autopar.price.memory import precision, state_bytes, trace
 from autopar.price.practice import EMITTED, Practice, on_cpu

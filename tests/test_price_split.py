@@ -11,8 +11,9 @@ from price_models import Builder, aten, gpt_block, mlp, mlp_types, replicated
 
 from autopar.devices import parse
 from autopar.graph import LayerClass
+from autopar.layer_price import LayerPrice
 from autopar.plan import Axis, Role, Strategy
-from autopar.price import LayerPrice, price_layer
+from autopar.price import price_layer
 from autopar.price.memory import precision
 from autopar.price.practice import EMITTED
 from autopar.price.table import build

@@ -21,6 +21,7 @@ import numpy as np
 
 from autopar.devices import Cluster
 from autopar.graph import LayerClass
+from autopar.layer_price import LayerPrice
 from autopar.plan import Axis, Role, Strategy
 from autopar.price.collectives import Group, group, group_time_s
 from autopar.price.held import Alive, Share, flat_bytes, sharded_bytes
@@ -38,40 +39,6 @@ MICROBATCH = "microbatch"
 
 Runs = tuple[tuple[Axis, ...], ...]
 """The axes, those of microbatches first, in runs of equal types."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerPrice:
-    """Seconds of one microbatch on one device, exposed communication and recomputation included, and bytes held there.
-
-    ``communication_s`` is the exposed part of ``forward_s + backward_s``. ``step_s`` comes once a step: gradient reduction,
-    ZeRO's gathers, the optimizer. ``saved_bytes`` is per microbatch in flight, ``fresh_bytes`` what its backward leaves in their
-    place, ``border_bytes`` what a stage with its border here passes on. ``flops`` counts the model's arithmetic for one microbatch, forward
-    and backward, over all devices of the stage: replicated work once, recomputation not at all. ``weight_s`` is the part of ``backward_s``
-    that makes parameters' gradients alone; where a schedule runs it apart, ``waiting_bytes`` come to ``saved_bytes`` until then
-    (``price.split``). ``host_bytes`` are in the host's memory all along, ``host_saved_bytes`` for each microbatch in flight. Of ``segment``
-    layers that are recomputed as one, the first keeps ``kept_bytes``: ``saved_bytes`` is a layer's share of that, rounded down, and
-    ``transient_bytes`` are those while all of them have run again.
-    """
-
-    forward_s: float
-    backward_s: float
-    communication_s: float
-    step_s: float
-    parameters_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    saved_bytes: int
-    transient_bytes: int
-    flops: float
-    fresh_bytes: int = 0
-    border_bytes: int = 0
-    weight_s: float = 0.0
-    waiting_bytes: int = 0
-    host_bytes: int = 0
-    host_saved_bytes: int = 0
-    segment: int = 1
-    kept_bytes: int = 0
 
 
 @dataclass(frozen=True)

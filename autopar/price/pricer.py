@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from autopar.devices import Cluster
 from autopar.graph import Graph, LayerClass
+from autopar.layer_price import LayerPrice
 from autopar.plan import Axis, Role, Strategy
 from autopar.price import table as tables
 from autopar.price.collectives import group, p2p_s
@@ -18,7 +19,6 @@ from autopar.price.layer import (
     MICROBATCH,
     Bound,
     Core,
-    LayerPrice,
     Runs,
     Sizes,
     Spread,
