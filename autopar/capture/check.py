@@ -28,6 +28,7 @@ from autopar.capture.pipeline import capture
 from autopar.errors import AutoparError, CaptureError
 from autopar.graph import Graph, Guard
 from autopar.measure import EXACT, Error, compare
+from autopar.precision import name_of
 from autopar.torch_private import results_of_ops
 from passes.clean.nodes import argument, arguments, packet, shape, val
 
@@ -159,7 +160,7 @@ class _Comparison:
     def check(self, tensors: list[Tensor], steps: int) -> str | None:
         """Compare on these rows; what was compared, in words, ``None`` where the model by itself takes no such batch."""
         if (eager := self._eager(tensors, steps)) is None and self.numbers == "float64":
-            why, self.numbers = self.why, str(self.graph.dtype).removeprefix("torch.")
+            why, self.numbers = self.why, name_of(self.graph.dtype)
             if (eager := self._eager(tensors, steps)) is None:
                 self.numbers, self.why = "float64", why
         if eager is None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import sys
 from typing import TYPE_CHECKING, Any
 
-from autopar.errors import BatchError, InfeasibleError, LaunchError, UsageError
+from autopar.errors import BatchError, InfeasibleError, LaunchError
+from autopar.units import parse_size
 
 if TYPE_CHECKING:
     from autopar.cli.console import Messages
@@ -18,28 +18,6 @@ if TYPE_CHECKING:
     from autopar.graph import Graph
     from autopar.plan import Plan
     from autopar.search import SearchOptions
-
-_UNITS = {"": 1, "B": 1, **{f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")},
-          **{f"{p}IB": 1024 ** (i + 1) for i, p in enumerate("KMGT")}}  # fmt: skip
-
-
-def parse_size(text: str) -> int:
-    """Bytes of ``"40GB"`` (1e9), ``"37GiB"`` (2**30), ``"4e10"``.
-
-    Raises:
-        UsageError: anything else, or nothing left of it.
-    """
-    match = re.fullmatch(r"\s*([0-9.]+(?:[eE]\d+)?)\s*([A-Za-z]*)\s*", text)
-    unit = _UNITS.get(match[2].upper()) if match else None
-    try:
-        size = int(float(match[1]) * unit) if match and unit else 0
-    except ValueError:
-        size = 0
-    if size <= 0:
-        raise UsageError(
-            f"{text!r} is not a size", "write 40GB (1e9 bytes each), 37GiB (2**30 bytes each) or a number of bytes"
-        )
-    return size
 
 
 def plan_command(as_json: bool, **request: Any) -> None:

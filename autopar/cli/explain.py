@@ -16,13 +16,13 @@ from rich.text import Text
 from autopar.capture import apart
 from autopar.cli.commands import asked, given, load, planned, recapture
 from autopar.cli.console import Messages, console, plain_table
-from autopar.cli.render import seconds, size
 from autopar.compile import capture_model, find_plan, fit_devices, fit_plan
 from autopar.errors import InfeasibleError, UsageError
 from autopar.explain import Explanation, Study, describe, explain, sequence_length, suggest
 from autopar.explain.study import Recapture
 from autopar.graph import Graph
 from autopar.plan import MICROBATCH_STATISTICS, NARROW, Plan
+from autopar.units import seconds, size
 
 _SAME = 1e-6  # relative: prices that agree to this are the prices that the plan was made with
 

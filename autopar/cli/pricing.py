@@ -24,6 +24,7 @@ from autopar.plan import (
     Plan,
     Role,
 )
+from autopar.units import seconds
 
 if TYPE_CHECKING:
     from autopar.devices import Cluster
@@ -323,8 +324,6 @@ def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
 
 
 def _form(value: Any, unit: str) -> str:
-    from autopar.cli.render import seconds
-
     if unit == "s":
         return seconds(value if value > _NOTHING else 0.0)
     if unit == "GiB":

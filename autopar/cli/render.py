@@ -12,6 +12,7 @@ from rich.text import Text
 
 from autopar.cli.console import plain_table
 from autopar.plan import SEQUENCES, V_SHAPED, LayerPlan, Memory, Plan, Role, StagePlan, Strategy
+from autopar.units import seconds, size
 
 _BAR = 20  # characters of a full bar
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "transients")
@@ -199,27 +200,3 @@ def _bar(share: float) -> str:
 
 def _plural(count: int, one: str, many: str | None = None) -> str:
     return f"{count:,} {one if count == 1 else many or one + 's'}"
-
-
-def seconds(value: float) -> str:
-    """Seconds for people."""
-    if value >= 100:
-        return f"{value:,.0f} s"
-    if value >= 1:
-        return f"{value:.2f} s"
-    return f"{value * 1e3:.2f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"
-
-
-def size(count: int) -> str:
-    """Bytes in the decimal units of GPU data sheets, three digits."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            value = count / factor
-            return (
-                f"{value:.0f} {unit}"
-                if value >= 100
-                else f"{value:.1f} {unit}"
-                if value >= 10
-                else f"{value:.2f} {unit}"
-            )
-    return f"{count} B"

@@ -8,6 +8,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autopar.units import parse_size
+
 if TYPE_CHECKING:
     from autopar.cli.load import Loaded, Sizes
     from autopar.graph import Graph
@@ -31,7 +33,7 @@ def verify_command(
     """Ends the process with status 1 unless the model is exact under all plans that were checked."""
     import torch
 
-    from autopar.cli.commands import allowed, parse_size
+    from autopar.cli.commands import allowed
     from autopar.cli.load import Sizes
     from autopar.compile import read_plan
     from autopar.verify import verify

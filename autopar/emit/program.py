@@ -20,6 +20,7 @@ from autopar.emit.stage import layer_attribute, owned_attribute, stage_class
 from autopar.errors import ModelError, UsageError
 from autopar.graph import Graph
 from autopar.plan import INTERLEAVED, SPLIT, Plan
+from autopar.precision import name_of
 from autopar.program import copy_runtime
 from autopar.program.state import write_initial
 from autopar.shard import plan_shardings
@@ -248,7 +249,7 @@ def layouts(program: LocalProgram) -> list[dict[str, object]]:
                         "part": part,
                         "global_shape": list(record.shape),
                         "padded_shape": list(local.whole),
-                        "dtype": str(record.dtype).removeprefix("torch."),
+                        "dtype": name_of(record.dtype),
                         "trainable": record.trainable,
                         "tied": list(record.tied),
                         "types": {axis: str(t) for axis, t in zip(axes, local.types, strict=True)},
@@ -272,7 +273,7 @@ def buffers(program: LocalProgram) -> list[dict[str, object]]:
                         "name": f"{layer_attribute(program, index)}.{buffer_paths(local)[value.name]}",
                         "original": original,
                         "shape": list(record.shape),
-                        "dtype": str(record.dtype).removeprefix("torch."),
+                        "dtype": name_of(record.dtype),
                         "persistent": record.persistent,
                         "written": value.name in local.cls.updates,
                     }

@@ -10,6 +10,7 @@ from autopar.emit.expressions import conversion_text, literal
 from autopar.emit.names import Names, flat_attributes, identifier
 from autopar.graph import Value
 from autopar.plan import Axis
+from autopar.precision import name_of
 from autopar.types import R, SpmdType
 from passes.stages import Border, LocalProgram, Stage, argument_keys
 
@@ -86,7 +87,7 @@ def _shapes(program: LocalProgram, stage: Stage) -> str:
     """Global shapes and dtypes of the inputs."""
     rows = program.graph.batch_size
     inputs = [value for value in program.graph.inputs if value.name in stage.inputs]
-    return _quoted({v.name: f'({(rows, *v.shape[1:])!r}, "{str(v.dtype).removeprefix("torch.")}")' for v in inputs})
+    return _quoted({v.name: f'({(rows, *v.shape[1:])!r}, "{name_of(v.dtype)}")' for v in inputs})
 
 
 def _named(axes: tuple[str, ...], types: Types) -> str:
@@ -100,7 +101,7 @@ def _types(stage: Stage, axes: tuple[str, ...]) -> str:
 def _borders(borders: tuple[Border, ...]) -> str:
     entries = []
     for border in borders:
-        dtype = str(border.value.dtype).removeprefix("torch.")
+        dtype = name_of(border.value.dtype)
         flows = "" if border.value.requires_grad else ", False"  # whether a gradient comes back
         entries.append(f'("{border.value.name}", {border.shape!r}, "{dtype}"{flows})')
     return "(" + "".join(f"{entry}, " for entry in entries).rstrip() + ")"

@@ -12,6 +12,7 @@ import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
+from autopar.layer_price import LayerPrice
 from autopar.plan import (
     OFFLOADS,
     RECOMPUTATIONS,
@@ -27,7 +28,7 @@ from autopar.plan import (
     stages_of,
 )
 from autopar.search.notes import host_notes, notes_of
-from autopar.search.problem import Choice, Devices, LayerPrice, Mesh, Pricer
+from autopar.search.problem import Choice, Devices, Mesh, Pricer
 from autopar.search.schedules import Action, device_order, holdings
 from autopar.search.simulate import lower_bound, simulate
 from autopar.search.tables import Instance

@@ -15,6 +15,7 @@ from autopar.plan import Memory
 from autopar.search.evaluation import Solution, host_bytes, memories, prices_of
 from autopar.search.runs import compositions
 from autopar.search.tables import Array, Indices, Instance, Regime
+from autopar.units import gigabytes
 
 
 def least_memory(instance: Instance) -> tuple[float, Solution]:
@@ -243,12 +244,3 @@ def _largest_part(held: Memory) -> tuple[str, int]:
         "transients": held.transients,
     }
     return max(parts.items(), key=lambda item: item[1])
-
-
-def gigabytes(value: float, up: bool = False) -> str:
-    """Bytes for people: GB with two digits, smaller units below one of them; rounded up where a limit is proposed."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= size:
-            scaled = value / size
-            return f"{np.ceil(scaled * 100) / 100 if up else scaled:.2f} {unit}"
-    return f"{int(np.ceil(value))} bytes"

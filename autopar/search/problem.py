@@ -39,6 +39,7 @@ from typing import Any, Protocol
 
 from autopar.errors import UsageError
 from autopar.graph import Graph
+from autopar.layer_price import LayerPrice
 from autopar.plan import (
     INTERLEAVED,
     OFFLOADS,
@@ -69,57 +70,6 @@ SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 LONG_SEQUENCE = 16384
 """Sequences from here on are cut without being asked to: attention then outweighs what is gathered for it."""
-
-
-class LayerPrice(Protocol):
-    """One layer class under one strategy, on one device of its stage.
-
-    Seconds are for one microbatch with exposed communication and recomputation, except ``step_s`` (gradient reduction and
-    optimizer, once per step); ``communication_s`` is the exposed part of ``forward_s + backward_s``. ``saved_bytes`` is per microbatch
-    in flight. ``flops`` counts the layer's arithmetic for one microbatch, forward and backward, over all devices of the stage,
-    replicated work once and recomputation not at all. ``weight_s`` is the part of ``backward_s`` that makes parameters' gradients alone:
-    where a schedule runs that apart, ``waiting_bytes`` come to ``saved_bytes`` until it has run. ``host_bytes`` and, per microbatch in
-    flight, ``host_saved_bytes`` are in the memory of the device's host. Where ``segment`` layers are recomputed as one, ``saved_bytes`` is
-    the layer's share of the ``kept_bytes`` that its first layer keeps (rounded down): what a run of layers keeps is never less, and more
-    where the last segment is shorter (``timeline.kept``).
-    """
-
-    @property
-    def forward_s(self) -> float: ...
-    @property
-    def backward_s(self) -> float: ...
-    @property
-    def communication_s(self) -> float: ...
-    @property
-    def step_s(self) -> float: ...
-    @property
-    def parameters_bytes(self) -> int: ...
-    @property
-    def gradients_bytes(self) -> int: ...
-    @property
-    def optimizer_bytes(self) -> int: ...
-    @property
-    def saved_bytes(self) -> int: ...
-    @property
-    def transient_bytes(self) -> int: ...
-    @property
-    def fresh_bytes(self) -> int: ...
-    @property
-    def border_bytes(self) -> int: ...
-    @property
-    def flops(self) -> float: ...
-    @property
-    def weight_s(self) -> float: ...
-    @property
-    def waiting_bytes(self) -> int: ...
-    @property
-    def host_bytes(self) -> int: ...
-    @property
-    def host_saved_bytes(self) -> int: ...
-    @property
-    def segment(self) -> int: ...
-    @property
-    def kept_bytes(self) -> int: ...
 
 
 class Pricer(Protocol):

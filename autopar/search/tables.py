@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.graph import Graph
+from autopar.layer_price import LayerPrice
 from autopar.plan import Role, Strategy
 from autopar.search.options import LayerPins, SearchOptions, pins_by_layer
 from autopar.search.problem import (
     Choice,
     Devices,
-    LayerPrice,
     Mesh,
     Pricer,
     for_sequence,

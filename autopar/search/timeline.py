@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.layer_price import LayerPrice
 from autopar.plan import Memory
-from autopar.search.problem import LayerPrice
 from autopar.search.schedules import Action
 
 

@@ -14,8 +14,7 @@ from torch import fx
 from autopar.checks.collectives import check_collectives, exchanges, priced
 from autopar.errors import ProgramError, UsageError
 from autopar.flow import gradient_flow
-from autopar.price.memory import precision
-from autopar.price.practice import EMITTED
+from autopar.price.state import precision
 from autopar.price.table import build
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.shard import plan_shardings
@@ -53,7 +52,7 @@ def test_a_megatron_block_has_four_all_reduces() -> None:
 def test_gradients_flow_where_the_price_saw_them_flow() -> None:
     for model in ("mlp", "llama", "bert"):
         for cls in subject(model).graph.classes.values():
-            table, _ = build(cls, precision("float64"), EMITTED)
+            table, _ = build(cls, precision("float64"))
             flow = gradient_flow(cls)
             assert {name: table.value_gradient[name] for name in flow} == flow
 

@@ -12,8 +12,8 @@ import pytest
 
 import autopar.compile
 from autopar.cli import main
-from autopar.cli.commands import parse_size
 from autopar.errors import CaptureError, InfeasibleError, UsageError
+from autopar.units import parse_size
 
 
 def invoke(capsys, *argv: str) -> tuple[int, str, str]:

@@ -21,7 +21,7 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.explain import describe
 from autopar.graph import Graph
 from autopar.plan import NARROW, NARROW_GRADIENTS, NARROW_MOMENTS, Plan
-from autopar.price.memory import precision, state_bytes
+from autopar.price.state import precision, state_bytes
 from autopar.run import remote
 from autopar.search import SearchOptions, manual_plan
 from autopar.shard import annotate

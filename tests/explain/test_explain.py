@@ -12,7 +12,6 @@ import torch
 from search_models import TransformerPricer, chain
 from torch import nn
 
-from autopar.cli.render import seconds
 from autopar.compile import plan_model
 from autopar.devices import Cluster, parse
 from autopar.errors import BatchError, InfeasibleError
@@ -25,6 +24,7 @@ from autopar.explain.resize import resize_batch
 from autopar.graph import Graph
 from autopar.plan import SPLIT, Plan
 from autopar.search import SearchOptions
+from autopar.units import seconds
 
 
 def model(batch: int) -> Graph:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from autopar.devices import Cluster
 from autopar.graph import Graph, Layer, LayerClass, Value
-from autopar.plan import Role
-from autopar.sharding import AxisTypes
-from autopar.types import I, P, R, S, SpmdType
+from autopar.layer_price import LayerPrice
+from autopar.plan import Axis, Role, Strategy
+from autopar.price.collectives import group, group_time_s
+from autopar.price.layer import assemble, bind, core, divisible, measure, spread
+from autopar.price.table import build, flags
+from autopar.price.trainer import EMITTED, Trainer
+from autopar.shard.plan import MICROBATCH
+from autopar.sharding import AxisTypes, Sharding
+from autopar.types import Collective, I, P, R, S, SpmdType
+from passes.pad import pad_class
 
 aten = torch.ops.aten
 
@@ -198,3 +208,41 @@ def replicated(cls: LayerClass, border: SpmdType = I) -> AxisTypes:
         kernel={},
         cost_s=0.0,
     )
+
+
+def time_s(collective: Collective, bytes_total: float, axis_size: int, stride: int, cluster: Cluster) -> float:
+    """Seconds of ``collective`` on ``bytes_total`` (see the module's docstring) over an axis of that size and stride."""
+    return group_time_s(collective, bytes_total, group((Axis("axis", axis_size, stride),), cluster), cluster)
+
+
+def price_layer(
+    cls: LayerClass,
+    sharding: Sharding,
+    strategy: Strategy,
+    cluster: Cluster,
+    precision_name: str,
+    trainer: Trainer = EMITTED,
+) -> LayerPrice | None:
+    """The price of ``cls`` when ``sharding`` binds its types to the mesh's axes and to the microbatch axis.
+
+    ``sharding.axes`` are the mesh's, in the order of ``strategy.roles``, with ``Axis("microbatch", m, 0)`` among them. ``None`` where
+    a local shape is not whole. ``Pricer.layer`` gives the same.
+    """
+    numbers = trainer.precision(precision_name)
+    # time is outermost: a microbatch is cut from the batch before the mesh divides it
+    order = sorted(range(len(sharding.axes)), key=lambda i: sharding.axes[i].name != MICROBATCH)
+    axes, types = tuple(sharding.axes[i] for i in order), tuple(sharding.types[i] for i in order)
+    whole = build(cls, numbers, trainer)[0].model_flops
+    table, rows = build(pad_class(cls, Sharding(axes, types)), numbers, trainer)
+    table = replace(table, model_flops=whole)  # padding is no work of the model's
+    found = tuple(flags(table, rows, t, trainer) for t in types)
+    bound = bind(table, rows, types, found, trainer)
+    given = measure(bound, tuple((axis,) for axis in axes), cluster)
+    if not divisible(bound, given):
+        return None
+    mesh = tuple(axis for axis in axes if axis.name != MICROBATCH)
+    microbatches = math.prod(axis.size for axis in axes if axis.stride == 0)
+    c = core(bound, given, cluster, numbers)
+    flops = table.model_flops / microbatches
+    around = spread(c, mesh, strategy.roles, microbatches, flops, cluster, numbers, trainer)
+    return assemble(c, around, strategy, cluster, numbers, trainer)

@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from autopar.graph import Graph, Layer, LayerClass, Value
+from autopar.layer_price import LayerPrice
 from autopar.plan import OFFLOADS, RECOMPUTATIONS, SPLIT, Axis, Role, Strategy
 from autopar.search.manual import make_mesh
 from autopar.search.options import SearchOptions
@@ -20,32 +21,6 @@ from autopar.search.simulate import simulate
 
 SEGMENTS = (2, 3, 4)
 """Numbers of layers that brute force recomputes as one."""
-
-
-@dataclass(frozen=True)
-class Price:
-    forward_s: float
-    backward_s: float
-    communication_s: float
-    step_s: float
-    parameters_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    saved_bytes: int
-    transient_bytes: int
-    flops: float
-    fresh_bytes: int = 0
-    border_bytes: int = 0
-    host_bytes: int = 0
-    host_saved_bytes: int = 0
-    weight_s: float = 0.0
-    waiting_bytes: int = 0
-    segment: int = 1
-    kept_bytes: int = 0
-
-    @property
-    def weights_bytes(self) -> int:
-        return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
 
 
 @dataclass(frozen=True)
@@ -122,12 +97,12 @@ class RandomPricer:
         # fields that strategies have got since leave the draws as they were
         return random.Random(f"{self.seed} {key}".replace(", offload='none'", "").replace(", segment=1", ""))
 
-    def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> Price | None:
+    def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> LayerPrice | None:
         rng = self._rng(cls, mesh, replace(strategy, segment=1), microbatches)
         if rng.random() > self.density:
             return None
         part = self.slower / microbatches
-        found = Price(
+        found = LayerPrice(
             rng.choice([1.0, 2.0, rng.random()]) * part, rng.choice([2.0, 3 * rng.random()]) * part, 0.1 * part,
             rng.random(), rng.randint(1, 20), rng.randint(1, 20), rng.randint(0, 60), int(rng.randint(1, 80) / microbatches),
             rng.randint(0, 30), 1e12 * part,
@@ -410,7 +385,7 @@ def plans(
             yield seconds + max(sum(step[s] for s in range(stages) if where[s] == d) for d in range(line)), ways, bounds
 
 
-def saved_by(run: list[Price], names: list[tuple[str, Strategy]]) -> int:
+def saved_by(run: list[LayerPrice], names: list[tuple[str, Strategy]]) -> int:
     """What a stage keeps of a microbatch: of each segment of equal layers its first one's."""
     total = 0
     for _, group in itertools.groupby(zip(names, run, strict=True), lambda pair: pair[0]):
@@ -440,7 +415,7 @@ class Holding:
     ``tables`` are the strategies of every layer, with their prices in every stage.
     """
 
-    def __init__(self, graph: Graph, tables: list[list[tuple[Strategy, list[Price]]]]) -> None:
+    def __init__(self, graph: Graph, tables: list[list[tuple[Strategy, list[LayerPrice]]]]) -> None:
         self.graph, self.tables = graph, tables
         self.known: dict[tuple[int, int, tuple[int, ...]], Held] = {}
 
@@ -453,7 +428,7 @@ class Holding:
             run = [prices[stage] for _, prices in picked]
             names = [(self.graph.layers[layer].cls, way) for layer, (way, _) in zip(layers, picked, strict=True)]
             self.known[key] = Held(
-                sum(p.weights_bytes for p in run),
+                sum(p.parameters_bytes + p.gradients_bytes + p.optimizer_bytes for p in run),
                 saved_by(run, names),
                 sum(p.waiting_bytes for p in run),
                 max(p.transient_bytes for p in run),
@@ -479,7 +454,7 @@ def most_held(parts: list[Held], device: int, where: list[int], order: list[tupl
     return most + sum(part.weights for part, d in zip(parts, where, strict=True) if d == device)
 
 
-def most_aside(runs: list[list[Price]], device: int, line: int, order: list[tuple[str, int, int]]) -> int:
+def most_aside(runs: list[list[LayerPrice]], device: int, line: int, order: list[tuple[str, int, int]]) -> int:
     """The same of the host's memory; of one stage for each device."""
     saved = most = 0
     for kind, stage, _ in order:
@@ -500,7 +475,7 @@ class TransformerPricer:
     def on(self, cluster: Devices) -> TransformerPricer:
         return self
 
-    def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> Price | None:
+    def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> LayerPrice | None:
         data = strategy.degree(mesh, Role.DATA)
         tensor = strategy.degree(mesh, Role.TENSOR, Role.TENSOR_SEQUENCE)
         sequence = strategy.degree(mesh, Role.TENSOR_SEQUENCE) > 1
@@ -515,7 +490,7 @@ class TransformerPricer:
         step = (4 * p / tensor / slow if zero < 2 else 0.0) + p / tensor * 14 / 3e12 / (data if zero else 1)
         held = tokens * self.hidden * (34 / tensor if sequence or tensor == 1 else 10 + 24 / tensor)
         saved = tokens * self.hidden * 2 / (tensor if sequence else 1) if strategy.recompute else held
-        return Price(
+        return LayerPrice(
             compute + ways / 2 + gather, 2 * compute + ways / 2 + gather + scatter + again, ways, step,
             int(2 * p / tensor / (data if zero == 3 else 1)), int(2 * p / tensor / (data if zero >= 2 else 1)),
             int(12 * p / tensor / (data if zero else 1)), int(saved), int(held if strategy.recompute else 0.3 * held),

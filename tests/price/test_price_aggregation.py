@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
+from price_models import time_s
 
 from autopar.devices import parse
 from autopar.price.aggregation import WAYS, ring
-from autopar.price.collectives import time_s
 from autopar.search.simulate import simulate
 from autopar.types import Collective
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
+from price_models import time_s
 
 from autopar.devices import Cluster, Gpu, Link, parse
 from autopar.plan import Axis
-from autopar.price.collectives import Group, group, p2p_s, time_s
+from autopar.price.collectives import Group, group, p2p_s
 from autopar.types import Collective
 
 WIRE = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL)

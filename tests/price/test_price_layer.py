@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection
 
 import pytest
 import torch
-from price_models import Builder, aten, gpt_block, llama_block, mlp, mlp_types, replicated
+from price_models import Builder, aten, gpt_block, llama_block, mlp, mlp_types, price_layer, replicated, time_s
 
 from autopar.devices import constants, parse
 from autopar.errors import UsageError
+from autopar.layer_price import LayerPrice
 from autopar.ops.cost import executed_flops, model_flops, op_cost
-from autopar.plan import Axis, Role, Strategy
-from autopar.price import LayerPrice, price_layer
-from autopar.price.collectives import time_s
-from autopar.price.memory import precision, state_bytes, trace
-from autopar.price.practice import EMITTED, Practice, on_cpu
+from autopar.plan import NARROW_GRADIENTS, Axis, Role, Strategy
+from autopar.price.state import Precision, precision, state_bytes
 from autopar.price.table import ClassTable, build
+from autopar.price.trace import trace
+from autopar.price.trainer import EMITTED, Trainer
 from autopar.sharding import Sharding
+from autopar.trainers import OtherTrainer
 from autopar.types import Collective
 
 H100 = parse("2x8xH100-80GB")
@@ -34,7 +36,7 @@ def price(
     recompute: bool = False,
     dtype: str = "bfloat16",
     cluster=H100,
-    practice: Practice = EMITTED,
+    trainer: Trainer = EMITTED,
 ) -> LayerPrice | None:
     """The MLP's price; the last axis is the innermost."""
     strides = [1]
@@ -43,7 +45,14 @@ def price(
     mesh = tuple(Axis(f"a{i}", n, s) for i, (n, s) in enumerate(zip(sizes, strides, strict=True)))
     sharding = Sharding((*mesh, Axis("microbatch", microbatches, 0)), (*map(mlp_types, roles), mlp_types(DATA)))
     cls = mlp(B, SEQ, H, F, getattr(torch, dtype))
-    return price_layer(cls, sharding, Strategy(roles, zero, recompute), cluster, dtype, practice)
+    return price_layer(cls, sharding, Strategy(roles, zero, recompute), cluster, dtype, trainer)
+
+
+class Narrow(Trainer):
+    """Gradients in 16 bits."""
+
+    def precision(self, name: str, allow: Collection[str] = ()) -> Precision:
+        return precision(name, (NARROW_GRADIENTS,))
 
 
 def must(found: LayerPrice | None) -> LayerPrice:
@@ -67,7 +76,7 @@ def test_a_transformer_block_has_the_published_number_of_flops():
     assert sum(model_flops(n) for n in cls.graph.graph.nodes) == published
     causal = 24 * b * s * h**2 + 2 * b * s**2 * h
     assert sum(executed_flops(n) for n in cls.graph.graph.nodes) == causal
-    table, _ = build(cls, precision("bfloat16"), EMITTED)
+    table, _ = build(cls, precision("bfloat16"))
     assert table.model_flops == 3 * published
     assert table.backward_flops.sum() == 2 * 24 * b * s * h**2 + 2.5 * 2 * b * s**2 * h
 
@@ -99,7 +108,7 @@ def test_a_product_with_a_batch_of_inputs_needs_half_the_backward():
     weight = g.border("parameters", "weight", 32, 16)
     pixels = g.call(aten.to.dtype, ids, torch.bfloat16)
     cls = g.done("patch", g.call(aten.linear.default, pixels, weight))
-    table, _ = build(cls, precision("bfloat16"), EMITTED)
+    table, _ = build(cls, precision("bfloat16"))
     assert table.backward_flops.sum() == table.forward_flops.sum() == 2 * 8 * 16 * 32
 
 
@@ -109,7 +118,7 @@ def test_a_product_with_a_batch_of_inputs_needs_half_the_backward():
 def test_a_gpt_block_keeps_34_sbh_without_dropout():
     b, s, h, heads = 2, 64, 128, 4
     cls = gpt_block(b, s, h, heads)
-    table, _ = build(cls, precision("bfloat16"), EMITTED)
+    table, _ = build(cls, precision("bfloat16"))
     distinct = kept_bytes(table)
     # Korthikanti et al. 2022: 34 sbh, less the two dropout masks after attention and MLP (2 sbh); flash attention keeps a
     # float per row of scores instead of 5 a s / h, and the norms two floats per token each
@@ -118,7 +127,7 @@ def test_a_gpt_block_keeps_34_sbh_without_dropout():
 
 def test_a_llama_block_keeps_what_was_counted_by_hand():
     b, s, h, heads, kv, f = 2, 64, 128, 8, 2, 384
-    table, _ = build(llama_block(b, s, h, heads, kv, f), precision("bfloat16"), EMITTED)
+    table, _ = build(llama_block(b, s, h, heads, kv, f), precision("bfloat16"))
     distinct = kept_bytes(table)
     t = b * s
     norm = (
@@ -170,7 +179,7 @@ def test_recomputation_keeps_the_input_alone_and_pays_a_forward():
 @pytest.mark.parametrize(("zero", "billions"), [(0, 5.0), (1, 19.1), (2, 36.1), (3, 320.0)])
 def test_the_largest_model_on_64_devices_of_80_gb(zero, billions):
     """Rajbhandari et al. 2020, section 5, scaled from 32 to 80 GB: 16 bytes per parameter, of which ZeRO divides some."""
-    low, high, papers = 0, 10**12, precision("bfloat16", Practice())
+    low, high, papers = 0, 10**12, OtherTrainer().precision("bfloat16")
     while high - low > 1:
         middle = (low + high) // 2
         fits = sum(state_bytes(middle, middle, 64, zero, papers)) <= 80e9
@@ -187,11 +196,10 @@ def test_bytes_per_parameter(dtype, per_parameter):
 
 
 def test_a_plans_layer_uses_the_same_formula():
-    narrow = dataclasses.replace(EMITTED, gradient_bytes=2)
     for zero in range(4):
-        found = must(price((DATA, TENSOR), (4, 2), zero=zero, microbatches=2, practice=narrow))
+        found = must(price((DATA, TENSOR), (4, 2), zero=zero, microbatches=2, trainer=Narrow()))
         held = (found.parameters_bytes, found.gradients_bytes, found.optimizer_bytes)
-        assert held == state_bytes(H * F, H * F, 4, zero, precision("bfloat16", narrow))
+        assert held == state_bytes(H * F, H * F, 4, zero, Narrow().precision("bfloat16"))
 
 
 @pytest.mark.parametrize(
@@ -233,12 +241,12 @@ def test_frozen_parameters_have_no_gradient_and_no_state():
 
 def test_transients_of_zero():
     """A trainer that fetches ahead holds two layers' parameters and gradients; an emitted program one layer's at a time."""
-    ahead, narrow = (dataclasses.replace(EMITTED, apart=apart, gradient_bytes=2) for apart in (False, True))
-    base = must(price((DATA,), (8,), practice=ahead)).transient_bytes
+    ahead = OtherTrainer()
+    base = must(price((DATA,), (8,), trainer=ahead)).transient_bytes
     weights, largest = 2 * 2 * H * F, 2 * H * F
-    assert must(price((DATA,), (8,), zero=1, practice=ahead)).transient_bytes == base
-    assert must(price((DATA,), (8,), zero=2, practice=ahead)).transient_bytes == base + 2 * weights
-    assert must(price((DATA,), (8,), zero=3, practice=ahead)).transient_bytes == base + 4 * weights
+    assert must(price((DATA,), (8,), zero=1, trainer=ahead)).transient_bytes == base
+    assert must(price((DATA,), (8,), zero=2, trainer=ahead)).transient_bytes == base + 2 * weights
+    assert must(price((DATA,), (8,), zero=3, trainer=ahead)).transient_bytes == base + 4 * weights
     assert (
         must(price((DATA,), (8,))).transient_bytes
         == must(price((DATA,), (8,), zero=1)).transient_bytes
@@ -247,7 +255,7 @@ def test_transients_of_zero():
     result = (
         2 * B * SEQ * H // 8
     )  # what the gather made stays beside the parameters that were copied out of it until the forward ends
-    assert must(price((DATA,), (8,), zero=3, practice=narrow)).transient_bytes == 2 * weights + result
+    assert must(price((DATA,), (8,), zero=3, trainer=Narrow())).transient_bytes == 2 * weights + result
 
 
 @pytest.mark.parametrize("zero", [2, 3])
@@ -261,7 +269,7 @@ def test_gradients_of_an_fsdp_root_come_as_activations_go(zero):
     for microbatches in (1, 2):
         sharding = Sharding((Axis("microbatch", microbatches, 0), Axis("a", data, 1)), (mlp_types(DATA),) * 2)
         found = must(
-            price_layer(cls, sharding, Strategy((DATA,), zero), parse(["cpu"] * 8), "float32", on_cpu(EMITTED))
+            price_layer(cls, sharding, Strategy((DATA,), zero), parse(["cpu"] * 8), "float32", Trainer(cpu=True))
         )
         gathered = whole if zero == 2 else 0  # counts with the parameters
         held = found.gradients_bytes + found.saved_bytes + gathered
@@ -277,7 +285,7 @@ def test_after_the_backward_passes_gradients_are_reduced_and_parameters_updated(
     sharding = Sharding((Axis("microbatch", 1, 0), Axis("a", 8, 1)), (mlp_types(DATA),) * 2)
     for zero, needed in ((0, 2 * largest), (1, 2 * largest + 2 * largest // 8)):
         found = must(
-            price_layer(cls, sharding, Strategy((DATA,), zero), parse(["cpu"] * 8), "float32", on_cpu(EMITTED))
+            price_layer(cls, sharding, Strategy((DATA,), zero), parse(["cpu"] * 8), "float32", Trainer(cpu=True))
         )
         assert found.saved_bytes + found.transient_bytes == needed
 

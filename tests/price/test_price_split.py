@@ -7,14 +7,13 @@ import weakref
 
 import pytest
 import torch
-from price_models import Builder, aten, gpt_block, mlp, mlp_types, replicated
+from price_models import Builder, aten, gpt_block, mlp, mlp_types, price_layer, replicated
 
 from autopar.devices import parse
 from autopar.graph import LayerClass
+from autopar.layer_price import LayerPrice
 from autopar.plan import Axis, Role, Strategy
-from autopar.price import LayerPrice, price_layer
-from autopar.price.memory import precision
-from autopar.price.practice import EMITTED
+from autopar.price.state import precision
 from autopar.price.table import build
 from autopar.sharding import Sharding
 from autopar.torch_private import backward_in_parts
@@ -39,7 +38,7 @@ def frozen(cls: LayerClass, *names: str) -> LayerClass:
 
 def shares(cls: LayerClass) -> dict[str, float]:
     """By op: the share of its backward that makes parameters' gradients alone."""
-    table = build(cls, precision("bfloat16"), EMITTED)[0]
+    table = build(cls, precision("bfloat16"))[0]
     return {op.name: share for op, share in zip(table.ops, table.weight_share.tolist(), strict=True)}
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from price_models import time_s
 from workers import WorkerPool
 
 from autopar.capture import capture
@@ -18,9 +19,8 @@ from autopar.devices.calibration import VARIABLE, VERSION, Calibration, Figure, 
 from autopar.devices.measured import PRODUCT, Curve
 from autopar.errors import DeviceError
 from autopar.price import Pricer
-from autopar.price.collectives import p2p_s, time_s
-from autopar.price.memory import precision
-from autopar.price.practice import EMITTED
+from autopar.price.collectives import p2p_s
+from autopar.price.state import precision
 from autopar.price.table import build
 from autopar.profile import remote
 from autopar.profile.sweep import COLLECTIVES, MOVES, tasks
@@ -193,7 +193,7 @@ def test_bytes_are_counted_as_the_price_counts_them():
             return torch.nn.functional.gelu(self.a(x) * self.b(y)).sum()
 
     graph = annotate(capture(Model(), batch))
-    tables = [build(cls, precision("float32"), EMITTED)[0] for cls in graph.classes.values()]
+    tables = [build(cls, precision("float32"))[0] for cls in graph.classes.values()]
     seen = {}
     for table in tables:
         for i, kind in enumerate(table.kinds):

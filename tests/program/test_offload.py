@@ -23,9 +23,9 @@ from autopar import compile
 from autopar.devices import parse
 from autopar.emit import emit
 from autopar.errors import InfeasibleError, UsageError
+from autopar.layer_price import LayerPrice
 from autopar.plan import OFFLOADS, Plan, Role, Strategy
 from autopar.price import Pricer
-from autopar.price.layer import LayerPrice
 from autopar.program.offload import _Storage, saved
 from autopar.search import SearchOptions, driver, evaluate, make_mesh, manual_plan, price_pins, search
 from autopar.search.options import pins_by_layer

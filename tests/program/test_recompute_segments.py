@@ -11,13 +11,14 @@ import pytest
 import torch
 from exactness import subject
 from price_models import chain, mlp, solve_mlp
-from search_models import Devices, Price, RandomPricer, brute_force
+from search_models import Devices, RandomPricer, brute_force
 from search_models import chain as synthetic
 from torch import nn
 
 from autopar.devices import parse
 from autopar.emit.program import model_source
 from autopar.errors import InfeasibleError, UsageError
+from autopar.layer_price import LayerPrice
 from autopar.plan import Plan, Role, Strategy
 from autopar.price import Pricer
 from autopar.program.segments import as_one
@@ -91,7 +92,7 @@ class TestMemory:
         assert sum(kept([alone] * 5)) == 5 * alone.saved_bytes
 
     def test_shares_are_a_lower_bound_of_what_is_kept(self) -> None:
-        first, second = (Price(0, 0, 0, 0, 0, 0, 0, 7, 0, 0, segment=3, kept_bytes=21) for _ in range(2))
+        first, second = (LayerPrice(0, 0, 0, 0, 0, 0, 0, 7, 0, 0, segment=3, kept_bytes=21) for _ in range(2))
         assert kept([first] * 7) == [21, 0, 0, 21, 0, 0, 21]
         assert kept([first, first, second, second]) == [21, 0, 21, 0]  # of another class, however alike
         for number in range(1, 9):
@@ -174,7 +175,7 @@ class TestPins:
 class KeepingPricer(RandomPricer):
     """Random prices of layers that save much and weigh little."""
 
-    def layer(self, cls: str, mesh: Any, strategy: Strategy, microbatches: int) -> Price | None:
+    def layer(self, cls: str, mesh: Any, strategy: Strategy, microbatches: int) -> LayerPrice | None:
         drawn = super().layer(cls, mesh, strategy, microbatches)
         if drawn is None:
             return None

@@ -12,17 +12,72 @@ import argparse
 import json
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from places import EVIDENCE, GROUNDTRUTH
 
-from autopar.devices import records
+from autopar.devices import Constant, hardware
+from autopar.devices import constants as figures_of_devices
+from autopar.trainers import figures as figures_of_trainers
 from autopar.validate import Report, Score, score, scores, validate
 
 PAGE = EVIDENCE / "validation.md"
 ROWS = GROUNDTRUTH
 SMALL_CLUSTER = 128  # GPUs: 16 nodes
+_UNITS = {"sustained": ("sustained_matmul_bf16_tflops", "TFLOP/s, bfloat16 products in training")}
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A named figure. ``where`` is the module or file that it stands in."""
+
+    name: str
+    value: float
+    unit: str
+    source: str
+    where: str
+
+    @property
+    def kind(self) -> str:
+        """*measured*, *library*, *published*, *vendor*, *assumed* or *fitted*, see ``devices.constants``."""
+        return self.source.split(":")[0].split()[0]
+
+    @property
+    def fitted(self) -> bool:
+        """Whether it was chosen with published measurements in view."""
+        return self.kind == "fitted"
+
+
+def records() -> tuple[Record, ...]:
+    """Every figure that was chosen rather than given by a data sheet. One figure that several files share is one record."""
+    found = [
+        Record(name, figure.value, figure.unit, figure.source, where)
+        for where, module in (("devices.constants", figures_of_devices), ("trainers.figures", figures_of_trainers))
+        for name, figure in vars(module).items()
+        if isinstance(figure, Constant)
+    ]
+    files = [(f"kinds/{name}.toml", entry) for name, entry in hardware.table().items()]
+    files += [(f"networks/{entry['name']}.toml", entry) for entry in hardware.network_entries()]
+    for where, entry in files:
+        found += _of_file(where, entry)
+    once: dict[tuple[str, float, str], Record] = {}
+    for record in found:
+        once.setdefault((record.unit, record.value, record.source), record)
+    return tuple(once.values())
+
+
+def _of_file(where: str, entry: Mapping[str, Any]) -> list[Record]:
+    """The figures of a file that are no data sheet's: a fraction reached in training, a fitted latency."""
+    found = []
+    for key, source in entry.get("sources", {}).items():
+        if key in _UNITS:
+            field, unit = _UNITS[key]
+            found.append(Record(f"{entry['name']}: {field}", float(entry[field]), unit, source, where))
+        elif key.endswith("_us"):
+            found.append(Record(f"{entry['name']}: {key}", float(entry[key]), "microseconds a step", source, where))
+    return found
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

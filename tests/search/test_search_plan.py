@@ -6,10 +6,11 @@ import random
 import re
 
 import pytest
-from search_models import Devices, Price, RandomPricer, TransformerPricer, chain, random_problem, transformer
+from search_models import Devices, RandomPricer, TransformerPricer, chain, random_problem, transformer
 
 from autopar.errors import BatchError, InfeasibleError, UsageError
 from autopar.graph import Graph
+from autopar.layer_price import LayerPrice
 from autopar.plan import Axis, Plan, Role, Strategy
 from autopar.search import SearchOptions, evaluate, manual_plan, search
 from autopar.search.evaluation import coalesce
@@ -286,9 +287,9 @@ class TestFullSize:
 class FlatPricer(RandomPricer):
     """Recomputation and ZeRO save bytes and cost nothing: only readers can tell the optima apart."""
 
-    def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> Price | None:
+    def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> LayerPrice | None:
         saved = 5 if strategy.recompute else 10
-        return Price(1.0, 2.0, 0.0, 0.5, 10 - strategy.zero, 10, 20, saved, 1, 1e12)
+        return LayerPrice(1.0, 2.0, 0.0, 0.5, 10 - strategy.zero, 10, 20, saved, 1, 1e12)
 
 
 def test_of_equal_optima_the_simplest_is_told() -> None:
@@ -334,8 +335,8 @@ class SlowPricer(FlatPricer):
     def on(self, cluster: Devices) -> SlowPricer:
         return SlowPricer(self.graph, cluster.slower)
 
-    def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> Price | None:
-        return Price(self.slower, 2 * self.slower, 0.0, 0.0, 10, 10, 20, 1, 1, 1e12)
+    def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> LayerPrice | None:
+        return LayerPrice(self.slower, 2 * self.slower, 0.0, 0.0, 10, 10, 20, 1, 1, 1e12)
 
 
 def test_a_path_through_the_schedule_is_as_long_as_the_step_and_bounds_others() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from places import GROUNDTRUTH
-from validation_page import PAGE, constants, written
+from validation_page import PAGE, constants, records, written
 
 from autopar.cli.app import cli
-from autopar.devices import described, records
+from autopar.devices import described
 from autopar.errors import UsageError
 from autopar.plan import Role
 from autopar.search.schedules import interleaved_in_flight
@@ -21,7 +21,7 @@ from autopar.validate import Outcome, score, scores, validate
 from autopar.validate.models import graph_of
 from autopar.validate.rows import Architecture, Measured, RowError, measured, read_row
 from autopar.validate.run import Bench
-from autopar.validate.setting import balanced, cuts, practice_of, write
+from autopar.validate.setting import balanced, cuts, trainer_of, write
 
 ROWS = GROUNDTRUTH
 SMALL = {
@@ -146,13 +146,13 @@ def test_rows_of_mixtures_deal_out_experts(tmp_path):
     assert [s.zero for s in written.strategies] == [1, 0, 0, 0, 0, 1]
 
 
-def test_practice_follows_what_the_row_says():
+def test_the_trainer_follows_what_the_row_says():
     h100 = described("H100-80GB-SXM", 1, 8)
-    modern = practice_of(read_row(row(notes="Megatron-LM, all overlap off"), 1).setting, h100)
+    modern = trainer_of(read_row(row(notes="Megatron-LM, all overlap off"), 1).setting, h100)
     assert modern.fused and modern.flash and modern.gradient_bytes == 4 and modern.overlap_tensor == 0
-    old = practice_of(read_row(row(precision="fp16"), 1).setting, h100)
+    old = trainer_of(read_row(row(precision="fp16"), 1).setting, h100)
     assert not old.flash and old.regather
-    assert not practice_of(read_row(row(notes="FSDP eager bf16"), 1).setting, h100).fused
+    assert not trainer_of(read_row(row(notes="FSDP eager bf16"), 1).setting, h100).fused
 
 
 def test_loose_names_of_machines():
@@ -288,14 +288,14 @@ def test_no_row_ends_the_run(monkeypatch):
 def test_words_of_the_trainer():
     h100 = described("H100-80GB-SXM", 1, 8)
 
-    def practice(**changes: object):
-        return practice_of(read_row(row(**changes), 1).setting, h100)
+    def trainer(**changes: object):
+        return trainer_of(read_row(row(**changes), 1).setting, h100)
 
-    plain, fsdp = practice(), practice(zero_stage=3)
+    plain, fsdp = trainer(), trainer(zero_stage=3)
     assert (plain.gradient_bytes, plain.fresh_bytes, plain.fused, plain.fsdp) == (6, 2, False, False)
     assert (fsdp.gradient_bytes, fsdp.fresh_bytes, fsdp.fsdp, fsdp.loss_copies) == (4, 0, True, 2)
-    assert practice(zero_stage=3, quote="FSDP compile bf16").fused
-    recipe = practice(notes="distributed_fused_adam, overlap grad/param sync, ub_tp_comm_overlap")
+    assert trainer(zero_stage=3, quote="FSDP compile bf16").fused
+    recipe = trainer(notes="distributed_fused_adam, overlap grad/param sync, ub_tp_comm_overlap")
     assert (recipe.gradient_bytes, recipe.overlap_data, recipe.overlap_tensor) == (2, 1, 1.0)
 
 

@@ -1,9 +1,9 @@
-"""Which ops run as one kernel when pointwise chains are fused, and what autograd then keeps.
+"""Which ops run as one kernel when chains of pointwise ops are fused, as hand-written kernels and ``torch.compile`` do.
 
 Every op gets a *depth*: the number of heavy ops (products, attention, lookups, losses) on the longest path before it. Pointwise ops and
 reductions of equal depth that pass values to each other are one kernel: no path between two of them leads through a heavy op, so
-that the kernels have an order. A kernel reads each value from outside once and writes what others read. Of what its ops would keep
-for the backward pass it keeps what it read or wrote, from which the rest is computed again inside the backward kernel.
+that the kernels have an order. A kernel reads each value from outside once and writes what others read. Instead of what its ops would
+save for the backward pass it saves what it read or wrote; its backward kernel computes the rest from that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import fx
 
 from autopar.ops import cost
 from autopar.ops.operands import operands
-from autopar.price.memory import INTERNAL, OUTPUT, Saved, Trace
+from autopar.price.draft import Draft, Slot
+from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
 
 _HEAVY = ("cross_entropy", "embedding")  # parts of names; products and attention are known by their FLOPs
 
@@ -23,12 +24,55 @@ _HEAVY = ("cross_entropy", "embedding")  # parts of names; products and attentio
 @dataclass(frozen=True)
 class Fusion:
     """``group[name]`` numbers the kernel of a pointwise op; ``source[name]`` is the op (or placeholder) whose storage a value lies in;
-    ``written`` are the fused ops whose result leaves their kernel; ``saved`` is what is kept."""
+    ``written`` are the fused ops whose result leaves their kernel; ``saved`` are the saved entries."""
 
     group: dict[str, int]
     source: dict[str, fx.Node]
     written: frozenset[str]
     saved: tuple[Saved, ...]
+
+
+def merge(costs: Draft) -> None:
+    """Charges a fused kernel for what it reads and writes, not for what its ops pass to each other, and for one launch."""
+    ops, run, slots = costs.ops, costs.run, costs.slots
+    forward, backward = costs.forward_kernels, costs.backward_kernels
+    fused = fuse(ops, run, costs.saved)
+    started: set[int] = set()
+    read: dict[tuple[int, str], Slot] = {}
+    views: set[tuple[int, str]] = set()
+    saved = {entry.storage for entry in fused.saved}
+    for i, node in enumerate(ops):
+        if (group := fused.group.get(node.name)) is not None:
+            if group in started:
+                forward[i] = backward[i] = 0.0
+            started.add(group)
+    for slot in slots:
+        node = ops[slot.op]
+        group = fused.group.get(node.name)
+        if node.name in run.views:
+            slot.forward = slot.backward = 0.0
+        if group is None:
+            continue
+        value = fused.source.get(slot.value)
+        maker = value.name if value is not None else slot.value
+        if slot.operand == OUTPUT:
+            if node.name not in fused.written:
+                slot.forward = slot.backward = slot.gradient = 0.0
+        elif fused.group.get(maker) == group or (group, slot.value) in views:
+            slot.forward = slot.backward = slot.gradient = 0.0
+        else:
+            views.add((group, slot.value))
+            storage = run.storage.get(maker, -1)
+            backs = (storage in saved or storage in run.excluded) + run.requires_grad[slot.value]
+            slot.backward = slot.bytes * backs if slot.backward else 0.0
+            first = read.setdefault((group, maker), slot)
+            if first is not slot:  # another view of a value that is read already: no more than the whole of it
+                whole = run.extent[storage][0] if storage in run.extent else 0
+                if whole and first.bytes >= whole:
+                    slot.forward = slot.backward = slot.gradient = 0.0
+    for slot in slots:
+        slot.materialised = slot.gradient > 0
+    costs.saved = fused.saved
 
 
 def fuse(ops: Sequence[fx.Node], run: Trace, saved: Sequence[Saved]) -> Fusion:
@@ -61,7 +105,7 @@ def fuse(ops: Sequence[fx.Node], run: Trace, saved: Sequence[Saved]) -> Fusion:
     numbers = {root: i for i, root in enumerate(dict.fromkeys(roots.values()))}
     group = {name: numbers[root] for name, root in roots.items()}
     written = _written(ops, group, origin)
-    return Fusion(group, source, written, _kept(ops, run, saved, group, origin, written))
+    return Fusion(group, source, written, _saved(ops, run, saved, group, origin, written))
 
 
 def heavy(node: fx.Node) -> bool:
@@ -84,7 +128,7 @@ def _written(ops: Sequence[fx.Node], group: dict[str, int], origin: Callable[[fx
     return frozenset(written)
 
 
-def _kept(
+def _saved(
     ops: Sequence[fx.Node],
     run: Trace,
     saved: Sequence[Saved],
@@ -92,33 +136,33 @@ def _kept(
     origin: Callable[[fx.Node], fx.Node],
     written: frozenset[str],
 ) -> tuple[Saved, ...]:
-    """What the backward kernels are left to start from."""
+    """The entries that the backward kernels start from."""
     maker = {}
     for node in ops:
         if node.name not in run.views:
             maker[run.storage[node.name]] = node
-    kept: list[Saved] = []
+    found: list[Saved] = []
     seen: set[tuple[int, str]] = set()
 
-    def keep(node: fx.Node, reader: fx.Node, operand: int) -> None:
+    def save(node: fx.Node, reader: fx.Node, operand: int) -> None:
         storage = run.storage.get(node.name)
         if storage is None or storage in run.excluded or not run.requires_grad.get(node.name, False):
             return
         if (storage, reader.name) not in seen:
             seen.add((storage, reader.name))
-            kept.append(Saved(storage, reader.name, operand, *run.extent[storage]))
+            found.append(Saved(storage, reader.name, operand, *run.extent[storage]))
 
     def again(node: fx.Node) -> None:
-        """What must be kept so that a fused op's result can be computed again."""
+        """Save everything that computing a fused op's result again needs."""
         if node.name in written:
-            keep(node, node, OUTPUT)
+            save(node, node, OUTPUT)
             return
         for i, o in enumerate(operands(node)):
             made = origin(o)
             if made.name in group and group[made.name] == group[node.name]:
                 again(made)
             else:
-                keep(made, node, i)
+                save(made, node, i)
 
     by_name = {node.name: node for node in ops}
     for entry in saved:
@@ -129,5 +173,5 @@ def _kept(
             again(made)
         elif (entry.storage, entry.node) not in seen:
             seen.add((entry.storage, entry.node))
-            kept.append(entry)
-    return tuple(kept)
+            found.append(entry)
+    return tuple(found)
