@@ -21,7 +21,7 @@ _MADE = "\nMade by `make report NAME=reference`. Do not edit.\n"
 
 def cli() -> str:
     """Every command with its help, its arguments and its options."""
-    context = click.Context(command_line, info_name="autopar")
+    context = click.Context(command_line, info_name="autopar", **command_line.context_settings)
     lines = ["# Command line", "", "`autopar COMMAND --help` prints the same.", ""]
     for name in command_line.list_commands(context):
         command = command_line.get_command(context, name)
