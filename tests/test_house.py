@@ -26,6 +26,7 @@ LEAVES = {
     "types",
     "graph",
     "segments",
+    "schedules",
     "sharding",
     "precision",
     "measure",
@@ -36,6 +37,7 @@ LEAVES = {
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "plan": set(),
+    "schedules": set(),
     "types": set(),
     "precision": set(),
     "torch_private": set(),

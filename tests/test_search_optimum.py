@@ -12,7 +12,8 @@ from brute_force import FAMILIES, compare, problem
 from search_models import brute_force, every_plan, random_problem
 
 from autopar.errors import InfeasibleError, UsageError
-from autopar.plan import SEVERAL_STAGES, Plan
+from autopar.plan import Plan
+from autopar.schedules import SEVERAL_STAGES
 from autopar.search import SearchOptions, driver, search
 from autopar.search.bound import relaxation
 from autopar.search.evaluation import cost

@@ -41,8 +41,9 @@ from dataclasses import dataclass
 import numpy as np
 from ortools.linear_solver import pywraplp
 
-from autopar.search.simulate import critical_path, simulate
-from autopar.search.tables import Array, Indices, Instance, Path, Table
+from autopar.schedules import GPIPE, ONE_F_ONE_B
+from autopar.schedules.step_time import longest_path, simulate, textbook_paths
+from autopar.search.tables import Array, Indices, Instance, Table
 
 TOLERANCE = 1e-7  # GLOP's and SCIP's feasibility tolerance, relative: a bound is lowered by it before it is believed
 
@@ -65,15 +66,15 @@ class Group:
 
 def fewest_seconds(instance: Instance) -> float:
     """A bound from each layer's best price alone: microseconds to compute, and enough to discard most outer choices."""
-    choice, kind = instance.choice, instance.kind
-    m, stages = choice.microbatches, choice.pipeline
+    schedule, kind = instance.schedule, instance.kind
+    m, stages = schedule.microbatches, schedule.pipeline
     if stages == 1:
         return float(sum(np.array([float((m * t.time + t.step).min()) for t in instance.kinds])[kind]))
     least = instance.least("time")
     step = float(instance.least("step").sum()) / stages
     bottleneck = smallest_bottleneck(least, stages)
     total = float(least.sum())
-    if choice.schedule == "gpipe":
+    if schedule.name == GPIPE:
         return total + (m - 1) * bottleneck + step
     tables = [t for table in instance.kinds for t in table.places]
     share = max(float((t.forward / np.maximum(t.time, 1e-300)).max()) for t in tables)
@@ -95,7 +96,7 @@ def smallest_bottleneck(weight: Array, stages: int) -> float:
 
 def cheapest_send(instance: Instance) -> float:
     """Seconds of the cheapest p2p that any cut could need."""
-    if instance.choice.pipeline == 1:
+    if instance.schedule.pipeline == 1:
         return 0.0
     layout, kind = instance.layout, instance.kind.tolist()
     stages = {way: s for s, way in enumerate(layout.way) if way is not None}  # one for each way
@@ -121,7 +122,7 @@ class Model:
             self.groups = [Group(t, t.bounding, int(n), 0) for t, n in zip(instance.kinds, counts, strict=True) if n]
         self.step = self.solver.NumVar(0, self.infinity, "G")
         self.total = self.solver.NumVar(0, self.infinity, "T")
-        self.x = [[self._counts(s, r) for r in range(len(self.groups))] for s in range(instance.choice.pipeline)]
+        self.x = [[self._counts(s, r) for r in range(len(self.groups))] for s in range(instance.schedule.pipeline)]
         self.forward = [self.solver.NumVar(0, self.infinity, f"f{s}") for s in range(len(self.x))]
         self.backward = [self.solver.NumVar(0, self.infinity, f"b{s}") for s in range(len(self.x))]
         self._cover()
@@ -202,9 +203,9 @@ class Model:
                 self._row(0.0, self.infinity, terms, f"uses{s}_{r}")
 
     def _path(self) -> None:
-        m, stages = self.instance.choice.microbatches, len(self.x)
+        m, stages = self.instance.schedule.microbatches, len(self.x)
         time = [(self.forward[s], self.backward[s]) for s in range(stages)]
-        if stages > 1 and self.instance.choice.schedule == "gpipe":
+        if stages > 1 and self.instance.schedule.name == GPIPE:
             slowest = [self.solver.NumVar(0, self.infinity, name) for name in ("F", "B")]
             for s in range(stages):
                 for variable, stage in zip(slowest, time[s], strict=True):
@@ -212,10 +213,11 @@ class Model:
             every = [(v, -1.0) for pair in time for v in pair]
             self._row(0.0, self.infinity, [(self.total, 1.0), *every, *((v, 1.0 - m) for v in slowest)], "path")
             return
-        for path in [*textbook_paths(stages, m), *self.instance.paths]:
+        known = textbook_paths(self.instance.schedule)
+        for path in [*known.swapaxes(0, 1), *self.instance.paths]:
             self.add(path)
 
-    def add(self, path: Path) -> None:
+    def add(self, path: Array) -> None:
         """One more path that the step is at least as long as."""
         seconds = [*zip(self.forward, path[0], strict=True), *zip(self.backward, path[1], strict=True)]
         self._row(0.0, self.infinity, [(self.total, 1.0), *((v, -float(n)) for v, n in seconds if n)], "path")
@@ -235,32 +237,15 @@ class Model:
                 done.append(d)
 
 
-def textbook_paths(stages: int, microbatches: int) -> list[Path]:
-    """``upto``, ``round`` and ``twice`` of every stage under 1F1B; of one stage, its work."""
-    found = []
-    for s in range(stages):
-        warm = min(microbatches, stages - s)
-        if s < stages - 1:  # for the last stage it equals round
-            upto = [1] * s + [microbatches] + [0] * (stages - s - 1)
-            found.append((upto, upto))
-        forwards, backwards = [1] * stages, [1] * stages
-        forwards[s], backwards[s] = microbatches - warm + 1, microbatches
-        found.append((forwards, backwards))
-        if s < stages - 1 and microbatches > warm:
-            both = [1] * s + [microbatches - warm + 1] + [2] * (stages - s - 1)
-            found.append((both, both))
-    return found
-
-
 def relaxation(instance: Instance, at_least_s: float, time_limit_s: float) -> float:
     """GLOP's bound in seconds (``inf``: proved infeasible), never below ``at_least_s``; the instance keeps the paths that it met."""
-    size = instance.choice.pipeline * sum(len(t.bounding) for t in instance.kinds)
+    size = instance.schedule.pipeline * sum(len(t.bounding) for t in instance.kinds)
     if size > 150_000:  # building the model in Python would take longer than it is worth
         return at_least_s
     deadline = time.monotonic() + time_limit_s
-    choice, bound = instance.choice, at_least_s
+    schedule, bound = instance.schedule, at_least_s
     model = Model(instance, at_least_s, integer=False)
-    cuts = CUTS if choice.schedule == "1f1b" and choice.microbatches * choice.pipeline <= CUT_ACTIONS else 0
+    cuts = CUTS if schedule.name == ONE_F_ONE_B and schedule.microbatches * schedule.pipeline <= CUT_ACTIONS else 0
     for number in range(cuts + 1):
         model.solver.SetTimeLimit(max(1, int((deadline - time.monotonic()) * 1000)))
         status = model.solver.Solve()
@@ -272,9 +257,9 @@ def relaxation(instance: Instance, at_least_s: float, time_limit_s: float) -> fl
         forward, backward = ([v.solution_value() for v in side] for side in (model.forward, model.backward))
         if number == cuts or time.monotonic() > deadline:
             break
-        step = simulate(forward, backward, choice.microbatches, choice.schedule)
+        step = simulate(schedule, forward, backward)
         if model.total.solution_value() >= step * (1 - 1e-4):
             break
-        instance.paths.append(critical_path(forward, backward, choice.microbatches, choice.schedule))
+        instance.paths.append(longest_path(schedule, np.array([forward, backward])))
         model.add(instance.paths[-1])
     return bound

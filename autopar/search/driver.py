@@ -224,7 +224,7 @@ def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Instance]:
     if peak:
         first = instances[0]
         flops = sum(first.table(i).prices[0].flops for i in range(first.layers))
-        state.floor_s = first.choice.microbatches * flops / peak
+        state.floor_s = first.schedule.microbatches * flops / peak
     state.say(f"{len(instances)} outer choices, none below {state.bound_s:.6g} s")
     return instances
 
@@ -233,7 +233,7 @@ def _by_mesh(found: list[Choice]) -> list[tuple[Choice, tuple[Choice, ...]]]:
     """The choices, and with each that has several stages on each device those that differ from it in having more."""
     groups: dict[Choice, list[Choice]] = {}
     for choice in found:
-        groups.setdefault(replace(choice, chunks=0) if choice.interleaved else choice, []).append(choice)
+        groups.setdefault(replace(choice, schedule=replace(choice.schedule, chunks=0)), []).append(choice)
     return [(first, tuple(more)) for first, *more in groups.values()]
 
 
@@ -250,7 +250,7 @@ def _no_price(graph: Graph, state: State) -> InfeasibleError:
 
 def _interleaved(instance: Instance) -> bool:
     """Whether each device has several stages: such choices have bounds and solvers of their own."""
-    return instance.choice.interleaved
+    return instance.schedule.interleaved
 
 
 def _not_possible(state: State, node: _Node) -> None:
@@ -292,7 +292,7 @@ def _in_segments(state: State) -> bool:
         return False
     chosen, solution = state.best
     state.widened = chosen.choice
-    if not any(_spares(state, chosen, solution, stage) for stage in range(chosen.choice.stages)):
+    if not any(_spares(state, chosen, solution, stage) for stage in range(chosen.schedule.stages)):
         return False
     instance = _segmented(state, chosen)
     if instance is None:
@@ -307,11 +307,11 @@ def _in_chunks(state: State, instances: list[Instance]) -> bool:
     if state.best is None or state.in_chunks or state.options.schedule is not None or state.options.chunks is not None:
         return False
     state.in_chunks = True
-    chosen = state.best[0].choice
+    chosen = state.best[0].schedule
     if _waits(*state.best) < WAITING:
         return False
     for plain in instances:
-        line, m = plain.choice.pipeline, plain.choice.microbatches
+        line, m = plain.schedule.pipeline, plain.schedule.microbatches
         if (line, m) not in ((chosen.pipeline, chosen.microbatches), (chosen.pipeline / 2, chosen.microbatches / 2)):
             continue
         in_more = in_chunks(plain.choice, plain.layers)
@@ -324,8 +324,8 @@ def _in_chunks(state: State, instances: list[Instance]) -> bool:
 
 def _waits(instance: Instance, solution: Solution) -> float:
     """The share of the step in which the device with most to do has nothing to do."""
-    found, line = cost(instance, solution), instance.choice.pipeline
-    seconds = np.array([found.forward_s, found.backward_s]).sum(axis=0) * instance.choice.microbatches
+    found, line = cost(instance, solution), instance.schedule.pipeline
+    seconds = np.array([found.forward_s, found.backward_s]).sum(axis=0) * instance.schedule.microbatches
     busy = np.bincount(instance.device, seconds + np.array(found.per_step_s), minlength=line)
     return 1 - float(busy.max()) / found.step_time_s if found.step_time_s > 0 else 0.0
 
@@ -375,7 +375,7 @@ def _devices(state: State, node: _Node) -> None:
 def _mixed(state: State, node: _Node) -> None:
     """All devices together."""
     instance, bound = node.instance, node.bound_s
-    if instance.layers <= FEW * instance.choice.pipeline:
+    if instance.layers <= FEW * instance.schedule.pipeline:
         state.solvers.add("CLP")
         bound = mixed_devices(instance, bound, state.enough_s)
     if bound < state.enough_s:
@@ -546,7 +546,7 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
         notes.append(
             f"time ran out with {state.unpriced} outer choices unpriced: all that is known of them is the arithmetic at peak"
         )
-    if instance.choice.pipeline > 1 and state.options.schedule is None and state.options.chunks is None:
+    if instance.schedule.pipeline > 1 and state.options.schedule is None and state.options.chunks is None:
         lines = " and ".join(map(str, sorted(state.chunked)))
         notes.append(
             f"several stages on a device were looked for in {f'pipelines of {lines} alone' if lines else 'no pipeline'}: the schedule "

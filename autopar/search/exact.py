@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from ortools.linear_solver import pywraplp
 
+from autopar.schedules.step_time import lower_bound, simulate
 from autopar.search.bound import TOLERANCE, Model
 from autopar.search.evaluation import Solution
-from autopar.search.simulate import lower_bound, simulate
 from autopar.search.tables import Array, Indices, Instance, Regime
 
 LABELS = 4_000  # per stage and layer: beyond it the label method gives up, SCIP takes over
@@ -38,7 +38,7 @@ def solve_labels(instance: Instance, cutoff_s: float, deadline: float) -> tuple[
     Raises:
         TooLargeError: too many labels, combinations or seconds.
     """
-    stages, count = instance.choice.pipeline, instance.layers
+    stages, count = instance.schedule.pipeline, instance.layers
     spans: dict[tuple[int, int, Regime], Stages] = {}
     for s in range(stages):
         regime = instance.regime(s)
@@ -57,8 +57,8 @@ def _ways(instance: Instance, i: int, stop: int, regime: Regime, deadline: float
     in the host's memory where any candidate has something there."""
     n, passing, place, limit = regime
     first = instance.table(i)
-    single = instance.choice.pipeline == 1
-    m = instance.choice.microbatches
+    single = instance.schedule.pipeline == 1
+    m = instance.schedule.microbatches
 
     def columns(layer: int) -> Array:
         t = instance.table(layer, place)
@@ -153,8 +153,7 @@ def undominated(columns: Array, group: Indices) -> Indices:
 def _combine(
     instance: Instance, spans: dict[tuple[int, int, Regime], Stages], cutoff_s: float, deadline: float
 ) -> tuple[float, Solution | None]:
-    choice, count = instance.choice, instance.layers
-    stages, m = choice.pipeline, choice.microbatches
+    stages, count = instance.schedule.pipeline, instance.layers
     best, found = cutoff_s, None
     visited = 0
     forward, backward, step = [0.0] * stages, [0.0] * stages, [0.0] * stages
@@ -176,13 +175,13 @@ def _combine(
                 if send is not None:
                     f += float(send[chosen[-1]])
                 forward[s], backward[s], step[s] = f, b, g
-                least = lower_bound(forward, backward, m, choice.schedule) + max(step)
+                least = lower_bound(instance.schedule, forward, backward) + max(step)
                 if least < best:
                     here = (*pick, *(int(k) for k in chosen))
                     if s < stages - 1:
                         visit(s + 1, j, (*bounds, j), here)
                     else:
-                        total = simulate(forward, backward, m, choice.schedule) + max(step)
+                        total = simulate(instance.schedule, forward, backward) + max(step)
                         if total < best:
                             best, found = total, Solution((*bounds, j), here)
             forward[s] = backward[s] = step[s] = 0.0
@@ -198,7 +197,7 @@ def solve_scip(
 
     The model leaves resharding out, so the bound holds for the true cost, and the solution's true cost may be above the model's.
     """
-    size = instance.choice.pipeline * sum(len(instance.kinds[k].bounding) for k, _, _ in instance.runs)
+    size = instance.schedule.pipeline * sum(len(instance.kinds[k].bounding) for k, _, _ in instance.runs)
     if size > VARIABLES:
         return at_least_s, None
     model = Model(instance, at_least_s, integer=True)

@@ -1,15 +1,6 @@
 """Lower bounds of the step time of a choice with several stages on each device (interleaved 1F1B, zero bubble).
 
-Two paths through the schedule of ``p`` devices with ``v`` stages each, for every device ``d`` whose stages are ``own``; ``n_s`` is how
-often stage ``s`` runs forward before its device first runs backward:
-
-    upto[d]    sum_{s < d} t_s + m sum_{own} t_s
-    round[d]   sum_s f_s + sum_{s > (v-1)p + d} b_s + sum_{own} (m b_s + (m - n_s) f_s) + sum_{s < d} b_s
-
-Device ``d`` begins with stage ``d``, after one forward of each stage before it, has all of its own work to do, and ends with a backward of
-stage ``d``, which those of the stages before it follow: ``upto``. Its first backward is of stage ``(v-1)p + d``, after a forward of
-every stage and a backward of each later one; then come what is left of its own actions, and again the stages before ``d``: ``round``.
-Where backwards are in two parts the same holds for forwards and inputs' gradients, and a device's weights' gradients may come last of all.
+The paths are those of ``schedules.step_time.textbook_paths``.
 
 ``linear``: the step is at least any mixture of paths plus the mean of the devices' seconds once a step, and memory may be priced. Such a
 sum is one over layers, each of which takes its cheapest candidate for the stage that it is in, and the cuts that make it least are found by
@@ -25,19 +16,16 @@ Resharding is left out, as everywhere in bounds.
 
 from __future__ import annotations
 
-import functools
 import itertools
 
 import numpy as np
 from ortools.linear_solver import pywraplp
 
-from autopar.plan import INTERLEAVED
+from autopar.schedules.memory import fullest, passing_by
+from autopar.schedules.step_time import longest_path, textbook_paths
 from autopar.search import bound
 from autopar.search.bound import CUT_ACTIONS, TOLERANCE, cheapest_send
 from autopar.search.cuts import balanced_cuts
-from autopar.search.evaluation import passing_by
-from autopar.search.schedules import device_order, fullest, interleaved_in_flight
-from autopar.search.simulate import KINDS, counted, longest_path
 from autopar.search.tables import Array, Indices, Instance
 
 ROUNDS = 100
@@ -53,56 +41,17 @@ PACKED = 128
 """Up to so many combinations of the less frequent kinds the devices are packed."""
 
 
-@functools.lru_cache(maxsize=64)
-def textbook_paths(schedule: str, line: int, chunks: int, microbatches: int) -> Array:
-    """How often ``upto`` and ``round`` of every device have each part of each stage: ``[part, path, stage]``."""
-    if schedule != INTERLEAVED:
-        return _paths_apart(schedule, line, chunks, microbatches)
-    stages, m = line * chunks, microbatches
-    before = np.array(interleaved_in_flight(line, chunks, m))
-    forwards, backwards = np.zeros((2, 2 * line, stages))
-    for d in range(line):
-        own = np.arange(d, stages, line)
-        forwards[d, :d] = backwards[d, :d] = 1
-        forwards[d, own] = backwards[d, own] = m
-        at = line + d
-        forwards[at] = 1
-        forwards[at, own] += m - before[own]
-        backwards[at, :d] = backwards[at, stages - line + d + 1 :] = 1
-        backwards[at, own] = m
-    return np.stack([forwards, backwards])
-
-
-def _paths_apart(schedule: str, line: int, chunks: int, microbatches: int) -> Array:
-    """``textbook_paths`` of a schedule with backwards in two parts. Each of the two ends with all that the device does, or with its last
-    gradient of inputs and those of the stages before it."""
-    stages = line * chunks
-    paths = np.zeros((line, 4, len(KINDS), stages))
-    for d in range(line):
-        order = [(KINDS.index(kind), stage) for kind, stage, _ in device_order(schedule, d, line, microbatches, chunks)]
-        back = [k for k, (kind, _) in enumerate(order) if kind in (1, 2)]
-        (first, last), turn = (back[0], back[-1]), order[back[0]][1]
-        for number, (start, stop) in enumerate(itertools.product((0, first), (len(order), last + 1))):
-            path = paths[d, number]
-            path[0, : stages if start else d] = 1  # forwards on the way there
-            path[2, turn + 1 if start else stages :] = 1  # and the gradients on the way back
-            np.add.at(path, tuple(np.array(order[start:stop]).T), 1)
-            path[2, : order[last][1] if stop <= last + 1 else 0] += 1
-    # a stage whose gradient comes in one piece counts no less as one in two
-    return counted(schedule, paths).reshape(-1, 4 * line, stages)
-
-
 def sends(instance: Instance) -> Array:
     """Seconds that each stage sends at least, forward and backward: ``[2, stage]``."""
-    crosses = np.array([0, *(link is not None for link in instance.choice.links), 0]) * cheapest_send(instance)
+    crosses = np.array([0, *(link is not None for link in instance.schedule.links), 0]) * cheapest_send(instance)
     return np.stack([crosses[1:], crosses[:-1]])
 
 
 def fewest_seconds(instance: Instance) -> float:
     """A bound from each layer's best price alone, of any choice; with several stages on each device, the mean over devices of ``upto``."""
-    if not instance.choice.interleaved:
+    if not instance.schedule.interleaved:
         return bound.fewest_seconds(instance)
-    line, m = instance.choice.pipeline, instance.choice.microbatches
+    line, m = instance.schedule.pipeline, instance.schedule.microbatches
     time = instance.least("time")
     work = max((float(time.sum()) + float(sends(instance).sum())) / line, float(time.max()))
     # device d begins after at least d layers: a stage has one or more
@@ -112,7 +61,7 @@ def fewest_seconds(instance: Instance) -> float:
 
 def _outside(instance: Instance) -> Array:
     """By layer: the least that it takes before a later device begins and, unless weights' gradients come last, after it ends."""
-    return instance.least("forward" if instance.choice.split else "time")
+    return instance.least("forward" if instance.schedule.split else "time")
 
 
 def interleaved_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
@@ -129,28 +78,27 @@ def interleaved_relaxation(instance: Instance, at_least_s: float, enough_s: floa
 def _space(instance: Instance, device: int) -> float:
     """What a device has for weights and activations at most, besides the least that an action and the pipeline hold."""
     borders = 0.0
-    if device != instance.choice.device[-1]:  # the last layer sends nothing
+    if device != instance.schedule.device[-1]:  # the last layer sends nothing
         kinds = np.unique(instance.kind[:-1])
         borders = min(float(table.border.min()) for k in kinds for table in instance.kinds[k].places)
     least = float(instance.least("transient").min())
-    return instance.layout.limit[device] - least - passing_by(instance.choice, device) * borders
+    return instance.layout.limit[device] - least - passing_by(instance.schedule, device) * borders
 
 
 class _Linear:
     """``linear`` of one instance."""
 
     def __init__(self, instance: Instance) -> None:
-        choice = instance.choice
-        self.instance, self.line, self.stages = instance, choice.pipeline, choice.stages
-        sizes = choice.schedule, choice.pipeline, choice.chunks, choice.microbatches
-        self.paths = textbook_paths(*sizes)  # [part, path, stage]
+        schedule = instance.schedule
+        self.instance, self.line, self.stages = instance, schedule.pipeline, schedule.stages
+        self.paths = textbook_paths(schedule)  # [part, path, stage]
         self.in_flight, self.waiting = instance.in_flight.astype(np.float64), instance.waiting.astype(np.float64)
         self.device = instance.device
         least = float(instance.least("transient").min())
         self.room = np.array([_space(instance, d) for d in range(self.line)])
         # of the stage that is at work when a device holds most, the largest transient is at least its layers' mean
         self.transient = np.zeros(self.stages)
-        self.transient[list(fullest(*sizes)[2])] = 1 / (instance.layers - self.stages + 1)
+        self.transient[list(fullest(schedule).at_work)] = 1 / (instance.layers - self.stages + 1)
         self.latest = np.zeros((len(self.paths), self.stages))  # the parts of the stages that were cheapest last
         self.pick = np.zeros((self.stages, len(instance.kinds)), dtype=np.intp)  # the candidates of every kind in them
         self.best_s = 0.0
@@ -268,7 +216,7 @@ class _Linear:
             for p in self.instance.layout.place[: self.line]
         ]
         sums = [np.concatenate([[0.0], np.cumsum(each[self.instance.kind])]) for each in least]
-        return np.array(balanced_cuts(sums, self.instance.choice.device), dtype=np.int64)
+        return np.array(balanced_cuts(sums, self.instance.schedule.device), dtype=np.int64)
 
     def _outcome(self, bounds: Indices, pick: Indices) -> Array:
         stage = np.repeat(np.arange(self.stages), np.diff(bounds))
@@ -287,10 +235,10 @@ class _Linear:
 
 def longer_path(instance: Instance, mean: Array, least_s: float) -> Array | None:
     """The longest path through the schedule of stages of ``mean`` seconds ``[part, stage]``, where it takes longer than ``least_s``."""
-    choice = instance.choice
-    if choice.stages * choice.microbatches > CUT_ACTIONS:
+    schedule = instance.schedule
+    if schedule.stages * schedule.microbatches > CUT_ACTIONS:
         return None
-    path = longest_path(mean, choice.microbatches, choice.schedule, choice.chunks)
+    path = longest_path(schedule, mean)
     return path if float((path * mean).sum()) > least_s * (1 + 1e-4) else None
 
 
@@ -375,7 +323,7 @@ def _packed(instance: Instance, at_least_s: float, enough_s: float) -> float:
     room = _Room(instance, common, others, counts)
     if not room.enough(np.inf):
         return np.inf
-    once = float(instance.least("step").sum()) / instance.choice.pipeline
+    once = float(instance.least("step").sum()) / instance.schedule.pipeline
     low, high = at_least_s, min(enough_s, 4 * at_least_s)
     if not room.enough(high - once):
         return high
@@ -389,14 +337,14 @@ class _Room:
     """How many layers fit on the devices of a line if none of them may take longer than a limit."""
 
     def __init__(self, instance: Instance, common: int, others: list[int], counts: Indices) -> None:
-        choice, m = instance.choice, instance.choice.microbatches
-        self.line, self.wanted = choice.pipeline, int(counts[common])
+        m = instance.schedule.microbatches
+        self.line, self.wanted = instance.schedule.pipeline, int(counts[common])
         self.sets = np.array(list(itertools.product(*(range(int(counts[k]) + 1) for k in others))), dtype=np.int64)
         self.sets = self.sets.reshape(len(self.sets), len(others))
         self.whole = len(self.sets) - 1  # the last one has all layers of the other kinds
         time, outside = instance.least("time"), _outside(instance)
         sending = np.bincount(instance.device, sends(instance).sum(axis=0))
-        ladder = np.array([0.0, *LADDER * (m * float(time.sum()) / choice.pipeline / instance.limit)])
+        ladder = np.array([0.0, *LADDER * (m * float(time.sum()) / self.line / instance.limit)])
         self.fixed, self.rows = (
             [],
             [],
@@ -404,7 +352,7 @@ class _Room:
         regimes: dict[tuple[float, float, int, float], tuple[Array, Array, Array]] = {}
         for d in range(self.line):
             self.fixed.append(m * float(sending[d]) + float(outside[:d].sum()))
-            own = list(choice.own(d))
+            own = list(instance.schedule.own(d))
             least = float(instance.in_flight[own].min()), float(instance.waiting[own].min())
             regime = *least, instance.layout.place[d], _space(instance, d)
             if regime not in regimes:
@@ -428,7 +376,7 @@ class _Room:
         space: float,
     ) -> tuple[Array, Array, Array]:
         """Per layer of the common kind, per set of others, and the room: by price of memory, and last of memory alone."""
-        m, least = instance.choice.microbatches, []
+        m, least = instance.schedule.microbatches, []
         tables = instance.at(place)
         for table in tables:
             held = table.held(n, waiting)

@@ -22,11 +22,11 @@ from collections.abc import Iterator
 import numpy as np
 from ortools.linear_solver import pywraplp
 
+from autopar.schedules.memory import fullest, passing_by
+from autopar.schedules.step_time import textbook_paths
 from autopar.search.bound import TOLERANCE
-from autopar.search.evaluation import passing_by
-from autopar.search.interleaved_bound import longer_path, sends, textbook_paths
+from autopar.search.interleaved_bound import longer_path, sends
 from autopar.search.interleaved_whole import Line
-from autopar.search.schedules import last_forward
 from autopar.search.tables import Array, Instance
 from autopar.search.whole import NOTHING, Front, merged, undominated
 
@@ -58,13 +58,13 @@ class _Ways:
     """The ways to run one device with between ``low`` and ``high`` layers of the most frequent kind."""
 
     def __init__(self, instance: Instance, common: int, d: int, low: int, high: int) -> None:
-        choice = instance.choice
+        schedule = instance.schedule
         self.instance, self.common, self.low, self.high = instance, common, low, high
-        self.own = np.arange(d, choice.stages, choice.pipeline)
+        self.own = np.array(schedule.own(d))
         self.limit, self.place = instance.layout.limit[d], instance.layout.place[d]
-        self.at_work = last_forward(d, choice.pipeline, choice.chunks, choice.microbatches)
-        self.passing = passing_by(choice, d)
-        ends = {0: int(instance.kind[0]), choice.stages - 1: int(instance.kind[-1])}
+        self.at_work = fullest(schedule).at_work[d]
+        self.passing = passing_by(schedule, d)
+        ends = {0: int(instance.kind[0]), schedule.stages - 1: int(instance.kind[-1])}
         self.first = [ends.get(int(s), common) for s in self.own]  # the kind of a layer that each stage has
 
     def _single(self, kind: int, at: int, weights: Array, once: float, first: bool) -> Front:
@@ -109,7 +109,6 @@ class _Mixture:
     """The linear model, and the ways that it mixes."""
 
     def __init__(self, instance: Instance, line: Line, ranges: list[tuple[int, int]], scale_s: float) -> None:
-        choice = instance.choice
         self.instance, self.wanted, self.scale_s = instance, line.wanted, scale_s
         self.devices = [_Ways(instance, line.common, d, low, high) for d, (low, high) in enumerate(ranges)]
         self.sends = sends(instance)
@@ -130,8 +129,7 @@ class _Mixture:
             self.solver.Objective().SetCoefficient(variable, 10)
         self.columns: list[tuple[pywraplp.Variable, int, Array]] = []
         self.known: set[tuple[int, int, bytes]] = set()
-        sizes = choice.schedule, choice.pipeline, choice.chunks, choice.microbatches
-        for path in textbook_paths(*sizes).transpose(1, 0, 2):
+        for path in textbook_paths(instance.schedule).transpose(1, 0, 2):
             self._add_path(path)
 
     def _add_path(self, path: Array) -> None:

@@ -23,10 +23,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from autopar.plan import INTERLEAVED
+from autopar.schedules import INTERLEAVED
+from autopar.schedules.memory import fullest, passing_by
 from autopar.search.bound import TOLERANCE, cheapest_send
-from autopar.search.evaluation import passing_by
-from autopar.search.schedules import last_forward
 from autopar.search.tables import Instance
 from autopar.search.whole import NOTHING, Front, merged, undominated
 
@@ -76,15 +75,15 @@ class Line:
     """How many layers fit on the devices of a line if no path may be longer than a limit."""
 
     def __init__(self, instance: Instance) -> None:
-        choice = instance.choice
-        self.instance, self.line, self.m = instance, choice.pipeline, choice.microbatches
+        schedule = instance.schedule
+        self.instance, self.line, self.m = instance, schedule.pipeline, schedule.microbatches
         counts = np.bincount(instance.kind, minlength=len(instance.kinds))
         self.common = int(counts.argmax())
         self.others = [k for k in range(len(counts)) if k != self.common and counts[k]]
         self.counts = [int(counts[k]) for k in self.others]
         self.wanted = int(counts[self.common])
         small = int(np.prod(np.array(self.counts) + 1)) <= SETS and instance.layers <= LAYERS * self.line
-        self.small = small and choice.schedule == INTERLEAVED
+        self.small = small and schedule.name == INTERLEAVED
         self.first, self.last = ([int(k == instance.kind[i]) for k in self.others] for i in (0, -1))
         self.fronts: dict[tuple[object, ...], Front] = {}
         self.devices: dict[tuple[object, ...], _Device] = {}
@@ -100,12 +99,11 @@ class Line:
 
     def _paths(self, d: int, others: Others) -> list[tuple[float, _Device]]:
         """Device ``d`` beside other kinds' layers under each path, and the seconds of the path that are not of its own layers."""
-        instance, choice = self.instance, self.instance.choice
-        at_work = last_forward(d, self.line, choice.chunks, self.m)
-        ends = {0: any(self.first), choice.stages - 1: any(self.last)}
+        instance, schedule = self.instance, self.instance.schedule
+        at_work, passing = fullest(schedule).at_work[d], passing_by(schedule, d)
+        ends = {0: any(self.first), schedule.stages - 1: any(self.last)}
         stages = tuple(
-            (int(instance.in_flight[s]), passing_by(choice, d) if s == at_work else None, ends.get(s, False))
-            for s in range(d, choice.stages, self.line)
+            (int(instance.in_flight[s]), passing if s == at_work else None, ends.get(s, False)) for s in schedule.own(d)
         )
         place, limit = instance.layout.place[d], instance.layout.limit[d]
         found = []
@@ -186,11 +184,10 @@ class Line:
 
 def _constants(instance: Instance, d: int) -> tuple[float, float]:
     """Of ``upto`` and ``round``: what is not of the device's own layers."""
-    choice, m = instance.choice, instance.choice.microbatches
-    line, stages = choice.pipeline, choice.stages
+    m, line, stages = instance.schedule.microbatches, instance.schedule.pipeline, instance.schedule.stages
     time, forward, backward = (instance.least(name) for name in ("time", "forward", "backward"))
     send = cheapest_send(instance)
-    own = np.arange(d, stages, line)
+    own = np.array(instance.schedule.own(d))
     hidden = instance.in_flight[own]
     forwards, backwards = own < stages - 1, own > 0  # those that send
     upto = m * (forwards.sum() + backwards.sum()) + d + max(d - 1, 0)

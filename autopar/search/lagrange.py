@@ -31,6 +31,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided, sliding_window_view
 from numpy.typing import NDArray
 
+from autopar.schedules import GPIPE, ONE_F_ONE_B
 from autopar.search.bound import TOLERANCE, cheapest_send
 from autopar.search.runs import Compositions, compositions
 from autopar.search.tables import Array, Instance, Regime
@@ -59,7 +60,7 @@ class _Stages:
 def _weights(instance: Instance, s: int, send: float) -> tuple[tuple[Weights, float], ...]:
     """The costs of the module's docstring for stage ``s``, ``time``, ``total`` and ``round``: of its layers, and of its sends, each of
     which takes ``send`` at least."""
-    m, stages = instance.choice.microbatches, instance.choice.pipeline
+    m, stages = instance.schedule.microbatches, instance.schedule.pipeline
     if stages == 1:
         return ((float(m), 0.0, 1.0), 0.0), ((float(m), 0.0, 1.0), 0.0), ((float(m), 0.0, 1.0), 0.0)
     sends = send * (int(s > 0) + int(s < stages - 1))
@@ -73,13 +74,13 @@ def _weights(instance: Instance, s: int, send: float) -> tuple[tuple[Weights, fl
 
 
 def _warm(instance: Instance, s: int) -> int:
-    choice = instance.choice
-    return 1 if choice.schedule == "gpipe" else min(choice.microbatches, choice.pipeline - s)
+    schedule = instance.schedule
+    return 1 if schedule.name == GPIPE else min(schedule.microbatches, schedule.pipeline - s)
 
 
 def _relaxed(instance: Instance) -> _Stages:
     """The bounds from the ladder."""
-    stages = instance.choice.pipeline
+    stages = instance.schedule.pipeline
     ladder = np.array(LADDER) * (float(instance.least("time").sum()) / stages / instance.limit)
     known: dict[tuple[Regime, Weights], Array] = {}
     found, send = _Stages([], [], []), cheapest_send(instance)
@@ -137,7 +138,7 @@ def _least_step(
     instance: Instance, costs: _Stages, at_least_s: float, cutoff_s: float, grids: Sequence[Sequence[float]]
 ) -> float:
     """The largest step time found, up to ``cutoff_s``, for which no cuts exist; ``inf`` if there are none for any."""
-    runs, stages = compositions(instance), instance.choice.pipeline
+    runs, stages = compositions(instance), instance.schedule.pipeline
     if stages == 1:
         return float(costs.total[0][runs.at[0, instance.layers]])
     paths = _Paths(instance, costs)
@@ -162,13 +163,13 @@ class _Paths:
 
     def __init__(self, instance: Instance, costs: _Stages) -> None:
         self.runs, self.count = compositions(instance), instance.layers
-        choice = instance.choice
-        m, stages = choice.microbatches, choice.pipeline
+        schedule = instance.schedule
+        m, stages = schedule.microbatches, schedule.pipeline
         self.time, self.total, self.round = costs.time, costs.total, costs.round
         warm = [_warm(instance, s) for s in range(stages)]
         # of a stage alone, what it does between the two ways through the later stages
         self.between = [(m - w) * t if m > w else np.zeros_like(t) for w, t in zip(warm, self.time, strict=True)]
-        self.twice = [choice.schedule == "1f1b" and m > w for w in warm]
+        self.twice = [schedule.name == ONE_F_ONE_B and m > w for w in warm]
         self.floor_s = max(float(t.min()) for t in self.round)
 
     def possible(self, steps: Array) -> NDArray[np.bool_]:

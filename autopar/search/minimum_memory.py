@@ -24,7 +24,7 @@ def least_memory(instance: Instance) -> tuple[float, Solution]:
     level, where several layers are recomputed as one every run the least of its segments; a stage takes the best level, and dynamic
     programming cuts the layers. With tied layers undecided this is a relaxation.
     """
-    count, stages = instance.layers, instance.choice.pipeline
+    count, stages = instance.layers, instance.schedule.pipeline
     spans = {regime: _least_memory(instance, regime) for regime in instance.regimes}
     best = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
     came: list[Indices] = []
@@ -197,12 +197,12 @@ def explain(graph: Graph, instance: Instance, solution: Solution) -> InfeasibleE
     limits = instance.layout.limit
     worst = max(range(len(by_stage)), key=lambda s: by_stage[s].total / limits[s])
     held = by_stage[worst]
-    spans = list(pairwise(solution.bounds))[worst :: instance.choice.pipeline]
+    spans = list(pairwise(solution.bounds))[worst :: instance.schedule.pipeline]
     i, j = max(spans, key=lambda span: span[1] - span[0])
     part, size = _largest_part(held)
     place = instance.layout.place[worst]
     prices = {layer: instance.table(layer, place).prices[solution.pick[layer]] for layer in range(i, j)}
-    n = instance.choice.in_flight[worst]
+    n = int(instance.in_flight[worst])
 
     def layer_bytes(layer: int) -> float:
         p = prices[layer]
@@ -224,7 +224,7 @@ def explain(graph: Graph, instance: Instance, solution: Solution) -> InfeasibleE
 def explain_host(instance: Instance, solution: Solution) -> InfeasibleError:
     """The error for a search in which whatever fits the devices asks too much of their hosts; ``solution`` needs least of the devices."""
     spans = [prices_of(instance, solution)[i:j] for i, j in pairwise(solution.bounds)]
-    aside, places = host_bytes(instance.choice, spans), instance.layout.place
+    aside, places = host_bytes(instance.schedule, spans), instance.layout.place
     limits = [instance.layout.host[places[d]] for d in range(len(aside))]
     worst = max(range(len(aside)), key=lambda d: aside[d] - limits[d])
     return InfeasibleError(

@@ -204,7 +204,7 @@ class Sends:
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
-        stages, last = instance.choice.pipeline, instance.layers - 1
+        stages, last = instance.schedule.pipeline, instance.layers - 1
         place = instance.layout.place
         borders = {self._border(i): i for i in range(last)}.values()  # one of each
         self.forward: list[ByRoles] = []
