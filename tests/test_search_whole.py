@@ -12,11 +12,11 @@ from search_models import random_problem
 from autopar.schedules import Schedule
 from autopar.schedules.step_time import lower_bound, simulate
 from autopar.search import SearchOptions
-from autopar.search.construct import _cut
+from autopar.search.construct.stages import _cut
+from autopar.search.knapsacks import Weights, knapsacks
 from autopar.search.problem import choices
 from autopar.search.runs import compositions
 from autopar.search.tables import Instance, Prices, Regime, Table
-from autopar.search.whole import Weights, knapsacks
 
 OPTIONS = SearchOptions()
 WEIGHTS: Weights = (2.0, -0.5, 0.3)
@@ -80,7 +80,7 @@ def test_too_many_ways_make_a_lower_bound_or_a_stage(monkeypatch: pytest.MonkeyP
         layers = [(instance.kinds[0], 5)]
         exact[number] = knapsacks(instance, regime, WEIGHTS, bound=True).least(layers)
         instance.known.clear()
-    monkeypatch.setattr("autopar.search.whole.WAYS", 2)
+    monkeypatch.setattr("autopar.search.knapsacks.WAYS", 2)
     worse = 0
     for number, (instance, regime) in enumerate(cases):
         layers = [(instance.kinds[0], 5)]

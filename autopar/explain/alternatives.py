@@ -15,7 +15,7 @@ from autopar.errors import InfeasibleError
 from autopar.explain.describe import describe, memory_bytes
 from autopar.explain.study import Study
 from autopar.plan import Plan
-from autopar.search.interleaved_bound import fewest_seconds
+from autopar.search.bounds.cheap import fewest_seconds
 from autopar.search.problem import choices
 from autopar.search.tables import Prices
 

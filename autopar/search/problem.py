@@ -17,11 +17,11 @@ Where stages run on different devices every price and the limit also depend on `
 ``b_s`` counts the tensors that the pipeline itself holds (``schedules.memory.passing``), and
 ``n_s`` is the number of microbatches in flight: ``m`` under GPipe, ``min(m, P - s)`` under 1F1B, 1 without a pipeline.
 ``schedule(f, b, m)`` is the longest path through the schedule's actions (``schedules.step_time``), which never falls when an ``f_s`` or a
-``b_s`` rises. ``bound`` states the linear relaxation, ``lagrange`` a second bound; ``exact`` solves.
+``b_s`` rises. ``bounds`` has lower bounds, the linear relaxation among them; ``exact`` solves.
 
 Under interleaved 1F1B each of ``P`` devices has ``v`` chunks: stage ``s`` of ``P v`` is on device ``s mod P`` (``Schedule.device``), which
 pays the sum of its stages' ``g`` and holds all of them; of activations the most that its actions ever have at once
-(``schedules.memory.moments``). Such choices have bounds and solvers of their own (``interleaved_bound``, ``interleaved``).
+(``schedules.memory.moments``). Such choices have bounds and a constructor of their own (``steps`` says which).
 
 So have those whose backwards are in two parts (``schedules.SPLIT``), even with one chunk: ``b_s`` is then two prices, the second one
 is the sum of ``weight(i, k(i))``, and a microbatch that is between the two holds ``waiting`` besides ``saved``.

@@ -12,13 +12,13 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopar.graph import Graph
 from autopar.plan import Role, Strategy
 from autopar.schedules import Schedule
 from autopar.schedules.memory import fullest, passing
 from autopar.search.options import LayerPins, SearchOptions, pins_by_layer
+from autopar.search.pareto import Array, Indices, undominated
 from autopar.search.problem import (
     Choice,
     Devices,
@@ -31,8 +31,6 @@ from autopar.search.problem import (
     tied_groups,
 )
 
-Array = NDArray[np.float64]
-Indices = NDArray[np.int64]
 Roles = tuple[Role, ...]
 
 
@@ -147,7 +145,7 @@ class Table:
     @cached_property
     def bounding(self) -> Indices:
         """The candidates that matter when the layout does not."""
-        return _pareto(self.columns, np.zeros(len(self), dtype=np.int64))
+        return np.sort(undominated(self.columns))
 
 
 def make_table(
@@ -160,7 +158,7 @@ def make_table(
     first, *others = (_one_place(candidates, list(at), split) for at in zip(*prices, strict=True))
     table = replace(first, elsewhere=tuple(others))
     group = table.layout * 4 + (np.array([s.zero for s in candidates]) if tied else 0)
-    return table.take(_pareto(table.columns, group))
+    return table.take(np.sort(undominated(table.columns, group)))
 
 
 def _one_place(candidates: list[Strategy], prices: list[LayerPrice], split: bool) -> Table:
@@ -188,15 +186,6 @@ def _one_place(candidates: list[Strategy], prices: list[LayerPrice], split: bool
         tuple(zip(candidates, prices, strict=True)),
         split=split,
     )
-
-
-def _pareto(columns: Array, group: Indices) -> Indices:
-    """Rows that no other row of their group equals or beats in every column; of equal rows, the first."""
-    no_worse = group[:, None] == group[None, :]
-    for column in {column.tobytes(): column for column in columns.T}.values():
-        no_worse &= column[:, None] <= column[None, :]
-    later = np.tri(len(columns), dtype=bool)  # [i, j]: i is j, or comes after it
-    return np.flatnonzero(~(no_worse & ~(no_worse.T & later)).any(axis=0))
 
 
 @dataclass(frozen=True)
@@ -230,7 +219,9 @@ class Instance:
     layout: Layout
     matrices: dict[tuple[object, ...], Array] = field(default_factory=dict, compare=False)
     paths: list[Array] = field(default_factory=list, compare=False)  # through the schedule, met so far: [part, stage]
-    known: dict[tuple[object, ...], Any] = field(default_factory=dict, compare=False)  # what ``whole`` has worked out
+    known: dict[tuple[object, ...], Any] = field(
+        default_factory=dict, compare=False
+    )  # what ``knapsacks`` and bounds have worked out
     shares: list[Array] = field(default_factory=list, compare=False)  # seconds of each stage in the latest relaxation
 
     @property

@@ -15,7 +15,8 @@ import numpy as np
 from autopar.schedules.memory import moments
 from autopar.search.cuts import balanced_cuts, moved_by_one
 from autopar.search.evaluation import Solution, cost
-from autopar.search.tables import Array, Instance
+from autopar.search.pareto import Array
+from autopar.search.tables import Instance
 
 MIXTURES = (0.25, 0.5, 0.75, 1.0)
 """Shares of bytes, beside seconds, that cuts are made even in."""

@@ -1,4 +1,4 @@
-"""``mixed_devices``: the bound of ``interleaved_bound``'s ``linear`` from devices of whole layers, each of which fits on its own.
+"""``mixed_devices``: the bound of ``columns`` from devices of whole layers, each of which fits on its own.
 
 A way to run a device is a number of layers of the most frequent kind, the stages that they are in, and a candidate for each, within the
 device's memory. The linear model mixes such ways, device by device, so that they have all layers together and the longest path through
@@ -11,8 +11,8 @@ the schedule is shortest:
     layers     sum_{d, w} x[d, w] layers(w) = L
 
 Its duals weigh paths, devices' seconds once a step, and layers; the cheapest way of every device under them is a knapsack, solved exactly
-(``whole``). What these cost together, and the weight of all layers, is a bound for every weights. Ways that make a device slower than the
-step that is looked for (``interleaved_whole``) are left out, so that the bound is one of steps below that.
+(``knapsacks``). Their cost together, and the weight of all layers, is a bound for every weights. Ways that make a device slower than the
+step that is looked for (``devices``) are left out, so that the bound is one of steps below that.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from ortools.linear_solver import pywraplp
 
 from autopar.schedules.memory import fullest, passing_by
 from autopar.schedules.step_time import textbook_paths
-from autopar.search.bound import TOLERANCE
-from autopar.search.interleaved_bound import longer_path, sends
-from autopar.search.interleaved_whole import Line
-from autopar.search.tables import Array, Instance
-from autopar.search.whole import NOTHING, Front, merged, undominated
+from autopar.search.bounds.cheap import TOLERANCE, sends
+from autopar.search.bounds.columns import longer_path
+from autopar.search.bounds.devices import Line
+from autopar.search.knapsacks import NOTHING, Front, merged
+from autopar.search.pareto import Array, falling
+from autopar.search.tables import Instance
 
 ROUNDS = 40
 """How often the weights are moved."""
@@ -76,7 +77,7 @@ class _Ways:
         held = (table.weights + int(self.instance.in_flight[s]) * table.saved)[some]
         if first and s == self.at_work:
             held = held + table.at_work(self.passing)[some]
-        best = undominated(held, cost)
+        best = falling(held, cost)
         return Front(held[best], cost[best], at * len(table) + some[best], table=kind + 1)
 
     def cheapest(self, weights: Array, once: float) -> Iterator[tuple[int, Front]]:
@@ -86,7 +87,7 @@ class _Ways:
             ways = merged(ways, self._single(kind, at, weights, once, True), self.limit, bound=True)
         some = [self._single(self.common, at, weights, once, False) for at in range(len(self.own))]
         held, cost, made = (np.concatenate([getattr(f, name) for f in some]) for name in ("held", "cost", "made"))
-        best = undominated(held, cost)
+        best = falling(held, cost)
         free = Front(held[best], cost[best], made[best], table=self.common + 1)
         for layers in range(self.first.count(self.common), self.high + 1):
             if layers >= self.low:

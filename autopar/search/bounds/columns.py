@@ -8,25 +8,22 @@ dynamic programming over the stages: the minimum of a prefix sum's rest. The wei
 largest come from column generation: a small linear model mixes the stages met so far, its duals are the next weights, and the longest
 path through the schedule of the mixture is the next path. Every value met on the way is a bound.
 
-``packed``: layers are whole. If no device may take longer than a limit, it has room for so many layers of the most frequent kind beside
-given numbers of the others; where all devices together cannot have all layers (order is dropped), the limit is a bound.
-
 Resharding is left out, as everywhere in bounds.
 """
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 from ortools.linear_solver import pywraplp
 
-from autopar.schedules.memory import fullest, passing_by
+from autopar.schedules.memory import fullest
 from autopar.schedules.step_time import longest_path, textbook_paths
-from autopar.search import bound
-from autopar.search.bound import CUT_ACTIONS, TOLERANCE, cheapest_send
+from autopar.search.bounds.cheap import TOLERANCE, sends
+from autopar.search.bounds.packed import LADDER, packed_bound, space
+from autopar.search.bounds.relaxation import CUT_ACTIONS
 from autopar.search.cuts import balanced_cuts
-from autopar.search.tables import Array, Indices, Instance
+from autopar.search.pareto import Array, Indices
+from autopar.search.tables import Instance
 
 ROUNDS = 100
 """How often the weights of ``linear`` are moved."""
@@ -34,55 +31,16 @@ ROUNDS = 100
 NEAR = 0.8
 """How near to the best weights so far the next ones are: those of the model alone jump to and fro."""
 
-LADDER = np.geomspace(1e-4, 1e4, 33)
-"""Prices of memory, in units of a device's least time per device memory."""
-
-PACKED = 128
-"""Up to so many combinations of the less frequent kinds the devices are packed."""
-
-
-def sends(instance: Instance) -> Array:
-    """Seconds that each stage sends at least, forward and backward: ``[2, stage]``."""
-    crosses = np.array([0, *(link is not None for link in instance.schedule.links), 0]) * cheapest_send(instance)
-    return np.stack([crosses[1:], crosses[:-1]])
-
-
-def fewest_seconds(instance: Instance) -> float:
-    """A bound from each layer's best price alone, of any choice; with several stages on each device, the mean over devices of ``upto``."""
-    if not instance.schedule.interleaved:
-        return bound.fewest_seconds(instance)
-    line, m = instance.schedule.pipeline, instance.schedule.microbatches
-    time = instance.least("time")
-    work = max((float(time.sum()) + float(sends(instance).sum())) / line, float(time.max()))
-    # device d begins after at least d layers: a stage has one or more
-    fill = float((np.arange(line - 1, 0, -1) * _outside(instance)[: line - 1]).sum()) / line
-    return m * work + fill + float(instance.least("step").sum()) / line
-
-
-def _outside(instance: Instance) -> Array:
-    """By layer: the least that it takes before a later device begins and, unless weights' gradients come last, after it ends."""
-    return instance.least("forward" if instance.schedule.split else "time")
-
 
 def interleaved_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
-    """The larger of ``packed`` and of ``linear`` with all paths alike; ``inf`` where nothing fits. ``enough_s`` is as good as more."""
-    found = max(at_least_s, _packed(instance, at_least_s, enough_s))
+    """The larger of ``packed_bound`` and of ``linear`` with all paths alike; ``inf`` where nothing fits. ``enough_s`` is enough."""
+    found = max(at_least_s, packed_bound(instance, at_least_s, enough_s))
     return max(found, _Linear(instance).first()) if found < enough_s else found
 
 
 def interleaved_relaxation(instance: Instance, at_least_s: float, enough_s: float) -> float:
     """``linear`` with the weights that make it largest, as far as ``enough_s``, never below ``at_least_s``."""
     return max(at_least_s, _Linear(instance).best(enough_s))
-
-
-def _space(instance: Instance, device: int) -> float:
-    """What a device has for weights and activations at most, besides the least that an action and the pipeline hold."""
-    borders = 0.0
-    if device != instance.schedule.device[-1]:  # the last layer sends nothing
-        kinds = np.unique(instance.kind[:-1])
-        borders = min(float(table.border.min()) for k in kinds for table in instance.kinds[k].places)
-    least = float(instance.least("transient").min())
-    return instance.layout.limit[device] - least - passing_by(instance.schedule, device) * borders
 
 
 class _Linear:
@@ -95,7 +53,7 @@ class _Linear:
         self.in_flight, self.waiting = instance.in_flight.astype(np.float64), instance.waiting.astype(np.float64)
         self.device = instance.device
         least = float(instance.least("transient").min())
-        self.room = np.array([_space(instance, d) for d in range(self.line)])
+        self.room = np.array([space(instance, d) for d in range(self.line)])
         # of the stage that is at work when a device holds most, the largest transient is at least its layers' mean
         self.transient = np.zeros(self.stages)
         self.transient[list(fullest(schedule).at_work)] = 1 / (instance.layers - self.stages + 1)
@@ -311,90 +269,3 @@ def _cheapest_cuts(cost: Array) -> tuple[float, Indices]:
         stop = bounds[s + 1]
         bounds[s] = np.argmin(best[s, :stop] - prefix[s, :stop])
     return float(best[stages, count]), bounds
-
-
-def _packed(instance: Instance, at_least_s: float, enough_s: float) -> float:
-    """``packed``, by bisection between ``at_least_s`` and ``enough_s``; ``inf`` where memory alone has no room for all layers."""
-    counts = np.bincount(instance.kind, minlength=len(instance.kinds))
-    common = int(counts.argmax())
-    others = [k for k in range(len(counts)) if k != common and counts[k]]
-    if int(np.prod(counts[others] + 1)) > PACKED:
-        return at_least_s
-    room = _Room(instance, common, others, counts)
-    if not room.enough(np.inf):
-        return np.inf
-    once = float(instance.least("step").sum()) / instance.schedule.pipeline
-    low, high = at_least_s, min(enough_s, 4 * at_least_s)
-    if not room.enough(high - once):
-        return high
-    for _ in range(8):
-        middle = (low + high) / 2
-        low, high = (low, middle) if room.enough(middle - once) else (middle, high)
-    return low
-
-
-class _Room:
-    """How many layers fit on the devices of a line if none of them may take longer than a limit."""
-
-    def __init__(self, instance: Instance, common: int, others: list[int], counts: Indices) -> None:
-        m = instance.schedule.microbatches
-        self.line, self.wanted = instance.schedule.pipeline, int(counts[common])
-        self.sets = np.array(list(itertools.product(*(range(int(counts[k]) + 1) for k in others))), dtype=np.int64)
-        self.sets = self.sets.reshape(len(self.sets), len(others))
-        self.whole = len(self.sets) - 1  # the last one has all layers of the other kinds
-        time, outside = instance.least("time"), _outside(instance)
-        sending = np.bincount(instance.device, sends(instance).sum(axis=0))
-        ladder = np.array([0.0, *LADDER * (m * float(time.sum()) / self.line / instance.limit)])
-        self.fixed, self.rows = (
-            [],
-            [],
-        )  # by device: seconds that are not its layers'; (per common layer, per set, room) by price of memory
-        regimes: dict[tuple[float, float, int, float], tuple[Array, Array, Array]] = {}
-        for d in range(self.line):
-            self.fixed.append(m * float(sending[d]) + float(outside[:d].sum()))
-            own = list(instance.schedule.own(d))
-            least = float(instance.in_flight[own].min()), float(instance.waiting[own].min())
-            regime = *least, instance.layout.place[d], _space(instance, d)
-            if regime not in regimes:
-                regimes[regime] = self._regime(instance, common, others, ladder, *regime)
-            self.rows.append(regimes[regime])
-        digits = np.array([*np.cumprod((counts[others] + 1)[::-1])[::-1][1:], 1], dtype=np.int64)[: len(others)]
-        # which set is left of ``whole`` when another is taken out of it, and whether it can be
-        difference = self.sets[:, None, :] - self.sets[None, :, :]
-        self.possible = (difference >= 0).all(axis=2)
-        self.rest = np.where(self.possible, difference @ digits, 0) if others else np.zeros((1, 1), dtype=np.int64)
-
-    def _regime(
-        self,
-        instance: Instance,
-        common: int,
-        others: list[int],
-        ladder: Array,
-        n: float,
-        waiting: float,
-        place: int,
-        space: float,
-    ) -> tuple[Array, Array, Array]:
-        """Per layer of the common kind, per set of others, and the room: by price of memory, and last of memory alone."""
-        m, least = instance.schedule.microbatches, []
-        tables = instance.at(place)
-        for table in tables:
-            held = table.held(n, waiting)
-            priced = (m * table.time[None, :] + ladder[:, None] * held[None, :]).min(axis=1)
-            least.append(np.append(priced, held.min()))
-        cost = np.array(least)  # [kind, price]
-        return cost[common], self.sets @ cost[others], np.append(ladder * space, space)
-
-    def enough(self, limit_s: float) -> bool:
-        """Whether all layers could be on devices none of which takes longer."""
-        most = np.where(
-            np.arange(len(self.sets)) == 0, 0.0, -np.inf
-        )  # by set of others placed so far: how many common ones beside them
-        for fixed, (each, some, room) in zip(self.fixed, self.rows, strict=True):
-            space = room.copy()
-            space[:-1] += max(limit_s - fixed, 0.0) if np.isfinite(limit_s) else np.inf
-            fit = np.floor(((space - some) / np.maximum(each, 1e-300)).min(axis=1) + 1e-9)  # [set]
-            fit = np.where(fit >= 0, np.minimum(fit, self.wanted), -np.inf)
-            through = np.where(self.possible, fit[self.rest] + most[None, :], -np.inf)  # [all, before]
-            most = through.max(axis=1)
-        return bool(most[self.whole] >= self.wanted)

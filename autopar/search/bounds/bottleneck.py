@@ -5,12 +5,12 @@ For any stage s of layers i..j-1, any cost c and any price of memory lambda >= 0
     c(i, j) >= sum_{layers} min_k (c_k + lambda (weights_k + n_s saved_k)) - lambda (limit - z),   z = max_{layers} min_k transient_k
 
 because a stage that fits uses no more than the limit. The largest value over a ladder of lambdas is almost the linear relaxation of that
-stage's choice; ``whole`` has its integer optimum. With P stages, and max_s g_s >= sum_s g_s / P, take as costs
+stage's choice; ``knapsacks`` has its integer optimum. With P stages, and max_s g_s >= sum_s g_s / P, take as costs
 
     time     t                        total    t + g/P
     round    m t - (w_s - 1) f + g/P
 
-A step of no more than T seconds has no path of more (the paths of ``bound``), so of each of its stages
+A step of no more than T seconds has no path of more (``textbook_paths``), so of each of its stages
 
     ahead(i) + round(i, j) + behind(j) <= T
     ahead(i) + total(i, j) + (m - w_s) time(i, j) + behind(j) + twice(j) <= T        (GPipe: with m - 1 and without the last term)
@@ -32,10 +32,11 @@ from numpy.lib.stride_tricks import as_strided, sliding_window_view
 from numpy.typing import NDArray
 
 from autopar.schedules import GPIPE, ONE_F_ONE_B
-from autopar.search.bound import TOLERANCE, cheapest_send
+from autopar.search.bounds.cheap import TOLERANCE, cheapest_send
+from autopar.search.knapsacks import Sends, Weights
+from autopar.search.pareto import Array
 from autopar.search.runs import Compositions, compositions
-from autopar.search.tables import Array, Instance, Regime
-from autopar.search.whole import Sends, Weights
+from autopar.search.tables import Instance, Regime
 
 LADDER = (0.0, *np.geomspace(1e-4, 1e4, 41).tolist())
 """Prices of memory, in units of a stage's least time per device memory."""
@@ -105,7 +106,7 @@ def bottleneck_bound(
 
 
 def whole_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> float:
-    """The same from stages of whole layers (``whole``), as far as they may be part of a step of less than ``cutoff_s``."""
+    """The same from stages of whole layers (``knapsacks``), as far as they may be part of a step of less than ``cutoff_s``."""
     costs = _relaxed(instance)
     runs, sends, send = compositions(instance), Sends(instance), cheapest_send(instance)
     for s, wanted in enumerate(_wanted(runs, costs, cutoff_s)):

@@ -1,18 +1,18 @@
 """``whole_interleaved``: a bound for choices with several stages on each device, from devices of whole layers.
 
-If a step takes no more than T seconds, no path through the schedule does, so of each device ``d`` (notation of ``interleaved_bound``, ``g``
+If a step takes no more than T seconds, no path through the schedule does, so of each device ``d`` (notation of ``textbook_paths``, ``g``
 being what is done once a step, ``n_s`` the microbatches that stage ``s`` holds)
 
     upto[d]    m sum_own t + g_d + sum_{s < d} t_s <= T
     round[d]   sum_own (m b_s + (m - n_s) f_s) + g_d + sum_s f_s + sum_{s > (v-1)p + d} b_s + sum_{s < d} b_s <= T
 
 Stages of other devices have a layer or more, at its best price. The device's own layers are a number of each kind, and what they take is
-how many of them take each candidate, within its memory: a knapsack, solved exactly (``whole``). Each of its stages has a layer;
+how many of them take each candidate, within its memory: a knapsack, solved exactly (``knapsacks``). Each of its stages has a layer;
 the others of them are where they hold least and where the path counts them least. So a device can have so many layers within T, and where
 all devices together cannot have all layers (their order is dropped, but for the first layer and the last, which are the first and the
 last device's), T is a bound.
 
-The relaxations of ``interleaved_bound`` recompute a fraction of a layer and give a device a fraction of a layer, which is cheap
+The relaxations of ``columns`` recompute a fraction of a layer and give a device a fraction of a layer, which is cheap
 where each has few of them.
 """
 
@@ -25,9 +25,10 @@ import numpy as np
 
 from autopar.schedules import INTERLEAVED
 from autopar.schedules.memory import fullest, passing_by
-from autopar.search.bound import TOLERANCE, cheapest_send
+from autopar.search.bounds.cheap import TOLERANCE, cheapest_send
+from autopar.search.knapsacks import NOTHING, Front, merged
+from autopar.search.pareto import falling
 from autopar.search.tables import Instance
-from autopar.search.whole import NOTHING, Front, merged, undominated
 
 SETS = 16
 """Numbers of the less frequent kinds that a device may have, up to which it is worked out."""
@@ -177,7 +178,7 @@ class Line:
             held = table.weights + n * table.saved
             if at_work is not None:
                 held = held + table.at_work(at_work)
-            best = undominated(held, cost)
+            best = falling(held, cost)
             self.fronts[key] = Front(held[best], cost[best], best, table=1)
         return self.fronts[key]
 

@@ -1,4 +1,4 @@
-"""Lower bounds of the step time of one outer choice, and the model that GLOP and SCIP solve.
+"""``relaxation``: a lower bound that couples all stages, of a choice with one stage on each device; and the model that GLOP and SCIP solve.
 
 Notation as in ``problem``: stages s, in-flight n_s, and ``t_s = f_s + b_s``. A group r is a kind of layer (relaxation: contiguity is
 dropped) or a run of equal layers (the integer model); x[s, r, k] is how many layers of r stage s has under strategy k.
@@ -13,19 +13,8 @@ dropped) or a run of equal layers (the integer model); x[s, r, k] is how many la
     forward[s]      f_s = sum forward x + p_min        p_min: cheapest send, for stages that send forward (likewise backward)
     step[s]         G >= sum step x
     path            T is at least the length of some path through the schedule:
-                      one stage  m t_0
                       GPipe      sum t + (m-1)(F + B),  F >= f_s, B >= b_s     (exact)
-                      1F1B       upto[s]   sum_{s' <= s} t_s' + (m-1) t_s
-                                 round[s]  sum t + (m-1) t_s - (w_s - 1) f_s,  w_s = min(m, P-s)
-                        twice[s]  sum t + (m-w_s) t_s + sum_{s' > s} t_s', where m > w_s
-                                 met[i]    the longest path of some earlier solution
-
-Proof of the three 1F1B paths. Stage s cannot start before one forward of each earlier stage, has m t_s of work, and each earlier stage's
-last backward follows: ``upto``. Stage s runs w_s forwards, then waits for its first backward, which comes after one forward of all stages
-and one backward of the later ones; then m backwards and m - w_s forwards of its own, then the earlier stages' backward: ``round``. Its
-last forward is followed, too, by one forward and one backward of all later stages, and it has done m - w_s backwards before that:
-``twice``, which gives uniform stages their (m + P - 1) t. The textbook's ``sum t + (m-1) max t`` is no bound for uneven stages: with P=2,
-t_1 small, the step is m t_0, as t_1 hides under stage 0.
+                      others     ``textbook_paths``, and the longest paths of earlier solutions
 
 The step is the longest of all paths, so each is a cut: the relaxation is solved, the longest path for its ``f`` and ``b`` is added, and so
 on (Kelley's cutting planes) until the schedule's time of the relaxation's stages is its own.
@@ -43,9 +32,9 @@ from ortools.linear_solver import pywraplp
 
 from autopar.schedules import GPIPE, ONE_F_ONE_B
 from autopar.schedules.step_time import longest_path, simulate, textbook_paths
-from autopar.search.tables import Array, Indices, Instance, Table
-
-TOLERANCE = 1e-7  # GLOP's and SCIP's feasibility tolerance, relative: a bound is lowered by it before it is believed
+from autopar.search.bounds.cheap import TOLERANCE, cheapest_send
+from autopar.search.pareto import Array, Indices
+from autopar.search.tables import Instance, Table
 
 CUTS = 16
 """How often the relaxation is solved again with a path that it had not met."""
@@ -62,47 +51,6 @@ class Group:
     use: Indices
     count: int
     first: int  # the first layer, for a run
-
-
-def fewest_seconds(instance: Instance) -> float:
-    """A bound from each layer's best price alone: microseconds to compute, and enough to discard most outer choices."""
-    schedule, kind = instance.schedule, instance.kind
-    m, stages = schedule.microbatches, schedule.pipeline
-    if stages == 1:
-        return float(sum(np.array([float((m * t.time + t.step).min()) for t in instance.kinds])[kind]))
-    least = instance.least("time")
-    step = float(instance.least("step").sum()) / stages
-    bottleneck = smallest_bottleneck(least, stages)
-    total = float(least.sum())
-    if schedule.name == GPIPE:
-        return total + (m - 1) * bottleneck + step
-    tables = [t for table in instance.kinds for t in table.places]
-    share = max(float((t.forward / np.maximum(t.time, 1e-300)).max()) for t in tables)
-    warm = min(m, stages)
-    return max(total, total + ((m - 1) - (warm - 1) * min(share, 1.0)) * bottleneck) + step
-
-
-def smallest_bottleneck(weight: Array, stages: int) -> float:
-    """The least possible largest sum when ``weight`` is cut into ``stages`` contiguous non-empty runs (dynamic programming)."""
-    prefix = np.concatenate([[0.0], np.cumsum(weight)])
-    count = len(weight)
-    spans = prefix[None, :] - prefix[:, None]  # spans[i, j]: layers i..j-1
-    spans[np.tril_indices(count + 1)] = np.inf
-    best = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
-    for _ in range(stages):
-        best = np.maximum(best[:, None], spans).min(axis=0)
-    return float(best[count])
-
-
-def cheapest_send(instance: Instance) -> float:
-    """Seconds of the cheapest p2p that any cut could need."""
-    if instance.schedule.pipeline == 1:
-        return 0.0
-    layout, kind = instance.layout, instance.kind.tolist()
-    stages = {way: s for s, way in enumerate(layout.way) if way is not None}  # one for each way
-    borders = {way: zip(layout.across[way].border, kind[:-1], strict=False) for way in stages}
-    layers = {way: dict(zip(some, range(len(kind) - 1), strict=True)).values() for way, some in borders.items()}
-    return min(float(instance.p2p(i, s).min()) for way, s in stages.items() for i in layers[way])
 
 
 class Model:

@@ -22,10 +22,11 @@ import numpy as np
 
 from autopar.schedules import ONE_F_ONE_B
 from autopar.search.evaluation import Solution, cost, fits, in_turn, stage_bytes
+from autopar.search.knapsacks import TABLES, knapsacks, only
 from autopar.search.minimum_memory import least_memory
+from autopar.search.pareto import Array, Indices
 from autopar.search.runs import compositions
-from autopar.search.tables import Array, Indices, Instance, Regime, Roles, Table
-from autopar.search.whole import TABLES, knapsacks, only
+from autopar.search.tables import Instance, Regime, Roles, Table
 
 LADDER = (0.0, *np.geomspace(1e-3, 1e3, 13).tolist(), 1e9)
 """Prices of memory to try, in units of a stage's time per device memory; the last one is "memory alone"."""
@@ -294,7 +295,7 @@ def _drafts(instance: Instance, mode: Mode, whole: bool = False) -> list[_Draft]
 def _cut(
     by_stage: list[Array], alone: list[Array], twice: list[int], cap: float
 ) -> tuple[float, tuple[int, ...]] | None:
-    """The cuts with the least sum of the stages' times of which no path (``round``, ``twice`` of ``lagrange``) takes over ``cap`` besides.
+    """The cuts with the least sum of the stages' times of which no path (``round``, ``twice``) takes over ``cap`` besides.
 
     With them that sum and the longest of those paths, together.
     """
