@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+
+from autopar.schedules import SPLIT, Schedule
 
 
 class Role(Enum):
@@ -47,37 +48,6 @@ class Role(Enum):
     def shards_sequence(self) -> bool:
         """Whether activations are cut along the sequence between layers."""
         return self in (Role.TENSOR_SEQUENCE, Role.ULYSSES, Role.RING)
-
-
-INTERLEAVED = "interleaved-1f1b"
-ZERO_BUBBLE = "zero-bubble"  # torch's InterleavedZeroBubble, of one stage on each device or several
-ZERO_BUBBLE_V = "zbv"  # torch's ZBVZeroBubble
-DUALPIPE_V = "dualpipev"
-
-SCHEDULES = ("none", "gpipe", "1f1b", INTERLEAVED, ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V)
-"""Orders of a pipeline's forwards and backwards; ``none`` is of one stage."""
-
-SPLIT = (ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V)
-"""Schedules that run backwards in two parts, of the inputs and of the weights. They are priced; the runtime has none of them yet."""
-
-SEVERAL_STAGES = (INTERLEAVED, *SPLIT)
-"""Schedules that may give a device several stages."""
-
-V_SHAPED = (ZERO_BUBBLE_V, DUALPIPE_V)
-"""Schedules that have two stages on each device: the line of devices is gone through forth and back."""
-
-
-def device_of(stage: int, pipeline: int, schedule: str) -> int:
-    """The place in a line of ``pipeline`` devices that runs a stage: the line is gone through once for each of a device's stages, and back
-    every other time where the schedule is a V."""
-    chunk, place = divmod(stage, pipeline)
-    return pipeline - 1 - place if schedule in V_SHAPED and chunk % 2 else place
-
-
-@functools.lru_cache(maxsize=4096)
-def stages_of(device: int, pipeline: int, chunks: int, schedule: str) -> tuple[int, ...]:
-    """The stages that a device of the line runs, in order: the inverse of ``device_of``."""
-    return tuple(s for s in range(pipeline * chunks) if device_of(s, pipeline, schedule) == device)
 
 
 MICROBATCH_STATISTICS = "microbatch_statistics"
@@ -228,8 +198,8 @@ class Plan:
     """Mesh, stages, schedule, microbatches and a strategy for every layer, with what was predicted and proved.
 
     The mesh is that of one stage; device ``rank = stage * prod(mesh) + position in the mesh`` (outermost axis first).
-    Where each device has several ``chunks`` of the stages, ``device_of`` says which; a stage's memory is that of all its devices' stages
-    together.
+    Where each device has several ``chunks`` of the stages, ``Schedule.device`` says which; a stage's memory is that of all stages of its
+    device together.
     ``bound_s`` is a proved lower bound of the step time over the candidates that were searched; ``gap`` is ``1 - bound_s/step_time_s``.
     ``pins`` are the decisions that were the user's, where their prices were asked for. ``allow`` is what of exactness this plan gives up
     by the user's leave (some of ``ALLOWED``).
@@ -239,7 +209,7 @@ class Plan:
     devices: str
     mesh: tuple[Axis, ...]
     stages: tuple[StagePlan, ...]
-    schedule: str  # of ``SCHEDULES``
+    schedule: str  # of ``autopar.schedules.SCHEDULES``
     microbatches: int
     global_batch: int
     precision: str
@@ -269,6 +239,11 @@ class Plan:
     def pipeline(self) -> int:
         """Devices in a line: stages over chunks."""
         return len(self.stages) // self.chunks
+
+    @property
+    def sized_schedule(self) -> Schedule:
+        """The schedule with its numbers of devices, microbatches and chunks."""
+        return Schedule(self.schedule, self.pipeline, self.microbatches, self.chunks)
 
     @property
     def unwritten(self) -> str:

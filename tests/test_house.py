@@ -26,6 +26,7 @@ LEAVES = {
     "types",
     "graph",
     "segments",
+    "schedules",
     "sharding",
     "layer_price",
     "precision",
@@ -38,6 +39,7 @@ LEAVES = {
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "plan": set(),
+    "schedules": set(),
     "types": set(),
     "precision": set(),
     "units": set(),

@@ -19,6 +19,7 @@ from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.plan import Role
+from autopar.schedules import NO_PIPELINE, ONE_F_ONE_B
 from autopar.search import SearchOptions, search
 from autopar.validate.rows import Row, labels, read_row
 from autopar.validate.run import Bench, Outcome, read_file
@@ -133,7 +134,7 @@ def automatic_s(bench: Bench, row: Row) -> float | None:
             zero=s.zero,
             recompute=s.recompute == "full",
             microbatches=s.global_batch // (s.data * s.microbatch),
-            schedule="none" if s.pipeline == 1 else "1f1b",
+            schedule=NO_PIPELINE if s.pipeline == 1 else ONE_F_ONE_B,
             roles=(Role.TENSOR_SEQUENCE,) if s.sequence else (Role.TENSOR,),
         )
         return search(graph, cluster, pricer, options).prediction.step_time_s

@@ -12,7 +12,8 @@ import click
 
 import autopar
 from autopar.errors import AutoparError
-from autopar.plan import ALLOWED, OFFLOADS, RECOMPUTATIONS, SCHEDULES
+from autopar.plan import ALLOWED, OFFLOADS, RECOMPUTATIONS
+from autopar.schedules import SCHEDULES
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.cli.console import plain_table
-from autopar.plan import SEQUENCES, V_SHAPED, LayerPlan, Memory, Plan, Role, StagePlan, Strategy
+from autopar.plan import SEQUENCES, LayerPlan, Memory, Plan, Role, StagePlan, Strategy
+from autopar.schedules import V_SHAPED
 from autopar.units import seconds, size
 
 _BAR = 20  # characters of a full bar

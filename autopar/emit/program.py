@@ -19,10 +19,11 @@ from autopar.emit.prelude import prelude_function
 from autopar.emit.stage import layer_attribute, owned_attribute, stage_class
 from autopar.errors import ModelError, UsageError
 from autopar.graph import Graph
-from autopar.plan import INTERLEAVED, SPLIT, Plan
+from autopar.plan import Plan
 from autopar.precision import name_of
 from autopar.program import copy_runtime
 from autopar.program.state import write_initial
+from autopar.schedules import SPLIT, default_schedule
 from autopar.shard import plan_shardings
 from passes.stages import LocalProgram, cut_stages
 
@@ -110,7 +111,7 @@ def emit(
 def _refuse_priced(plan: Plan) -> None:
     """Raise ``UsageError`` for what has a price and no program."""
     if plan.unwritten:
-        nearest = "1f1b" if plan.chunks == 1 else INTERLEAVED
+        nearest = default_schedule(plan.pipeline, plan.pipeline, plan.chunks)
         hint = (
             f"use the schedule {nearest}, the nearest that runs"
             if plan.schedule in SPLIT

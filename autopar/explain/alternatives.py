@@ -15,7 +15,7 @@ from autopar.errors import InfeasibleError
 from autopar.explain.describe import describe, memory_bytes
 from autopar.explain.study import Study
 from autopar.plan import Plan
-from autopar.search.interleaved_bound import fewest_seconds
+from autopar.search.bounds.cheap import fewest_seconds
 from autopar.search.problem import choices
 from autopar.search.tables import Prices
 
@@ -88,7 +88,8 @@ def _by_bound(study: Study, deadline: float) -> list[tuple[float, Outer]]:
     prices = Prices(study.graph, study.cluster, study.pricer(), options)
     least: dict[Outer, float] = {}
     for choice in choices(study.graph, study.cluster.count, options, prices.pins):
-        outer = (choice.pipeline, choice.microbatches, choice.schedule, choice.chunks)
+        schedule = choice.schedule
+        outer = (schedule.pipeline, schedule.microbatches, schedule.name, schedule.chunks)
         instance = prices.instance(choice) if time.monotonic() < deadline else None
         if instance is not None:
             least[outer] = min(fewest_seconds(instance), least.get(outer, float("inf")))

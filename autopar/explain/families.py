@@ -8,7 +8,8 @@ from typing import Any
 from autopar.errors import InfeasibleError, UsageError
 from autopar.explain.describe import describe, memory_bytes
 from autopar.explain.study import Study
-from autopar.plan import DUALPIPE_V, INTERLEAVED, REPLICATING, SPLIT, ZERO_BUBBLE, ZERO_BUBBLE_V, Plan, Role
+from autopar.plan import REPLICATING, Plan, Role
+from autopar.schedules import DUALPIPE_V, INTERLEAVED, SPLIT, ZERO_BUBBLE, ZERO_BUBBLE_V
 
 Pins = dict[str, Any]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.search.tables import Array
+from autopar.search.pareto import Array
 
 
 def balanced_cuts(shares: Sequence[Array], device: Sequence[int]) -> tuple[int, ...]:

@@ -14,13 +14,7 @@ from autopar.errors import BatchError, UsageError
 from autopar.graph import Graph
 from autopar.plan import (
     BATCHES,
-    DUALPIPE_V,
-    INTERLEAVED,
     REPLICATING,
-    SCHEDULES,
-    SEVERAL_STAGES,
-    V_SHAPED,
-    ZERO_BUBBLE,
     Axis,
     LayerPlan,
     Memory,
@@ -29,8 +23,8 @@ from autopar.plan import (
     Role,
     StagePlan,
     Strategy,
-    device_of,
 )
+from autopar.schedules import Schedule, check_schedule, default_schedule
 from autopar.segments import shortened
 
 
@@ -64,50 +58,6 @@ def even_cuts(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(cuts)
 
 
-def default_schedule(stages: int, microbatches: int, chunks: int = 1) -> str:
-    """1F1B where it can be: with fewer microbatches than stages it has no advantage over GPipe, and torch's refuses them."""
-    if chunks > 1:
-        return INTERLEAVED
-    return "none" if stages == 1 else "1f1b" if microbatches >= stages else "gpipe"
-
-
-def check_schedule(schedule: str, pipeline: int, chunks: int, microbatches: int) -> None:
-    """Raise ``UsageError`` where a schedule cannot have so many devices in a line, stages of each of them, or microbatches."""
-    if (why := refusal(schedule, pipeline, chunks, microbatches)) is not None:
-        raise UsageError(*why)
-
-
-def refusal(schedule: str, pipeline: int, chunks: int, microbatches: int) -> tuple[str, str] | None:
-    """Why ``check_schedule`` raises, and what to do about it; ``None`` where it does not."""
-    if schedule not in SCHEDULES:
-        return f"there is no schedule {schedule!r}", f"the schedules are {', '.join(SCHEDULES)}"
-    if schedule in SEVERAL_STAGES and pipeline == 1:
-        return f"{schedule} is a schedule of pipelines, and there is one device in the line", "use pipeline 2 or more"
-    if schedule == INTERLEAVED and chunks == 1:
-        return f"{schedule} needs several stages on each device, and chunks is 1", "use chunks 2 or more, or 1f1b"
-    if schedule in V_SHAPED and chunks != 2:
-        return f"{schedule} has two stages on each device, and chunks is {chunks}", "use chunks 2, or zero-bubble"
-    if chunks > 1 and schedule not in SEVERAL_STAGES:
-        return f"{schedule} has one stage on each device, and chunks is {chunks}", "use interleaved-1f1b, or chunks 1"
-    if schedule == "1f1b" and microbatches < pipeline:
-        return (
-            f"1F1B over {pipeline} stages needs a microbatch for each of them, and there are {microbatches}",
-            f"take {pipeline} microbatches or more, or the schedule gpipe",
-        )
-    if schedule == DUALPIPE_V and microbatches < 2 * pipeline:
-        return (
-            f"{schedule} over {2 * pipeline} stages needs a microbatch for each of them, and there are {microbatches}",
-            f"take {2 * pipeline} microbatches or more, or zbv",
-        )
-    rounds = max(1, microbatches // pipeline)
-    if schedule in (INTERLEAVED, ZERO_BUBBLE) and microbatches % rounds:
-        return (
-            f"{schedule} goes in rounds of {pipeline} microbatches or a few more, all equal, and {microbatches} do not make {rounds}",
-            f"take a multiple of {pipeline}, or fewer than {2 * pipeline}",
-        )
-    return None
-
-
 def manual_plan(
     graph: Graph,
     *,
@@ -135,7 +85,7 @@ def manual_plan(
     Without ``mesh`` a stage's mesh is ("data", "expert", "ring", "ulysses", "tensor"), outermost first, and axes of size 1 are left out (a
     single axis ("data", size 1) stands when all are). With ``mesh`` those five are not used: an axis takes the role that its
     name begins with (``tensor0``, ``ring``, ``sequence``; ``weights``, ``hidden`` and ``rows`` of ``grid_mesh``), or data.
-    ``pipeline`` is the number of devices in a line, ``chunks`` how many stages each has (``plan.device_of``).
+    ``pipeline`` is the number of devices in a line, ``chunks`` how many stages each has (``Schedule.device``).
     ``cuts`` are the first layers of the stages after the first (default: even numbers).
     ``zero`` takes effect where a layer has a data axis of more than one device. ``recompute`` is one of ``RECOMPUTATIONS``, or
     true for "full" and false for "none"; ``segment`` layers are recomputed as one, in full. ``offload`` is one of ``OFFLOADS``.
@@ -156,8 +106,8 @@ def manual_plan(
         )
     bounds = _bounds(count, pipeline * chunks, cuts)
     chosen = dict(enumerate(shortened(graph, [chosen[i] for i in range(count)], bounds)))
-    schedule = default_schedule(pipeline, microbatches, chunks) if schedule is None else schedule
-    check_schedule(schedule, pipeline, chunks, microbatches)
+    name = schedule or default_schedule(pipeline, microbatches, chunks)
+    check_schedule(sized := Schedule(name, pipeline, microbatches, chunks))
     for index, strategy in chosen.items():
         _check_strategy(graph, mesh, microbatches, index, strategy)
     size = math.prod(axis.size for axis in mesh)
@@ -165,8 +115,8 @@ def manual_plan(
         model=graph.name,
         devices=str(size * pipeline),
         mesh=mesh,
-        stages=_stages(bounds, pipeline, size, schedule),
-        schedule=schedule,
+        stages=_stages(bounds, size, sized),
+        schedule=name,
         microbatches=microbatches,
         global_batch=graph.batch_size,
         precision=precision,
@@ -210,11 +160,11 @@ def _roles(mesh: tuple[Axis, ...], sequence: bool) -> tuple[Role, ...]:
     return tuple(next((r for name, r in named.items() if axis.name.startswith(name)), Role.DATA) for axis in mesh)
 
 
-def _stages(bounds: tuple[int, ...], pipeline: int, size: int, schedule: str) -> tuple[StagePlan, ...]:
+def _stages(bounds: tuple[int, ...], size: int, schedule: Schedule) -> tuple[StagePlan, ...]:
     """The stages without a prediction, on ``size`` devices each."""
     nothing = Memory(0, 0, 0, 0, 0)
     return tuple(
-        StagePlan(start, stop, (device_of(stage, pipeline, schedule) * size, size), nothing, 0, 0.0)
+        StagePlan(start, stop, (schedule.device[stage] * size, size), nothing, 0, 0.0)
         for stage, (start, stop) in enumerate(itertools.pairwise(bounds))
     )
 

@@ -17,7 +17,7 @@ def notes_of(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh:
         where = idle.index(max(idle))
         notes.append(
             f"{sum(d > 1 for d in idle)} of {len(idle)} layers cannot use every device: groups of up to {max(idle)} do the same "
-            f"work (first {graph.layers[where].name}), for a microbatch of {graph.batch_size // choice.microbatches} "
+            f"work (first {graph.layers[where].name}), for a microbatch of {graph.batch_size // choice.schedule.microbatches} "
             "samples does not divide further"
         )
     if shared := graph.shared_parameters:
@@ -29,9 +29,9 @@ def notes_of(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh:
             f"not exact, as microbatch_statistics allows: the loss is the mean of {graph.accumulated} microbatches' own losses, each of "
             f"its own rows' statistics, and not the whole batch's ({graph.unmicrobatchable})"
         )
-    elif graph.unmicrobatchable and choice.microbatches > 1:
+    elif graph.unmicrobatchable and choice.schedule.microbatches > 1:
         notes.append(
-            f"priced alone: a program of {choice.microbatches} microbatches is refused: {graph.unmicrobatchable}"
+            f"priced alone: a program of {choice.schedule.microbatches} microbatches is refused: {graph.unmicrobatchable}"
         )
     elif graph.unmicrobatchable:
         notes.append(f"one microbatch only: {graph.unmicrobatchable}")

@@ -27,7 +27,8 @@ from typing import Any
 
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.plan import OFFLOADS, RECOMPUTATIONS, SCHEDULES, Role
+from autopar.plan import OFFLOADS, RECOMPUTATIONS, Role
+from autopar.schedules import SCHEDULES
 
 Value = int | str | bool
 

@@ -9,6 +9,7 @@ from autopar.devices import Cluster, constants, described
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.plan import Axis, Role, Strategy
+from autopar.schedules import INTERLEAVED, NO_PIPELINE, ONE_F_ONE_B
 from autopar.search import make_mesh
 from autopar.trainers import OtherTrainer, figures
 from autopar.validate.rows import Hardware, RowError, Setting
@@ -53,7 +54,7 @@ def write(graph: Graph, s: Setting, context: Role) -> Written:
     strategies[0] = strategies[-1] = ends
     microbatches = s.global_batch // (s.data * s.microbatch)
     chunks = s.chunks if s.pipeline > 1 else 1
-    schedule = "none" if s.pipeline == 1 else "interleaved-1f1b" if chunks > 1 else "1f1b"
+    schedule = NO_PIPELINE if s.pipeline == 1 else INTERLEAVED if chunks > 1 else ONE_F_ONE_B
     return Written(mesh, cuts(graph, s), strategies, microbatches, schedule, chunks, s.precision)
 
 

@@ -12,12 +12,14 @@ from torch import fx, nn
 
 from autopar.graph import Graph, Layer, LayerClass, Value
 from autopar.layer_price import LayerPrice
-from autopar.plan import OFFLOADS, RECOMPUTATIONS, SPLIT, Axis, Role, Strategy
+from autopar.plan import OFFLOADS, RECOMPUTATIONS, Axis, Role, Strategy
+from autopar.schedules import SPLIT, Schedule
+from autopar.schedules.memory import fullest
+from autopar.schedules.orders import device_order
+from autopar.schedules.step_time import simulate
 from autopar.search.manual import make_mesh
 from autopar.search.options import SearchOptions
 from autopar.search.problem import Choice
-from autopar.search.schedules import device_order
-from autopar.search.simulate import simulate
 
 SEGMENTS = (2, 3, 4)
 """Numbers of layers that brute force recomputes as one."""
@@ -167,10 +169,10 @@ def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: S
     stages, but for two, would have different numbers of layers.
     """
     best = _best_pipeline(graph, cluster, pricer, options)
-    if best is None or best[1].pipeline == 1 or options.schedule is not None or options.chunks is not None:
+    if best is None or best[1].schedule.pipeline == 1 or options.schedule is not None or options.chunks is not None:
         return best and best[0]
     step, chosen = best
-    line, m = chosen.pipeline, chosen.microbatches
+    line, m = chosen.schedule.pipeline, chosen.schedule.microbatches
     sizes = [(line, m), *([(line // 2, m // 2)] if line % 2 == m % 2 == 0 else [])]
     asked = [
         replace(options, pipeline=p, microbatches=n, schedule="interleaved-1f1b")
@@ -181,7 +183,8 @@ def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: S
         min(every_plan(graph, cluster, pricer, options, choice), default=step)
         for several in asked
         for choice in outer_choices(graph, cluster, several)
-        if min(len(graph.layers) % choice.stages, -len(graph.layers) % choice.stages) <= 2
+        for stages in [choice.schedule.stages]
+        if min(len(graph.layers) % stages, -len(graph.layers) % stages) <= 2
     ]
     return min([step, *found])
 
@@ -201,12 +204,12 @@ def _best_pipeline(
     found: list[tuple[float, bool, Choice]] = []
     for choice in outer_choices(graph, cluster, options):
         best = best_of(choice)
-        if best is None and choice.schedule in ("none", "gpipe", "1f1b"):
+        if best is None and choice.schedule.name in ("none", "gpipe", "1f1b"):
             best = best_of(replace(choice, segments=True))
         found += [best] if best is not None else []
     while found:
         step, recomputed, choice = min(found, key=lambda plan: plan[0])
-        if choice.segments or not recomputed or choice.schedule not in ("none", "gpipe", "1f1b"):
+        if choice.segments or not recomputed or choice.schedule.name not in ("none", "gpipe", "1f1b"):
             return step, choice
         several = best_of(replace(choice, segments=True))
         assert several is not None and several[0] <= step
@@ -226,12 +229,16 @@ def pairs_spare(
 ) -> bool:
     """Whether some stage recomputes so many layers in full that one input less of each two is more than one of them needs at work."""
     for s, (i, j) in enumerate(itertools.pairwise(bounds)):
-        at = pricer.on(cluster.stages(choice.pipeline)[s % choice.pipeline])
+        at = pricer.on(cluster.stages(choice.schedule.pipeline)[s % choice.schedule.pipeline])
         again = [a for a in range(i, j) if ways[a].recompute and longest_run(graph, graph.layers[a].cls) > 1]
-        prices = [at.layer(graph.layers[a].cls, choice.mesh, ways[a], choice.microbatches) for a in again]
+        prices = [at.layer(graph.layers[a].cls, choice.mesh, ways[a], choice.schedule.microbatches) for a in again]
         inputs = sum(p.saved_bytes for p in prices if p is not None)
         least = min((p.transient_bytes for p in prices if p is not None), default=0)
-        if again and choice.schedule in ("none", "gpipe", "1f1b") and choice.in_flight[s] * inputs / 2 > least:
+        if (
+            again
+            and choice.schedule.name in ("none", "gpipe", "1f1b")
+            and fullest(choice.schedule).in_flight[s] * inputs / 2 > least
+        ):
             return True
     return False
 
@@ -254,13 +261,13 @@ def outer_choices(graph: Graph, cluster: Devices, options: SearchOptions) -> Ite
                 interleaved = options.schedule in ("interleaved-1f1b", *SPLIT) or (options.chunks or 1) > 1
                 schedule = "none" if p == 1 else options.schedule or ("1f1b" if m >= p else "gpipe")
                 if (schedule != "1f1b" or m >= p) and (options.schedule != "none" or p == 1) and not interleaved:
-                    yield Choice(mesh, p, m, schedule)
+                    yield Choice(mesh, Schedule(schedule, p, m))
                 schedule = options.schedule or "interleaved-1f1b"
                 few, many = {"zero-bubble": (1, 8), "zbv": (2, 2), "dualpipev": (2, 2)}.get(schedule, (2, 8))
                 for chunks in range(few, min(many, len(graph.layers) // p) + 1):
                     rounds = {"zbv": True, "dualpipev": m >= 2 * p}.get(schedule, m < p or m % (m // p) == 0)
                     if p > 1 and interleaved and options.chunks in (None, chunks) and rounds:
-                        yield Choice(mesh, p, m, schedule, chunks=chunks)
+                        yield Choice(mesh, Schedule(schedule, p, m, chunks))
 
 
 def longest_run(graph: Graph, cls: str) -> int:
@@ -333,18 +340,18 @@ def plans(
     graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions, choice: Choice
 ) -> Iterator[tuple[float, list[Strategy], tuple[int, ...]]]:
     """All plans that fit of one outer choice: their step times, the layers' strategies, and where the stages begin and end."""
-    mesh, m, line, count = choice.mesh, choice.microbatches, choice.pipeline, len(graph.layers)
-    stages = line * choice.chunks
+    mesh, m, line, count = choice.mesh, choice.schedule.microbatches, choice.schedule.pipeline, len(graph.layers)
+    stages = line * choice.schedule.chunks
     views, borders = cluster.stages(line), cluster.borders(line)
     limits = [options.memory_limit_bytes or view.memory_limit_bytes for view in views]
-    folded = choice.schedule in ("zbv", "dualpipev")
+    folded = choice.schedule.name in ("zbv", "dualpipev")
     where = [2 * line - 1 - s if folded and s >= line else s % line for s in range(stages)]
     at = [pricer.on(views[d]) for d in where]
     over = [
         pricer.on(borders[min(a, b) if folded else min(a, line - 2)]) if a != b else None
         for a, b in itertools.pairwise(where)
     ]
-    orders = [device_order(choice.schedule, d, line, m, choice.chunks) for d in range(line)]
+    orders = [list(device_order(choice.schedule, d)) for d in range(line)]
     tables = []
     for i, layer in enumerate(graph.layers):
         priced = [
@@ -381,7 +388,7 @@ def plans(
                 backward.append(b)
                 weight.append(sum(p.weight_s for p in inside))
                 step.append(sum(p.step_s for p in inside))
-            seconds = simulate(forward, backward, m, choice.schedule, choice.chunks, weight)
+            seconds = simulate(choice.schedule, forward, backward, weight)
             yield seconds + max(sum(step[s] for s in range(stages) if where[s] == d) for d in range(line)), ways, bounds
 
 

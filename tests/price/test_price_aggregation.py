@@ -9,7 +9,8 @@ from price_models import time_s
 
 from autopar.devices import parse
 from autopar.price.aggregation import WAYS, ring
-from autopar.search.simulate import simulate
+from autopar.schedules import Schedule
+from autopar.schedules.step_time import simulate
 from autopar.types import Collective
 
 SIZE, HOP_S, SPEED = 1e9, 1e-5, 1e10
@@ -53,12 +54,12 @@ def test_a_plans_all_reduce_is_that_ring():
 @pytest.mark.parametrize(("microbatches", "busy"), [(1, 0.25), (4, 4 / 7)])
 def test_a_pipeline_of_four_stages(microbatches, busy):
     """25 % of the devices' time is used with one microbatch, 57 % with four."""
-    step_s = simulate([1.0] * 4, [2.0] * 4, microbatches, "gpipe")
+    step_s = simulate(Schedule("gpipe", 4, microbatches), [1.0] * 4, [2.0] * 4)
     assert microbatches * 3.0 / step_s == pytest.approx(busy)
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (4, 4), (8, 3), (16, 64)])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_the_bubble(stages, microbatches, schedule):
-    step_s = simulate([1.0] * stages, [2.0] * stages, microbatches, schedule)
+    step_s = simulate(Schedule(schedule, stages, microbatches), [1.0] * stages, [2.0] * stages)
     assert 1 - microbatches * 3.0 / step_s == pytest.approx((stages - 1) / (microbatches + stages - 1))

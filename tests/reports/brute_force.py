@@ -20,7 +20,7 @@ from search_models import Devices, RandomPricer, brute_force, random_problem
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph import Graph
-from autopar.plan import SPLIT
+from autopar.schedules import SPLIT
 from autopar.search import SearchOptions, driver, search
 
 FAMILIES = (

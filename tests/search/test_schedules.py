@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from exactness import subject
 
 from autopar.errors import UsageError
-from autopar.plan import Plan, device_of, stages_of
-from autopar.search.manual import manual_plan, refusal
-from autopar.search.schedules import device_groups
+from autopar.plan import Plan
+from autopar.schedules import Schedule, refusal
+from autopar.schedules.memory import fullest, most_in_flight
+from autopar.schedules.orders import device_groups, device_order
+from autopar.search.manual import manual_plan
 from autopar.torch_private import pipeline_order
 
 TORCH = {
@@ -19,37 +23,65 @@ TORCH = {
 }
 
 
-def sizes(schedule: str) -> list[tuple[int, int, int]]:
-    """Devices in a line, chunks and microbatches that the schedule admits."""
-    every = [(p, v, m) for p in (2, 3, 4, 5) for v in (1, 2, 3) for m in range(1, 17)]
-    return [(p, v, m) for p, v, m in every if refusal(schedule, p, v, m) is None]
+def sizes(name: str) -> list[Schedule]:
+    """The schedule at the sizes that it admits."""
+    every = [Schedule(name, p, m, v) for p in (2, 3, 4, 5) for v in (1, 2, 3) for m in range(1, 17)]
+    return [schedule for schedule in every if refusal(schedule) is None]
 
 
-@pytest.mark.parametrize("schedule", TORCH)
-def test_orders_are_torchs(schedule: str) -> None:
-    assert len(sizes(schedule)) > 20
-    for line, chunks, m in sizes(schedule):
-        wanted = pipeline_order(TORCH[schedule], line, chunks, m)
-        assert [device_groups(schedule, rank, line, m, chunks) for rank in range(line)] == wanted, (line, chunks, m)
+def torchs(schedule: Schedule) -> list[list[tuple[tuple[str, int, int], ...]]]:
+    """The actions of every device as torch has them."""
+    return pipeline_order(TORCH[schedule.name], schedule.pipeline, schedule.chunks, schedule.microbatches)
 
 
-@pytest.mark.parametrize("schedule", [name for name in TORCH if name != "zbv"])
-def test_what_torch_refuses_is_refused(schedule: str) -> None:
-    for line, chunks, m in [(2, 2, 3), (4, 2, 6), (3, 2, 5), (4, 2, 7)]:
-        if refusal(schedule, line, chunks, m) is not None:
+@pytest.mark.parametrize("name", TORCH)
+def test_orders_are_torchs(name: str) -> None:
+    assert len(sizes(name)) > 20
+    for schedule in sizes(name):
+        own = [list(device_groups(schedule, rank)) for rank in range(schedule.pipeline)]
+        assert own == torchs(schedule), schedule
+
+
+@pytest.mark.parametrize("name", [name for name in TORCH if name != "zbv"])
+def test_what_torch_refuses_is_refused(name: str) -> None:
+    for schedule in (
+        Schedule(name, 2, 3, 2),
+        Schedule(name, 4, 6, 2),
+        Schedule(name, 3, 5, 2),
+        Schedule(name, 4, 7, 2),
+    ):
+        if refusal(schedule) is not None:
             with pytest.raises(ValueError, match="microbatches"):
-                pipeline_order(TORCH[schedule], line, chunks, m)
+                torchs(schedule)
         else:
-            pipeline_order(TORCH[schedule], line, chunks, m)
+            torchs(schedule)
 
 
-@pytest.mark.parametrize("schedule", TORCH)
-def test_stages_are_where_torch_puts_them(schedule: str) -> None:
-    for line, chunks, m in sizes(schedule):
-        for rank, groups in enumerate(pipeline_order(TORCH[schedule], line, chunks, m)):
+@pytest.mark.parametrize("name", TORCH)
+def test_stages_are_where_torch_puts_them(name: str) -> None:
+    for schedule in sizes(name):
+        for rank, groups in enumerate(torchs(schedule)):
             own = sorted({stage for group in groups for _, stage, _ in group})
-            assert own == list(stages_of(rank, line, chunks, schedule))
-            assert {device_of(stage, line, schedule) for stage in own} == {rank}
+            assert own == list(schedule.own(rank))
+            assert {schedule.device[stage] for stage in own} == {rank}
+
+
+@pytest.mark.parametrize("name", ["none", "gpipe", "1f1b", *TORCH])
+def test_microbatches_in_flight_are_those_of_the_order(name: str) -> None:
+    """Of stages that save alike, the moment at which a device has most is the one that its order shows."""
+    line = (1,) if name == "none" else (2, 4)
+    for p, m, v in itertools.product(line, (4, 8), (1, 2, 3)):
+        schedule = Schedule(name, p, m, v)
+        if refusal(schedule) is not None:
+            continue
+        for rank in range(p):
+            live = most = 0
+            for kind, _, _ in device_order(schedule, rank):
+                live += kind == "F"
+                most = max(most, live)
+                live -= kind in "BW"
+            assert most == most_in_flight(schedule, rank), schedule
+            assert schedule.split or most == sum(fullest(schedule).in_flight[s] for s in schedule.own(rank))
 
 
 @pytest.mark.parametrize(

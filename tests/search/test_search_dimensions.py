@@ -8,8 +8,9 @@ import pytest
 from price_models import chain, mlp, solve_mlp
 
 from autopar.devices import parse
-from autopar.plan import INTERLEAVED, NARROW, OFFLOADS, RECOMPUTATIONS, SPLIT, ZERO_BUBBLE, Axis, Plan, Role, Strategy
+from autopar.plan import NARROW, OFFLOADS, RECOMPUTATIONS, Axis, Plan, Role, Strategy
 from autopar.price import Pricer
+from autopar.schedules import INTERLEAVED, SPLIT, ZERO_BUBBLE, Schedule
 from autopar.search import SearchOptions, evaluate, make_mesh, search
 from autopar.search.manual import even_cuts
 from autopar.search.problem import choices, sizes_of_segments, strategies
@@ -83,13 +84,10 @@ def test_each_value_of_a_dimension_is_predicted_differently(dimension: str) -> N
 
 def test_the_search_tries_these_values() -> None:
     tried = choices(GRAPH, CLUSTER.count, SearchOptions())
-    for choice in {
-        (c.pipeline, c.chunks, c.schedule, c.microbatches) for written in DIMENSIONS.values() for c in written
-    }:
-        asked = [(c.pipeline, c.chunks, c.schedule, c.microbatches) for c in tried]
-        pinned = choices(GRAPH, CLUSTER.count, SearchOptions(schedule=choice[2]))
-        asked += [(c.pipeline, c.chunks, c.schedule, c.microbatches) for c in pinned]
-        assert choice in asked, choice
+    every = [written for some in DIMENSIONS.values() for written in some]
+    for schedule in {Schedule(w.schedule, w.pipeline, w.microbatches, w.chunks) for w in every}:
+        pinned = choices(GRAPH, CLUSTER.count, SearchOptions(schedule=schedule.name))
+        assert schedule in [choice.schedule for choice in (*tried, *pinned)], schedule
     candidates = strategies(PLAIN.mesh, BATCH // PLAIN.microbatches, CLUSTER.gpus_per_node, SearchOptions())
     for written in (w for name in ("roles", "ZeRO", "recomputation") for w in DIMENSIONS[name]):
         assert written.strategy in candidates, written

@@ -12,16 +12,18 @@ from places import EVIDENCE
 from search_models import brute_force, every_plan, random_problem
 
 from autopar.errors import InfeasibleError, UsageError
-from autopar.plan import SEVERAL_STAGES, Plan
-from autopar.search import SearchOptions, driver, search
-from autopar.search.bound import relaxation
+from autopar.plan import Plan
+from autopar.schedules import SEVERAL_STAGES
+from autopar.search import SearchOptions, search, steps
+from autopar.search.bounds.bottleneck import bottleneck_bound, whole_bound
+from autopar.search.bounds.cheap import fewest_seconds
+from autopar.search.bounds.columns import interleaved_bound, interleaved_relaxation
+from autopar.search.bounds.devices import whole_interleaved
+from autopar.search.bounds.mixed import mixed_devices
+from autopar.search.bounds.relaxation import relaxation
+from autopar.search.construct.devices import construct_interleaved
 from autopar.search.evaluation import cost
-from autopar.search.exact import solve_scip
-from autopar.search.interleaved import construct_interleaved, solve_interleaved
-from autopar.search.interleaved_bound import fewest_seconds, interleaved_bound, interleaved_relaxation
-from autopar.search.interleaved_columns import mixed_devices
-from autopar.search.interleaved_whole import whole_interleaved
-from autopar.search.lagrange import bottleneck_bound, whole_bound
+from autopar.search.exact import solve_labels, solve_scip
 from autopar.search.problem import choices
 from autopar.search.tables import Prices
 
@@ -55,7 +57,7 @@ def test_the_committed_comparison_has_no_disagreement() -> None:
 
 
 def test_bounds_stay_below_the_optimum_when_the_exact_solver_is_scip(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "LABEL_LAYERS", 0)
+    monkeypatch.setattr(steps, "LABEL_LAYERS", 0)
     proved = 0
     for seed in range(1000, 1080):
         plan, best = found(seed)
@@ -149,7 +151,7 @@ def test_every_bound_of_choices_that_deal_stages_out_holds(schedule: str) -> Non
                 instance = prices.instance(choice)
                 if instance is None:
                     continue
-                best, solution = solve_interleaved(instance, inf, inf)
+                best, solution = solve_labels(instance, inf, inf)
                 assert solution is None or cost(instance, solution).step_time_s == pytest.approx(best, rel=1e-12)
                 cheap = fewest_seconds(instance)
                 bounds = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 
+import numpy as np
 import pytest
 from search_models import Devices, RandomPricer, TransformerPricer, chain, random_problem, transformer
 
@@ -12,11 +13,12 @@ from autopar.errors import BatchError, InfeasibleError, UsageError
 from autopar.graph import Graph
 from autopar.layer_price import LayerPrice
 from autopar.plan import Axis, Plan, Role, Strategy
+from autopar.schedules import Schedule
+from autopar.schedules.step_time import longest_path, lower_bound, simulate, textbook_paths, timeline
 from autopar.search import SearchOptions, evaluate, manual_plan, search
 from autopar.search.evaluation import coalesce
 from autopar.search.manual import make_mesh
 from autopar.search.problem import for_sequence, meshes, strategies
-from autopar.search.simulate import critical_path, lower_bound, simulate, timeline
 
 D, T, TS, IDLE = Role.DATA, Role.TENSOR, Role.TENSOR_SEQUENCE, Role.IDLE
 
@@ -25,34 +27,39 @@ class TestSchedule:
     def test_equal_stages_have_the_closed_form(self) -> None:
         for stages, m in [(2, 2), (4, 4), (4, 9), (3, 1)]:
             f, b = [1.0] * stages, [2.0] * stages
-            for schedule in ("gpipe", "1f1b"):
-                assert simulate(f, b, m, schedule) == pytest.approx((m + stages - 1) * 3.0)
-                assert lower_bound(f, b, m, schedule) == pytest.approx((m + stages - 1) * 3.0)
+            for name in ("gpipe", "1f1b"):
+                schedule = Schedule(name, stages, m)
+                assert simulate(schedule, f, b) == pytest.approx((m + stages - 1) * 3.0)
+                assert lower_bound(schedule, f, b) == pytest.approx((m + stages - 1) * 3.0)
 
     def test_gpipe_bubble(self) -> None:
         stages, m = 4, 12
-        step = simulate([1.0] * stages, [2.0] * stages, m, "gpipe")
+        step = simulate(Schedule("gpipe", stages, m), [1.0] * stages, [2.0] * stages)
         assert 1 - m * 3.0 / step == pytest.approx((stages - 1) / (m + stages - 1))
 
     def test_one_stage_accumulates(self) -> None:
-        assert simulate([1.0], [2.0], 5, "none") == 15.0
+        assert simulate(Schedule("none", 1, 5), [1.0], [2.0]) == 15.0
 
     def test_an_uneven_pipeline_is_faster_than_the_textbook_says(self) -> None:
         f, b, m = [1.0, 0.01], [1.0, 0.01], 8
-        assert simulate(f, b, m, "1f1b") == pytest.approx(m * 2.0)
-        assert sum(f) + sum(b) + (m - 1) * 2.0 > simulate(f, b, m, "1f1b")
+        step = simulate(Schedule("1f1b", 2, m), f, b)
+        assert step == pytest.approx(m * 2.0)
+        assert sum(f) + sum(b) + (m - 1) * 2.0 > step
 
-    def test_bounds_timeline_and_order_of_schedules_on_random_stages(self) -> None:
+    def test_bounds_paths_timeline_and_order_of_schedules_on_random_stages(self) -> None:
         rng = random.Random(0)
         for _ in range(400):
             stages, m = rng.randint(2, 5), rng.randint(1, 9)
             f = [rng.choice([0.01, rng.random()]) for _ in range(stages)]
             b = [rng.choice([0.01, rng.random()]) for _ in range(stages)]
-            for schedule in ("gpipe", "1f1b"):
-                step = simulate(f, b, m, schedule)
-                assert step == pytest.approx(max(span.stop_s for span in timeline(f, b, m, schedule)))
-                assert lower_bound(f, b, m, schedule) <= step * (1 + 1e-12)
-            assert simulate(f, b, m, "1f1b") <= simulate(f, b, m, "gpipe") * (1 + 1e-12)
+            gpipe, one_f_one_b = schedules = [Schedule(name, stages, m) for name in ("gpipe", "1f1b")]
+            for schedule in schedules:
+                step, bound = simulate(schedule, f, b), lower_bound(schedule, f, b)
+                assert step == pytest.approx(max(span.stop_s for span in timeline(schedule, f, b)))
+                assert bound <= step * (1 + 1e-12)
+                longest = np.einsum("pis,ps->i", textbook_paths(schedule), [f, b]).max()
+                assert longest <= bound * (1 + 1e-12) and (schedule is gpipe or longest == pytest.approx(bound))
+            assert simulate(one_f_one_b, f, b) <= simulate(gpipe, f, b) * (1 + 1e-12)
 
 
 class TestMeshes:
@@ -343,19 +350,11 @@ def test_a_path_through_the_schedule_is_as_long_as_the_step_and_bounds_others() 
     rng = random.Random(1)
     for _ in range(60):
         stages, m = rng.randint(2, 5), rng.randint(1, 9)
-        for schedule in ("gpipe", "1f1b"):
-            (f, b), (g, c) = ([[rng.random() for _ in range(stages)] for _ in range(2)] for _ in range(2))
-            forwards, backwards = critical_path(f, b, m, schedule)
-
-            def length(of: list[float], ob: list[float], counts: tuple[list[int], list[int]]) -> float:
-                return sum(
-                    n * x
-                    for side, values in zip(counts, (of, ob), strict=True)
-                    for n, x in zip(side, values, strict=True)
-                )
-
-            assert length(f, b, (forwards, backwards)) == pytest.approx(simulate(f, b, m, schedule))
-            assert length(g, c, (forwards, backwards)) <= simulate(g, c, m, schedule) * (1 + 1e-12)
+        for schedule in (Schedule("gpipe", stages, m), Schedule("1f1b", stages, m)):
+            own, other = ([[rng.random() for _ in range(stages)] for _ in range(2)] for _ in range(2))
+            path = longest_path(schedule, np.array(own))
+            assert (path * own).sum() == pytest.approx(simulate(schedule, *own))
+            assert (path * other).sum() <= simulate(schedule, *other) * (1 + 1e-12)
 
 
 def test_without_time_the_bound_is_the_arithmetic_at_peak() -> None:

@@ -11,21 +11,20 @@ from price_models import chain, mlp, solve_mlp
 from autopar.devices import parse
 from autopar.emit.program import emit
 from autopar.errors import UsageError
-from autopar.plan import SPLIT, Plan, device_of
+from autopar.plan import Plan
 from autopar.price import Pricer
+from autopar.schedules import SPLIT, Schedule, refusal
+from autopar.schedules.orders import device_groups
+from autopar.schedules.step_time import longest_path, parts_of, simulate, simulate_many, textbook_paths, timeline
 from autopar.search import SearchOptions, search
-from autopar.search.interleaved_bound import textbook_paths
-from autopar.search.manual import refusal
-from autopar.search.schedules import device_groups
-from autopar.search.simulate import longest_path, parts_of, simulate, simulate_many, timeline
 
-SIZES = [(s, p, v, m) for s in SPLIT for p in (2, 3, 4) for v in (1, 2, 3) for m in (1, 2, 4, 6, 8, 12)
-         if refusal(s, p, v, m) is None]  # fmt: skip
+EVERY = [Schedule(s, p, m, v) for s in SPLIT for p in (2, 3, 4) for v in (1, 2, 3) for m in (1, 2, 4, 6, 8, 12)]
+SIZES = [schedule for schedule in EVERY if refusal(schedule) is None]
 
 
-def by_passes(schedule: str, line: int, chunks: int, m: int, f: list[float], b: list[float], w: list[float]) -> float:
+def by_passes(schedule: Schedule, f: list[float], b: list[float], w: list[float]) -> float:
     """The step by going over all devices again and again until no action ends later than before."""
-    stages = line * chunks
+    line, stages = schedule.pipeline, schedule.stages
     took = {("F", s): f[s] for s in range(stages)} | {("B", s): b[s] for s in range(stages)}
     took |= {("I", s): b[s] - w[s] if s else 0.0 for s in range(stages)}
     took |= {("W", s): w[s] if s else b[s] for s in range(stages)}
@@ -35,7 +34,7 @@ def by_passes(schedule: str, line: int, chunks: int, m: int, f: list[float], b: 
         before = sum(sent.values())
         for rank in range(line):
             clock = 0.0
-            for group in device_groups(schedule, rank, line, m, chunks):
+            for group in device_groups(schedule, rank):
                 ends = []
                 for kind, stage, i in group:
                     way = "F" if kind == "F" else "B"
@@ -45,7 +44,7 @@ def by_passes(schedule: str, line: int, chunks: int, m: int, f: list[float], b: 
                     latest = max(latest, clock)
                 for (kind, _, _), (way, stage, i, end) in zip(group, ends, strict=True):
                     beside = stage + 1 if way == "F" else stage - 1
-                    here = 0 <= beside < stages and device_of(beside, line, schedule) == rank
+                    here = 0 <= beside < stages and schedule.device[beside] == rank
                     if kind != "W":
                         sent[way, stage, i] = end if here else clock
     return latest
@@ -56,26 +55,25 @@ def drawn(rng: random.Random, stages: int) -> tuple[list[float], list[float], li
     return [rng.random() for _ in range(stages)], backward, [rng.random() * b for b in backward]
 
 
-@pytest.mark.parametrize("schedule", SPLIT)
-def test_time_and_paths_on_random_stages(schedule: str) -> None:
-    rng = random.Random(schedule)
-    sizes = [size for size in SIZES if size[0] == schedule]
+@pytest.mark.parametrize("name", SPLIT)
+def test_time_and_paths_on_random_stages(name: str) -> None:
+    rng = random.Random(name)
+    sizes = [schedule for schedule in SIZES if schedule.name == name]
     assert len(sizes) >= 5
-    for _, line, chunks, m in sizes:
-        f, b, w = drawn(rng, line * chunks)
-        step = simulate(f, b, m, schedule, chunks, w)
-        assert step == pytest.approx(by_passes(schedule, line, chunks, m, f, b, w), rel=1e-12), (line, chunks, m)
-        spans = timeline(f, b, m, schedule, chunks, w)
+    for schedule in sizes:
+        f, b, w = drawn(rng, schedule.stages)
+        step = simulate(schedule, f, b, w)
+        assert step == pytest.approx(by_passes(schedule, f, b, w), rel=1e-12), schedule
+        spans = timeline(schedule, f, b, w)
         assert max(span.stop_s for span in spans) == pytest.approx(step)
-        assert sum(span.stop_s - span.start_s for span in spans) == pytest.approx(m * (sum(f) + sum(b)))
-        parts, others = (parts_of(schedule, *drawn(rng, line * chunks)) for _ in range(2))
-        many = simulate_many(np.stack([parts, others], axis=-1), m, schedule, chunks)
-        for path in (
-            longest_path(parts, m, schedule, chunks),
-            *textbook_paths(schedule, line, chunks, m).swapaxes(0, 1),
-        ):
+        assert sum(span.stop_s - span.start_s for span in spans) == pytest.approx(
+            schedule.microbatches * (sum(f) + sum(b))
+        )
+        parts, others = (parts_of(schedule, *drawn(rng, schedule.stages)) for _ in range(2))
+        many = simulate_many(schedule, np.stack([parts, others], axis=-1))
+        for path in (longest_path(schedule, parts), *textbook_paths(schedule).swapaxes(0, 1)):
             assert (path * parts).sum() <= many[0] * (1 + 1e-12) and (path * others).sum() <= many[1] * (1 + 1e-12)
-        assert (longest_path(parts, m, schedule, chunks) * parts).sum() == pytest.approx(many[0])
+        assert (longest_path(schedule, parts) * parts).sum() == pytest.approx(many[0])
 
 
 def test_equal_parts_leave_the_bubbles_that_the_paper_says() -> None:
@@ -83,11 +81,15 @@ def test_equal_parts_leave_the_bubbles_that_the_paper_says() -> None:
     and that of ZB-V, whose stages are half as long, the first forwards alone."""
     line, m = 4, 12
     once = 2 * line
-    assert simulate([2.0] * line, [4.0] * line, m, "1f1b") == 6 * m + 6 * (line - 1)
-    assert simulate([2.0] * line, [4.0] * line, m, "zero-bubble", 1, [2.0] * line) == 6 * m + 2 * (line - 1)
-    assert simulate([1.0] * once, [2.0] * once, m, "zbv", 2, [1.0] * once) == 6 * m + line - 1
+    assert simulate(Schedule("1f1b", line, m), [2.0] * line, [4.0] * line) == 6 * m + 6 * (line - 1)
+    assert simulate(Schedule("zero-bubble", line, m), [2.0] * line, [4.0] * line, [2.0] * line) == 6 * m + 2 * (
+        line - 1
+    )
+    assert simulate(Schedule("zbv", line, m, 2), [1.0] * once, [2.0] * once, [1.0] * once) == 6 * m + line - 1
     # forwards and backwards are not overlapped, and what pairs send waits for both
-    assert simulate([1.0] * once, [2.0] * once, m, "dualpipev", 2, [1.0] * once) == 6 * m + 2 * (line - 1)
+    assert simulate(Schedule("dualpipev", line, m, 2), [1.0] * once, [2.0] * once, [1.0] * once) == 6 * m + 2 * (
+        line - 1
+    )
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from search_models import random_problem
 
+from autopar.schedules import Schedule
+from autopar.schedules.step_time import lower_bound, simulate
 from autopar.search import SearchOptions
-from autopar.search.construct import _cut
+from autopar.search.construct.stages import _cut
+from autopar.search.knapsacks import Weights, knapsacks
 from autopar.search.problem import choices
 from autopar.search.runs import compositions
-from autopar.search.simulate import lower_bound, simulate
 from autopar.search.tables import Instance, Prices, Regime, Table
-from autopar.search.whole import Weights, knapsacks
 
 OPTIONS = SearchOptions()
 WEIGHTS: Weights = (2.0, -0.5, 0.3)
@@ -79,7 +80,7 @@ def test_too_many_ways_make_a_lower_bound_or_a_stage(monkeypatch: pytest.MonkeyP
         layers = [(instance.kinds[0], 5)]
         exact[number] = knapsacks(instance, regime, WEIGHTS, bound=True).least(layers)
         instance.known.clear()
-    monkeypatch.setattr("autopar.search.whole.WAYS", 2)
+    monkeypatch.setattr("autopar.search.knapsacks.WAYS", 2)
     worse = 0
     for number, (instance, regime) in enumerate(cases):
         layers = [(instance.kinds[0], 5)]
@@ -93,9 +94,10 @@ def test_too_many_ways_make_a_lower_bound_or_a_stage(monkeypatch: pytest.MonkeyP
 def test_uniform_stages_take_as_long_as_their_longest_linear_path() -> None:
     for stages, microbatches in ((2, 3), (4, 8), (8, 9), (5, 40)):
         forward, backward = [0.4] * stages, [0.9] * stages
-        step = simulate(forward, backward, microbatches, "1f1b")
+        schedule = Schedule("1f1b", stages, microbatches)
+        step = simulate(schedule, forward, backward)
         assert step == pytest.approx((microbatches + stages - 1) * 1.3)
-        assert lower_bound(forward, backward, microbatches, "1f1b") == pytest.approx(step, rel=1e-12)
+        assert lower_bound(schedule, forward, backward) == pytest.approx(step, rel=1e-12)
 
 
 def test_cuts_of_the_least_sum_below_a_cap() -> None:

@@ -15,8 +15,9 @@ from autopar.cli.app import cli
 from autopar.devices import described
 from autopar.errors import UsageError
 from autopar.plan import Role
-from autopar.search.schedules import interleaved_in_flight
-from autopar.search.simulate import simulate
+from autopar.schedules import Schedule
+from autopar.schedules.memory import fullest
+from autopar.schedules.step_time import simulate
 from autopar.validate import Outcome, score, scores, validate
 from autopar.validate.models import graph_of
 from autopar.validate.rows import Architecture, Measured, RowError, measured, read_row
@@ -170,14 +171,15 @@ def test_loose_names_of_machines():
 
 def test_interleaving_divides_the_bubble():
     line, chunks, m = 4, 3, 8
-    step = simulate([1.0] * line * chunks, [2.0] * line * chunks, m, "interleaved-1f1b", chunks)
+    interleaved, plain = Schedule("interleaved-1f1b", line, m, chunks), Schedule("1f1b", line, m)
+    step = simulate(interleaved, [1.0] * line * chunks, [2.0] * line * chunks)
     # Narayanan et al. 2021: the bubble of (p - 1) microbatches is divided by the chunks
     assert step == pytest.approx(3 * m * chunks + 3 * (line - 1))
-    assert simulate([3.0] * line, [6.0] * line, m, "1f1b") == pytest.approx(9 * (m + line - 1))
+    assert simulate(plain, [3.0] * line, [6.0] * line) == pytest.approx(9 * (m + line - 1))
 
 
 def test_interleaving_holds_more():
-    held = interleaved_in_flight(4, 2, 8)
+    held = fullest(Schedule("interleaved-1f1b", 4, 8, 2)).in_flight
     # the first device warms up with (v - 1) p + 2 (p - 1) forwards and does one more
     assert held[0] + held[4] == 4 + 2 * 3 + 1 and held[3] + held[7] == 4 + 1
 

@@ -1,4 +1,4 @@
-"""``mixed_devices``: the bound of ``interleaved_bound``'s ``linear`` from devices of whole layers, each of which fits on its own.
+"""``mixed_devices``: the bound of ``columns`` from devices of whole layers, each of which fits on its own.
 
 A way to run a device is a number of layers of the most frequent kind, the stages that they are in, and a candidate for each, within the
 device's memory. The linear model mixes such ways, device by device, so that they have all layers together and the longest path through
@@ -11,8 +11,8 @@ the schedule is shortest:
     layers     sum_{d, w} x[d, w] layers(w) = L
 
 Its duals weigh paths, devices' seconds once a step, and layers; the cheapest way of every device under them is a knapsack, solved exactly
-(``whole``). What these cost together, and the weight of all layers, is a bound for every weights. Ways that make a device slower than the
-step that is looked for (``interleaved_whole``) are left out, so that the bound is one of steps below that.
+(``knapsacks``). Their cost together, and the weight of all layers, is a bound for every weights. Ways that make a device slower than the
+step that is looked for (``devices``) are left out, so that the bound is one of steps below that.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from collections.abc import Iterator
 import numpy as np
 from ortools.linear_solver import pywraplp
 
-from autopar.search.bound import TOLERANCE
-from autopar.search.evaluation import passing_by
-from autopar.search.interleaved_bound import longer_path, sends, textbook_paths
-from autopar.search.interleaved_whole import Line
-from autopar.search.schedules import last_forward
-from autopar.search.tables import Array, Instance
-from autopar.search.whole import NOTHING, Front, merged, undominated
+from autopar.schedules.memory import fullest, passing_by
+from autopar.schedules.step_time import textbook_paths
+from autopar.search.bounds.cheap import TOLERANCE, sends
+from autopar.search.bounds.columns import longer_path
+from autopar.search.bounds.devices import Line
+from autopar.search.knapsacks import NOTHING, Front, merged
+from autopar.search.pareto import Array, falling
+from autopar.search.tables import Instance
 
 ROUNDS = 40
 """How often the weights are moved."""
@@ -58,13 +59,13 @@ class _Ways:
     """The ways to run one device with between ``low`` and ``high`` layers of the most frequent kind."""
 
     def __init__(self, instance: Instance, common: int, d: int, low: int, high: int) -> None:
-        choice = instance.choice
+        schedule = instance.schedule
         self.instance, self.common, self.low, self.high = instance, common, low, high
-        self.own = np.arange(d, choice.stages, choice.pipeline)
+        self.own = np.array(schedule.own(d))
         self.limit, self.place = instance.layout.limit[d], instance.layout.place[d]
-        self.at_work = last_forward(d, choice.pipeline, choice.chunks, choice.microbatches)
-        self.passing = passing_by(choice, d)
-        ends = {0: int(instance.kind[0]), choice.stages - 1: int(instance.kind[-1])}
+        self.at_work = fullest(schedule).at_work[d]
+        self.passing = passing_by(schedule, d)
+        ends = {0: int(instance.kind[0]), schedule.stages - 1: int(instance.kind[-1])}
         self.first = [ends.get(int(s), common) for s in self.own]  # the kind of a layer that each stage has
 
     def _single(self, kind: int, at: int, weights: Array, once: float, first: bool) -> Front:
@@ -76,7 +77,7 @@ class _Ways:
         held = (table.weights + int(self.instance.in_flight[s]) * table.saved)[some]
         if first and s == self.at_work:
             held = held + table.at_work(self.passing)[some]
-        best = undominated(held, cost)
+        best = falling(held, cost)
         return Front(held[best], cost[best], at * len(table) + some[best], table=kind + 1)
 
     def cheapest(self, weights: Array, once: float) -> Iterator[tuple[int, Front]]:
@@ -86,7 +87,7 @@ class _Ways:
             ways = merged(ways, self._single(kind, at, weights, once, True), self.limit, bound=True)
         some = [self._single(self.common, at, weights, once, False) for at in range(len(self.own))]
         held, cost, made = (np.concatenate([getattr(f, name) for f in some]) for name in ("held", "cost", "made"))
-        best = undominated(held, cost)
+        best = falling(held, cost)
         free = Front(held[best], cost[best], made[best], table=self.common + 1)
         for layers in range(self.first.count(self.common), self.high + 1):
             if layers >= self.low:
@@ -109,7 +110,6 @@ class _Mixture:
     """The linear model, and the ways that it mixes."""
 
     def __init__(self, instance: Instance, line: Line, ranges: list[tuple[int, int]], scale_s: float) -> None:
-        choice = instance.choice
         self.instance, self.wanted, self.scale_s = instance, line.wanted, scale_s
         self.devices = [_Ways(instance, line.common, d, low, high) for d, (low, high) in enumerate(ranges)]
         self.sends = sends(instance)
@@ -130,8 +130,7 @@ class _Mixture:
             self.solver.Objective().SetCoefficient(variable, 10)
         self.columns: list[tuple[pywraplp.Variable, int, Array]] = []
         self.known: set[tuple[int, int, bytes]] = set()
-        sizes = choice.schedule, choice.pipeline, choice.chunks, choice.microbatches
-        for path in textbook_paths(*sizes).transpose(1, 0, 2):
+        for path in textbook_paths(instance.schedule).transpose(1, 0, 2):
             self._add_path(path)
 
     def _add_path(self, path: Array) -> None:

@@ -1,15 +1,6 @@
 """Lower bounds of the step time of a choice with several stages on each device (interleaved 1F1B, zero bubble).
 
-Two paths through the schedule of ``p`` devices with ``v`` stages each, for every device ``d`` whose stages are ``own``; ``n_s`` is how
-often stage ``s`` runs forward before its device first runs backward:
-
-    upto[d]    sum_{s < d} t_s + m sum_{own} t_s
-    round[d]   sum_s f_s + sum_{s > (v-1)p + d} b_s + sum_{own} (m b_s + (m - n_s) f_s) + sum_{s < d} b_s
-
-Device ``d`` begins with stage ``d``, after one forward of each stage before it, has all of its own work to do, and ends with a backward of
-stage ``d``, which those of the stages before it follow: ``upto``. Its first backward is of stage ``(v-1)p + d``, after a forward of
-every stage and a backward of each later one; then come what is left of its own actions, and again the stages before ``d``: ``round``.
-Where backwards are in two parts the same holds for forwards and inputs' gradients, and a device's weights' gradients may come last of all.
+The paths are those of ``schedules.step_time.textbook_paths``.
 
 ``linear``: the step is at least any mixture of paths plus the mean of the devices' seconds once a step, and memory may be priced. Such a
 sum is one over layers, each of which takes its cheapest candidate for the stage that it is in, and the cuts that make it least are found by
@@ -17,28 +8,22 @@ dynamic programming over the stages: the minimum of a prefix sum's rest. The wei
 largest come from column generation: a small linear model mixes the stages met so far, its duals are the next weights, and the longest
 path through the schedule of the mixture is the next path. Every value met on the way is a bound.
 
-``packed``: layers are whole. If no device may take longer than a limit, it has room for so many layers of the most frequent kind beside
-given numbers of the others; where all devices together cannot have all layers (order is dropped), the limit is a bound.
-
 Resharding is left out, as everywhere in bounds.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-
 import numpy as np
 from ortools.linear_solver import pywraplp
 
-from autopar.plan import INTERLEAVED
-from autopar.search import bound
-from autopar.search.bound import CUT_ACTIONS, TOLERANCE, cheapest_send
+from autopar.schedules.memory import fullest
+from autopar.schedules.step_time import longest_path, textbook_paths
+from autopar.search.bounds.cheap import TOLERANCE, sends
+from autopar.search.bounds.packed import LADDER, packed_bound, space
+from autopar.search.bounds.relaxation import CUT_ACTIONS
 from autopar.search.cuts import balanced_cuts
-from autopar.search.evaluation import passing_by
-from autopar.search.schedules import device_order, fullest, interleaved_in_flight
-from autopar.search.simulate import KINDS, counted, longest_path
-from autopar.search.tables import Array, Indices, Instance
+from autopar.search.pareto import Array, Indices
+from autopar.search.tables import Instance
 
 ROUNDS = 100
 """How often the weights of ``linear`` are moved."""
@@ -46,78 +31,10 @@ ROUNDS = 100
 NEAR = 0.8
 """How near to the best weights so far the next ones are: those of the model alone jump to and fro."""
 
-LADDER = np.geomspace(1e-4, 1e4, 33)
-"""Prices of memory, in units of a device's least time per device memory."""
-
-PACKED = 128
-"""Up to so many combinations of the less frequent kinds the devices are packed."""
-
-
-@functools.lru_cache(maxsize=64)
-def textbook_paths(schedule: str, line: int, chunks: int, microbatches: int) -> Array:
-    """How often ``upto`` and ``round`` of every device have each part of each stage: ``[part, path, stage]``."""
-    if schedule != INTERLEAVED:
-        return _paths_apart(schedule, line, chunks, microbatches)
-    stages, m = line * chunks, microbatches
-    before = np.array(interleaved_in_flight(line, chunks, m))
-    forwards, backwards = np.zeros((2, 2 * line, stages))
-    for d in range(line):
-        own = np.arange(d, stages, line)
-        forwards[d, :d] = backwards[d, :d] = 1
-        forwards[d, own] = backwards[d, own] = m
-        at = line + d
-        forwards[at] = 1
-        forwards[at, own] += m - before[own]
-        backwards[at, :d] = backwards[at, stages - line + d + 1 :] = 1
-        backwards[at, own] = m
-    return np.stack([forwards, backwards])
-
-
-def _paths_apart(schedule: str, line: int, chunks: int, microbatches: int) -> Array:
-    """``textbook_paths`` of a schedule with backwards in two parts. Each of the two ends with all that the device does, or with its last
-    gradient of inputs and those of the stages before it."""
-    stages = line * chunks
-    paths = np.zeros((line, 4, len(KINDS), stages))
-    for d in range(line):
-        order = [(KINDS.index(kind), stage) for kind, stage, _ in device_order(schedule, d, line, microbatches, chunks)]
-        back = [k for k, (kind, _) in enumerate(order) if kind in (1, 2)]
-        (first, last), turn = (back[0], back[-1]), order[back[0]][1]
-        for number, (start, stop) in enumerate(itertools.product((0, first), (len(order), last + 1))):
-            path = paths[d, number]
-            path[0, : stages if start else d] = 1  # forwards on the way there
-            path[2, turn + 1 if start else stages :] = 1  # and the gradients on the way back
-            np.add.at(path, tuple(np.array(order[start:stop]).T), 1)
-            path[2, : order[last][1] if stop <= last + 1 else 0] += 1
-    # a stage whose gradient comes in one piece counts no less as one in two
-    return counted(schedule, paths).reshape(-1, 4 * line, stages)
-
-
-def sends(instance: Instance) -> Array:
-    """Seconds that each stage sends at least, forward and backward: ``[2, stage]``."""
-    crosses = np.array([0, *(link is not None for link in instance.choice.links), 0]) * cheapest_send(instance)
-    return np.stack([crosses[1:], crosses[:-1]])
-
-
-def fewest_seconds(instance: Instance) -> float:
-    """A bound from each layer's best price alone, of any choice; with several stages on each device, the mean over devices of ``upto``."""
-    if not instance.choice.interleaved:
-        return bound.fewest_seconds(instance)
-    line, m = instance.choice.pipeline, instance.choice.microbatches
-    time = instance.least("time")
-    work = max((float(time.sum()) + float(sends(instance).sum())) / line, float(time.max()))
-    # device d begins after at least d layers: a stage has one or more
-    fill = float((np.arange(line - 1, 0, -1) * _outside(instance)[: line - 1]).sum()) / line
-    return m * work + fill + float(instance.least("step").sum()) / line
-
-
-def _outside(instance: Instance) -> Array:
-    """By layer: the least that it takes before a later device begins and, unless weights' gradients come last, after it ends."""
-    return instance.least("forward" if instance.choice.split else "time")
-
 
 def interleaved_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
-    """The larger of ``packed`` and of ``linear`` with all paths alike; ``inf`` where nothing fits. ``enough_s`` is as good as more."""
-    found = max(at_least_s, _packed(instance, at_least_s, enough_s))
+    """The larger of ``packed_bound`` and of ``linear`` with all paths alike; ``inf`` where nothing fits. ``enough_s`` is enough."""
+    found = max(at_least_s, packed_bound(instance, at_least_s, enough_s))
     return max(found, _Linear(instance).first()) if found < enough_s else found
 
 
@@ -126,31 +43,20 @@ def interleaved_relaxation(instance: Instance, at_least_s: float, enough_s: floa
     return max(at_least_s, _Linear(instance).best(enough_s))
 
 
-def _space(instance: Instance, device: int) -> float:
-    """What a device has for weights and activations at most, besides the least that an action and the pipeline hold."""
-    borders = 0.0
-    if device != instance.choice.device[-1]:  # the last layer sends nothing
-        kinds = np.unique(instance.kind[:-1])
-        borders = min(float(table.border.min()) for k in kinds for table in instance.kinds[k].places)
-    least = float(instance.least("transient").min())
-    return instance.layout.limit[device] - least - passing_by(instance.choice, device) * borders
-
-
 class _Linear:
     """``linear`` of one instance."""
 
     def __init__(self, instance: Instance) -> None:
-        choice = instance.choice
-        self.instance, self.line, self.stages = instance, choice.pipeline, choice.stages
-        sizes = choice.schedule, choice.pipeline, choice.chunks, choice.microbatches
-        self.paths = textbook_paths(*sizes)  # [part, path, stage]
+        schedule = instance.schedule
+        self.instance, self.line, self.stages = instance, schedule.pipeline, schedule.stages
+        self.paths = textbook_paths(schedule)  # [part, path, stage]
         self.in_flight, self.waiting = instance.in_flight.astype(np.float64), instance.waiting.astype(np.float64)
         self.device = instance.device
         least = float(instance.least("transient").min())
-        self.room = np.array([_space(instance, d) for d in range(self.line)])
+        self.room = np.array([space(instance, d) for d in range(self.line)])
         # of the stage that is at work when a device holds most, the largest transient is at least its layers' mean
         self.transient = np.zeros(self.stages)
-        self.transient[list(fullest(*sizes)[2])] = 1 / (instance.layers - self.stages + 1)
+        self.transient[list(fullest(schedule).at_work)] = 1 / (instance.layers - self.stages + 1)
         self.latest = np.zeros((len(self.paths), self.stages))  # the parts of the stages that were cheapest last
         self.pick = np.zeros((self.stages, len(instance.kinds)), dtype=np.intp)  # the candidates of every kind in them
         self.best_s = 0.0
@@ -268,7 +174,7 @@ class _Linear:
             for p in self.instance.layout.place[: self.line]
         ]
         sums = [np.concatenate([[0.0], np.cumsum(each[self.instance.kind])]) for each in least]
-        return np.array(balanced_cuts(sums, self.instance.choice.device), dtype=np.int64)
+        return np.array(balanced_cuts(sums, self.instance.schedule.device), dtype=np.int64)
 
     def _outcome(self, bounds: Indices, pick: Indices) -> Array:
         stage = np.repeat(np.arange(self.stages), np.diff(bounds))
@@ -287,10 +193,10 @@ class _Linear:
 
 def longer_path(instance: Instance, mean: Array, least_s: float) -> Array | None:
     """The longest path through the schedule of stages of ``mean`` seconds ``[part, stage]``, where it takes longer than ``least_s``."""
-    choice = instance.choice
-    if choice.stages * choice.microbatches > CUT_ACTIONS:
+    schedule = instance.schedule
+    if schedule.stages * schedule.microbatches > CUT_ACTIONS:
         return None
-    path = longest_path(mean, choice.microbatches, choice.schedule, choice.chunks)
+    path = longest_path(schedule, mean)
     return path if float((path * mean).sum()) > least_s * (1 + 1e-4) else None
 
 
@@ -363,90 +269,3 @@ def _cheapest_cuts(cost: Array) -> tuple[float, Indices]:
         stop = bounds[s + 1]
         bounds[s] = np.argmin(best[s, :stop] - prefix[s, :stop])
     return float(best[stages, count]), bounds
-
-
-def _packed(instance: Instance, at_least_s: float, enough_s: float) -> float:
-    """``packed``, by bisection between ``at_least_s`` and ``enough_s``; ``inf`` where memory alone has no room for all layers."""
-    counts = np.bincount(instance.kind, minlength=len(instance.kinds))
-    common = int(counts.argmax())
-    others = [k for k in range(len(counts)) if k != common and counts[k]]
-    if int(np.prod(counts[others] + 1)) > PACKED:
-        return at_least_s
-    room = _Room(instance, common, others, counts)
-    if not room.enough(np.inf):
-        return np.inf
-    once = float(instance.least("step").sum()) / instance.choice.pipeline
-    low, high = at_least_s, min(enough_s, 4 * at_least_s)
-    if not room.enough(high - once):
-        return high
-    for _ in range(8):
-        middle = (low + high) / 2
-        low, high = (low, middle) if room.enough(middle - once) else (middle, high)
-    return low
-
-
-class _Room:
-    """How many layers fit on the devices of a line if none of them may take longer than a limit."""
-
-    def __init__(self, instance: Instance, common: int, others: list[int], counts: Indices) -> None:
-        choice, m = instance.choice, instance.choice.microbatches
-        self.line, self.wanted = choice.pipeline, int(counts[common])
-        self.sets = np.array(list(itertools.product(*(range(int(counts[k]) + 1) for k in others))), dtype=np.int64)
-        self.sets = self.sets.reshape(len(self.sets), len(others))
-        self.whole = len(self.sets) - 1  # the last one has all layers of the other kinds
-        time, outside = instance.least("time"), _outside(instance)
-        sending = np.bincount(instance.device, sends(instance).sum(axis=0))
-        ladder = np.array([0.0, *LADDER * (m * float(time.sum()) / choice.pipeline / instance.limit)])
-        self.fixed, self.rows = (
-            [],
-            [],
-        )  # by device: seconds that are not its layers'; (per common layer, per set, room) by price of memory
-        regimes: dict[tuple[float, float, int, float], tuple[Array, Array, Array]] = {}
-        for d in range(self.line):
-            self.fixed.append(m * float(sending[d]) + float(outside[:d].sum()))
-            own = list(choice.own(d))
-            least = float(instance.in_flight[own].min()), float(instance.waiting[own].min())
-            regime = *least, instance.layout.place[d], _space(instance, d)
-            if regime not in regimes:
-                regimes[regime] = self._regime(instance, common, others, ladder, *regime)
-            self.rows.append(regimes[regime])
-        digits = np.array([*np.cumprod((counts[others] + 1)[::-1])[::-1][1:], 1], dtype=np.int64)[: len(others)]
-        # which set is left of ``whole`` when another is taken out of it, and whether it can be
-        difference = self.sets[:, None, :] - self.sets[None, :, :]
-        self.possible = (difference >= 0).all(axis=2)
-        self.rest = np.where(self.possible, difference @ digits, 0) if others else np.zeros((1, 1), dtype=np.int64)
-
-    def _regime(
-        self,
-        instance: Instance,
-        common: int,
-        others: list[int],
-        ladder: Array,
-        n: float,
-        waiting: float,
-        place: int,
-        space: float,
-    ) -> tuple[Array, Array, Array]:
-        """Per layer of the common kind, per set of others, and the room: by price of memory, and last of memory alone."""
-        m, least = instance.choice.microbatches, []
-        tables = instance.at(place)
-        for table in tables:
-            held = table.held(n, waiting)
-            priced = (m * table.time[None, :] + ladder[:, None] * held[None, :]).min(axis=1)
-            least.append(np.append(priced, held.min()))
-        cost = np.array(least)  # [kind, price]
-        return cost[common], self.sets @ cost[others], np.append(ladder * space, space)
-
-    def enough(self, limit_s: float) -> bool:
-        """Whether all layers could be on devices none of which takes longer."""
-        most = np.where(
-            np.arange(len(self.sets)) == 0, 0.0, -np.inf
-        )  # by set of others placed so far: how many common ones beside them
-        for fixed, (each, some, room) in zip(self.fixed, self.rows, strict=True):
-            space = room.copy()
-            space[:-1] += max(limit_s - fixed, 0.0) if np.isfinite(limit_s) else np.inf
-            fit = np.floor(((space - some) / np.maximum(each, 1e-300)).min(axis=1) + 1e-9)  # [set]
-            fit = np.where(fit >= 0, np.minimum(fit, self.wanted), -np.inf)
-            through = np.where(self.possible, fit[self.rest] + most[None, :], -np.inf)  # [all, before]
-            most = through.max(axis=1)
-        return bool(most[self.whole] >= self.wanted)

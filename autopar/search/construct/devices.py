@@ -1,4 +1,4 @@
-"""Solutions of a choice with several stages on each device (interleaved 1F1B, zero bubble): constructed, of least memory, exact if small.
+"""Solutions of a choice with several stages on each device (interleaved 1F1B, zero bubble): constructed.
 
 1. ``balanced_cuts`` cuts the layers so that the device with the largest share has little more than the mean: bisection over that largest
    share, stages being filled one after the other up to what their device may have by then.
@@ -6,7 +6,7 @@
    simulated for all such moves at once, gets shorter.
 3. Each device's layers are chosen again with resharding in the costs, under its memory.
 
-Where ``interleaved_whole`` says how many layers each device should have, even chunks of so many are tried before 1.
+Where ``bounds.devices`` says how many layers each device should have, even chunks of so many are tried before 1.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from itertools import pairwise
 
 import numpy as np
 
-from autopar.search.construct import LADDER, Stage, memory_scale, modes_of, seconds_of
+from autopar.schedules.memory import passing_by
+from autopar.schedules.step_time import simulate_many
+from autopar.search.bounds.cheap import sends
+from autopar.search.bounds.devices import layers_of_devices
+from autopar.search.construct.stages import LADDER, Stage, memory_scale, modes_of, seconds_of
+from autopar.search.construct.uneven import polished, uneven_cuts
 from autopar.search.cuts import balanced_cuts, by_share, in_rounds, moved_by_one
-from autopar.search.evaluation import Counts, Solution, cost, fits, fullest_moments, memories, passing_by
-from autopar.search.exact import LABELS, NODES, TooLargeError, undominated
-from autopar.search.interleaved_bound import sends, textbook_paths
-from autopar.search.interleaved_whole import layers_of_devices
-from autopar.search.schedules import holdings
-from autopar.search.simulate import simulate_many, simulate_parts
-from autopar.search.tables import Array, Indices, Instance
-from autopar.search.uneven import polished, uneven_cuts
+from autopar.search.evaluation import Solution, cost, fits, fullest_moments
+from autopar.search.minimum_memory import first_moments, least_memory, shares_of_limits
+from autopar.search.pareto import Array, Indices
+from autopar.search.tables import Instance
+from autopar.search.timeline import Counts
 
 ACTIONS = 2_000_000
 """Actions of all moves of one step of 2 together; where one move has more than half of that, there is no such step."""
@@ -45,7 +47,7 @@ def _picks(instance: Instance) -> list[tuple[float, tuple[Indices, ...], list[in
     """Of each mode the fastest candidates of all kinds, and the fastest that the devices have room for together: seconds of a device's work
     where it is even (times what is too much of memory), the mode, the candidates; the fastest first."""
     counts = np.bincount(instance.kind, minlength=len(instance.kinds))
-    n, q, line = float(instance.in_flight.mean()), float(instance.waiting.mean()), instance.choice.pipeline
+    n, q, line = float(instance.in_flight.mean()), float(instance.waiting.mean()), instance.schedule.pipeline
     room = float(sum(instance.layout.limit[:line]))
     found = []
     for allowed in (mode.allowed for mode in modes_of(instance)):
@@ -70,13 +72,13 @@ class _Draft:
 
     def __init__(self, instance: Instance, allowed: tuple[Indices, ...], pick: list[int]) -> None:
         self.instance, self.allowed, self.pick = instance, allowed, pick
-        self.line, self.m = instance.choice.pipeline, instance.choice.microbatches
+        self.line, self.m = instance.schedule.pipeline, instance.schedule.microbatches
         places = instance.layout.place[: self.line]
         sums = {place: self._sums(place) for place in set(places)}
         self.parts = np.array([sums[place][0] for place in places])  # [device, part, layers]
         self.held = np.array([sums[place][1] for place in places])
         self.sends = sends(instance)
-        self.seconds, device = self.parts.sum(axis=1), instance.choice.device
+        self.seconds, device = self.parts.sum(axis=1), instance.schedule.device
         self.cuts = [
             balanced_cuts(list(self.seconds), device),
             *(by_share(self.seconds, share, device) for share in instance.shares[-1:]),
@@ -118,13 +120,13 @@ class _Draft:
 
     def improve(self, deadline: float) -> None:
         """Move single layers as long as the schedule gets shorter."""
-        choice = self.instance.choice
-        actions = self.parts.shape[1] * self.m * choice.stages
+        schedule = self.instance.schedule
+        actions = self.parts.shape[1] * self.m * schedule.stages
         for _ in range(min(STEPS, LONGEST // actions)):
             moves = self._moves()[: ACTIONS // actions]
             if len(moves) < 2 or time.monotonic() > deadline:
                 return
-            steps = simulate_many(self.stages(moves), self.m, choice.schedule, choice.chunks)
+            steps = simulate_many(schedule, self.stages(moves))
             best = int(steps.argmin())
             if steps[best] >= self.estimate_s * (1 - 1e-6):
                 return
@@ -133,14 +135,14 @@ class _Draft:
     def _moves(self) -> list[tuple[int, ...]]:
         """The cuts with one layer moved."""
         _, seconds = self._by_stage(np.array(self.bounds)[None], self.seconds)
-        return moved_by_one(self.bounds, [self.instance.choice.own(int(d)) for d in np.argsort(seconds[0])])
+        return moved_by_one(self.bounds, [self.instance.schedule.own(int(d)) for d in np.argsort(seconds[0])])
 
 
 def _drafts(instance: Instance, picks: list[tuple[float, tuple[Indices, ...], list[int]]]) -> list[_Draft]:
     """Drafts with the better of their cuts, simulated all at once."""
-    drafts, choice = [_Draft(instance, allowed, pick) for _, allowed, pick in picks], instance.choice
+    drafts = [_Draft(instance, allowed, pick) for _, allowed, pick in picks]
     parts = np.concatenate([draft.stages(draft.cuts) for draft in drafts], axis=2)
-    steps = simulate_many(parts, choice.microbatches, choice.schedule, choice.chunks).tolist()
+    steps = simulate_many(instance.schedule, parts).tolist()
     for draft in drafts:
         mine, steps = steps[: len(draft.cuts)], steps[len(draft.cuts) :]
         draft.estimate_s, draft.bounds = min(zip(mine, draft.cuts, strict=True))
@@ -149,7 +151,7 @@ def _drafts(instance: Instance, picks: list[tuple[float, tuple[Indices, ...], li
 
 def _rounds(instance: Instance) -> list[tuple[int, ...]]:
     """Cuts in which every device has as many layers as ``whole_interleaved`` says, in chunks as even as can be."""
-    layers, chunks = layers_of_devices(instance), instance.choice.chunks
+    layers, chunks = layers_of_devices(instance), instance.schedule.chunks
     if layers is None:
         return []
     common = int(np.bincount(instance.kind).argmax())
@@ -199,13 +201,13 @@ def construct_interleaved(instance: Instance, deadline: float = np.inf) -> tuple
                 break
             draft.improve(deadline)
             tries.cut(draft.bounds, draft.allowed)
-            if instance.choice.split:
+            if instance.schedule.split:
                 for bounds in uneven_cuts(instance, draft.pick, draft.seconds):
                     tries.cut(bounds, draft.allowed)
-    if tries.solution is not None and instance.choice.split:
+    if tries.solution is not None and instance.schedule.split:
         tries.take(polished(instance, tries.solution, tries.refined, deadline))
     if tries.solution is None:
-        need, solution = least_memory_interleaved(instance)
+        need, solution = least_memory(instance)
         if need <= 1:
             tries.take(solution)
             tries.cut(solution.bounds, modes_of(instance)[0].allowed)
@@ -219,20 +221,20 @@ def _refined(
     cache: dict[tuple[object, ...], tuple[int, ...] | None],
 ) -> Solution | None:
     """The candidates of every device's layers for these cuts; ``None`` where none that were found fit."""
-    line, kind = instance.choice.pipeline, instance.kind
+    line, kind = instance.schedule.pipeline, instance.kind
     border = instance.layout.inside[0].border
-    rooms, moments = [1.0] * line, _first_moments(instance)
+    rooms, moments = [1.0] * line, first_moments(instance)
     seen = [[moment] for moment in moments]
     for _ in range(TRIES):
         pick = [0] * instance.layers
         for d in range(line):
-            own = instance.choice.own(d)
+            own = instance.schedule.own(d)
             runs = [range(bounds[s], bounds[s + 1]) for s in own]
             layers = [i for run in runs for i in run]
             held = [n for n, run in zip(moments[d], runs, strict=True) for _ in run]
             place, limit = instance.layout.place[d], instance.layout.limit[d] * rooms[d]
             borders = tuple(border[i] if j == i + 1 else -1 for i, j in pairwise(layers))
-            passing = passing_by(instance.choice, d)
+            passing = passing_by(instance.schedule, d)
             key = (id(allowed), tuple(kind[layers].tolist()), tuple(held), borders, place, passing, limit)
             if key not in cache:
                 cache[key] = _Device(instance, allowed, layers, held, d, limit).solve()
@@ -245,23 +247,12 @@ def _refined(
         if fits(instance, solution):
             return solution
         # another moment of the schedule holds more than the one that was planned for
-        full = _shares(instance, solution)
-        if instance.choice.split:
+        full = shares_of_limits(instance, solution)
+        if instance.schedule.split:
             _turn(moments, seen, rooms, full, fullest_moments(instance, solution))
         else:
             rooms = [room * 0.999 / max(full) for room in rooms]
     return None
-
-
-def _shares(instance: Instance, solution: Solution) -> list[float]:
-    """The share of its memory limit that each device needs."""
-    return [m.total / limit for m, limit in zip(memories(instance, solution), instance.layout.limit, strict=False)]
-
-
-def _first_moments(instance: Instance) -> list[Counts]:
-    """What each device has in flight when it has most."""
-    saved, waiting = instance.in_flight.tolist(), instance.waiting.tolist()
-    return [tuple((saved[s], waiting[s]) for s in instance.choice.own(d)) for d in range(instance.choice.pipeline)]
 
 
 def _turn(
@@ -296,7 +287,7 @@ class _Device(Stage):
         device: int,
         limit: float,
     ) -> None:
-        self.limit, place, passing = limit, instance.layout.place[device], passing_by(instance.choice, device)
+        self.limit, place, passing = limit, instance.layout.place[device], passing_by(instance.schedule, device)
         kinds = instance.kind[list(layers)].tolist()
         tables = [instance.kinds[k].at(place) for k in kinds]
         self.keep = [allowed[k] for k in kinds]
@@ -309,174 +300,3 @@ class _Device(Stage):
             for (i, j), keep in zip(pairwise(layers), pairwise(self.keep), strict=True)
         ]
         self.scale = memory_scale(instance)
-
-
-def least_memory_interleaved(instance: Instance) -> tuple[float, Solution]:
-    """The largest share of a device's memory limit that is needed, and a solution that needs no more: a good one, not proved the best."""
-    best: tuple[float, Solution] | None = None
-    moments = _first_moments(instance)
-    for _ in range(3):  # first of the moment at which most is in flight, then of the one at which most is held
-        solution = _least_memory(instance, moments)
-        need = max(_shares(instance, solution))
-        if best is None or need < best[0]:
-            best = need, solution
-        if not instance.choice.split:
-            break
-        moments = fullest_moments(instance, solution)
-    assert best is not None
-    return best
-
-
-def _least_memory(instance: Instance, moments: Sequence[Counts]) -> Solution:
-    """Of every device the candidates that hold least at a moment, and cuts that fill all devices alike."""
-    choice = instance.choice
-    picks, shares = [], []
-    for d, moment in enumerate(moments):
-        tables = instance.at(instance.layout.place[d])
-        n, q = np.mean(moment, axis=0).tolist()
-        held = [t.held(n, q) + t.transient / instance.layers for t in tables]
-        picks.append(np.array([int(h.argmin()) for h in held]))
-        each = np.array([float(h.min()) for h in held])[instance.kind]
-        shares.append(np.concatenate([[0.0], np.cumsum(each)]) / instance.layout.limit[d])
-    bounds = balanced_cuts(shares, choice.device)
-    device = np.repeat(instance.device, np.diff(bounds))
-    return Solution(bounds, tuple(int(picks[d][k]) for d, k in zip(device, instance.kind, strict=True)))
-
-
-def solve_interleaved(instance: Instance, cutoff_s: float, deadline: float) -> tuple[float, Solution | None]:
-    """The optimum below ``cutoff_s`` (``None``: there is none), by enumeration of undominated stages.
-
-    Raises:
-        TooLargeError: too many labels, combinations or seconds.
-    """
-    ways: _WaysBy = {}
-    for regime in {_regime(instance, d) for d in range(instance.choice.pipeline)}:
-        for i in range(instance.layers):
-            for j, found in _ways(instance, i, regime, deadline).items():
-                ways[i, j, regime] = found
-    return _Enumeration(instance, ways, cutoff_s, deadline).solve()
-
-
-_Regime = tuple[int, int]
-_WaysBy = dict[tuple[int, int, _Regime], tuple[Array, Indices]]
-
-
-def _regime(instance: Instance, device: int) -> _Regime:
-    """What makes the stages of two devices alike: the place, and what the pipeline holds besides."""
-    return instance.layout.place[device], passing_by(instance.choice, device)
-
-
-def _ways(instance: Instance, i: int, regime: _Regime, deadline: float) -> dict[int, tuple[Array, Indices]]:
-    """By ``j``, undominated ways to run layers i..j-1 as one stage: (parts of the time, once a step, weights, saved, waiting, transient),
-    candidates."""
-
-    def columns(layer: int) -> Array:
-        t = instance.table(layer, place)
-        return np.stack([*t.seconds, t.step, t.weights, t.saved, t.waiting, t.at_work(passing)], axis=1)
-
-    place, passing = regime
-    label = columns(i)
-    picks = np.arange(len(label))[:, None]
-    found = {}
-    for layer in range(i, instance.layers - instance.choice.stages + 1 + min(i, instance.choice.stages - 1)):
-        if layer > i:
-            more = columns(layer)
-            if len(label) * len(more) > 50 * LABELS or time.monotonic() > deadline:
-                raise TooLargeError
-            halves = instance.edge(layer - 1, place)[picks[:, -1]].ravel() / 2
-            old, new = np.repeat(label, len(more), axis=0), np.tile(more, (len(label), 1))
-            label = old + new
-            label[:, :2] += halves[:, None]
-            label[:, -1] = np.maximum(old[:, -1], new[:, -1])
-            picks = np.concatenate(
-                [np.repeat(picks, len(more), axis=0), np.tile(np.arange(len(more))[:, None], (len(picks), 1))], axis=1
-            )
-        ends = (
-            instance.table(i).layout[picks[:, 0]] * 1000 + instance.table(layer).layout[picks[:, -1]]
-        )  # resharding at the cuts depends on them
-        keep = undominated(label, ends)
-        label, picks = label[keep], picks[keep]
-        if len(label) > LABELS:
-            raise TooLargeError
-        found[layer + 1] = label, picks
-    return found
-
-
-class _Enumeration:
-    """Stages one after the other, each in every undominated way, while the step that is left possible is below the best one."""
-
-    def __init__(
-        self,
-        instance: Instance,
-        ways: _WaysBy,
-        cutoff_s: float,
-        deadline: float,
-    ) -> None:
-        choice = instance.choice
-        self.instance, self.ways, self.deadline = instance, ways, deadline
-        self.stages, self.line, self.m = choice.stages, choice.pipeline, choice.microbatches
-        sizes = choice.pipeline, choice.chunks, choice.microbatches
-        self.paths = textbook_paths(choice.schedule, *sizes)
-        self.holdings = [holdings(choice.schedule, *sizes, d) for d in range(self.line)]
-        least = instance.least("time")
-        self.rest = (
-            np.append(np.cumsum(least[::-1])[::-1], 0.0) * self.m / self.line
-        )  # of the layers from i on, on the average device
-        self.parts = len(self.paths)
-        self.columns = np.zeros((self.stages, self.parts + 5))  # of the stages so far, and zeros behind them
-        self.best_s, self.visited = cutoff_s, 0
-        self.found: Solution | None = None
-
-    def solve(self) -> tuple[float, Solution | None]:
-        self._visit(0, 0, (0,), ())
-        return self.best_s, self.found
-
-    def _visit(self, s: int, i: int, bounds: tuple[int, ...], pick: tuple[int, ...]) -> None:
-        instance, count = self.instance, self.instance.layers
-        last = s == self.stages - 1
-        place = instance.layout.place[s]
-        regime = _regime(instance, int(instance.device[s]))
-        for j in (count,) if last else range(i + 1, count - (self.stages - s - 1) + 1):
-            send = None if last else instance.p2p(j - 1, s)
-            for row, chosen in zip(*self.ways[i, j, regime], strict=True):
-                self.visited += 1
-                if self.visited > NODES or (self.visited % 1000 == 0 and time.monotonic() > self.deadline):
-                    raise TooLargeError
-                self.columns[s] = row
-                if s:
-                    half = float(instance.edge(i - 1, place)[pick[-1], chosen[0]]) / 2
-                    self.columns[s, :2] += half, half + float(instance.p2p(i - 1, s - 1)[pick[-1]])
-                if send is not None:
-                    self.columns[s, 0] += send[chosen[-1]]
-                if self._least(j) < self.best_s and self._fits(s):
-                    here = (*pick, *(int(k) for k in chosen))
-                    if last:
-                        self._offer(Solution((*bounds, j), here))
-                    else:
-                        self._visit(s + 1, j, (*bounds, j), here)
-            self.columns[s] = 0.0
-
-    def _least(self, done: int) -> float:
-        """What the step takes at least, layers from ``done`` on taking their best times."""
-        parts = self.columns[:, : self.parts]
-        path = float(sum(paths @ part for paths, part in zip(self.paths, parts.T, strict=True)).max())
-        work = float(parts.sum()) * self.m / self.line + float(self.rest[done])
-        return max(path, work) + self._once()
-
-    def _once(self) -> float:
-        """Seconds once a step of the device that has most."""
-        return float(np.bincount(self.instance.device, self.columns[:, self.parts]).max())
-
-    def _fits(self, s: int) -> bool:
-        """Whether the device of stage ``s`` can hold what it has so far."""
-        d = int(self.instance.device[s])
-        own = self.columns[list(self.instance.choice.own(d)), self.parts + 1 :]
-        counts, at_work = self.holdings[d]
-        each = np.concatenate([own[:, 1], own[:, 2]])[: counts.shape[1]]
-        return float(own[:, 0].sum() + (counts @ each + own[at_work, 3]).max()) <= self.instance.layout.limit[d]
-
-    def _offer(self, solution: Solution) -> None:
-        choice = self.instance.choice
-        step = simulate_parts(self.columns[:, : self.parts].T, self.m, choice.schedule, choice.chunks) + self._once()
-        if step < self.best_s:
-            self.best_s, self.found = step, solution

@@ -5,12 +5,12 @@ For any stage s of layers i..j-1, any cost c and any price of memory lambda >= 0
     c(i, j) >= sum_{layers} min_k (c_k + lambda (weights_k + n_s saved_k)) - lambda (limit - z),   z = max_{layers} min_k transient_k
 
 because a stage that fits uses no more than the limit. The largest value over a ladder of lambdas is almost the linear relaxation of that
-stage's choice; ``whole`` has its integer optimum. With P stages, and max_s g_s >= sum_s g_s / P, take as costs
+stage's choice; ``knapsacks`` has its integer optimum. With P stages, and max_s g_s >= sum_s g_s / P, take as costs
 
     time     t                        total    t + g/P
     round    m t - (w_s - 1) f + g/P
 
-A step of no more than T seconds has no path of more (the paths of ``bound``), so of each of its stages
+A step of no more than T seconds has no path of more (``textbook_paths``), so of each of its stages
 
     ahead(i) + round(i, j) + behind(j) <= T
     ahead(i) + total(i, j) + (m - w_s) time(i, j) + behind(j) + twice(j) <= T        (GPipe: with m - 1 and without the last term)
@@ -31,10 +31,12 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided, sliding_window_view
 from numpy.typing import NDArray
 
-from autopar.search.bound import TOLERANCE, cheapest_send
+from autopar.schedules import GPIPE, ONE_F_ONE_B
+from autopar.search.bounds.cheap import TOLERANCE, cheapest_send
+from autopar.search.knapsacks import Sends, Weights
+from autopar.search.pareto import Array
 from autopar.search.runs import Compositions, compositions
-from autopar.search.tables import Array, Instance, Regime
-from autopar.search.whole import Sends, Weights
+from autopar.search.tables import Instance, Regime
 
 LADDER = (0.0, *np.geomspace(1e-4, 1e4, 41).tolist())
 """Prices of memory, in units of a stage's least time per device memory."""
@@ -59,7 +61,7 @@ class _Stages:
 def _weights(instance: Instance, s: int, send: float) -> tuple[tuple[Weights, float], ...]:
     """The costs of the module's docstring for stage ``s``, ``time``, ``total`` and ``round``: of its layers, and of its sends, each of
     which takes ``send`` at least."""
-    m, stages = instance.choice.microbatches, instance.choice.pipeline
+    m, stages = instance.schedule.microbatches, instance.schedule.pipeline
     if stages == 1:
         return ((float(m), 0.0, 1.0), 0.0), ((float(m), 0.0, 1.0), 0.0), ((float(m), 0.0, 1.0), 0.0)
     sends = send * (int(s > 0) + int(s < stages - 1))
@@ -73,13 +75,13 @@ def _weights(instance: Instance, s: int, send: float) -> tuple[tuple[Weights, fl
 
 
 def _warm(instance: Instance, s: int) -> int:
-    choice = instance.choice
-    return 1 if choice.schedule == "gpipe" else min(choice.microbatches, choice.pipeline - s)
+    schedule = instance.schedule
+    return 1 if schedule.name == GPIPE else min(schedule.microbatches, schedule.pipeline - s)
 
 
 def _relaxed(instance: Instance) -> _Stages:
     """The bounds from the ladder."""
-    stages = instance.choice.pipeline
+    stages = instance.schedule.pipeline
     ladder = np.array(LADDER) * (float(instance.least("time").sum()) / stages / instance.limit)
     known: dict[tuple[Regime, Weights], Array] = {}
     found, send = _Stages([], [], []), cheapest_send(instance)
@@ -104,7 +106,7 @@ def bottleneck_bound(
 
 
 def whole_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> float:
-    """The same from stages of whole layers (``whole``), as far as they may be part of a step of less than ``cutoff_s``."""
+    """The same from stages of whole layers (``knapsacks``), as far as they may be part of a step of less than ``cutoff_s``."""
     costs = _relaxed(instance)
     runs, sends, send = compositions(instance), Sends(instance), cheapest_send(instance)
     for s, wanted in enumerate(_wanted(runs, costs, cutoff_s)):
@@ -137,7 +139,7 @@ def _least_step(
     instance: Instance, costs: _Stages, at_least_s: float, cutoff_s: float, grids: Sequence[Sequence[float]]
 ) -> float:
     """The largest step time found, up to ``cutoff_s``, for which no cuts exist; ``inf`` if there are none for any."""
-    runs, stages = compositions(instance), instance.choice.pipeline
+    runs, stages = compositions(instance), instance.schedule.pipeline
     if stages == 1:
         return float(costs.total[0][runs.at[0, instance.layers]])
     paths = _Paths(instance, costs)
@@ -162,13 +164,13 @@ class _Paths:
 
     def __init__(self, instance: Instance, costs: _Stages) -> None:
         self.runs, self.count = compositions(instance), instance.layers
-        choice = instance.choice
-        m, stages = choice.microbatches, choice.pipeline
+        schedule = instance.schedule
+        m, stages = schedule.microbatches, schedule.pipeline
         self.time, self.total, self.round = costs.time, costs.total, costs.round
         warm = [_warm(instance, s) for s in range(stages)]
         # of a stage alone, what it does between the two ways through the later stages
         self.between = [(m - w) * t if m > w else np.zeros_like(t) for w, t in zip(warm, self.time, strict=True)]
-        self.twice = [choice.schedule == "1f1b" and m > w for w in warm]
+        self.twice = [schedule.name == ONE_F_ONE_B and m > w for w in warm]
         self.floor_s = max(float(t.min()) for t in self.round)
 
     def possible(self, steps: Array) -> NDArray[np.bool_]:

@@ -1,18 +1,18 @@
 """``whole_interleaved``: a bound for choices with several stages on each device, from devices of whole layers.
 
-If a step takes no more than T seconds, no path through the schedule does, so of each device ``d`` (notation of ``interleaved_bound``, ``g``
+If a step takes no more than T seconds, no path through the schedule does, so of each device ``d`` (notation of ``textbook_paths``, ``g``
 being what is done once a step, ``n_s`` the microbatches that stage ``s`` holds)
 
     upto[d]    m sum_own t + g_d + sum_{s < d} t_s <= T
     round[d]   sum_own (m b_s + (m - n_s) f_s) + g_d + sum_s f_s + sum_{s > (v-1)p + d} b_s + sum_{s < d} b_s <= T
 
 Stages of other devices have a layer or more, at its best price. The device's own layers are a number of each kind, and what they take is
-how many of them take each candidate, within its memory: a knapsack, solved exactly (``whole``). Each of its stages has a layer;
+how many of them take each candidate, within its memory: a knapsack, solved exactly (``knapsacks``). Each of its stages has a layer;
 the others of them are where they hold least and where the path counts them least. So a device can have so many layers within T, and where
 all devices together cannot have all layers (their order is dropped, but for the first layer and the last, which are the first and the
 last device's), T is a bound.
 
-The relaxations of ``interleaved_bound`` recompute a fraction of a layer and give a device a fraction of a layer, which is cheap
+The relaxations of ``columns`` recompute a fraction of a layer and give a device a fraction of a layer, which is cheap
 where each has few of them.
 """
 
@@ -23,12 +23,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from autopar.plan import INTERLEAVED
-from autopar.search.bound import TOLERANCE, cheapest_send
-from autopar.search.evaluation import passing_by
-from autopar.search.schedules import last_forward
+from autopar.schedules import INTERLEAVED
+from autopar.schedules.memory import fullest, passing_by
+from autopar.search.bounds.cheap import TOLERANCE, cheapest_send
+from autopar.search.knapsacks import NOTHING, Front, merged
+from autopar.search.pareto import falling
 from autopar.search.tables import Instance
-from autopar.search.whole import NOTHING, Front, merged, undominated
 
 SETS = 16
 """Numbers of the less frequent kinds that a device may have, up to which it is worked out."""
@@ -76,15 +76,15 @@ class Line:
     """How many layers fit on the devices of a line if no path may be longer than a limit."""
 
     def __init__(self, instance: Instance) -> None:
-        choice = instance.choice
-        self.instance, self.line, self.m = instance, choice.pipeline, choice.microbatches
+        schedule = instance.schedule
+        self.instance, self.line, self.m = instance, schedule.pipeline, schedule.microbatches
         counts = np.bincount(instance.kind, minlength=len(instance.kinds))
         self.common = int(counts.argmax())
         self.others = [k for k in range(len(counts)) if k != self.common and counts[k]]
         self.counts = [int(counts[k]) for k in self.others]
         self.wanted = int(counts[self.common])
         small = int(np.prod(np.array(self.counts) + 1)) <= SETS and instance.layers <= LAYERS * self.line
-        self.small = small and choice.schedule == INTERLEAVED
+        self.small = small and schedule.name == INTERLEAVED
         self.first, self.last = ([int(k == instance.kind[i]) for k in self.others] for i in (0, -1))
         self.fronts: dict[tuple[object, ...], Front] = {}
         self.devices: dict[tuple[object, ...], _Device] = {}
@@ -100,12 +100,11 @@ class Line:
 
     def _paths(self, d: int, others: Others) -> list[tuple[float, _Device]]:
         """Device ``d`` beside other kinds' layers under each path, and the seconds of the path that are not of its own layers."""
-        instance, choice = self.instance, self.instance.choice
-        at_work = last_forward(d, self.line, choice.chunks, self.m)
-        ends = {0: any(self.first), choice.stages - 1: any(self.last)}
+        instance, schedule = self.instance, self.instance.schedule
+        at_work, passing = fullest(schedule).at_work[d], passing_by(schedule, d)
+        ends = {0: any(self.first), schedule.stages - 1: any(self.last)}
         stages = tuple(
-            (int(instance.in_flight[s]), passing_by(choice, d) if s == at_work else None, ends.get(s, False))
-            for s in range(d, choice.stages, self.line)
+            (int(instance.in_flight[s]), passing if s == at_work else None, ends.get(s, False)) for s in schedule.own(d)
         )
         place, limit = instance.layout.place[d], instance.layout.limit[d]
         found = []
@@ -179,18 +178,17 @@ class Line:
             held = table.weights + n * table.saved
             if at_work is not None:
                 held = held + table.at_work(at_work)
-            best = undominated(held, cost)
+            best = falling(held, cost)
             self.fronts[key] = Front(held[best], cost[best], best, table=1)
         return self.fronts[key]
 
 
 def _constants(instance: Instance, d: int) -> tuple[float, float]:
     """Of ``upto`` and ``round``: what is not of the device's own layers."""
-    choice, m = instance.choice, instance.choice.microbatches
-    line, stages = choice.pipeline, choice.stages
+    m, line, stages = instance.schedule.microbatches, instance.schedule.pipeline, instance.schedule.stages
     time, forward, backward = (instance.least(name) for name in ("time", "forward", "backward"))
     send = cheapest_send(instance)
-    own = np.arange(d, stages, line)
+    own = np.array(instance.schedule.own(d))
     hidden = instance.in_flight[own]
     forwards, backwards = own < stages - 1, own > 0  # those that send
     upto = m * (forwards.sum() + backwards.sum()) + d + max(d - 1, 0)

@@ -1,4 +1,4 @@
-"""Lower bounds of the step time of one outer choice, and the model that GLOP and SCIP solve.
+"""``relaxation``: a lower bound that couples all stages, of a choice with one stage on each device; and the model that GLOP and SCIP solve.
 
 Notation as in ``problem``: stages s, in-flight n_s, and ``t_s = f_s + b_s``. A group r is a kind of layer (relaxation: contiguity is
 dropped) or a run of equal layers (the integer model); x[s, r, k] is how many layers of r stage s has under strategy k.
@@ -13,19 +13,8 @@ dropped) or a run of equal layers (the integer model); x[s, r, k] is how many la
     forward[s]      f_s = sum forward x + p_min        p_min: cheapest send, for stages that send forward (likewise backward)
     step[s]         G >= sum step x
     path            T is at least the length of some path through the schedule:
-                      one stage  m t_0
                       GPipe      sum t + (m-1)(F + B),  F >= f_s, B >= b_s     (exact)
-                      1F1B       upto[s]   sum_{s' <= s} t_s' + (m-1) t_s
-                                 round[s]  sum t + (m-1) t_s - (w_s - 1) f_s,  w_s = min(m, P-s)
-                        twice[s]  sum t + (m-w_s) t_s + sum_{s' > s} t_s', where m > w_s
-                                 met[i]    the longest path of some earlier solution
-
-Proof of the three 1F1B paths. Stage s cannot start before one forward of each earlier stage, has m t_s of work, and each earlier stage's
-last backward follows: ``upto``. Stage s runs w_s forwards, then waits for its first backward, which comes after one forward of all stages
-and one backward of the later ones; then m backwards and m - w_s forwards of its own, then the earlier stages' backward: ``round``. Its
-last forward is followed, too, by one forward and one backward of all later stages, and it has done m - w_s backwards before that:
-``twice``, which gives uniform stages their (m + P - 1) t. The textbook's ``sum t + (m-1) max t`` is no bound for uneven stages: with P=2,
-t_1 small, the step is m t_0, as t_1 hides under stage 0.
+                      others     ``textbook_paths``, and the longest paths of earlier solutions
 
 The step is the longest of all paths, so each is a cut: the relaxation is solved, the longest path for its ``f`` and ``b`` is added, and so
 on (Kelley's cutting planes) until the schedule's time of the relaxation's stages is its own.
@@ -41,10 +30,11 @@ from dataclasses import dataclass
 import numpy as np
 from ortools.linear_solver import pywraplp
 
-from autopar.search.simulate import critical_path, simulate
-from autopar.search.tables import Array, Indices, Instance, Path, Table
-
-TOLERANCE = 1e-7  # GLOP's and SCIP's feasibility tolerance, relative: a bound is lowered by it before it is believed
+from autopar.schedules import GPIPE, ONE_F_ONE_B
+from autopar.schedules.step_time import longest_path, simulate, textbook_paths
+from autopar.search.bounds.cheap import TOLERANCE, cheapest_send
+from autopar.search.pareto import Array, Indices
+from autopar.search.tables import Instance, Table
 
 CUTS = 16
 """How often the relaxation is solved again with a path that it had not met."""
@@ -61,47 +51,6 @@ class Group:
     use: Indices
     count: int
     first: int  # the first layer, for a run
-
-
-def fewest_seconds(instance: Instance) -> float:
-    """A bound from each layer's best price alone: microseconds to compute, and enough to discard most outer choices."""
-    choice, kind = instance.choice, instance.kind
-    m, stages = choice.microbatches, choice.pipeline
-    if stages == 1:
-        return float(sum(np.array([float((m * t.time + t.step).min()) for t in instance.kinds])[kind]))
-    least = instance.least("time")
-    step = float(instance.least("step").sum()) / stages
-    bottleneck = smallest_bottleneck(least, stages)
-    total = float(least.sum())
-    if choice.schedule == "gpipe":
-        return total + (m - 1) * bottleneck + step
-    tables = [t for table in instance.kinds for t in table.places]
-    share = max(float((t.forward / np.maximum(t.time, 1e-300)).max()) for t in tables)
-    warm = min(m, stages)
-    return max(total, total + ((m - 1) - (warm - 1) * min(share, 1.0)) * bottleneck) + step
-
-
-def smallest_bottleneck(weight: Array, stages: int) -> float:
-    """The least possible largest sum when ``weight`` is cut into ``stages`` contiguous non-empty runs (dynamic programming)."""
-    prefix = np.concatenate([[0.0], np.cumsum(weight)])
-    count = len(weight)
-    spans = prefix[None, :] - prefix[:, None]  # spans[i, j]: layers i..j-1
-    spans[np.tril_indices(count + 1)] = np.inf
-    best = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
-    for _ in range(stages):
-        best = np.maximum(best[:, None], spans).min(axis=0)
-    return float(best[count])
-
-
-def cheapest_send(instance: Instance) -> float:
-    """Seconds of the cheapest p2p that any cut could need."""
-    if instance.choice.pipeline == 1:
-        return 0.0
-    layout, kind = instance.layout, instance.kind.tolist()
-    stages = {way: s for s, way in enumerate(layout.way) if way is not None}  # one for each way
-    borders = {way: zip(layout.across[way].border, kind[:-1], strict=False) for way in stages}
-    layers = {way: dict(zip(some, range(len(kind) - 1), strict=True)).values() for way, some in borders.items()}
-    return min(float(instance.p2p(i, s).min()) for way, s in stages.items() for i in layers[way])
 
 
 class Model:
@@ -121,7 +70,7 @@ class Model:
             self.groups = [Group(t, t.bounding, int(n), 0) for t, n in zip(instance.kinds, counts, strict=True) if n]
         self.step = self.solver.NumVar(0, self.infinity, "G")
         self.total = self.solver.NumVar(0, self.infinity, "T")
-        self.x = [[self._counts(s, r) for r in range(len(self.groups))] for s in range(instance.choice.pipeline)]
+        self.x = [[self._counts(s, r) for r in range(len(self.groups))] for s in range(instance.schedule.pipeline)]
         self.forward = [self.solver.NumVar(0, self.infinity, f"f{s}") for s in range(len(self.x))]
         self.backward = [self.solver.NumVar(0, self.infinity, f"b{s}") for s in range(len(self.x))]
         self._cover()
@@ -202,9 +151,9 @@ class Model:
                 self._row(0.0, self.infinity, terms, f"uses{s}_{r}")
 
     def _path(self) -> None:
-        m, stages = self.instance.choice.microbatches, len(self.x)
+        m, stages = self.instance.schedule.microbatches, len(self.x)
         time = [(self.forward[s], self.backward[s]) for s in range(stages)]
-        if stages > 1 and self.instance.choice.schedule == "gpipe":
+        if stages > 1 and self.instance.schedule.name == GPIPE:
             slowest = [self.solver.NumVar(0, self.infinity, name) for name in ("F", "B")]
             for s in range(stages):
                 for variable, stage in zip(slowest, time[s], strict=True):
@@ -212,10 +161,11 @@ class Model:
             every = [(v, -1.0) for pair in time for v in pair]
             self._row(0.0, self.infinity, [(self.total, 1.0), *every, *((v, 1.0 - m) for v in slowest)], "path")
             return
-        for path in [*textbook_paths(stages, m), *self.instance.paths]:
+        known = textbook_paths(self.instance.schedule)
+        for path in [*known.swapaxes(0, 1), *self.instance.paths]:
             self.add(path)
 
-    def add(self, path: Path) -> None:
+    def add(self, path: Array) -> None:
         """One more path that the step is at least as long as."""
         seconds = [*zip(self.forward, path[0], strict=True), *zip(self.backward, path[1], strict=True)]
         self._row(0.0, self.infinity, [(self.total, 1.0), *((v, -float(n)) for v, n in seconds if n)], "path")
@@ -235,32 +185,15 @@ class Model:
                 done.append(d)
 
 
-def textbook_paths(stages: int, microbatches: int) -> list[Path]:
-    """``upto``, ``round`` and ``twice`` of every stage under 1F1B; of one stage, its work."""
-    found = []
-    for s in range(stages):
-        warm = min(microbatches, stages - s)
-        if s < stages - 1:  # for the last stage it equals round
-            upto = [1] * s + [microbatches] + [0] * (stages - s - 1)
-            found.append((upto, upto))
-        forwards, backwards = [1] * stages, [1] * stages
-        forwards[s], backwards[s] = microbatches - warm + 1, microbatches
-        found.append((forwards, backwards))
-        if s < stages - 1 and microbatches > warm:
-            both = [1] * s + [microbatches - warm + 1] + [2] * (stages - s - 1)
-            found.append((both, both))
-    return found
-
-
 def relaxation(instance: Instance, at_least_s: float, time_limit_s: float) -> float:
     """GLOP's bound in seconds (``inf``: proved infeasible), never below ``at_least_s``; the instance keeps the paths that it met."""
-    size = instance.choice.pipeline * sum(len(t.bounding) for t in instance.kinds)
+    size = instance.schedule.pipeline * sum(len(t.bounding) for t in instance.kinds)
     if size > 150_000:  # building the model in Python would take longer than it is worth
         return at_least_s
     deadline = time.monotonic() + time_limit_s
-    choice, bound = instance.choice, at_least_s
+    schedule, bound = instance.schedule, at_least_s
     model = Model(instance, at_least_s, integer=False)
-    cuts = CUTS if choice.schedule == "1f1b" and choice.microbatches * choice.pipeline <= CUT_ACTIONS else 0
+    cuts = CUTS if schedule.name == ONE_F_ONE_B and schedule.microbatches * schedule.pipeline <= CUT_ACTIONS else 0
     for number in range(cuts + 1):
         model.solver.SetTimeLimit(max(1, int((deadline - time.monotonic()) * 1000)))
         status = model.solver.Solve()
@@ -272,9 +205,9 @@ def relaxation(instance: Instance, at_least_s: float, time_limit_s: float) -> fl
         forward, backward = ([v.solution_value() for v in side] for side in (model.forward, model.backward))
         if number == cuts or time.monotonic() > deadline:
             break
-        step = simulate(forward, backward, choice.microbatches, choice.schedule)
+        step = simulate(schedule, forward, backward)
         if model.total.solution_value() >= step * (1 - 1e-4):
             break
-        instance.paths.append(critical_path(forward, backward, choice.microbatches, choice.schedule))
+        instance.paths.append(longest_path(schedule, np.array([forward, backward])))
         model.add(instance.paths[-1])
     return bound

@@ -10,14 +10,18 @@ weights' gradients.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.plan import INTERLEAVED, SPLIT, device_of
-from autopar.search.schedules import device_groups
+from autopar.schedules import GPIPE, ONE_F_ONE_B, Schedule
+from autopar.schedules.memory import fullest
+from autopar.schedules.orders import device_groups, device_order
+
+Array = NDArray[np.float64]
 
 KINDS = ("F", "B", "I", "W")
 
@@ -43,10 +47,10 @@ class _Program:
 
 
 @functools.lru_cache(maxsize=8)
-def _program(schedule: str, line: int, chunks: int, microbatches: int) -> _Program:
-    stages = line * chunks
-    groups = [device_groups(schedule, rank, line, microbatches, chunks) for rank in range(line)]
-    device = [*(device_of(s, line, schedule) for s in range(stages)), -1]
+def _program(schedule: Schedule) -> _Program:
+    line, stages, microbatches = schedule.pipeline, schedule.stages, schedule.microbatches
+    groups = [list(device_groups(schedule, rank)) for rank in range(line)]
+    device = [*schedule.device, -1]
     slot = {(kind, s): k * stages + s for k, kind in enumerate(KINDS) for s in range(stages)}
     # behind which action the result of a forward (rows of stages), and of a backward (as many rows more), has been sent
     sent: list[list[int | None]] = [[None] * microbatches for _ in range(2 * stages)]
@@ -78,12 +82,12 @@ def _program(schedule: str, line: int, chunks: int, microbatches: int) -> _Progr
                 k += 1
                 moved = True
             at[rank] = k
-        assert moved, (schedule, stages, chunks, microbatches)
+        assert moved, schedule
         waiting = [rank for rank in waiting if at[rank] < len(groups[rank])]
     return found
 
 
-def _seconds(parts: NDArray[np.float64]) -> NDArray[np.float64]:
+def _seconds(parts: Array) -> Array:
     """By kind and stage, from ``parts[part, stage, ...]``. Stage 0 runs its backward whole, as its W."""
     forward, inputs = parts[:2]
     weights = parts[2] if len(parts) > 2 else np.zeros_like(inputs)
@@ -93,34 +97,28 @@ def _seconds(parts: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.concatenate([forward, whole, *apart])
 
 
-def counted(schedule: str, counts: NDArray[np.float64]) -> NDArray[np.float64]:
+def counted(schedule: Schedule, counts: Array) -> Array:
     """How often a path has each part of each stage; ``counts[..., kind, stage]`` is how often it has each action. ``_seconds``' dual."""
     forward, whole, inputs, weights = np.moveaxis(counts, -2, 0)
     inputs = np.where(np.arange(counts.shape[-1]) == 0, weights, inputs)
-    return np.stack([forward, whole + inputs, *([whole + weights] if schedule in SPLIT else [])])
+    return np.stack([forward, whole + inputs, *([whole + weights] if schedule.split else [])])
 
 
 def parts_of(
-    schedule: str, forward_s: Sequence[float], backward_s: Sequence[float], weight_s: Sequence[float]
-) -> NDArray[np.float64]:
+    schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float], weight_s: Sequence[float]
+) -> Array:
     """``weight_s`` is the part of ``backward_s`` that is the weights'; it counts where the schedule runs it apart."""
-    if schedule not in SPLIT:
+    if not schedule.split:
         return np.array([forward_s, backward_s], dtype=np.float64)
     inputs = np.subtract(backward_s, weight_s) if len(weight_s) else backward_s
     return np.array([forward_s, inputs, weight_s if len(weight_s) else np.zeros(len(forward_s))], dtype=np.float64)
 
 
 def timeline(
-    forward_s: Sequence[float],
-    backward_s: Sequence[float],
-    microbatches: int,
-    schedule: str,
-    chunks: int = 1,
-    weight_s: Sequence[float] = (),
+    schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float], weight_s: Sequence[float] = ()
 ) -> tuple[Span, ...]:
-    """Every action with its start and stop. ``schedule`` "none" (one stage) runs each backward right after its forward."""
-    stages = len(forward_s)
-    program = _program(schedule, stages // chunks, chunks, microbatches)
+    """Every action with its start and stop. Without a pipeline each backward runs right after its forward."""
+    program, stages = _program(schedule), schedule.stages
     done = _ends(program.waits, _seconds(parts_of(schedule, forward_s, backward_s, weight_s)).tolist())
     return tuple(
         Span(slot % stages, KINDS[slot // stages], i, max(done[own], done[taken]), stop)
@@ -128,30 +126,21 @@ def timeline(
     )
 
 
-def longest_path(parts: NDArray[np.float64], microbatches: int, schedule: str, chunks: int = 1) -> NDArray[np.float64]:
+def longest_path(schedule: Schedule, parts: Array) -> Array:
     """How often the longest path has each of ``parts``: with other seconds the step is no shorter than that path."""
-    stages = parts.shape[1]
-    waits = _program(schedule, stages // chunks, chunks, microbatches).waits
+    waits = _program(schedule).waits
     done = _ends(waits, _seconds(parts).tolist())
-    counts = [0] * (len(KINDS) * stages)
+    counts = [0] * (len(KINDS) * schedule.stages)
     here = max(range(len(waits)), key=done.__getitem__)
     while here >= 0:
         slot, own, taken = waits[here]
         counts[slot] += 1
         here = own if done[own] >= done[taken] else taken
-    return counted(schedule, np.array(counts, dtype=np.float64).reshape(len(KINDS), stages))
-
-
-def critical_path(
-    forward_s: Sequence[float], backward_s: Sequence[float], microbatches: int, schedule: str
-) -> tuple[list[int], list[int]]:
-    """How many forwards and backwards of each stage are on the longest path. With other seconds the step is no shorter than that path."""
-    path = longest_path(np.array([forward_s, backward_s], dtype=np.float64), microbatches, schedule).astype(int)
-    return path[0].tolist(), path[1].tolist()
+    return counted(schedule, np.array(counts, dtype=np.float64).reshape(len(KINDS), schedule.stages))
 
 
 def _ends(waits: list[tuple[int, int, int]], seconds: list[float]) -> list[float]:
-    """When each of the actions ends; the last entry, -1, is what those wait for that wait for nothing."""
+    """When each of the actions ends; the last entry, -1, is the start of those that wait for nothing."""
     done = [0.0] * (len(waits) + 1)
     for number, (slot, own, taken) in enumerate(waits):
         a, b = done[own], done[taken]
@@ -159,16 +148,14 @@ def _ends(waits: list[tuple[int, int, int]], seconds: list[float]) -> list[float
     return done
 
 
-def simulate_parts(parts: NDArray[np.float64], microbatches: int, schedule: str, chunks: int) -> float:
-    """``simulate`` of a schedule with several stages on each device: ``parts[part, stage]``."""
-    waits = _program(schedule, parts.shape[1] // chunks, chunks, microbatches).waits
-    return max(_ends(waits, _seconds(parts).tolist()))
+def simulate_parts(schedule: Schedule, parts: Array) -> float:
+    """``simulate`` of a schedule that may have several stages on each device: ``parts[part, stage]``."""
+    return max(_ends(_program(schedule).waits, _seconds(parts).tolist()))
 
 
-def simulate_many(parts: NDArray[np.float64], microbatches: int, schedule: str, chunks: int) -> NDArray[np.float64]:
+def simulate_many(schedule: Schedule, parts: Array) -> Array:
     """``simulate`` for many sets of stages at once: ``parts[part, stage, set]``."""
-    seconds = _seconds(parts)
-    waits = _program(schedule, parts.shape[1] // chunks, chunks, microbatches).waits
+    seconds, waits = _seconds(parts), _program(schedule).waits
     done = np.zeros((len(waits) + 1, seconds.shape[1]))
     for number, (slot, own, taken) in enumerate(waits):
         np.maximum(done[own], done[taken], out=done[number])
@@ -177,22 +164,18 @@ def simulate_many(parts: NDArray[np.float64], microbatches: int, schedule: str, 
 
 
 def simulate(
-    forward_s: Sequence[float],
-    backward_s: Sequence[float],
-    microbatches: int,
-    schedule: str,
-    chunks: int = 1,
-    weight_s: Sequence[float] = (),
+    schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float], weight_s: Sequence[float] = ()
 ) -> float:
     """Seconds from the first forward to the last backward (the last entry of ``timeline``, without building it)."""
-    if len(forward_s) == 1:
+    stages, microbatches = len(forward_s), schedule.microbatches
+    assert stages == schedule.stages, (stages, schedule)
+    if stages == 1:
         return microbatches * (forward_s[0] + backward_s[0])
-    if schedule == INTERLEAVED or schedule in SPLIT:
-        return simulate_parts(parts_of(schedule, forward_s, backward_s, weight_s), microbatches, schedule, chunks)
-    if schedule == "gpipe":  # two flow shops of equal jobs, one after the other: exact
+    if schedule.interleaved:
+        return simulate_parts(schedule, parts_of(schedule, forward_s, backward_s, weight_s))
+    if schedule.name == GPIPE:  # two flow shops of equal jobs, one after the other: exact
         total = sum(forward_s) + sum(backward_s)
         return total + (microbatches - 1) * (max(forward_s) + max(backward_s))
-    stages = len(forward_s)
     warm = [min(microbatches, stages - s) for s in range(stages)]
     clock = [0.0] * stages
     forward = [[0.0] * microbatches for _ in range(stages)]  # when stage s has finished F i
@@ -207,7 +190,7 @@ def simulate(
             clock[s] = ready = max(clock[s], ready) + backward_s[s]
         for s in range(
             stages
-        ):  # then each stage's next forward, whose input an earlier round made: warm falls by one a stage
+        ):  # then each stage's next forward; its input is of an earlier round: warm falls by one a stage
             j = warm[s] + i
             if j < microbatches:
                 clock[s] = max(clock[s], forward[s - 1][j] if s else 0.0) + forward_s[s]
@@ -215,11 +198,11 @@ def simulate(
     return max(clock)
 
 
-def lower_bound(forward_s: Sequence[float], backward_s: Sequence[float], microbatches: int, schedule: str) -> float:
-    """The linear bound of ``simulate`` that the solvers minimise (see ``bound`` for the proof)."""
+def lower_bound(schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float]) -> float:
+    """The longest of ``textbook_paths`` of GPipe and 1F1B, without making them; of GPipe it is the step itself."""
     t = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
-    total, m, stages = sum(t), microbatches, len(t)
-    if schedule == "gpipe":
+    total, m, stages = sum(t), schedule.microbatches, len(t)
+    if schedule.name == GPIPE:
         return total + (m - 1) * (max(forward_s) + max(backward_s))
     best, before = total, 0.0
     for s in range(stages):
@@ -229,3 +212,61 @@ def lower_bound(forward_s: Sequence[float], backward_s: Sequence[float], microba
         if m > warm:
             best = max(best, 2 * total - before + (m - warm) * t[s])
     return best
+
+
+@functools.lru_cache(maxsize=64)
+def textbook_paths(schedule: Schedule) -> Array:
+    """Paths through the schedule of every device, which no step is shorter than: how often each has each part of each stage
+    ``[part, path, stage]``. ``n_s`` is how often stage ``s`` runs forward before its device, whose stages are ``own``, first runs backward:
+
+        upto[d]    sum_{s < d} t_s + m sum_{own} t_s
+        round[d]   sum_s f_s + sum_{s > (v-1)p + d} b_s + sum_{own} (m b_s + (m - n_s) f_s) + sum_{s < d} b_s
+        twice[d]   sum_s t_s + (m - n_d) t_d + sum_{s > d} t_s                                             1F1B, where m > n_d
+
+    Device ``d`` begins with stage ``d``, after one forward of each stage before it, has all of its own work to do, and ends with a backward
+    of stage ``d``, which those of the stages before it follow: ``upto``. Its first backward is of stage ``(v-1)p + d``, after a forward of
+    every stage and a backward of each later one; then come the rest of its own actions, and again the stages before ``d``: ``round``. Under
+    1F1B its last forward is followed, too, by one forward and one backward of all later stages, and it has done m - n_d backwards before
+    that: ``twice``, which gives uniform stages their (m + p - 1) t. The textbook's ``sum t + (m-1) max t`` is no bound for uneven stages:
+    with p=2, t_1 small, the step is m t_0, as t_1 hides under stage 0.
+
+    Where backwards are in two parts ``upto`` and ``round`` hold for forwards and inputs' gradients, and each of the two may also end with
+    all that the device does: its weights' gradients may come last of all.
+    """
+    if schedule.split:
+        return _split_paths(schedule)
+    stages, m, line = schedule.stages, schedule.microbatches, schedule.pipeline
+    before = np.array(fullest(schedule).in_flight)
+    late = [d for d in range(line) if schedule.name == ONE_F_ONE_B and m > before[d]]
+    forwards, backwards = np.zeros((2, 2 * line + len(late), stages))
+    for d in range(line):
+        own = np.array(schedule.own(d))
+        forwards[d, :d] = backwards[d, :d] = 1
+        forwards[d, own] = backwards[d, own] = m
+        at = line + d
+        forwards[at] = 1
+        forwards[at, own] += m - before[own]
+        backwards[at, :d] = backwards[at, stages - line + d + 1 :] = 1
+        backwards[at, own] = m
+    for at, d in enumerate(late, 2 * line):
+        forwards[at] = 1
+        forwards[at, d] += m - before[d]
+        forwards[at, d + 1 :] = 2
+        backwards[at] = forwards[at]
+    return np.stack([forwards, backwards])
+
+
+def _split_paths(schedule: Schedule) -> Array:
+    paths = np.zeros((schedule.pipeline, 4, len(KINDS), schedule.stages))
+    for d in range(schedule.pipeline):
+        order = [(KINDS.index(kind), stage) for kind, stage, _ in device_order(schedule, d)]
+        back = [k for k, (kind, _) in enumerate(order) if kind in (1, 2)]
+        (first, last), turn = (back[0], back[-1]), order[back[0]][1]
+        for number, (start, stop) in enumerate(itertools.product((0, first), (len(order), last + 1))):
+            path = paths[d, number]
+            path[0, : schedule.stages if start else d] = 1  # forwards on the way there
+            path[2, turn + 1 if start else schedule.stages :] = 1  # and the gradients on the way back
+            np.add.at(path, tuple(np.array(order[start:stop]).T), 1)
+            path[2, : order[last][1] if stop <= last + 1 else 0] += 1
+    # the gradient of a stage that runs its backward whole counts no less in two parts
+    return counted(schedule, paths).reshape(-1, 4 * schedule.pipeline, schedule.stages)

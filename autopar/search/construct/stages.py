@@ -20,11 +20,13 @@ from itertools import pairwise
 
 import numpy as np
 
+from autopar.schedules import ONE_F_ONE_B
 from autopar.search.evaluation import Solution, cost, fits, in_turn, stage_bytes
+from autopar.search.knapsacks import TABLES, knapsacks, only
 from autopar.search.minimum_memory import least_memory
+from autopar.search.pareto import Array, Indices
 from autopar.search.runs import compositions
-from autopar.search.tables import Array, Indices, Instance, Regime, Roles, Table
-from autopar.search.whole import TABLES, knapsacks, only
+from autopar.search.tables import Instance, Regime, Roles, Table
 
 LADDER = (0.0, *np.geomspace(1e-3, 1e3, 13).tolist(), 1e9)
 """Prices of memory to try, in units of a stage's time per device memory; the last one is "memory alone"."""
@@ -239,7 +241,7 @@ def _distinct(drafts: list[_Draft]) -> list[_Draft]:
 
 def seconds_of(instance: Instance, t: Table) -> Array:
     """Seconds per microbatch that a candidate counts for: its time, and its share of what is done once a step."""
-    return t.time + t.step / instance.choice.microbatches
+    return t.time + t.step / instance.schedule.microbatches
 
 
 def tied_cost(instance: Instance, layers: Sequence[int], price: float) -> float:
@@ -255,18 +257,18 @@ def tied_cost(instance: Instance, layers: Sequence[int], price: float) -> float:
 def memory_scale(instance: Instance) -> float:
     """A stage's least time per byte of device memory."""
     least = np.array([float(seconds_of(instance, t).min()) for t in instance.kinds])
-    return max(float(least[instance.kind].sum()) / instance.choice.pipeline / instance.limit, 1e-30)
+    return max(float(least[instance.kind].sum()) / instance.schedule.pipeline / instance.limit, 1e-30)
 
 
 def _drafts(instance: Instance, mode: Mode, whole: bool = False) -> list[_Draft]:
     """Cuts for a mode, one for each cap; ``whole``: from stages of whole layers, which are dearer to work out."""
-    stages, m = instance.choice.pipeline, instance.choice.microbatches
+    stages, m = instance.schedule.pipeline, instance.schedule.microbatches
     spans = {regime: _stage_costs(instance, mode, regime) for regime in instance.regimes}
     by_stage = [spans[instance.regime(s)] for s in range(stages)]
     burden = [
         1.0
     ] * stages  # 1F1B hides part of an early stage's forwards in the warm-up; a forward is a third of the time
-    if instance.choice.schedule == "1f1b":
+    if instance.schedule.name == ONE_F_ONE_B:
         burden = [1 - (min(m, stages - s) - 1) / (3 * max(m - 1, 1)) for s in range(stages)]
     least = _bottleneck(by_stage, burden)
     if not np.isfinite(least):
@@ -279,7 +281,7 @@ def _drafts(instance: Instance, mode: Mode, whole: bool = False) -> list[_Draft]
     alone = [
         np.where(np.isfinite(span), (m - 1) * share, 1.0) * span for share, span in zip(burden, by_stage, strict=True)
     ]
-    twice = [max(m - (stages - s), 0) if instance.choice.schedule == "1f1b" else 0 for s in range(stages)]
+    twice = [max(m - (stages - s), 0) if instance.schedule.name == ONE_F_ONE_B else 0 for s in range(stages)]
     low, high = (m - 1) * least, np.inf
     for _ in range(BISECTIONS if stages > 1 and m > 1 else 0):
         cap = low * 1.1 if np.isinf(high) else (low * high) ** 0.5
@@ -293,7 +295,7 @@ def _drafts(instance: Instance, mode: Mode, whole: bool = False) -> list[_Draft]
 def _cut(
     by_stage: list[Array], alone: list[Array], twice: list[int], cap: float
 ) -> tuple[float, tuple[int, ...]] | None:
-    """The cuts with the least sum of the stages' times of which no path (``round``, ``twice`` of ``lagrange``) takes over ``cap`` besides.
+    """The cuts with the least sum of the stages' times of which no path (``round``, ``twice``) takes over ``cap`` besides.
 
     With them that sum and the longest of those paths, together.
     """
@@ -328,7 +330,7 @@ def _bottleneck(by_stage: list[Array], burden: list[float]) -> float:
 def _wholes(instance: Instance, mode: Mode, by_stage: list[Array], burden: list[float], most_s: float) -> list[Array]:
     """The stages' seconds from whole layers; ``inf`` for those of more than ``most_s``."""
     runs = compositions(instance)
-    weights = (1.0, 0.0, 1 / instance.choice.microbatches)
+    weights = (1.0, 0.0, 1 / instance.schedule.microbatches)
     found = []
     for s, (span, share) in enumerate(zip(by_stage, burden, strict=True)):
         sacks = knapsacks(instance, instance.regime(s), weights, bound=False, roles=mode.roles)
@@ -427,7 +429,7 @@ def _every(instance: Instance) -> tuple[Indices, ...]:
 def _whole(instance: Instance, mode: Mode, i: int, j: int, regime: Regime) -> tuple[int, ...] | None:
     """The best candidates of a stage's layers where resharding costs nothing, those of one layout together."""
     runs = compositions(instance)
-    weights = (1.0, 0.0, 1 / instance.choice.microbatches)
+    weights = (1.0, 0.0, 1 / instance.schedule.microbatches)
     sacks = knapsacks(instance, regime, weights, bound=False, roles=mode.roles)
     composition = int(runs.at[i, j])
     layers = runs.layers(instance, composition)

@@ -5,7 +5,7 @@ candidate: a knapsack. Of the ways to run k layers of a kind only those matter t
 those of k layers are made from those of k - 1. The transients of a stage count once, by the largest: for each level that they may
 reach, the candidates below it are combined, and the rest of the memory is theirs.
 
-The relaxations of ``lagrange`` and ``bound`` let a fraction of a layer recompute, which makes a stage of four layers up to a tenth cheaper
+The relaxations of ``bounds`` let a fraction of a layer recompute, which makes a stage of four layers up to a tenth cheaper
 than it can be.
 """
 
@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.search.tables import Array, Indices, Instance, Regime, Roles, Table
+from autopar.search.pareto import Array, Indices, falling
+from autopar.search.tables import Instance, Regime, Roles, Table
 
 WAYS = 400
 """Ways to run some layers that are told apart; more are thinned out."""
@@ -51,20 +52,11 @@ class Front:
 NOTHING = Front(np.zeros(1), np.zeros(1), np.zeros(1, dtype=np.int64))
 
 
-def undominated(held: Array, cost: Array) -> Indices:
-    """The ways that none beats in both, by what they hold."""
-    order = np.argsort(held, kind="stable")
-    cost = cost[order]
-    keep = np.ones(len(order), dtype=bool)
-    keep[1:] = cost[1:] < np.minimum.accumulate(cost)[:-1]
-    return order[keep]
-
-
 def merged(a: Front, b: Front, limit: float, bound: bool) -> Front:
     """The ways to run the layers of both in a limit. Of more than ``WAYS`` some are left out, or (``bound``) neighbours are merged into one
     that is as cheap as the one and holds as little as the other."""
     held, cost = np.add.outer(a.held, b.held).ravel(), np.add.outer(a.cost, b.cost).ravel()
-    keep = undominated(held, cost)
+    keep = falling(held, cost)
     keep = keep[: int(np.searchsorted(held[keep], limit, side="right"))]
     first = last = np.arange(0, len(keep), -(-len(keep) // WAYS) or 1)
     if bound and len(first):
@@ -118,7 +110,7 @@ class Knapsacks:
             levels: list[tuple[float, Front]] = []
             for level in np.unique(transient).tolist():
                 some = np.flatnonzero(transient <= level)
-                best = some[undominated(held[some], cost[some])]
+                best = some[falling(held[some], cost[some])]
                 if not levels or not np.array_equal(keep[best], levels[-1][1].made):
                     levels.append((level, Front(held[best], cost[best], keep[best], table=id(table))))
             self._levels[id(table)] = levels
@@ -204,7 +196,7 @@ class Sends:
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
-        stages, last = instance.choice.pipeline, instance.layers - 1
+        stages, last = instance.schedule.pipeline, instance.layers - 1
         place = instance.layout.place
         borders = {self._border(i): i for i in range(last)}.values()  # one of each
         self.forward: list[ByRoles] = []
