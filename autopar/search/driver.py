@@ -1,9 +1,9 @@
 """Best-first search over the outer choices: prices and a cluster in, a plan with its proved bound out.
 
 Every choice starts with a cheap bound (``fewest_seconds``). The one with the lowest bound goes one step further (``steps``): a dearer
-bound, a solution, a proof. A step is worth its time only while no other choice looks better, so each is made when the choice comes up again. The
-search ends when no open choice's bound, and no closed one's, is further than the target gap below the incumbent, or when time is up. The
-bound that is reported is the smallest of the open choices' bounds, of the closed ones', and of the incumbent's time.
+bound, a solution, a proof. A step is worth its time only while no other choice looks better, so each is made when the choice comes up
+again. The search ends when no open choice's bound, and no closed one's, is further than the target gap below the incumbent, or when time
+is up. The bound that is reported is the smallest of the open choices' bounds, of the closed ones', and of the incumbent's time.
 
 Once the choices with one stage on each device are settled, or half of the time is gone, the pipeline of the best plan is tried with several
 where it waits long (``_in_chunks``). Of these, as where they are pinned, the next number of chunks is priced when the one before comes

@@ -143,7 +143,7 @@ class _Labels:
         return found
 
     def _extended(
-        self, label: Array, last: Indices, joinable: Indices, layer: int, more: Array
+        self, label: Array, last: NDArray[np.int32], joinable: Indices, layer: int, more: Array
     ) -> tuple[Array, Indices]:
         """The labels with each candidate of one more layer, and how many layers may yet join its segment."""
         instance, place = self.instance, self.regime.place
@@ -166,7 +166,9 @@ class _Labels:
         return ok
 
 
-def _joined(instance: Instance, layer: int, place: int, last: Indices, joinable: Indices) -> tuple[Array, Indices]:
+def _joined(
+    instance: Instance, layer: int, place: int, last: NDArray[np.int32], joinable: Indices
+) -> tuple[Array, Indices]:
     """What a microbatch of a layer holds over its share, by what stands before it (candidates ``last`` of the layer before, whose
     segments so many may join) and by its own candidates: nothing at all where it joins, all of its segment's where it begins one.
     And how many may join the layer's."""
