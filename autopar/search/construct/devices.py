@@ -21,7 +21,8 @@ from autopar.schedules.memory import passing_by
 from autopar.schedules.step_time import simulate_many
 from autopar.search.bounds.cheap import sends
 from autopar.search.bounds.devices import layers_of_devices
-from autopar.search.construct.stages import LADDER, Stage, memory_scale, modes_of, seconds_of
+from autopar.search.construct.selection import LADDER, Selection, memory_scale, seconds_of
+from autopar.search.construct.stages import modes_of
 from autopar.search.construct.uneven import polished, uneven_cuts
 from autopar.search.cuts import balanced_cuts, by_share, in_rounds, moved_by_one
 from autopar.search.evaluation import Solution, cost, fits, fullest_moments
@@ -237,7 +238,7 @@ def _refined(
             passing = passing_by(instance.schedule, d)
             key = (id(allowed), tuple(kind[layers].tolist()), tuple(held), borders, place, passing, limit)
             if key not in cache:
-                cache[key] = _Device(instance, allowed, layers, held, d, limit).solve()
+                cache[key] = Selection(instance, allowed, layers, held, place, passing, limit).solve()
             chosen = cache[key]
             if chosen is None:
                 return None
@@ -270,33 +271,3 @@ def _turn(
             mean = np.mean(seen[d] if several else [moment], axis=0)
             moments[d] = tuple((float(n), float(q)) for n, q in mean)
             rooms[d] *= 0.999 / share if several else 1.0
-
-
-class _Device(Stage):
-    """All layers of one device, in order: their cheapest candidates, resharding between neighbours included, that fit.
-
-    ``in_flight`` is how many microbatches of each are held, and how many of these between the parts of their backward.
-    """
-
-    def __init__(
-        self,
-        instance: Instance,
-        allowed: tuple[Indices, ...],
-        layers: Sequence[int],
-        in_flight: Sequence[tuple[float, float]],
-        device: int,
-        limit: float,
-    ) -> None:
-        self.limit, place, passing = limit, instance.layout.place[device], passing_by(instance.schedule, device)
-        kinds = instance.kind[list(layers)].tolist()
-        tables = [instance.kinds[k].at(place) for k in kinds]
-        self.keep = [allowed[k] for k in kinds]
-        self.weight = [seconds_of(instance, t)[keep] for t, keep in zip(tables, self.keep, strict=True)]
-        priced = zip(tables, self.keep, in_flight, strict=True)
-        self.held = [t.held(*n)[keep] for t, keep, n in priced]
-        self.transient = [t.at_work(passing)[keep] for t, keep in zip(tables, self.keep, strict=True)]
-        self.edges = [
-            instance.edge(i, place)[np.ix_(*keep)] if j == i + 1 else np.zeros([len(k) for k in keep])
-            for (i, j), keep in zip(pairwise(layers), pairwise(self.keep), strict=True)
-        ]
-        self.scale = memory_scale(instance)

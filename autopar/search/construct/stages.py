@@ -21,6 +21,7 @@ from itertools import pairwise
 import numpy as np
 
 from autopar.schedules import ONE_F_ONE_B
+from autopar.search.construct.selection import LADDER, Selection, memory_scale, seconds_of, stage_of
 from autopar.search.evaluation import Solution, cost, fits, in_turn, stage_bytes
 from autopar.search.knapsacks import TABLES, knapsacks, only
 from autopar.search.minimum_memory import least_memory
@@ -28,17 +29,11 @@ from autopar.search.pareto import Array, Indices
 from autopar.search.runs import compositions
 from autopar.search.tables import Instance, Regime, Roles, Table
 
-LADDER = (0.0, *np.geomspace(1e-3, 1e3, 13).tolist(), 1e9)
-"""Prices of memory to try, in units of a stage's time per device memory; the last one is "memory alone"."""
-
 CAPS = (1.0, 1.01, 1.02, 1.05, 1.15, np.inf)
 """Caps on what a step takes besides one forward and one backward of every stage, as multiples of the least possible one."""
 
 BISECTIONS = 10
 """Steps towards the least possible cap."""
-
-PRESSURES = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Prices of the host's memory to try beside one of the device's, both as shares of their limits: the first that lets a stage fit."""
 
 WHOLE = 4
 """Modes whose drafts are made again from stages of whole layers."""
@@ -239,11 +234,6 @@ def _distinct(drafts: list[_Draft]) -> list[_Draft]:
     return sorted(mixed[:REFINED], key=lambda d: d.estimate_s)
 
 
-def seconds_of(instance: Instance, t: Table) -> Array:
-    """Seconds per microbatch that a candidate counts for: its time, and its share of what is done once a step."""
-    return t.time + t.step / instance.schedule.microbatches
-
-
 def tied_cost(instance: Instance, layers: Sequence[int], price: float) -> float:
     """Of the cheapest candidates of some layers: what they take, and what they hold at a price in units of ``memory_scale``."""
     n, total = float(instance.in_flight.max()), 0.0
@@ -252,12 +242,6 @@ def tied_cost(instance: Instance, layers: Sequence[int], price: float) -> float:
         held = t.weights + n * t.saved + t.transient
         total += float((seconds_of(instance, t) + price * memory_scale(instance) * held).min())
     return total
-
-
-def memory_scale(instance: Instance) -> float:
-    """A stage's least time per byte of device memory."""
-    least = np.array([float(seconds_of(instance, t).min()) for t in instance.kinds])
-    return max(float(least[instance.kind].sum()) / instance.schedule.pipeline / instance.limit, 1e-30)
 
 
 def _drafts(instance: Instance, mode: Mode, whole: bool = False) -> list[_Draft]:
@@ -391,8 +375,8 @@ def _refined(instance: Instance, draft: _Draft, cache: _Cache) -> tuple[int, ...
 
 def _stage(instance: Instance, mode: Mode, i: int, j: int, s: int, before: int | None) -> tuple[int, ...] | None:
     """The candidates of a stage's layers. What segments of several layers hold over the layers' shares is made room for."""
-    full = Stage(instance, _every(instance), i, j, s, before)
-    chosen = Stage(instance, mode.allowed, i, j, s, before).solve()
+    full = stage_of(instance, _every(instance), i, j, s, before)
+    chosen = stage_of(instance, mode.allowed, i, j, s, before).solve()
     whole = _whole(instance, mode, i, j, instance.regime(s))
     found = [full.improved(start) for start in (chosen, whole) if start is not None and full.host_fits(start)]
     if not instance.segmented:
@@ -401,7 +385,7 @@ def _stage(instance: Instance, mode: Mode, i: int, j: int, s: int, before: int |
 
 
 def _in_segments(
-    instance: Instance, mode: Mode, full: Stage, i: int, s: int, before: int | None, found: list[tuple[int, ...]]
+    instance: Instance, mode: Mode, full: Selection, i: int, s: int, before: int | None, found: list[tuple[int, ...]]
 ) -> tuple[int, ...] | None:
     """The best of ``found``, and of choices with some memory left free, that fits with all that its segments keep."""
     fit: list[tuple[int, ...]] = []
@@ -416,7 +400,7 @@ def _in_segments(
         spare = (low + high) / 2 if np.isfinite(high) else spare + min(over)
         j = i + len(trials[0])
         n, passing, place, limit = instance.regime(s)
-        again = Stage(instance, mode.allowed, i, j, s, before, spare).solve()
+        again = stage_of(instance, mode.allowed, i, j, s, before, spare).solve()
         whole = _whole(instance, mode, i, j, (n, passing, place, limit - spare))
         found = [pick for pick in (again, whole) if pick is not None and full.host_fits(pick)]
     return min(fit, key=full.seconds) if fit else None
@@ -440,157 +424,3 @@ def _whole(instance: Instance, mode: Mode, i: int, j: int, regime: Regime) -> tu
     for kind, chosen in left.items():
         chosen.sort(key=lambda k: (int(instance.kinds[kind].layout[k]), k))
     return tuple(left[kind].pop(0) for kind in instance.kind[i:j].tolist())
-
-
-class Stage:
-    """One stage: the cheapest candidates of its layers that fit, resharding between them, at its entry and its sends included.
-
-    ``before`` is the candidate of layer ``i - 1``, ``spare`` what is left free of the memory. ``aside`` are the bytes of each candidate in
-    the host's memory, if any has some.
-    """
-
-    aside: Sequence[Array] = ()
-    room = np.inf  # in the host's memory
-    pressure = 0.0  # what a byte there costs beside one of the device's
-
-    def __init__(
-        self,
-        instance: Instance,
-        allowed: tuple[Indices, ...],
-        i: int,
-        j: int,
-        s: int,
-        before: int | None,
-        spare: float = 0.0,
-    ) -> None:
-        n, passing, place, limit = instance.regime(s)
-        self.limit = limit - spare
-        kinds = instance.kind[i:j].tolist()
-        tables = [instance.kinds[k].at(place) for k in kinds]
-        self.keep = [allowed[k] for k in kinds]
-        self.weight = [seconds_of(instance, t)[keep] for t, keep in zip(tables, self.keep, strict=True)]
-        self.held = [(t.weights + n * t.saved)[keep] for t, keep in zip(tables, self.keep, strict=True)]
-        self.transient = [t.at_work(passing)[keep] for t, keep in zip(tables, self.keep, strict=True)]
-        self.edges = [
-            instance.edge(i + a, place)[np.ix_(self.keep[a], self.keep[a + 1])] for a in range(len(kinds) - 1)
-        ]
-        if before is not None:
-            self.weight[0] = self.weight[0] + instance.edge(i - 1, place)[before, self.keep[0]]
-        if j < instance.layers:  # forwards, and backwards by the next stage
-            self.weight[-1] = self.weight[-1] + 2 * instance.p2p(j - 1, s)[self.keep[-1]]
-        self.scale = memory_scale(instance)
-        if instance.aside:
-            self.aside = [(t.host + n * t.host_saved)[keep] for t, keep in zip(tables, self.keep, strict=True)]
-            self.room = instance.layout.host[place]
-
-    def solve(self) -> tuple[int, ...] | None:
-        for pressure in PRESSURES if self.aside else (0.0,):
-            self.pressure = pressure * self.limit / max(self.room, 1.0)
-            pick = self._solve()
-            if pick is not None:
-                return tuple(int(self.keep[a][k]) for a, k in enumerate(pick))
-        return None
-
-    def _solve(self) -> list[int] | None:
-        pick = self._viterbi(0.0)
-        if not self._fits(pick):
-            low, high = 0.0, 0.0
-            for step in LADDER[1:]:
-                high, pick = step, self._viterbi(step * self.scale)
-                if self._fits(pick):
-                    break
-                low = step
-            else:
-                return None
-            for _ in range(8):
-                middle = (max(low, high / 10) * high) ** 0.5
-                trial = self._viterbi(middle * self.scale)
-                if self._fits(trial):
-                    high, pick = middle, trial
-                else:
-                    low = middle
-            pick = self._spend(pick)
-        return pick
-
-    def host_fits(self, pick: tuple[int, ...]) -> bool:
-        """Whether what such candidates put into the host's memory is no more than there is room for."""
-        return self._room_for([int(np.searchsorted(keep, k)) for keep, k in zip(self.keep, pick, strict=True)])
-
-    def _room_for(self, pick: list[int]) -> bool:
-        return not self.aside or float(sum(h[k] for h, k in zip(self.aside, pick, strict=True))) <= self.room
-
-    def improved(self, pick: tuple[int, ...]) -> tuple[int, ...]:
-        """Such candidates, or better ones that differ from them layer by layer."""
-        at = [int(np.searchsorted(keep, k)) for keep, k in zip(self.keep, pick, strict=True)]
-        if not self._fits(at):
-            return pick
-        return tuple(int(self.keep[a][k]) for a, k in enumerate(self._spend(at)))
-
-    def seconds(self, pick: tuple[int, ...]) -> float:
-        """What such candidates take, resharding between them included."""
-        at = [int(np.searchsorted(keep, k)) for keep, k in zip(self.keep, pick, strict=True)]
-        own = sum(float(w[k]) for w, k in zip(self.weight, at, strict=True))
-        return own + sum(float(edge[a, b]) for edge, (a, b) in zip(self.edges, pairwise(at), strict=True))
-
-    def _fits(self, pick: list[int]) -> bool:
-        held = sum(h[k] for h, k in zip(self.held, pick, strict=True))
-        needs = float(held + max(t[k] for t, k in zip(self.transient, pick, strict=True)))
-        return needs <= self.limit and self._room_for(pick)
-
-    def _viterbi(self, price: float) -> list[int]:
-        # a share of the transient is priced too: only the stage's largest counts, and which that is is not known yet
-        local = [
-            w + price * (h + t / len(self.held)) for w, h, t in zip(self.weight, self.held, self.transient, strict=True)
-        ]
-        if self.pressure:
-            local = [here + price * self.pressure * h for here, h in zip(local, self.aside, strict=True)]
-        best, came = local[0], []
-        for edge, here in zip(self.edges, local[1:], strict=True):
-            through = best[:, None] + edge
-            came.append(through.argmin(axis=0))
-            best = through.min(axis=0) + here
-        pick = [int(best.argmin())]
-        for back in reversed(came):
-            pick.append(int(back[pick[-1]]))
-        return pick[::-1]
-
-    def _spend(self, pick: list[int]) -> list[int]:
-        """Change single layers while that saves time and fits, the most seconds per byte first."""
-        pick = list(pick)
-        held = float(sum(h[k] for h, k in zip(self.held, pick, strict=True)))
-        highest = max(float(t[k]) for t, k in zip(self.transient, pick, strict=True))
-        moves = [self._move(pick, a, held, highest) for a in range(len(pick))]
-        for _ in range(4 * len(pick)):
-            a = max(range(len(pick)), key=lambda a: moves[a][0])
-            if moves[a][0] <= 0:
-                break
-            fresh = self._move(pick, a, held, highest)  # memory may have been spent since
-            if fresh != moves[a]:
-                moves[a] = fresh
-                continue
-            k = fresh[1]
-            held += float(self.held[a][k] - self.held[a][pick[a]])
-            highest = max(highest, float(self.transient[a][k]))
-            pick[a] = k
-            for near in range(max(a - 1, 0), min(a + 2, len(pick))):
-                moves[near] = self._move(pick, near, held, highest)
-        return pick
-
-    def _move(self, pick: list[int], a: int, held: float, highest: float) -> tuple[float, int]:
-        """The best other candidate of layer ``a``: (seconds saved per byte, or 0 where none saves and fits; the candidate)."""
-        total = self.weight[a].copy()
-        if a > 0:
-            total += self.edges[a - 1][pick[a - 1]]
-        if a + 1 < len(pick):
-            total += self.edges[a][:, pick[a + 1]]
-        saves = total[pick[a]] - total
-        more = self.held[a] - self.held[a][pick[a]]
-        ok = (saves > 1e-15) & (held + more + np.maximum(highest, self.transient[a]) <= self.limit)
-        if self.aside:
-            others = sum(float(h[k]) for h, k in zip(self.aside, pick, strict=True)) - self.aside[a][pick[a]]
-            ok &= others + self.aside[a] <= self.room
-        if not ok.any():
-            return 0.0, pick[a]
-        ratio = np.where(ok, saves / np.maximum(more, 1.0), 0.0)
-        k = int(ratio.argmax())
-        return float(ratio[k]), k
