@@ -230,6 +230,15 @@ KINDS: tuple[Kind, ...] = (
     kind("segments of 3, tensor+sequence 2", tensor=2, sequence=True, segment=3, microbatches=2),
     kind("segments of 2, data 2 x tensor 2, zero 2", data=2, tensor=2, zero=2, segment=2),
     kind("segments of 2, pipeline 2 x data 2, zero 3", pipeline=2, data=2, zero=3, segment=2, microbatches=4),
+    kind("offload, data 2, zero 3", data=2, zero=3, offload="activations", microbatches=2),
+    kind(
+        "offload, tensor+sequence 2, recompute in part",
+        tensor=2,
+        sequence=True,
+        offload="activations",
+        recompute="selective",
+    ),
+    kind("offload, pipeline 2 x data 2, zero 1", pipeline=2, data=2, zero=1, offload="activations", microbatches=4),
     Kind("mixed: tensor 1, 2 and 4", 4, mixed=_three_degrees),
     Kind("mixed: ring, ulysses, data and tensor+sequence", 4, mixed=_sequence_roles),
     # numbers of devices that divide little
