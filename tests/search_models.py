@@ -194,10 +194,10 @@ def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: S
     stages, but for two, would have different numbers of layers.
     """
     best = _best_pipeline(graph, cluster, pricer, options)
-    if best is None or best[1].pipeline == 1 or options.schedule is not None or options.chunks is not None:
+    if best is None or best[1].schedule.pipeline == 1 or options.schedule is not None or options.chunks is not None:
         return best and best[0]
     step, chosen = best
-    line, m = chosen.pipeline, chosen.microbatches
+    line, m = chosen.schedule.pipeline, chosen.schedule.microbatches
     sizes = [(line, m), *([(line // 2, m // 2)] if line % 2 == m % 2 == 0 else [])]
     asked = [
         replace(options, pipeline=p, microbatches=n, schedule="interleaved-1f1b")

@@ -114,7 +114,7 @@ class Model:
         saved = self._sum(s, "saved", limit)
         terms = [(v, w + n * a) for (v, w), (_, a) in zip(memory, saved, strict=True)]
         self._row(-self.infinity, 1.0, [*terms, (z, 1.0)], f"memory{s}")
-        if instance.aside:
+        if instance.offloaded:
             room = max(instance.layout.host[instance.layout.place[s]], 1.0)
             rest, each = self._sum(s, "host", room), self._sum(s, "host_saved", room)
             there = [(v, w + n * a) for (v, w), (_, a) in zip(rest, each, strict=True)]
