@@ -27,7 +27,7 @@ from autopar.plan import OFFLOADS, Plan, Role, Strategy
 from autopar.price import Pricer
 from autopar.price.layer import LayerPrice
 from autopar.program.offload import _Storage, saved
-from autopar.search import SearchOptions, driver, evaluate, make_mesh, manual_plan, price_pins, search
+from autopar.search import SearchOptions, evaluate, make_mesh, manual_plan, price_pins, search, steps
 from autopar.search.options import pins_by_layer
 from autopar.verify import kind
 
@@ -142,7 +142,7 @@ def test_processes_of_this_machine_have_no_memory_but_the_hosts() -> None:
 
 def test_host_memory_is_kept_to_where_the_exact_solver_is_scip(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison by the hundred has a family of its own (``brute_force``), which the other exact solver closes."""
-    monkeypatch.setattr(driver, "LABEL_LAYERS", 0)
+    monkeypatch.setattr(steps, "LABEL_LAYERS", 0)
     outcomes = []
     for seed in range(1000, 1050):
         graph, cluster, pricer, options = random_offload(seed)
