@@ -198,6 +198,18 @@ def simulate(
     return max(clock)
 
 
+def warm_up(schedule: Schedule) -> tuple[int, ...]:
+    """By stage: its forwards before its first backward, of which the path ``round`` of ``textbook_paths`` counts one. GPipe hides none: its
+    forwards and its backwards are two pipelines, one after the other."""
+    return (1,) * schedule.stages if schedule.name == GPIPE else fullest(schedule).in_flight
+
+
+def repeats(schedule: Schedule) -> tuple[int, ...]:
+    """By stage: how often the path ``twice`` of ``textbook_paths`` has its time more than once; 0 where there is no such path."""
+    m, own = schedule.microbatches, fullest(schedule).in_flight
+    return tuple(max(m - n, 0) if schedule.name == ONE_F_ONE_B else 0 for n in own)
+
+
 def lower_bound(schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float]) -> float:
     """The longest of ``textbook_paths`` of GPipe and 1F1B, without making them; of GPipe it is the step itself."""
     t = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
@@ -237,7 +249,7 @@ def textbook_paths(schedule: Schedule) -> Array:
         return _split_paths(schedule)
     stages, m, line = schedule.stages, schedule.microbatches, schedule.pipeline
     before = np.array(fullest(schedule).in_flight)
-    late = [d for d in range(line) if schedule.name == ONE_F_ONE_B and m > before[d]]
+    late = [d for d, more in enumerate(repeats(schedule)) if more]
     forwards, backwards = np.zeros((2, 2 * line + len(late), stages))
     for d in range(line):
         own = np.array(schedule.own(d))

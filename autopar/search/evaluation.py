@@ -92,7 +92,7 @@ def step_cost(
 
 
 def cost(instance: Instance, solution: Solution, below_s: float = np.inf) -> Cost:
-    """The true cost of a solution, memory aside. ``below_s`` as in ``step_cost``."""
+    """The true cost of a solution, without memory. ``below_s`` as in ``step_cost``."""
     return step_cost(
         solution.bounds, prices_of(instance, solution), *ways(instance, solution), instance.schedule, below_s
     )
@@ -157,7 +157,7 @@ def all_in_turn(instance: Instance, solution: Solution) -> Solution:
 
 
 def leaving_room(instance: Instance, solution: Solution) -> Instance:
-    """The instance with as much less memory as the solution has too little: what is found by its layers' shares may then fit."""
+    """The instance with its limits lowered by the bytes that the solution lacks: a solution by its layers' shares may then fit."""
     held = memories(instance, solution)
     limits = (limit - max(m.total - limit, 0.0) for m, limit in zip(held, instance.layout.limit, strict=True))
     return replace(instance, layout=replace(instance.layout, limit=tuple(limits)))
@@ -171,13 +171,13 @@ def _fit(instance: Instance, bounds: Sequence[int], prices: Sequence[LayerPrice]
     held = _memories(instance, bounds, prices)
     if not all(m.total <= limit for m, limit in zip(held, instance.layout.limit, strict=False)):
         return False
-    return not instance.aside or _fits_hosts(instance, bounds, prices)
+    return not instance.offloaded or _fits_hosts(instance, bounds, prices)
 
 
 def _fits_hosts(instance: Instance, bounds: Sequence[int], prices: Sequence[LayerPrice]) -> bool:
-    aside = host_bytes(instance.schedule, [prices[i:j] for i, j in pairwise(bounds)])
+    offloaded = host_bytes(instance.schedule, [prices[i:j] for i, j in pairwise(bounds)])
     limits = (instance.layout.host[place] for place in instance.layout.place)
-    return all(size <= limit for size, limit in zip(aside, limits, strict=False))
+    return all(size <= limit for size, limit in zip(offloaded, limits, strict=False))
 
 
 def host_bytes(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> list[int]:
@@ -220,7 +220,7 @@ def coalesce(mesh: Mesh, strategies: Sequence[Strategy]) -> tuple[Mesh, list[Str
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What the search knows about a plan: a lower bound, how it was solved, remarks."""
+    """The search's record of a plan: a lower bound, the solvers, remarks."""
 
     bound_s: float
     gap: float
@@ -249,7 +249,7 @@ def make_plan(
     size = int(np.prod([axis.size for axis in mesh]))
     runs = list(pairwise(bounds))
     held = device_memories(choice.schedule, [prices[i:j] for i, j in runs], twice)
-    aside = host_bytes(choice.schedule, [prices[i:j] for i, j in runs])
+    offloaded = host_bytes(choice.schedule, [prices[i:j] for i, j in runs])
     stages = tuple(
         StagePlan(
             i,
@@ -258,7 +258,7 @@ def make_plan(
             held[device],
             int(limits[device]),
             found.forward_s[s] + found.backward_s[s],
-            aside[device],
+            offloaded[device],
         )
         for s, ((i, j), device) in enumerate(zip(runs, choice.schedule.device, strict=True))
     )
@@ -281,7 +281,7 @@ def make_plan(
         notes=(
             *proof.notes,
             *notes_of(graph, choice, strategies, mesh),
-            *host_notes(aside, [stage.host_limit_bytes for stage in cluster.stages(choice.schedule.pipeline)]),
+            *host_notes(offloaded, [stage.host_limit_bytes for stage in cluster.stages(choice.schedule.pipeline)]),
         ),
         wall_time_s=proof.wall_time_s,
         peak_memory_bytes=proof.peak_memory_bytes,
@@ -294,7 +294,7 @@ def make_plan(
 def counted_twice(
     graph: Graph, pricer: Pricer, choice: Choice, bounds: Sequence[int], strategies: Sequence[Strategy]
 ) -> list[State]:
-    """Of each device of the line, what its layers' prices count more than once: parameters that several layers of a stage share.
+    """By device of the line, the bytes that its layers' prices count more than once: parameters that several layers of a stage share.
 
     Each stage holds its own copy, also where a device has several.
     """
@@ -455,7 +455,7 @@ def _price(graph: Graph, pricer: Pricer, index: int, mesh: Mesh, strategy: Strat
 
 
 def _effort(strategy: Strategy) -> tuple[int, int, int, int]:
-    """What is in the host's memory, the ZeRO stage and how much is recomputed: of equally fast strategies the least is told."""
+    """The offload, the ZeRO stage and the recomputation, as ranks: of equally fast strategies the plan states the lowest."""
     how = RECOMPUTATIONS.index(strategy.recomputation), strategy.segment
     return OFFLOADS.index(strategy.offload), strategy.zero, *how
 
@@ -503,7 +503,7 @@ def tidy(instance: Instance, solution: Solution) -> tuple[list[Strategy], list[L
 def in_segments(
     graph: Graph, instance: Instance, solution: Solution, strategies: Sequence[Strategy], prices: Sequence[LayerPrice]
 ) -> tuple[list[Strategy], list[LayerPrice], Cost]:
-    """The same plan, with segments that are longer than their stage has layers for called what they are."""
+    """The same plan; a segment that its stage cuts short is stated with the layers that it really has."""
     choice = instance.choice
     told, priced = shortened(graph, strategies, solution.bounds), list(prices)
     for s, (start, stop) in enumerate(pairwise(solution.bounds)):

@@ -105,7 +105,7 @@ class _Labels:
         seconds = [t.time + t.step / m, zero, zero] if self.single else [*t.seconds, t.step]
         if not self.alone:
             return np.stack([*seconds, t.weights, t.saved, t.waiting, t.at_work(passing)], axis=1)
-        host = [t.host + n * t.host_saved] if self.instance.aside else []
+        host = [t.host + n * t.host_saved] if self.instance.offloaded else []
         return np.stack([*seconds, t.weights + n * t.saved, t.at_work(passing), *host], axis=1)
 
     def ways(self, stop: int, deadline: float) -> _Spans:
@@ -161,7 +161,7 @@ class _Labels:
 
     def _fits(self, label: Array) -> NDArray[np.bool_]:
         ok = label[:, self.seconds] + label[:, self.transient] <= self.regime.limit
-        if self.instance.aside:
+        if self.instance.offloaded:
             ok &= label[:, -1] <= self.instance.layout.host[self.regime.place]
         return ok
 
@@ -169,9 +169,9 @@ class _Labels:
 def _joined(
     instance: Instance, layer: int, place: int, last: NDArray[np.int32], joinable: Indices
 ) -> tuple[Array, Indices]:
-    """What a microbatch of a layer holds over its share, by what stands before it (candidates ``last`` of the layer before, whose
-    segments so many may join) and by its own candidates: nothing at all where it joins, all of its segment's where it begins one.
-    And how many may join the layer's."""
+    """The bytes that a microbatch of a layer keeps over its share, and how many layers may yet join its segment; by the label before
+    it (its last candidate, and how many layers may join that one's segment) and by the layer's own candidates. A layer that joins keeps
+    nothing, one that begins a segment keeps all of the segment's."""
     before, here = instance.table(layer - 1, place), instance.table(layer, place)
     alike = np.array([[a is b and b.segment > 1 for b in here.prices] for a in before.prices])
     joins = alike[last] & (joinable > 0)[:, None]

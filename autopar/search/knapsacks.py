@@ -23,7 +23,7 @@ WAYS = 400
 """Ways to run some layers that are told apart; more are thinned out."""
 
 TABLES = 3
-"""Different layers of a stage, up to which it is worked out: more make too many ways, and are so many layers that a fraction of one is
+"""Different layers of a stage, up to which it is worked out: more make too many ways, and are enough layers that a fraction of one is
 little."""
 
 
@@ -71,10 +71,10 @@ def only(table: Table, roles: Roles) -> Indices:
 
 
 Weights = tuple[float, float, float]
-"""What a second of one microbatch's time, a second of its forward and a second of what is done once a step cost."""
+"""The costs of a second of one microbatch's time, a second of its forward and a second of the work once a step."""
 
 Layers = Sequence[tuple[Table, int]]
-"""The layers of a stage: so many of each table."""
+"""The layers of a stage: tables and the number of layers of each."""
 
 Part = tuple[int, int, int]
 """A table, a level of its transients, and a number of layers."""
@@ -158,7 +158,7 @@ class Knapsacks:
         return best
 
     def least(self, layers: Layers) -> float:
-        """The least cost of a stage with so many layers of each table that fits; ``inf`` where none does."""
+        """The least cost of a stage with these layers that fits; ``inf`` where none does."""
         return self._best(layers)[0]
 
     def picks(self, layers: Layers) -> list[list[int]] | None:

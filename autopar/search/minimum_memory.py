@@ -108,7 +108,7 @@ def _least_memory(instance: Instance, regime: Regime) -> tuple[Array, Array, lis
 
 
 class _Ways:
-    """The least that runs of layers hold with some candidates of every kind (``allowed``), transients apart.
+    """The least that runs of layers hold with some candidates of every kind (``allowed``), transients excluded.
 
     A segment of s layers holds their weights and what its first layer keeps; a chain is cut into such segments by dynamic programming.
     Layers that follow each other are of one chain if they have a candidate of several layers in common, as layers of one class have that
@@ -266,12 +266,12 @@ def explain(graph: Graph, instance: Instance, solution: Solution) -> InfeasibleE
 def explain_host(instance: Instance, solution: Solution) -> InfeasibleError:
     """The error for a search in which whatever fits the devices asks too much of their hosts; ``solution`` needs least of the devices."""
     spans = [prices_of(instance, solution)[i:j] for i, j in pairwise(solution.bounds)]
-    aside, places = host_bytes(instance.schedule, spans), instance.layout.place
-    limits = [instance.layout.host[places[d]] for d in range(len(aside))]
-    worst = max(range(len(aside)), key=lambda d: aside[d] - limits[d])
+    offloaded, places = host_bytes(instance.schedule, spans), instance.layout.place
+    limits = [instance.layout.host[places[d]] for d in range(len(offloaded))]
+    worst = max(range(len(offloaded)), key=lambda d: offloaded[d] - limits[d])
     return InfeasibleError(
         f"no plan was found that fits {gigabytes(instance.layout.limit[worst])} per device and {gigabytes(limits[worst])} of its host's "
-        f"memory: the one that needs least of the device ({instance.choice}) puts {gigabytes(aside[worst])} into the host's",
+        f"memory: the one that needs least of the device ({instance.choice}) puts {gigabytes(offloaded[worst])} into the host's",
         "take more devices or hosts with more memory, or leave the pin offload out",
     )
 

@@ -43,10 +43,12 @@ def notes_of(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh:
     return tuple(notes)
 
 
-def host_notes(aside: Sequence[int], limits: Sequence[int]) -> tuple[str, ...]:
+def host_notes(offloaded: Sequence[int], limits: Sequence[int]) -> tuple[str, ...]:
     """What the devices of a line have in their hosts' memory, in bytes, against their shares of it."""
-    if not max(aside):
+    if not max(offloaded):
         return ()
-    d = max(range(len(aside)), key=lambda d: aside[d] / max(limits[d], 1))
-    full = ", which does not fit" if aside[d] > limits[d] else ""
-    return (f"in the host's memory: {aside[d] / 1e9:.3g} GB per device, whose share is {limits[d] / 1e9:.3g} GB{full}",)
+    d = max(range(len(offloaded)), key=lambda d: offloaded[d] / max(limits[d], 1))
+    full = ", which does not fit" if offloaded[d] > limits[d] else ""
+    return (
+        f"in the host's memory: {offloaded[d] / 1e9:.3g} GB per device, whose share is {limits[d] / 1e9:.3g} GB{full}",
+    )

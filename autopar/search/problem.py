@@ -71,7 +71,7 @@ SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of layers that are tried as one segment of recomputation."""
 
 LONG_SEQUENCE = 16384
-"""Sequences from here on are cut without being asked to: attention then outweighs what is gathered for it."""
+"""Sequences from here on are cut without being asked to: attention then outweighs the gathers for it."""
 
 
 class Pricer(Protocol):
@@ -220,7 +220,7 @@ def strategies(
 
 
 def _activations(pins: LayerPins, sizes_of_segments: Sequence[int]) -> Iterator[tuple[bool, bool, str, int]]:
-    """What may be done with activations: recomputation (full, selective), what is in the host's memory, layers of a segment.
+    """The ways to treat activations: recomputation (full, selective), offload, layers of a segment.
 
     Nothing is there unless it is asked for. What selective recomputation keeps, and what a segment of several layers does, has no way
     there.
@@ -287,7 +287,7 @@ def _wanted(
 def sizes_of_segments(chain: int, pins: LayerPins, several: bool) -> tuple[int, ...]:
     """How many layers may be recomputed as one, of a class of which ``chain`` may be at most.
 
-    ``several``: some are tried without being pinned. What is held is least at about the square root of a stage's layers: they end at
+    ``several``: some are tried without being pinned. The live memory is least at about the square root of a stage's layers: they end at
     twice that of the chain.
     """
     if pins.segment is not None:

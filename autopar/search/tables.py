@@ -99,7 +99,7 @@ class Table:
         return (self.forward, self.backward, *([self.weight] if self.split else []))
 
     def held(self, in_flight: float, waiting: float = 0.0) -> Array:
-        """Bytes of weights and of so many microbatches' activations."""
+        """Bytes of weights and of the activations of ``in_flight`` microbatches."""
         return self.weights + in_flight * self.saved + waiting * self.waiting
 
     @cached_property
@@ -124,7 +124,7 @@ class Table:
         return np.array([index[s.roles] for s in self.strategies], dtype=np.int64)
 
     @cached_property
-    def aside(self) -> bool:
+    def offloaded(self) -> bool:
         """Whether any candidate has something in the host's memory."""
         return any(bool(t.host.any() or t.host_saved.any()) for t in self.places)
 
@@ -134,12 +134,12 @@ class Table:
         found = [c for t in self.places for c in (*t.seconds, t.step, t.weights, t.saved, t.transient, t.border)]
         if self.split:
             found += [t.waiting for t in self.places]
-        if self.aside:
+        if self.offloaded:
             found += [c for t in self.places for c in (t.host, t.host_saved)]
         return np.stack(found, axis=1)
 
     def at_work(self, passing: int) -> Array:
-        """What a layer at work needs of its stage besides what is held, in a stage that holds so many tensors of a border's size."""
+        """The transient bytes of a layer at work, with ``passing`` tensors of a border's size that the pipeline keeps at its stage."""
         return self.transient + passing * self.border
 
     @cached_property
@@ -167,7 +167,7 @@ def _one_place(candidates: list[Strategy], prices: list[LayerPrice], split: bool
 
     nothing = np.zeros(len(prices))
     weight, waiting = (column("weight_s"), column("waiting_bytes")) if split else (nothing, nothing)
-    aside = any(s.offload != "none" for s in candidates)
+    offloaded = any(s.offload != "none" for s in candidates)
     weights = column("parameters_bytes") + column("gradients_bytes") + column("optimizer_bytes")
     return Table(
         tuple(candidates),
@@ -181,8 +181,8 @@ def _one_place(candidates: list[Strategy], prices: list[LayerPrice], split: bool
         waiting,
         column("transient_bytes"),
         column("border_bytes"),
-        column("host_bytes") if aside else nothing,
-        column("host_saved_bytes") if aside else nothing,
+        column("host_bytes") if offloaded else nothing,
+        column("host_saved_bytes") if offloaded else nothing,
         tuple(zip(candidates, prices, strict=True)),
         split=split,
     )
@@ -238,9 +238,9 @@ class Instance:
         return max(self.layout.limit)
 
     @cached_property
-    def aside(self) -> bool:
+    def offloaded(self) -> bool:
         """Whether any candidate has something in the host's memory, so that its limit counts."""
-        return any(table.aside for table in self.kinds)
+        return any(table.offloaded for table in self.kinds)
 
     @cached_property
     def segmented(self) -> bool:
@@ -408,7 +408,7 @@ class Prices:
         return self._interleaved[key]
 
     def _line(self, pipeline: int) -> Layout:
-        """What the devices of a line are, and what is between them."""
+        """The devices of a line, and the borders between them."""
         if pipeline not in self._lines:
             stages, borders = self._cluster.stages(pipeline), self._cluster.borders(pipeline)
             places, ways = list(dict.fromkeys(stages)), list(dict.fromkeys(borders))

@@ -1,8 +1,8 @@
-"""The memory of one device through a step: what is held at each action of its schedule, by part. Its maximum is the figure of a plan.
+"""The live memory of one device through a step: bytes by part at each action of its schedule. Its maximum is the figure of a plan.
 
-Parameters, gradients and optimizer state are held all along (gradients from the first backward on, but their room is never anyone
+Parameters, gradients and optimizer state are there all along (gradients from the first backward on, but their room is never anyone
 else's). A forward saves its microbatch's activations, which the backward of the same stage and microbatch frees at its end. Where that
-is in two parts, the second one frees them, with what the first has added. While an action runs, its stage's transients are held
+is in two parts, the second one frees them, with what the first has added. While an action runs, its stage's transients are there
 besides.
 """
 

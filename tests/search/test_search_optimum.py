@@ -134,7 +134,7 @@ def test_every_bound_of_every_outer_choice_holds() -> None:
 
 
 @pytest.mark.parametrize("schedule", SEVERAL_STAGES)
-def test_every_bound_of_choices_that_deal_stages_out_holds(schedule: str) -> None:
+def test_every_bound_of_choices_with_several_stages_on_a_device_holds(schedule: str) -> None:
     tight: dict[str, list[float]] = {}
     options = SearchOptions(schedule=schedule)
     for seed in range(6000, 6200 if schedule == "dualpipev" else 6040):

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided, sliding_window_view
 from numpy.typing import NDArray
 
-from autopar.schedules import GPIPE, ONE_F_ONE_B
+from autopar.schedules.step_time import repeats, warm_up
 from autopar.search.bounds.cheap import TOLERANCE, cheapest_send
 from autopar.search.knapsacks import Sends, Weights
 from autopar.search.pareto import Array
@@ -65,18 +65,13 @@ def _weights(instance: Instance, s: int, send: float) -> tuple[tuple[Weights, fl
     if stages == 1:
         return ((float(m), 0.0, 1.0), 0.0), ((float(m), 0.0, 1.0), 0.0), ((float(m), 0.0, 1.0), 0.0)
     sends = send * (int(s > 0) + int(s < stages - 1))
-    hidden = _warm(instance, s) - 1
+    hidden = warm_up(instance.schedule)[s] - 1
     share = m * sends - hidden * send * int(s < stages - 1)
     return (
         ((1.0, 0.0, 0.0), sends),
         ((1.0, 0.0, 1 / stages), sends),
         ((float(m), -float(hidden), 1 / stages), share),
     )
-
-
-def _warm(instance: Instance, s: int) -> int:
-    schedule = instance.schedule
-    return 1 if schedule.name == GPIPE else min(schedule.microbatches, schedule.pipeline - s)
 
 
 def _relaxed(instance: Instance) -> _Stages:
@@ -165,12 +160,12 @@ class _Paths:
     def __init__(self, instance: Instance, costs: _Stages) -> None:
         self.runs, self.count = compositions(instance), instance.layers
         schedule = instance.schedule
-        m, stages = schedule.microbatches, schedule.pipeline
+        m = schedule.microbatches
         self.time, self.total, self.round = costs.time, costs.total, costs.round
-        warm = [_warm(instance, s) for s in range(stages)]
+        warm = warm_up(schedule)
         # of a stage alone, what it does between the two ways through the later stages
         self.between = [(m - w) * t if m > w else np.zeros_like(t) for w, t in zip(warm, self.time, strict=True)]
-        self.twice = [schedule.name == ONE_F_ONE_B and m > w for w in warm]
+        self.twice = [more > 0 for more in repeats(schedule)]
         self.floor_s = max(float(t.min()) for t in self.round)
 
     def possible(self, steps: Array) -> NDArray[np.bool_]:

@@ -1,14 +1,14 @@
 """``whole_interleaved``: a bound for choices with several stages on each device, from devices of whole layers.
 
-If a step takes no more than T seconds, no path through the schedule does, so of each device ``d`` (notation of ``textbook_paths``, ``g``
-being what is done once a step, ``n_s`` the microbatches that stage ``s`` holds)
+If a step takes no more than T seconds, no path through the schedule does. So for each device ``d`` (notation of ``textbook_paths``; ``g``
+are the seconds once a step, ``n_s`` the microbatches in flight of stage ``s``)
 
     upto[d]    m sum_own t + g_d + sum_{s < d} t_s <= T
     round[d]   sum_own (m b_s + (m - n_s) f_s) + g_d + sum_s f_s + sum_{s > (v-1)p + d} b_s + sum_{s < d} b_s <= T
 
 Stages of other devices have a layer or more, at its best price. The device's own layers are a number of each kind, and what they take is
 how many of them take each candidate, within its memory: a knapsack, solved exactly (``knapsacks``). Each of its stages has a layer;
-the others of them are where they hold least and where the path counts them least. So a device can have so many layers within T, and where
+the other layers are where they keep least and where the path counts them least. This gives the most layers of a device within T; where
 all devices together cannot have all layers (their order is dropped, but for the first layer and the last, which are the first and the
 last device's), T is a bound.
 
@@ -133,7 +133,7 @@ class Line:
         return [(max(n - spare, 0), n) for n in most] if spare >= 0 and min(most) >= 0 else []
 
     def _seconds(self, d: int, others: Others, common: int) -> float:
-        """The longer of the paths of device ``d`` with so many layers of the most frequent kind, which it can have."""
+        """The longer of the paths of device ``d`` with ``common`` layers of the most frequent kind, which it can have."""
         paths = self._paths(d, others)
         return max(
             (fixed + device.least[common - device.fewest] for fixed, device in paths if common >= device.fewest),
@@ -167,7 +167,7 @@ class Line:
         return tuple(n + sum(others) for n, (others,) in zip(fit, sets, strict=True))
 
     def front(self, kind: int, place: int, slot: Slot, path: bool) -> Front:
-        """The ways to run one layer; what is at work counts as held."""
+        """The ways to run one layer; the transient of a layer at work counts as live memory."""
         n, hidden, at_work = slot
         key = kind, place, n, hidden if path else 0, at_work, path
         if key not in self.fronts:
@@ -184,7 +184,7 @@ class Line:
 
 
 def _constants(instance: Instance, d: int) -> tuple[float, float]:
-    """Of ``upto`` and ``round``: what is not of the device's own layers."""
+    """The seconds of ``upto`` and ``round`` outside of the device's own layers."""
     m, line, stages = instance.schedule.microbatches, instance.schedule.pipeline, instance.schedule.stages
     time, forward, backward = (instance.least(name) for name in ("time", "forward", "backward"))
     send = cheapest_send(instance)
@@ -199,7 +199,7 @@ def _constants(instance: Instance, d: int) -> tuple[float, float]:
 
 
 class _Device:
-    """What so many layers take on one device, under one path: worked out as it is asked for."""
+    """The least seconds of a number of layers on one device, under one path: worked out as it is asked for."""
 
     def __init__(
         self, line: Line, stages: Sequence[Stage], place: int, limit: float, others: Others, path: bool
@@ -225,7 +225,7 @@ class _Device:
             self._add(line.common, slot)
         for k in kinds:
             self._add(k, self.free)
-        self.least = [self._least()]  # of so many layers of the most frequent kind, from ``fewest`` on
+        self.least = [self._least()]  # by number of layers of the most frequent kind, from ``fewest`` on
 
     def _add(self, kind: int, slot: Slot) -> None:
         self.ways = merged(self.ways, self.line.front(kind, self.place, slot, self.path), self.limit, bound=True)

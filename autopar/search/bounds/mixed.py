@@ -96,7 +96,7 @@ class _Ways:
                 ways = merged(ways, free, self.limit, bound=True)
 
     def column(self, ways: Front) -> tuple[Array, float]:
-        """Of the cheapest way: seconds of each of the device's stages ``[forward and backward, stage]``, and what is done once a step."""
+        """Of the cheapest way: seconds of each of the device's stages ``[forward and backward, stage]``, and the seconds once a step."""
         seconds, once = np.zeros((2, len(self.own))), 0.0
         for kind, made in ways.picks(len(ways) - 1):
             table = self.instance.kinds[kind - 1].at(self.place)
@@ -189,7 +189,7 @@ class _Mixture:
                 break
             layer_s = self.layers.dual_value() * self.scale_s
             least_s = self.solver.Objective().Value() * self.scale_s
-            longer = self._longer()  # what is added ends what is known of the solution
+            longer = self._longer()  # a new row ends the solver's solution
             if found >= least_s * (1 - 1e-3) and not longer:
                 break
             old, duals = (np.append(w, np.zeros(len(self.rows) - len(w))) for w in (centre[0], duals / duals.sum()))

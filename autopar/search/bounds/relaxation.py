@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import numpy as np
 from ortools.linear_solver import pywraplp
 
-from autopar.schedules import GPIPE, ONE_F_ONE_B
+from autopar.schedules import GPIPE
 from autopar.schedules.step_time import longest_path, simulate, textbook_paths
 from autopar.search.bounds.cheap import TOLERANCE, cheapest_send
 from autopar.search.pareto import Array, Indices
@@ -114,7 +114,7 @@ class Model:
         saved = self._sum(s, "saved", limit)
         terms = [(v, w + n * a) for (v, w), (_, a) in zip(memory, saved, strict=True)]
         self._row(-self.infinity, 1.0, [*terms, (z, 1.0)], f"memory{s}")
-        if instance.aside:
+        if instance.offloaded:
             room = max(instance.layout.host[instance.layout.place[s]], 1.0)
             rest, each = self._sum(s, "host", room), self._sum(s, "host_saved", room)
             there = [(v, w + n * a) for (v, w), (_, a) in zip(rest, each, strict=True)]
@@ -193,7 +193,7 @@ def relaxation(instance: Instance, at_least_s: float, time_limit_s: float) -> fl
     deadline = time.monotonic() + time_limit_s
     schedule, bound = instance.schedule, at_least_s
     model = Model(instance, at_least_s, integer=False)
-    cuts = CUTS if schedule.name == ONE_F_ONE_B and schedule.microbatches * schedule.pipeline <= CUT_ACTIONS else 0
+    cuts = CUTS if schedule.name != GPIPE and schedule.microbatches * schedule.pipeline <= CUT_ACTIONS else 0
     for number in range(cuts + 1):
         model.solver.SetTimeLimit(max(1, int((deadline - time.monotonic()) * 1000)))
         status = model.solver.Solve()

@@ -6,7 +6,7 @@
    simulated for all such moves at once, gets shorter.
 3. Each device's layers are chosen again with resharding in the costs, under its memory.
 
-Where ``bounds.devices`` says how many layers each device should have, even chunks of so many are tried before 1.
+Where ``bounds.devices`` says how many layers each device should have, even chunks of that many are tried before 1.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ DRAFTS, REFINED, ROUNDED = 6, 3, 2
 
 def _picks(instance: Instance) -> list[tuple[float, tuple[Indices, ...], list[int]]]:
     """Of each mode the fastest candidates of all kinds, and the fastest that the devices have room for together: seconds of a device's work
-    where it is even (times what is too much of memory), the mode, the candidates; the fastest first."""
+    where it is even (times the excess of memory), the mode, the candidates; the fastest first."""
     counts = np.bincount(instance.kind, minlength=len(instance.kinds))
     n, q, line = float(instance.in_flight.mean()), float(instance.waiting.mean()), instance.schedule.pipeline
     room = float(sum(instance.layout.limit[:line]))
@@ -87,7 +87,7 @@ class _Draft:
         self.bounds, self.estimate_s = self.cuts[0], np.inf  # until ``_drafts`` has simulated them
 
     def _sums(self, place: int) -> tuple[Array, Array]:
-        """Sums over the first layers, from none to all: of each part of the time with a share of what is done once a step, and of bytes
+        """Sums over the first layers, from none to all: of each part of the time with a share of the seconds once a step, and of bytes
         held."""
         tables, kind = self.instance.at(place), self.instance.kind
         n, q = float(self.instance.in_flight.mean()), float(self.instance.waiting.mean())

@@ -21,7 +21,7 @@ PRESSURES = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 def seconds_of(instance: Instance, t: Table) -> Array:
-    """Seconds per microbatch that a candidate counts for: its time, and its share of what is done once a step."""
+    """Seconds per microbatch that a candidate counts for: its time, and its share of the seconds once a step."""
     return t.time + t.step / instance.schedule.microbatches
 
 
@@ -35,10 +35,10 @@ class Selection:
     """The layers of one place that choose together, in order. ``in_flight`` is how many microbatches of each are live, and how many of
     these are between the two parts of their backward; ``passing`` as in ``schedules.memory``.
 
-    ``aside`` are the bytes of each candidate in the host's memory, if any has some.
+    ``offloaded`` are the bytes of each candidate in the host's memory, if any has some.
     """
 
-    aside: Sequence[Array] = ()
+    offloaded: Sequence[Array] = ()
     room = np.inf  # in the host's memory
     pressure = 0.0  # what a byte there costs beside one of the device's
 
@@ -66,7 +66,7 @@ class Selection:
         ]
 
     def solve(self) -> tuple[int, ...] | None:
-        for pressure in PRESSURES if self.aside else (0.0,):
+        for pressure in PRESSURES if self.offloaded else (0.0,):
             self.pressure = pressure * self.limit / max(self.room, 1.0)
             pick = self._solve()
             if pick is not None:
@@ -99,7 +99,7 @@ class Selection:
         return self._room_for([int(np.searchsorted(keep, k)) for keep, k in zip(self.keep, pick, strict=True)])
 
     def _room_for(self, pick: list[int]) -> bool:
-        return not self.aside or float(sum(h[k] for h, k in zip(self.aside, pick, strict=True))) <= self.room
+        return not self.offloaded or float(sum(h[k] for h, k in zip(self.offloaded, pick, strict=True))) <= self.room
 
     def improved(self, pick: tuple[int, ...]) -> tuple[int, ...]:
         """Such candidates, or better ones that differ from them layer by layer."""
@@ -125,7 +125,7 @@ class Selection:
             w + price * (h + t / len(self.held)) for w, h, t in zip(self.weight, self.held, self.transient, strict=True)
         ]
         if self.pressure:
-            local = [here + price * self.pressure * h for here, h in zip(local, self.aside, strict=True)]
+            local = [here + price * self.pressure * h for here, h in zip(local, self.offloaded, strict=True)]
         best, came = local[0], []
         for edge, here in zip(self.edges, local[1:], strict=True):
             through = best[:, None] + edge
@@ -168,9 +168,9 @@ class Selection:
         saves = total[pick[a]] - total
         more = self.held[a] - self.held[a][pick[a]]
         ok = (saves > 1e-15) & (held + more + np.maximum(highest, self.transient[a]) <= self.limit)
-        if self.aside:
-            others = sum(float(h[k]) for h, k in zip(self.aside, pick, strict=True)) - self.aside[a][pick[a]]
-            ok &= others + self.aside[a] <= self.room
+        if self.offloaded:
+            others = sum(float(h[k]) for h, k in zip(self.offloaded, pick, strict=True)) - self.offloaded[a][pick[a]]
+            ok &= others + self.offloaded[a] <= self.room
         if not ok.any():
             return 0.0, pick[a]
         ratio = np.where(ok, saves / np.maximum(more, 1.0), 0.0)
@@ -195,7 +195,7 @@ def stage_of(
         found.weight[0] = found.weight[0] + instance.edge(i - 1, place)[before, found.keep[0]]
     if j < instance.layers:  # forwards, and backwards by the next stage
         found.weight[-1] = found.weight[-1] + 2 * instance.p2p(j - 1, s)[found.keep[-1]]
-    if instance.aside:
-        found.aside = [(t.host + n * t.host_saved)[keep] for t, keep in zip(found.tables, found.keep, strict=True)]
+    if instance.offloaded:
+        found.offloaded = [(t.host + n * t.host_saved)[keep] for t, keep in zip(found.tables, found.keep, strict=True)]
         found.room = instance.layout.host[place]
     return found

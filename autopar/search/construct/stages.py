@@ -20,7 +20,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from autopar.schedules import ONE_F_ONE_B
+from autopar.schedules.step_time import repeats, warm_up
 from autopar.search.construct.selection import LADDER, Selection, memory_scale, seconds_of, stage_of
 from autopar.search.evaluation import Solution, cost, fits, in_turn, stage_bytes
 from autopar.search.knapsacks import TABLES, knapsacks, only
@@ -249,11 +249,8 @@ def _drafts(instance: Instance, mode: Mode, whole: bool = False) -> list[_Draft]
     stages, m = instance.schedule.pipeline, instance.schedule.microbatches
     spans = {regime: _stage_costs(instance, mode, regime) for regime in instance.regimes}
     by_stage = [spans[instance.regime(s)] for s in range(stages)]
-    burden = [
-        1.0
-    ] * stages  # 1F1B hides part of an early stage's forwards in the warm-up; a forward is a third of the time
-    if instance.schedule.name == ONE_F_ONE_B:
-        burden = [1 - (min(m, stages - s) - 1) / (3 * max(m - 1, 1)) for s in range(stages)]
+    # 1F1B hides part of an early stage's forwards in the warm-up; a forward is a third of the time
+    burden = [1 - (n - 1) / (3 * max(m - 1, 1)) for n in warm_up(instance.schedule)]
     least = _bottleneck(by_stage, burden)
     if not np.isfinite(least):
         return []
@@ -265,7 +262,7 @@ def _drafts(instance: Instance, mode: Mode, whole: bool = False) -> list[_Draft]
     alone = [
         np.where(np.isfinite(span), (m - 1) * share, 1.0) * span for share, span in zip(burden, by_stage, strict=True)
     ]
-    twice = [max(m - (stages - s), 0) if instance.schedule.name == ONE_F_ONE_B else 0 for s in range(stages)]
+    twice = list(repeats(instance.schedule))
     low, high = (m - 1) * least, np.inf
     for _ in range(BISECTIONS if stages > 1 and m > 1 else 0):
         cap = low * 1.1 if np.isinf(high) else (low * high) ** 0.5

@@ -44,7 +44,7 @@ def uneven_cuts(instance: Instance, pick: Sequence[int], seconds: Array) -> list
 
 
 def polished(instance: Instance, best: Solution, refine: Refine, deadline: float) -> Solution:
-    """``best``, or what is faster after single layers have moved from the slowest device to another stage, or over a cut."""
+    """``best``, or a faster solution after single layers have moved from the slowest device to another stage, or over a cut."""
     schedule = instance.schedule
     step = cost(instance, best).step_time_s
     left = min(MOVES, ACTIONS // (3 * schedule.stages * schedule.microbatches))
