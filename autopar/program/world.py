@@ -153,8 +153,8 @@ class Program:
         on which it is ``R`` and its gradient a term of the sum.
 
         FSDP2 shards a layer's parameters over the layer's data axes. Other parameters are reduced explicitly after the schedule, with
-        ZeRO-1 at most: those that several layers or stages share, those that are ``R`` on other axes, scalars, and those of another dtype than
-        most of the layer. Tied copies all have the lowest ZeRO stage of their layers, so that their updates are the same.
+        ZeRO-1 at most: those that several layers or stages share, those that are ``R`` on other axes, scalars, and those of another dtype
+        than most of the layer. Tied copies all have the lowest ZeRO stage of their layers, so that their updates are the same.
         """
         child, zero = self._home(layout)
         data = self.model.STAGES[layout.stage].GROUPS[child]["data_axes"]
