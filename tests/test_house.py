@@ -152,6 +152,20 @@ def test_every_room_has_a_row():
     assert {room_of(path) for path in SOURCES} == set(ALLOWED)
 
 
+def test_the_map_names_every_room():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = " ".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))
+    named = set(re.findall(r"`(?:autopar/)?([\w/.]+)`", rows))
+    folders = {path.name for path in (ROOT / "autopar").iterdir() if (path / "__init__.py").is_file()}
+    assert named == folders | {"passes", "passes/clean", "compile.py"}
+
+
+def test_tests_mirror_the_rooms():
+    rooms = {room_of(path) for path in SOURCES}
+    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and not path.name.startswith("__")}
+    assert folders - {"models", "reports"} <= rooms
+
+
 def test_the_program_that_is_copied_out_imports_nothing_of_ours():
     """Its modules import each other by their bare names once they are copied, so ours may only be ``autopar.program``."""
     for path in sorted((ROOT / "autopar" / "program").glob("*.py")):
