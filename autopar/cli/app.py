@@ -12,7 +12,8 @@ import click
 
 import autopar
 from autopar.errors import AutoparError
-from autopar.plan import ALLOWED, OFFLOADS, RECOMPUTATIONS, SCHEDULES
+from autopar.pins import ANY, PINS, Pin
+from autopar.plan import ALLOWED
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -59,62 +60,34 @@ _model_options = _options(
     *_batch_options,
     _allow_option,
 )
+
+
+def _pin_option(pin: Pin, sentence: str, without: tuple[str, ...] = ()) -> Callable[[Any], Any]:
+    """The option ``--NAME`` of a pin, with the values that it has in the table except those in ``without``."""
+    names = [name for name in pin.values if name not in without]
+    kind = click.Choice(names) if names else click.IntRange(pin.least, pin.most)
+    metavar = None if names else "N" if pin.most is None else f"{pin.least}-{pin.most}"
+    meaning = sentence.format(pin.meaning)
+    text = f"{meaning[0].upper()}{meaning[1:]}."
+    if ANY in names:
+        text += f" {ANY}: whatever is fastest; without the option, {names[0]}."
+    if not pin.switch:
+        return click.option(f"--{pin.name}", type=kind, metavar=metavar, help=text)
+    text += f" Without a value, {names[-1]}."
+    return click.option(f"--{pin.name}", is_flag=False, flag_value=names[-1], type=kind, metavar=metavar, help=text)
+
+
 _pin_options = _options(
     click.option(
         "--pin",
         "pins",
         multiple=True,
         metavar="KEY=VALUE",
-        help="Pin a decision, of the plan or of some layers: schedule=1f1b, layers.0-7.tensor=8, lm_head.zero=3. May be repeated; the "
-        "options below are short forms.",
+        help="Pin a decision of the plan, of every layer, or of named layers: schedule=1f1b, tensor=8, layers.0-7.tensor=8, "
+        "lm_head.zero=3. May be repeated; the options below are short forms for the plan and for every layer.",
     ),
-    click.option("--pipeline", type=click.IntRange(1), metavar="N", help="Pin the number of pipeline stages."),
-    click.option("--data", type=click.IntRange(1), metavar="N", help="Pin the data-parallel degree of every layer."),
-    click.option(
-        "--tensor", type=click.IntRange(1), metavar="N", help="Pin the tensor-parallel degree of every layer."
-    ),
-    click.option(
-        "--expert",
-        type=click.IntRange(1),
-        metavar="N",
-        help="Pin the degree of expert parallelism of layers that have experts.",
-    ),
-    click.option(
-        "--ulysses", type=click.IntRange(1), metavar="N", help="Pin the degree of Ulysses sequence parallelism."
-    ),
-    click.option("--ring", type=click.IntRange(1), metavar="N", help="Pin the degree of ring attention."),
-    click.option("--zero", type=click.IntRange(0, 3), metavar="0-3", help="Pin the ZeRO stage."),
-    click.option(
-        "--microbatches", type=click.IntRange(1), metavar="N", help="Pin the number of microbatches of a step."
-    ),
-    click.option(
-        "--schedule", metavar="NAME", help=f"Pin the schedule: {', '.join(SCHEDULES)}; the last three are priced alone."
-    ),
-    click.option(
-        "--chunks",
-        type=click.IntRange(1),
-        metavar="N",
-        help="Pin the stages of each device; several are interleaved, or as the schedule has them.",
-    ),
-    click.option(
-        "--recompute",
-        is_flag=False,
-        flag_value="full",
-        type=click.Choice(RECOMPUTATIONS),
-        help="Pin recomputation of activations in every layer; without a value, full.",
-    ),
+    *(_pin_option(pin, "pin {}") for pin in PINS.values()),
     click.option("--no-recompute", "recompute", flag_value="none", help="The same as --recompute none."),
-    click.option(
-        "--offload",
-        type=click.Choice([*OFFLOADS, "any"]),
-        help="What of every layer is in the host's memory: optimizer states, saved activations, both, or what wins (any).",
-    ),
-    click.option(
-        "--segment",
-        type=click.IntRange(1),
-        metavar="N",
-        help="Pin how many layers are recomputed as one; several: in full.",
-    ),
     click.option("--memory-limit", metavar="SIZE", help="What may be filled of one device, such as 40GB or 37GiB."),
     click.option(
         "--local-batch-norm",
@@ -285,10 +258,15 @@ def run(**request: Any) -> None:
     "cell loses.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object.")
-def bench(**request: Any) -> None:
-    from autopar.cli.bench import bench_command
+def bench(
+    names: tuple[str, ...], output: str | None, plot_file: str | None, published: str | None, as_json: bool, **how: Any
+) -> None:
+    from autopar.cli.bench import Measurement, bench_command, published_command
 
-    bench_command(**request)
+    if published is not None:
+        published_command(published, as_json)
+    else:
+        bench_command(names, Measurement(**how), output, plot_file, as_json)
 
 
 @cli.command(
@@ -343,7 +321,7 @@ def profile(**request: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the list as one JSON array.")
 def models(as_json: bool) -> None:
     """List the built-in zoo."""
-    from autopar.cli.commands import models_command
+    from autopar.cli.models import models_command
 
     models_command(as_json)
 
@@ -379,23 +357,14 @@ def hardware(action: str | None, name: str | None, as_json: bool) -> None:
     context_settings={"ignore_unknown_options": False},
 )
 @_model_options
-@click.option("--pipeline", type=click.IntRange(1), metavar="N", help="Pipeline stages.")
-@click.option("--tensor", type=click.IntRange(1), metavar="N", help="Tensor-parallel degree.")
+@_options(*(_pin_option(PINS[name], "{}", (ANY,)) for name in ("pipeline", "tensor")))
 @click.option("--sequence", is_flag=True, help="Cut activations between tensor-parallel regions along the sequence.")
-@click.option("--context", type=click.IntRange(1), metavar="N", help="Ring attention's degree.")
-@click.option(
-    "--expert", type=click.IntRange(1), metavar="N", help="Devices that layers with experts deal them out to."
-)
-@click.option("--zero", type=click.IntRange(0, 3), metavar="0-3", help="ZeRO stage.")
-@click.option("--microbatches", type=click.IntRange(1), metavar="N", help="Microbatches of a step.")
+@click.option("--context", type=click.IntRange(1), metavar="N", help="The degree of ring attention.")
+@_options(*(_pin_option(PINS[name], "{}", (ANY,)) for name in ("expert", "zero", "microbatches")))
 @click.option("--microbatch", type=click.IntRange(1), metavar="N", help="Sequences in a microbatch of one device.")
-@click.option("--schedule", metavar="NAME", help=f"One of {', '.join(SCHEDULES)}.")
-@click.option(
-    "--chunks", type=click.IntRange(1), metavar="N", help="Stages of each device, where the schedule deals several out."
+@_options(
+    *(_pin_option(PINS[name], "{}", (ANY,)) for name in ("schedule", "chunks", "recompute", "segment", "offload"))
 )
-@click.option("--recompute", metavar="NAME", help="none, selective or full.")
-@click.option("--segment", type=click.IntRange(1), metavar="N", help="Layers that are recomputed as one, in full.")
-@click.option("--offload", metavar="NAME", help="In the host's memory: none, optimizer, activations or both.")
 @click.option("--timeline", is_flag=True, help="Show besides what each device holds at each action of a step.")
 @_plan_file_option
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 
@@ -28,8 +29,6 @@ def plain_table(title: str | None = None, **options: Any) -> Table:
 @contextmanager
 def progress_bar(name: str, total: int | None = None) -> Iterator[Callable[[str, int, int], None]]:
     """A bar on stderr until the block ends; what it gives is told (what is done now, how much is done, of how much)."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(name, total=total)

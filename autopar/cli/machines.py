@@ -8,12 +8,11 @@ from typing import Any
 
 from autopar.cli.console import console, plain_table
 from autopar.devices import Constant, constants, hardware
+from autopar.errors import UsageError
 
 
 def hardware_command(action: str | None, name: str | None, as_json: bool) -> None:
     """Lists the kinds, or shows one."""
-    from autopar.errors import UsageError
-
     if action is None:
         _print_list(as_json)
     elif action != "show" or name is None:

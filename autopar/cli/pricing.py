@@ -1,4 +1,4 @@
-"""``autopar price`` and ``autopar compare``: what a plan that the user wrote down costs, by the model that prices every plan.
+"""``autopar price`` and ``autopar compare``: the price of a plan that the user wrote down, by the same model of costs as a search.
 
 A plan is degrees on the command line, a ``plan.json``, or the flags of another trainer (``FLAGS``): Megatron-LM's and torchtitan's names
 of the same degrees are read as they stand.
@@ -10,26 +10,25 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from autopar.cli.commands import recapture
+from autopar.cli.console import Messages, console, plain_table
+from autopar.cli.load import Sizes, load_model
+from autopar.cli.render import print_plan, seconds
+from autopar.cli.timeline import print_timeline, timeline_data
+from autopar.devices import Cluster, parse
 from autopar.errors import BatchError, UsageError
-from autopar.plan import (
-    MICROBATCH_STATISTICS,
-    NARROW,
-    OFFLOADS,
-    RECOMPUTATIONS,
-    REPLICATING,
-    SEQUENCES,
-    LayerPlan,
-    Plan,
-    Role,
-)
-
-if TYPE_CHECKING:
-    from autopar.devices import Cluster
-    from autopar.graph import Graph
-    from autopar.price import Pricer
-    from autopar.search.timeline import Moment
+from autopar.graph import Graph
+from autopar.pins import OF_PLAN
+from autopar.plan import REPLICATING, SEQUENCES, LayerPlan, Plan, Role
+from autopar.plan_files import check_devices, check_model, read_plan
+from autopar.precision import name_of
+from autopar.price import Pricer
+from autopar.search import evaluate, manual_plan, memory_timeline
+from autopar.search.concessions import Concession
+from autopar.search.timeline import Moment
+from autopar.workload import with_concession
 
 # Another trainer's flag: the option of ours that it means. Flags without a value are true.
 FLAGS = {
@@ -98,14 +97,8 @@ def price_command(as_json: bool, timeline: bool, plan_file: str | None, flags: S
     """``autopar price``: the plan's prediction in the form of ``autopar plan``, and what is held through a step if asked."""
     plan, moments = price_request(request | translated(read_flags(flags)), plan_file, timeline)
     if as_json:
-        from autopar.cli.timeline import timeline_data
-
         print(json.dumps(plan.to_json() | ({"timeline": timeline_data(moments)} if timeline else {}), indent=1))
         return
-    from autopar.cli.console import console
-    from autopar.cli.render import print_plan
-    from autopar.cli.timeline import print_timeline
-
     out = console()
     print_plan(plan, out)
     if timeline:
@@ -143,17 +136,6 @@ def price_request(
     request: Mapping[str, Any], plan_file: str | None, timeline: bool = False
 ) -> tuple[Plan, tuple[tuple[Moment, ...], ...]]:
     """The priced plan of a command line, and if asked its devices' memory at each action of a step."""
-    from autopar.capture import apart, capture
-    from autopar.cli.commands import recapture
-    from autopar.cli.console import Messages
-    from autopar.cli.load import Sizes, load_model
-    from autopar.compile import read_plan
-    from autopar.devices import parse
-    from autopar.precision import name_of, normalise
-    from autopar.price import Pricer
-    from autopar.search import memory_timeline
-    from autopar.shard import annotate
-
     cluster = parse(request["devices"], calibration=request.get("calibration"))
     given = read_plan(plan_file) if plan_file else None
     sizes = Sizes(
@@ -163,19 +145,16 @@ def price_request(
         messages("load", request["model"])
         default = "float32" if cluster.kind == "cpu" else "bfloat16"
         try:
-            loaded = load_model(request["model"], sizes, default_precision=default)
+            workload = load_model(request["model"], sizes, default_precision=default)
         except BatchError:
             if given is None:
                 raise
             sizes = dataclasses.replace(sizes, global_batch=None)  # a factory that makes its own batch
-            loaded = load_model(request["model"], sizes, default_precision=default)
+            workload = load_model(request["model"], sizes, default_precision=default)
         messages("capture")
-        precision = normalise(sizes.precision) if sizes.precision else None
-        graph = annotate(capture(loaded.module, loaded.batch, loaded.loss_fn, precision=precision, name=loaded.name))
-        if given is not None and MICROBATCH_STATISTICS in given.allow:  # each microbatch a batch of its own
-            again = recapture(dict(request) | dataclasses.asdict(sizes) | {"local_batch_norm": False}, cluster)
-            graph = apart(graph, lambda rows: again(global_batch=rows), given.microbatches)
-        graph = dataclasses.replace(graph, narrow=tuple(name for name in NARROW if given and name in given.allow))
+        graph = dataclasses.replace(workload, precision=sizes.precision).capture()
+        again = recapture(dict(request) | dataclasses.asdict(sizes) | {"local_batch_norm": False}, cluster)
+        graph = with_concession(graph, again, Concession() if given is None else Concession.of(given))
         messages("price")
         pricer = Pricer(graph, cluster, name_of(graph.dtype))
         plan = price_plan(graph, cluster, given or write_plan(graph, cluster, request), pricer)
@@ -189,8 +168,6 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
         UsageError: degrees that the devices do not divide into.
         BatchError: a batch that does not divide.
     """
-    from autopar.search import manual_plan
-
     tensor, pipeline = request.get("tensor") or 1, request.get("pipeline") or 1
     context, expert = request.get("context") or 1, request.get("expert") or 1
     rest, odd = divmod(cluster.count, tensor * pipeline * context)
@@ -209,30 +186,12 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
                 f"a global batch of {graph.batch_size} does not divide into microbatches of {size} on {rest} data-parallel devices",
                 f"--microbatch times {rest} must divide it; without --microbatch there is one microbatch",
             )
-    recompute = request.get("recompute") or "none"
-    if recompute not in RECOMPUTATIONS:
-        raise UsageError(f"there is no recomputation {recompute!r}", "write none, selective or full")
-    offload = request.get("offload") or "none"
-    if offload not in OFFLOADS:
-        raise UsageError(f"there is no offload {offload!r}", f"write {', '.join(OFFLOADS)}")
-    plan = manual_plan(
-        graph,
-        pipeline=pipeline,
-        chunks=request.get("chunks") or 1,
-        data=rest // expert,
-        expert=expert,
-        ring=context,
-        tensor=tensor,
-        sequence=bool(request.get("sequence")),
-        recompute=recompute,
-        segment=request.get("segment") or 1,
-        offload=offload,
-        microbatches=microbatches,
-        schedule=request.get("schedule"),
-    )
+    pins = {name: request.get(name) for name in (*OF_PLAN, "tensor", "expert", "recompute", "segment", "offload")}
+    pins |= {"data": rest // expert, "ring": context, "microbatches": microbatches}
+    plan = manual_plan(graph, sequence=bool(request.get("sequence")), **pins)  # type: ignore[arg-type]
 
     def own(layer: LayerPlan) -> LayerPlan:
-        """With what only some layers can do."""
+        """The layer without expert parallelism where it has no experts, and with ZeRO where its parameters have copies."""
         strategy = layer.strategy if graph.classes[layer.cls].experts else layer.strategy.dense
         zero = (request.get("zero") or 0) if strategy.degree(plan.mesh, *REPLICATING) > 1 else 0
         return dataclasses.replace(layer, strategy=dataclasses.replace(strategy, zero=zero))
@@ -242,11 +201,8 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
 
 def price_plan(graph: Graph, cluster: Cluster, plan: Plan, pricer: Pricer) -> Plan:
     """``plan`` with its prediction on ``cluster``."""
-    from autopar.compile import fit_devices, fit_plan
-    from autopar.search import evaluate
-
-    fit_plan(plan, graph)
-    fit_devices(plan, cluster)
+    check_model(plan, graph)
+    check_devices(plan, cluster)
     priced = evaluate(
         graph,
         cluster,
@@ -264,9 +220,6 @@ def price_plan(graph: Graph, cluster: Cluster, plan: Plan, pricer: Pricer) -> Pl
 
 def compare_command(first: str, second: str, as_json: bool) -> None:
     """``autopar compare``: two plans (JSON files of ``plan --json`` or ``price --json``) side by side."""
-    from autopar.cli.console import console, plain_table
-    from autopar.compile import read_plan
-
     rows = compared(read_plan(first), read_plan(second))
     if as_json:
         print(json.dumps([{"figure": a, "first": b, "second": c} for a, b, c, _ in rows], indent=1))
@@ -323,8 +276,6 @@ def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
 
 
 def _form(value: Any, unit: str) -> str:
-    from autopar.cli.render import seconds
-
     if unit == "s":
         return seconds(value if value > _NOTHING else 0.0)
     if unit == "GiB":

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
+from autopar.cli.console import console, plain_table, progress_bar
 from autopar.cli.output import output_file
 from autopar.devices.calibration import Calibration, default_path
 from autopar.errors import UsageError
+from autopar.profile import profile
 
 _ARITHMETIC_S = 5e-3
 """For which waiting is shown: it grows with the square root of the arithmetic since the devices last met."""
@@ -14,9 +16,6 @@ _ARITHMETIC_S = 5e-3
 
 def profile_command(processes: str, device: str | None, output: str | None, as_json: bool) -> None:
     """Measures with a progress bar on stderr, writes the file, prints what was found."""
-    from autopar.cli.console import progress_bar
-    from autopar.profile import profile
-
     path = output_file(output, "-o") if output else default_path()
     if path is None:
         raise UsageError("AUTOPAR_CALIBRATION is empty, so there is no place for the file", "say where with -o FILE")
@@ -47,8 +46,6 @@ def _counts(text: str) -> list[int]:
 
 def _print(found: Calibration) -> None:
     """The figures that people know, one column for each number of processes."""
-    from autopar.cli.console import console, plain_table
-
     keys = dict.fromkeys((f.device, f.processes) for f in found.figures)
     table = plain_table()
     table.add_column("median, all processes at work", no_wrap=True)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
 from autopar.cli.console import plain_table
-
-if TYPE_CHECKING:
-    from autopar.search.timeline import Moment
+from autopar.search.timeline import Moment
 
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _COLUMNS = 64  # of a device's curve
 _GIB = 2**30
 
-Timeline = Sequence[Sequence["Moment"]]
+Timeline = Sequence[Sequence[Moment]]
 
 
 def timeline_data(devices: Timeline) -> list[dict[str, Any]]:

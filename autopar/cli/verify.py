@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from autopar.cli.load import Loaded, Sizes
-    from autopar.graph import Graph
-    from autopar.plan import Plan
-    from autopar.verify import Report
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from autopar.cli.commands import allowed, parse_size
+from autopar.cli.console import console, plain_table
+from autopar.cli.load import Sizes, load_model, read_config
+from autopar.graph import Graph
+from autopar.measure import EXACT
+from autopar.plan import Plan
+from autopar.plan_files import read_plan
+from autopar.search.concessions import Concession
+from autopar.verify import Report, shrink_config
+from autopar.verify.run import verify_workload
+from autopar.workload import Workload, with_concession
+from autopar.zoo import find
+from autopar.zoo.hf import build_config
 
 _SEQ = 16  # tokens of a shrunken model's sequences
 _ROWS = 8  # of a batch that is not given: eight shares, or four microbatches on two devices
@@ -29,28 +42,18 @@ def verify_command(
     as_json: bool,
 ) -> None:
     """Ends the process with status 1 unless the model is exact under all plans that were checked."""
-    import torch
-
-    from autopar.cli.commands import allowed, parse_size
-    from autopar.cli.load import Sizes
-    from autopar.compile import read_plan
-    from autopar.verify import verify
-
     limit = parse_size(memory_limit)
     plan = read_plan(plan_file) if plan_file else None
     torch.manual_seed(0)
     with redirect_stdout(sys.stderr), _Bar() as bar:  # what the model's own code prints is no part of the result
         sizes = Sizes(seq, global_batch)  # of a plan's model, where it is shrunk, they are those of the real one
-        loaded, notes = _load(model, devices, Sizes() if plan_file and not _is_factory(model) else sizes)
+        workload, notes = _load(model, devices, Sizes() if plan_file and not _is_factory(model) else sizes)
         real = _real(model, plan, seq) if plan is not None and notes else None
-        report = verify(
-            loaded.module,
-            loaded.batch,
-            loaded.loss_fn,
-            devices=devices,
+        report = verify_workload(
+            workload,
+            devices,
             plan=plan,
             real=real,
-            name=loaded.name,
             memory_limit_bytes=limit,
             allow=allowed({"allow": allow}),
             progress=bar,
@@ -64,13 +67,8 @@ def verify_command(
         sys.exit(1)
 
 
-def _load(model: str, devices: int, sizes: Sizes) -> tuple[Loaded, list[str]]:
+def _load(model: str, devices: int, sizes: Sizes) -> tuple[Workload, list[str]]:
     """The model with its batch, on the CPU; what was made smaller, in words."""
-    from autopar.cli.load import Loaded, load_model, read_config
-    from autopar.verify import shrink_config
-    from autopar.zoo import find
-    from autopar.zoo.hf import build_config
-
     if _is_factory(model):
         return load_model(model, sizes, device="cpu", default_precision="float32"), []
     is_file = model.endswith(".json") or Path(model).is_file()
@@ -80,7 +78,7 @@ def _load(model: str, devices: int, sizes: Sizes) -> tuple[Loaded, list[str]]:
     module, batch = build_config(small, seq, rows, "float32", "cpu")
     changed = ", ".join(f"{key} {small[key]}" for key in small if small[key] != config.get(key))
     name = Path(model).stem if is_file else model
-    return Loaded(name, module, batch), [
+    return Workload(module, batch, name=name), [
         f"shrunk: {changed}; batch of {rows}" + (f" x {seq}" if "input_ids" in batch else "")
     ]
 
@@ -91,26 +89,18 @@ def _is_factory(model: str) -> bool:
 
 def _real(model: str, plan: Plan, seq: int | None) -> Graph:
     """The model that the plan was made for, at its own size: its structure alone, on meta."""
-    from autopar.capture import apart, capture
-    from autopar.cli.load import Sizes, load_model
-    from autopar.plan import MICROBATCH_STATISTICS
-    from autopar.shard import annotate
 
-    def of(rows: int) -> Graph:
-        loaded = load_model(model, Sizes(seq, rows, plan.precision), device="meta")
-        captured = capture(loaded.module, loaded.batch, loaded.loss_fn, precision=plan.precision, name=loaded.name)
-        return annotate(captured)
+    def again(*, global_batch: int | None = None, **_: Any) -> Graph:
+        loaded = load_model(model, Sizes(seq, global_batch, plan.precision), device="meta")
+        return dataclasses.replace(loaded, precision=plan.precision).capture()
 
-    return apart(of(plan.global_batch), of, plan.microbatches if MICROBATCH_STATISTICS in plan.allow else 1)
+    return with_concession(again(global_batch=plan.global_batch), again, Concession.of(plan))
 
 
 class _Bar:
     """A progress bar on stderr; a line for each plan where stderr is no terminal."""
 
     def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
         self.console = Console(stderr=True)
         columns = (TextColumn("{task.description:45}"), BarColumn(), MofNCompleteColumn())
         self._progress = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
@@ -130,9 +120,6 @@ class _Bar:
 
 
 def _print(report: Report, notes: list[str]) -> None:
-    from autopar.cli.console import console, plain_table
-    from autopar.measure import EXACT
-
     out = console()
     table = plain_table()
     table.add_column("plan", no_wrap=True)

@@ -7,7 +7,6 @@ what such solves share. ``explain`` makes the report, ``suggest`` the changes th
 from autopar.explain.changes import Change, suggest
 from autopar.explain.describe import describe
 from autopar.explain.report import Explanation, explain
-from autopar.explain.resize import sequence_length
 from autopar.explain.study import Study
 
-__all__ = ["Change", "Explanation", "Study", "describe", "explain", "sequence_length", "suggest"]
+__all__ = ["Change", "Explanation", "Study", "describe", "explain", "suggest"]

@@ -17,8 +17,8 @@ from autopar.devices import Cluster, hardware, parse
 from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.explain.describe import describe, memory_bytes
 from autopar.explain.study import Study
+from autopar.pins import ANY
 from autopar.plan import Plan
-from autopar.search.options import ANY
 
 MOST_DEVICES = 65_536
 MOST_PROCESSES = 64  # of this machine

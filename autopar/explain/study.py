@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from autopar.devices import Cluster
 from autopar.graph import Graph
@@ -13,18 +13,9 @@ from autopar.plan import Plan
 from autopar.precision import name_of
 from autopar.price import Pricer as LayerPricer
 from autopar.search import Pricer, SearchOptions, evaluate, search
+from autopar.workload import Recapture
 
 PricerOf = Callable[[Graph, Cluster], Pricer]
-
-
-class Recapture(Protocol):
-    """The request's graph with other sizes: tokens in a sequence, rows of the global batch, precision. ``None`` keeps a size."""
-
-    def __call__(
-        self, *, seq: int | None = None, global_batch: int | None = None, precision: str | None = None
-    ) -> Graph:
-        """Raises ``AutoparError`` where the model cannot have that size."""
-        ...
 
 
 def shared_pricers() -> PricerOf:

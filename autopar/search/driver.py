@@ -26,6 +26,7 @@ import numpy as np
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph import Graph
+from autopar.pins import ANY
 from autopar.plan import PinPrice, Plan
 from autopar.search.bound import relaxation
 from autopar.search.construct import construct, tied_cost
@@ -48,7 +49,7 @@ from autopar.search.interleaved_columns import mixed_devices
 from autopar.search.interleaved_whole import whole_interleaved
 from autopar.search.lagrange import GRIDS, bottleneck_bound, whole_bound
 from autopar.search.minimum_memory import explain, explain_host, least_memory
-from autopar.search.options import ANY, SearchOptions
+from autopar.search.options import SearchOptions
 from autopar.search.problem import Choice, Devices, Pricer, choices, in_chunks
 from autopar.search.tables import Instance, Prices
 

@@ -39,6 +39,7 @@ from typing import Any, Protocol
 
 from autopar.errors import UsageError
 from autopar.graph import Graph
+from autopar.pins import ANY, LayerPins
 from autopar.plan import (
     INTERLEAVED,
     OFFLOADS,
@@ -53,7 +54,7 @@ from autopar.plan import (
     stages_of,
 )
 from autopar.search.manual import default_schedule, make_mesh, refusal
-from autopar.search.options import ANY, LayerPins, SearchOptions
+from autopar.search.options import SearchOptions
 from autopar.search.schedules import fullest, holdings
 
 Mesh = tuple[Axis, ...]

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.graph import Graph
+from autopar.pins import LayerPins
 from autopar.plan import Role, Strategy
-from autopar.search.options import LayerPins, SearchOptions, pins_by_layer
+from autopar.search.options import SearchOptions, pins_by_layer
 from autopar.search.problem import (
     Choice,
     Devices,
