@@ -1,13 +1,13 @@
-"""The whole way, as one short function of named stages.
+"""The way from a model to its distributed program, as one short function of named stages.
 
 ======== =============================== ==================================================================
 capture  model, batch -> graph           ``torch.export``, cleaned, cut into layers and layer classes
 search   graph, cluster -> plan          prices of every strategy, OR-Tools, the bound and the gap
 emit     graph, plan -> program folder   the passes, then one readable module per layer class
-run      program folder -> ``Program``   what trains
+run      program folder -> ``Program``   the object that trains
 ======== =============================== ==================================================================
 
-Each stage takes values and gives values back. The names are those that the command line, the logs and the progress show.
+Each stage takes values and returns values. The names are those that the command line, the logs and the progress show.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -46,7 +46,7 @@ def compile(
     model: nn.Module,
     devices: Any,
     batch: Sequence[Any] | Mapping[str, Any] | Tensor,
-    loss_fn: Any = None,
+    loss_fn: Callable[..., Tensor] | None = None,
     *,
     plan: Plan | str | Path | None = None,
     pin: Mapping[str, int | str | bool] | None = None,
@@ -75,8 +75,8 @@ def compile(
         memory_limit_bytes: the memory of one device that a plan may fill.
         calibration: the file that ``autopar profile`` wrote; if left out, the one where plans look for it.
         time_limit_s: how long to search.
-        capture_check, type_check: whether the captured graph is compared with the model, and the program type-checked. A plan says
-            where they were switched off.
+        capture_check, type_check: whether the captured graph is compared with the model, and the program type-checked. The plan
+            notes it where one of them is switched off.
         optimizer, lr, max_norm, seed, port, draw_init: as for ``Program``.
 
     A model on the CPU keeps its values, and the folder starts from them. Under ``torchrun`` every process calls this and rank 0 searches.

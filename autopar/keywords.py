@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -87,7 +87,7 @@ def as_keywords(record: Request | Training) -> dict[str, Any]:
 def shows_keywords(function: F) -> F:
     """``function``, whose ``**keywords`` are ``Keywords``, with all of them and their defaults in the signature that ``help`` shows."""
     own = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    defaults = {f.name: f.default for f in (*fields(Request), *fields(Training)) if f.default is not MISSING}
+    defaults = {f.name: f.default for f in (*fields(Request), *fields(Training))}
     more = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=annotation)
         for name, annotation in Keywords.__annotations__.items()

@@ -21,14 +21,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
 from autopar.errors import UsageError
-from autopar.plan import OFFLOADS, RECOMPUTATIONS, SCHEDULES
+from autopar.plan import DEGREES, OFFLOADS, RECOMPUTATIONS, SCHEDULES
 
 Value = int | str | bool
 
 ANY = "any"
 """The value of ``offload`` that leaves it to the search."""
 
-DEGREES = ("data", "tensor", "expert", "ulysses", "ring")
 FORM = "write key=value, such as pipeline=4, tensor=8, layers.0-7.tensor=8, lm_head.zero=3 or schedule=1f1b"
 
 
@@ -63,12 +62,10 @@ class Pin:
             whole = isinstance(value, int) and not isinstance(value, bool)
             fits = whole and int(value) >= self.least and (self.most is None or int(value) <= self.most)
         if not fits:
-            written = [f"{key}={each}" for each in self.values] or [key + self.example[self.example.index("=") :]]
-            raise UsageError(
-                f"{key} is {value!r}, it must be {self.choices}",
-                f"write {' or '.join(written)}"
-                + ("" if ANY in self.values else ", or leave it out for the search to decide"),
-            )
+            hint = f"write {key}{self.example[self.example.index('=') :]}"
+            hint += f" (true means {self.values[-1]}, false means {self.values[0]})" if self.switch else ""
+            hint += f", or {key}={ANY} for the search to decide" if ANY in self.values else ", or leave it out"
+            raise UsageError(f"{key} is {value!r}, it must be {self.choices}", hint)
         return value
 
 

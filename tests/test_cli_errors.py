@@ -47,7 +47,7 @@ PLAN = ("plan", "gpt2", "--global-batch", "8")
         (("emit", "gpt2", "--devices", "4", "-o", f"{__file__}/program"), "is a file"),
         (("sweep", "gpt2", "--devices", "8", "--plot", "/nowhere/at/all.png"), "no folder /nowhere/at"),
         (("sweep", "gpt2", "--devices", "8", "--plot", "all.txt"), "no ending that pictures have"),
-        (("sweep", "gpt2", "--devices", "8..4"), "'8..4' is no range"),
+        (("sweep", "gpt2", "--devices", "8..4"), "'8..4' is not a range"),
         (("sweep", "gpt22", "--devices", "8"), "no model called 'gpt22'"),
         (("sweep", "gpt2", "--devices", "8", "--seq", "4096"), "1024 learned positions"),
         (("bench", "--plot", "/nowhere/at/all.png"), "no folder /nowhere/at"),

@@ -167,7 +167,7 @@ def test_pins() -> None:
         UsageError, match="offload is 'disk', it must be one of none, optimizer, activations, both, any"
     ):
         SearchOptions(offload="disk")
-    with pytest.raises(UsageError, match="selective recomputation keeps stays on the device"):
+    with pytest.raises(UsageError, match="selective recomputation saves activations on the device"):
         pins_by_layer(GRAPH, SearchOptions(recompute="selective", pin={"layers.1.offload": "both"}))
     graph, cluster, pricer, _ = random_offload(0)
     everything = replace(cluster, memory_limit_bytes=10**9, host_limit_bytes=10**9)

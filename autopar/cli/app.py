@@ -35,7 +35,9 @@ def _options(*options: Callable[[Any], Any]) -> Callable[[F], F]:
 
 _DEVICES_HELP = "4 (of this machine), 8xH100-80GB, 128x8xH100-80GB (nodes x GPUs x kind), or a cluster.toml."
 _calibration_option = click.option(
-    "--calibration", metavar="FILE", help="What `autopar profile` measured; without it, the file where it writes."
+    "--calibration",
+    metavar="FILE",
+    help="The file that `autopar profile` wrote; if left out, the one in its default place.",
 )
 _precision_option = click.option(
     "--precision", metavar="NAME", help="bfloat16, float16, float32 or float64, of parameters and activations."
@@ -88,7 +90,9 @@ _pin_options = _options(
     ),
     *(_pin_option(pin, "pin {}") for pin in PINS.values()),
     click.option("--no-recompute", "recompute", flag_value="none", help="The same as --recompute none."),
-    click.option("--memory-limit", metavar="SIZE", help="What may be filled of one device, such as 40GB or 37GiB."),
+    click.option(
+        "--memory-limit", metavar="SIZE", help="The memory of one device that a plan may fill, such as 40GB or 37GiB."
+    ),
     click.option(
         "--local-batch-norm",
         is_flag=True,
@@ -114,7 +118,7 @@ _capture_check_option = click.option(
     is_flag=True,
     default=True,
     flag_value=False,
-    help="Do not compare the captured graph with the model first; the plan then says so.",
+    help="Do not compare the captured graph with the model first; the plan notes it.",
 )
 
 
@@ -124,7 +128,7 @@ _type_check_option = click.option(
     is_flag=True,
     default=True,
     flag_value=False,
-    help="Leave out the type checker's pass over the program; the plan then says so.",
+    help="Do not type-check the program; the plan notes it.",
 )
 
 
@@ -152,15 +156,15 @@ def plan(**request: Any) -> None:
 
 
 @cli.command(
-    short_help="Say why a plan is what it is.",
-    help="Say why the plan in the file PLAN (of `autopar plan --json`), or the best plan for MODEL, is what it is: what binds it, "
-    "what more memory, bandwidth or batch would be worth, the best plan of other kinds, and the ten best alternatives. Options that are "
-    "left out are those that the plan was made with." + _MODEL_HELP,
+    short_help="Say why a plan was chosen.",
+    help="Say why the plan in the file PLAN (of `autopar plan --json`), or the best plan for MODEL, was chosen: what limits it, "
+    "what more memory, bandwidth or batch would save, the best plan of other kinds, and the ten best alternatives. Options that are "
+    "left out have the values that the plan was made with." + _MODEL_HELP,
 )
 @click.argument("target", metavar="PLAN|MODEL")
 @_options(*_size_options, _allow_option)
 @_pin_options
-@click.option("--model", "model", metavar="MODEL", help="The model of PLAN, where the plan does not say it.")
+@click.option("--model", "model", metavar="MODEL", help="The model of PLAN, where the plan does not name it.")
 @click.option("--json", "as_json", is_flag=True, help="Print the explanation as one JSON object.")
 def explain(**request: Any) -> None:
     from autopar.cli.explain import explain_command
@@ -186,7 +190,7 @@ def explain(**request: Any) -> None:
     "--gpu-hour",
     multiple=True,
     metavar="PRICE",
-    help="What a GPU costs for an hour: 2.5, or H100-80GB=2.5 for one kind. May be repeated.",
+    help="The price of one GPU for an hour: 2.5, or H100-80GB=2.5 for one kind. May be repeated.",
 )
 @_pin_options
 @click.option("--plot", "plot_file", metavar="FILE", help="Also draw the figures (.png, .svg or .pdf).")
@@ -226,7 +230,9 @@ def emit(**request: Any) -> None:
 @click.option(
     "--lr", type=click.FloatRange(0), default=3e-4, show_default=True, metavar="RATE", help="Learning rate of AdamW."
 )
-@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of the parameters and the batch.")
+@click.option(
+    "--seed", type=int, default=0, show_default=True, metavar="N", help="The seed of the parameters and the batch."
+)
 @click.option("-o", "--output", metavar="DIR", help="Keep the program in this folder.")
 def run(**request: Any) -> None:
     from autopar.cli.commands import run_command
@@ -242,20 +248,27 @@ def run(**request: Any) -> None:
 @click.argument("names", nargs=-1, metavar="[MODEL]...")
 @click.option("--processes", type=click.IntRange(2), default=2, show_default=True, metavar="N", help="Local processes.")
 @click.option(
-    "--rounds", type=click.IntRange(2), default=7, show_default=True, metavar="N", help="Visits of each program."
+    "--rounds",
+    type=click.IntRange(2),
+    default=7,
+    show_default=True,
+    metavar="N",
+    help="How often each program is measured.",
 )
 @click.option(
-    "--steps", type=click.IntRange(1), default=3, show_default=True, metavar="N", help="Timed steps of a visit."
+    "--steps", type=click.IntRange(1), default=3, show_default=True, metavar="N", help="Timed steps of each round."
 )
-@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of the order of visits.")
+@click.option(
+    "--seed", type=int, default=0, show_default=True, metavar="N", help="The seed of the order in which programs run."
+)
 @_calibration_option
 @click.option("-o", "--output", metavar="FILE", help="Also write one JSON object a line here.")
 @click.option("--plot", "plot_file", metavar="FILE", help="Also draw the step times (.png, .svg or .pdf).")
 @click.option(
     "--published",
     metavar="FILE",
-    help="Measure nothing: take the layouts that FILE (JSON Lines, docs/validation.md) measured, and print what the automatic one of each "
-    "cell loses.",
+    help="Measure nothing: read measured layouts from FILE (JSON Lines, docs/validation.md), and print how much slower the automatic "
+    "layout of each cell is than the best one.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object.")
 def bench(
@@ -292,7 +305,7 @@ def bench(
     default="8GB",
     show_default=True,
     metavar="SIZE",
-    help="What the comparison may take of this machine.",
+    help="The memory of this machine that the comparison may use.",
 )
 @_allow_option
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
@@ -303,13 +316,14 @@ def verify(**request: Any) -> None:
 
 
 @cli.command(
-    short_help="Measure this machine, so that plans for it are priced by what it does.",
+    short_help="Measure this machine, so that plans for it are priced by measurements.",
     help="Measure this machine in under two minutes: products, attention, passes over memory, the start of an op, the optimizer, and "
-    "collectives by size, with 2 and with 4 processes at work. Plans for this machine's devices are priced by the file that it writes.",
+    "collectives by size, with 2 and with 4 processes at work. The command writes a file by which plans for this "
+    "machine's devices are priced.",
 )
 @click.option("--processes", default="2,4", show_default=True, metavar="N,...", help="Numbers of local processes.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Default: GPUs if there is one for each process.")
-@click.option("-o", "--output", metavar="FILE", help="Where the calibration goes; without it where plans look for it.")
+@click.option("-o", "--output", metavar="FILE", help="Where the calibration goes; by default where plans look for it.")
 @click.option("--json", "as_json", is_flag=True, help="Print the calibration as one JSON object.")
 def profile(**request: Any) -> None:
     from autopar.cli.profile import profile_command
@@ -326,7 +340,7 @@ def models(as_json: bool) -> None:
     models_command(as_json)
 
 
-@cli.command(short_help="Hold predictions against published measurements.")
+@cli.command(short_help="Compare predictions with published measurements.")
 @click.argument("file")
 @click.option("--json", "as_json", is_flag=True, help="Print scores, predictions and refusals as one JSON object.")
 def validate(file: str, as_json: bool) -> None:
@@ -365,7 +379,7 @@ def hardware(action: str | None, name: str | None, as_json: bool) -> None:
 @_options(
     *(_pin_option(PINS[name], "{}", (ANY,)) for name in ("schedule", "chunks", "recompute", "segment", "offload"))
 )
-@click.option("--timeline", is_flag=True, help="Show besides what each device holds at each action of a step.")
+@click.option("--timeline", is_flag=True, help="Also show the memory of each device at each action of a step.")
 @_plan_file_option
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
@@ -388,7 +402,7 @@ def compare(first: str, second: str, as_json: bool) -> None:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Entry point of the console script; ends the process with the exit status."""
-    # graphs and prices live as long as the command: looking for garbage among them costs a tenth
+    # graphs and prices live as long as the command: looking for garbage among them takes a tenth of the time
     gc.set_threshold(1_000_000, 20, 100)
     try:
         status = cli.main(argv, prog_name="autopar", standalone_mode=False)
@@ -406,7 +420,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         status = 130  # 128 + SIGINT, as the shell has it
         click.echo("interrupted", err=True)
     except BrokenPipeError:
-        # the reader of our output has left; python would complain once more when it flushes stdout at exit
+        # nobody reads our output any more; python would complain once more when it flushes stdout at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     except Exception as error:
@@ -415,9 +429,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         status = 1
         _complain(
             f"{type(error).__name__}: {error} ({_where(error)})",
-            "this is a fault of autopar's own; with AUTOPAR_TRACEBACK=1 it shows the whole way there",
+            "this is a fault in autopar; AUTOPAR_TRACEBACK=1 shows the whole traceback",
         )
-    gc.freeze()  # nor when the interpreter ends: that takes a tenth again
+    gc.freeze()  # the last collection, at the interpreter's end, would take another tenth
     sys.exit(status if isinstance(status, int) else 0)
 
 

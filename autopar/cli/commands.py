@@ -148,7 +148,7 @@ def planned(
 
 
 VALUES_LIMIT_BYTES = 4 * 10**9
-"""Models of the zoo and of configurations have no trained values; up to this size they are emitted with those of their initialisers."""
+"""Models of the zoo and of configurations have no trained values; up to this size they are emitted with initial values."""
 
 
 def _worth_values(workload: Workload) -> bool:
@@ -197,7 +197,7 @@ def recapture(request: dict[str, Any], cluster: Cluster) -> Recapture:
 
 
 def given(request: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given, without those of a command's output: what ``Plan.request`` records."""
+    """The options that were given, without those for a command's output, as ``Plan.request`` records them."""
     kept = ("model", "devices", "seq", "global_batch", "precision", "memory_limit", "time_limit", *PINS)
     found = {key: request[key] for key in kept if request.get(key) is not None}
     found |= {"pins": list(request["pins"])} if request["pins"] else {}

@@ -28,11 +28,11 @@ _SAME = 1e-6  # relative: prices that agree to this are the prices that the plan
 
 
 def explain_command(target: str, model: str | None, as_json: bool, **request: Any) -> None:
-    """Reads or makes the plan, explains it, prints."""
+    """Reads or finds the plan and prints the explanation."""
     written = _read(target)
     request |= {"model": model}
     if written is not None:
-        # a command line that left the batch to the factory leaves it there again
+        # where the first command line left the batch to the factory, this one does, too
         before = written.request or {"global_batch": written.global_batch, "devices": written.devices}
         request |= {key: value for key, value in before.items() if request.get(key) in (None, False, ())}
     else:
@@ -44,7 +44,7 @@ def explain_command(target: str, model: str | None, as_json: bool, **request: An
         if not request.get(name):
             raise UsageError(f"{target} does not say {why.partition(':')[0]}", why.partition(": ")[2])
     try:
-        if written is None and request["allow"]:  # which microbatches to explain is the plan's to say
+        if written is None and request["allow"]:  # the plan says which microbatches to explain
             written = planned(request)[-1]
         found = explained(request, written)
     except InfeasibleError as error:
@@ -58,7 +58,7 @@ def explain_command(target: str, model: str | None, as_json: bool, **request: An
 
 
 def _read(target: str) -> Plan | None:
-    """The plan in the file, ``None`` where ``target`` is no file of a plan."""
+    """The plan in the file ``target``, or ``None`` where ``target`` names a model."""
     path = Path(target)
     if path.suffix != ".json":
         return None
@@ -67,7 +67,7 @@ def _read(target: str) -> Plan | None:
     try:
         data = json.loads(path.read_text())
     except (OSError, ValueError):
-        return read_plan(path)  # which says what is wrong
+        return read_plan(path)  # which raises and says why
     return read_plan(path) if isinstance(data, dict) and "stages" in data else None  # a model's configuration
 
 
@@ -104,7 +104,7 @@ def explained(request: dict[str, Any], written: Plan | None) -> Explanation:
 
 
 def print_explanation(found: Explanation, to: Console) -> None:
-    """Everything, in the order that one asks."""
+    """Prints every section of the explanation."""
     to.print(Group(*_sections(found)))
 
 
@@ -143,7 +143,7 @@ def _families(found: Explanation, step: float) -> Table:
         if f.step_time_s is None:
             table.add_row(f.title, "-", "-", "-", f.reason)
         else:
-            how = ("this plan" if f.chosen else f.summary) + (f" (priced alone: {f.remark})" if f.remark else "")
+            how = ("this plan" if f.chosen else f.summary) + (f" (has a price only: {f.remark})" if f.remark else "")
             table.add_row(f.title, seconds(f.step_time_s), _slower(f.step_time_s, step), size(f.memory_bytes or 0), how)
     return table
 

@@ -51,10 +51,10 @@ def load_model(model: str, sizes: Sizes, *, device: str = "meta", default_precis
     """The model that ``model`` names, with its batch.
 
     Configurations and zoo models are built on ``device`` in ``sizes.precision`` or the default one; a factory chooses for itself,
-    and is called with those of ``seq``, ``global_batch`` and ``precision`` that are given, which it must then have as parameters.
+    and is called with ``seq``, ``global_batch`` and ``precision`` where they are given; it must have parameters for them.
 
     Raises:
-        ModelError: nothing of that name, or the user's code raised (with the file and line).
+        ModelError: no model has that name, or the user's code raised (with the file and line).
         BatchError: sizes that the model cannot take, or a factory that gives no batch.
     """
     if sizes.precision is not None:
@@ -82,7 +82,7 @@ def read_config(path: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ModelError(f"{path}:{error.lineno}: not JSON: {error.msg}", "give a transformers config.json") from error
     if not isinstance(config, dict):
-        raise ModelError(f"{path} holds no JSON object", "give a transformers config.json")
+        raise ModelError(f"{path} is not a JSON object", "give a transformers config.json")
     return config
 
 
@@ -137,7 +137,7 @@ def _guarded(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any)
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name and what.split(".")[0] == error.name.split(".")[0]:
             raise ModelError(
-                f"there is no Python module {error.name!r}", "it is looked for here and in the environment"
+                f"there is no Python module {error.name!r}", "it is looked for in this folder and in the environment"
             ) from error
         if isinstance(error, SyntaxError):
             raise ModelError(
@@ -158,7 +158,7 @@ def _guarded(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def _arguments(function: Callable[..., Any], sizes: Sizes) -> dict[str, Any]:
-    """Those of the given sizes that the factory has parameters for."""
+    """The given sizes for which the factory has parameters."""
     parameters = inspect.signature(function).parameters
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     given = {"seq": sizes.seq, "global_batch": sizes.global_batch, "precision": sizes.precision}
@@ -180,7 +180,7 @@ def _unpack(model: str, factory: str, result: Any) -> Workload:
 
 
 def _batch_of(model: str, module: nn.Module, sizes: Sizes, device: str) -> Any:
-    """A batch for a module that came without: transformers models say what they take, others do not."""
+    """A batch for a module that came without one: transformers models say what they take, others do not."""
     config = getattr(module, "config", None)
     if not hasattr(config, "model_type"):
         raise BatchError(
@@ -193,7 +193,7 @@ def _batch_of(model: str, module: nn.Module, sizes: Sizes, device: str) -> Any:
 
 
 def _factory_hint(path: Path) -> str:
-    """The functions of a file that could be meant, without running it."""
+    """The functions of a file as a hint, found without running the file."""
     try:
         body = ast.parse(path.read_text()).body
     except (OSError, SyntaxError, UnicodeDecodeError):

@@ -1,7 +1,6 @@
 """``autopar price`` and ``autopar compare``: the price of a plan that the user wrote down, by the same model of costs as a search.
 
-A plan is degrees on the command line, a ``plan.json``, or the flags of another trainer (``FLAGS``): Megatron-LM's and torchtitan's names
-of the same degrees are read as they stand.
+A plan is given as degrees on the command line, as a ``plan.json``, or as flags of Megatron-LM or torchtitan (``FLAGS``).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from autopar.search.concessions import Concession
 from autopar.search.timeline import Moment
 from autopar.workload import with_concession
 
-# Another trainer's flag: the option of ours that it means. Flags without a value are true.
+# A flag of another trainer: the name of our option that means the same. Flags without a value are true.
 FLAGS = {
     "--tensor-model-parallel-size": "tensor",
     "--pipeline-model-parallel-size": "pipeline",
@@ -58,16 +57,16 @@ FLAGS = {
     "--training.seq_len": "seq",
     "--activation_checkpoint.mode": "recompute",
 }
-_NOTHING = 1e-9  # seconds: what rounding leaves of a bubble that is not there
+_NOTHING = 1e-9  # seconds: a smaller bubble is rounding error
 _WORDS = frozenset({"recompute", "recompute_method"})
 _SWITCHES = frozenset({"sequence", "zero1", "bfloat16", "float16"})
 
 
 def read_flags(words: Sequence[str]) -> dict[str, Any]:
-    """Options of ours from another trainer's flags, ``--flag value`` or ``--flag=value``.
+    """Values by the names in ``FLAGS``, from another trainer's ``--flag value`` or ``--flag=value``.
 
     Raises:
-        UsageError: a flag that is not in ``FLAGS``, or one without its number.
+        UsageError: a flag that is not in ``FLAGS``, or a flag without its value.
     """
     found: dict[str, Any] = {}
     queue = list(words)
@@ -94,7 +93,7 @@ def read_flags(words: Sequence[str]) -> dict[str, Any]:
 
 
 def price_command(as_json: bool, timeline: bool, plan_file: str | None, flags: Sequence[str], **request: Any) -> None:
-    """``autopar price``: the plan's prediction in the form of ``autopar plan``, and what is held through a step if asked."""
+    """``autopar price``: prints the plan's prediction as ``autopar plan`` does, and with ``timeline`` the memory through a step."""
     plan, moments = price_request(request | translated(read_flags(flags)), plan_file, timeline)
     if as_json:
         print(json.dumps(plan.to_json() | ({"timeline": timeline_data(moments)} if timeline else {}), indent=1))
@@ -107,7 +106,7 @@ def price_command(as_json: bool, timeline: bool, plan_file: str | None, flags: S
 
 
 def translated(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What other trainers' words mean in ours."""
+    """The options of ``autopar price`` that another trainer's flags mean."""
     options = {
         key: value
         for key, value in found.items()
@@ -135,7 +134,7 @@ def translated(found: Mapping[str, Any]) -> dict[str, Any]:
 def price_request(
     request: Mapping[str, Any], plan_file: str | None, timeline: bool = False
 ) -> tuple[Plan, tuple[tuple[Moment, ...], ...]]:
-    """The priced plan of a command line, and if asked its devices' memory at each action of a step."""
+    """The priced plan of a command line, and with ``timeline`` the memory of its devices at each action of a step."""
     cluster = parse(request["devices"], calibration=request.get("calibration"))
     given = read_plan(plan_file) if plan_file else None
     sizes = Sizes(
@@ -162,7 +161,7 @@ def price_request(
 
 
 def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Plan:
-    """The plan that degrees describe: the same for every layer, data parallelism on the devices that are left.
+    """The manual plan with the request's degrees in every layer, and data parallelism on the remaining devices.
 
     Raises:
         UsageError: degrees that the devices do not divide into.
@@ -234,7 +233,7 @@ def compare_command(first: str, second: str, as_json: bool) -> None:
 
 
 def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
-    """(figure, of the first, of the second, unit) of two plans."""
+    """(figure, value of ``a``, value of ``b``, unit) for every row of the comparison."""
 
     def degree(plan: Plan, *roles: Role) -> int:
         return max(layer.strategy.degree(plan.mesh, *roles) for layer in plan.layers)

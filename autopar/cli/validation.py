@@ -16,7 +16,7 @@ _LISTED = 20  # rows that could not be priced, by name
 
 
 def validate_command(path: str, as_json: bool) -> None:
-    """Prices every row of ``path`` and prints how well that agrees."""
+    """Prices every row of ``path`` and prints how well the prices agree with the measurements."""
     with Messages() as messages:
         messages("price", path)
         report = validate(path, lambda done, total: messages("price", f"{done} of {total} rows"))

@@ -1,4 +1,4 @@
-"""``autopar verify``: loads the model at a size that local processes can run, verifies it, prints what came out."""
+"""``autopar verify``: loads the model at a size that local processes can run, verifies it and prints the report."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from autopar.cli.commands import allowed, parse_size
-from autopar.cli.console import console, plain_table
+from autopar.cli.console import console, plain_table, progress_bar
 from autopar.cli.load import Sizes, load_model, read_config
 from autopar.graph import Graph
 from autopar.measure import EXACT
@@ -28,7 +26,7 @@ from autopar.zoo import find
 from autopar.zoo.hf import build_config
 
 _SEQ = 16  # tokens of a shrunken model's sequences
-_ROWS = 8  # of a batch that is not given: eight shares, or four microbatches on two devices
+_ROWS = 8  # of a batch that is not given: enough for eight data-parallel devices, or four microbatches on two
 
 
 def verify_command(
@@ -45,8 +43,13 @@ def verify_command(
     limit = parse_size(memory_limit)
     plan = read_plan(plan_file) if plan_file else None
     torch.manual_seed(0)
-    with redirect_stdout(sys.stderr), _Bar() as bar:  # what the model's own code prints is no part of the result
-        sizes = Sizes(seq, global_batch)  # of a plan's model, where it is shrunk, they are those of the real one
+    with (
+        redirect_stdout(sys.stderr),
+        progress_bar("verify", lines=True) as show,
+    ):  # the model's own code may print, and stdout is for the result only
+        sizes = Sizes(
+            seq, global_batch
+        )  # with a plan and a shrunken model, the sizes of the model that the plan is for
         workload, notes = _load(model, devices, Sizes() if plan_file and not _is_factory(model) else sizes)
         real = _real(model, plan, seq) if plan is not None and notes else None
         report = verify_workload(
@@ -56,7 +59,7 @@ def verify_command(
             real=real,
             memory_limit_bytes=limit,
             allow=allowed({"allow": allow}),
-            progress=bar,
+            progress=show,
         )
     if as_json:
         data = report.to_json()
@@ -68,7 +71,7 @@ def verify_command(
 
 
 def _load(model: str, devices: int, sizes: Sizes) -> tuple[Workload, list[str]]:
-    """The model with its batch, on the CPU; what was made smaller, in words."""
+    """The model with its batch, on the CPU, and notes about the sizes that were made smaller."""
     if _is_factory(model):
         return load_model(model, sizes, device="cpu", default_precision="float32"), []
     is_file = model.endswith(".json") or Path(model).is_file()
@@ -88,35 +91,13 @@ def _is_factory(model: str) -> bool:
 
 
 def _real(model: str, plan: Plan, seq: int | None) -> Graph:
-    """The model that the plan was made for, at its own size: its structure alone, on meta."""
+    """The graph of the model that the plan was made for, at full size, captured on meta."""
 
     def again(*, global_batch: int | None = None, **_: Any) -> Graph:
         loaded = load_model(model, Sizes(seq, global_batch, plan.precision), device="meta")
         return dataclasses.replace(loaded, precision=plan.precision).capture()
 
     return with_concession(again(global_batch=plan.global_batch), again, Concession.of(plan))
-
-
-class _Bar:
-    """A progress bar on stderr; a line for each plan where stderr is no terminal."""
-
-    def __init__(self) -> None:
-        self.console = Console(stderr=True)
-        columns = (TextColumn("{task.description:45}"), BarColumn(), MofNCompleteColumn())
-        self._progress = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
-        self._task = self._progress.add_task("load", total=None)
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._progress.stop()
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        self._progress.update(self._task, description=what, completed=done, total=total)
-        if not self.console.is_terminal and what:
-            self.console.print(f"{what} ...", highlight=False, markup=False)
 
 
 def _print(report: Report, notes: list[str]) -> None:

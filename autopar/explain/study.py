@@ -19,7 +19,7 @@ PricerOf = Callable[[Graph, Cluster], Pricer]
 
 
 def shared_pricers() -> PricerOf:
-    """Pricers whose op-level layouts and tables are found once per graph, whatever the cluster."""
+    """Pricers that share op-level layouts and tables between all clusters of a graph."""
 
     kept: dict[int, tuple[Graph, LayerPricer]] = {}  # the graph is kept so that its id stays its own
 
@@ -33,7 +33,7 @@ def shared_pricers() -> PricerOf:
 
 @dataclass
 class Study:
-    """``solve`` searches the request again; what does not depend on the change is kept between solves.
+    """``solve`` searches the request again; tables that do not depend on the change are kept between searches.
 
     ``seq`` is the length of the batch's sequences, ``None`` where there are none. ``limit_s`` bounds each solve.
     """
@@ -65,7 +65,7 @@ class Study:
         asked: SearchOptions | None = None,
         **options: Any,
     ) -> Plan:
-        """The best plan with these things changed; ``options`` are fields of ``SearchOptions``, in place of those in ``asked``.
+        """The best plan with these things changed; ``options`` are fields of ``SearchOptions`` and override those of ``asked``.
 
         Raises:
             InfeasibleError: nothing fits.

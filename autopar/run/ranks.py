@@ -27,7 +27,7 @@ def is_first_of_machine() -> bool:
 def plan_of_rank_0(find: Callable[[], Plan]) -> Plan:
     """``find()`` in rank 0; the other ranks wait for that plan.
 
-    Two searches under a time limit need not agree, and ranks with different plans would wait for each other for ever.
+    Two searches under a time limit need not agree, and ranks with different plans would wait for each other forever.
     """
     rank, count = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:

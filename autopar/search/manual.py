@@ -1,7 +1,7 @@
 """Manual plans: a mesh, roles and cuts that somebody wrote down, without prices.
 
 Tests, examples and people who know what they want start here. ``manual_plan`` fills a ``Plan`` whose prediction is all
-zeros; ``autopar.search.evaluate`` prices the same choice.
+zeros; ``autopar.search.evaluate`` prices it.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def make_mesh(*axes: tuple[str, int]) -> tuple[Axis, ...]:
 
 
 def grid_mesh(dimensions: int, side: int, depth: int = 1) -> tuple[Axis, ...]:
-    """The mesh of 2D (``side ** 2`` devices) or 3D (``side ** 3``) tensor parallelism; ``depth`` of them by data parallelism, which
-    makes 2D 2.5D. See ``autopar.shard.grid``."""
+    """The mesh of 2D (``side ** 2`` devices) or 3D (``side ** 3``) tensor parallelism, times ``depth`` by data parallelism (2.5D). See
+    ``autopar.shard.grid``."""
     assert dimensions in (2, 3), dimensions
     names = ("hidden", "weights") if dimensions == 2 else ("rows", "sequence", "weights")
     return make_mesh(("data", depth), *((name, side) for name in names))
@@ -67,7 +67,7 @@ def even_cuts(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def default_schedule(stages: int, microbatches: int, chunks: int = 1) -> str:
-    """1F1B where it can be: with fewer microbatches than stages it has no advantage over GPipe, and torch's refuses them."""
+    """1F1B where it is possible: with fewer microbatches than stages it has no advantage over GPipe, and torch refuses it."""
     if chunks > 1:
         return INTERLEAVED
     return "none" if stages == 1 else "1f1b" if microbatches >= stages else "gpipe"

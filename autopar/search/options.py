@@ -81,10 +81,10 @@ def check_allowed(allow: Collection[str]) -> None:
 
 
 def pins_by_layer(graph: Graph, options: SearchOptions) -> tuple[LayerPins, ...]:
-    """What is pinned of each layer of ``graph``.
+    """The pins of each layer of ``graph``.
 
     Raises:
-        UsageError: a selector that no layer has, or two that say different things of one layer.
+        UsageError: a selector that names no layer, or two selectors that pin one layer to different values.
     """
     found = [options.common] * len(graph.layers)
     said: dict[tuple[int, str], str] = {}
@@ -102,21 +102,21 @@ def pins_by_layer(graph: Graph, options: SearchOptions) -> tuple[LayerPins, ...]
             other = said.setdefault((i, name), key)
             if other != key and options.pin[other] != value:
                 raise UsageError(
-                    f"{other}={options.pin[other]} and {key}={value} both speak of {graph.layers[i].name}",
+                    f"{other}={options.pin[other]} and {key}={value} both pin {graph.layers[i].name}",
                     "narrow one of them",
                 )
             found[i] = replace(found[i], **{name: value})  # type: ignore[arg-type]
     for layer, pins in zip(graph.layers, found, strict=True):
         if pins.recompute == "selective" and pins.offload in ("activations", "both"):
             raise UsageError(
-                f"{layer.name}: what selective recomputation keeps stays on the device, and offload={pins.offload} would take it away",
+                f"{layer.name}: selective recomputation saves activations on the device, and offload={pins.offload} moves them to the host",
                 "pin recompute=full or recompute=none, or offload=optimizer",
             )
         against = [f"recompute={pins.recompute}"] if pins.recompute in RECOMPUTATIONS[:-1] else []
         against += [f"offload={pins.offload}"] if pins.offload in ("activations", "both") else []
         if (pins.segment or 1) > 1 and against:
             raise UsageError(
-                f"a segment of {pins.segment} layers is recomputed in full from what stays on the device, and {layer.name} is pinned to "
+                f"a segment of {pins.segment} layers is recomputed in full from an input on the device, and {layer.name} is pinned to "
                 f"{' and '.join(against)}",
                 "leave one of the two out",
             )
@@ -128,7 +128,7 @@ def pins_by_layer(graph: Graph, options: SearchOptions) -> tuple[LayerPins, ...]
 
 
 def _of_experts(graph: Graph, layer: int, pins: LayerPins) -> LayerPins:
-    """The layer's pins, ``expert`` taken as what it means for it."""
+    """The layer's pins; where it has no experts, ``expert`` multiplies the data-parallel degree."""
     experts = graph.classes[graph.layers[layer].cls].experts
     if pins.expert is None or experts:
         return pins
@@ -155,7 +155,7 @@ def _matches(wanted: str, part: str) -> bool:
 
 
 def runs_of_names(names: Sequence[str]) -> list[str]:
-    """Names for people: ``model.layers.0`` to ``model.layers.79`` as ``model.layers.0-79``."""
+    """Names with runs of numbers joined: ``model.layers.0`` to ``model.layers.79`` as ``model.layers.0-79``."""
 
     def split(name: str) -> tuple[str, int | None]:
         match = re.fullmatch(r"(.*?)(\d+)", name)
