@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from house_figures import figures, sources
+from house_figures import figures, imports, module_of, sources
+from pins_page import PAGE, page
 from places import DOCS, ROOT
 
 import autopar
@@ -34,6 +35,10 @@ LEAVES = {
     "measure",
     "picture",
     "torch_private",
+    "pins",
+    "plan_files",
+    "progress",
+    "keywords",
 }
 # Which rooms a room may import, besides itself and the leaves. What is not here is forbidden.
 ALLOWED: dict[str, set[str]] = {
@@ -49,6 +54,10 @@ ALLOWED: dict[str, set[str]] = {
     "sharding": set(),
     "layer_price": set(),
     "measure": set(),
+    "pins": set(),
+    "plan_files": set(),
+    "progress": set(),
+    "keywords": set(),
     "picture": set(),
     "ops": {"program"},
     "flow": {"ops"},
@@ -61,7 +70,9 @@ ALLOWED: dict[str, set[str]] = {
     "price": {"ops", "devices", "rules", "shard", "passes", "flow"},
     "trainers": {"ops", "devices", "price"},
     "search": set(),
-    "explain": {"ops", "capture", "devices", "price", "search", "shard"},
+    "workload": {"capture", "search", "shard"},
+    "explain": {"devices", "price", "search", "workload"},
+    "planning": {"capture", "devices", "explain", "price", "run", "search", "workload"},
     "sweep": {"devices", "explain", "search"},
     "emit": {"ops", "passes", "program", "rules", "shard"},
     "checks": {"ops", "flow", "passes", "price", "program", "rules"},
@@ -72,7 +83,6 @@ ALLOWED: dict[str, set[str]] = {
         "ops",
         "capture",
         "checks",
-        "compile",
         "emit",
         "flow",
         "passes",
@@ -81,24 +91,25 @@ ALLOWED: dict[str, set[str]] = {
         "run",
         "search",
         "shard",
+        "workload",
     },
-    "compile": {"capture", "checks", "devices", "explain", "shard", "price", "search", "emit", "run"},
+    "compile": {"checks", "devices", "emit", "planning", "run", "search", "workload"},
     "profile": {"devices", "run"},
-    "bench": {"compile", "devices", "run", "search", "validate"},
+    "bench": {"compile", "devices", "planning", "run", "search", "validate", "workload"},
     "cli": {
         "bench",
-        "capture",
         "compile",
         "devices",
         "explain",
+        "planning",
         "price",
         "profile",
         "program",
         "search",
-        "shard",
         "sweep",
         "validate",
         "verify",
+        "workload",
         "zoo",
     },
     "__init__": {"capture", "checks", "compile", "run", "verify"},
@@ -146,6 +157,43 @@ def test_rooms_import_what_they_may():
 def test_no_rooms_and_no_files_import_in_a_circle():
     found = figures(sources(None))
     assert found["cycles among packages"] == found["cycles among files"] == []
+
+
+# Imports of our own modules inside of functions: how many a file may have, and why. Everything else is imported at the top.
+IMPORTS_IN_FUNCTIONS = {
+    "autopar/cli/app.py": (13, "`autopar --help` answers without torch: a command is imported when it runs"),
+    "autopar/run/__init__.py": (1, "worker processes start without what only their parent needs"),
+    "autopar/zoo/__init__.py": (1, "`autopar models` lists the zoo without torch and transformers"),
+    "autopar/price/pricer.py": (1, "a pricer whose types are given needs no solver"),
+    "autopar/rules/experts.py": (2, "candidates asks this module for the rule of a mixture"),
+    "autopar/validate/models.py": (6, "rows are read without torch"),
+    "autopar/validate/run.py": (8, "rows are read without torch"),
+}
+
+
+def test_imports_inside_of_functions_have_a_reason():
+    modules = {module_of(path) for path in sources(None)}
+    for path, text in sources(None).items():
+        count = sum(inside for _, inside in imports(ast.parse(text), modules))
+        allowed, _ = IMPORTS_IN_FUNCTIONS.get(path, (0, ""))
+        assert count <= allowed, f"{path}: {count} imports of our own modules inside of functions, {allowed} may be"
+
+
+# Public functions of more than eight parameters, and why. Others take a record.
+MANY_PARAMETERS = {
+    "autopar.program.kernels.attention": "an op of the emitted program: its operands and numbers",
+    "autopar.program.kernels_experts.experts": "an op of the emitted program: its operands and numbers",
+    "autopar.program.kernels_ring.forward": "an op of the emitted program: its operands and numbers",
+    "autopar.program.kernels_ring.ring_attention": "an op of the emitted program: its operands and numbers",
+    "autopar.program.kernels_rnn.recurrent": "an op of the emitted program: its operands and numbers",
+    "autopar.search.evaluation.evaluate": "the parts of a plan that is not made yet",
+    "autopar.search.evaluation.make_plan": "the parts of a plan that is not made yet",
+}
+
+
+def test_public_functions_have_few_parameters():
+    found = figures(sources(None))["public functions of more than 8 parameters"]
+    assert {name.partition(" ")[0] for name in found} <= set(MANY_PARAMETERS), found
 
 
 def test_every_room_has_a_row():
@@ -326,6 +374,14 @@ def test_links_in_documents_lead_somewhere():
     for path in DOCUMENTS:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text()):
             assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_the_table_of_pins_in_the_documents_is_the_one_of_the_sources():
+    text = PAGE.read_text()
+    assert page(text) == text, "python tests/pins_page.py"
+    from autopar.pins import PINS
+
+    assert all(f"\n| `{name}` | " in text for name in PINS)
 
 
 def test_the_plan_document_names_every_field():

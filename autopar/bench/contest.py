@@ -21,12 +21,14 @@ import torch
 
 from autopar.bench.baselines import recipes
 from autopar.bench.models import MODELS, Subject
-from autopar.compile import emit_program, plan_model
+from autopar.compile import emit_program
 from autopar.devices import Cluster, parse
 from autopar.errors import LaunchError, ProgramError
 from autopar.plan import Plan
+from autopar.planning import plan_model
 from autopar.run.processes import Processes
 from autopar.search import SearchOptions
+from autopar.workload import Workload
 
 AUTOMATIC = "automatic"
 LEARNING_RATE = 1e-4
@@ -155,9 +157,8 @@ class _Arena:
     def open_automatic(self, cluster: Cluster) -> Plan:
         torch.manual_seed(0)
         module = self.subject.build()
-        graph, plan = plan_model(
-            module, self.subject.batch(0), self.subject.loss_fn, cluster, SearchOptions(precision="float32")
-        )
+        workload = Workload(module, self.subject.batch(0), self.subject.loss_fn)
+        graph, plan = plan_model(workload, cluster, SearchOptions(precision="float32"))
         emit_program(graph, plan, self.folder / "program")
         state = self.folder / "state.pt"
         torch.save(module.state_dict(), state)

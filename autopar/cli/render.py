@@ -1,4 +1,4 @@
-"""A plan for eyes: mesh, stages, runs of layers, where the time and the memory go, and how good the choice is."""
+"""A plan as tables: mesh, stages, runs of layers, where time and memory go, and how good the choice is."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PARTS = ("parameters", "gradients", "optimizer", "activations", "transients")
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """Everything there is to say about ``plan``, in the order that one asks."""
+    """Prints every table of ``plan``, the most important one first."""
     console.print(Group(*_sections(plan)))
 
 
@@ -76,7 +76,7 @@ class LayerRun:
 
 
 def runs(plan: Plan) -> list[LayerRun]:
-    """The layers of the plan, consecutive ones of the same strategy together."""
+    """The plan's layers, grouped into runs of consecutive layers with the same strategy."""
     found, start = [], 0
     for _, group in itertools.groupby(plan.layers, key=lambda layer: layer.strategy):
         layers = tuple(group)
@@ -131,7 +131,7 @@ def _stages(plan: Plan) -> RenderableType:
 
 
 def _alike(stages: tuple[StagePlan, ...]) -> Iterable[tuple[int, int, StagePlan]]:
-    """Stages as (first, last, example); consecutive ones with as many layers and the same memory together."""
+    """Stages as (first, last, example); consecutive stages with equal numbers of layers and equal memory are one row."""
 
     def key(item: tuple[int, StagePlan]) -> tuple[int, Memory]:
         return item[1].stop - item[1].start, item[1].memory
@@ -171,7 +171,7 @@ def _quality(plan: Plan) -> RenderableType:
 
 
 def _pins(plan: Plan) -> RenderableType:
-    """What each pin costs: the gain of the best plan without it, and where nothing better is proved the most that there can be."""
+    """What each pin costs: the time that the best plan found without it saves, and the most that any plan without it can save."""
     table = plain_table("the price of each pin")
     table.add_column("pin", no_wrap=True)
     for name in ("best step without it", "saves", "at most"):

@@ -1,4 +1,4 @@
-"""What ``Program`` calls in its worker processes; each keeps one open program between calls."""
+"""The functions that ``Program`` calls in its worker processes; each process keeps one open program between calls."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def call(name: str, *args: Any) -> Any:
 
 
 def perform(trainer: Any, name: str, *args: Any) -> Any:
-    """What ``Program`` asks of a trainer; every rank is asked alike."""
+    """One call of ``Program`` to this rank's trainer; every rank gets the same call."""
     if name == "step":
         return trainer.step(*args)
     if name == "gradients":

@@ -21,11 +21,12 @@ import numpy as np
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph import Graph
+from autopar.pins import ANY
 from autopar.plan import PinPrice, Plan
 from autopar.search.bounds.cheap import fewest_seconds
 from autopar.search.evaluation import Proof, Solution, cost, counted_twice, in_segments, make_plan, tidy
 from autopar.search.minimum_memory import explain, explain_host, least_memory
-from autopar.search.options import ANY, SearchOptions
+from autopar.search.options import SearchOptions
 from autopar.search.problem import Choice, Devices, Pricer, choices, in_chunks
 from autopar.search.state import State
 from autopar.search.steps import ONE_STAGE, advance, decided, engine_of, segmented

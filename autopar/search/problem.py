@@ -40,6 +40,7 @@ from typing import Any, Protocol
 from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.layer_price import LayerPrice
+from autopar.pins import ANY, LayerPins
 from autopar.plan import (
     OFFLOADS,
     REPLICATING,
@@ -57,7 +58,7 @@ from autopar.schedules import (
     refusal,
 )
 from autopar.search.manual import make_mesh
-from autopar.search.options import ANY, LayerPins, SearchOptions
+from autopar.search.options import SearchOptions
 
 Mesh = tuple[Axis, ...]
 

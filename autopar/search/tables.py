@@ -15,10 +15,11 @@ import numpy as np
 
 from autopar.graph import Graph
 from autopar.layer_price import LayerPrice
+from autopar.pins import LayerPins
 from autopar.plan import Role, Strategy
 from autopar.schedules import Schedule
 from autopar.schedules.memory import fullest, passing
-from autopar.search.options import LayerPins, SearchOptions, pins_by_layer
+from autopar.search.options import SearchOptions, pins_by_layer
 from autopar.search.pareto import Array, Indices, undominated
 from autopar.search.problem import (
     Choice,

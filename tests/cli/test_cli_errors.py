@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-import autopar.compile
-from autopar.cli import main
+import autopar
+from autopar.cli import commands, main
 from autopar.errors import CaptureError, InfeasibleError, UsageError
 from autopar.units import parse_size
 
@@ -47,7 +47,7 @@ PLAN = ("plan", "gpt2", "--global-batch", "8")
         (("emit", "gpt2", "--devices", "4", "-o", f"{__file__}/program"), "is a file"),
         (("sweep", "gpt2", "--devices", "8", "--plot", "/nowhere/at/all.png"), "no folder /nowhere/at"),
         (("sweep", "gpt2", "--devices", "8", "--plot", "all.txt"), "no ending that pictures have"),
-        (("sweep", "gpt2", "--devices", "8..4"), "'8..4' is no range"),
+        (("sweep", "gpt2", "--devices", "8..4"), "'8..4' is not a range"),
         (("sweep", "gpt22", "--devices", "8"), "no model called 'gpt22'"),
         (("sweep", "gpt2", "--devices", "8", "--seq", "4096"), "1024 learned positions"),
         (("bench", "--plot", "/nowhere/at/all.png"), "no folder /nowhere/at"),
@@ -74,7 +74,7 @@ def fail_with(error: BaseException):
 
 def test_infeasible_is_an_answer(capsys, monkeypatch):
     error = InfeasibleError("stage 0 needs 90 GB for layer head", "a limit of 91 GB would do")
-    monkeypatch.setattr(sys.modules["autopar.compile"], "plan_model", fail_with(error))
+    monkeypatch.setattr(commands, "plan_model", fail_with(error))
     status, out, err = invoke(capsys, *PLAN, "--devices", "8xH100-80GB", "--json")
     assert status == 1
     assert json.loads(out) == {"feasible": False, "error": error.message, "hint": error.hint, "changes": []}
@@ -92,7 +92,7 @@ def test_infeasible_is_an_answer(capsys, monkeypatch):
     ],
 )
 def test_other_ends(capsys, monkeypatch, error, status, words):
-    monkeypatch.setattr(sys.modules["autopar.compile"], "plan_model", fail_with(error))
+    monkeypatch.setattr(commands, "plan_model", fail_with(error))
     got, out, err = invoke(capsys, *PLAN, "--devices", "8xH100-80GB")
     assert got == status and out == "" and words in err
 

@@ -54,7 +54,7 @@ def factories(tmp_path):
 
 def test_a_factory_in_a_file(factories):
     loaded = load_model(f"{factories}:pair", Sizes())
-    assert isinstance(loaded.module, torch.nn.Linear) and loaded.name == "pair"
+    assert isinstance(loaded.model, torch.nn.Linear) and loaded.name == "pair"
     assert loaded.batch[0].shape == (8, 4) and loaded.loss_fn is None
     assert load_model(f"{factories}:triple", Sizes()).loss_fn(torch.ones(3)) == 3
 
@@ -133,8 +133,8 @@ def test_configuration_files(tmp_path):
     path.write_text(json.dumps(config))
     loaded = load_model(str(path), Sizes(seq=32, global_batch=4, precision="fp32"))
     assert loaded.name == "small" and loaded.batch["input_ids"].shape == (4, 32)
-    assert {p.dtype for p in loaded.module.parameters()} == {torch.float32}
-    for text, words in (("{", r"small.json:1: not JSON"), ("[]", "holds no JSON object"), ("{}", "no model_type")):
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
+    for text, words in (("{", r"small.json:1: not JSON"), ("[]", "is not a JSON object"), ("{}", "no model_type")):
         path.write_text(text)
         with pytest.raises(ModelError, match=words):
             load_model(str(path), Sizes())

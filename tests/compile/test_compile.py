@@ -14,10 +14,13 @@ from torch import nn
 
 import autopar
 from autopar.cli import main
-from autopar.compile import STAGES, plan_model, read_plan
 from autopar.devices import parse
 from autopar.errors import BatchError, ModelError, UsageError
+from autopar.plan_files import read_plan
+from autopar.planning import plan_model
+from autopar.progress import STAGES
 from autopar.search import SearchOptions
+from autopar.workload import Workload
 
 MODEL = """
 import torch
@@ -41,7 +44,7 @@ def small(hidden: int = 1) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]
 def make_plan(devices="8xH100-80GB", rows=8, hidden=1, **pins):
     module, batch = small(hidden)
     batch = (batch[0][:1].expand(rows, 8).clone(), torch.zeros(rows, dtype=torch.long))
-    return plan_model(module, batch, nn.functional.cross_entropy, parse(devices), SearchOptions(**pins))
+    return plan_model(Workload(module, batch, nn.functional.cross_entropy), parse(devices), SearchOptions(**pins))
 
 
 def test_compile_goes_through_the_stages_in_order_and_trains(tmp_path):
@@ -89,7 +92,9 @@ def test_a_plan_that_is_given_is_used(tmp_path):
     _, plan = make_plan("2", data=2)
     path = tmp_path / "plan.json"
     path.write_text(plan.dumps())
-    graph, same = plan_model(module, batch, nn.functional.cross_entropy, parse("2"), SearchOptions(), plan=path)
+    graph, same = plan_model(
+        Workload(module, batch, nn.functional.cross_entropy), parse("2"), SearchOptions(), plan=path
+    )
     assert same == plan
 
 
@@ -98,13 +103,13 @@ def test_a_plan_for_something_else_is_refused():
     loss = nn.functional.cross_entropy
     _, plan = make_plan("2", rows=16)
     with pytest.raises(UsageError, match="global batch of 16, this one has 8"):
-        plan_model(module, batch, loss, parse("2"), SearchOptions(), plan=plan)
+        plan_model(Workload(module, batch, loss), parse("2"), SearchOptions(), plan=plan)
     _, plan = make_plan("2", data=2)
     with pytest.raises(UsageError, match="for 2 devices, 1 has 1"):
-        plan_model(module, batch, loss, parse("1"), SearchOptions(), plan=plan)
+        plan_model(Workload(module, batch, loss), parse("1"), SearchOptions(), plan=plan)
     deeper = nn.Sequential(module, nn.Linear(4, 4))
     with pytest.raises(UsageError, match="the plan is for a model of"):
-        plan_model(deeper, batch, loss, parse("2"), SearchOptions(), plan=plan)
+        plan_model(Workload(deeper, batch, loss), parse("2"), SearchOptions(), plan=plan)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"feasible": false}', "7"])

@@ -18,15 +18,16 @@ from written_models import contrastive
 
 import autopar
 from autopar.cli.app import cli
-from autopar.compile import plan_model
 from autopar.devices import parse
 from autopar.errors import UsageError
 from autopar.measure import EXACT, compare
 from autopar.plan import MICROBATCH_STATISTICS, Plan
+from autopar.planning import plan_model
 from autopar.search import SearchOptions
 from autopar.search.manual import manual_plan
 from autopar.shard import plan_shardings
 from autopar.verify import check_plan, make_subject
+from autopar.workload import Workload
 
 ALLOW = {MICROBATCH_STATISTICS}
 BY_NAME = {kind.name: kind for kind in KINDS}
@@ -103,8 +104,9 @@ class TestPlanning:
     def planned(self, **options: Any) -> tuple[Any, Plan]:
         torch.manual_seed(0)
         model, batch, loss_fn = resnet()
-        pins = {key: options.pop(key) for key in ("microbatches", "pipeline", "data") if key in options}
-        return plan_model(model.double(), batch, loss_fn, parse("2"), SearchOptions(time_limit_s=4, **pins), **options)
+        plan = options.pop("plan", None)
+        workload = Workload(model.double(), batch, loss_fn)
+        return plan_model(workload, parse("2"), SearchOptions(time_limit_s=4, **options), plan=plan)
 
     def test_off_by_default(self) -> None:
         graph, plan = self.planned()

@@ -14,17 +14,18 @@ from torch.distributed.tensor import DTensor
 from workers import WorkerPool
 
 from autopar.capture import capture, flatten_batch
-from autopar.compile import plan_model
 from autopar.devices import parse
 from autopar.emit import emit
 from autopar.errors import InfeasibleError, UsageError
 from autopar.explain import describe
 from autopar.graph import Graph
 from autopar.plan import NARROW, NARROW_GRADIENTS, NARROW_MOMENTS, Plan
+from autopar.planning import plan_model
 from autopar.price.state import precision, state_bytes
 from autopar.run import remote
 from autopar.search import SearchOptions, manual_plan
 from autopar.shard import annotate
+from autopar.workload import Workload
 
 WIDTH = 512
 
@@ -36,8 +37,8 @@ def planned(
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
     batch = (torch.zeros(rows, WIDTH), torch.zeros(rows, WIDTH))
     cluster = parse("2x1xH100-80GB", memory_limit_bytes=limit)
-    options = SearchOptions(time_limit_s=8, data=2, zero=0, microbatches=1, **pins)
-    return plan_model(model, batch, nn.functional.mse_loss, cluster, options, precision=dtype, allow=allow)
+    options = SearchOptions(time_limit_s=8, data=2, zero=0, microbatches=1, allow=allow, **pins)
+    return plan_model(Workload(model, batch, nn.functional.mse_loss, precision=dtype), cluster, options)
 
 
 @pytest.fixture(scope="module")

@@ -12,19 +12,19 @@ import torch
 from search_models import TransformerPricer, chain
 from torch import nn
 
-from autopar.compile import plan_model
 from autopar.devices import Cluster, parse
 from autopar.errors import BatchError, InfeasibleError
-from autopar.explain import Study, describe, explain, sequence_length, suggest
+from autopar.explain import Study, describe, explain, suggest
 from autopar.explain.alternatives import alternatives
 from autopar.explain.changes import feasible, grown, larger_counts, spec_of
 from autopar.explain.families import obeys
 from autopar.explain.limits import bindings, faster_clusters, prices
-from autopar.explain.resize import resize_batch
 from autopar.graph import Graph
 from autopar.plan import SPLIT, Plan
+from autopar.planning import plan_model
 from autopar.search import SearchOptions
 from autopar.units import seconds
+from autopar.workload import Workload, resize_batch, sequence_length
 
 
 def model(batch: int) -> Graph:
@@ -190,7 +190,7 @@ def test_a_real_model_is_told_what_fits(limit: int, options: dict[str, Any]) -> 
     batch = (torch.zeros(8, 64, dtype=torch.long), torch.zeros(8, 64, dtype=torch.long))
     cluster = parse("1x2xH100-80GB", memory_limit_bytes=limit)
     with pytest.raises(InfeasibleError) as caught:
-        plan_model(Wide(), batch, None, cluster, SearchOptions(**options))
+        plan_model(Workload(Wide(), batch), cluster, SearchOptions(**options))
     assert caught.value.changes
     for change in caught.value.changes:
         wanted: Mapping[str, Any] = dict(change.request)
@@ -199,7 +199,7 @@ def test_a_real_model_is_told_what_fits(limit: int, options: dict[str, Any]) -> 
         there = parse(wanted["devices"], memory_limit_bytes=limit) if "devices" in wanted else cluster
         free = {name: value for name, value in options.items() if name not in change.free}
         free |= {"offload": wanted["offload"]} if "offload" in wanted else {}
-        _, plan = plan_model(Wide(), resized, None, there, SearchOptions(**free), precision=precision)
+        _, plan = plan_model(Workload(Wide(), resized, precision=precision), there, SearchOptions(**free))
         assert all(stage.memory.total <= limit for stage in plan.stages), change.text
     kinds = {change.kind for change in caught.value.changes}
     assert kinds & {"pin", "batch", "sequence"} and ("offload" in kinds) == ("zero" in options), kinds

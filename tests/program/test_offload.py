@@ -163,9 +163,11 @@ def test_host_memory_is_kept_to_where_the_exact_solver_is_scip(monkeypatch: pyte
 
 def test_pins() -> None:
     assert SearchOptions().offload is None and SearchOptions(offload="any").pins == {"offload": "any"}
-    with pytest.raises(UsageError, match="offload is 'disk', it is one of none, optimizer, activations, both, any"):
+    with pytest.raises(
+        UsageError, match="offload is 'disk', it must be one of none, optimizer, activations, both, any"
+    ):
         SearchOptions(offload="disk")
-    with pytest.raises(UsageError, match="selective recomputation keeps stays on the device"):
+    with pytest.raises(UsageError, match="selective recomputation saves activations on the device"):
         pins_by_layer(GRAPH, SearchOptions(recompute="selective", pin={"layers.1.offload": "both"}))
     graph, cluster, pricer, _ = random_offload(0)
     everything = replace(cluster, memory_limit_bytes=10**9, host_limit_bytes=10**9)

@@ -152,7 +152,7 @@ class TestPins:
     def test_other_recomputation_contradicts_it(self, how: str) -> None:
         with pytest.raises(UsageError, match=f"segment of 2 layers is recomputed in full.*pinned to recompute={how}"):
             pins_by_layer(GRAPH, SearchOptions(recompute=how, pin={"layers.3.segment": 2}))
-        with pytest.raises(UsageError, match="must be at least 1"):
+        with pytest.raises(UsageError, match="must be a whole number from 1"):
             SearchOptions(pin={"segment": 0})
 
     def test_what_it_keeps_stays_on_the_device(self) -> None:

@@ -11,14 +11,15 @@ from typing import Any
 
 from places import EVIDENCE
 
-from autopar.cli.load import Loaded, Sizes, load_model
-from autopar.compile import capture_model, find_plan
+from autopar.cli.load import Sizes, load_model
 from autopar.devices import parse
 from autopar.errors import InfeasibleError
-from autopar.explain import Change, Study, sequence_length, suggest
+from autopar.explain import Change, Study, suggest
 from autopar.graph import Graph
 from autopar.plan import Plan
+from autopar.planning import find_plan
 from autopar.search import SearchOptions
+from autopar.workload import Workload, sequence_length
 
 REQUESTS: tuple[dict[str, Any], ...] = (
     {"model": "gpt2-xl", "devices": "1xA10G", "seq": 1024, "global_batch": 8},
@@ -66,14 +67,13 @@ LIMIT_S = 900.0
 """For all suggestions of a request: the command line gives them 60, here none is left out on a busy machine."""
 
 
-def loaded(request: dict[str, Any]) -> Loaded:
+def loaded(request: dict[str, Any]) -> Workload:
     return load_model(request["model"], Sizes(*(request.get(name) for name in SIZES)))
 
 
 def captured(request: dict[str, Any]) -> Graph:
     """The graph of a request's model and batch."""
-    model = loaded(request)
-    return capture_model(model.module, model.batch, model.loss_fn, name=model.name)
+    return loaded(request).capture()
 
 
 def planned(request: dict[str, Any], suggestions: bool = False) -> Plan:

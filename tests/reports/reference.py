@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 import click
+import pins_page
 from places import DOCS
 
 import autopar
@@ -21,15 +22,15 @@ _MADE = "\nMade by `make report NAME=reference`. Do not edit.\n"
 
 def cli() -> str:
     """Every command with its help, its arguments and its options."""
-    context = click.Context(command_line, info_name="autopar", **command_line.context_settings)
-    lines = ["# Command line", "", "`autopar COMMAND --help` prints the same.", ""]
+    context = click.Context(command_line, info_name="autopar")
+    lines = ["# Command line", "", "`autopar COMMAND --help` prints the same. Every command has it.", ""]
     for name in command_line.list_commands(context):
         command = command_line.get_command(context, name)
         assert command is not None
         own = click.Context(command, parent=context, info_name=name)
         lines += [f"## autopar {name}", "", f"    autopar {name} {' '.join(command.collect_usage_pieces(own))}", ""]
         lines += _paragraphs(command.help or "")
-        records = [record for p in command.get_params(own) if (record := p.get_help_record(own)) is not None]
+        records = [record for p in command.params if (record := p.get_help_record(own)) is not None]
         if records:
             lines += ["| option | meaning |", "|---|---|"]
             lines += [f"| `{_cell(option)}` | {_cell(meaning)} |" for option, meaning in records]
@@ -121,3 +122,4 @@ if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__).parse_args()
     for page, text in PAGES.items():
         (FOLDER / page).write_text(text())
+    pins_page.PAGE.write_text(pins_page.page(pins_page.PAGE.read_text()))

@@ -31,12 +31,12 @@ from autopar.devices import Cluster, parse
 from autopar.errors import AutoparError
 from autopar.explain import describe
 from autopar.graph import Graph
+from autopar.pins import LayerPins
 from autopar.plan import Plan, Role, Strategy
 from autopar.price import Pricer
 from autopar.schedules import default_schedule
 from autopar.search import SearchOptions, evaluate, make_mesh, search
 from autopar.search.manual import even_cuts
-from autopar.search.options import LayerPins
 from autopar.search.problem import divisors, meshes, strategies, tied_groups
 from autopar.shard import annotate
 from autopar.zoo import build

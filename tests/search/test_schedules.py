@@ -96,7 +96,7 @@ def test_microbatches_in_flight_are_those_of_the_order(name: str) -> None:
         ({"schedule": "zero-bubble", "pipeline": 2, "chunks": 2, "microbatches": 5}, "rounds of 2 microbatches"),
         ({"schedule": "dualpipev", "pipeline": 2, "chunks": 2, "microbatches": 3}, "over 4 stages needs a microbatch"),
         ({"pipeline": 4, "chunks": 2}, "6 layers cannot be cut into 8"),
-        ({"schedule": "bfs", "pipeline": 2}, "no schedule 'bfs'"),
+        ({"schedule": "bfs", "pipeline": 2}, "schedule is 'bfs', it must be one of none, gpipe"),
     ],
 )
 def test_combinations_that_make_no_sense_are_refused(options: dict[str, object], message: str) -> None:

@@ -9,9 +9,10 @@ from search_models import Devices, RandomPricer, brute_force, chain, random_prob
 from autopar.cli.app import main
 from autopar.cli.render import print_plan
 from autopar.errors import InfeasibleError, UsageError
+from autopar.pins import LayerPins, read_pins
 from autopar.plan import Plan, Role
 from autopar.search import SearchOptions, price_pins, problem, search
-from autopar.search.options import LayerPins, pins_by_layer, read_pins, runs_of_names, selects
+from autopar.search.options import pins_by_layer, runs_of_names, selects
 
 T = (Role.TENSOR, Role.TENSOR_SEQUENCE)
 MODEL = chain(["a", "b", "b", "b", "c"], 8)
@@ -60,10 +61,10 @@ class TestRefused:
         ("pin", "words"),
         [
             ({"tensr": 2}, "did you mean tensor"),
-            ({"tensor": 0}, "at least 1"),
-            ({"tensor": "two"}, "'two', it must be a whole number"),
+            ({"tensor": 0}, "tensor is 0, it must be a whole number from 1\n.*write tensor=8"),
+            ({"tensor": "two"}, "'two', it must be a whole number from 1"),
             ({"layers.0.pipeline": 2}, "of the whole plan, not of layers.0"),
-            ({"layers.0.zero": 4}, "no ZeRO stage 4"),
+            ({"layers.0.zero": 4}, "layers.0.zero is 4, it must be a whole number from 0 to 3"),
             ({"schedule": "interleaved-1f1b", "pipeline": 1}, "one device in the line"),
             ({"schedule": "1f1b", "chunks": 2}, "one stage on each device, and chunks is 2"),
             ({"schedule": "interleaved-1f1b", "chunks": 1}, "several stages on each device, and chunks is 1"),
@@ -73,10 +74,16 @@ class TestRefused:
             ({"schedule": "zbv", "pipeline": 4}, "5 layers cannot be cut into 8 stages"),
             ({"chunks": 3}, "5 layers cannot be cut into 6 stages"),
             ({"layers.0.chunks": 2}, "chunks is of the whole plan"),
-            ({"schedule": "zigzag"}, "the schedules are none, gpipe, 1f1b, interleaved-1f1b, zero-bubble"),
-            ({"recompute": 3}, "recompute=selective or recompute=none"),
+            (
+                {"schedule": "zigzag"},
+                "schedule is 'zigzag', it must be one of none, gpipe, 1f1b, interleaved-1f1b, zero-bubble",
+            ),
+            (
+                {"recompute": 3},
+                "recompute is 3, it must be one of none, selective, full\n.*=selective .true means full, false",
+            ),
             ({"layer.1.tensor": 2}, r"no layer 'layer.1'; the nearest name is layers.1\n.*its layers are layers.0-4"),
-            ({"layers.0-2.zero": 1, "layers.2.zero": 2}, "both speak of layers.2"),
+            ({"layers.0-2.zero": 1, "layers.2.zero": 2}, "both pin layers.2"),
             ({"layers.1.tensor": 3}, r"tensor 3 does not divide .*\(8\)\n.*1, 2, 4, 8"),
             ({"layers.1.tensor": 4, "data": 4}, "do not divide into groups for data 4, tensor 4"),
             ({"data": 8, "microbatches": 4}, r"2 samples do not divide by data 8\n.*1, 2"),

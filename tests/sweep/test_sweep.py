@@ -19,14 +19,14 @@ def test_ranges() -> None:
     assert numbers("8..100", "--devices") == (8, 16, 32, 64)
     assert numbers("3, 8..16,8", "--devices") == (3, 8, 16)
     for text in ("", "8..4", "0", "many", "4-8"):
-        with pytest.raises(UsageError, match="is no range"):
+        with pytest.raises(UsageError, match="is not a range"):
             numbers(text, "--seq")
 
 
 def test_prices_of_an_hour() -> None:
     assert read_prices(["2.5", "h100=3"]) == {"*": 2.5, "H100-80GB-SXM": 3.0}
     for text in ("free", "-1", "H100-80GB=", "nan"):
-        with pytest.raises(UsageError, match="is no price"):
+        with pytest.raises(UsageError, match="is not a price"):
             read_prices([text])
 
 
