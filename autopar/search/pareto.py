@@ -21,11 +21,13 @@ def undominated(columns: Array, group: Indices | None = None, enough: int | None
     Ends early once more than ``enough`` rows are kept.
     """
     group = np.zeros(len(columns), dtype=np.int64) if group is None else group
+    if len(columns) <= PAIRS:
+        no_worse = _no_worse(columns, columns) & (group[:, None] == group[None, :])
+        later = np.tri(len(columns), dtype=bool)  # [i, j]: i is j, or comes after it
+        left = np.flatnonzero(~(no_worse & ~(no_worse.T & later)).any(axis=0))
+        return left[np.lexsort((*columns[left].T[::-1], group[left]))]
     order = np.lexsort((*columns.T[::-1], group))  # so that a row is beaten by rows before it alone
     rows, groups = columns[order], group[order]
-    if len(rows) <= PAIRS:
-        beaten = np.triu(_no_worse(rows, rows) & (groups[:, None] == groups[None, :]), 1)
-        return order[~beaten.any(axis=0)]
     kept: list[Indices] = []
     number = start = 0
     for end in [*(np.flatnonzero(np.diff(groups)) + 1).tolist(), len(rows)]:
@@ -46,7 +48,7 @@ def undominated(columns: Array, group: Indices | None = None, enough: int | None
 def _no_worse(some: Array, others: Array) -> NDArray[np.bool_]:
     """``[i, j]``: whether row i equals or beats row j in every column."""
     found = np.ones((len(some), len(others)), dtype=bool)
-    for a, b in zip(some.T, others.T, strict=True):
+    for a, b in {a.tobytes() + b.tobytes(): (a, b) for a, b in zip(some.T, others.T, strict=True)}.values():
         found &= a[:, None] <= b[None, :]
     return found
 
