@@ -58,8 +58,6 @@ def moments(schedule: Schedule, device: int) -> tuple[Indices, Indices]:
     """The moments at which a device's memory may peak: the microbatches in flight of each of its stages ``[moment, stage]``, and which of
     its stages is at work ``[moment]``. Where backwards are in two parts, the columns behind those of the stages are the microbatches that
     are between the two parts. A moment with less of everything than another is left out."""
-    if schedule.chunks == 1 and not schedule.split:
-        return np.array([[fullest(schedule).in_flight[device]]]), np.array([0])
     own, chunks = schedule.own(device), schedule.chunks
     place = {stage: k for k, stage in enumerate(own)}
     order = list(device_order(schedule, device))
@@ -137,6 +135,8 @@ def levels(order: Sequence[Action], own: Sequence[int], stages: StageBytes) -> t
 
 def peak(schedule: Schedule, device: int, stages: StageBytes) -> tuple[int, int, int]:
     """Bytes of activations and of transients at a device's fullest moment, and its number among ``moments``."""
+    if not schedule.interleaved:  # one stage, one moment
+        return fullest(schedule).in_flight[device] * stages.saved[0], stages.transients[0], 0
     counts, at_work = moments(schedule, device)
     each = np.array([*stages.saved, *stages.waiting], dtype=np.int64)[: counts.shape[1]]
     activations = counts @ each

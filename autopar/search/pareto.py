@@ -8,8 +8,11 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
+PAIRS = 256
+"""Up to this many rows all are compared with all, whatever their group."""
+
 BLOCK = 64
-"""Rows that are compared with each other at once."""
+"""Of more rows, those of a group that are compared with each other at once."""
 
 
 def undominated(columns: Array, group: Indices | None = None, enough: int | None = None) -> Indices:
@@ -18,26 +21,36 @@ def undominated(columns: Array, group: Indices | None = None, enough: int | None
     Ends early once more than ``enough`` rows are kept.
     """
     group = np.zeros(len(columns), dtype=np.int64) if group is None else group
+    if len(columns) <= PAIRS:
+        no_worse = _no_worse(columns, columns) & (group[:, None] == group[None, :])
+        later = np.tri(len(columns), dtype=bool)  # [i, j]: i is j, or comes after it
+        left = np.flatnonzero(~(no_worse & ~(no_worse.T & later)).any(axis=0))
+        return left[np.lexsort((*columns[left].T[::-1], group[left]))]
     order = np.lexsort((*columns.T[::-1], group))  # so that a row is beaten by rows before it alone
-    rows, ends = columns[order], np.flatnonzero(np.diff(group[order], append=group.max(initial=0) + 1)) + 1
+    rows, groups = columns[order], group[order]
     kept: list[Indices] = []
     number = start = 0
-    for end in ends.tolist():
+    for end in [*(np.flatnonzero(np.diff(groups)) + 1).tolist(), len(rows)]:
         front = rows[:0]
         for at in range(start, end, BLOCK):
             block = rows[at : min(at + BLOCK, end)]
-            beaten = (front[:, None] <= block[None]).all(axis=2).any(axis=0)
-            left = np.flatnonzero(~beaten)
-            some = block[left]
-            among = (some[:, None] <= some[None]).all(axis=2)
-            left = left[~np.triu(among, 1).any(axis=0)]
+            left = np.flatnonzero(~_no_worse(front, block).any(axis=0))
+            left = left[~np.triu(_no_worse(block[left], block[left]), 1).any(axis=0)]
             front = np.concatenate([front, block[left]])
             kept.append(order[at + left])
             number += len(left)
             if enough is not None and number > enough:
                 return np.concatenate(kept)
         start = end
-    return np.concatenate(kept) if kept else order
+    return np.concatenate(kept)
+
+
+def _no_worse(some: Array, others: Array) -> NDArray[np.bool_]:
+    """``[i, j]``: whether row i equals or beats row j in every column."""
+    found = np.ones((len(some), len(others)), dtype=bool)
+    for a, b in {a.tobytes() + b.tobytes(): (a, b) for a, b in zip(some.T, others.T, strict=True)}.values():
+        found &= a[:, None] <= b[None, :]
+    return found
 
 
 def falling(held: Array, cost: Array) -> Indices:

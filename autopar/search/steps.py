@@ -15,12 +15,12 @@ import numpy as np
 
 from autopar.search.bounds.bottleneck import GRIDS, bottleneck_bound, whole_bound
 from autopar.search.bounds.cheap import fewest_seconds
-from autopar.search.bounds.columns import interleaved_bound, interleaved_relaxation
-from autopar.search.bounds.devices import whole_interleaved
-from autopar.search.bounds.mixed import mixed_devices
+from autopar.search.bounds.columns import columns_bound, even_bound
+from autopar.search.bounds.devices import devices_bound
+from autopar.search.bounds.mixed import mixed_bound
 from autopar.search.bounds.relaxation import relaxation
-from autopar.search.construct.devices import construct_interleaved
-from autopar.search.construct.stages import construct, tied_cost
+from autopar.search.construct.devices import construct_devices
+from autopar.search.construct.stages import construct_stages, tied_cost
 from autopar.search.evaluation import Solution, all_in_turn, fits, leaving_room
 from autopar.search.exact import TooLargeError, solve_labels, solve_scip
 from autopar.search.minimum_memory import least_memory
@@ -126,12 +126,12 @@ def _relax(state: State, node: Node) -> float:
 
 
 def _even(state: State, node: Node) -> float:
-    return interleaved_bound(node.instance, node.bound_s, state.enough_s)
+    return even_bound(node.instance, node.bound_s, state.enough_s)
 
 
 def _devices(state: State, node: Node) -> float:
     """Devices of whole layers, each for itself."""
-    return whole_interleaved(node.instance, node.bound_s, state.enough_s)
+    return devices_bound(node.instance, node.bound_s, state.enough_s)
 
 
 def _mixed(state: State, node: Node) -> float:
@@ -139,10 +139,10 @@ def _mixed(state: State, node: Node) -> float:
     instance, bound = node.instance, node.bound_s
     if instance.layers <= FEW * instance.schedule.pipeline:
         state.solvers.add("CLP")
-        bound = mixed_devices(instance, bound, state.enough_s)
+        bound = mixed_bound(instance, bound, state.enough_s)
     if bound < state.enough_s:
         state.solvers.add("GLOP")
-        bound = interleaved_relaxation(instance, bound, state.enough_s)
+        bound = columns_bound(instance, bound, state.enough_s)
     return bound
 
 
@@ -247,14 +247,14 @@ def _integer(state: State, node: Node) -> float:
 
 ONE_STAGE = Engine(
     (_coarse, _bounding(_fine), _bounding(_whole), _construct, _bounding(_relax), _close),
-    construct,
+    construct_stages,
     bottleneck_bound,
     segments=True,
     integer=True,
 )
 SEVERAL_STAGES = Engine(
     (_bounding(_even), _bounding(_devices), _first, _bounding(_mixed), _second, _close),
-    construct_interleaved,
+    construct_devices,
     fewest_seconds,
     segments=False,
     integer=False,

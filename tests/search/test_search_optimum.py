@@ -17,11 +17,11 @@ from autopar.schedules import SEVERAL_STAGES
 from autopar.search import SearchOptions, search, steps
 from autopar.search.bounds.bottleneck import bottleneck_bound, whole_bound
 from autopar.search.bounds.cheap import fewest_seconds
-from autopar.search.bounds.columns import interleaved_bound, interleaved_relaxation
-from autopar.search.bounds.devices import whole_interleaved
-from autopar.search.bounds.mixed import mixed_devices
+from autopar.search.bounds.columns import columns_bound, even_bound
+from autopar.search.bounds.devices import devices_bound
+from autopar.search.bounds.mixed import mixed_bound
 from autopar.search.bounds.relaxation import relaxation
-from autopar.search.construct.devices import construct_interleaved
+from autopar.search.construct.devices import construct_devices
 from autopar.search.evaluation import cost
 from autopar.search.exact import solve_labels, solve_scip
 from autopar.search.problem import choices
@@ -156,14 +156,14 @@ def test_every_bound_of_choices_with_several_stages_on_a_device_holds(schedule: 
                 cheap = fewest_seconds(instance)
                 bounds = {
                     "cheap": cheap,
-                    "packed or mixed": interleaved_bound(instance, cheap, inf),
-                    "columns": interleaved_relaxation(instance, cheap, inf),
-                    "devices": whole_interleaved(instance, cheap, inf),
+                    "packed or mixed": even_bound(instance, cheap, inf),
+                    "columns": columns_bound(instance, cheap, inf),
+                    "devices": devices_bound(instance, cheap, inf),
                 }
                 if best < inf:  # with a cutoff that the optimum is below, they still are no more than it
-                    bounds["devices, cut off"] = whole_interleaved(instance, cheap, best * 1.01)
-                    bounds["mixed devices"] = mixed_devices(instance, best / 1.03, best * 1.01)
-                found = construct_interleaved(instance)
+                    bounds["devices, cut off"] = devices_bound(instance, cheap, best * 1.01)
+                    bounds["mixed devices"] = mixed_bound(instance, best / 1.03, best * 1.01)
+                found = construct_devices(instance)
                 assert found is None or found[0] >= best * (1 - 1e-9), (seed, choice)
                 for name, bound in bounds.items():
                     assert bound <= best * (1 + 1e-6), (seed, choice, name)

@@ -32,13 +32,13 @@ NEAR = 0.8
 """How near to the best weights so far the next ones are: those of the model alone jump to and fro."""
 
 
-def interleaved_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
+def even_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
     """The larger of ``packed_bound`` and of ``linear`` with all paths alike; ``inf`` where nothing fits. ``enough_s`` is enough."""
     found = max(at_least_s, packed_bound(instance, at_least_s, enough_s))
     return max(found, _Linear(instance).first()) if found < enough_s else found
 
 
-def interleaved_relaxation(instance: Instance, at_least_s: float, enough_s: float) -> float:
+def columns_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
     """``linear`` with the weights that make it largest, as far as ``enough_s``, never below ``at_least_s``."""
     return max(at_least_s, _Linear(instance).best(enough_s))
 

@@ -1,4 +1,4 @@
-"""``whole_interleaved``: a bound for choices with several stages on each device, from devices of whole layers.
+"""``devices_bound``: a bound for choices with several stages on each device, from devices of whole layers.
 
 If a step takes no more than T seconds, no path through the schedule does. So for each device ``d`` (notation of ``textbook_paths``; ``g``
 are the seconds once a step, ``n_s`` the microbatches in flight of stage ``s``)
@@ -49,7 +49,7 @@ Others = tuple[int, ...]
 """Layers of each less frequent kind."""
 
 
-def whole_interleaved(instance: Instance, at_least_s: float, enough_s: float) -> float:
+def devices_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
     """The bound of the module's docstring, between ``at_least_s`` and ``enough_s``, which is as good as more."""
     line = Line(instance)
     if not line.small:
@@ -67,7 +67,7 @@ def whole_interleaved(instance: Instance, at_least_s: float, enough_s: float) ->
 
 
 def layers_of_devices(instance: Instance) -> tuple[int, ...] | None:
-    """How many layers each device may have in the least time that ``whole_interleaved`` cannot exclude; ``None`` where it was not asked."""
+    """How many layers each device may have in the least time that ``devices_bound`` cannot exclude; ``None`` where it was not asked."""
     found: tuple[int, ...] | None = instance.known.get(("layers of devices", instance.choice))
     return found
 

@@ -1,4 +1,4 @@
-"""``mixed_devices``: the bound of ``columns`` from devices of whole layers, each of which fits on its own.
+"""``mixed_bound``: the bound of ``columns`` from devices of whole layers, each of which fits on its own.
 
 A way to run a device is a number of layers of the most frequent kind, the stages that they are in, and a candidate for each, within the
 device's memory. The linear model mixes such ways, device by device, so that they have all layers together and the longest path through
@@ -41,7 +41,7 @@ MARGIN = 1.05
 """How far above a bound steps are looked for: the fewer layers a device may have, the fewer ways there are."""
 
 
-def mixed_devices(instance: Instance, at_least_s: float, enough_s: float) -> float:
+def mixed_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
     """The bound of the module's docstring, between ``at_least_s`` and ``enough_s``, which is as good as more, or ``MARGIN`` above the
     former, which it is itself where such layers are not looked at."""
     cutoff_s = min(enough_s, MARGIN * at_least_s)

@@ -151,7 +151,7 @@ def _drafts(instance: Instance, picks: list[tuple[float, tuple[Indices, ...], li
 
 
 def _rounds(instance: Instance) -> list[tuple[int, ...]]:
-    """Cuts in which every device has as many layers as ``whole_interleaved`` says, in chunks as even as can be."""
+    """Cuts in which every device has as many layers as ``devices_bound`` says, in chunks as even as can be."""
     layers, chunks = layers_of_devices(instance), instance.schedule.chunks
     if layers is None:
         return []
@@ -188,7 +188,7 @@ class _Tries:
         return _refined(self.instance, self.allowed, bounds, self.cache)
 
 
-def construct_interleaved(instance: Instance, deadline: float = np.inf) -> tuple[float, Solution] | None:
+def construct_devices(instance: Instance, deadline: float = np.inf) -> tuple[float, Solution] | None:
     """The best solution found, with its true step time; ``None`` where nothing that was tried fits."""
     picks, tries = _picks(instance)[:DRAFTS], _Tries(instance)
     for bounds in _rounds(instance):

@@ -76,7 +76,7 @@ class _Draft:
     mode: Mode
 
 
-def construct(instance: Instance, deadline: float = np.inf) -> tuple[float, Solution] | None:
+def construct_stages(instance: Instance, deadline: float = np.inf) -> tuple[float, Solution] | None:
     """The best solution found, with its true step time; ``None`` where nothing fits. After ``deadline`` no further layout is tried."""
     found: tuple[float, Solution] | None = None
 
