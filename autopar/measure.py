@@ -1,7 +1,9 @@
-"""The error measure by which two runs of one model are compared: the same everywhere."""
+"""What is measured in the same way everywhere: the error between two runs of one model, and the memory of this process."""
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -48,3 +50,9 @@ def compare(
         if not error.value <= worst.value:  # a NaN is the worst
             worst = error
     return worst
+
+
+def peak_memory_bytes() -> int:
+    """The largest memory that this process has had so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere: getrusage(2)

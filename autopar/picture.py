@@ -1,4 +1,4 @@
-"""Pictures: matplotlib, which autopar works without, and a file that may not be writable."""
+"""Plots with matplotlib, which is optional."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
-"""The plan: plain frozen data, JSON in and out. What the search decides, and what the passes, the emitter and people read."""
+"""The plan: plain frozen data, JSON in and out. The search decides it; the passes, the emitter and people read it."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+
+from autopar.schedules import SPLIT, Schedule
 
 
 class Role(Enum):
@@ -19,15 +20,16 @@ class Role(Enum):
     # on grids of devices, see autopar.shard.grid
     TENSOR_WEIGHTS = "tensor+weights"  # activations cut along the batch, parameters gathered where they are used
     TENSOR_HIDDEN = "tensor+hidden"  # activations cut along their last dim, gathered where they are multiplied
-    TENSOR_ROWS = "tensor+rows"  # likewise, but multiplied as they are: the terms of a sum are scattered over rows
+    TENSOR_ROWS = (
+        "tensor+rows"  # activations cut along their last dim, multiplied without gathering: partial sums are scattered
+    )
     ULYSSES = "ulysses"  # activations cut along the sequence, attention along the heads
     RING = "ring"  # activations cut along the sequence, keys and values rotate
     EXPERT = "expert"  # activations cut along the batch, experts distributed
     IDLE = "idle"  # every rank of the axis does the same work
 
-    __hash__ = (
-        object.__hash__
-    )  # a role is itself alone; prices are kept by strategy, and hashing names took a tenth of a search
+    # prices are kept by strategy, and hashing the names of roles took a tenth of a search
+    __hash__ = object.__hash__
 
     @property
     def replicates_parameters(self) -> bool:
@@ -49,54 +51,33 @@ class Role(Enum):
         return self in (Role.TENSOR_SEQUENCE, Role.ULYSSES, Role.RING)
 
 
-INTERLEAVED = "interleaved-1f1b"
-ZERO_BUBBLE = "zero-bubble"  # torch's InterleavedZeroBubble, of one stage on each device or several
-ZERO_BUBBLE_V = "zbv"  # torch's ZBVZeroBubble
-DUALPIPE_V = "dualpipev"
-
-SCHEDULES = ("none", "gpipe", "1f1b", INTERLEAVED, ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V)
-"""Orders of a pipeline's forwards and backwards; ``none`` is of one stage."""
-
-SPLIT = (ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V)
-"""Schedules that run backwards in two parts, of the inputs and of the weights. They are priced; the runtime has none of them yet."""
-
-SEVERAL_STAGES = (INTERLEAVED, *SPLIT)
-"""Schedules that may give a device several stages."""
-
-V_SHAPED = (ZERO_BUBBLE_V, DUALPIPE_V)
-"""Schedules that have two stages on each device: the line of devices is gone through forth and back."""
-
-
-def device_of(stage: int, pipeline: int, schedule: str) -> int:
-    """The place in a line of ``pipeline`` devices that runs a stage: the line is gone through once for each of a device's stages, and back
-    every other time where the schedule is a V."""
-    chunk, place = divmod(stage, pipeline)
-    return pipeline - 1 - place if schedule in V_SHAPED and chunk % 2 else place
-
-
-@functools.lru_cache(maxsize=4096)
-def stages_of(device: int, pipeline: int, chunks: int, schedule: str) -> tuple[int, ...]:
-    """The stages that a device of the line runs, in order: the inverse of ``device_of``."""
-    return tuple(s for s in range(pipeline * chunks) if device_of(s, pipeline, schedule) == device)
-
-
 MICROBATCH_STATISTICS = "microbatch_statistics"
 NARROW_GRADIENTS = "bfloat16_gradients"
 NARROW_MOMENTS = "bfloat16_moments"
 NARROW = (NARROW_GRADIENTS, NARROW_MOMENTS)
 ALLOWED = (MICROBATCH_STATISTICS, *NARROW)
-"""What of exactness a user may let go of. ``microbatch_statistics``: a loss that needs the whole batch (a router's auxiliary loss, batch
-norm, negatives of the same batch) is taken of each microbatch alone, and the step's loss is their mean. Of parameters of 16 bits, whose
-master copies stay in float32: ``bfloat16_gradients`` add up and are reduced in 16 bits, ``bfloat16_moments``: Adam keeps its two so."""
+"""What a user may allow a plan to give up of exactness. ``microbatch_statistics``: a loss that needs the whole batch (a router's auxiliary
+loss, batch norm, negatives of the same batch) is computed for each microbatch separately, and the step's loss is their mean. For
+parameters of 16 bits, whose master copies stay in float32: with ``bfloat16_gradients`` gradients are accumulated and reduced in 16 bits,
+with ``bfloat16_moments`` Adam's moments are in 16 bits."""
+
+DEGREES = {
+    "data": (Role.DATA,),
+    "tensor": (Role.TENSOR, Role.TENSOR_SEQUENCE),
+    "expert": (Role.EXPERT,),
+    "ulysses": (Role.ULYSSES,),
+    "ring": (Role.RING,),
+}
+"""The degrees of a layer by name, with the roles of the axes whose sizes make each degree."""
 
 REPLICATING = tuple(role for role in Role if role.replicates_parameters)
 BATCHES = tuple(role for role in Role if role.shards_batch)
 SEQUENCES = tuple(role for role in Role if role.shards_sequence)
 
-RECOMPUTATIONS = ("none", "selective", "full")  # from the most that is kept to the least
+RECOMPUTATIONS = ("none", "selective", "full")  # from most to least saved activations
 
 OFFLOADS = ("none", "optimizer", "activations", "both")
-"""What of a layer is in the host's memory: the optimizer's states and master copies, what is saved for the backward pass, or both."""
+"""What a layer offloads to the host's memory: optimizer states and master copies, activations saved for the backward, or both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +91,12 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """For one layer: the role of each axis of the mesh (same order), ZeRO stage over its data axes, recomputation, and what
-    is in the host's memory (``OFFLOADS``).
+    """For one layer: the role of each axis of the mesh (same order), the ZeRO stage over its data axes, recomputation, and what it
+    offloads to the host's memory (``OFFLOADS``).
 
-    ``recompute`` keeps the layer's input alone. ``selective`` keeps besides what is dear to compute, and recomputes the rest
-    (``passes.keep`` says which). ``segment`` is the number of consecutive layers that are recomputed as one: of so many layers of one class
-    and equal strategies in a stage (fewer at the end of their run) the first one's input alone is kept.
+    With ``recompute`` only the layer's input is saved for the backward. With ``selective`` results that are expensive to compute are saved
+    as well (``passes.keep`` says which), and the rest is recomputed. ``segment`` is the number of consecutive layers, of one class and one
+    strategy in one stage, that are recomputed as one: only the first layer's input is saved. The last segment of a run may be shorter.
     """
 
     roles: tuple[Role, ...]
@@ -146,7 +127,7 @@ class Strategy:
 
     @property
     def dense(self) -> Strategy:
-        """The same for a layer that has no experts: the axes that distribute them distribute the batch."""
+        """The same strategy for a layer without experts: axes of expert parallelism are data-parallel there."""
         return dataclasses.replace(self, roles=tuple(Role.DATA if r is Role.EXPERT else r for r in self.roles))
 
     def degree(self, mesh: tuple[Axis, ...], *roles: Role) -> int:
@@ -185,7 +166,7 @@ class Memory:
 @dataclass(frozen=True, slots=True)
 class StagePlan:
     """A pipeline stage: layers ``start`` to ``stop`` (exclusive), its devices, predicted memory against the limit and time
-    of one microbatch (forward plus backward, seconds). ``host_bytes`` are what a device has in its host's memory besides."""
+    of one microbatch (forward plus backward, seconds). ``host_bytes`` is the memory that a device uses in its host."""
 
     start: int
     stop: int
@@ -211,7 +192,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class PinPrice:
-    """What a pin costs: the step time of the best plan found without it, all other pins kept, and a lower bound of all such plans."""
+    """What a pin costs: the step time of the best plan found without it, with all other pins, and a lower bound of all such plans."""
 
     pin: str
     value: int | str | bool
@@ -219,27 +200,27 @@ class PinPrice:
     bound_without_s: float
 
     def gain(self, step_time_s: float) -> tuple[float, float]:
-        """The share of a step of ``step_time_s`` that is saved without the pin: by the plan that was found, and at most by any."""
+        """The share of ``step_time_s`` that is saved without the pin: by the plan that was found, and at most by any plan."""
         return 1 - self.step_time_without_s / step_time_s, 1 - self.bound_without_s / step_time_s
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Mesh, stages, schedule, microbatches and a strategy for every layer, with what was predicted and proved.
+    """Mesh, stages, schedule, microbatches and a strategy for every layer, with the prediction and the proved bound.
 
     The mesh is that of one stage; device ``rank = stage * prod(mesh) + position in the mesh`` (outermost axis first).
-    Where each device has several ``chunks`` of the stages, ``device_of`` says which; a stage's memory is that of all its devices' stages
-    together.
+    Where each device has several stages (``chunks``), ``Schedule.device`` gives a stage's device; a stage's memory is then the sum over its
+    device's stages.
     ``bound_s`` is a proved lower bound of the step time over the candidates that were searched; ``gap`` is ``1 - bound_s/step_time_s``.
-    ``pins`` are the decisions that were the user's, where their prices were asked for. ``allow`` is what of exactness this plan gives up
-    by the user's leave (some of ``ALLOWED``).
+    ``pins`` are the user's decisions, where their prices were asked for. ``allow`` names what this plan gives up of exactness, which the
+    user allowed (some of ``ALLOWED``).
     """
 
     model: str
     devices: str
     mesh: tuple[Axis, ...]
     stages: tuple[StagePlan, ...]
-    schedule: str  # of ``SCHEDULES``
+    schedule: str  # of ``autopar.schedules.SCHEDULES``
     microbatches: int
     global_batch: int
     precision: str
@@ -267,12 +248,17 @@ class Plan:
 
     @property
     def pipeline(self) -> int:
-        """Devices in a line: stages over chunks."""
+        """The pipeline-parallel degree: stages over chunks."""
         return len(self.stages) // self.chunks
 
     @property
+    def sized_schedule(self) -> Schedule:
+        """The schedule with its numbers of devices, microbatches and chunks."""
+        return Schedule(self.schedule, self.pipeline, self.microbatches, self.chunks)
+
+    @property
     def unwritten(self) -> str:
-        """Why no program of this plan is written: it has a price only. Empty where one is."""
+        """Why no program of this plan is written, and the plan has a price only; empty where a program is written."""
         if self.schedule in SPLIT:
             return f"the runtime cannot run {self.schedule} exactly yet"
         if any(layer.strategy.offloads_optimizer for layer in self.layers):
@@ -296,7 +282,7 @@ class Plan:
         return next(i for i, stage in enumerate(self.stages) if stage.start <= layer < stage.stop)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object with the fields that programs rely on (``docs/plan-json.md``); ``from_json`` reads it back."""
+        """A JSON object with the fields that programs rely on (``docs/reference/plan-json.md``); ``from_json`` reads it back."""
         layers = []
         for layer in self.layers:
             s = layer.strategy

@@ -1,4 +1,4 @@
-"""Precisions by name: the names of torch's dtypes, and the short forms that people type. Needs no torch until a dtype is asked for."""
+"""Precisions: their names, the short forms that people type, and bytes per element. Does not import torch before a dtype is asked for."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ from autopar.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-PRECISIONS = ("bfloat16", "float16", "float32", "float64")
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+"""Bytes of one element, by the names of torch's dtypes."""
+
+PRECISIONS = tuple(ELEMENT_BYTES)
+FLOAT8 = "float8"  # matrix products in 8 bits: devices have a rate for it, no model is captured in it
+SPELLINGS = {name: name for name in PRECISIONS} | {
+    "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"
+}  # fmt: skip
 
 
 def normalise(name: str) -> str:
@@ -19,10 +25,9 @@ def normalise(name: str) -> str:
     Raises:
         UsageError: there is no such precision.
     """
-    full = _SHORT.get(name.lower(), name.lower())
-    if full not in PRECISIONS:
+    if name.lower() not in SPELLINGS:
         raise UsageError(f"there is no precision {name!r}", f"the precisions are {', '.join(PRECISIONS)}")
-    return full
+    return SPELLINGS[name.lower()]
 
 
 def torch_dtype(name: str) -> torch.dtype:

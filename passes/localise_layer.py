@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.ops.facts import facts
+from autopar.ops.facts import facts, is_pointwise
 from autopar.ops.meta import meta
-from autopar.ops.operands import operands, shape_of
+from autopar.ops.operands import first_tensor, operands, shape_of
 from autopar.sharding import Sharding, local_shape
 from passes.collectives import convert, share
 from passes.kernel_calls import kernel_call, partition
@@ -80,12 +80,26 @@ def _call(
 
 
 def _laid_out_anew(node: fx.Node) -> bool:
-    """Whether a view looks at a conversion's result through other dims or a part of it. Which dims of that can be merged without a copy was
-    settled by the strides of a single device's value; what a conversion leaves has its own."""
-    source, strided = operands(node)[0], False
-    while facts(source).is_strided:
-        source, strided = operands(source)[0], True
-    return strided and source.target in (convert, share)
+    """Whether a view reads a value whose memory order may not be that of a single device's value, whose strides settled which dims can be
+    merged without a copy: an activation that was not contiguous there and may come from another stage, or what a conversion leaves, seen
+    through other dims or in part. Pointwise ops keep the order of their operands."""
+    waiting, seen = [(operand, False) for operand in operands(node)[:1]], set[tuple[fx.Node, bool]]()
+    while waiting:
+        source, strided = waiting.pop()
+        if (source, strided) in seen:
+            continue
+        seen.add((source, strided))
+        if source.op == "placeholder" and not first_tensor(source).is_contiguous():
+            return True
+        if source.op != "call_function":
+            continue
+        if strided and source.target in (convert, share):
+            return True
+        if facts(source).is_strided:
+            waiting.append((operands(source)[0], True))
+        elif is_pointwise(source):
+            waiting += [(operand, strided) for operand in operands(source)]
+    return False
 
 
 def _local_value(node: fx.Node, shape: tuple[int, ...], sharding: Sharding) -> Any:

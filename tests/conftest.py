@@ -64,7 +64,7 @@ def workers4() -> Iterator[WorkerPool]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden with what is emitted now")
+    parser.addoption("--update-golden", action="store_true", help="rewrite tests/emit/golden with what is emitted now")
 
 
 @pytest.fixture

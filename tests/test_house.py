@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from house_figures import figures, sources
+from house_figures import figures, imports, module_of, sources
+from pins_page import PAGE, page
+from places import DOCS, ROOT
 
 import autopar
 
-ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "autopar").rglob("*.py")) + sorted((ROOT / "passes").rglob("*.py"))
 
 LEAVES = {
@@ -26,23 +27,37 @@ LEAVES = {
     "types",
     "graph",
     "segments",
+    "schedules",
     "sharding",
+    "layer_price",
     "precision",
+    "units",
     "measure",
     "picture",
     "torch_private",
+    "pins",
+    "plan_files",
+    "progress",
+    "keywords",
 }
 # Which rooms a room may import, besides itself and the leaves. What is not here is forbidden.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "plan": set(),
+    "schedules": set(),
     "types": set(),
     "precision": set(),
+    "units": set(),
     "torch_private": set(),
     "graph": set(),
     "segments": set(),
     "sharding": set(),
+    "layer_price": set(),
     "measure": set(),
+    "pins": set(),
+    "plan_files": set(),
+    "progress": set(),
+    "keywords": set(),
     "picture": set(),
     "ops": {"program"},
     "flow": {"ops"},
@@ -53,19 +68,21 @@ ALLOWED: dict[str, set[str]] = {
     "shard": {"ops", "rules", "flow", "passes"},
     "capture": {"ops", "passes", "program"},
     "price": {"ops", "devices", "rules", "shard", "passes", "flow"},
+    "trainers": {"ops", "devices", "price"},
     "search": set(),
-    "explain": {"ops", "capture", "devices", "price", "search", "shard"},
+    "workload": {"capture", "search", "shard"},
+    "explain": {"devices", "price", "search", "workload"},
+    "planning": {"capture", "devices", "explain", "price", "run", "search", "workload"},
     "sweep": {"devices", "explain", "search"},
     "emit": {"ops", "passes", "program", "rules", "shard"},
     "checks": {"ops", "flow", "passes", "price", "program", "rules"},
-    "validate": {"ops", "capture", "devices", "flow", "price", "search", "shard", "zoo"},
+    "validate": {"ops", "capture", "devices", "flow", "price", "search", "shard", "trainers", "zoo"},
     "run": {"capture", "checks", "devices", "program"},
     "zoo": set(),
     "verify": {
         "ops",
         "capture",
         "checks",
-        "compile",
         "emit",
         "flow",
         "passes",
@@ -74,24 +91,25 @@ ALLOWED: dict[str, set[str]] = {
         "run",
         "search",
         "shard",
+        "workload",
     },
-    "compile": {"capture", "checks", "devices", "explain", "shard", "price", "search", "emit", "run"},
+    "compile": {"checks", "devices", "emit", "planning", "run", "search", "workload"},
     "profile": {"devices", "run"},
-    "bench": {"compile", "devices", "run", "search", "validate"},
+    "bench": {"compile", "devices", "planning", "run", "search", "validate", "workload"},
     "cli": {
         "bench",
-        "capture",
         "compile",
         "devices",
         "explain",
+        "planning",
         "price",
         "profile",
         "program",
         "search",
-        "shard",
         "sweep",
         "validate",
         "verify",
+        "workload",
         "zoo",
     },
     "__init__": {"capture", "checks", "compile", "run", "verify"},
@@ -141,8 +159,59 @@ def test_no_rooms_and_no_files_import_in_a_circle():
     assert found["cycles among packages"] == found["cycles among files"] == []
 
 
+# Imports of our own modules inside of functions: how many a file may have, and why. Everything else is imported at the top.
+IMPORTS_IN_FUNCTIONS = {
+    "autopar/cli/app.py": (13, "`autopar --help` answers without torch: a command is imported when it runs"),
+    "autopar/run/__init__.py": (1, "worker processes start without what only their parent needs"),
+    "autopar/zoo/__init__.py": (1, "`autopar models` lists the zoo without torch and transformers"),
+    "autopar/price/pricer.py": (1, "a pricer whose types are given needs no solver"),
+    "autopar/rules/experts.py": (2, "candidates asks this module for the rule of a mixture"),
+    "autopar/validate/models.py": (6, "rows are read without torch"),
+    "autopar/validate/run.py": (8, "rows are read without torch"),
+}
+
+
+def test_imports_inside_of_functions_have_a_reason():
+    modules = {module_of(path) for path in sources(None)}
+    for path, text in sources(None).items():
+        count = sum(inside for _, inside in imports(ast.parse(text), modules))
+        allowed, _ = IMPORTS_IN_FUNCTIONS.get(path, (0, ""))
+        assert count <= allowed, f"{path}: {count} imports of our own modules inside of functions, {allowed} may be"
+
+
+# Public functions of more than eight parameters, and why. Others take a record.
+MANY_PARAMETERS = {
+    "autopar.program.kernels.attention": "an op of the emitted program: its operands and numbers",
+    "autopar.program.kernels_experts.experts": "an op of the emitted program: its operands and numbers",
+    "autopar.program.kernels_ring.forward": "an op of the emitted program: its operands and numbers",
+    "autopar.program.kernels_ring.ring_attention": "an op of the emitted program: its operands and numbers",
+    "autopar.program.kernels_rnn.recurrent": "an op of the emitted program: its operands and numbers",
+    "autopar.search.evaluation.evaluate": "the parts of a plan that is not made yet",
+    "autopar.search.evaluation.make_plan": "the parts of a plan that is not made yet",
+}
+
+
+def test_public_functions_have_few_parameters():
+    found = figures(sources(None))["public functions of more than 8 parameters"]
+    assert {name.partition(" ")[0] for name in found} <= set(MANY_PARAMETERS), found
+
+
 def test_every_room_has_a_row():
     assert {room_of(path) for path in SOURCES} == set(ALLOWED)
+
+
+def test_the_map_names_every_room():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = " ".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))
+    named = set(re.findall(r"`(?:autopar/)?([\w/.]+)`", rows))
+    folders = {path.name for path in (ROOT / "autopar").iterdir() if (path / "__init__.py").is_file()}
+    assert named == folders | {"passes", "passes/clean", "compile.py"}
+
+
+def test_tests_mirror_the_rooms():
+    rooms = {room_of(path) for path in SOURCES}
+    folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
+    assert folders - {"reports"} <= rooms
 
 
 def test_the_program_that_is_copied_out_imports_nothing_of_ours():
@@ -275,7 +344,7 @@ def test_no_pickles_and_no_evaluated_strings():
 
 # -- documents --
 
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 
 
 def blocks(path: Path, language: str) -> list[str]:
@@ -319,6 +388,14 @@ def test_links_in_documents_lead_somewhere():
             assert (path.parent / target).exists(), f"{path.name}: {target}"
 
 
+def test_the_table_of_pins_in_the_documents_is_the_one_of_the_sources():
+    text = PAGE.read_text()
+    assert page(text) == text, "python tests/pins_page.py"
+    from autopar.pins import PINS
+
+    assert all(f"\n| `{name}` | " in text for name in PINS)
+
+
 def test_the_plan_document_names_every_field():
     from autopar.plan import Axis, LayerPlan, Memory, PinPrice, Plan, Prediction, Role, StagePlan, Strategy
 
@@ -327,7 +404,7 @@ def test_the_plan_document_names_every_field():
         (LayerPlan("l", "L", Strategy((Role.DATA,))),), Prediction(1, 1, 0, 0, 0, 0.5, 1), 1.0, 0.0,
         pins=(PinPrice("tensor", 2, 1.0, 1.0),),
     )  # fmt: skip
-    text = (ROOT / "docs" / "plan-json.md").read_text()
+    text = (DOCS / "reference" / "plan-json.md").read_text()
     data = plan.to_json()
     names = [
         *data,
@@ -339,14 +416,14 @@ def test_the_plan_document_names_every_field():
     ]
     missing = [name for name in names if f"`{name}`" not in text]
     assert not missing, missing
-    for block in blocks(ROOT / "docs" / "plan-json.md", "json"):
+    for block in blocks(DOCS / "reference" / "plan-json.md", "json"):
         assert Plan.from_json(json.loads(block)).to_json() == json.loads(block)
 
 
 def test_the_cluster_document_parses(tmp_path):
     from autopar.devices import parse
 
-    for number, block in enumerate(blocks(ROOT / "docs" / "cluster-toml.md", "toml")):
+    for number, block in enumerate(blocks(DOCS / "reference" / "cluster-toml.md", "toml")):
         path = tmp_path / f"cluster{number}.toml"
         path.write_text(block)
         assert parse(str(path)).count > 0

@@ -49,7 +49,7 @@ class Recipe:
 
 
 def recipes(processes: int, subject: Subject) -> list[Recipe]:
-    """What an expert would try on ``processes`` devices: each kind alone, the two-way mixtures, a few microbatch sizes."""
+    """The choices that an expert would try on ``processes`` devices: each kind alone, the two-way mixtures, a few microbatch sizes."""
     found: list[Recipe] = []
     factors = [n for n in range(1, processes + 1) if processes % n == 0]
     for pipeline in factors:
@@ -71,7 +71,7 @@ def recipes(processes: int, subject: Subject) -> list[Recipe]:
 
 
 class HandTuned:
-    """A recipe at work on this rank. ``step`` takes the whole global batch, updates, and gives the loss back."""
+    """A recipe's program on this rank. ``step`` takes the whole global batch, updates, and returns the loss."""
 
     def __init__(self, subject: Subject, recipe: Recipe, lr: float) -> None:
         self.subject, self.recipe = subject, recipe
@@ -118,7 +118,7 @@ class HandTuned:
 
     @contextlib.contextmanager
     def _sync(self, last: bool) -> Iterator[None]:
-        """Gradients are reduced with the last microbatch alone."""
+        """Gradients are reduced with the last microbatch only."""
         if isinstance(self.module, DistributedDataParallel) and not last:
             with self.module.no_sync():
                 yield

@@ -1,8 +1,8 @@
-"""One model, one number of processes: the automatic program and every hand-tuned one, measured side by side.
+"""One model, one number of processes: the automatic program and every hand-tuned one, measured in turns.
 
-All contenders live in the same worker processes and take turns: a round visits each of them once, in an order drawn anew, and
-times a few steps after one that is not timed. What slows the machine down for a while then slows all of them down. A
-contender that cannot run is recorded with its error. The first losses must agree: what is compared does the same work.
+All contenders live in the same worker processes: a round visits each of them once, in a random order, and
+times a few steps after one that is not timed. A temporary slow-down of the machine then affects all of them. A
+contender that cannot run is recorded with its error. The first losses must agree, so that all contenders do the same work.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ import torch
 
 from autopar.bench.baselines import recipes
 from autopar.bench.models import MODELS, Subject
-from autopar.compile import emit_program, plan_model
+from autopar.compile import emit_program
 from autopar.devices import Cluster, parse
 from autopar.errors import LaunchError, ProgramError
 from autopar.plan import Plan
+from autopar.planning import plan_model
 from autopar.run.processes import Processes
 from autopar.search import SearchOptions
+from autopar.workload import Workload
 
 AUTOMATIC = "automatic"
 LEARNING_RATE = 1e-4
 LOSS_TOLERANCE = 2e-3
-"""Relative; float32 sums in another order differ by about 1e-6, a program that computes something else by far more."""
+"""Relative; float32 sums in another order differ by about 1e-6, losses of another computation by far more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One program's measurement. ``rounds_s`` are the medians of the timed steps of every round, in seconds."""
+    """One program's measurement. ``rounds_s`` are the medians of every round's timed steps, in seconds."""
 
     name: str
     recipe: dict[str, Any] | None
@@ -72,7 +74,7 @@ class Result:
         return tuple(c for c in self.contenders if c.name != AUTOMATIC)
 
     def to_json(self) -> dict[str, Any]:
-        """The object of ``autopar bench --json``: seconds, and what every contender did."""
+        """The object of ``autopar bench --json``."""
         return {
             "name": self.name,
             "processes": self.processes,
@@ -101,10 +103,9 @@ def contest(
 ) -> Result:
     """Measure ``model`` (a name of ``MODELS``) on ``processes`` local processes.
 
-    Plans are priced by ``calibration`` (see ``autopar.devices.parse``). After every round hand-tuned contenders that are twice
-    slower than the best one, as medians so far, are left out of the later ones; one that stands to the end has a time of every
-    round, paired with the automatic program's. ``progress`` is called with what is being done, and how many of how many visits
-    are done.
+    Plans are priced by ``calibration`` (see ``autopar.devices.parse``). After every round, hand-tuned contenders whose median so far is
+    twice that of the best one are dropped; one that remains to the end has a time for every round, paired with the automatic
+    program's. ``progress`` is called with the running contender, the number of visits done, and their total number.
 
     Raises:
         ProgramError: the automatic program's losses are not those of the hand-tuned ones.
@@ -156,9 +157,8 @@ class _Arena:
     def open_automatic(self, cluster: Cluster) -> Plan:
         torch.manual_seed(0)
         module = self.subject.build()
-        graph, plan = plan_model(
-            module, self.subject.batch(0), self.subject.loss_fn, cluster, SearchOptions(precision="float32")
-        )
+        workload = Workload(module, self.subject.batch(0), self.subject.loss_fn)
+        graph, plan = plan_model(workload, cluster, SearchOptions(precision="float32"))
         emit_program(graph, plan, self.folder / "program")
         state = self.folder / "state.pt"
         torch.save(module.state_dict(), state)
@@ -171,7 +171,7 @@ class _Arena:
         self._open(name, "open_hand_tuned", self.subject.name, recipe, LEARNING_RATE)
 
     def leave_out(self, slower_than: float) -> None:
-        """Those that fail, and hand-tuned ones slower than so many times the best: for good, so that who stands ran every round."""
+        """Drop contenders that failed, and hand-tuned ones that take ``slower_than`` times as long as the best, for all later rounds."""
         medians = {name: statistics.median(self.rounds[name]) for name in self.standing if name not in self.errors}
         limit_s = slower_than * min(medians.values(), default=0.0)
         self.standing = [name for name, median_s in medians.items() if name == AUTOMATIC or median_s <= limit_s]
@@ -183,12 +183,12 @@ class _Arena:
             self._needs_automatic()
             return
         self.rounds[name].append(statistics.median(answers[0]["seconds"][1:]))
-        # replicas know their share's mean loss, and of a pipeline the last stage alone knows it
+        # replicas have the mean loss of their share of the batch; in a pipeline only the last stage has it
         known = [loss for loss in (answer["losses"][0] for answer in answers) if not math.isnan(loss)]
         self.losses.setdefault(name, statistics.fmean(known))
 
     def check_losses(self) -> None:
-        """Of the first step, from the same initial values and on the same batch."""
+        """Compare the losses of the first step, which start from the same initial values and batch."""
         ours = self.losses[AUTOMATIC]
         for name, theirs in self.losses.items():
             if abs(theirs - ours) > LOSS_TOLERANCE * abs(ours):
@@ -203,7 +203,7 @@ class _Arena:
 
     def _start(self) -> Processes:
         processes = Processes(self.count)
-        processes.call("autopar.bench.remote:join")
+        processes.call("autopar.run.remote:join", "cpu", 300)
         return processes
 
     def _open(self, name: str, opener: str, *args: Any) -> None:

@@ -1,6 +1,6 @@
 """The benchmark's models: plain modules of an embedding, blocks and a head, so that a person can cut and shard them by hand.
 
-Small enough for processes on a laptop's CPU, and different in what they are bound by: arithmetic, parameters, or activations.
+Small enough for processes on a laptop's CPU; one is bound by arithmetic, one by parameters, one by activations.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is trained: ``build()`` makes the module (its values from torch's generator), ``batch(seed)`` one global batch of
-    inputs and targets, dim 0 the batch. ``tokens`` counts a batch."""
+    """A model with its data: ``build()`` makes the module (its values from torch's generator), ``batch(seed)`` one global batch of
+    inputs and targets, dim 0 the batch, of ``tokens`` tokens."""
 
     name: str
     build: Callable[[], Stack]
@@ -43,7 +43,7 @@ class Stack(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions; the number of heads is read off the weights, so that they may be sharded."""
+    """Causal self-attention with rotary positions; the number of heads follows from the weights, so that they may be sharded."""
 
     def __init__(self, width: int, head: int) -> None:
         super().__init__()

@@ -1,13 +1,12 @@
-"""The automatic plan against published layouts, on paper: what would it have lost in the machine room that measured them?
+"""The automatic plan against published layouts, by their measured times: the regret of the layout that the search chooses.
 
-A cell is a group of rows: one model on one cluster, many layouts (degrees, ZeRO stage, microbatches), each of them measured or failed. The
-search is restricted by pins to what the cell's trainer could run: one of those layouts, no recomputation but the row's, the row's
-kernels and overlaps; it chooses the layout and the stage cuts. A layout that does not keep to the memory that a plan may fill with the
-trainer's own cuts is left out, for those are the cuts that were measured. *Regret* is the measured time of the layout that it chooses
-over that of the fastest one, minus one. A choice that failed when it was tried has no regret; it counts as failed, and the regret of the
-fastest predicted layout that ran is reported beside it.
+A cell is a group of rows: one model on one cluster with many layouts (degrees, ZeRO stage, microbatches), each of them measured or failed.
+Pins restrict the search to the layouts of the cell, with the row's recomputation and a model of the row's trainer; it chooses the
+layout and the stage cuts. Layouts that exceed the memory limit of plans with the trainer's own cuts are left out, because those cuts were
+measured. *Regret* is the measured time of the chosen layout over that of the fastest one, minus one. A chosen layout that failed when
+it was measured has no regret: it counts as failed, and the regret of the fastest predicted layout that ran is reported instead.
 
-Layouts whose price with equal stages is more than ``HOPELESS`` times the cell's least are not searched: better cuts do not win that back.
+Layouts whose price with equal stages is more than ``HOPELESS`` times the cell's least are not searched: better cuts do not compensate that.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.plan import Role
+from autopar.schedules import NO_PIPELINE, ONE_F_ONE_B
 from autopar.search import SearchOptions, search
 from autopar.validate.rows import Row, labels, read_row
 from autopar.validate.run import Bench, Outcome, read_file
@@ -134,7 +134,7 @@ def automatic_s(bench: Bench, row: Row) -> float | None:
             zero=s.zero,
             recompute=s.recompute == "full",
             microbatches=s.global_batch // (s.data * s.microbatch),
-            schedule="none" if s.pipeline == 1 else "1f1b",
+            schedule=NO_PIPELINE if s.pipeline == 1 else ONE_F_ONE_B,
             roles=(Role.TENSOR_SEQUENCE,) if s.sequence else (Role.TENSOR,),
         )
         return search(graph, cluster, pricer, options).prediction.step_time_s
@@ -143,7 +143,7 @@ def automatic_s(bench: Bench, row: Row) -> float | None:
 
 
 def summary(cells: Sequence[CellResult]) -> dict[str, Any]:
-    """Mean and worst regret, and how many choices failed, over these cells."""
+    """Mean and worst regret, and the number of choices that failed, over these cells."""
     regrets = [cell.regret for cell in cells]
     return {
         "cells": len(cells),

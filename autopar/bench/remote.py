@@ -1,13 +1,10 @@
-"""What the contest calls in its worker processes: contenders are opened once and stepped in turns."""
+"""The functions that a contest calls in its worker processes: contenders are opened once and step in turns."""
 
 from __future__ import annotations
 
-import datetime
-import os
 import time
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from autopar.bench.baselines import HandTuned, Recipe, Step
@@ -40,17 +37,3 @@ def steps(name: str, model: str, seed: int, count: int) -> dict[str, list[float]
         dist.barrier()
         seconds.append(time.perf_counter() - start)
     return {"seconds": seconds, "losses": losses}
-
-
-def forget(name: str) -> None:
-    """Free a contender."""
-    _contenders.pop(name, None)
-
-
-def join() -> None:
-    """Meet the other workers: the default process group of everything that follows."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    timeout = datetime.timedelta(seconds=300)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timeout)

@@ -1,4 +1,4 @@
-"""What a contest found: a table for people, lines for programs, a plot."""
+"""The result of a contest: a table for people, lines for programs, a plot."""
 
 from __future__ import annotations
 

@@ -32,6 +32,7 @@ from autopar.ops.cost import attention_dropout, model_flops
 from autopar.ops.facts import Kind, facts, op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import args_of
+from autopar.precision import name_of
 from autopar.torch_private import results_of_ops
 
 ROWS = 2
@@ -150,7 +151,7 @@ class _Comparison:
     def check(self, tensors: list[Tensor], steps: int) -> str | None:
         """Compare on these rows; returns what was compared, in words, or ``None`` where the model itself takes no such batch."""
         if (eager := self._eager(tensors, steps)) is None and self.numbers == "float64":
-            why, self.numbers = self.why, str(self.graph.dtype).removeprefix("torch.")
+            why, self.numbers = self.why, name_of(self.graph.dtype)
             if (eager := self._eager(tensors, steps)) is None:
                 self.numbers, self.why = "float64", why
         if eager is None:

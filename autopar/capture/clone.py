@@ -14,8 +14,6 @@ from torch import nn
 from autopar.errors import CaptureError
 from autopar.torch_private import fake_tensors
 
-PRECISIONS = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 _RUNNING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _LOSS_KEY = "loss_fn"
 _EXPERTS = "grouped_mm"  # of transformers' implementations, the one that passes.clean.experts knows

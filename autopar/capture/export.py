@@ -311,7 +311,9 @@ def _export(
             around.enter_context(_traceable(model, copied))
             if repeats is not None:
                 around.enter_context(traced_once(captured.module, repeats))
-            return torch.export.export(captured, tensors, strict=False)
+            program = torch.export.export(captured, tensors, strict=False)
+        _complete_users(program.graph_module)
+        return program
     except _RefusedError as refused:
         if isinstance(refused.error, KeptWholeError):
             refused.error.paths = paths_of(refused.error.__traceback__, copied.module)
@@ -323,6 +325,15 @@ def _export(
     finally:
         for logger, level in zip(noisy, levels, strict=True):
             logger.setLevel(level)
+
+
+def _complete_users(gm: fx.GraphModule) -> None:
+    """Enter every node among the users of its operands: torch.export (2.13) leaves out the first node of a chain of views that is written
+    to and not read again."""
+    for graph in (part.graph for part in gm.modules() if isinstance(part, fx.GraphModule)):
+        for node in graph.nodes:
+            for operand in node.all_input_nodes:
+                operand.users.setdefault(node)
 
 
 def _explain(error: Exception, module: nn.Module) -> CaptureError:

@@ -10,7 +10,6 @@ import torch
 from torch import fx, nn
 
 from autopar.capture.batch import BatchStructure, describe_batch, flatten_batch
-from autopar.capture.clone import PRECISIONS
 from autopar.capture.constants import fold_constants, share_constants, simplify_constants, unused_constants
 from autopar.capture.evaluate import Evaluator
 from autopar.capture.export import export
@@ -23,6 +22,7 @@ from autopar.capture.segment import mark_main, segment, updates
 from autopar.errors import CaptureError
 from autopar.graph import Buffer, Graph, Parameter, StateTensor, Value
 from autopar.ops.meta import graph_meta, meta
+from autopar.precision import PRECISIONS, torch_dtype
 from autopar.torch_private import without_function_modes
 from passes.clean import FINAL_STEPS, STEPS
 from passes.clean.nodes import gradients_pass
@@ -56,7 +56,7 @@ def capture(
     """
     if precision is not None and precision not in PRECISIONS:
         raise CaptureError(f"precision {precision!r} is not known", hint=f"one of {', '.join(PRECISIONS)}")
-    dtype = PRECISIONS[precision] if precision is not None else None
+    dtype = torch_dtype(precision) if precision is not None else None
     report = progress or (lambda stage: None)
     structure = describe_batch(model, batch, loss_fn, dtype)
     report("export")

@@ -162,7 +162,7 @@ def _holds(
 
 
 def page(answers: Sequence[Answer], rules: int, calls: int) -> str:
-    """``docs/dtensor-check.md``."""
+    """``docs/evidence/dtensor-check.md``."""
     count = Counter(answer.verdict for answer in answers)
     executed = sum((a.ours_holds is not None) + (a.theirs_holds is not None) for a in answers)
     wrong_ours = [a for a in answers if a.ours_holds is False]
@@ -205,5 +205,5 @@ execution does not, so that those lines (a dim after the second) say only that t
 
 Ways that our rules leave out, by op: {", ".join(f"{op} ({n})" for op, n in sorted(missing.items())) or "none"}.
 
-Made by `make dtensor-check`. Do not edit.
+Made by `make report NAME=dtensor-check`. Do not edit.
 """

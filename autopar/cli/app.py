@@ -12,7 +12,8 @@ import click
 
 import autopar
 from autopar.errors import AutoparError
-from autopar.plan import ALLOWED, OFFLOADS, RECOMPUTATIONS, SCHEDULES
+from autopar.pins import ANY, PINS, Pin
+from autopar.plan import ALLOWED
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -34,7 +35,9 @@ def _options(*options: Callable[[Any], Any]) -> Callable[[F], F]:
 
 _DEVICES_HELP = "4 (of this machine), 8xH100-80GB, 128x8xH100-80GB (nodes x GPUs x kind), or a cluster.toml."
 _calibration_option = click.option(
-    "--calibration", metavar="FILE", help="What `autopar profile` measured; without it, the file where it writes."
+    "--calibration",
+    metavar="FILE",
+    help="The file that `autopar profile` wrote; if left out, the one in its default place.",
 )
 _precision_option = click.option(
     "--precision", metavar="NAME", help="bfloat16, float16, float32 or float64, of parameters and activations."
@@ -59,63 +62,37 @@ _model_options = _options(
     *_batch_options,
     _allow_option,
 )
+
+
+def _pin_option(pin: Pin, sentence: str, without: tuple[str, ...] = ()) -> Callable[[Any], Any]:
+    """The option ``--NAME`` of a pin, with the values that it has in the table except those in ``without``."""
+    names = [name for name in pin.values if name not in without]
+    kind = click.Choice(names) if names else click.IntRange(pin.least, pin.most)
+    metavar = None if names else "N" if pin.most is None else f"{pin.least}-{pin.most}"
+    meaning = sentence.format(pin.meaning)
+    text = f"{meaning[0].upper()}{meaning[1:]}."
+    if ANY in names:
+        text += f" {ANY}: whatever is fastest; without the option, {names[0]}."
+    if not pin.switch:
+        return click.option(f"--{pin.name}", type=kind, metavar=metavar, help=text)
+    text += f" Without a value, {names[-1]}."
+    return click.option(f"--{pin.name}", is_flag=False, flag_value=names[-1], type=kind, metavar=metavar, help=text)
+
+
 _pin_options = _options(
     click.option(
         "--pin",
         "pins",
         multiple=True,
         metavar="KEY=VALUE",
-        help="Pin a decision, of the plan or of some layers: schedule=1f1b, layers.0-7.tensor=8, lm_head.zero=3. May be repeated; the "
-        "options below are short forms.",
+        help="Pin a decision of the plan, of every layer, or of named layers: schedule=1f1b, tensor=8, layers.0-7.tensor=8, "
+        "lm_head.zero=3. May be repeated; the options below are short forms for the plan and for every layer.",
     ),
-    click.option("--pipeline", type=click.IntRange(1), metavar="N", help="Pin the number of pipeline stages."),
-    click.option("--data", type=click.IntRange(1), metavar="N", help="Pin the data-parallel degree of every layer."),
-    click.option(
-        "--tensor", type=click.IntRange(1), metavar="N", help="Pin the tensor-parallel degree of every layer."
-    ),
-    click.option(
-        "--expert",
-        type=click.IntRange(1),
-        metavar="N",
-        help="Pin the degree of expert parallelism of layers that have experts.",
-    ),
-    click.option(
-        "--ulysses", type=click.IntRange(1), metavar="N", help="Pin the degree of Ulysses sequence parallelism."
-    ),
-    click.option("--ring", type=click.IntRange(1), metavar="N", help="Pin the degree of ring attention."),
-    click.option("--zero", type=click.IntRange(0, 3), metavar="0-3", help="Pin the ZeRO stage."),
-    click.option(
-        "--microbatches", type=click.IntRange(1), metavar="N", help="Pin the number of microbatches of a step."
-    ),
-    click.option(
-        "--schedule", metavar="NAME", help=f"Pin the schedule: {', '.join(SCHEDULES)}; the last three are priced alone."
-    ),
-    click.option(
-        "--chunks",
-        type=click.IntRange(1),
-        metavar="N",
-        help="Pin the stages of each device; several are interleaved, or as the schedule has them.",
-    ),
-    click.option(
-        "--recompute",
-        is_flag=False,
-        flag_value="full",
-        type=click.Choice(RECOMPUTATIONS),
-        help="Pin recomputation of activations in every layer; without a value, full.",
-    ),
+    *(_pin_option(pin, "pin {}") for pin in PINS.values()),
     click.option("--no-recompute", "recompute", flag_value="none", help="The same as --recompute none."),
     click.option(
-        "--offload",
-        type=click.Choice([*OFFLOADS, "any"]),
-        help="What of every layer is in the host's memory: optimizer states, saved activations, both, or what wins (any).",
+        "--memory-limit", metavar="SIZE", help="The memory of one device that a plan may fill, such as 40GB or 37GiB."
     ),
-    click.option(
-        "--segment",
-        type=click.IntRange(1),
-        metavar="N",
-        help="Pin how many layers are recomputed as one; several: in full.",
-    ),
-    click.option("--memory-limit", metavar="SIZE", help="What may be filled of one device, such as 40GB or 37GiB."),
     click.option(
         "--local-batch-norm",
         is_flag=True,
@@ -141,7 +118,7 @@ _capture_check_option = click.option(
     is_flag=True,
     default=True,
     flag_value=False,
-    help="Do not compare the captured graph with the model first; the plan then says so.",
+    help="Do not compare the captured graph with the model first; the plan notes it.",
 )
 
 
@@ -151,7 +128,7 @@ _type_check_option = click.option(
     is_flag=True,
     default=True,
     flag_value=False,
-    help="Leave out the type checker's pass over the program; the plan then says so.",
+    help="Do not type-check the program; the plan notes it.",
 )
 
 
@@ -179,15 +156,15 @@ def plan(**request: Any) -> None:
 
 
 @cli.command(
-    short_help="Say why a plan is what it is.",
-    help="Say why the plan in the file PLAN (of `autopar plan --json`), or the best plan for MODEL, is what it is: what binds it, "
-    "what more memory, bandwidth or batch would be worth, the best plan of other kinds, and the ten best alternatives. Options that are "
-    "left out are those that the plan was made with." + _MODEL_HELP,
+    short_help="Say why a plan was chosen.",
+    help="Say why the plan in the file PLAN (of `autopar plan --json`), or the best plan for MODEL, was chosen: what limits it, "
+    "what more memory, bandwidth or batch would save, the best plan of other kinds, and the ten best alternatives. Options that are "
+    "left out have the values that the plan was made with." + _MODEL_HELP,
 )
 @click.argument("target", metavar="PLAN|MODEL")
 @_options(*_size_options, _allow_option)
 @_pin_options
-@click.option("--model", "model", metavar="MODEL", help="The model of PLAN, where the plan does not say it.")
+@click.option("--model", "model", metavar="MODEL", help="The model of PLAN, where the plan does not name it.")
 @click.option("--json", "as_json", is_flag=True, help="Print the explanation as one JSON object.")
 def explain(**request: Any) -> None:
     from autopar.cli.explain import explain_command
@@ -213,7 +190,7 @@ def explain(**request: Any) -> None:
     "--gpu-hour",
     multiple=True,
     metavar="PRICE",
-    help="What a GPU costs for an hour: 2.5, or H100-80GB=2.5 for one kind. May be repeated.",
+    help="The price of one GPU for an hour: 2.5, or H100-80GB=2.5 for one kind. May be repeated.",
 )
 @_pin_options
 @click.option("--plot", "plot_file", metavar="FILE", help="Also draw the figures (.png, .svg or .pdf).")
@@ -253,7 +230,9 @@ def emit(**request: Any) -> None:
 @click.option(
     "--lr", type=click.FloatRange(0), default=3e-4, show_default=True, metavar="RATE", help="Learning rate of AdamW."
 )
-@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of the parameters and the batch.")
+@click.option(
+    "--seed", type=int, default=0, show_default=True, metavar="N", help="The seed of the parameters and the batch."
+)
 @click.option("-o", "--output", metavar="DIR", help="Keep the program in this folder.")
 def run(**request: Any) -> None:
     from autopar.cli.commands import run_command
@@ -269,26 +248,38 @@ def run(**request: Any) -> None:
 @click.argument("names", nargs=-1, metavar="[MODEL]...")
 @click.option("--processes", type=click.IntRange(2), default=2, show_default=True, metavar="N", help="Local processes.")
 @click.option(
-    "--rounds", type=click.IntRange(2), default=7, show_default=True, metavar="N", help="Visits of each program."
+    "--rounds",
+    type=click.IntRange(2),
+    default=7,
+    show_default=True,
+    metavar="N",
+    help="How often each program is measured.",
 )
 @click.option(
-    "--steps", type=click.IntRange(1), default=3, show_default=True, metavar="N", help="Timed steps of a visit."
+    "--steps", type=click.IntRange(1), default=3, show_default=True, metavar="N", help="Timed steps of each round."
 )
-@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of the order of visits.")
+@click.option(
+    "--seed", type=int, default=0, show_default=True, metavar="N", help="The seed of the order in which programs run."
+)
 @_calibration_option
 @click.option("-o", "--output", metavar="FILE", help="Also write one JSON object a line here.")
 @click.option("--plot", "plot_file", metavar="FILE", help="Also draw the step times (.png, .svg or .pdf).")
 @click.option(
     "--published",
     metavar="FILE",
-    help="Measure nothing: take the layouts that FILE (JSON Lines, docs/validation.md) measured, and print what the automatic one of each "
-    "cell loses.",
+    help="Measure nothing: read measured layouts from FILE (JSON Lines, docs/evidence/validation.md), and print how much slower the "
+    "automatic layout of each cell is than the best one.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object.")
-def bench(**request: Any) -> None:
-    from autopar.cli.bench import bench_command
+def bench(
+    names: tuple[str, ...], output: str | None, plot_file: str | None, published: str | None, as_json: bool, **how: Any
+) -> None:
+    from autopar.cli.bench import Measurement, bench_command, published_command
 
-    bench_command(**request)
+    if published is not None:
+        published_command(published, as_json)
+    else:
+        bench_command(names, Measurement(**how), output, plot_file, as_json)
 
 
 @cli.command(
@@ -314,7 +305,7 @@ def bench(**request: Any) -> None:
     default="8GB",
     show_default=True,
     metavar="SIZE",
-    help="What the comparison may take of this machine.",
+    help="The memory of this machine that the comparison may use.",
 )
 @_allow_option
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
@@ -325,13 +316,14 @@ def verify(**request: Any) -> None:
 
 
 @cli.command(
-    short_help="Measure this machine, so that plans for it are priced by what it does.",
+    short_help="Measure this machine, so that plans for it are priced by measurements.",
     help="Measure this machine in under two minutes: products, attention, passes over memory, the start of an op, the optimizer, and "
-    "collectives by size, with 2 and with 4 processes at work. Plans for this machine's devices are priced by the file that it writes.",
+    "collectives by size, with 2 and with 4 processes at work. The command writes a file by which plans for this "
+    "machine's devices are priced.",
 )
 @click.option("--processes", default="2,4", show_default=True, metavar="N,...", help="Numbers of local processes.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Default: GPUs if there is one for each process.")
-@click.option("-o", "--output", metavar="FILE", help="Where the calibration goes; without it where plans look for it.")
+@click.option("-o", "--output", metavar="FILE", help="Where the calibration goes; by default where plans look for it.")
 @click.option("--json", "as_json", is_flag=True, help="Print the calibration as one JSON object.")
 def profile(**request: Any) -> None:
     from autopar.cli.profile import profile_command
@@ -343,18 +335,18 @@ def profile(**request: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the list as one JSON array.")
 def models(as_json: bool) -> None:
     """List the built-in zoo."""
-    from autopar.cli.commands import models_command
+    from autopar.cli.models import models_command
 
     models_command(as_json)
 
 
-@cli.command(short_help="Hold predictions against published measurements.")
+@cli.command(short_help="Compare predictions with published measurements.")
 @click.argument("file")
 @click.option("--json", "as_json", is_flag=True, help="Print scores, predictions and refusals as one JSON object.")
 def validate(file: str, as_json: bool) -> None:
     """Price every row of FILE, a JSON Lines file of measured training runs, and print how well the predictions agree.
 
-    Rows that cannot be priced are listed with the reason. docs/validation.md says which fields a row has.
+    Rows that cannot be priced are listed with the reason. docs/evidence/validation.md says which fields a row has.
     """
     from autopar.cli.validation import validate_command
 
@@ -379,24 +371,15 @@ def hardware(action: str | None, name: str | None, as_json: bool) -> None:
     context_settings={"ignore_unknown_options": False},
 )
 @_model_options
-@click.option("--pipeline", type=click.IntRange(1), metavar="N", help="Pipeline stages.")
-@click.option("--tensor", type=click.IntRange(1), metavar="N", help="Tensor-parallel degree.")
+@_options(*(_pin_option(PINS[name], "{}", (ANY,)) for name in ("pipeline", "tensor")))
 @click.option("--sequence", is_flag=True, help="Cut activations between tensor-parallel regions along the sequence.")
-@click.option("--context", type=click.IntRange(1), metavar="N", help="Ring attention's degree.")
-@click.option(
-    "--expert", type=click.IntRange(1), metavar="N", help="Devices that layers with experts deal them out to."
-)
-@click.option("--zero", type=click.IntRange(0, 3), metavar="0-3", help="ZeRO stage.")
-@click.option("--microbatches", type=click.IntRange(1), metavar="N", help="Microbatches of a step.")
+@click.option("--context", type=click.IntRange(1), metavar="N", help="The degree of ring attention.")
+@_options(*(_pin_option(PINS[name], "{}", (ANY,)) for name in ("expert", "zero", "microbatches")))
 @click.option("--microbatch", type=click.IntRange(1), metavar="N", help="Sequences in a microbatch of one device.")
-@click.option("--schedule", metavar="NAME", help=f"One of {', '.join(SCHEDULES)}.")
-@click.option(
-    "--chunks", type=click.IntRange(1), metavar="N", help="Stages of each device, where the schedule deals several out."
+@_options(
+    *(_pin_option(PINS[name], "{}", (ANY,)) for name in ("schedule", "chunks", "recompute", "segment", "offload"))
 )
-@click.option("--recompute", metavar="NAME", help="none, selective or full.")
-@click.option("--segment", type=click.IntRange(1), metavar="N", help="Layers that are recomputed as one, in full.")
-@click.option("--offload", metavar="NAME", help="In the host's memory: none, optimizer, activations or both.")
-@click.option("--timeline", is_flag=True, help="Show besides what each device holds at each action of a step.")
+@click.option("--timeline", is_flag=True, help="Also show the memory of each device at each action of a step.")
 @_plan_file_option
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
@@ -419,7 +402,7 @@ def compare(first: str, second: str, as_json: bool) -> None:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Entry point of the console script; ends the process with the exit status."""
-    # graphs and prices live as long as the command: looking for garbage among them costs a tenth
+    # graphs and prices live as long as the command: looking for garbage among them takes a tenth of the time
     gc.set_threshold(1_000_000, 20, 100)
     try:
         status = cli.main(argv, prog_name="autopar", standalone_mode=False)
@@ -437,7 +420,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         status = 130  # 128 + SIGINT, as the shell has it
         click.echo("interrupted", err=True)
     except BrokenPipeError:
-        # the reader of our output has left; python would complain once more when it flushes stdout at exit
+        # nobody reads our output any more; python would complain once more when it flushes stdout at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     except Exception as error:
@@ -446,9 +429,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         status = 1
         _complain(
             f"{type(error).__name__}: {error} ({_where(error)})",
-            "this is a fault of autopar's own; with AUTOPAR_TRACEBACK=1 it shows the whole way there",
+            "this is a fault in autopar; AUTOPAR_TRACEBACK=1 shows the whole traceback",
         )
-    gc.freeze()  # nor when the interpreter ends: that takes a tenth again
+    gc.freeze()  # the last collection, at the interpreter's end, would take another tenth
     sys.exit(status if isinstance(status, int) else 0)
 
 

@@ -4,30 +4,45 @@ from __future__ import annotations
 
 import difflib
 import json
+from dataclasses import dataclass
 
 from autopar.bench import MODELS, contest
 from autopar.bench.contest import Result
+from autopar.bench.published import CellResult, published, summary, to_json
 from autopar.bench.report import failures, plot, table, verdict, write_lines
+from autopar.cli.console import Messages, console, plain_table, progress_bar
 from autopar.cli.output import output_file
 from autopar.errors import UsageError
 
 
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """How the programs are measured: the options of ``autopar bench`` that say it."""
+
+    processes: int
+    rounds: int
+    steps: int
+    seed: int
+    calibration: str | None
+
+    def result(self, model: str) -> Result:
+        """The contest of ``model``'s programs, with a progress bar."""
+        with progress_bar(model) as show:
+            return contest(
+                model,
+                self.processes,
+                rounds=self.rounds,
+                steps=self.steps,
+                seed=self.seed,
+                calibration=self.calibration,
+                progress=show,
+            )
+
+
 def bench_command(
-    names: tuple[str, ...],
-    processes: int,
-    rounds: int,
-    steps: int,
-    seed: int,
-    calibration: str | None,
-    output: str | None,
-    plot_file: str | None,
-    published: str | None,
-    as_json: bool,
+    names: tuple[str, ...], how: Measurement, output: str | None, plot_file: str | None, as_json: bool
 ) -> None:
     """Measures, prints tables or one JSON object, and writes the files that were asked for."""
-    if published is not None:
-        _published(published, as_json)
-        return
     for name in names:
         if name not in MODELS:
             near = difflib.get_close_matches(name, MODELS, n=1)
@@ -37,7 +52,7 @@ def bench_command(
             )
     lines = output_file(output, "-o") if output else None
     picture = output_file(plot_file, "--plot", picture=True) if plot_file else None
-    results = [_contest(name, processes, rounds, steps, seed, calibration) for name in names or MODELS]
+    results = [how.result(name) for name in names or MODELS]
     if lines:
         write_lines(results, lines)
     if picture:
@@ -45,8 +60,6 @@ def bench_command(
     if as_json:
         print(json.dumps({"models": [result.to_json() for result in results]}, indent=1))
         return
-    from autopar.cli.console import console
-
     out = console()
     for result in results:
         out.print(table(result))
@@ -56,21 +69,10 @@ def bench_command(
         out.print()
 
 
-def _contest(name: str, processes: int, rounds: int, steps: int, seed: int, calibration: str | None) -> Result:
-    from autopar.cli.console import progress_bar
-
-    with progress_bar(name) as show:
-        return contest(name, processes, rounds=rounds, steps=steps, seed=seed, calibration=calibration, progress=show)
-
-
-def _published(path: str, as_json: bool) -> None:
+def published_command(path: str, as_json: bool) -> None:
     """The automatic layout of every cell of ``path`` beside the best that was measured there."""
-    from autopar.bench.published import CellResult, summary, to_json
-    from autopar.bench.published import published as on_paper
-    from autopar.cli.console import Messages, console, plain_table
-
     with Messages() as messages:
-        cells = on_paper(path, lambda what, done, total: messages("bench", f"{what}: {done} of {total} cells"))
+        cells = published(path, lambda what, done, total: messages("bench", f"{what}: {done} of {total} cells"))
     if as_json:
         print(json.dumps(to_json(cells), indent=1))
         return

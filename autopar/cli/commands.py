@@ -1,76 +1,60 @@
-"""What each command does: load the model, go through the stages of ``autopar.compile``, print."""
+"""``autopar plan``, ``emit`` and ``run``: load the model, go through the stages of ``autopar.compile``, print."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
 
-from autopar.errors import BatchError, InfeasibleError, LaunchError, UsageError
+import torch
 
-if TYPE_CHECKING:
-    from autopar.cli.console import Messages
-    from autopar.cli.load import Loaded
-    from autopar.devices import Cluster
-    from autopar.explain.study import Recapture
-    from autopar.graph import Graph
-    from autopar.plan import Plan
-    from autopar.search import SearchOptions
-
-_UNITS = {"": 1, "B": 1, **{f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")},
-          **{f"{p}IB": 1024 ** (i + 1) for i, p in enumerate("KMGT")}}  # fmt: skip
-
-
-def parse_size(text: str) -> int:
-    """Bytes of ``"40GB"`` (1e9), ``"37GiB"`` (2**30), ``"4e10"``.
-
-    Raises:
-        UsageError: anything else, or nothing left of it.
-    """
-    match = re.fullmatch(r"\s*([0-9.]+(?:[eE]\d+)?)\s*([A-Za-z]*)\s*", text)
-    unit = _UNITS.get(match[2].upper()) if match else None
-    try:
-        size = int(float(match[1]) * unit) if match and unit else 0
-    except ValueError:
-        size = 0
-    if size <= 0:
-        raise UsageError(
-            f"{text!r} is not a size", "write 40GB (1e9 bytes each), 37GiB (2**30 bytes each) or a number of bytes"
-        )
-    return size
+from autopar.cli.console import Messages, console
+from autopar.cli.load import Sizes, load_model
+from autopar.cli.output import output_folder
+from autopar.cli.render import print_plan
+from autopar.compile import emit_program, start_program
+from autopar.devices import Cluster, parse
+from autopar.errors import BatchError, InfeasibleError, LaunchError
+from autopar.graph import Graph
+from autopar.keywords import Training
+from autopar.pins import PINS, read_pins
+from autopar.plan import Plan
+from autopar.planning import plan_model
+from autopar.program.state import INITIAL
+from autopar.search import SearchOptions
+from autopar.units import parse_size
+from autopar.workload import Recapture, Workload
 
 
 def plan_command(as_json: bool, **request: Any) -> None:
     """``autopar plan``: the plan as tables, or as one JSON object; an infeasible request is such an object too."""
     try:
-        _, _, _, plan = planned(request, pin_time_s=request["time_limit"] / 2)
+        *_, plan = planned(request, price_pins=True)
     except InfeasibleError as error:
         if not as_json:
             raise
-        changes = [change.to_json() for change in error.changes]
-        print(json.dumps({"feasible": False, "error": error.message, "hint": error.hint, "changes": changes}, indent=1))
-        sys.exit(error.exit_status)
+        print_infeasible(error)
     if as_json:
         print(plan.dumps())
     else:
-        _print(plan)
+        print_plan(plan, console())
+
+
+def print_infeasible(error: InfeasibleError) -> NoReturn:
+    """The answer to an infeasible request as one JSON object; ends the process with its status."""
+    changes = [change.to_json() for change in error.changes]
+    print(json.dumps({"feasible": False, "error": error.message, "hint": error.hint, "changes": changes}, indent=1))
+    sys.exit(error.exit_status)
 
 
 def emit_command(output: str, **request: Any) -> None:
     """``autopar emit``: writes the folder, with the model's values where it has any, prints its path."""
-    import torch
-
-    from autopar.cli.output import output_folder
-    from autopar.compile import emit_program
-    from autopar.program.state import INITIAL
-
     folder = output_folder(output)
     torch.manual_seed(0)
-    loaded, cluster, graph, plan = planned(request, device=None)
-    with _messages() as messages:
-        state = loaded.module.state_dict()
+    workload, cluster, graph, plan = planned(request, device=None)
+    with Messages() as messages:
+        state = workload.model.state_dict()
         emit_program(graph, plan, folder, messages, type_check=request["type_check"], state=state)
         messages.console.print(
             f"{len(plan.layers)} layers for {plan.device_count} devices; start it on every node with "
@@ -91,12 +75,6 @@ def emit_command(output: str, **request: Any) -> None:
 
 def run_command(steps: int, seed: int, lr: float, output: str | None, **request: Any) -> None:
     """``autopar run``: trains on the factory's batch over and over, prints the loss of each step."""
-    import torch
-
-    from autopar.cli.output import output_folder
-    from autopar.compile import start_program
-    from autopar.devices import parse
-
     devices = request["devices"]
     if not parse(devices).local:
         raise LaunchError(
@@ -105,132 +83,100 @@ def run_command(steps: int, seed: int, lr: float, output: str | None, **request:
         )
     folder = output_folder(output) if output else None
     torch.manual_seed(seed)
-    loaded, cluster, graph, plan = planned(request, device="cpu")
-    with _messages() as messages:
+    workload, cluster, graph, plan = planned(request, device="cpu")
+    with Messages() as messages:
         program = start_program(
-            graph, plan, cluster, folder, loaded.module, messages, request["type_check"], seed=seed, lr=lr
+            graph,
+            plan,
+            cluster,
+            workload.model,
+            folder,
+            training=Training(seed=seed, lr=lr),
+            type_check=request["type_check"],
+            progress=messages,
         )
     with program:
-        program.train([loaded.batch], steps, lambda step, loss: print(f"step {step + 1} loss {loss:.6f}", flush=True))
-
-
-def models_command(as_json: bool) -> None:
-    """``autopar models``: the zoo."""
-    from autopar.cli.console import console, plain_table
-    from autopar.zoo import CATALOGUE
-
-    if as_json:
-        keys = ("name", "kind", "parameters", "source", "seq", "global_batch")
-        print(json.dumps([{key: getattr(entry, key) for key in keys} for entry in CATALOGUE], indent=1))
-        return
-    table = plain_table()
-    table.add_column("model", no_wrap=True)
-    table.add_column("kind", no_wrap=True)
-    for name in ("parameters", "--seq", "--global-batch"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("published in", no_wrap=True)
-    for entry in CATALOGUE:
-        size = f"{entry.parameters / 1e9:,.1f} B" if entry.parameters >= 1e9 else f"{entry.parameters / 1e6:,.1f} M"
-        seq = f"{entry.seq:,}" if entry.seq else "-"
-        table.add_row(entry.name, entry.kind, size, seq, f"{entry.global_batch:,}", entry.source)
-    console(width=150).print(table)
+        program.train([workload.batch], steps, lambda step, loss: print(f"step {step + 1} loss {loss:.6f}", flush=True))
 
 
 def planned(
-    request: dict[str, Any], device: str | None = "meta", pin_time_s: float | None = None
-) -> tuple[Loaded, Cluster, Graph, Plan]:
-    """The stages up to the plan for the options of a command line; on ``device``, or where the model can have values if it is ``None``."""
-    from autopar.compile import plan_model
+    request: dict[str, Any], device: str | None = "meta", price_pins: bool = False
+) -> tuple[Workload, Cluster, Graph, Plan]:
+    """The stages up to the plan for the options of a command line.
 
+    The model is on ``device``; where that is ``None``, on the CPU if the model has values or is small enough to be given some.
+    """
     cluster, options = asked(request)
-    with _messages() as messages:
-        loaded = load(request, cluster, messages, device or "meta")
-        if device is None and _worth_values(loaded):
-            loaded = load(request, cluster, messages, "cpu")
+    if price_pins:
+        options = dataclasses.replace(options, pin_time_s=options.time_limit_s / 2)
+    with Messages() as messages:
+        workload = load(request, cluster, messages, device or "meta")
+        if device is None and _worth_values(workload):
+            workload = load(request, cluster, messages, "cpu")
         graph, plan = plan_model(
-            loaded.module,
-            loaded.batch,
-            loaded.loss_fn,
+            workload,
             cluster,
             options,
-            name=loaded.name,
-            precision=request["precision"],
-            local_batch_norm=request["local_batch_norm"],
-            allow=allowed(request),
             plan=request.get("plan_file"),
             capture_check=request.get("capture_check", True),
-            progress=messages,
-            pin_time_s=pin_time_s,
             recapture=recapture(request, cluster),
+            progress=messages,
         )
-    return loaded, cluster, graph, dataclasses.replace(plan, request=plan.request or given(request))
+    return workload, cluster, graph, dataclasses.replace(plan, request=plan.request or given(request))
 
 
 VALUES_LIMIT_BYTES = 4 * 10**9
-"""Models of the zoo and of configurations have no trained values; up to this size they are emitted with those of their initialisers."""
+"""Models of the zoo and of configurations have no trained values; up to this size they are emitted with initial values."""
 
 
-def _worth_values(loaded: Loaded) -> bool:
+def _worth_values(workload: Workload) -> bool:
     """Whether the model is on meta and small enough to be made with values."""
-    tensors = list(loaded.module.state_dict().values())
+    tensors = list(workload.model.state_dict().values())
     on_meta = any(tensor.is_meta for tensor in tensors)
     return on_meta and sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= VALUES_LIMIT_BYTES
 
 
 def asked(request: dict[str, Any]) -> tuple[Cluster, SearchOptions]:
-    """The devices and the pins of a command line."""
-    from autopar.devices import parse
-    from autopar.search import SearchOptions
-    from autopar.search.options import OF_LAYER, OF_PLAN, read_pins
-
+    """The devices and the search's options of a command line."""
     limit = parse_size(request["memory_limit"]) if request["memory_limit"] else None
     cluster = parse(request["devices"], memory_limit_bytes=limit, calibration=request.get("calibration"))
     return cluster, SearchOptions(
         time_limit_s=request["time_limit"],
+        allow=allowed(request),
         pin=read_pins(request["pins"]),
-        **{name: request.get(name) for name in (*OF_PLAN, *OF_LAYER)},  # type: ignore[arg-type]
+        **{name: request.get(name) for name in PINS},  # type: ignore[arg-type]
     )
 
 
-def load(request: dict[str, Any], cluster: Cluster, messages: Messages | None = None, device: str = "meta") -> Loaded:
-    """The model and the batch of a command line."""
-    from autopar.cli.load import Sizes, load_model
-
+def load(request: dict[str, Any], cluster: Cluster, messages: Messages | None = None, device: str = "meta") -> Workload:
+    """The workload of a command line."""
     if messages is not None:
         messages("load", request["model"])
     sizes = Sizes(request["seq"], request["global_batch"], request["precision"])
     default = "float32" if cluster.kind == "cpu" else "bfloat16"
-    return load_model(request["model"], sizes, device=device, default_precision=default)
+    workload = load_model(request["model"], sizes, device=device, default_precision=default)
+    return dataclasses.replace(workload, precision=request["precision"], local_batch_norm=request["local_batch_norm"])
 
 
 def recapture(request: dict[str, Any], cluster: Cluster) -> Recapture:
     """Makes the model of a command line again with other sizes, or cuts its batch where the model makes its own."""
-    from autopar.compile import capture_model
-    from autopar.explain.resize import recapture_cut
 
     def again(**sizes: Any) -> Graph:
-        how = {"name": None, "precision": request["precision"], "local_batch_norm": request["local_batch_norm"]}
         try:
-            changed = request | {key: value for key, value in sizes.items() if value is not None}
-            loaded = load(changed, cluster)
+            workload = load(request | {key: value for key, value in sizes.items() if value is not None}, cluster)
         except BatchError as refused:
-            loaded = load(request, cluster)
-            cut = recapture_cut(loaded.module, loaded.batch, loaded.loss_fn, **how | {"name": loaded.name})
             try:
-                return cut(**sizes)  # where a factory has no parameter for it
+                return load(request, cluster).resized(**sizes)  # where a factory has no parameter for it
             except BatchError:
                 raise refused from None
-        how |= {"name": loaded.name, "precision": changed["precision"]}
-        return capture_model(loaded.module, loaded.batch, loaded.loss_fn, **how)
+        return workload.capture()
 
     return again
 
 
 def given(request: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given, without those of a command's output: what ``Plan.request`` records."""
-    from autopar.search.options import OF_LAYER, OF_PLAN
-
-    kept = ("model", "devices", "seq", "global_batch", "precision", "memory_limit", "time_limit", *OF_PLAN, *OF_LAYER)
+    """The options that were given, without those for a command's output, as ``Plan.request`` records them."""
+    kept = ("model", "devices", "seq", "global_batch", "precision", "memory_limit", "time_limit", *PINS)
     found = {key: request[key] for key in kept if request.get(key) is not None}
     found |= {"pins": list(request["pins"])} if request["pins"] else {}
     found |= {"allow": list(request["allow"])} if request.get("allow") else {}
@@ -240,16 +186,3 @@ def given(request: dict[str, Any]) -> dict[str, Any]:
 def allowed(request: dict[str, Any]) -> tuple[str, ...]:
     """What of exactness the command line gives up, by the names in ``autopar.plan.ALLOWED``."""
     return tuple(name.replace("-", "_") for name in request.get("allow") or ())
-
-
-def _messages() -> Messages:
-    from autopar.cli.console import Messages
-
-    return Messages()
-
-
-def _print(plan: Plan) -> None:
-    from autopar.cli.console import console
-    from autopar.cli.render import print_plan
-
-    print_plan(plan, console())

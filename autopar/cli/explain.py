@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +12,27 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopar.capture import apart
-from autopar.cli.commands import asked, given, load, planned, recapture
+from autopar.cli.commands import asked, given, load, planned, print_infeasible, recapture
 from autopar.cli.console import Messages, console, plain_table
-from autopar.cli.render import seconds, size
-from autopar.compile import capture_model, find_plan, fit_devices, fit_plan
 from autopar.errors import InfeasibleError, UsageError
-from autopar.explain import Explanation, Study, describe, explain, sequence_length, suggest
-from autopar.explain.study import Recapture
+from autopar.explain import Explanation, Study, describe, explain, suggest
 from autopar.graph import Graph
-from autopar.plan import MICROBATCH_STATISTICS, NARROW, Plan
+from autopar.plan import Plan
+from autopar.plan_files import check_devices, check_model, read_plan
+from autopar.planning import capture_model, find_plan
+from autopar.search.concessions import Concession
+from autopar.units import seconds, size
+from autopar.workload import sequence_length, with_concession
 
 _SAME = 1e-6  # relative: prices that agree to this are the prices that the plan was made with
 
 
 def explain_command(target: str, model: str | None, as_json: bool, **request: Any) -> None:
-    """Reads or makes the plan, explains it, prints."""
+    """Reads or finds the plan and prints the explanation."""
     written = _read(target)
     request |= {"model": model}
     if written is not None:
-        # a command line that left the batch to the factory leaves it there again
+        # where the first command line left the batch to the factory, this one does, too
         before = written.request or {"global_batch": written.global_batch, "devices": written.devices}
         request |= {key: value for key, value in before.items() if request.get(key) in (None, False, ())}
     else:
@@ -44,15 +44,13 @@ def explain_command(target: str, model: str | None, as_json: bool, **request: An
         if not request.get(name):
             raise UsageError(f"{target} does not say {why.partition(':')[0]}", why.partition(": ")[2])
     try:
-        if written is None and request["allow"]:  # which microbatches to explain is the plan's to say
+        if written is None and request["allow"]:  # the plan says which microbatches to explain
             written = planned(request)[-1]
         found = explained(request, written)
     except InfeasibleError as error:
         if not as_json:
             raise
-        changes = [change.to_json() for change in error.changes]
-        print(json.dumps({"feasible": False, "error": error.message, "hint": error.hint, "changes": changes}, indent=1))
-        raise SystemExit(error.exit_status) from None
+        print_infeasible(error)
     if as_json:
         print(json.dumps(found.to_json(), indent=1))
     else:
@@ -60,9 +58,7 @@ def explain_command(target: str, model: str | None, as_json: bool, **request: An
 
 
 def _read(target: str) -> Plan | None:
-    """The plan in the file, ``None`` where ``target`` is no file of a plan."""
-    from autopar.compile import read_plan
-
+    """The plan in the file ``target``, or ``None`` where ``target`` names a model."""
     path = Path(target)
     if path.suffix != ".json":
         return None
@@ -71,7 +67,7 @@ def _read(target: str) -> Plan | None:
     try:
         data = json.loads(path.read_text())
     except (OSError, ValueError):
-        return read_plan(path)  # which says what is wrong
+        return read_plan(path)  # which raises and says why
     return read_plan(path) if isinstance(data, dict) and "stages" in data else None  # a model's configuration
 
 
@@ -79,27 +75,20 @@ def explained(request: dict[str, Any], written: Plan | None) -> Explanation:
     """The explanation of ``written``, or of the best plan for the request."""
     cluster, options = asked(request)
     with Messages() as messages:
-        loaded = load(request, cluster, messages)
-        graph = capture_model(
-            loaded.module,
-            loaded.batch,
-            loaded.loss_fn,
-            name=loaded.name,
-            precision=request["precision"],
-            local_batch_norm=request["local_batch_norm"],
-            progress=messages,
-        )
-        allow = () if written is None else written.allow
-        own = written.microbatches if written is not None and MICROBATCH_STATISTICS in allow else 1
-        narrow = tuple(name for name in NARROW if name in allow)
-        again = partial(_again, recapture(request, cluster), own, narrow)
-        if own > 1 or narrow:
+        graph = capture_model(load(request, cluster, messages), messages)
+        concession = Concession() if written is None else Concession.of(written)
+        whole = recapture(request, cluster)
+
+        def again(**sizes: Any) -> Graph:
+            return with_concession(whole(**sizes), lambda **rows: whole(**sizes | rows), concession)
+
+        if concession != Concession():
             graph = again()
         study = Study(graph, cluster, options, recapture=again, seq=sequence_length(graph))
         plan = None
         if written is not None:
-            fit_plan(written, graph)
-            fit_devices(written, cluster)
+            check_model(written, graph)
+            check_devices(written, cluster)
             plan = study.reprice(written, cluster)
             before, now = written.prediction.step_time_s, plan.prediction.step_time_s
             if written.bound_s and math.isclose(before, now, rel_tol=_SAME):
@@ -114,15 +103,8 @@ def explained(request: dict[str, Any], written: Plan | None) -> Explanation:
         return explain(study, plan or best, best, lambda text: messages("explain", text))
 
 
-def _again(recapture: Recapture, microbatches: int, narrow: tuple[str, ...], **sizes: Any) -> Graph:
-    """The request's graph with other sizes, of one microbatch where each is a batch of its own, with what of the precision is given up."""
-    whole = recapture(**sizes)
-    found = apart(whole, lambda rows: recapture(**sizes | {"global_batch": rows}), microbatches)
-    return dataclasses.replace(found, narrow=narrow)
-
-
 def print_explanation(found: Explanation, to: Console) -> None:
-    """Everything, in the order that one asks."""
+    """Prints every section of the explanation."""
     to.print(Group(*_sections(found)))
 
 
@@ -161,7 +143,7 @@ def _families(found: Explanation, step: float) -> Table:
         if f.step_time_s is None:
             table.add_row(f.title, "-", "-", "-", f.reason)
         else:
-            how = ("this plan" if f.chosen else f.summary) + (f" (priced alone: {f.remark})" if f.remark else "")
+            how = ("this plan" if f.chosen else f.summary) + (f" (has a price only: {f.remark})" if f.remark else "")
             table.add_row(f.title, seconds(f.step_time_s), _slower(f.step_time_s, step), size(f.memory_bytes or 0), how)
     return table
 

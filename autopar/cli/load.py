@@ -1,4 +1,4 @@
-"""From the word MODEL to a module and a batch: a factory in a file or a package, a transformers configuration, a zoo name."""
+"""The workload that the argument MODEL names: a factory in a file or a package, a transformers configuration, a model of the zoo."""
 
 from __future__ import annotations
 
@@ -21,24 +21,15 @@ from torch import nn
 from autopar import zoo
 from autopar.errors import AutoparError, BatchError, ModelError
 from autopar.precision import normalise
+from autopar.workload import Workload
 from autopar.zoo.hf import batch_for, build_config
 
 _RETURNS = "a factory returns a torch.nn.Module, or (module, batch), or (module, batch, loss_fn)"
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """What MODEL stands for. ``batch`` is one global batch; ``loss_fn`` makes the loss of the module's output, if given."""
-
-    name: str
-    module: nn.Module
-    batch: Any
-    loss_fn: Callable[..., Any] | None = None
-
-
-@dataclass(frozen=True)
 class Sizes:
-    """What the command line says of the batch; ``None`` where it says nothing.
+    """The sizes and the precision that a command line gives; ``None`` where it gives none.
 
     Raises:
         BatchError: a size below 1.
@@ -56,14 +47,14 @@ class Sizes:
                 )
 
 
-def load_model(model: str, sizes: Sizes, *, device: str = "meta", default_precision: str = "bfloat16") -> Loaded:
+def load_model(model: str, sizes: Sizes, *, device: str = "meta", default_precision: str = "bfloat16") -> Workload:
     """The model that ``model`` names, with its batch.
 
     Configurations and zoo models are built on ``device`` in ``sizes.precision`` or the default one; a factory chooses for itself,
-    and is called with those of ``seq``, ``global_batch`` and ``precision`` that are given, which it must then have as parameters.
+    and is called with ``seq``, ``global_batch`` and ``precision`` where they are given; it must have parameters for them.
 
     Raises:
-        ModelError: nothing of that name, or the user's code raised (with the file and line).
+        ModelError: no model has that name, or the user's code raised (with the file and line).
         BatchError: sizes that the model cannot take, or a factory that gives no batch.
     """
     if sizes.precision is not None:
@@ -77,9 +68,9 @@ def load_model(model: str, sizes: Sizes, *, device: str = "meta", default_precis
         module, batch = build_config(
             read_config(Path(model)), sizes.seq, sizes.global_batch, sizes.precision or default_precision, device
         )
-        return Loaded(Path(model).stem, module, batch)
+        return Workload(module, batch, name=Path(model).stem)
     module, batch = zoo.build(model, sizes.seq, sizes.global_batch, sizes.precision or default_precision, device)
-    return Loaded(model, module, batch)
+    return Workload(module, batch, name=model)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -91,11 +82,11 @@ def read_config(path: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ModelError(f"{path}:{error.lineno}: not JSON: {error.msg}", "give a transformers config.json") from error
     if not isinstance(config, dict):
-        raise ModelError(f"{path} holds no JSON object", "give a transformers config.json")
+        raise ModelError(f"{path} is not a JSON object", "give a transformers config.json")
     return config
 
 
-def _from_factory(model: str, source: str, factory: str, sizes: Sizes, device: str) -> Loaded:
+def _from_factory(model: str, source: str, factory: str, sizes: Sizes, device: str) -> Workload:
     path = Path(source)
     if source.endswith(".py") and not path.is_file():
         raise ModelError(
@@ -107,16 +98,16 @@ def _from_factory(model: str, source: str, factory: str, sizes: Sizes, device: s
         hint = _factory_hint(Path(module.__file__)) if getattr(module, "__file__", None) else _RETURNS
         raise ModelError(f"{source} has no function {factory!r}", hint)
     arguments = _arguments(function, sizes)
-    loaded = _unpack(model, factory, _guarded(model, function, **arguments))
-    if loaded.batch is None:
-        return replace(loaded, batch=_batch_of(model, loaded.module, sizes, device))
+    workload = _unpack(model, factory, _guarded(model, function, **arguments))
+    if workload.batch is None:
+        return replace(workload, batch=_batch_of(model, workload.model, sizes, device))
     for name in ("seq", "global_batch"):
         if getattr(sizes, name) is not None and name not in arguments:
             raise BatchError(
                 f"--{name.replace('_', '-')} is given, but {model} makes its own batch and has no parameter {name}",
                 f"add {name} to the factory's parameters, or leave the option out",
             )
-    return loaded
+    return workload
 
 
 def _import_file(source: str) -> ModuleType:
@@ -146,7 +137,7 @@ def _guarded(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any)
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name and what.split(".")[0] == error.name.split(".")[0]:
             raise ModelError(
-                f"there is no Python module {error.name!r}", "it is looked for here and in the environment"
+                f"there is no Python module {error.name!r}", "it is looked for in this folder and in the environment"
             ) from error
         if isinstance(error, SyntaxError):
             raise ModelError(
@@ -167,14 +158,14 @@ def _guarded(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def _arguments(function: Callable[..., Any], sizes: Sizes) -> dict[str, Any]:
-    """Those of the given sizes that the factory has parameters for."""
+    """The given sizes for which the factory has parameters."""
     parameters = inspect.signature(function).parameters
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     given = {"seq": sizes.seq, "global_batch": sizes.global_batch, "precision": sizes.precision}
     return {k: v for k, v in given.items() if v is not None and (anything or k in parameters)}
 
 
-def _unpack(model: str, factory: str, result: Any) -> Loaded:
+def _unpack(model: str, factory: str, result: Any) -> Workload:
     module, batch, loss_fn = result, None, None
     if isinstance(result, (tuple, list)):
         if len(result) not in (2, 3):
@@ -185,11 +176,11 @@ def _unpack(model: str, factory: str, result: Any) -> Loaded:
         raise ModelError(f"{model} returned {type(module).__name__}, not a torch.nn.Module", _RETURNS)
     if loss_fn is not None and not callable(loss_fn):
         raise ModelError(f"{model} returned {type(loss_fn).__name__} as its loss_fn, not a function", _RETURNS)
-    return Loaded(factory, module, batch, loss_fn)
+    return Workload(module, batch, loss_fn, factory)
 
 
 def _batch_of(model: str, module: nn.Module, sizes: Sizes, device: str) -> Any:
-    """A batch for a module that came without: transformers models say what they take, others do not."""
+    """A batch for a module that came without one: transformers models say what they take, others do not."""
     config = getattr(module, "config", None)
     if not hasattr(config, "model_type"):
         raise BatchError(
@@ -202,7 +193,7 @@ def _batch_of(model: str, module: nn.Module, sizes: Sizes, device: str) -> Any:
 
 
 def _factory_hint(path: Path) -> str:
-    """The functions of a file that could be meant, without running it."""
+    """The functions of a file as a hint, found without running the file."""
     try:
         body = ast.parse(path.read_text()).body
     except (OSError, SyntaxError, UnicodeDecodeError):

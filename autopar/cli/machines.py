@@ -8,12 +8,11 @@ from typing import Any
 
 from autopar.cli.console import console, plain_table
 from autopar.devices import Constant, constants, hardware
+from autopar.errors import UsageError
 
 
 def hardware_command(action: str | None, name: str | None, as_json: bool) -> None:
     """Lists the kinds, or shows one."""
-    from autopar.errors import UsageError
-
     if action is None:
         _print_list(as_json)
     elif action != "show" or name is None:
@@ -26,7 +25,7 @@ def hardware_command(action: str | None, name: str | None, as_json: bool) -> Non
 
 
 def kind_figures(name: str) -> list[dict[str, Any]]:
-    """Every figure that a price of that GPU is made of: name, value, unit, source."""
+    """Every figure that prices on that GPU are made from: name, value, unit, source."""
     entry, gpu = hardware.table()[name], hardware.gpu(name)
     sources = dict(entry["sources"])
     intra, inter = hardware.links(name, entry.get("gpus_per_node", hardware.GPUS_PER_NODE))
@@ -67,7 +66,7 @@ def cpu_figures() -> list[dict[str, Any]]:
 
 
 def constant_figures() -> list[dict[str, Any]]:
-    """The figures that are no kind's own."""
+    """The figures that are the same for every kind of device."""
     found = {name: value for name, value in vars(constants).items() if isinstance(value, Constant)}
     assert [f.name for f in fields(Constant)] == ["value", "unit", "source"]
     return [{"figure": name} | asdict(constant) for name, constant in found.items()]

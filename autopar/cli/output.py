@@ -1,4 +1,4 @@
-"""Where results go: refused before the work begins, not when an hour's measurements are to be written down."""
+"""Checks of where results go, made before the work begins rather than after an hour of measurements."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def output_file(name: str | Path, option: str, picture: bool = False) -> Path:
     """The file ``name`` that ``option`` gave.
 
     Raises:
-        UsageError: it could not be written, or (``picture``) has an ending that no picture has.
+        UsageError: the file cannot be written, or with ``picture`` its ending names no format of pictures.
     """
     path = Path(name)
     if path.is_dir():
-        raise UsageError(f"{option} {path} is a folder, the result is a file", f"give {option} the name of a file")
+        raise UsageError(f"{option} {path} is a folder, and the result is a file", f"give {option} the name of a file")
     if picture and path.suffix.lower() not in _PICTURES:
         raise UsageError(
             f"{option} {path} has no ending that pictures have", f"end it in one of {', '.join(_PICTURES)}"
@@ -36,11 +36,11 @@ def output_folder(name: str) -> Path:
     """The folder to emit into: new, empty, or one that an earlier emission filled.
 
     Raises:
-        UsageError: it is a file, holds something else, or could not be written into.
+        UsageError: the folder is a file, contains other files, or cannot be written into.
     """
     folder = Path(name)
     if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{name} is a file, the program is a folder", "give -o a new folder")
+        raise UsageError(f"{name} is a file, and the program is a folder", "give -o a new folder")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "plan.json").is_file():
         raise UsageError(f"{name} holds other files than a program", "give -o a new or an empty folder")
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())

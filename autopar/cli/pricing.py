@@ -1,7 +1,6 @@
-"""``autopar price`` and ``autopar compare``: what a plan that the user wrote down costs, by the model that prices every plan.
+"""``autopar price`` and ``autopar compare``: the price of a plan that the user wrote down, by the same model of costs as a search.
 
-A plan is degrees on the command line, a ``plan.json``, or the flags of another trainer (``FLAGS``): Megatron-LM's and torchtitan's names
-of the same degrees are read as they stand.
+A plan is given as degrees on the command line, as a ``plan.json``, or as flags of Megatron-LM or torchtitan (``FLAGS``).
 """
 
 from __future__ import annotations
@@ -10,28 +9,34 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from autopar.cli.commands import recapture
+from autopar.cli.console import Messages, console, plain_table
+from autopar.cli.load import Sizes, load_model
+from autopar.cli.render import print_plan
+from autopar.cli.timeline import print_timeline, timeline_data
+from autopar.devices import Cluster, parse
 from autopar.errors import BatchError, UsageError
+from autopar.graph import Graph
+from autopar.pins import OF_PLAN
 from autopar.plan import (
-    MICROBATCH_STATISTICS,
-    NARROW,
-    OFFLOADS,
-    RECOMPUTATIONS,
     REPLICATING,
     SEQUENCES,
     LayerPlan,
     Plan,
     Role,
 )
+from autopar.plan_files import check_devices, check_model, read_plan
+from autopar.precision import name_of
+from autopar.price import Pricer
+from autopar.search import evaluate, manual_plan, memory_timeline
+from autopar.search.concessions import Concession
+from autopar.search.timeline import Moment
+from autopar.units import seconds
+from autopar.workload import with_concession
 
-if TYPE_CHECKING:
-    from autopar.devices import Cluster
-    from autopar.graph import Graph
-    from autopar.price import Pricer
-    from autopar.search.timeline import Moment
-
-# Another trainer's flag: the option of ours that it means. Flags without a value are true.
+# A flag of another trainer: the name of our option that means the same. Flags without a value are true.
 FLAGS = {
     "--tensor-model-parallel-size": "tensor",
     "--pipeline-model-parallel-size": "pipeline",
@@ -59,16 +64,16 @@ FLAGS = {
     "--training.seq_len": "seq",
     "--activation_checkpoint.mode": "recompute",
 }
-_NOTHING = 1e-9  # seconds: what rounding leaves of a bubble that is not there
+_NOTHING = 1e-9  # seconds: a smaller bubble is rounding error
 _WORDS = frozenset({"recompute", "recompute_method"})
 _SWITCHES = frozenset({"sequence", "zero1", "bfloat16", "float16"})
 
 
 def read_flags(words: Sequence[str]) -> dict[str, Any]:
-    """Options of ours from another trainer's flags, ``--flag value`` or ``--flag=value``.
+    """Values by the names in ``FLAGS``, from another trainer's ``--flag value`` or ``--flag=value``.
 
     Raises:
-        UsageError: a flag that is not in ``FLAGS``, or one without its number.
+        UsageError: a flag that is not in ``FLAGS``, or a flag without its value.
     """
     found: dict[str, Any] = {}
     queue = list(words)
@@ -95,17 +100,11 @@ def read_flags(words: Sequence[str]) -> dict[str, Any]:
 
 
 def price_command(as_json: bool, timeline: bool, plan_file: str | None, flags: Sequence[str], **request: Any) -> None:
-    """``autopar price``: the plan's prediction in the form of ``autopar plan``, and what is held through a step if asked."""
+    """``autopar price``: prints the plan's prediction as ``autopar plan`` does, and with ``timeline`` the memory through a step."""
     plan, moments = price_request(request | translated(read_flags(flags)), plan_file, timeline)
     if as_json:
-        from autopar.cli.timeline import timeline_data
-
         print(json.dumps(plan.to_json() | ({"timeline": timeline_data(moments)} if timeline else {}), indent=1))
         return
-    from autopar.cli.console import console
-    from autopar.cli.render import print_plan
-    from autopar.cli.timeline import print_timeline
-
     out = console()
     print_plan(plan, out)
     if timeline:
@@ -114,7 +113,7 @@ def price_command(as_json: bool, timeline: bool, plan_file: str | None, flags: S
 
 
 def translated(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What other trainers' words mean in ours."""
+    """The options of ``autopar price`` that another trainer's flags mean."""
     options = {
         key: value
         for key, value in found.items()
@@ -142,18 +141,7 @@ def translated(found: Mapping[str, Any]) -> dict[str, Any]:
 def price_request(
     request: Mapping[str, Any], plan_file: str | None, timeline: bool = False
 ) -> tuple[Plan, tuple[tuple[Moment, ...], ...]]:
-    """The priced plan of a command line, and if asked its devices' memory at each action of a step."""
-    from autopar.capture import apart, capture
-    from autopar.cli.commands import recapture
-    from autopar.cli.console import Messages
-    from autopar.cli.load import Sizes, load_model
-    from autopar.compile import read_plan
-    from autopar.devices import parse
-    from autopar.precision import name_of, normalise
-    from autopar.price import Pricer
-    from autopar.search import memory_timeline
-    from autopar.shard import annotate
-
+    """The priced plan of a command line, and with ``timeline`` the memory of its devices at each action of a step."""
     cluster = parse(request["devices"], calibration=request.get("calibration"))
     given = read_plan(plan_file) if plan_file else None
     sizes = Sizes(
@@ -163,19 +151,16 @@ def price_request(
         messages("load", request["model"])
         default = "float32" if cluster.kind == "cpu" else "bfloat16"
         try:
-            loaded = load_model(request["model"], sizes, default_precision=default)
+            workload = load_model(request["model"], sizes, default_precision=default)
         except BatchError:
             if given is None:
                 raise
             sizes = dataclasses.replace(sizes, global_batch=None)  # a factory that makes its own batch
-            loaded = load_model(request["model"], sizes, default_precision=default)
+            workload = load_model(request["model"], sizes, default_precision=default)
         messages("capture")
-        precision = normalise(sizes.precision) if sizes.precision else None
-        graph = annotate(capture(loaded.module, loaded.batch, loaded.loss_fn, precision=precision, name=loaded.name))
-        if given is not None and MICROBATCH_STATISTICS in given.allow:  # each microbatch a batch of its own
-            again = recapture(dict(request) | dataclasses.asdict(sizes) | {"local_batch_norm": False}, cluster)
-            graph = apart(graph, lambda rows: again(global_batch=rows), given.microbatches)
-        graph = dataclasses.replace(graph, narrow=tuple(name for name in NARROW if given and name in given.allow))
+        graph = dataclasses.replace(workload, precision=sizes.precision).capture()
+        again = recapture(dict(request) | dataclasses.asdict(sizes) | {"local_batch_norm": False}, cluster)
+        graph = with_concession(graph, again, Concession() if given is None else Concession.of(given))
         messages("price")
         pricer = Pricer(graph, cluster, name_of(graph.dtype))
         plan = price_plan(graph, cluster, given or write_plan(graph, cluster, request), pricer)
@@ -183,14 +168,12 @@ def price_request(
 
 
 def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Plan:
-    """The plan that degrees describe: the same for every layer, data parallelism on the devices that are left.
+    """The manual plan with the request's degrees in every layer, and data parallelism on the remaining devices.
 
     Raises:
         UsageError: degrees that the devices do not divide into.
         BatchError: a batch that does not divide.
     """
-    from autopar.search import manual_plan
-
     tensor, pipeline = request.get("tensor") or 1, request.get("pipeline") or 1
     context, expert = request.get("context") or 1, request.get("expert") or 1
     rest, odd = divmod(cluster.count, tensor * pipeline * context)
@@ -209,30 +192,12 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
                 f"a global batch of {graph.batch_size} does not divide into microbatches of {size} on {rest} data-parallel devices",
                 f"--microbatch times {rest} must divide it; without --microbatch there is one microbatch",
             )
-    recompute = request.get("recompute") or "none"
-    if recompute not in RECOMPUTATIONS:
-        raise UsageError(f"there is no recomputation {recompute!r}", "write none, selective or full")
-    offload = request.get("offload") or "none"
-    if offload not in OFFLOADS:
-        raise UsageError(f"there is no offload {offload!r}", f"write {', '.join(OFFLOADS)}")
-    plan = manual_plan(
-        graph,
-        pipeline=pipeline,
-        chunks=request.get("chunks") or 1,
-        data=rest // expert,
-        expert=expert,
-        ring=context,
-        tensor=tensor,
-        sequence=bool(request.get("sequence")),
-        recompute=recompute,
-        segment=request.get("segment") or 1,
-        offload=offload,
-        microbatches=microbatches,
-        schedule=request.get("schedule"),
-    )
+    pins = {name: request.get(name) for name in (*OF_PLAN, "tensor", "expert", "recompute", "segment", "offload")}
+    pins |= {"data": rest // expert, "ring": context, "microbatches": microbatches}
+    plan = manual_plan(graph, sequence=bool(request.get("sequence")), **pins)  # type: ignore[arg-type]
 
     def own(layer: LayerPlan) -> LayerPlan:
-        """With what only some layers can do."""
+        """The layer without expert parallelism where it has no experts, and with ZeRO where its parameters have copies."""
         strategy = layer.strategy if graph.classes[layer.cls].experts else layer.strategy.dense
         zero = (request.get("zero") or 0) if strategy.degree(plan.mesh, *REPLICATING) > 1 else 0
         return dataclasses.replace(layer, strategy=dataclasses.replace(strategy, zero=zero))
@@ -242,11 +207,8 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
 
 def price_plan(graph: Graph, cluster: Cluster, plan: Plan, pricer: Pricer) -> Plan:
     """``plan`` with its prediction on ``cluster``."""
-    from autopar.compile import fit_devices, fit_plan
-    from autopar.search import evaluate
-
-    fit_plan(plan, graph)
-    fit_devices(plan, cluster)
+    check_model(plan, graph)
+    check_devices(plan, cluster)
     priced = evaluate(
         graph,
         cluster,
@@ -264,9 +226,6 @@ def price_plan(graph: Graph, cluster: Cluster, plan: Plan, pricer: Pricer) -> Pl
 
 def compare_command(first: str, second: str, as_json: bool) -> None:
     """``autopar compare``: two plans (JSON files of ``plan --json`` or ``price --json``) side by side."""
-    from autopar.cli.console import console, plain_table
-    from autopar.compile import read_plan
-
     rows = compared(read_plan(first), read_plan(second))
     if as_json:
         print(json.dumps([{"figure": a, "first": b, "second": c} for a, b, c, _ in rows], indent=1))
@@ -281,7 +240,7 @@ def compare_command(first: str, second: str, as_json: bool) -> None:
 
 
 def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
-    """(figure, of the first, of the second, unit) of two plans."""
+    """(figure, value of ``a``, value of ``b``, unit) for every row of the comparison."""
 
     def degree(plan: Plan, *roles: Role) -> int:
         return max(layer.strategy.degree(plan.mesh, *roles) for layer in plan.layers)
@@ -323,8 +282,6 @@ def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
 
 
 def _form(value: Any, unit: str) -> str:
-    from autopar.cli.render import seconds
-
     if unit == "s":
         return seconds(value if value > _NOTHING else 0.0)
     if unit == "GiB":

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 
+from autopar.cli.console import console, plain_table, progress_bar
 from autopar.cli.output import output_file
 from autopar.devices.calibration import Calibration, default_path
 from autopar.errors import UsageError
+from autopar.profile import profile
 
 _ARITHMETIC_S = 5e-3
-"""For which waiting is shown: it grows with the square root of the arithmetic since the devices last met."""
+"""The arithmetic for which waiting is shown: waiting grows with the square root of the time since the devices last met."""
 
 
 def profile_command(processes: str, device: str | None, output: str | None, as_json: bool) -> None:
     """Measures with a progress bar on stderr, writes the file, prints what was found."""
-    from autopar.cli.console import progress_bar
-    from autopar.profile import profile
-
     path = output_file(output, "-o") if output else default_path()
     if path is None:
-        raise UsageError("AUTOPAR_CALIBRATION is empty, so there is no place for the file", "say where with -o FILE")
+        raise UsageError("AUTOPAR_CALIBRATION is empty, so there is no place for the file", "name a file with -o FILE")
     counts = _counts(processes)
     with progress_bar("profile") as show:
         found = profile(counts, device, show)
@@ -27,7 +26,7 @@ def profile_command(processes: str, device: str | None, output: str | None, as_j
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(found.dumps())
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}", "say where with -o FILE") from error
+        raise UsageError(f"{path} cannot be written: {error.strerror}", "name a file with -o FILE") from error
     if as_json:
         print(found.dumps(), end="")
         return
@@ -41,14 +40,12 @@ def _counts(text: str) -> list[int]:
     except ValueError:
         counts = [0]
     if min(counts) < 1:
-        raise UsageError(f"{text!r} are no numbers of processes", "write --processes 2,4")
+        raise UsageError(f"{text!r} is not a list of numbers of processes", "write --processes 2,4")
     return counts
 
 
 def _print(found: Calibration) -> None:
-    """The figures that people know, one column for each number of processes."""
-    from autopar.cli.console import console, plain_table
-
+    """Prints the main figures, one column for each number of processes."""
     keys = dict.fromkeys((f.device, f.processes) for f in found.figures)
     table = plain_table()
     table.add_column("median, all processes at work", no_wrap=True)

@@ -1,4 +1,4 @@
-"""A plan for eyes: mesh, stages, runs of layers, where the time and the memory go, and how good the choice is."""
+"""A plan as tables: mesh, stages, runs of layers, where time and memory go, and how good the choice is."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.cli.console import plain_table
-from autopar.plan import SEQUENCES, V_SHAPED, LayerPlan, Memory, Plan, Role, StagePlan, Strategy
+from autopar.plan import SEQUENCES, LayerPlan, Memory, Plan, Role, StagePlan, Strategy
+from autopar.schedules import V_SHAPED
+from autopar.units import seconds, size
 
 _BAR = 20  # characters of a full bar
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "transients")
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """Everything there is to say about ``plan``, in the order that one asks."""
+    """Prints every table of ``plan``, the most important one first."""
     console.print(Group(*_sections(plan)))
 
 
@@ -74,7 +76,7 @@ class LayerRun:
 
 
 def runs(plan: Plan) -> list[LayerRun]:
-    """The layers of the plan, consecutive ones of the same strategy together."""
+    """The plan's layers, grouped into runs of consecutive layers with the same strategy."""
     found, start = [], 0
     for _, group in itertools.groupby(plan.layers, key=lambda layer: layer.strategy):
         layers = tuple(group)
@@ -129,7 +131,7 @@ def _stages(plan: Plan) -> RenderableType:
 
 
 def _alike(stages: tuple[StagePlan, ...]) -> Iterable[tuple[int, int, StagePlan]]:
-    """Stages as (first, last, example); consecutive ones with as many layers and the same memory together."""
+    """Stages as (first, last, example); consecutive stages with equal numbers of layers and equal memory are one row."""
 
     def key(item: tuple[int, StagePlan]) -> tuple[int, Memory]:
         return item[1].stop - item[1].start, item[1].memory
@@ -169,7 +171,7 @@ def _quality(plan: Plan) -> RenderableType:
 
 
 def _pins(plan: Plan) -> RenderableType:
-    """What each pin costs: the gain of the best plan without it, and where nothing better is proved the most that there can be."""
+    """What each pin costs: the time that the best plan found without it saves, and the most that any plan without it can save."""
     table = plain_table("the price of each pin")
     table.add_column("pin", no_wrap=True)
     for name in ("best step without it", "saves", "at most"):
@@ -199,27 +201,3 @@ def _bar(share: float) -> str:
 
 def _plural(count: int, one: str, many: str | None = None) -> str:
     return f"{count:,} {one if count == 1 else many or one + 's'}"
-
-
-def seconds(value: float) -> str:
-    """Seconds for people."""
-    if value >= 100:
-        return f"{value:,.0f} s"
-    if value >= 1:
-        return f"{value:.2f} s"
-    return f"{value * 1e3:.2f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"
-
-
-def size(count: int) -> str:
-    """Bytes in the decimal units of GPU data sheets, three digits."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            value = count / factor
-            return (
-                f"{value:.0f} {unit}"
-                if value >= 100
-                else f"{value:.1f} {unit}"
-                if value >= 10
-                else f"{value:.2f} {unit}"
-            )
-    return f"{count} B"

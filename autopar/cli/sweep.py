@@ -11,10 +11,10 @@ from rich.table import Table
 from autopar.cli.commands import asked, recapture
 from autopar.cli.console import console, plain_table, progress_bar
 from autopar.cli.output import output_file
-from autopar.cli.render import seconds, size
 from autopar.errors import InfeasibleError, UsageError
 from autopar.precision import normalise
 from autopar.sweep import Cell, Range, numbers, plot, read_prices, sweep
+from autopar.units import seconds, size
 
 
 def sweep_command(as_json: bool, plot_file: str | None, gpu: str, gpu_hour: tuple[str, ...], **request: Any) -> None:

@@ -1,27 +1,25 @@
-"""The memory timeline of a plan for eyes and as data: what each device of the line of stages holds at each action of a step."""
+"""The memory timeline of a plan, printed and as data: the memory of each pipeline rank at each action of a step."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
 from autopar.cli.console import plain_table
-
-if TYPE_CHECKING:
-    from autopar.search.timeline import Moment
+from autopar.search.timeline import Moment
 
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _COLUMNS = 64  # of a device's curve
 _GIB = 2**30
 
-Timeline = Sequence[Sequence["Moment"]]
+Timeline = Sequence[Sequence[Moment]]
 
 
 def timeline_data(devices: Timeline) -> list[dict[str, Any]]:
-    """Of each device its actions in order, with bytes by part; ``memory_bytes`` is the largest total."""
+    """The actions of each device in order, with bytes by part; ``memory_bytes`` is the largest total."""
     return [
         {
             "device": d,
@@ -42,7 +40,7 @@ def timeline_data(devices: Timeline) -> list[dict[str, Any]]:
 
 
 def print_timeline(devices: Timeline, console: Console) -> None:
-    """A curve per device, from empty to the largest total of all, and the action at its top."""
+    """Prints a curve for each device, on one scale for all, and the action at which the memory is largest."""
     table = plain_table("memory through one step")
     for name in ("device", "most at", "activations", "transients", "total"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -5,22 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
 from autopar.cli.console import Messages, console, plain_table
-
-if TYPE_CHECKING:
-    from autopar.validate import Report, Score
+from autopar.validate import Report, Score, scores, validate
 
 _LISTED = 20  # rows that could not be priced, by name
 
 
 def validate_command(path: str, as_json: bool) -> None:
-    """Prices every row of ``path`` and prints how well that agrees."""
-    from autopar.validate import scores, validate
-
+    """Prices every row of ``path`` and prints how well the prices agree with the measurements."""
     with Messages() as messages:
         messages("price", path)
         report = validate(path, lambda done, total: messages("price", f"{done} of {total} rows"))

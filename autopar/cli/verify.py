@@ -1,21 +1,33 @@
-"""``autopar verify``: loads the model at a size that local processes can run, verifies it, prints what came out."""
+"""``autopar verify``: loads the model at a size that local processes can run, verifies it and prints the report."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from autopar.cli.load import Loaded, Sizes
-    from autopar.graph import Graph
-    from autopar.plan import Plan
-    from autopar.verify import Report
+import torch
+
+from autopar.cli.commands import allowed
+from autopar.cli.console import console, plain_table, progress_bar
+from autopar.cli.load import Sizes, load_model, read_config
+from autopar.graph import Graph
+from autopar.measure import EXACT
+from autopar.plan import Plan
+from autopar.plan_files import read_plan
+from autopar.search.concessions import Concession
+from autopar.units import parse_size
+from autopar.verify import Report, shrink_config
+from autopar.verify.run import verify_workload
+from autopar.workload import Workload, with_concession
+from autopar.zoo import find
+from autopar.zoo.hf import build_config
 
 _SEQ = 16  # tokens of a shrunken model's sequences
-_ROWS = 8  # of a batch that is not given: eight shares, or four microbatches on two devices
+_ROWS = 8  # of a batch that is not given: enough for eight data-parallel devices, or four microbatches on two
 
 
 def verify_command(
@@ -29,31 +41,26 @@ def verify_command(
     as_json: bool,
 ) -> None:
     """Ends the process with status 1 unless the model is exact under all plans that were checked."""
-    import torch
-
-    from autopar.cli.commands import allowed, parse_size
-    from autopar.cli.load import Sizes
-    from autopar.compile import read_plan
-    from autopar.verify import verify
-
     limit = parse_size(memory_limit)
     plan = read_plan(plan_file) if plan_file else None
     torch.manual_seed(0)
-    with redirect_stdout(sys.stderr), _Bar() as bar:  # what the model's own code prints is no part of the result
-        sizes = Sizes(seq, global_batch)  # of a plan's model, where it is shrunk, they are those of the real one
-        loaded, notes = _load(model, devices, Sizes() if plan_file and not _is_factory(model) else sizes)
+    with (
+        redirect_stdout(sys.stderr),
+        progress_bar("verify", lines=True) as show,
+    ):  # the model's own code may print, and stdout is for the result only
+        sizes = Sizes(
+            seq, global_batch
+        )  # with a plan and a shrunken model, the sizes of the model that the plan is for
+        workload, notes = _load(model, devices, Sizes() if plan_file and not _is_factory(model) else sizes)
         real = _real(model, plan, seq) if plan is not None and notes else None
-        report = verify(
-            loaded.module,
-            loaded.batch,
-            loaded.loss_fn,
-            devices=devices,
+        report = verify_workload(
+            workload,
+            devices,
             plan=plan,
             real=real,
-            name=loaded.name,
             memory_limit_bytes=limit,
             allow=allowed({"allow": allow}),
-            progress=bar,
+            progress=show,
         )
     if as_json:
         data = report.to_json()
@@ -64,13 +71,8 @@ def verify_command(
         sys.exit(1)
 
 
-def _load(model: str, devices: int, sizes: Sizes) -> tuple[Loaded, list[str]]:
-    """The model with its batch, on the CPU; what was made smaller, in words."""
-    from autopar.cli.load import Loaded, load_model, read_config
-    from autopar.verify import shrink_config
-    from autopar.zoo import find
-    from autopar.zoo.hf import build_config
-
+def _load(model: str, devices: int, sizes: Sizes) -> tuple[Workload, list[str]]:
+    """The model with its batch, on the CPU, and notes about the sizes that were made smaller."""
     if _is_factory(model):
         return load_model(model, sizes, device="cpu", default_precision="float32"), []
     is_file = model.endswith(".json") or Path(model).is_file()
@@ -80,7 +82,7 @@ def _load(model: str, devices: int, sizes: Sizes) -> tuple[Loaded, list[str]]:
     module, batch = build_config(small, seq, rows, "float32", "cpu")
     changed = ", ".join(f"{key} {small[key]}" for key in small if small[key] != config.get(key))
     name = Path(model).stem if is_file else model
-    return Loaded(name, module, batch), [
+    return Workload(module, batch, name=name), [
         f"shrunk: {changed}; batch of {rows}" + (f" x {seq}" if "input_ids" in batch else "")
     ]
 
@@ -90,49 +92,16 @@ def _is_factory(model: str) -> bool:
 
 
 def _real(model: str, plan: Plan, seq: int | None) -> Graph:
-    """The model that the plan was made for, at its own size: its structure alone, on meta."""
-    from autopar.capture import apart, capture
-    from autopar.cli.load import Sizes, load_model
-    from autopar.plan import MICROBATCH_STATISTICS
-    from autopar.shard import annotate
+    """The graph of the model that the plan was made for, at full size, captured on meta."""
 
-    def of(rows: int) -> Graph:
-        loaded = load_model(model, Sizes(seq, rows, plan.precision), device="meta")
-        captured = capture(loaded.module, loaded.batch, loaded.loss_fn, precision=plan.precision, name=loaded.name)
-        return annotate(captured)
+    def again(*, global_batch: int | None = None, **_: Any) -> Graph:
+        loaded = load_model(model, Sizes(seq, global_batch, plan.precision), device="meta")
+        return dataclasses.replace(loaded, precision=plan.precision).capture()
 
-    return apart(of(plan.global_batch), of, plan.microbatches if MICROBATCH_STATISTICS in plan.allow else 1)
-
-
-class _Bar:
-    """A progress bar on stderr; a line for each plan where stderr is no terminal."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-        self.console = Console(stderr=True)
-        columns = (TextColumn("{task.description:45}"), BarColumn(), MofNCompleteColumn())
-        self._progress = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
-        self._task = self._progress.add_task("load", total=None)
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._progress.stop()
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        self._progress.update(self._task, description=what, completed=done, total=total)
-        if not self.console.is_terminal and what:
-            self.console.print(f"{what} ...", highlight=False, markup=False)
+    return with_concession(again(global_batch=plan.global_batch), again, Concession.of(plan))
 
 
 def _print(report: Report, notes: list[str]) -> None:
-    from autopar.cli.console import console, plain_table
-    from autopar.measure import EXACT
-
     out = console()
     table = plain_table()
     table.add_column("plan", no_wrap=True)

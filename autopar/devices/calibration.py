@@ -1,11 +1,11 @@
-"""The calibration file: what ``autopar profile`` measured on a machine, and how it becomes a kind of device with its links.
+"""The calibration file: measurements of a machine by ``autopar profile``, and the devices and links that they describe.
 
 One JSON object: ``version``, ``machine`` (processor, cores, torch), ``measured_at``, and ``figures``, one per measurement, each with
-the number of ``processes`` that worked at the time, its ``size``, ``unit``, ``median``, quartiles ``low`` and ``high``, and the
+the number of ``processes`` that ran at the time, its ``size``, ``unit``, ``median``, quartiles ``low`` and ``high``, and the
 ``count`` of samples.
 
-The file is looked for where ``AUTOPAR_CALIBRATION`` says (empty: nowhere), else in ``~/.cache/autopar/calibration.json``
-(``XDG_CACHE_HOME`` is respected), and is used for this machine's own devices where their number was measured.
+The file's path is ``AUTOPAR_CALIBRATION`` (empty: no file), else ``~/.cache/autopar/calibration.json`` (``XDG_CACHE_HOME`` is
+respected). It applies to this machine's own devices if their number was measured.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from autopar.errors import DeviceError
 VERSION = 1
 VARIABLE = "AUTOPAR_CALIBRATION"
 _AGAIN = "`autopar profile` measures this machine and writes the file anew"
-_LEAST = 0.2  # of a short measurement, what its arithmetic takes at the least: the rest is the op's start
+_LEAST = 0.2  # the least fraction of a short measurement that is arithmetic: the rest is the op's launch
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measurement: ``name`` of what, on ``device`` ("cpu", "cuda") with so many ``processes`` at work; ``size`` are numbers by
-    name; ``low`` and ``high`` are the quartiles of ``count`` samples. ``variant`` tells dtypes and kinds of op apart."""
+    """One measurement: its ``name``, on ``device`` ("cpu", "cuda") while ``processes`` run; ``size`` are numbers by
+    name; ``low`` and ``high`` are the quartiles of ``count`` samples. ``variant`` is a dtype, a kind of op or a collective."""
 
     name: str
     device: str
@@ -50,7 +50,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A calibration file's content. ``machine`` says where it was measured."""
+    """A calibration file's content; ``machine`` describes the machine that was measured."""
 
     machine: Mapping[str, Any]
     measured_at: str
@@ -67,7 +67,7 @@ class Calibration:
 
 
 def this_machine() -> dict[str, Any]:
-    """What a calibration holds for: the processor and how many of its cores this process may use."""
+    """The machine to which a calibration applies: the processor and the number of its cores that this process may use."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -76,7 +76,7 @@ def this_machine() -> dict[str, Any]:
 
 
 def default_path() -> Path | None:
-    """Where the file is looked for; ``None`` where ``AUTOPAR_CALIBRATION`` is set and empty."""
+    """The calibration file's path; ``None`` where ``AUTOPAR_CALIBRATION`` is set and empty."""
     if VARIABLE in os.environ:
         return Path(os.environ[VARIABLE]) if os.environ[VARIABLE] else None
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autopar" / "calibration.json"
@@ -86,7 +86,7 @@ def read(path: Path) -> Calibration:
     """The file's content.
 
     Raises:
-        DeviceError: no such file, one that holds no calibration, or one of another version.
+        DeviceError: no such file, or it is no calibration, or one of another version.
     """
     try:
         data = json.loads(path.read_text())
@@ -105,7 +105,7 @@ def read(path: Path) -> Calibration:
 
 
 def _elsewhere(found: Calibration) -> str:
-    """In what the machine that was measured differs from this one; empty where it does not."""
+    """How the machine that was measured differs from this one; empty where it does not."""
     here = this_machine()
     if all(found.machine.get(key) == value for key, value in here.items()):
         return ""
@@ -119,7 +119,7 @@ def _sound(figure: Figure) -> bool:
 
 
 def apply(cluster: Cluster, path: Path | None) -> Cluster:
-    """This machine's devices with what was measured of them: in the file at ``path``, or at the default place if there is one.
+    """This machine's devices with their measurements: from the file at ``path``, or at the default path if there is one.
 
     Raises:
         DeviceError: ``path`` is given and the devices are not those that were measured; or as ``read``.
@@ -132,7 +132,7 @@ def apply(cluster: Cluster, path: Path | None) -> Cluster:
     if not cluster.local:
         raise DeviceError(
             f"{path} is a calibration of this machine, and {cluster.name} are other devices",
-            "a cluster.toml says what is known of devices elsewhere",
+            "a cluster.toml describes devices elsewhere",
         )
     found = read(path)
     counts = found.processes(cluster.kind)
@@ -152,7 +152,7 @@ def apply(cluster: Cluster, path: Path | None) -> Cluster:
 
 
 def _short(path: Path) -> str:
-    """The path as a plan keeps it: plans are shared, and the user's home is nobody's business."""
+    """The path as a plan records it: without the user's home, because plans are shared."""
     try:
         return f"~/{path.resolve().relative_to(Path.home()).as_posix()}"
     except (ValueError, RuntimeError):  # not below the home, or there is none
@@ -173,7 +173,7 @@ def _calibrated(cluster: Cluster, figures: list[Figure], notes: tuple[str, ...],
         cluster.gpu,
         peak_flops=cluster.gpu.peak_flops | best if cluster.kind == "cpu" else cluster.gpu.peak_flops,
         memory_bytes_per_s=copies.y[-1] / cluster.gpu.memory_efficiency,
-        # an op on a CPU begins when the one before has ended; a GPU's is started while others run, by the host
+        # an op on a CPU begins when the one before has ended; the host launches a GPU's kernels while others run
         kernel_s=start_s if cluster.kind == "cpu" else cluster.gpu.kernel_s,
         op_floor_s=0.0 if cluster.kind == "cpu" else start_s,
         measured=ops,
@@ -200,7 +200,7 @@ def _ops(figures: Iterable[Figure], launch: Mapping[bool, float]) -> Ops:
             update.append((f.size["bytes"], f.median))
         if f.name not in points:
             continue
-        # an op's start is priced apart
+        # launches have a price of their own
         seconds = max(f.median - launch[f.backward] * f.size.get("ops", 1.0), _LEAST * f.median)
         flops, moved = f.size.get("flops", 0.0), f.size.get("bytes", 0.0)
         point = {

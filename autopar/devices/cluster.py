@@ -17,7 +17,7 @@ from autopar.devices.measured import ATTENTION, Floats, Ops, Wires
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One device's way to another: latency of one hop, bytes per second in one direction as real code reaches them."""
+    """The connection of one device to another: latency of one hop, and bytes per second in one direction as real code reaches them."""
 
     latency_s: float
     bytes_per_s: float
@@ -26,10 +26,10 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What a node's devices can put aside in the memory of its processors.
+    """The memory of a node's processors, to which its devices can offload.
 
-    ``memory_bytes`` and ``bytes_per_s`` are the node's, all processors together, as installed and at peak; ``link_bytes_per_s`` is one
-    device's way there and, at the same time, back, in one direction, at peak.
+    ``memory_bytes`` (as installed) and ``bytes_per_s`` (peak) are those of all the node's processors together; ``link_bytes_per_s`` is the
+    peak of one device's link to that memory, in each direction at the same time.
     """
 
     memory_bytes: int
@@ -40,7 +40,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What was measured of collectives on a cluster: bus bandwidth of all GPUs of 1, 2, 4, ... nodes together.
+    """Collectives as measured on a cluster: bus bandwidth of all GPUs of 1, 2, 4, ... nodes together.
 
     ``gather`` (all-gather and reduce-scatter) and ``reduce`` (all-reduce) are bytes per second by the number of ``nodes``.
     ``hop_s`` is a step of a collective that spans nodes, ``pipelined_hop_s`` a step of any collective in a run that also sends
@@ -56,8 +56,8 @@ class Network:
     source: str
 
     def bus(self, nodes: float, reduces: bool) -> float:
-        """Bus bandwidth of as many ranks as ``nodes`` whole nodes have, interpolated in the logarithms; beyond what was measured it
-        goes on falling as before."""
+        """Bus bandwidth of as many ranks as ``nodes`` whole nodes have: interpolated in the logarithms, and extrapolated with the last
+        slope."""
         known = self.reduce if reduces else self.gather
         i = max(1, min(bisect.bisect_left(self.nodes, nodes), len(self.nodes) - 1))
         (n0, n1), (b0, b1) = self.nodes[i - 1 : i + 1], known[i - 1 : i + 1]
@@ -66,8 +66,8 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One device. ``peak_flops`` is dense FLOP/s by dtype name (``"bfloat16"``, ``"float32"``, ...); ``measured`` is what
-    ``autopar profile`` saw of it."""
+    """One device. ``peak_flops`` is dense FLOP/s by precision (``"bfloat16"``, ``"float32"``, ...); ``measured`` are the measurements of
+    ``autopar profile``, if there are any."""
 
     name: str
     memory_bytes: int
@@ -82,7 +82,7 @@ class Gpu:
     measured: Ops | None = field(default=None, hash=False)
 
     def seconds(self, kinds: NDArray[np.str_], flops: Floats, moved: Floats, dtype: str, backward: bool) -> Floats:
-        """Seconds of ops beyond their start: of each kind (see ``measured``), with so many FLOPs and bytes moved."""
+        """Seconds of ops, without their launch, by kind (see ``devices.measured``), FLOPs and bytes moved."""
         if self.measured is not None:
             return self.measured.seconds(kinds, flops, moved, dtype, backward)
         rates = np.where(kinds == ATTENTION, self.attention_flops_per_s(dtype), self.flops_per_s(dtype))
@@ -90,7 +90,7 @@ class Gpu:
         return np.asarray(np.hypot(flops / rates, moved / self.bytes_per_s))
 
     def update_s(self, moved: float, tensors: int) -> float:
-        """Seconds of an optimizer's step that moves so many bytes, over so many tensors."""
+        """Seconds of an optimizer's step that moves ``moved`` bytes of ``tensors`` tensors."""
         if self.measured is None or tensors == 0:
             return moved / self.bytes_per_s
         return tensors * self.measured.update.beyond(moved / tensors)
@@ -100,7 +100,7 @@ class Gpu:
         return self.peak_flops[dtype] * self.matmul_efficiency
 
     def attention_flops_per_s(self, dtype: str) -> float:
-        """FLOP/s that flash attention reaches; it has no 8-bit arithmetic."""
+        """FLOP/s that flash attention reaches, which has no 8-bit arithmetic."""
         return self.peak_flops["bfloat16" if dtype == "float8" else dtype] * self.attention_efficiency
 
     @property
@@ -115,8 +115,8 @@ class Cluster:
 
     ``intra`` links devices of a node (NVLink, PCIe, gloo), ``inter`` is one device's share of its node's network,
     all devices of the node sending at once. ``collective_s`` is the fixed cost of starting a collective. ``local``
-    says that the devices are this machine's; ``devices`` names them where the user did. ``wires`` is what was measured of collectives.
-    ``host`` is a node's own memory, ``None`` where that is the devices' memory already.
+    means that the devices are this machine's; ``devices`` names them where the user did. ``wires`` are measurements of collectives.
+    ``host`` is the memory of a node's processors, ``None`` where it is the devices' memory.
     """
 
     name: str
@@ -133,11 +133,13 @@ class Cluster:
     host_s: float = constants.HOST_S.value
     network: Network | None = None
     wires: Wires | None = field(default=None, hash=False)
-    overlap_slowdown: float = constants.OVERLAP_SLOWDOWN.value  # of hidden communication, what it costs after all
-    notes: tuple[str, ...] = ()  # for the plans that are made for it
-    pipelined: bool = False  # whether stages on other nodes are sent to: what ``network.pipelined_hop_s`` is about
+    overlap_slowdown: float = constants.OVERLAP_SLOWDOWN.value  # seconds that a second of hidden communication costs
+    notes: tuple[str, ...] = ()  # for the plans on this cluster
+    pipelined: bool = (
+        False  # whether stages send to other nodes, which makes ``network.pipelined_hop_s`` the hop's time
+    )
     parts: tuple[Cluster, ...] = ()
-    between: Link | None = None  # one device's share of the way from part to part
+    between: Link | None = None  # one device's share of the link from part to part
     host: Host | None = None
 
     def __post_init__(self) -> None:
@@ -150,7 +152,7 @@ class Cluster:
 
     @property
     def memory_limit_bytes(self) -> int:
-        """What a plan may fill of one device: the user's word, or the usable fraction of its memory."""
+        """Memory of one device that a plan may fill: the user's limit, or the usable fraction of the device's memory."""
         if self.memory_override_bytes is not None:
             return self.memory_override_bytes
         if self.parts:
@@ -160,38 +162,38 @@ class Cluster:
 
     @property
     def host_limit_bytes(self) -> int:
-        """What a plan may put aside for one device: its share of the usable memory of its node."""
+        """Memory of the host that a plan may use for one device: the device's share of its node's usable memory."""
         if self.host is None:
             return 0
         return int(self.host.memory_bytes * constants.USABLE_HOST_MEMORY.value) // self.gpus_per_node
 
     @property
     def host_bytes_per_s(self) -> float:
-        """One device's share of what its node's processors read and write in their memory."""
+        """One device's share of the bandwidth of its node's processors to their memory."""
         assert self.host is not None
         return self.host.bytes_per_s * constants.HOST_MEMORY_EFFICIENCY.value / self.gpus_per_node
 
     @property
     def host_link_bytes_per_s(self) -> float:
-        """Bytes per second of a device to its host, and as many back, all devices of the node copying at once: what its link and its share
-        of the memory behind it allow."""
+        """Bytes per second from a device to its host, and as many back, while all devices of the node copy: the lower of its link's
+        bandwidth and its share of the memory's."""
         assert self.host is not None
         memory = self.host.bytes_per_s * constants.MEMORY_EFFICIENCY.value / self.gpus_per_node
         return min(self.host.link_bytes_per_s * constants.HOST_LINK_EFFICIENCY.value, memory / 2)
 
     def peak_flops(self, precision: str) -> float:
-        """Of all devices together, FLOP/s; 0 where a kind's is not known."""
+        """Peak FLOP/s of all devices together; 0 where that of one kind is not known."""
         peaks = [(part.count, part.gpu.peak_flops.get(precision, 0.0)) for part in self.parts or (self,)]
         return sum(n * peak for n, peak in peaks) if all(peak for _, peak in peaks) else 0.0
 
     def stages(self, pipeline: int) -> tuple[Cluster, ...]:
-        """What each of ``pipeline`` equal stages runs on. Devices are taken in order; on several parts the slowest's pace holds."""
-        return tuple(self._view(touched, apart=False) for touched in self._touched(pipeline))
+        """The devices of each of ``pipeline`` equal stages, taken in order. A stage on several parts runs at the pace of the slowest."""
+        return tuple(self._view(touched, across=False) for touched in self._touched(pipeline))
 
     def borders(self, pipeline: int) -> tuple[Cluster, ...]:
-        """What each stage but the last sends over to the next one: the ``inter`` link of these, or ``intra`` on one node."""
+        """The devices on both sides of each stage border: a stage sends to the next over their ``inter`` link, or ``intra`` on one node."""
         touched = self._touched(pipeline)
-        return tuple(self._view(tuple(sorted({*a, *b})), apart=True) for a, b in itertools.pairwise(touched))
+        return tuple(self._view(tuple(sorted({*a, *b})), across=True) for a, b in itertools.pairwise(touched))
 
     def _touched(self, pipeline: int) -> list[tuple[int, ...]]:
         """The parts that each stage has devices of."""
@@ -202,11 +204,11 @@ class Cluster:
             for first in range(0, size * pipeline, size)
         ]
 
-    def _view(self, parts: tuple[int, ...], apart: bool) -> Cluster:
+    def _view(self, parts: tuple[int, ...], across: bool) -> Cluster:
         if not parts:
             return self
         chosen = [self.parts[i] for i in parts]
-        return self._as_given(chosen[0] if len(chosen) == 1 else joined(self.name, chosen, self.between, apart))
+        return self._as_given(chosen[0] if len(chosen) == 1 else joined(self.name, chosen, self.between, across))
 
     def _as_given(self, view: Cluster) -> Cluster:
         """The view under the memory limit that was given for all."""
@@ -216,8 +218,8 @@ class Cluster:
 
     @property
     def memory_capacity_bytes(self) -> int:
-        """What tensors can take of one device at all, where a plan that keeps to ``memory_limit_bytes`` keeps clear of it: its memory less
-        what the driver and the libraries take, over what the allocator reserves for each byte that is asked for."""
+        """The most bytes of tensors that fit on one device: its memory less that of driver and libraries, divided by the bytes that the
+        allocator reserves for each requested byte. ``memory_limit_bytes`` is lower, as a safety margin."""
         if self.memory_override_bytes is not None or self.kind != "cuda":
             return self.memory_limit_bytes
         free = self.gpu.memory_bytes - constants.DEVICE_OVERHEAD.value
@@ -227,12 +229,12 @@ class Cluster:
         return self.name
 
 
-def joined(name: str, parts: Sequence[Cluster], between: Link | None, apart: bool = False) -> Cluster:
-    """Parts as one cluster. What is asked of it as a whole is the least that its parts have: the slowest device and link, the smallest
-    memory. ``apart`` makes the way between the parts its ``inter`` link, for what is sent from one to the other."""
+def joined(name: str, parts: Sequence[Cluster], between: Link | None, across: bool = False) -> Cluster:
+    """Parts as one cluster, whose figures are the worst of its parts: the slowest device and link, the smallest memory. ``across`` makes
+    the link between the parts its ``inter`` link, for sends from one part to the other."""
     gpus = [part.gpu for part in parts]
     inter = min((part.inter for part in parts), key=lambda link: link.bytes_per_s)
-    if apart and between is not None and between.bytes_per_s < inter.bytes_per_s:
+    if across and between is not None and between.bytes_per_s < inter.bytes_per_s:
         inter = between
     return Cluster(
         name=name,
@@ -251,7 +253,7 @@ def joined(name: str, parts: Sequence[Cluster], between: Link | None, apart: boo
 
 
 def _scarcest(hosts: Sequence[Host | None]) -> Host | None:
-    """A host that has no more of anything than any of ``hosts``."""
+    """A host with the smallest of each figure of ``hosts``."""
     known = [host for host in hosts if host is not None]
     if len(known) < len(hosts):
         return None
@@ -264,7 +266,7 @@ def _scarcest(hosts: Sequence[Host | None]) -> Host | None:
 
 
 def _slowest(gpus: Sequence[Gpu]) -> Gpu:
-    """A device that reaches no more in anything than any of ``gpus``."""
+    """A device with the worst of each figure of ``gpus``."""
     if len(set(gpus)) == 1:
         return gpus[0]
     efficiency = min(gpu.matmul_efficiency for gpu in gpus)

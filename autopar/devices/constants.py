@@ -1,9 +1,9 @@
 """Figures that no specification gives, each with its unit and its source.
 
-Vendor specifications are in ``kinds/*.toml``, measured bandwidths in ``networks/*.toml``. What is here turns them into prices: the
-fraction of a peak that real code reaches, latencies, and modest figures for a machine without a GPU. A source starts with its kind:
+Vendor specifications are in ``kinds/*.toml``, measured bandwidths in ``networks/*.toml``. The figures here turn them into prices: the
+fraction of a peak that real code reaches, latencies, and low estimates for a machine without a GPU. A source starts with its kind:
 *measured*, *library* (read from its source code), *published*, *vendor* (a data sheet), *assumed*, or *fitted*: chosen with published
-measurements in view. ``autopar.devices.records`` lists all of them, those in the files included; docs/validation.md prints that list.
+measurements in view. docs/evidence/validation.md lists all of them, those in the files and of ``autopar.trainers`` included.
 """
 
 from __future__ import annotations
@@ -13,16 +13,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A number with its unit and where it came from."""
+    """A number with its unit and its source."""
 
     value: float
     unit: str
     source: str
-
-    @property
-    def kind(self) -> str:
-        """*measured*, *library*, *published*, *vendor*, *assumed* or *fitted*."""
-        return self.source.split(":")[0].split()[0]
 
 
 _NCCL = "library: NCCL src/graph/tuning.cc, hwLat and baseLat, protocol Simple"
@@ -66,38 +61,6 @@ USABLE_HOST_MEMORY = Constant(
     0.8,
     "fraction of a node's memory",
     "assumed: the operating system, file caches, data loading, the processes themselves",
-)
-
-DEEPSPEED_GRADIENT_BYTES = Constant(
-    10,
-    "bytes per parameter",
-    "fitted: DeepSpeed's bfloat16 optimizer in BigScience's runs; 2 of the backward's gradient, 4 of the flat float32 sum, which is not "
-    "sharded, and as much again",
-)
-RECIPE_GRADIENT_BYTES = Constant(
-    2,
-    "bytes per parameter",
-    "published: grad_sync_dtype bf16 beside distributed_fused_adam, NVIDIA/dgxc-benchmarking nemo_megatron/gpt3_175b_hydra.yaml",
-)
-_NANOTRON = "library: nanotron src/nanotron/optim/gradient_accumulator.py"
-DDP_GRADIENT_BYTES = Constant(6, "bytes per parameter", _NANOTRON + ": 4 of the float32 sum, 2 of DDP's bucket")
-SUMMED_GRADIENT_BYTES = Constant(
-    4, "bytes per parameter", _NANOTRON + ": the float32 sum; without data parallelism there is no bucket"
-)
-FRESH_GRADIENT_BYTES = Constant(
-    2, "bytes per parameter", _NANOTRON + ": the backward's own gradient, which is added to the sum when all are there"
-)
-
-# -- trainers ---------------------------------------------------------------------------------------------------------
-TENSOR_OVERLAP = Constant(
-    0.3,
-    "fraction of tensor-parallel communication",
-    "fitted: nanotron's asynchronous tensor parallelism in its layout sweep",
-)
-HEAVY_HEAD = Constant(
-    2.0,
-    "blocks",
-    "fitted: from this much arithmetic on, the head counts when blocks are assigned to stages (nanotron's sweep)",
 )
 
 # -- compute ----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""What the files say, as records: GPUs by name (``kinds/*.toml``), measured networks (``networks/*.toml``), and what this machine has.
+"""Records of hardware: GPUs by name (``kinds/*.toml``), measured networks (``networks/*.toml``), and this machine.
 
-A kind is a TOML file: dense TFLOP/s, GB = 1e9 bytes, NVLink per GPU and per node figures in one direction, with a source for each.
+A kind is a TOML file: dense TFLOP/s, GB = 1e9 bytes, NVLink per GPU and figures per node in one direction, with a source for each.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from autopar.devices.cluster import Gpu, Host, Link, Network
 from autopar.errors import DeviceError
 
 _GIGA, _TERA = 1e9, 1e12
-GPUS_PER_NODE = 8  # of every SXM board in the file; GB200 says otherwise itself
+GPUS_PER_NODE = 8  # of every SXM board; the file of GB200 has a figure of its own
 
 
 @cache
 def table() -> dict[str, Mapping[str, Any]]:
-    """GPU name to its entry, for the entries that have the figures which a price needs."""
+    """Entries by GPU name: those that have the figures which a price needs."""
     entries = sorted((_read(file) for file in _files("kinds")), key=lambda entry: int(entry["order"]))
     return {entry["name"]: entry for entry in entries if _peak(entry) and entry.get("hbm_gb_per_s")}
 
@@ -49,7 +49,7 @@ def gpu_names() -> tuple[str, ...]:
 
 @cache
 def _aliases() -> dict[str, str]:
-    """Lenient spellings, folded. A shorter name means the first entry in the file that it fits: SXM before PCIe."""
+    """GPU names by their lenient spellings, folded. A shorter name means the first entry that it matches: SXM before PCIe."""
     aliases: dict[str, str] = {}
     for name in table():
         parts = name.split("-")
@@ -58,7 +58,7 @@ def _aliases() -> dict[str, str]:
             aliases.setdefault(_fold("-".join(parts[:end])), name)
         if "PCIE" in parts:  # A100-PCIE-80GB, as A100-80GB-PCIE too
             aliases.setdefault(_fold(f"{parts[0]}-{parts[2]}-{parts[1]}"), name)
-    aliases[_fold("A100")] = "A100-80GB-SXM"  # the file's first A100 is the one of 40 GB, which few mean
+    aliases[_fold("A100")] = "A100-80GB-SXM"  # the first A100 is that of 40 GB, which few mean
     return aliases
 
 
@@ -67,7 +67,7 @@ def _fold(name: str) -> str:
 
 
 def find(name: str) -> str:
-    """The name in the file that ``name`` stands for.
+    """The known GPU that ``name`` means.
 
     Raises:
         DeviceError: no such GPU; the hint names the nearest.
@@ -85,7 +85,7 @@ def find(name: str) -> str:
 
 
 def nearest(text: str) -> str:
-    """The entry that loose words mean: a name of ``find``, else one of the same family with the memory that is nearest.
+    """The known GPU that loose words mean: a name of ``find``, else that of the same family whose memory is nearest.
 
     Raises:
         DeviceError: no entry of that family.
@@ -113,7 +113,7 @@ def network_entries() -> list[dict[str, Any]]:
 
 
 def network(name: str, per_node: int, words: str) -> Network | None:
-    """The measured network of that kind of node, where nothing is said of another one."""
+    """The measured network of that kind of node, unless ``words`` describe another network."""
     if words:
         return None
     found = next((n for n in network_entries() if (n["gpu"], n["gpus_per_node"]) == (name, per_node)), None)
@@ -134,8 +134,8 @@ _PORTS = {"XDR": 800, "NDR": 400, "HDR": 200, "EDR": 100, "FDR": 56, "OMNI-PATH"
 
 
 def node_bytes_per_s(words: str, per_node: int) -> float | None:
-    """A node's network in bytes per second, as far as loose words tell: ``"8x HDR InfiniBand 200Gb/s"``, ``"4x Omni-Path links"``,
-    ``"RDMA 400Gb/s per GPU"``; ``None`` where they do not."""
+    """A node's network in bytes per second from loose words: ``"8x HDR InfiniBand 200Gb/s"``, ``"4x Omni-Path links"``,
+    ``"RDMA 400Gb/s per GPU"``; ``None`` where they give no bandwidth."""
     text = words.upper()
     rate = re.search(r"([0-9.]+)\s*Gb", words)
     kind = next((kind for kind in _PORTS if kind in text), None)
@@ -151,7 +151,7 @@ def _peak(entry: Mapping[str, Any]) -> float:
 
 
 def peaks(bf16_flops: float | None, fp16_flops: float | None = None) -> dict[str, float]:
-    """Dense FLOP/s by dtype from the one figure that specifications always give."""
+    """Dense FLOP/s by precision from the one figure that every specification has."""
     if bf16_flops:
         return {
             "float8": bf16_flops * c.FP8_OVER_BF16.value,
@@ -162,12 +162,12 @@ def peaks(bf16_flops: float | None, fp16_flops: float | None = None) -> dict[str
         }
     assert fp16_flops
     single = fp16_flops * c.FP32_OVER_FP16_VOLTA.value
-    # without bfloat16 in hardware it runs through the float32 units
+    # without bfloat16 in hardware it runs in the float32 units
     return {"bfloat16": single, "float16": fp16_flops, "float32": single, "float64": single / 2}
 
 
 def gpu(name: str, memory_bytes: int | None = None) -> Gpu:
-    """The record of a GPU that the file has; ``memory_bytes`` as seen on the device, where there is one."""
+    """The record of a known GPU; ``memory_bytes`` is the device's own figure where the device is at hand."""
     entry = table()[name]
     peak = _peak(entry)
     sustained = _sustained(entry, peak)
@@ -188,7 +188,7 @@ def gpu(name: str, memory_bytes: int | None = None) -> Gpu:
 
 
 def _sustained(entry: Mapping[str, Any], peak: float) -> float:
-    """FLOP/s of large products in a training run: as measured there, else what a short benchmark reaches, less where power limits it."""
+    """FLOP/s of large products in a training run: as measured there, else those of a short benchmark, reduced where power limits them."""
     if seen := entry.get("sustained_matmul_bf16_tflops"):
         return float(seen) * _TERA
     best = entry.get("achievable_matmul_bf16_tflops")
@@ -208,14 +208,14 @@ def links(name: str, gpus_per_node: int) -> tuple[Link, Link]:
         intra = Link(c.PCIE_HOP_S.value, pcie, f"kinds/{name}.toml: pcie_gb_per_s")
     node = entry.get("inter_node_gb_per_s_per_node")
     if node:
-        # the node of the file has its own number of GPUs: its network is shared by those who are there
+        # the node's network is shared by the GPUs that it has here, whose number may differ from the file's
         return intra, inter_link(node * _GIGA / gpus_per_node, sources.get("inter_node", name))
     default = c.DEFAULT_INTER_NODE_BYTES_PER_S
     return intra, inter_link(default.value, default.source)
 
 
 def host(name: str) -> Host:
-    """The host of that GPU's node, modest where the file says nothing of it."""
+    """The host of that GPU's node, with low estimates where the file has no figures."""
     entry = table()[name]
     memory, bandwidth = c.DEFAULT_HOST_MEMORY_BYTES, c.DEFAULT_HOST_BYTES_PER_S
     return Host(
@@ -237,7 +237,7 @@ def inter_link(bytes_per_s: float, source: str) -> Link:
 
 
 def match_device(device_name: str, memory_bytes: int) -> str:
-    """The file's entry for a CUDA device by the name its driver gives, such as ``NVIDIA H100 80GB HBM3``.
+    """The known GPU for a CUDA device by its driver's name, such as ``NVIDIA H100 80GB HBM3``.
 
     Raises:
         DeviceError: no entry of that family.
@@ -260,7 +260,7 @@ def cpu(processes: int) -> tuple[Gpu, Link]:
         name="cpu",
         memory_bytes=machine_memory_bytes() // processes,
         peak_flops={"bfloat16": flops * low, "float16": flops * low, "float32": flops, "float64": flops / 2},
-        matmul_efficiency=1.0,  # the figures are what is reached, not peaks
+        matmul_efficiency=1.0,  # the figures are rates of real code, not peaks
         memory_bytes_per_s=c.CPU_BYTES_PER_S.value,
         memory_efficiency=1.0,
         op_floor_s=c.CPU_OP_FLOOR_S.value,

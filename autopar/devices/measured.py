@@ -1,8 +1,7 @@
-"""What was measured of a device and of the ways between devices, as curves by size.
+"""Measurements of a device and of the links between devices, as curves by size.
 
-A specification gives one figure for all sizes; a measurement knows that small products, short messages and strided reads are
-slower. Everything here answers the questions that a price asks (``Gpu.seconds``, ``Gpu.update_s``, ``Wires.seconds``), so that a price
-never has to know where its figures come from.
+A specification has one figure for all sizes, but small products, short messages and strided reads are slower. Prices ask for times
+(``Gpu.seconds``, ``Gpu.update_s``, ``Wires.seconds``) and do not depend on whether these are measured or specified.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 PRODUCT, ATTENTION, POINTWISE, VIEW = "product", "attention", "pointwise", "view"
-"""Kinds of op by what bounds them; every other kind is an op's own name, and is ``POINTWISE`` where that was not measured."""
+"""Kinds of op with curves of their own. Every other kind is an op's name, and has the curve of ``POINTWISE`` where it was not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class Curve:
 
     @staticmethod
     def through(points: Iterable[tuple[float, float]], rising: bool = False) -> Curve:
-        """The curve through ``points``; of equal ``x`` the geometric mean. ``rising``: no ``y`` is below an earlier one."""
+        """The curve through ``points``, with the geometric mean of those at equal ``x``. ``rising``: no ``y`` is below an earlier one."""
         found: dict[float, list[float]] = {}
         for x, y in sorted(points):
             found.setdefault(x, []).append(y)
@@ -45,21 +44,20 @@ class Curve:
         return Curve(tuple(found), tuple(means))
 
     def at(self, x: Any) -> Any:
-        """The value at ``x`` (a number or an array), that of the nearest end beyond the ends."""
+        """The value at ``x`` (a number or an array); beyond an end, the value at that end."""
         return np.exp(np.interp(np.log(np.maximum(x, 1e-30)), np.log(self.x), np.log(self.y)))
 
     def beyond(self, x: float) -> float:
-        """The same for a time by size: beyond the last size it grows in proportion."""
+        """The same for a curve of time by size: beyond the last size, time grows in proportion."""
         return float(self.at(x)) * max(1.0, x / self.x[-1])
 
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """Seconds of ops on one device while all others are busy too.
+    """Times of ops on one device while all other devices are busy too.
 
-    ``products`` are FLOP/s by FLOPs per byte, of each dtype, forward and backward; ``attention`` the same by FLOPs; ``moves`` bytes
-    per second by bytes, of each kind of op, forward and backward; ``update`` seconds of the optimizer by the bytes that it moves for
-    one tensor.
+    Keys are (dtype or kind of op, whether backward). ``products`` are FLOP/s by FLOPs per byte; ``attention`` FLOP/s by FLOPs; ``moves``
+    bytes per second by bytes; ``update`` seconds of the optimizer by the bytes that it moves for one tensor.
     """
 
     products: Mapping[tuple[str, bool], Curve]
@@ -68,7 +66,7 @@ class Ops:
     update: Curve
 
     def seconds(self, kinds: NDArray[np.str_], flops: Floats, moved: Floats, dtype: str, backward: bool) -> Floats:
-        """Seconds of every op beyond its start."""
+        """Seconds of every op without its launch."""
         found = np.zeros_like(flops)
         for kind in np.unique(kinds):
             here = kinds == kind
@@ -84,7 +82,7 @@ class Ops:
 
     @staticmethod
     def _of(curves: Mapping[tuple[str, bool], Curve], dtype: str, backward: bool) -> Curve:
-        # what was not measured runs as the nearest that was: 16-bit formats alike
+        # a dtype that was not measured has the curve of a similar one: 16-bit formats are alike
         for name in (dtype, "bfloat16" if dtype in ("float16", "float8") else dtype, "float32"):
             if (name, backward) in curves:
                 return curves[name, backward]
@@ -93,26 +91,26 @@ class Ops:
 
 @dataclass(frozen=True, slots=True)
 class Wires:
-    """Seconds of collectives by name and group size, by the bytes of the tensor that the group makes whole.
+    """Seconds of collectives by name and group size, as curves by the bytes of the whole tensor (see ``price.collectives``).
 
-    Names are ``Collective``'s values, ``"p2p"`` by the bytes sent, and ``"sharded all_gather"`` and ``"sharded reduce_scatter"``: what
-    they cost with the copies into and out of a layer's flat buffers, as FSDP runs them. ``waits`` is, by group size, what meeting for a
-    collective costs after arithmetic of one second, in seconds: no two devices take equally long.
+    Names are the values of ``Collective``, ``"p2p"`` (by the bytes sent), and ``"sharded all_gather"`` and ``"sharded reduce_scatter"``:
+    FSDP's, with the copies into and out of a layer's flat buffers. ``waits`` are, by group size, the seconds that a collective waits for
+    the slowest member after one second of arithmetic, since no two devices take equally long.
     """
 
     curves: Mapping[tuple[str, int], Curve]
     waits: Mapping[int, float] = field(default_factory=dict)
 
     def seconds(self, name: str, members: int, size: float) -> float | None:
-        """``None`` where nothing of the kind was measured."""
+        """``None`` where that collective was not measured with that group size."""
         curve = self.curves.get((name, members))
         return None if curve is None else curve.beyond(size)
 
     def wait_s(self, meetings: Sequence[int], compute_s: float) -> float:
-        """What groups of these sizes wait for their slowest member, meeting after equal parts of ``compute_s``.
+        """Seconds that groups of these sizes wait for their slowest members, when their collectives divide ``compute_s`` equally.
 
-        Delays add up independently, so that the spread of a part's time, and with it how far its slowest member is behind the mean
-        (order statistics of the normal distribution), grows with the square root of the part's length.
+        Delays are independent. The spread of a part's time, and with it the delay of its slowest member against the mean (order
+        statistics of the normal distribution), therefore grows with the square root of the part's length.
         """
         if not meetings:
             return 0.0

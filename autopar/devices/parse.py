@@ -1,4 +1,4 @@
-"""From what a user writes to a ``Cluster``.
+"""From a user's description of devices to a ``Cluster``.
 
 =====================  ==============================================================================================
 ``4``                  four devices of this machine: CUDA ones when it has as many, processes on the CPU otherwise
@@ -157,8 +157,8 @@ def _described(text: str, nodes: int, per_node: int, name: str) -> Cluster:
 
 
 def described(gpu: str, nodes: int, per_node: int, network: str = "") -> Cluster:
-    """A cluster from loose words, as people write them in reports: ``gpu`` such as ``"A100-40GB-SXM (DGX A100)"``, ``network``
-    what is said of the links between nodes.
+    """A cluster from loose words, as in reports: ``gpu`` such as ``"A100-40GB-SXM (DGX A100)"``, ``network`` such as
+    ``"8x HDR InfiniBand 200Gb/s"``.
 
     Raises:
         DeviceError: no GPU of that family is known.
@@ -166,7 +166,7 @@ def described(gpu: str, nodes: int, per_node: int, network: str = "") -> Cluster
     name = hardware.nearest(gpu)
     cluster = _described(f"{nodes}x{per_node}x{gpu}", nodes, per_node, name)
     seen = hardware.node_bytes_per_s(network, per_node)
-    inter = cluster.inter if seen is None else hardware.inter_link(seen / per_node, f"said of the run: {network}")
+    inter = cluster.inter if seen is None else hardware.inter_link(seen / per_node, f"the run's report: {network}")
     return dataclasses.replace(cluster, inter=inter, network=hardware.network(name, per_node, network))
 
 
@@ -182,7 +182,7 @@ def _local(count: int) -> Cluster:
 
 def _local_cpu(name: str, count: int) -> Cluster:
     device, link = hardware.cpu(count)
-    # a gloo collective is its hops: there is no kernel to launch
+    # a gloo collective costs its hops only: it launches no kernel
     return Cluster(name, 1, count, "cpu", device, link, link, local=True, collective_s=0.0, host_s=0.0)
 
 
@@ -287,7 +287,7 @@ def _part(path: Path, data: dict[str, Any]) -> Cluster:
 
 
 def _check(path: Path, data: dict[str, Any], keys: Sequence[str], named: bool = True) -> None:
-    """Raise for a key that is not among ``keys``, for a value that it cannot have, and if ``named`` where no GPU is."""
+    """Raise for a key that is not among ``keys``, for an invalid value, and, if ``named``, where no GPU is named."""
     for key, value in data.items():
         if key not in keys:
             near = difflib.get_close_matches(key, keys, n=3) or list(keys)
@@ -343,12 +343,12 @@ def _host(path: Path, data: dict[str, Any]) -> Host:
             c.DEFAULT_HOST_LINK_BYTES_PER_S,
         )
         found = Host(int(memory.value), bandwidth.value, link.value, memory.source)
-    said = {
+    given = {
         "memory_bytes": int(data.get("host_memory_gb", 0) * c.GIB_PER_VENDOR_GB.value),
         "bytes_per_s": data.get("host_memory_gb_per_s", 0) * 1e9,
         "link_bytes_per_s": data.get("host_gb_per_s", 0) * 1e9,
     }
-    changes: dict[str, Any] = {key: value for key, value in said.items() if value}
+    changes: dict[str, Any] = {key: value for key, value in given.items() if value}
     return dataclasses.replace(found, **changes, source=str(path)) if changes else found
 
 
@@ -356,7 +356,7 @@ def _links(path: Path, data: dict[str, Any], per_node: int) -> tuple[Link, Link]
     source = str(path)
     try:
         intra, inter = hardware.links(hardware.find(data["gpu"]), per_node)
-    except DeviceError:  # a GPU that the file describes: so must it the links, or the modest defaults hold
+    except DeviceError:  # a GPU that the file describes: links that it does not describe have low estimates
         default = c.DEFAULT_INTER_NODE_BYTES_PER_S
         intra, inter = (
             hardware.intra_link(default.value, default.source),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from autopar.errors import AutoparError, ProgramError
 from autopar.graph import Graph
+from autopar.precision import name_of
 from autopar.program import FILES
 from autopar.program.opaque import Applied
 
@@ -51,7 +52,7 @@ def _describe(module: nn.Module) -> list[dict[str, Any]]:
     def tensor(value: Tensor | None) -> dict[str, Any] | None:
         if value is None:
             return None
-        return {"operand": operands[id(value)], "shape": list(value.shape), "dtype": _dtype(value.dtype)}
+        return {"operand": operands[id(value)], "shape": list(value.shape), "dtype": name_of(value.dtype)}
 
     records = []
     for path, each in modules:
@@ -119,7 +120,7 @@ def _data(value: Any, where: str, name: str) -> Any:
     if value is None or kind in (bool, int, float, str):
         return value
     if kind is torch.dtype:
-        return {"dtype": _dtype(value)}
+        return {"dtype": name_of(value)}
     if isinstance(value, type) and issubclass(value, torch.autograd.Function):
         return {"class": _named(value, where)}
     if kind is list:
@@ -137,7 +138,3 @@ def _unplain(where: str, name: str, what: str) -> AutoparError:
         "keep numbers, text, dtypes and lists, tuples or dicts of them as attributes; register tensors as buffers and modules as "
         "children, and make anything else in forward",
     )
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -20,9 +20,11 @@ from autopar.emit.stage import layer_attribute, owned_attribute, stage_class
 from autopar.errors import ModelError, UsageError
 from autopar.graph import Graph
 from autopar.ops.meta import meta
-from autopar.plan import INTERLEAVED, SPLIT, Plan
+from autopar.plan import Plan
+from autopar.precision import name_of
 from autopar.program import copy_runtime
 from autopar.program.state import write_initial
+from autopar.schedules import SPLIT, default_schedule
 from autopar.shard import plan_shardings
 from passes.stages import LocalProgram, cut_stages
 
@@ -110,7 +112,7 @@ def emit(
 def _refuse_priced(plan: Plan) -> None:
     """Raise ``UsageError`` for what has a price and no program."""
     if plan.unwritten:
-        nearest = "1f1b" if plan.chunks == 1 else INTERLEAVED
+        nearest = default_schedule(plan.pipeline, plan.pipeline, plan.chunks)
         hint = (
             f"use the schedule {nearest}, the nearest that runs"
             if plan.schedule in SPLIT
@@ -249,7 +251,7 @@ def layouts(program: LocalProgram) -> list[dict[str, object]]:
                         "part": part,
                         "global_shape": list(record.shape),
                         "padded_shape": list(local.whole),
-                        "dtype": str(record.dtype).removeprefix("torch."),
+                        "dtype": name_of(record.dtype),
                         "trainable": record.trainable,
                         "tied": list(record.tied),
                         "types": {axis: str(t) for axis, t in zip(axes, local.types, strict=True)},
@@ -273,7 +275,7 @@ def buffers(program: LocalProgram) -> list[dict[str, object]]:
                         "name": f"{layer_attribute(program, index)}.{buffer_paths(local)[value.name]}",
                         "original": original,
                         "shape": list(record.shape),
-                        "dtype": str(record.dtype).removeprefix("torch."),
+                        "dtype": name_of(record.dtype),
                         "persistent": record.persistent,
                         "written": value.name in local.cls.updates,
                     }

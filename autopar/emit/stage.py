@@ -10,6 +10,7 @@ from autopar.emit.expressions import conversion_text, literal
 from autopar.emit.names import Names, flat_attributes, identifier
 from autopar.graph import Value
 from autopar.plan import Axis
+from autopar.precision import name_of
 from autopar.types import R, SpmdType
 from passes.stages import Border, LocalProgram, Stage, argument_keys
 
@@ -86,7 +87,7 @@ def _shapes(program: LocalProgram, stage: Stage) -> str:
     """Global shapes and dtypes of the inputs."""
     rows = program.graph.batch_size
     inputs = [value for value in program.graph.inputs if value.name in stage.inputs]
-    return _quoted({v.name: f'({(rows, *v.shape[1:])!r}, "{str(v.dtype).removeprefix("torch.")}")' for v in inputs})
+    return _quoted({v.name: f'({(rows, *v.shape[1:])!r}, "{name_of(v.dtype)}")' for v in inputs})
 
 
 def _named(axes: tuple[str, ...], types: Types) -> str:
@@ -100,7 +101,7 @@ def _types(stage: Stage, axes: tuple[str, ...]) -> str:
 def _borders(borders: tuple[Border, ...]) -> str:
     entries = []
     for border in borders:
-        dtype = str(border.value.dtype).removeprefix("torch.")
+        dtype = name_of(border.value.dtype)
         flows = "" if border.value.requires_grad else ", False"  # whether a gradient comes back
         entries.append(f'("{border.value.name}", {border.shape!r}, "{dtype}"{flows})')
     return "(" + "".join(f"{entry}, " for entry in entries).rstrip() + ")"
@@ -260,12 +261,15 @@ class _Forward:
             text = "hidden" if single and passed else "loss" if name == graph.loss else self.names.fresh(name)
             self.values[name] = _Variable(text, local.output(position), dtypes[position])
             results.append(text)
-        target = ", ".join(results)
         if run == 1:
             attribute = layer_attribute(self.program, layer)
-            updates = ", *new" if local.cls.updates else ""
-            self.body.append(f"        {target}{updates} = self.{attribute}({', '.join(arguments)})")
-            if updates:
+            call = f"self.{attribute}({', '.join(arguments)})"
+            if results:
+                targets = ", ".join([*results, *(["*new"] if local.cls.updates else [])])
+                self.body.append(f"        {targets} = {call}")
+            else:  # nothing reads its outputs, and the buffers that it writes remain
+                self.body.append(f"        new = [{call}]" if len(local.cls.updates) == 1 else f"        new = {call}")
+            if local.cls.updates:
                 self.body.append(f'        self.updates.append(("{attribute}", new))')
             return
         if arguments[0] != "hidden":
@@ -280,8 +284,8 @@ class _Forward:
         else:
             self.body.append(f"        for layer in ({', '.join(members)}):")
             self.body.append(f"            hidden = layer(hidden{rest})")
-        if target != "hidden":
-            self.body.append(f"        {target} = hidden")
+        if results != ["hidden"]:
+            self.body.append(f"        {results[0]} = hidden")
 
     def _read(self, layer: int, key: str, needed: Types) -> str:
         """The text of a value in the types that a layer takes, after the lines that convert it."""

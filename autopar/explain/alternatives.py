@@ -1,7 +1,7 @@
 """The best plans of other outer choices: pipeline degree, microbatches, schedule, chunks.
 
-Choices are solved in the order of their cheap bounds, until as many as were asked for are known to be faster than any that is left, or
-time is up.
+Choices are searched in the order of their cheap bounds, until the requested number of plans are known to be faster than all remaining
+choices, or time is up.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from autopar.errors import InfeasibleError
 from autopar.explain.describe import describe, memory_bytes
 from autopar.explain.study import Study
 from autopar.plan import Plan
-from autopar.search.interleaved_bound import fewest_seconds
+from autopar.search.bounds.cheap import fewest_seconds
 from autopar.search.problem import choices
 from autopar.search.tables import Prices
 
 GAP = 0.02
-"""An alternative is solved to this gap: it is there to be compared, not to be run."""
+"""The search for an alternative stops at this gap: alternatives are compared, not run."""
 SOLVE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Alternatives:
-    """The plans, fastest first; ``complete``: no outer choice that is not among them can be faster than the last one."""
+    """The plans, fastest first. Where they are ``complete``, no other outer choice can be faster than the last one."""
 
     plans: tuple[Plan, ...]
     complete: bool
@@ -54,7 +54,7 @@ Outer = tuple[int, int, str, int]
 
 
 def alternatives(study: Study, plan: Plan, count: int = 10, limit_s: float = 60.0) -> Alternatives:
-    """The ``count`` best outer choices, that of ``plan`` among them where it is one of the best."""
+    """The plans of the ``count`` best outer choices; the choice of ``plan`` takes part with that plan."""
     deadline = time.monotonic() + limit_s
     order = _by_bound(study, deadline)
     mine = (plan.pipeline, plan.microbatches, plan.schedule, plan.chunks)
@@ -88,7 +88,8 @@ def _by_bound(study: Study, deadline: float) -> list[tuple[float, Outer]]:
     prices = Prices(study.graph, study.cluster, study.pricer(), options)
     least: dict[Outer, float] = {}
     for choice in choices(study.graph, study.cluster.count, options, prices.pins):
-        outer = (choice.pipeline, choice.microbatches, choice.schedule, choice.chunks)
+        schedule = choice.schedule
+        outer = (schedule.pipeline, schedule.microbatches, schedule.name, schedule.chunks)
         instance = prices.instance(choice) if time.monotonic() < deadline else None
         if instance is not None:
             least[outer] = min(fewest_seconds(instance), least.get(outer, float("inf")))

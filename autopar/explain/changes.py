@@ -17,8 +17,8 @@ from autopar.devices import Cluster, hardware, parse
 from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.explain.describe import describe, memory_bytes
 from autopar.explain.study import Study
+from autopar.pins import ANY
 from autopar.plan import Plan
-from autopar.search.options import ANY
 
 MOST_DEVICES = 65_536
 MOST_PROCESSES = 64  # of this machine
@@ -50,9 +50,9 @@ def suggest(
     progress: Callable[[str], None] = lambda text: None,
     limit_s: float = LIMIT_S,
 ) -> InfeasibleError:
-    """``error`` with the changes that make the request feasible, those first that need no new capture of the model.
+    """``error`` with the changes that make the request feasible; changes that need no new capture of the model come first.
 
-    After ``limit_s`` seconds nothing new is begun: kinds that there was no time for are left out.
+    After ``limit_s`` seconds no further kind of change is tried.
     """
     deadline = time.monotonic() + limit_s
     kinds: list[tuple[str, Callable[[Study, float], Iterator[Change]]]] = [
@@ -94,11 +94,11 @@ def _change(kind: str, text: str, plan: Plan, free: tuple[str, ...] = (), **requ
 
 
 def _without_pins(study: Study, deadline: float) -> Iterator[Change]:
-    """The single pins without which something fits; all of them together if no single one is enough."""
+    """The pins that can each be left out to make something fit; all pins together if no single one is enough."""
     pins = study.options.pins
     alone = 0
     for key, value in pins.items():
-        if value == ANY:  # decides nothing
+        if value == ANY:  # no decision
             continue
         plan = feasible(study, asked=study.options.without(key))
         if plan is not None:
@@ -115,7 +115,7 @@ def _without_pins(study: Study, deadline: float) -> Iterator[Change]:
 
 
 def _offload(study: Study, deadline: float) -> Iterator[Change]:
-    """What alone is enough in the host's memory; both if neither is."""
+    """The single offload that is enough; both together if no single one is."""
     if study.cluster.host is None or study.options.offload is not None:
         return
     words = {"optimizer": "optimizer states", "activations": "activations", "both": "optimizer states and activations"}
@@ -126,7 +126,7 @@ def _offload(study: Study, deadline: float) -> Iterator[Change]:
         plan = feasible(study, offload=offload)
         if plan is not None:
             alone += 1
-            remark = ", which is priced alone" if plan.unwritten else ""
+            remark = ", which has a price only" if plan.unwritten else ""
             text = f"put {what} into the host's memory (--offload {offload}){remark}"
             yield _change("offload", text, plan, offload=offload)
 
@@ -170,7 +170,7 @@ def _resized(study: Study, **sizes: Any) -> Plan | None:
 
 
 def _devices(study: Study, deadline: float) -> Iterator[Change]:
-    """More of the same: one node is filled up first, then there are more nodes."""
+    """More devices of the same kind: one node is filled up first, then nodes are added."""
     counts = larger_counts(study.cluster)
     if not counts:
         return
@@ -233,7 +233,7 @@ def spec_of(cluster: Cluster) -> str | None:
 
 
 def _other_devices(study: Study, deadline: float) -> Iterator[Change]:
-    """The kind with the least memory, among those with more than this one, that does with the same number."""
+    """The GPU kind with the least memory, of those with more than this one, on which the same number of devices is enough."""
     cluster = study.cluster
     if (
         cluster.kind != "cuda"

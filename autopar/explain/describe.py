@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from autopar.plan import MICROBATCH_STATISTICS, NARROW, REPLICATING, Plan, Role, Strategy
-
-_DEGREES = (
-    ("data", (Role.DATA,)),
-    ("tensor", (Role.TENSOR, Role.TENSOR_SEQUENCE)),
-    ("expert", (Role.EXPERT,)),
-    ("ulysses", (Role.ULYSSES,)),
-    ("ring", (Role.RING,)),
-)
+from autopar.plan import DEGREES, MICROBATCH_STATISTICS, NARROW, REPLICATING, Plan, Strategy
 
 
 def main_strategy(plan: Plan) -> Strategy:
@@ -28,7 +20,7 @@ def describe(plan: Plan) -> str:
     if plan.chunks > 1:
         parts[0] += f" of {plan.chunks} chunks"
     strategy = main_strategy(plan)
-    degrees = [(name, strategy.degree(plan.mesh, *roles)) for name, roles in _DEGREES]
+    degrees = [(name, strategy.degree(plan.mesh, *roles)) for name, roles in DEGREES.items()]
     parts += [f"{name} {degree}" for name, degree in degrees if degree > 1]
     zeros = sorted({a.strategy.zero for a in plan.layers if a.strategy.degree(plan.mesh, *REPLICATING) > 1})
     if zeros and zeros != [0]:

@@ -1,4 +1,4 @@
-"""The best plan of each family that a person might have taken instead."""
+"""The best plan of each family of plans that an expert might have chosen instead."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 from autopar.errors import InfeasibleError, UsageError
 from autopar.explain.describe import describe, memory_bytes
 from autopar.explain.study import Study
-from autopar.plan import DUALPIPE_V, INTERLEAVED, REPLICATING, SPLIT, ZERO_BUBBLE, ZERO_BUBBLE_V, Plan, Role
+from autopar.pins import OF_PLAN
+from autopar.plan import DEGREES, REPLICATING, Plan
+from autopar.schedules import DUALPIPE_V, INTERLEAVED, SPLIT, ZERO_BUBBLE, ZERO_BUBBLE_V
 
 Pins = dict[str, Any]
 
 PRICED_S = 5.0
-"""A schedule that has a price alone is there to be compared, not to be run."""
+"""Seconds for the search of a schedule that has a price only: such plans are compared, not run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class Family:
     memory_bytes: int | None
     summary: str
     reason: str = ""
-    remark: str = ""  # why it is priced alone, where no program of it is written
+    remark: str = ""  # why the plan has a price only, where no program of it is written
 
     def to_json(self, step_time_s: float) -> dict[str, Any]:
         return {
@@ -49,7 +51,7 @@ class Family:
 
 
 def definitions(gpus_per_node: int, count: int, hosts: bool) -> list[tuple[str, str, Pins]]:
-    """(name, title, pins) of every family on devices of that shape; ``hosts`` says that nodes have a memory besides their devices'."""
+    """(name, title, pins) of every family on devices of that shape; ``hosts`` says whether the memory of nodes' hosts is known."""
     alone = {"pipeline": 1, "tensor": 1, "expert": 1, "ulysses": 1, "ring": 1}
     found: list[tuple[str, str, Pins]] = [
         ("no_pipeline", "no pipeline", {"pipeline": 1}),
@@ -79,26 +81,19 @@ def definitions(gpus_per_node: int, count: int, hosts: bool) -> list[tuple[str, 
 
 
 def obeys(plan: Plan, pins: Pins) -> bool:
-    """Whether the plan keeps to the pins."""
-    degrees = {"data": (Role.DATA,), "tensor": (Role.TENSOR, Role.TENSOR_SEQUENCE),
-               "expert": (Role.EXPERT,), "ulysses": (Role.ULYSSES,), "ring": (Role.RING,)}  # fmt: skip
-    for name, value in pins.items():
+    """Whether the plan satisfies the pins."""
+
+    def values(name: str) -> set[Any]:
         strategies = [layer.strategy for layer in plan.layers]
-        if name in degrees:
-            if any(s.degree(plan.mesh, *degrees[name]) != value for s in strategies):
-                return False
-        elif name == "zero":
-            if any(s.zero != value for s in strategies if s.degree(plan.mesh, *REPLICATING) > 1):
-                return False
-        elif name == "recompute":
-            if any(s.recomputation != value for s in strategies):
-                return False
-        elif name == "offload":
-            if any(s.offload != value for s in strategies):
-                return False
-        elif getattr(plan, name) != value:
-            return False
-    return True
+        if name in DEGREES:
+            return {s.degree(plan.mesh, *DEGREES[name]) for s in strategies}
+        if name == "zero":
+            return {s.zero for s in strategies if s.degree(plan.mesh, *REPLICATING) > 1}
+        if name in OF_PLAN:
+            return {getattr(plan, name)}
+        return {s.recomputation if name == "recompute" else s.offload for s in strategies}
+
+    return all(values(name) <= {value} for name, value in pins.items())
 
 
 def family(study: Study, plan: Plan, name: str, title: str, pins: Pins) -> Family:

@@ -1,8 +1,8 @@
-"""What binds a plan, and what more of each thing would be worth: finite differences, each of them a solve.
+"""What limits a plan, and what more of each resource would save: finite differences, each from a search of its own.
 
-A price of something (memory, a link, arithmetic, the batch) is the time that the best plan under more of it saves. The plan that is
-explained stays possible under more of anything, so a price is never negative; and no more can be saved than the changed problem's
-bound leaves, which is reported as ``at_most``.
+The price of a resource (memory, a link, arithmetic, the batch) is the time that the best plan with more of it saves. The explained plan
+remains possible with more of any resource, so a price is never negative. The bound of the changed problem limits what can be saved:
+``at_most``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FULL = 0.9
 WORTH = 0.002
 """Savings below this share of the step are noise: the search itself stops at a gap."""
 UNSETTLED = 0.05
-"""A search that ends with a larger gap ran out of time: what it found says little."""
+"""A search that ends with a larger gap ran out of time: its plan says little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """A constraint that costs time where it is: its name, what it holds, and the sentence that says so."""
+    """A constraint that costs time: its name, the share of the step that relaxing it would save, and a sentence that says so."""
 
     name: str
     saving: float
@@ -153,7 +153,7 @@ def _worth(name: str, change: str, plan: Plan, possible: Plan, best: Plan, per: 
 
 
 def bindings(study: Study, plan: Plan, found: list[Price]) -> list[Binding]:
-    """The constraints whose price is not nothing, the dearest first, with the figures that show where they bind."""
+    """The constraints that have a price, the highest price first, with the figures that show where they limit the plan."""
     by_name = {price.name: price for price in found}
     p = plan.prediction
     result = []

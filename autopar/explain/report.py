@@ -30,7 +30,7 @@ class Explanation:
     wall_time_s: float
 
     def to_json(self) -> dict[str, Any]:
-        """One JSON object; ``docs/explain.md`` names its fields."""
+        """One JSON object; ``docs/guide/explain.md`` names its fields."""
         p, best = self.plan.prediction, self.best.prediction
         return {
             "model": self.plan.model,

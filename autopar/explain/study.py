@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from autopar.devices import Cluster
 from autopar.graph import Graph
@@ -13,22 +13,13 @@ from autopar.plan import Plan
 from autopar.precision import name_of
 from autopar.price import Pricer as LayerPricer
 from autopar.search import Pricer, SearchOptions, evaluate, search
+from autopar.workload import Recapture
 
 PricerOf = Callable[[Graph, Cluster], Pricer]
 
 
-class Recapture(Protocol):
-    """The request's graph with other sizes: tokens in a sequence, rows of the global batch, precision. ``None`` keeps a size."""
-
-    def __call__(
-        self, *, seq: int | None = None, global_batch: int | None = None, precision: str | None = None
-    ) -> Graph:
-        """Raises ``AutoparError`` where the model cannot have that size."""
-        ...
-
-
 def shared_pricers() -> PricerOf:
-    """Pricers whose op-level layouts and tables are found once per graph, whatever the cluster."""
+    """Pricers that share op-level layouts and tables between all clusters of a graph."""
 
     kept: dict[int, tuple[Graph, LayerPricer]] = {}  # the graph is kept so that its id stays its own
 
@@ -42,7 +33,7 @@ def shared_pricers() -> PricerOf:
 
 @dataclass
 class Study:
-    """``solve`` searches the request again; what does not depend on the change is kept between solves.
+    """``solve`` searches the request again; tables that do not depend on the change are kept between searches.
 
     ``seq`` is the length of the batch's sequences, ``None`` where there are none. ``limit_s`` bounds each solve.
     """
@@ -74,7 +65,7 @@ class Study:
         asked: SearchOptions | None = None,
         **options: Any,
     ) -> Plan:
-        """The best plan with these things changed; ``options`` are fields of ``SearchOptions``, in place of those in ``asked``.
+        """The best plan with these things changed; ``options`` are fields of ``SearchOptions`` and override those of ``asked``.
 
         Raises:
             InfeasibleError: nothing fits.

@@ -1,6 +1,5 @@
-"""Prices: what a layer under a strategy costs in seconds and bytes, and what it costs to pass a value on."""
+"""Prices: seconds and bytes of a layer under a strategy, and seconds of passing a value to the next layer or stage."""
 
-from autopar.price.layer import LayerPrice, price_layer
 from autopar.price.pricer import Pricer, edge_s
 
-__all__ = ["LayerPrice", "Pricer", "edge_s", "price_layer"]
+__all__ = ["Pricer", "edge_s"]

@@ -1,7 +1,7 @@
-"""Ways to sum a gradient of *B* bytes over *N* nodes so that all have the sum, as every course on the subject lists them.
+"""Algorithms that sum a gradient of *B* bytes over *N* nodes so that every node has the sum.
 
 ====================  ==========  ======================  ==================  ==============
-way                   steps       bytes in sequence       most of a node      of all nodes
+algorithm             steps       bytes in sequence       peak of one node    all nodes
 ====================  ==========  ======================  ==================  ==============
 parameter server      2           2 N B                   N B                 2 N B
 sequential            2 (N-1)     2 (N-1) B               B                   2 (N-1) B
@@ -10,10 +10,10 @@ parallel              2           2 (N-1)/N B             (N-1)/N B           2 
 recursive halving     2 log2 N    2 (N-1)/N B             B / 2               2 (N-1) B
 ====================  ==========  ======================  ==================  ==============
 
-*Bytes in sequence* is what the slowest way from start to end carries, step after step: over bandwidth it is the time, besides *steps*
-times the latency. *Most of a node* is what one node sends or receives in one step, the network card it must have for that. *Parallel* cuts
-the gradient into N parts and makes every node the server of one; recursive halving does the same in log2 N exchanges of pairs.
-``collectives`` prices plans' all-reduces with ``ring`` (and NCCL's double tree, which is not on the list).
+*Bytes in sequence* are the bytes on the longest path from start to end: divided by bandwidth, and with *steps* times the latency added,
+they give the time. *Peak of one node* is the most that one node sends or receives in one step, the load of its network card. *Parallel*
+divides the gradient into N parts, one server each; recursive halving does so in log2 N exchanges of pairs.
+``collectives`` prices the all-reduces of plans with ``ring`` (and with NCCL's double tree, which is not in this table).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Aggregation:
-    """What one way costs (see the module's docstring): ``steps``, and bytes in sequence, at most in a node's step, and in total."""
+    """The cost of one algorithm (see the module's docstring): ``steps``, bytes in sequence, the peak of one node, the total."""
 
     steps: int
     sequence_bytes: float
@@ -38,17 +38,17 @@ class Aggregation:
 
 
 def parameter_server(size: float, nodes: int) -> Aggregation:
-    """All send to one, which sends the sum back to all: one card carries everything."""
+    """All nodes send to one, which sends the sum back to all: one network card carries everything."""
     return Aggregation(2, 2 * nodes * size, nodes * size, 2 * nodes * size)
 
 
 def sequential(size: float, nodes: int) -> Aggregation:
-    """The sum is passed from node to node, whole, and the result all the way again."""
+    """The whole sum passes from node to node, then the result takes the same way again."""
     return Aggregation(2 * (nodes - 1), 2 * (nodes - 1) * size, size, 2 * (nodes - 1) * size)
 
 
 def ring(size: float, nodes: int) -> Aggregation:
-    """N parts go round at one time, one behind the other: a reduce-scatter, then an all-gather."""
+    """N parts travel around the ring at the same time: a reduce-scatter, then an all-gather."""
     return Aggregation(2 * (nodes - 1), 2 * (nodes - 1) / nodes * size, size / nodes, 2 * (nodes - 1) * size)
 
 
@@ -59,7 +59,7 @@ def parallel(size: float, nodes: int) -> Aggregation:
 
 
 def recursive_halving(size: float, nodes: int) -> Aggregation:
-    """Pairs at distance N/2, N/4, ... exchange halves of what they still sum, and the sums the same way back. N is a power of two."""
+    """Pairs at distance N/2, N/4, ... exchange halves of their part of the sum, then the sums in reverse. N is a power of two."""
     assert nodes & (nodes - 1) == 0, nodes
     return Aggregation(2 * int(math.log2(nodes)), 2 * (nodes - 1) / nodes * size, size / 2, 2 * (nodes - 1) * size)
 

@@ -36,7 +36,7 @@ from autopar.types import Collective
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The ranks that run a collective together: how many, how many of them share a node, and how many a part of the cluster."""
+    """The ranks that run a collective together: their number, the number of them on one node, and in one part of the cluster."""
 
     size: int
     per_node: int
@@ -48,7 +48,7 @@ class Group:
 
 
 def group(axes: tuple[Axis, ...], cluster: Cluster) -> Group:
-    """The ranks that differ on ``axes`` alone. An axis of stride 0 (the microbatch) holds no ranks."""
+    """The ranks that differ on ``axes`` alone. An axis of stride 0 (the microbatch) has no ranks."""
     size = per_node = per_part = 1
     part = min((each.count for each in cluster.parts), default=cluster.count)
     for axis in axes:
@@ -57,11 +57,6 @@ def group(axes: tuple[Axis, ...], cluster: Cluster) -> Group:
             per_node *= max(1, min(axis.size, cluster.gpus_per_node // axis.stride))
             per_part *= max(1, min(axis.size, part // axis.stride))
     return Group(size, per_node, per_part if cluster.parts else 0)
-
-
-def time_s(collective: Collective, bytes_total: float, axis_size: int, stride: int, cluster: Cluster) -> float:
-    """Seconds of ``collective`` on ``bytes_total`` (see the module's docstring) over an axis of that size and stride."""
-    return group_time_s(collective, bytes_total, group((Axis("axis", axis_size, stride),), cluster), cluster)
 
 
 def group_time_s(
@@ -74,8 +69,8 @@ def group_time_s(
 ) -> float:
     """Seconds of ``collective`` on ``bytes_total`` over ``members``; zero for a group of one.
 
-    One of many that are ``batched``, such as the buckets of gradients, hides its latency behind the others. ``sharded`` ones are
-    FSDP's, with the copies around them.
+    A ``batched`` collective is one of many in a row, such as the buckets of gradients, and hides its latency behind the others. A
+    ``sharded`` one is FSDP's, with the copies around it.
     """
     n = members.size
     if n == 1 or collective in (Collective.NONE, Collective.LOCAL):
@@ -83,7 +78,7 @@ def group_time_s(
     if (seen := _measured(collective, bytes_total, n, cluster, sharded)) is not None:
         return cluster.collective_s + seen
     if 0 < members.per_part < n and cluster.between is not None:
-        # the ring crosses from part to part: over that link, if it is the slower one, shared by the members of a part
+        # the ring crosses from part to part over the link between them, if that is the slower one, which the members of a part share
         share = 1 if collective is Collective.ALL_TO_ALL else members.per_part / members.per_node
         slow = Link(
             max(cluster.inter.latency_s, cluster.between.latency_s),
@@ -100,7 +95,7 @@ def group_time_s(
         hop_s = cluster.inter.latency_s if nodes > 1 else cluster.intra.latency_s
         return cluster.collective_s + hop_s + max(inside, outside)
     if network is not None and cluster.gpus_per_node > 1:
-        # bandwidth falls with the ranks in a ring, and a node's is shared by the groups that its other GPUs are in
+        # bandwidth falls with the number of ranks in a ring, and the groups of a node's other GPUs share the node's
         whole = network.bus(max(1.0, n / network.per_node), collective is Collective.ALL_REDUCE)
         beta = whole * (1.0 if nodes == 1 else k / network.per_node)
         hop_s = cluster.intra.latency_s if nodes == 1 else network.hop_s
@@ -127,7 +122,7 @@ def group_time_s(
 
 
 def _measured(collective: Collective, size: float, n: int, cluster: Cluster, sharded: bool) -> float | None:
-    """Seconds as ``autopar profile`` saw them, where it did."""
+    """Seconds as ``autopar profile`` measured them; ``None`` where it did not."""
     if cluster.wires is None:
         return None
     if collective in (Collective.SHIFT, Collective.ROTATE):

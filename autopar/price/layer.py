@@ -1,82 +1,47 @@
 """The price of one layer class under one strategy, on one device.
 
-Three steps, from the slowest-changing to the fastest: ``build`` (per class: arrays), ``bind`` (per class and types of every
+Three steps, each used by more prices than the next: ``build`` (per class: arrays), ``bind`` (per class and types of every
 run of axes: flags, conversions, distinct saved storages), ``core`` (per sizes: seconds and bytes of one microbatch). ZeRO and
-recomputation are arithmetic on top. ``price_layer`` runs all of them; ``Pricer`` keeps the results.
+recomputation are arithmetic on top (``assemble``). ``Pricer`` runs all steps and caches their results.
 
-Neighbouring axes of equal types are a *run*: what converts a value on one converts it on all of them together. Most of a core depends on
-how many parts a run makes, not on how many axes it has or on what pipeline the mesh is a stage of, so that few cores make many prices.
+Neighbouring axes of equal types are a *run*: one collective converts a value on all of them. A core depends on the number of parts into
+which each run divides its values, but hardly on the number of axes in the run or on the pipeline around the mesh, so that few cores serve
+many prices.
 
-Time of an op is ``max(FLOPs / rate, bytes / bandwidth, floor)``: replicated ops cost every device the same. Tensor-parallel
-collectives are waited for. FSDP's gathers and reductions run beside the layer's compute, and what does not fit is exposed.
+The time of an op combines FLOPs over rate with bytes over bandwidth (``Gpu.seconds``); a replicated op costs every device the same.
+Collectives of tensor parallelism are waited for. FSDP's gathers and reductions run beside the layer's compute; the excess is exposed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from autopar.devices import Cluster
-from autopar.graph import LayerClass
+from autopar.devices.measured import Floats
+from autopar.layer_price import LayerPrice
 from autopar.plan import Axis, Role, Strategy
 from autopar.price.collectives import Group, group, group_time_s
-from autopar.price.held import Alive, Share, flat_bytes, sharded_bytes
-from autopar.price.host import Aside, host_state_bytes, host_update_s, waited_s
-from autopar.price.memory import Precision, precision, state_bytes
+from autopar.price.host import Offloaded, host_state_bytes, host_update_s, waited_s
+from autopar.price.live_memory import Alive, Share
 from autopar.price.moves import Move, layer_moves
-from autopar.price.practice import EMITTED, Practice
-from autopar.price.selective import Selected, select
-from autopar.price.table import AxisFlags, ClassTable, Flags, Floats, Rows, build, flags
-from autopar.sharding import AxisTypes, Sharding
+from autopar.price.selective import Flags, Selected
+from autopar.price.state import Precision, state_bytes
+from autopar.price.table import AxisFlags, ClassTable, Rows
+from autopar.price.trainer import Trainer
+from autopar.sharding import AxisTypes
 from autopar.types import Collective
-from passes.pad import pad_class
-
-MICROBATCH = "microbatch"
 
 Runs = tuple[tuple[Axis, ...], ...]
 """The axes, those of microbatches first, in runs of equal types."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerPrice:
-    """Seconds of one microbatch on one device, exposed communication and recomputation included, and bytes held there.
-
-    ``communication_s`` is the exposed part of ``forward_s + backward_s``. ``step_s`` comes once a step: gradient reduction,
-    ZeRO's gathers, the optimizer. ``saved_bytes`` is per microbatch in flight, ``fresh_bytes`` what its backward leaves in their
-    place, ``border_bytes`` what a stage with its border here passes on. ``flops`` counts the model's arithmetic for one microbatch, forward
-    and backward, over all devices of the stage: replicated work once, recomputation not at all. ``weight_s`` is the part of ``backward_s``
-    that makes parameters' gradients alone; where a schedule runs it apart, ``waiting_bytes`` come to ``saved_bytes`` until then
-    (``price.split``). ``host_bytes`` are in the host's memory all along, ``host_saved_bytes`` for each microbatch in flight. Of ``segment``
-    layers that are recomputed as one, the first keeps ``kept_bytes``: ``saved_bytes`` is a layer's share of that, rounded down, and
-    ``transient_bytes`` are those while all of them have run again.
-    """
-
-    forward_s: float
-    backward_s: float
-    communication_s: float
-    step_s: float
-    parameters_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    saved_bytes: int
-    transient_bytes: int
-    flops: float
-    fresh_bytes: int = 0
-    border_bytes: int = 0
-    weight_s: float = 0.0
-    waiting_bytes: int = 0
-    host_bytes: int = 0
-    host_saved_bytes: int = 0
-    segment: int = 1
-    kept_bytes: int = 0
-
-
 @dataclass(frozen=True)
 class Bound:
-    """A class table with the types of every run of axes, the microbatches' first: all but the sizes."""
+    """A class table with the types of every run of axes, that of microbatches first: everything but the sizes."""
 
     table: ClassTable
     rows: Rows
@@ -84,18 +49,19 @@ class Bound:
     flag: tuple[int, ...]  # by run
     moves: tuple[Move, ...]
     ways: tuple[Over, ...]  # the distinct ones among the moves
-    plain: tuple[int, ...]  # the saved entries that are storages of their own
-    selective: tuple[int, ...]  # those under selective recomputation
+    plain: tuple[int, ...]  # the saved entries, one per storage
+    selective: tuple[int, ...]  # the same under selective recomputation
     selected: Selected
 
 
 Over = tuple[tuple[int, ...], tuple[int, ...]]
-"""Of a move: its runs, and the others that divide the value."""
+"""The runs that a move is over, and the other runs that divide its value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """What a move depends on of the axes' sizes: its group, the product of the sizes of its axes, and the parts that others make."""
+    """The sizes that a move depends on: its group, the product of its axes' sizes, and the number of parts into which other axes divide
+    its value."""
 
     members: Group
     meeting: int
@@ -104,7 +70,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """All that a core depends on of the axes' sizes: parts by distinct flags, and ways by distinct runs of moves."""
+    """The sizes that a core depends on: parts by distinct flags, and ways by distinct runs of moves."""
 
     parts: tuple[int, ...]
     ways: tuple[Way, ...]
@@ -114,8 +80,8 @@ class Sizes:
 class Spread:
     """The devices that have the same parameters, over which ZeRO spreads them, with seconds of collectives over them.
 
-    Of gathers and reductions those done once a step (ZeRO 0 and 1), then those around each pass of a layer. ``flops`` are those of one
-    microbatch, see ``LayerPrice``.
+    ``gather_s`` and ``reduce_s`` have two figures: once per step (ZeRO 0 and 1), and around each pass of a layer (ZeRO 2 and 3).
+    ``flops`` are those of one microbatch, see ``LayerPrice``.
     """
 
     size: int
@@ -132,22 +98,24 @@ class Core:
 
     forward_compute_s: float
     backward_compute_s: float
-    weight_compute_s: float  # the part of it that makes parameters' gradients alone
-    selective_compute_s: float  # what selective recomputation runs again
+    weight_compute_s: float  # the part of it that computes parameter gradients only
+    selective_compute_s: float  # of the ops that selective recomputation runs again; the next three too
     selective_wire_s: float
     selective_host_s: float
     selective_meetings: tuple[int, ...]
     forward_wire_s: float
     backward_wire_s: float
-    forward_beside_s: float  # what is left of exchanges that run under their own op's arithmetic
+    forward_beside_s: float  # the exposed part of collectives that run under their own op's arithmetic
     backward_beside_s: float
-    forward_host_s: float  # what the host needs to start all that, below which no device's speed helps
+    forward_host_s: (
+        float  # the host's time to launch kernels and collectives: a lower bound whatever the device's speed
+    )
     backward_host_s: float
     forward_meetings: tuple[int, ...]  # the groups' sizes of the collectives that are waited for
     backward_meetings: tuple[int, ...]
     saved_bytes: float
-    waiting_bytes: float  # gradients that are kept until parameters' gradients are made of them
-    selective_bytes: float  # what it keeps, and the most that there is while it runs again and backwards
+    waiting_bytes: float  # activation gradients that stay until parameter gradients are computed from them
+    selective_bytes: float  # saved under selective recomputation, and the peak while the layer runs again and backwards
     selective_working_bytes: float
     input_bytes: float
     output_bytes: float
@@ -163,30 +131,30 @@ def bind(
     rows: Rows,
     types: tuple[AxisTypes, ...],
     axis_flags: tuple[AxisFlags, ...],
-    regather: bool = False,
+    trainer: Trainer,
 ) -> Bound:
-    """Puts the runs' solutions together, the microbatches' first."""
+    """Combines the types of all runs of axes, that of microbatches first."""
 
     def distinct(which: Flags) -> tuple[int, ...]:
         seen: dict[tuple[int, tuple[bool, ...]], int] = {}
         for i, entry in enumerate(table.saved):
-            # a value that is read as it is and gathered too is held twice; one that many ops read the same way, once
+            # a value that one op reads as it is and another gathered is saved twice; one that many ops read the same way, once
             if which[i]:
                 seen.setdefault((entry.storage, tuple(bool(f.saved[i]) for f in axis_flags)), i)
         return tuple(seen.values())
 
-    moves = layer_moves(table.cls, types, table.value_bytes, table.value_gradient, regather)
-    chosen = select(table.selection, table.ops, table.saved, types, moves)
-    plain, kept = distinct(table.plain), distinct(chosen.kept)
+    moves = layer_moves(table.cls, types, table.value_bytes, table.value_gradient, trainer.conversions)
+    chosen = table.selection.under(types, table.ops, table.saved, moves)
+    plain, selective = distinct(table.plain), distinct(chosen.saved)
     different = {id(f): f for f in axis_flags}
     numbers = {key: k for k, key in enumerate(different)}
     ways = dict.fromkeys((move.axes, move.sharded) for move in moves)
     flag = tuple(numbers[id(f)] for f in axis_flags)
-    return Bound(table, rows, tuple(different.values()), flag, moves, tuple(ways), plain, kept, chosen)
+    return Bound(table, rows, tuple(different.values()), flag, moves, tuple(ways), plain, selective, chosen)
 
 
 def measure(bound: Bound, runs: Runs, cluster: Cluster) -> Sizes:
-    """What these axes make of a bound class."""
+    """The sizes that these axes give a bound class."""
     sizes = [math.prod([axis.size for axis in run]) for run in runs]
     parts = [1] * len(bound.flags)
     for k, size in zip(bound.flag, sizes, strict=True):
@@ -245,7 +213,9 @@ def core(bound: Bound, given: Sizes, cluster: Cluster, numbers: Precision) -> Co
     again, repeated = bound.selected.again, bound.selected.moves
     inputs = np.array([table.value_bytes[name] for name in table.activations], dtype=float)
     input_bytes = float(local(inputs, "activation").sum())
-    selective_bytes, selective_working_bytes = _selective_bytes(bound, saved, input_bytes)
+    selective_bytes, selective_working_bytes = table.selection.memory(
+        table.saved, saved, list(bound.plain), list(bound.selective), table.live.saver, ops, input_bytes
+    )
     parameters = local(table.parameter_numel, "parameter")
     return Core(
         forward_compute_s=float(forward_s.sum()),
@@ -269,7 +239,7 @@ def core(bound: Bound, given: Sizes, cluster: Cluster, numbers: Precision) -> Co
         selective_working_bytes=selective_working_bytes,
         input_bytes=input_bytes,
         output_bytes=float(local(table.output_bytes, "output").sum()),
-        alive=_alive(bound, cuts, local, saved, parameters * numbers.parameter),
+        alive=_alive(bound, cuts, local, saved, parameters * numbers.width),
         parameters=float(parameters.sum()),
         trainable=float(parameters[table.trainable].sum()),
         largest=float(parameters[table.trainable].max(initial=0.0)),
@@ -285,7 +255,7 @@ def _left_s(
     ways: dict[Over, Way],
     cluster: Cluster,
 ) -> float:
-    """What exchanges beside an op's arithmetic add to it."""
+    """Seconds that collectives beside an op's arithmetic add to it."""
     found: dict[str, float] = {}
     for m in moves:
         if m.beside:
@@ -296,22 +266,6 @@ def _left_s(
     at = {node.name: i for i, node in enumerate(table.ops)}
     slowdown = cluster.overlap_slowdown
     return sum(beside_s(float(arithmetic_s[at[name]]), wire_s, slowdown) for name, wire_s in found.items())
-
-
-def _selective_bytes(bound: Bound, saved: Floats, input_bytes: float) -> tuple[float, float]:
-    """What selective recomputation keeps, and the most that is there while the layer runs again: an op that does finds what was kept and
-    saves what it always does, so that of ops before it there is the one and of ops after it the other."""
-    table, plain, kept = bound.table, list(bound.plain), list(bound.selective)
-    held = float(saved[kept].sum())
-    if not table.selection.emitted:  # published figures count what stays of the plain run
-        found = min(float(saved[plain].sum()), max(held, input_bytes))
-        return found, found
-    ops = len(table.ops)
-    again = np.bincount(table.live.saver[plain], weights=saved[plain], minlength=ops).cumsum()
-    waits = np.bincount(table.selection.maker[kept], weights=saved[kept], minlength=ops)
-    working = again + waits.sum() - waits.cumsum()
-    inputs = sum(float(saved[i]) for i in plain if table.saved[i].storage in table.selection.inputs)
-    return held + input_bytes, float(working.max(initial=held)) + max(0.0, input_bytes - inputs)
 
 
 def _meetings(moves: tuple[Move, ...], ways: dict[Over, Way], side: str, beside: bool) -> tuple[int, ...]:
@@ -331,14 +285,14 @@ def _alive(
     saved: Floats,
     parameter_bytes: Floats,
 ) -> Alive:
-    """What the layer holds at most, forward and backward, over what it has saved at its end."""
+    """Peaks of live memory, forward and backward, above what the layer has saved at the end of its forward."""
     table, plain = bound.table, bound.plain
     live, ops = table.live, len(table.ops)
     if not ops:
         return Alive(0.0, 0.0, 0.0, 0.0)
-    kept = np.zeros(ops)
-    np.add.at(kept, live.saver[list(plain)], saved[list(plain)])
-    later = kept.sum() - np.cumsum(kept)  # what ops after this one save
+    by_op = np.zeros(ops)
+    np.add.at(by_op, live.saver[list(plain)], saved[list(plain)])
+    later = by_op.sum() - np.cumsum(by_op)  # saved by later ops
     is_cut = np.any([f.loss for f, _ in cuts], axis=0)
     touched = (
         live.touched_forward + np.where(is_cut, live.cut_loss, 0.0),
@@ -376,24 +330,24 @@ def spread(
     flops: float,
     cluster: Cluster,
     numbers: Precision,
-    practice: Practice,
+    trainer: Trainer,
 ) -> Spread:
-    """What ZeRO over the data axes of a mesh has to do with: ``microbatches`` a step, of ``flops`` each."""
+    """The data-parallel group of a mesh and its collectives, for ``microbatches`` per step of ``flops`` each."""
     members = group(tuple(a for a, r in zip(mesh, roles, strict=True) if r.replicates_parameters), cluster)
     parameters, trainable = math.ceil(c.parameters), math.ceil(c.trainable)
-    calls = c.tensors if practice.by_parameter else 1
 
-    def over(collective: Collective, size: float, apart: bool, calls: int = 1) -> float:
-        batched = practice.bucketed and not apart
-        return calls * group_time_s(collective, size / calls, members, cluster, batched, apart) if size else 0.0
+    def over(collective: Collective, size: int, around_layer: bool) -> float:
+        if not size:
+            return 0.0
+        return trainer.data_collective_s(collective, size, c.tensors, members, cluster, around_layer)
 
     return Spread(
         size=members.size,
         microbatches=microbatches,
         flops=flops,
         gather_s=(
-            over(Collective.ALL_GATHER, parameters * numbers.parameter, False, calls),
-            over(Collective.ALL_GATHER, parameters * numbers.parameter, True, calls),
+            over(Collective.ALL_GATHER, parameters * numbers.width, False),
+            over(Collective.ALL_GATHER, parameters * numbers.width, True),
         ),
         reduce_s=(
             over(Collective.REDUCE_SCATTER, trainable * numbers.reduced, False),
@@ -409,21 +363,24 @@ def assemble(
     strategy: Strategy,
     cluster: Cluster,
     numbers: Precision,
-    practice: Practice,
+    trainer: Trainer,
 ) -> LayerPrice:
-    """Adds ZeRO over the data axes, recomputation, and what is in the host's memory."""
+    """Adds ZeRO over the data axes, recomputation, and offloading to the host's memory."""
     data, zero = spread.size, strategy.zero if spread.size > 1 else 0
-    trainable, aside = math.ceil(c.trainable), Aside.of(strategy, cluster)
+    trainable, offloaded = math.ceil(c.trainable), Offloaded.of(strategy, cluster)
     gather, reduce = spread.gather_s[zero >= 2], spread.reduce_s[zero >= 2]
 
     def beside(compute_s: float, wire_s: float) -> float:
         return beside_s(compute_s, wire_s, cluster.overlap_slowdown)
 
+    def exposed(wire_s: float, compute_s: float) -> float:
+        return trainer.exposed_step_s(wire_s, compute_s, cluster.overlap_slowdown)
+
     again, part = float(strategy.recompute), float(strategy.selective)
-    forward_wire_s, backward_wire_s = _wires_s(c, strategy, practice)
+    forward_wire_s, backward_wire_s = _wires_s(c, strategy, trainer)
     forward_compute_s = max(c.forward_compute_s, c.forward_host_s - forward_wire_s)
-    held_gradient = trainable / (data if zero >= 2 else 1)
-    accumulate_s = (1 - 1 / spread.microbatches) * held_gradient * numbers.accumulated / cluster.gpu.bytes_per_s
+    gradient = trainable / (data if zero >= 2 else 1)
+    accumulate_s = (1 - 1 / spread.microbatches) * gradient * numbers.accumulated / cluster.gpu.bytes_per_s
     device_s = c.backward_compute_s + accumulate_s + (again * c.forward_compute_s + part * c.selective_compute_s)
     host_s = c.backward_host_s + again * c.forward_host_s + part * c.selective_host_s
     backward_compute_s = max(device_s, host_s - backward_wire_s)
@@ -433,72 +390,72 @@ def assemble(
     back_s = (reduce if zero >= 2 else 0.0) + (_gathers(strategy) * gather if zero == 3 else 0.0)
     backward_exposed = beside(backward_compute_s, back_s)
 
-    kept, working = _activations(c, strategy, 1)
-    if aside.activations:
-        forward_exposed += waited_s(kept, forward_compute_s, cluster)
-        backward_exposed += waited_s(kept, backward_compute_s, cluster)
+    segment_bytes, working = _activations(c, strategy, 1)
+    if offloaded.activations:
+        forward_exposed += waited_s(segment_bytes, forward_compute_s, cluster)
+        backward_exposed += waited_s(segment_bytes, backward_compute_s, cluster)
     updated = trainable / (data if zero else 1)
     on_device_s = cluster.gpu.update_s(updated * update_bytes(numbers), c.tensors)
-    step_s = host_update_s(updated, numbers, cluster) if aside.optimizer else on_device_s
-    under = practice.overlap_data
+    step_s = host_update_s(updated, numbers, cluster) if offloaded.optimizer else on_device_s
     if zero == 0:
-        step_s += beside(under * backward_compute_s, spread.average_s)
+        step_s += exposed(spread.average_s, backward_compute_s)
     elif zero == 1:
-        step_s += beside(under * backward_compute_s, reduce) + beside(under * forward_compute_s, gather)
+        step_s += exposed(reduce, backward_compute_s) + exposed(gather, forward_compute_s)
 
-    held, gradients, optimizer, saved, transient = _bytes(c, spread, strategy, data, zero, numbers, practice, aside)
-    weight_s, there = c.weight_compute_s + accumulate_s, aside.activations and aside.apart
+    parameters, gradients, optimizer, saved, transient = _bytes(
+        c, spread, strategy, data, zero, numbers, trainer, offloaded
+    )
+    weight_s, on_host = c.weight_compute_s + accumulate_s, offloaded.activations and offloaded.separate
     return LayerPrice(
         forward_s=forward_compute_s + forward_wire_s + forward_exposed,
         backward_s=backward_compute_s + backward_wire_s + backward_exposed,
         communication_s=forward_wire_s + backward_wire_s + forward_exposed + backward_exposed,
         step_s=step_s,
-        parameters_bytes=held,
+        parameters_bytes=parameters,
         gradients_bytes=gradients,
         optimizer_bytes=optimizer,
         saved_bytes=saved,
         transient_bytes=transient,
         flops=spread.flops,
         fresh_bytes=trainable * numbers.fresh,
-        border_bytes=math.ceil(c.input_bytes or c.output_bytes) if practice.apart else 0,
-        # where the host is what takes the time, it takes a part's share of it
+        border_bytes=math.ceil(trainer.border_bytes(c.input_bytes or c.output_bytes)),
+        # where launching from the host takes longer than the device, its time is divided in the same proportion
         weight_s=weight_s / device_s * backward_compute_s if weight_s else 0.0,
-        waiting_bytes=math.ceil(c.waiting_bytes + working - (0.0 if there else kept / strategy.segment)),
+        waiting_bytes=math.ceil(c.waiting_bytes + working - (0.0 if on_host else segment_bytes / strategy.segment)),
         segment=strategy.segment,
-        kept_bytes=math.ceil(kept),
-        host_bytes=host_state_bytes(math.ceil(updated), numbers) if aside.optimizer else 0,
-        host_saved_bytes=math.ceil(kept) if there else 0,
+        kept_bytes=math.ceil(segment_bytes),
+        host_bytes=host_state_bytes(math.ceil(updated), numbers) if offloaded.optimizer else 0,
+        host_saved_bytes=math.ceil(segment_bytes) if on_host else 0,
     )
 
 
-def _wires_s(c: Core, strategy: Strategy, practice: Practice) -> tuple[float, float]:
+def _wires_s(c: Core, strategy: Strategy, trainer: Trainer) -> tuple[float, float]:
     """Seconds of communication that is waited for, forward and backward, that of recomputation included."""
-    exposed = 1.0 - practice.overlap_tensor
-    forward_s = exposed * c.forward_wire_s + c.forward_beside_s
-    backward_s = exposed * c.backward_wire_s + c.backward_beside_s
+    forward_s = trainer.exposed_tensor_s(c.forward_wire_s) + c.forward_beside_s
+    backward_s = trainer.exposed_tensor_s(c.backward_wire_s) + c.backward_beside_s
     if strategy.recompute:
         backward_s += forward_s
     elif strategy.selective:
-        backward_s += exposed * c.selective_wire_s
+        backward_s += trainer.exposed_tensor_s(c.selective_wire_s)
     return forward_s, backward_s
 
 
 def _gathers(strategy: Strategy) -> float:
-    """How often a backward gathers a layer's parameters under ZeRO 3: once more where it runs again and is not its segment's last."""
+    """How often a backward gathers a layer's parameters under ZeRO 3: twice in a recomputed segment, once for its last layer."""
     return 2 - 1 / strategy.segment
 
 
 def _waits_s(
     c: Core, strategy: Strategy, shards: int, cluster: Cluster, forward_s: float, backward_s: float
 ) -> tuple[float, float]:
-    """What collectives wait for the slowest of their group, forward and backward, where that was measured.
+    """Seconds that collectives wait for the slowest member of their group, forward and backward, where that was measured.
 
     ``shards`` is the size of the group that gathers the layer's parameters and reduces its gradients, 1 where none does.
     """
     if cluster.wires is None:
         return 0.0, 0.0
     gathers = (shards,) if shards > 1 else ()
-    again = strategy.segment > 1  # one more, but for the last layer of a segment
+    again = strategy.segment > 1  # one more, except for the last layer of a segment
     back = c.backward_meetings + gathers * (2 + again if strategy.zero == 3 else 1)
     if strategy.recompute:
         back += c.forward_meetings
@@ -514,36 +471,26 @@ def _bytes(
     data: int,
     zero: int,
     numbers: Precision,
-    practice: Practice,
-    aside: Aside,
+    trainer: Trainer,
+    offloaded: Offloaded,
 ) -> tuple[int, int, int, int, int]:
-    """Bytes of parameters, gradients, optimizer state, of what is saved for a microbatch, and of transients."""
+    """Bytes of parameters, gradients, optimizer state, saved activations of one microbatch, and transients."""
     parameters, trainable = math.ceil(c.parameters), math.ceil(c.trainable)
-    held, gradients, optimizer = state_bytes(parameters, trainable, data, zero, numbers, aside.optimizer)
+    stored, gradients, optimizer = state_bytes(parameters, trainable, data, zero, numbers, offloaded.optimizer)
     saved, working = _activations(c, strategy, strategy.segment)
-    if aside.activations:  # the layer at work, and what is on its way for the next
-        saved, working = (0.0, working + saved) if aside.apart else (saved, working + 2 * saved)
+    if offloaded.activations:  # on the device: of the running layer, and of the next one, which are being copied
+        saved, working = (0.0, working + saved) if offloaded.separate else (saved, working + 2 * saved)
     share = Share(c.alive, saved, working, c.saved_bytes, parameters, trainable, c.largest, spread.microbatches)
-    if not practice.apart:
-        transient = working - saved + c.alive.activations
-        if (
-            zero >= 2
-        ):  # a gradient being filled, the one before being reduced; the layer at work and the next one, fetched ahead
-            gathered = parameters * numbers.parameter if zero == 3 else 0
-            transient += 2 * trainable * numbers.gradient + 2 * gathered
-    elif zero < 2:
-        transient = flat_bytes(share, data, zero, numbers, practice)
-    else:
-        sharded, transient = sharded_bytes(share, data, strategy, numbers, practice)
-        gradients = math.ceil(sharded)
-    return held, gradients, optimizer, math.ceil(saved) if strategy.segment == 1 else int(saved), math.ceil(transient)
+    live, transient = trainer.live_bytes(share, gradients, data, zero, strategy, numbers)
+    gradients = math.ceil(live)
+    return stored, gradients, optimizer, math.ceil(saved) if strategy.segment == 1 else int(saved), math.ceil(transient)
 
 
 def _activations(c: Core, strategy: Strategy, segment: int) -> tuple[float, float]:
-    """Bytes that a microbatch in flight holds, and those while its backward pass runs.
+    """Activation bytes per microbatch in flight, and those while its backward pass runs.
 
-    Of a segment of several layers: one layer's share of what it holds, and while all its layers have run again what there is besides the
-    other layers' shares.
+    In a segment of several layers: one layer's share of what the segment saves, and, while all its layers have run again, everything but
+    the other layers' shares.
     """
     saved = c.saved_bytes
     if strategy.recompute:
@@ -555,7 +502,7 @@ def _activations(c: Core, strategy: Strategy, segment: int) -> tuple[float, floa
 
 
 def beside_s(compute_s: float, wire_s: float, slowdown: float) -> float:
-    """What communication beside ``compute_s`` of arithmetic adds to it: what does not fit, and the slow-down of what does."""
+    """Seconds that communication beside ``compute_s`` of arithmetic adds: its excess, and the slow-down that its hidden part causes."""
     hidden_s = min(compute_s, wire_s)
     return wire_s - hidden_s + slowdown * hidden_s
 
@@ -563,36 +510,3 @@ def beside_s(compute_s: float, wire_s: float, slowdown: float) -> float:
 def update_bytes(numbers: Precision) -> int:
     """Bytes that the optimizer moves per parameter: reads the gradient, reads and writes its state and the parameter."""
     return numbers.gradient + 2 * numbers.optimizer + 2 * numbers.shard
-
-
-def price_layer(
-    cls: LayerClass,
-    sharding: Sharding,
-    strategy: Strategy,
-    cluster: Cluster,
-    precision_name: str,
-    practice: Practice = EMITTED,
-) -> LayerPrice | None:
-    """The price of ``cls`` when ``sharding`` binds its types to the mesh's axes and to the microbatch axis.
-
-    ``sharding.axes`` are the mesh's, in the order of ``strategy.roles``, with ``Axis("microbatch", m, 0)`` among them. ``None`` where
-    a local shape is not whole. ``Pricer.layer`` is the same with everything kept that can be.
-    """
-    numbers = precision(precision_name, practice)
-    # time is outermost: a microbatch is cut from the batch before the mesh divides it
-    order = sorted(range(len(sharding.axes)), key=lambda i: sharding.axes[i].name != MICROBATCH)
-    axes, types = tuple(sharding.axes[i] for i in order), tuple(sharding.types[i] for i in order)
-    whole = build(cls, numbers, practice)[0].model_flops
-    table, rows = build(pad_class(cls, Sharding(axes, types)), numbers, practice)
-    table = replace(table, model_flops=whole)  # padding is no work of the model's
-    found = tuple(flags(table, rows, t, practice.regather) for t in types)
-    bound = bind(table, rows, types, found, practice.regather)
-    given = measure(bound, tuple((axis,) for axis in axes), cluster)
-    if not divisible(bound, given):
-        return None
-    mesh = tuple(axis for axis in axes if axis.name != MICROBATCH)
-    microbatches = math.prod(axis.size for axis in axes if axis.stride == 0)
-    c = core(bound, given, cluster, numbers)
-    flops = table.model_flops / microbatches
-    around = spread(c, mesh, strategy.roles, microbatches, flops, cluster, numbers, practice)
-    return assemble(c, around, strategy, cluster, numbers, practice)

@@ -1,11 +1,11 @@
-"""The collectives that a layer's types imply: what is priced, and what the program is held to (``autopar.checks.collectives``)."""
+"""The collectives that a layer's types imply: those that are priced, and that a program must run (``autopar.checks.collectives``)."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -21,11 +21,11 @@ from passes.conversions import conversion_steps
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One collective over ``axes`` on a value of ``bytes`` globally, of which ``sharded`` are the other axes that divide it.
+    """One collective over ``axes`` on a value of ``bytes`` globally; ``sharded`` are the other axes that divide the value.
 
-    With ``per_rank`` the bytes are what each rank contributes to a gather. ``value`` is the value's name. ``beside`` is the op under
+    With ``per_rank`` the bytes are those that each rank contributes to a gather. ``value`` is the value's name. ``beside`` is the op under
     whose own arithmetic the collective runs, as a ring's rotations do; empty where the layer waits for it. ``op`` is the op whose kernel
-    exchanges it; empty for a conversion between ops.
+    runs the collective; empty for a conversion between ops.
     """
 
     value: str
@@ -57,7 +57,7 @@ Step = tuple[tuple[int, ...], tuple[int, ...], Collective, Collective]
 
 @functools.lru_cache(maxsize=65536)
 def _steps(source: tuple[SpmdType, ...], target: tuple[SpmdType, ...]) -> tuple[Step, ...]:
-    """Of each step of a conversion: its axes, the other axes that divide the value then, and the two collectives."""
+    """The steps of a conversion, each with its axes, the other axes that divide the value at that point, and the two collectives."""
     current = list(source)
     steps = []
     for step in conversion_steps(source, target):
@@ -82,12 +82,12 @@ def layer_moves(
     types: tuple[AxisTypes, ...],
     value_bytes: Mapping[str, float],
     gradient: Mapping[str, bool],
-    regather: bool = False,
+    converted: Callable[[list[Move], bool], list[Move]] = lambda moves, gradient: moves,
 ) -> tuple[Move, ...]:
-    """Every collective of the layer: a value is converted once per target, however many operands want it.
+    """Every collective of the layer. A value is converted once per target, however many operands read it so.
 
-    ``value_bytes`` are those of whole values by name; ``gradient`` says of which a gradient flows back. With ``regather`` what a
-    product reads whole is gathered again in its backward, because only the slice was kept.
+    ``value_bytes`` are those of whole values by name; ``gradient`` tells through which of them a gradient flows back. ``converted`` may
+    change the collectives of one conversion (``Trainer.conversions``).
     """
     ops, reads = _reads(cls.graph)
     needed = [t.needed for t in types]
@@ -100,18 +100,14 @@ def layer_moves(
     for value, target in wanted:
         source = tuple(t.produced[value] for t in types)
         if source != target:
-            found = wire(value, value_bytes[value], source, target, gradient[value])
-            moves += found
-            if regather and gradient[value]:
-                gathers = [move for move in found if move.forward is Collective.ALL_GATHER]
-                moves += [replace(move, forward=Collective.NONE, backward=Collective.ALL_GATHER) for move in gathers]
+            moves += converted(wire(value, value_bytes[value], source, target, gradient[value]), gradient[value])
     return (*moves, *_kernel_moves(ops, types, value_bytes))
 
 
 def _kernel_moves(
     ops: tuple[fx.Node, ...], types: tuple[AxisTypes, ...], value_bytes: Mapping[str, float]
 ) -> list[Move]:
-    """What kernels exchange by themselves, over the axes that run them."""
+    """The collectives inside kernels, over the axes that run them."""
     moves = []
     run = {name for t in types for name in t.kernel}
     for node in ops if run else ():

@@ -1,4 +1,4 @@
-"""Prices of a captured model's layers, of the ways between them, and of sends between stages; everything is kept."""
+"""Prices of a captured model's layers, of resharding between them, and of sends between stages, with caches at every step."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from collections.abc import Callable
 
 from autopar.devices import Cluster
 from autopar.graph import Graph, LayerClass
+from autopar.layer_price import LayerPrice
 from autopar.plan import Axis, Role, Strategy
 from autopar.price import table as tables
 from autopar.price.collectives import group, p2p_s
-from autopar.price.host import Aside
+from autopar.price.host import Offloaded
 from autopar.price.layer import (
-    MICROBATCH,
     Bound,
     Core,
-    LayerPrice,
     Runs,
     Sizes,
     Spread,
@@ -30,10 +29,12 @@ from autopar.price.layer import (
     move_s,
     spread,
 )
-from autopar.price.memory import precision, state_bytes
 from autopar.price.moves import wire
-from autopar.price.practice import EMITTED, Practice, on_cpu
+from autopar.price.state import state_bytes
+from autopar.price.trainer import EMITTED, Trainer
 from autopar.rules.padding import padded, padding
+from autopar.shard import role_types
+from autopar.shard.plan import MICROBATCH
 from autopar.sharding import AxisTypes, Sharding
 from autopar.types import SpmdType
 from passes.pad import pad_class
@@ -43,10 +44,11 @@ Mesh = tuple[Axis, ...]
 
 
 class Pricer:
-    """Prices ``graph`` on ``cluster`` at ``precision`` (a dtype name).
+    """Prices ``graph`` on ``cluster`` at ``precision_name``.
 
-    ``solve(cls, role, size)`` gives the types of a layer class on axes in a role whose sizes multiply to ``size`` (1 for data and
-    microbatches, whose types no size changes), or ``None`` where the role cannot be played; without it, the op-level optimum is asked.
+    ``solve(cls, role, size)`` returns the types of a layer class on axes in a role whose sizes multiply to ``size`` (1 for data and
+    microbatches, whose types depend on no size), or ``None`` where the role is inadmissible; the default is the op-level optimum.
+    ``trainer`` is the program that runs the plan.
     """
 
     def __init__(
@@ -55,11 +57,11 @@ class Pricer:
         cluster: Cluster,
         precision_name: str,
         solve: Solve | None = None,
-        practice: Practice = EMITTED,
+        trainer: Trainer = EMITTED,
     ) -> None:
         self.graph, self.cluster = graph, cluster
-        self.practice = on_cpu(practice) if cluster.kind == "cpu" else practice
-        self.numbers = precision(precision_name, practice, graph.allow)
+        self.trainer = dataclasses.replace(trainer, cpu=True) if cluster.kind == "cpu" else trainer
+        self.numbers = trainer.precision(precision_name, graph.allow)
         self._pipelined = dataclasses.replace(cluster, pipelined=True)
         self._solve = solve or self._optimum
         self._tables: dict[tuple[str, tuple[int, ...]], tuple[tables.ClassTable, tables.Rows]] = {}
@@ -79,7 +81,7 @@ class Pricer:
         self._readers = self._find_readers()
 
     def on(self, cluster: Cluster) -> Pricer:
-        """The same graph on other devices, such as a stage's; op-level layouts and tables, which none of them changes, are shared."""
+        """The same graph on other devices, such as one stage's. Op-level layouts and tables do not depend on devices and are shared."""
         if _nameless(cluster) == _nameless(self.cluster):
             return self
         if _nameless(cluster) not in self._elsewhere:
@@ -89,18 +91,13 @@ class Pricer:
             self._elsewhere[_nameless(cluster)] = other
         return self._elsewhere[_nameless(cluster)]
 
-    @property
-    def peak_flops_per_s(self) -> float:
-        """One device's peak at the precision that is priced; utilisation is measured against it."""
-        return self.cluster.gpu.peak_flops[self.numbers.name]
-
     def layer(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
         """The price of a layer class; ``None`` where a role is inadmissible or a local shape is not whole."""
         key = (cls_name, self._number(mesh), strategy, microbatches)
         if key not in self._layers:
             found = self._place(cls_name, mesh, strategy.roles, microbatches)
             self._layers[key] = (
-                None if found is None else assemble(found[0], found[1], strategy, found[2], self.numbers, self.practice)
+                None if found is None else assemble(found[0], found[1], strategy, found[2], self.numbers, self.trainer)
             )
         return self._layers[key]
 
@@ -143,8 +140,8 @@ class Pricer:
         return self._p2p[key]
 
     def tied(self, layer_index: int, name: str, mesh: Mesh, strategy: Strategy) -> tuple[int, int, int]:
-        """Bytes of parameter, gradient and optimizer state of the layer's parameter ``name``: what a device that has it from another
-        layer already does not hold again."""
+        """Bytes of parameter, gradient and optimizer state of the layer's parameter ``name``: saved on a device that has it from another
+        layer already."""
         layer = self.graph.layers[layer_index]
         table = self._table(layer.cls)[0]
         k = layer.parameters.index(name)
@@ -158,8 +155,8 @@ class Pricer:
             tuple(a for a, r in zip(mesh, strategy.roles, strict=True) if r.replicates_parameters), self.cluster
         )
         zero = strategy.zero if copies.size > 1 else 0
-        aside = Aside.of(strategy, self.cluster).optimizer
-        return state_bytes(numel, numel if table.trainable[k] else 0, copies.size, zero, self.numbers, aside)
+        offloaded = Offloaded.of(strategy, self.cluster).optimizer
+        return state_bytes(numel, numel if table.trainable[k] else 0, copies.size, zero, self.numbers, offloaded)
 
     def types(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[AxisTypes, ...] | None:
         """The types on the microbatch axis, then on every axis of the mesh; ``None`` where a role is inadmissible."""
@@ -187,7 +184,7 @@ class Pricer:
     def _place(
         self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], microbatches: int
     ) -> tuple[Core, Spread, Cluster] | None:
-        """All of a price but what ZeRO and recomputation make of it; ``None`` where there is none."""
+        """A price before ZeRO and recomputation; ``None`` where there is none."""
         key = (cls_name, self._number(mesh), roles, microbatches)
         if key not in self._placed:
             self._placed[key] = None
@@ -199,14 +196,14 @@ class Pricer:
             if bound is not None and c is not None:
                 # where microbatches are batches of their own, flops are those of the graph
                 flops = bound.table.model_flops / parts
-                around = spread(c, mesh, roles, microbatches, flops, cluster, self.numbers, self.practice)
+                around = spread(c, mesh, roles, microbatches, flops, cluster, self.numbers, self.trainer)
                 self._placed[key] = c, around, cluster
         return self._placed[key]
 
     def _core(self, bound: Bound, runs: Runs, cluster: Cluster) -> Core | None:
-        """The same for many meshes: of a pipeline of any length, with microbatches and data parallelism in any proportion."""
+        """Shared by many meshes: of a pipeline of any length, with microbatches and data parallelism in any proportion."""
         given = measure(bound, runs, cluster)
-        key = (id(bound), given, cluster is self.cluster)  # kept in self._bound, so that ids stay theirs
+        key = (id(bound), given, cluster is self.cluster)  # self._bound keeps them alive, so that ids stay unique
         if key not in self._cores:
             self._cores[key] = core(bound, given, cluster, self.numbers) if divisible(bound, given) else None
         return self._cores[key]
@@ -216,18 +213,18 @@ class Pricer:
         if types is None:
             return None
         counts = self._padded_counts(cls_name, runs, types)
-        key = (cls_name, counts, tuple(id(t) for t in types))  # kept in self._types, so that ids stay theirs
+        key = (cls_name, counts, tuple(id(t) for t in types))  # self._types keeps them alive
         if key not in self._bound:
             table, rows = self._table(cls_name) if not counts else self._padded_table(cls_name, counts, runs, types)
             for t in types:
                 if (cls_name, id(t)) not in self._flags:
-                    self._flags[cls_name, id(t)] = tables.flags(table, rows, t, self.practice.regather)
+                    self._flags[cls_name, id(t)] = tables.flags(table, rows, t, self.trainer)
             found = tuple(self._flags[cls_name, id(t)] for t in types)
-            self._bound[key] = bind(table, rows, types, found, self.practice.regather)
+            self._bound[key] = bind(table, rows, types, found, self.trainer)
         return self._bound[key]
 
     def _padded_counts(self, cls_name: str, runs: Runs, types: tuple[AxisTypes, ...]) -> tuple[int, ...]:
-        """The sizes to which the class's groups of dims are padded; nothing where the axes divide all that they shard."""
+        """The sizes to which the class's groups of dims are padded; empty where the axes divide every dim that they shard."""
         found = padding(self.graph.classes[cls_name])
         multiples = [1] * len(found.counts)
         for run, t in zip(runs, types, strict=True):
@@ -240,26 +237,24 @@ class Pricer:
 
     def _table(self, cls_name: str) -> tuple[tables.ClassTable, tables.Rows]:
         if (cls_name, ()) not in self._tables:
-            self._tables[cls_name, ()] = tables.build(self.graph.classes[cls_name], self.numbers, self.practice)
+            self._tables[cls_name, ()] = tables.build(self.graph.classes[cls_name], self.numbers, self.trainer)
         return self._tables[cls_name, ()]
 
     def _padded_table(
         self, cls_name: str, counts: tuple[int, ...], runs: Runs, types: tuple[AxisTypes, ...]
     ) -> tuple[tables.ClassTable, tables.Rows]:
-        """The table of the class as its program will be: padding is computed on, sent and stored. It is no work of the model's."""
+        """The table of the padded class: the program computes with padding, sends it and stores it. Model FLOPs are those without it."""
         if (cls_name, counts) not in self._tables:
             axes = [(axis, t) for run, t in zip(runs, types, strict=True) for axis in run]
             cls = pad_class(
                 self.graph.classes[cls_name], Sharding(tuple(a for a, _ in axes), tuple(t for _, t in axes))
             )
-            table, rows = tables.build(cls, self.numbers, self.practice)
+            table, rows = tables.build(cls, self.numbers, self.trainer)
             table = dataclasses.replace(table, model_flops=self._table(cls_name)[0].model_flops)
             self._tables[cls_name, counts] = table, rows
         return self._tables[cls_name, counts]
 
     def _optimum(self, cls: LayerClass, role: Role, size: int) -> AxisTypes | None:
-        from autopar.shard import role_types  # needs the solver, which types given by hand do not
-
         layer = next(i for i, layer in enumerate(self.graph.layers) if layer.cls == cls.name)
         return role_types(self.graph, layer, role, size)
 
@@ -270,12 +265,12 @@ class Pricer:
 
     @staticmethod
     def _runs(mesh: Mesh, roles: tuple[Role, ...]) -> Runs:
-        """The mesh's axes, neighbours in one role together."""
+        """The mesh's axes, neighbours of one role together."""
         pairs = zip(mesh, roles, strict=True)
         return tuple(tuple(axis for axis, _ in run) for _, run in itertools.groupby(pairs, lambda pair: pair[1]))
 
     def _seen_by(self, mesh: Mesh) -> Cluster:
-        """The cluster as a stage on ``mesh`` has it: with neighbours to send to where the mesh is not the whole of it."""
+        """The cluster as a stage on ``mesh`` sees it: with other stages to send to where the mesh is not the whole cluster."""
         if self.cluster.network is None or self.cluster.nodes == 1:
             return self.cluster
         return self._pipelined if math.prod(axis.size for axis in mesh) < self.cluster.count else self.cluster
@@ -292,7 +287,7 @@ class Pricer:
         return float(value.numel * tables.element_bytes(value.dtype, self.graph.dtype, self.numbers))
 
     def _made_as(self, name: str, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[SpmdType, ...] | None:
-        """The types in which the value leaves its maker under ``roles``; ``None`` where the maker cannot play them."""
+        """The types in which the value leaves its maker under ``roles``; ``None`` where these are inadmissible for the maker."""
         maker, index = self._makers[name]
         types = self.types(self.graph.layers[maker].cls, mesh, roles)
         return None if types is None else tuple(t.outputs[index] for t in types)
@@ -306,7 +301,7 @@ class Pricer:
 
 
 def _nameless(cluster: Cluster) -> Cluster:
-    """The cluster without what changes no price: its name, and the limit of memory."""
+    """The cluster without the fields that no price depends on: its name and the memory limit."""
     return dataclasses.replace(cluster, name="", memory_override_bytes=None)
 
 

@@ -1,7 +1,7 @@
-"""Selective recomputation, priced: what it keeps of a layer, and what it runs again.
+"""Prices of selective recomputation: what it saves of a layer, and what it runs again.
 
-The programs that autopar emits keep what ``passes.keep`` says. Whether that is a product's result or its sum over devices depends on the
-types, so that a table holds both and ``select`` chooses. Published runs keep something else (``Practice.published``).
+Emitted programs save what ``passes.keep`` decides. Whether that is a product's result or its sum over devices depends on the
+types, so a table has entries for both, and ``Selection.under`` chooses.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
+from autopar.devices.measured import Floats
 from autopar.flow import gradient_flow
 from autopar.graph import LayerClass
 from autopar.ops import cost
 from autopar.ops.facts import facts
 from autopar.ops.operands import operands
-from autopar.price.memory import INTERNAL, OUTPUT, Saved, Trace
 from autopar.price.moves import Move
+from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
 from autopar.sharding import AxisTypes
 from autopar.types import Collective
 from passes.keep import recomputed
@@ -29,39 +30,91 @@ _SUMS = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
 
 
 @dataclass(frozen=True)
-class Selection:
-    """The part that no types change, by saved entry and by op.
+class Selected:
+    """A selection under given types: the entries that are saved, before equal ones are merged; ops and moves that run again."""
 
-    ``stays`` are the entries that may be kept. An entry of a ``maker`` (an op's index, else -1) is where that op's value is no term of a
-    sum over devices, with ``summed`` where it is one. ``again`` are the ops that run again, but for those of ``dear`` whose value is kept.
-    ``emitted`` says that it is the programs' own way: the layer's ``inputs`` (storages) are kept besides, exchanges of what is ``read``
-    and of the ops that run again happen again, sums of the values ``sums`` do not.
+    saved: Flags
+    again: Flags
+    moves: tuple[Move, ...]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What selective recomputation saves whatever the types, by saved entry, and which ops run again.
+
+    ``stays`` are the entries that may be saved. An entry with a ``maker`` (an op's index, else -1) is saved if that op's value is no
+    partial sum over devices, or, where ``summed``, if it is one. ``again`` are the ops that run again, except those of ``costly`` whose
+    value is saved. The layer's ``inputs`` (storages) are saved too; collectives on the values ``read`` and in the ops that run again
+    are repeated, sums of the values ``sums`` are not.
     """
 
     stays: Flags
     again: Flags
     maker: NDArray[np.intp]
     summed: Flags
-    dear: tuple[int, ...] = ()
+    costly: tuple[int, ...] = ()
     inputs: frozenset[int] = frozenset()
     read: frozenset[str] = frozenset()
     sums: frozenset[str] = frozenset()
-    emitted: bool = False
+
+    def under(
+        self, types: tuple[AxisTypes, ...], ops: Sequence[fx.Node], saved: Sequence[Saved], moves: tuple[Move, ...]
+    ) -> Selected:
+        """What is saved and what runs again when the axes have these types, the microbatch axis first."""
+        partial = np.zeros(len(ops), dtype=bool)
+        rotates = np.zeros(len(ops), dtype=bool)  # ring attention saves pieces of its own: it runs again as a whole
+        for i in {*self.costly, *self.maker[self.summed]}:
+            name = ops[i].name
+            partial[i] = any(t.produced[name].kind == "P" for t in types[1:])
+            rotates[i] = any(t.kernel.get(name) == "ring_attention" for t in types)
+        stays = self.stays.copy()
+        for k in np.flatnonzero(self.maker >= 0):
+            i, entry = int(self.maker[k]), saved[int(k)]
+            stays[k] = partial[i] == self.summed[k] and not rotates[i]
+            if (
+                stays[k] and self.summed[k]
+            ):  # an op that reads the term itself, such as a sum of terms, does not need its sum
+                stays[k] = all(t.needed[entry.node][entry.operand].kind != "P" for t in types[1:])
+        again = self.again.copy()
+        for i in self.costly:
+            again[i] = partial[i] or rotates[i]
+        running = {node.name for node, runs in zip(ops, again, strict=True) if runs}
+
+        def happens(move: Move) -> bool:
+            if move.op:
+                return move.op in running
+            return move.value in self.read and not (move.forward in _SUMS and move.value in self.sums)
+
+        return Selected(stays, again, tuple(move for move in moves if happens(move)))
+
+    def memory(
+        self,
+        entries: Sequence[Saved],
+        entry_bytes: Floats,
+        plain: list[int],
+        selected: list[int],
+        saver: NDArray[np.intp],
+        ops: int,
+        input_bytes: float,
+    ) -> tuple[float, float]:
+        """What the layer saves, and the peak while it runs again.
+
+        An op that runs again finds what was saved and saves what it saves without recomputation: the sum has the latter for ops before it
+        and the former for ops after it. ``plain`` are the indices of entries that are saved without recomputation, ``selected`` those
+        with it; ``saver`` is the op that saves each entry.
+        """
+        saved = float(entry_bytes[selected].sum())
+        again = np.bincount(saver[plain], weights=entry_bytes[plain], minlength=ops).cumsum()
+        waits = np.bincount(self.maker[selected], weights=entry_bytes[selected], minlength=ops)
+        working = again + waits.sum() - waits.cumsum()
+        inputs = sum(float(entry_bytes[i]) for i in plain if entries[i].storage in self.inputs)
+        return saved + input_bytes, float(working.max(initial=saved)) + max(0.0, input_bytes - inputs)
 
 
-@dataclass(frozen=True)
-class Selected:
-    """A selection under given types: the entries that are kept, before equal ones are merged; ops and moves that run again."""
-
-    kept: Flags
-    again: Flags
-    moves: tuple[Move, ...]
-
-
-def emitted(
+def select_emitted(
     cls: LayerClass, ops: Sequence[fx.Node], run: Trace, plain: Sequence[Saved]
 ) -> tuple[tuple[Saved, ...], Selection]:
-    """What an emitted program may keep: ``plain`` and the entries added to it, and the selection among all of them."""
+    """What an emitted program may save: ``plain`` and the entries added to it, and the selection among all of them."""
     flow = gradient_flow(cls)
     count = len(recomputed(ops, lambda node: flow[node.name]))
     made = [(i, node) for i, node in enumerate(ops[:count])]
@@ -75,7 +128,7 @@ def emitted(
                 place = operands(reader).index(node)
                 found.append((Saved(storage, reader.name, place, *run.extent[storage]), i, True))
     at = {node.name: i for i, node in made}
-    # such as the logarithms of attention's sums; what a product makes inside of itself is a copy of an operand, and runs again
+    # such as the logarithms of attention's sums; what a product saves of its own is a copy of an operand, and is made again
     inside = [
         at[e.node] if e.operand == INTERNAL and e.node in at and cost.is_attention(ops[at[e.node]]) else -1
         for e in plain
@@ -86,73 +139,8 @@ def emitted(
         again=np.arange(len(ops)) < count,
         maker=np.array([*inside, *(i for _, i, _ in found)], dtype=np.intp),
         summed=np.array([*(False for _ in plain), *(late for _, _, late in found)], dtype=bool),
-        dear=tuple(i for i, node in made if facts(node).is_expensive),
+        costly=tuple(i for i, node in made if facts(node).is_expensive),
         inputs=frozenset(run.storage[name] for name in names if name in run.storage),
         read=frozenset(o.name for node in ops[: count + 1] for o in operands(node)),
         sums=frozenset(node.name for _, node in made if facts(node).may_be_summed),
-        emitted=True,
-    )
-
-
-def select(
-    given: Selection,
-    ops: Sequence[fx.Node],
-    saved: Sequence[Saved],
-    types: tuple[AxisTypes, ...],
-    moves: tuple[Move, ...],
-) -> Selected:
-    """What is kept and what runs again when the axes have these types, the microbatch axis first."""
-    if not given.emitted:
-        return Selected(given.stays, given.again, ())
-    partial = np.zeros(len(ops), dtype=bool)
-    rotates = np.zeros(len(ops), dtype=bool)  # ring attention keeps pieces of its own: it runs again as a whole
-    for i in {*given.dear, *given.maker[given.summed]}:
-        name = ops[i].name
-        partial[i] = any(t.produced[name].kind == "P" for t in types[1:])
-        rotates[i] = any(t.kernel.get(name) == "ring_attention" for t in types)
-    kept = given.stays.copy()
-    for k in np.flatnonzero(given.maker >= 0):
-        i, entry = int(given.maker[k]), saved[int(k)]
-        kept[k] = partial[i] == given.summed[k] and not rotates[i]
-        if kept[k] and given.summed[k]:  # what reads the term itself, such as a sum of terms, has no use for its sum
-            kept[k] = all(t.needed[entry.node][entry.operand].kind != "P" for t in types[1:])
-    again = given.again.copy()
-    for i in given.dear:
-        again[i] = partial[i] or rotates[i]
-    running = {node.name for node, runs in zip(ops, again, strict=True) if runs}
-
-    def happens(move: Move) -> bool:
-        if move.op:
-            return move.op in running
-        return move.value in given.read and not (move.forward in _SUMS and move.value in given.sums)
-
-    return Selected(kept, again, tuple(move for move in moves if happens(move)))
-
-
-def published(
-    ops: Sequence[fx.Node], run: Trace, plain: Sequence[Saved], flash: bool
-) -> tuple[tuple[Saved, ...], Selection]:
-    """Selective recomputation as published runs have it.
-
-    Attention that keeps its scores is what it was made for (arXiv:2205.05198): its scores go, all else stays. With flash attention it is
-    torchtitan's policy by op: attention and every second matrix product keep their results, the rest runs again.
-    """
-    attention = {node.name for node in ops if cost.is_attention(node)}
-    found = list(plain)
-    if attention and not flash:
-        stays = [not (entry.node in attention and entry.operand == INTERNAL) for entry in plain]
-        again = [node.name in attention for node in ops]
-    else:
-        products = [node for node in ops if cost.model_flops(node) and node.name not in attention]
-        held = products[::2]
-        found += [Saved(run.storage[n.name], n.name, OUTPUT, *run.extent[run.storage[n.name]]) for n in held]
-        results = {run.storage[n.name] for n in (*held, *(n for n in ops if n.name in attention))}
-        stays = [e.storage in results or (e.operand == INTERNAL and e.node in attention) for e in found]
-        quiet = attention | {n.name for n in held}
-        again = [node.name not in quiet for node in ops]
-    return tuple(found), Selection(
-        np.array(stays, dtype=bool),
-        np.array(again, dtype=bool),
-        np.full(len(found), -1, dtype=np.intp),
-        np.zeros(len(found), dtype=bool),
     )

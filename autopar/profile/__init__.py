@@ -1,6 +1,6 @@
-"""Measures this machine: what its devices and the ways between them do by size, for prices that hold here.
+"""Measures this machine's devices and the links between them, by size, so that prices hold here.
 
-``sweep`` says what is measured, ``remote`` measures it in worker processes that all work at once, ``run`` turns the samples into a
+``sweep`` lists the measurements, ``remote`` makes them in worker processes that run at the same time, ``run`` turns the samples into a
 calibration (``autopar.devices.calibration``).
 """
 

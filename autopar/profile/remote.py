@@ -1,12 +1,10 @@
-"""The measurements, as the worker processes run them: all at once, for a core that works alone is a faster core.
+"""The measurements, in the worker processes: all at the same time, because a core is faster while the others are idle.
 
-Every function gives back figures: ``{"name", "variant", "backward", "size", "unit", "samples"}``.
+Every function returns figures: ``{"name", "variant", "backward", "size", "unit", "samples"}``.
 """
 
 from __future__ import annotations
 
-import datetime
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -21,13 +19,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from autopar.profile.sweep import MOVES
+from autopar.run import remote
 
 _BUDGET_S = 0.06  # of one measurement, after a run that is not counted
 _SAMPLES = (3, 40)
-_LEAST_SHARE = 0.1  # of the difference between two noisy times, what is taken at the least
+_LEAST_SHARE = 0.1  # the least fraction of a time that a difference between two noisy times may be
 _BACK_TO_BACK_S = 2e-4  # runs shorter than this are timed together
-_BEYOND_CACHES = 1 << 26  # bytes that no cache keeps, of the modules that take turns
-_SEGMENT_S, _SEGMENTS, _BLOCKS = 5e-3, 10, 8  # of arithmetic before a meeting; meetings timed together; samples
+_BEYOND_CACHES = 1 << 26  # bytes of the modules that take turns: more than any cache has
+_SEGMENT_S, _SEGMENTS, _BLOCKS = 5e-3, 10, 8  # arithmetic before a collective; collectives timed together; samples
 _device = torch.device("cpu")
 _groups: dict[int, dist.ProcessGroup] = {}  # by members: this rank's
 
@@ -35,17 +34,11 @@ Figures = list[dict[str, Any]]
 
 
 def join(device: str) -> None:
-    """Meet the other workers, and make a group of every size that divides their number: neighbours are together."""
+    """Meet the other workers, and make a group of every size that divides their number, of neighbours."""
     global _device
-    torch.set_num_threads(1)
-    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    remote.join(device, timeout_s=600)
+    rank, count = dist.get_rank(), dist.get_world_size()
     _device = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    if device == "cuda":
-        torch.cuda.set_device(_device)
-    backend = "nccl" if device == "cuda" else "gloo"
-    timeout = datetime.timedelta(seconds=600)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timeout)
     for members in range(2, count + 1):
         if count % members == 0:
             for first in range(0, count, members):
@@ -63,7 +56,7 @@ def measure(function: str, arguments: dict[str, Any]) -> Figures:
 
 
 def _seconds(run: Callable[[], Any], together: int = 1) -> list[float]:
-    """Seconds of runs one after the other; a collective's number of runs must not depend on a rank's own clock."""
+    """Seconds of runs one after the other. Of a collective (``together`` ranks), all ranks must agree on the number of runs."""
     run()
     _wait()
     start = time.perf_counter()
@@ -85,7 +78,7 @@ def _seconds(run: Callable[[], Any], together: int = 1) -> list[float]:
 
 
 def _over_all(value: float, op: Any = dist.ReduceOp.SUM) -> float:
-    """``value`` of all ranks together; on the device, for NCCL takes no other tensors."""
+    """``value`` reduced over all ranks; on the device, because NCCL takes no other tensors."""
     tensor = torch.tensor([value], dtype=torch.float64, device=_device)
     dist.all_reduce(tensor, op=op)
     return float(tensor)
@@ -112,7 +105,7 @@ def _figure(
 def _both_ways(
     name: str, variant: str, forward: Callable[[], Tensor], operands: list[Tensor], sizes: tuple[dict[str, float], ...]
 ) -> Figures:
-    """An op forward (with autograd at work) and, if there is anything to it, backward."""
+    """An op forward (with autograd) and, where ``sizes`` has two entries, backward."""
     out = forward()
     gradient = torch.ones_like(out)
     found = [_figure(name, _seconds(forward), sizes[0], variant)]
@@ -123,7 +116,7 @@ def _both_ways(
 
 
 def _launch() -> Figures:
-    """An op with nothing to do: the mean of a chain, so that autograd's own start is not counted with it."""
+    """The launch of an op that computes almost nothing: the mean of a chain, so that starting autograd's backward counts once."""
     length = 64
     x = torch.ones(1, device=_device, requires_grad=True)
 
@@ -200,7 +193,7 @@ def _update(elements: int) -> Figures:
 
 
 def _wire(name: str, members: int, size: int) -> Figures:
-    """A collective by the bytes of the tensor that it makes whole (of a send: that are sent)."""
+    """A collective by the bytes of the whole tensor (see ``price.collectives``); a send by the bytes that it sends."""
     group = _groups[members]
     whole = torch.zeros(max(members, size // 4), device=_device)
     whole = whole[: len(whole) // members * members].contiguous()
@@ -226,7 +219,7 @@ def _wire(name: str, members: int, size: int) -> Figures:
 
 
 def _send_round(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """There and back again between two neighbours."""
+    """A send from one neighbour to another, and back."""
     first = dist.get_rank(group) == 0
     other = dist.get_global_rank(group, 1 if first else 0)
     for forth in (True, False):
@@ -287,7 +280,7 @@ def _sharded(members: int, width: int) -> Figures:
 
 
 def _meeting(members: int) -> Figures:
-    """What a collective after ``_SEGMENT_S`` of arithmetic waits for the slowest of its group."""
+    """The time that a collective after ``_SEGMENT_S`` of arithmetic waits for the slowest member of its group."""
     a, b = torch.randn(256, 256, device=_device), torch.randn(256, 256, device=_device)
     small, group = torch.zeros(1, device=_device), _groups[members]
     once = _over_all(statistics.median(_seconds(lambda: a @ b)), dist.ReduceOp.MAX)
@@ -325,7 +318,7 @@ def _mesh(members: int) -> Any:
 
 
 def _call(members: int) -> Figures:
-    """What a differentiable, typed collective costs over the plain one: Python, and a node of autograd's."""
+    """The cost of a differentiable, typed collective above that of the plain one: Python, and a node of autograd's graph."""
     group = _groups[members]
     x = torch.ones(64, device=_device, requires_grad=True)
     plain = x.detach().clone()
@@ -341,7 +334,7 @@ def _call(members: int) -> Figures:
 
 
 def _overlap(members: int) -> Figures:
-    """Of communication under arithmetic, the share that it costs after all: 0 where it is free, 1 where it might as well wait."""
+    """The fraction of its time that communication costs under arithmetic: 0 where it is free, 1 where overlap gains nothing."""
     whole = torch.zeros(1 << 20, device=_device)
     group = _groups[members]
     a, b = torch.randn(384, 384, device=_device), torch.randn(384, 384, device=_device)

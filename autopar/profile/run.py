@@ -1,4 +1,4 @@
-"""All measurements, one number of processes after the other, and the calibration that they make."""
+"""All measurements for each number of processes, and the calibration that they make."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from autopar.errors import UsageError
 from autopar.profile.sweep import Task, tasks
 from autopar.run.processes import Processes
 
-_TIMEOUT_S = 600.0  # of one measurement: only a machine that does a hundred other things comes near it
+_TIMEOUT_S = 600.0  # of one measurement, which takes well below a second
 Progress = Callable[[str, int, int], None]
-"""Called with what is measured, and how many of how many measurements are done."""
+"""Called with the running measurement, the number of measurements done, and their total number."""
 
 
 def profile(processes: Iterable[int], device: str | None = None, progress: Progress | None = None) -> Calibration:

@@ -1,8 +1,8 @@
-"""What is measured: shapes, sizes and kinds of op, small enough that all of it takes less than two minutes.
+"""The list of measurements: shapes, sizes and kinds of op, small enough that all of them take less than two minutes.
 
-Bytes and FLOPs of an op are counted as ``autopar.price`` counts them, for the curves are asked with the price's counts. For an op with
-a result of *n* bytes: forward reads its operands and writes the result; backward reads the result's gradient and, for each
-operand, the operand and (where it gets one) its gradient.
+Bytes and FLOPs of an op are counted as ``autopar.price`` counts them, because prices look them up in the measured curves. Forward reads
+an op's operands and writes its result; backward reads the result's gradient and, for each operand, the operand and (where it has one)
+its gradient.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PRODUCTS = (
 )
 DTYPES = ("float32", "bfloat16", "float64")
 ATTENTIONS = ((4, 4, 64, 64), (4, 4, 256, 64), (2, 2, 1024, 64), (1, 2, 2048, 64))  # batch, heads, length, head size
-# An op by its name: multiples of its result's bytes that it moves forward and backward, as the price counts.
+# By an op's name: the multiples of its result's bytes that it moves forward and backward.
 MOVES: dict[str, tuple[int, int]] = {
     "pointwise": (3, 5),  # a product of two values
     "add": (3, 0),
@@ -60,7 +60,7 @@ class Task:
 
 
 def tasks(processes: int) -> list[Task]:
-    """Everything that is measured with so many processes at work."""
+    """All measurements while ``processes`` run."""
     return list(_tasks(processes))
 
 

@@ -1,7 +1,7 @@
-"""What all ranks must be given alike, held against each other: batches, values to start from, options.
+"""Checks that all ranks were given the same batch, the same initial values and the same options.
 
-Ranks that read different data train on parts of different batches, and no collective would notice. Each rank makes a digest of what it was
-given; one small all-reduce compares them, and only where they differ are they gathered, to say whose do.
+Ranks that read different data train on parts of different batches, and no collective would notice. Each rank computes a digest of its
+input. One small all-reduce compares the digests; only if they differ are they gathered, so that the error names the ranks.
 
 This file is copied into every emitted program; it needs torch alone.
 """
@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 WHOLE_BYTES = 8 * 2**30
-"""Up to so much a state dict is read whole on every rank, beyond that a part of each tensor: rank by rank it is read in slices alone."""
+"""Bytes up to which the digest of a state dict reads all of it; of a larger one it reads a part of each tensor."""
 _PIECE = 2**20
 _EVERY = 16
 
 
 def same_batch(batch: Mapping[str, Tensor], names: list[str], device: torch.device) -> None:
-    """Raise ``ValueError`` where ranks have different batches, with the input and the ranks. ``names`` are those that the program reads."""
+    """Raise ``ValueError`` if ranks have different batches; the message names the input and the ranks. The program reads ``names``."""
     if dist.get_world_size() == 1:
         return
     others = zlib.crc32(repr([(n, digest(t)) for n, t in sorted(batch.items()) if n not in names]).encode())
@@ -34,7 +34,7 @@ def same_batch(batch: Mapping[str, Tensor], names: list[str], device: torch.devi
 def same_start(
     state: Mapping[str, Tensor], names: list[str], options: Mapping[str, object], device: torch.device
 ) -> None:
-    """The same of the values that ranks start from, and of the options that must agree."""
+    """Raise ``ValueError`` if ranks start from different values, or have different options."""
     if dist.get_world_size() == 1:
         return
     whole = sum(tensor.numel() * tensor.element_size() for tensor in state.values()) <= WHOLE_BYTES
@@ -44,14 +44,15 @@ def same_start(
 
 
 def digest(tensor: Tensor, whole: bool = True) -> int:
-    """Of dtype, shape and bytes."""
+    """A digest of a tensor's dtype, shape and bytes."""
     head = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     if tensor.numel() == 0:
         return head
     plain = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
     held = plain.cpu().contiguous()
     size = held.numel() * held.element_size()
-    read = memoryview((ctypes.c_ubyte * size).from_address(held.data_ptr()))  # numpy need not be there
+    # without numpy, which may not be installed
+    read = memoryview((ctypes.c_ubyte * size).from_address(held.data_ptr()))
     if whole or len(read) <= _PIECE * _EVERY:
         return zlib.crc32(read, head)
     for start in range(0, len(read), _PIECE * _EVERY):

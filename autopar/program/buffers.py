@@ -1,8 +1,8 @@
 """The buffers that the model writes in its forward pass, such as batch norm's running statistics.
 
-A layer returns their new values behind its outputs, and its stage keeps them (``updates``), outside of what is recomputed. They are written
-once, at the end of the step: every microbatch reads what the step began with. Where the new values of the microbatches differ (only by
-leave of ``local_batch_norm`` or ``microbatch_statistics``) their mean is written. All ranks of a stage hold the same.
+A layer returns the new values after its outputs, and its stage collects them in ``updates``, outside of recomputed regions. The runtime
+writes them once, at the end of the step: every microbatch reads the values from before the step. If the microbatches' new values differ
+(only with ``local_batch_norm`` or ``microbatch_statistics``), their mean is written. All ranks of a stage have the same values.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class StageBuffers:
             stages[record.stage].get_submodule(owner).register_buffer(leaf, value)
 
     def clear(self) -> None:
-        """Forget what a step returned: another begins."""
+        """Drop the new values of the last step, before another begins."""
         for stage in self._writers():
             self._returned(stage).clear()
 
     @torch.no_grad()
     def write(self) -> None:
-        """Write what the microbatches' forward passes returned."""
+        """Write the new values that the forward passes of the microbatches returned."""
         if not self._records:
             return
         returned: dict[tuple[int, str], list[list[Tensor]]] = {}
@@ -62,11 +62,11 @@ class StageBuffers:
         return updates
 
     def _held(self, record: BufferRecord) -> Tensor | None:
-        """This rank's tensor of a buffer; ``None`` where another device of the line has it."""
+        """This rank's copy of a buffer; ``None`` if another pipeline rank has it."""
         return self._stages[record.stage].get_buffer(record.name) if record.stage in self._stages else None
 
     def _spread(self, name: str) -> None:
-        """Bring the new value of a buffer to the other layers that read it."""
+        """Copy the new value of a buffer to the other layers that read it."""
         copies = [record for record in self._records if record.original == name]
         writer = next(record for record in copies if record.written)
         if len(copies) == 1:
@@ -83,14 +83,14 @@ class StageBuffers:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Set those that a state dict of the user's model has."""
+        """Set the buffers that a state dict of the user's model contains."""
         for record in self._own:
             if record.original in state:
                 self._stages[record.stage].get_buffer(record.name).copy_(state[record.original])
 
     @torch.no_grad()
     def values(self) -> dict[str, Tensor]:
-        """Those of all stages that a state dict holds, by original name, on the CPU of rank 0; nothing elsewhere."""
+        """The persistent buffers of all stages, by original name, on the CPU of rank 0; an empty dict on other ranks."""
         found = {}
         rank = dist.get_rank()
         for record in self._records:
@@ -111,7 +111,7 @@ class StageBuffers:
 
 
 def _initial(record: BufferRecord, constants: Mapping[str, Tensor]) -> Tensor:
-    """What the buffer held when the model was captured; of a model on meta, ones for variances and zeros for the rest."""
+    """The buffer's value when the model was captured; for a model on meta, ones for running variances and zeros for other buffers."""
     captured = constants.get(f"buffer {record.original}")
     if captured is not None:
         return captured.clone()

@@ -1,4 +1,4 @@
-"""Ops that are not torch's: a user's own, on this rank's slices, with the types that their registered rule gives the result."""
+"""Custom ops of the user, called on this rank's slices; the result has the types that the registered rule gives it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Collectives over several axes at once: as on one axis that runs over all their ranks, the outermost slowest.
+"""Collectives over several mesh axes at once, flattened into one axis with the outermost axis slowest.
 
-One collective on the flattened axis moves less than one collective per axis, and waits once. Each function is ``spmd_types``'s of the
-same name with a tuple of axis names (outermost first) in the place of one; the types at both ends are the same on all of them, and a
-dim that they shard is nested in their order. The process groups are made when the program starts (``World.in_mesh`` hands them in).
+One collective on the flattened axis moves fewer bytes than one collective per axis, and waits once. Each function is the ``spmd_types``
+function of the same name with a tuple of axis names (outermost first) instead of one name. Source and destination types are the same on all
+of these axes, and a dim that they shard is nested in their order. The process groups are made when the program starts (``World.in_mesh``).
 
 This file is copied into every emitted program; it needs torch and spmd-types alone.
 """
@@ -26,7 +26,7 @@ _groups: ContextVar[Groups | None] = ContextVar("flattened groups", default=None
 
 @contextlib.contextmanager
 def use(groups: Groups) -> Iterator[None]:
-    """Inside, axes (outermost first) are flattened by these groups."""
+    """A context in which collectives over several axes (outermost first) use these groups."""
     token = _groups.set(groups)
     try:
         yield
@@ -71,7 +71,7 @@ def convert(x: Tensor, axes: Axes, **options: Any) -> Tensor:
 
 
 def _over(collective: Callable[..., Tensor], x: Tensor, axes: Axes, options: dict[str, Any]) -> Tensor:
-    """The collective on the flattened axis. The checker sees a mesh in which the axes are one, and afterwards the old one."""
+    """The collective on the flattened axis. The type checker sees a mesh in which the axes are one, and the original mesh afterwards."""
     if len(axes) < 2:
         return collective(x, axes[0], **options) if axes else x
     flat = group(axes)

@@ -1,6 +1,6 @@
-"""Conditions that the program was written for: checked in every step, on the whole batch.
+"""Conditions on the batch under which the program equals the model; every step checks them on the whole batch.
 
-An `if` on the batch's values was decided when the model was captured, and the program has the branch that was taken then.
+An `if` on the batch's values was decided when the model was captured, and the program contains the branch that was taken then.
 This file is copied into every emitted program.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class GuardError(ValueError):
-    """A batch for which the model would do something else than the program."""
+    """A batch for which the model would take another branch than the program."""
 
 
 def answer(value: Tensor, like: Any) -> Any:

@@ -1,10 +1,10 @@
-"""What a layer saves for its backward pass waits in the host's memory until then.
+"""Activation offloading: tensors saved for a layer's backward pass are in the host's memory between forward and backward.
 
-``saved`` stands around a layer's arithmetic, or around the call that recomputes it. Each storage is copied once, however many values
-lie in it, and comes back whole; parameters and what else is in memory anyway stay where they are. On a GPU both ways run on streams
-of their own: down beside the next layer's forward, at whose end it is waited for; up beside the backward of the layer after, whose first
-read fetches the layer before it, too. So the device holds two layers' worth, however far the host runs ahead. On a CPU the copies are
-made as well, and gain nothing. Nothing of this has run on a GPU yet.
+``saved`` is the context of a layer's arithmetic, or of the call that recomputes the layer. Each storage is copied once, even if several
+saved tensors share it. Parameters and other tensors that stay in memory anyway are not offloaded. On a GPU each direction has a stream
+of its own: the copy to the host overlaps the next layer's forward, which waits for the copy at its end; the copy to the device overlaps
+the backward of the layer after, whose first read also fetches the layer before it. The device so has the saved tensors of at most two
+layers. On a CPU the copies are made as well, and save no memory. This file has not run on a GPU yet.
 
 This file is copied into every emitted program; it needs torch alone.
 """
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def saved(layer: nn.Module, *here: Tensor) -> Iterator[None]:
-    """What autograd saves inside goes to the host's memory, but for the layer's parameters and ``here``."""
+    """A context that offloads all tensors that autograd saves inside it, except the layer's parameters and ``here``."""
     global _latest, _going
     held = (*layer.parameters(), *layer.buffers(), *here)
     stay = {0, *(tensor.untyped_storage().data_ptr() for tensor in held)}  # 0: nothing is there
@@ -38,7 +38,7 @@ def saved(layer: nn.Module, *here: Tensor) -> Iterator[None]:
 
 
 def _settle() -> None:
-    """What the latest call has put aside has arrived, for all that the device does from here on: its own copies may go."""
+    """Make the device wait until the latest call's tensors are in the host's memory, and free the device's copies."""
     global _going
     if _going is not None:
         for _, storage in _going.begun.values():
@@ -48,11 +48,11 @@ def _settle() -> None:
 
 
 class _Call:
-    """One forward of a layer: what it has put aside, and the call before it, whose backward comes next."""
+    """One forward of a layer: its offloaded storages, and the call before it, whose backward comes next."""
 
     def __init__(self, before: weakref.ref[_Call] | None) -> None:
         self.before = before
-        self.begun: dict[int, tuple[Tensor, _Storage]] = {}  # until it has arrived, so that no address is taken twice
+        self.begun: dict[int, tuple[Tensor, _Storage]] = {}  # until the copy has ended, so that no address is reused
         self.storages: list[weakref.ref[_Storage]] = []
 
     def put(self, tensor: Tensor) -> _Saved:
@@ -64,7 +64,7 @@ class _Call:
         return _Saved(self.begun[address][1], tensor)
 
     def fetch(self) -> None:
-        """Everything that is still needed sets out for the device."""
+        """Start to copy all storages that are still needed to the device."""
         for each in self.storages:
             storage = each()
             if storage is not None:
@@ -72,7 +72,7 @@ class _Call:
 
 
 class _Storage:
-    """The bytes of a storage: in the host's memory, and from ``fetch`` on the device's too."""
+    """The bytes of a storage in the host's memory, and after ``fetch`` in the device's memory as well."""
 
     def __init__(self, tensor: Tensor, call: _Call) -> None:
         self.call, self.device = call, tensor.device
@@ -87,7 +87,7 @@ class _Storage:
             self.ready = _copy(self.back, self.host, self.device, after=self.ready)
 
     def wait(self) -> None:
-        """The current stream goes on when the latest copy has arrived."""
+        """Make the current stream wait for the latest copy."""
         if self.ready is not None:
             torch.cuda.current_stream(self.device).wait_event(self.ready)
 
@@ -103,11 +103,11 @@ class _Storage:
 
     def __del__(self) -> None:
         if self.back is not None:
-            self.wait()  # fetched and not read: its memory is not given away before
+            self.wait()  # fetched and not read: its memory must not be reused earlier
 
 
 class _Saved:
-    """A value in a storage."""
+    """A saved tensor, as a view of an offloaded storage."""
 
     def __init__(self, storage: _Storage, tensor: Tensor) -> None:
         self.storage, self.dtype = storage, tensor.dtype
@@ -124,7 +124,8 @@ def _take(kept: Tensor | _Saved) -> Tensor:
 def _copy(
     to: Tensor, source: Tensor, device: torch.device, after: torch.cuda.Event | None = None
 ) -> torch.cuda.Event | None:
-    """Copies on the stream of that direction, after what the device's current one has begun; the event of its end. On a CPU at once."""
+    """Copy on the stream of that direction, after the work that the device's current stream has queued; the event that marks the end. A CPU
+    copies at once."""
     if device.type != "cuda":
         to.copy_(source)
         return None
@@ -141,5 +142,5 @@ def _copy(
 
 
 _latest: weakref.ref[_Call] | None = None
-_going: _Call | None = None  # the latest call, until what it has put aside has arrived
+_going: _Call | None = None  # the latest call, until its copies have ended
 _streams: dict[tuple[torch.device, torch.device], torch.cuda.Stream] = {}

@@ -1,7 +1,7 @@
-"""Modules that the program runs as their authors wrote them, whole and alike on every rank (``autopar.opaque``).
+"""Modules that the program runs unchanged and replicated on every rank (``autopar.opaque``).
 
-``opaque.json`` describes them: for every op the module objects it consists of, each with its class, its plain attributes, its
-children, and which tensor of the op each parameter and buffer is. They are made without their constructors.
+``opaque.json`` describes the modules of every such op: class, plain attributes, children, and the operand of the op that each parameter and
+buffer is. The modules are created without a call of their constructors.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch.func import functional_call
 
 
 class Applied(nn.Module):
-    """An ``autograd.Function`` as a module: applied to tensors, which take the places in ``template`` that are ``None``; the others hold
-    a value in a list."""
+    """An ``autograd.Function`` as a module. Tensors take the places of ``None`` in ``template``; every other place is a list with one
+    value."""
 
     def __init__(self, function: Any, template: list[list[Any] | None]) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def call(
                 raise ValueError(f"{op} changed a parameter or a buffer of its own, which a rerun would repeat")
             if not all(map(torch.equal, drawn, _generators(inputs[0].device))):
                 raise ValueError(f"{op} drew random numbers, which ranks and a rerun would draw differently")
-            result = result.view_as(result)  # types are the tensor object's, and a module may return its operand
+            result = result.view_as(result)  # types belong to the tensor object, and a module may return its operand
     if spmd.is_type_checking():
         spmd.assert_type(result, types)
     return result
@@ -83,7 +83,7 @@ def _common_types(op: str, tensors: Sequence[Tensor]) -> dict[Any, Any]:
 
 @cache
 def _module(op: str, file: Path) -> tuple[nn.Module, dict[str, int]]:
-    """The module that ``file`` describes, its tensors left out, and for each of their names the operand that it is."""
+    """The module that ``file`` describes, without tensors, and the index of the operand for each parameter's and buffer's name."""
     records = json.loads(file.read_text())[op]
     modules: list[nn.Module] = []
     for record in records:
@@ -110,7 +110,7 @@ def _module(op: str, file: Path) -> tuple[nn.Module, dict[str, int]]:
 
 
 def _named(text: str) -> Any:
-    """The class that ``"package.module:Outer.Inner"`` names."""
+    """The class named by ``"package.module:Outer.Inner"``."""
     name, _, path = text.partition(":")
     if not name:  # one of this file's
         return globals()[path]
@@ -132,7 +132,7 @@ def _placeholder(tensor: dict[str, Any]) -> Tensor:
 
 
 def _value(text: Any) -> Any:
-    """An attribute from its JSON form: what JSON has no form of is an object with one key, which says what it is."""
+    """An attribute from its JSON form. A value that JSON cannot express is an object with one key that names its type."""
     if isinstance(text, list):
         return [_value(item) for item in text]
     if not isinstance(text, dict):

@@ -1,13 +1,12 @@
-"""Optimizers as the user's model would have them, over what this rank holds.
+"""The user's optimizer, over the parameters of this rank.
 
-The user's callable is called once with stand-ins on meta: the parameters of the user's model under their own names, shapes and order,
-frozen ones included, so that groups by name, by number of dims or by position are those of one device. The groups that come out, with all
-their options, are then filled with this rank's masters, and an optimizer of the same class is made of them.
+The user's callable is called once with meta tensors: all parameters of the user's model under their own names, shapes and order, frozen
+ones included, so that parameter groups by name, by number of dims or by position are the same as on one device. This rank's master
+copies then replace the meta tensors in the groups, and an optimizer of the same class with the same options is made of the groups.
 
-That is exact for optimizers that treat elements alike, whatever a master is a piece of. Others look at whole tensors (Muon, Adafactor,
-LAMB): they are taken where every master is the whole original, and refused by name elsewhere. A class of the user's is one of the others
-unless it has ``elementwise = True``; unless it has ``per_tensor = True``, it may also look at all tensors together, and needs them all on
-every rank.
+Element-wise optimizers are exact on slices of parameters. Optimizers that read whole tensors (Muon, Adafactor, LAMB) are accepted where
+every master copy is a whole parameter, and refused by name elsewhere. A user's own class counts as reading whole tensors unless it has
+``elementwise = True``. Unless it has ``per_tensor = True``, it may also read all tensors together, and needs all of them on every rank.
 
 This file is copied into every emitted program; it needs torch alone.
 """
@@ -46,15 +45,15 @@ class RefusedOptimizerError(ValueError):
 def make(
     optimizer: Optimizer, program: Program, masters: Sequence[tuple[Layout, nn.Parameter]]
 ) -> torch.optim.Optimizer | None:
-    """The user's optimizer over this rank's masters (``None`` without any).
+    """The user's optimizer over this rank's master copies (``None`` if the rank has none).
 
     Raises ``RefusedOptimizerError`` where it would not train as on one device, on every rank alike.
     """
     model, names = checked(optimizer, program)
-    held: dict[str, list[nn.Parameter]] = {}
+    mine: dict[str, list[nn.Parameter]] = {}
     for layout, master in masters:
-        held.setdefault(layout.original, []).append(master)
-    return _rebuilt(model, names, held) if masters else None
+        mine.setdefault(layout.original, []).append(master)
+    return _rebuilt(model, names, mine) if masters else None
 
 
 def checked(optimizer: Optimizer, program: Program) -> tuple[torch.optim.Optimizer, dict[int, str]]:
@@ -76,7 +75,7 @@ def checked(optimizer: Optimizer, program: Program) -> tuple[torch.optim.Optimiz
                 "its groups hold the tensors that the function was called with, not others made of them",
             )
     _refuse_pieces(model, [names[id(p)] for group in model.param_groups for p in group["params"]], program)
-    # whether the class can be made again shows on the stand-ins already
+    # the meta tensors already show whether the class can be constructed again
     _rebuilt(model, names, {name: [stand_in] for name, stand_in in stand_ins.items()})
     return model, names
 
@@ -145,7 +144,7 @@ def _refuse_pieces(optimizer: torch.optim.Optimizer, names: Iterable[str], progr
 
 
 def _cut(layout: Layout, program: Program) -> str | None:
-    """What makes a master less than the original, in words."""
+    """How the plan slices a master copy, in words; empty for a whole parameter."""
     axes = [axis for axis, _ in layout.sharded if program.model.MESH[axis] > 1]
     if axes:
         return f"the axis {axes[0]} shards it"
@@ -159,12 +158,12 @@ def _cut(layout: Layout, program: Program) -> str | None:
 
 
 def _rebuilt(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], held: Mapping[str, list[nn.Parameter]]
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], masters: Mapping[str, list[nn.Parameter]]
 ) -> torch.optim.Optimizer:
-    """One of the same class with the same options over ``held``."""
+    """An optimizer of the same class with the same options over ``masters``."""
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
-        own = [(names[id(param)], master) for param in group["params"] for master in held.get(names[id(param)], ())]
+        own = [(names[id(param)], master) for param in group["params"] for master in masters.get(names[id(param)], ())]
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         params: list[Any] = [master for _, master in own]
         if "param_names" in group:
@@ -194,7 +193,7 @@ def _not_rebuilt(optimizer: torch.optim.Optimizer, why: str) -> RefusedOptimizer
 
 
 def _copy_attributes(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
-    """What the class keeps besides its groups. What holds tensors, it has made of the new ones."""
+    """Copy the attributes of the class besides its groups, except those with tensors, which the constructor made of the new parameters."""
     for name, value in vars(source).items():
         if name in ("param_groups", "state"):
             continue

@@ -1,4 +1,4 @@
-"""Layers that are recomputed as one: the first one's arguments are kept, and the forward of all of them runs again in the backward pass.
+"""Several layers as one activation checkpoint: the first layer's arguments are saved, and the backward pass recomputes all of them.
 
 This file is copied into every emitted program; it needs torch alone.
 """
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def as_one(layers: Sequence[nn.Module], hidden: Tensor, *others: Tensor) -> Tensor:
-    """``hidden`` through ``layers``, each of which takes ``others`` besides."""
+    """``hidden`` after all ``layers``, each of which also takes ``others``."""
     result: Tensor = checkpoint(_in_turn, layers, hidden, *others, use_reentrant=False, preserve_rng_state=False)
     return result
 

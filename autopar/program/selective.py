@@ -1,8 +1,8 @@
-"""Selective recomputation: what costs little is computed again in the backward pass, products and sums over devices are kept.
+"""Selective activation checkpointing: the backward pass recomputes cheap ops; results of products and all-reduces are saved.
 
-``keep`` stands around the calls whose results are kept, in a layer's ``compute``; ``selectively`` runs it so. Both are
-``torch.utils.checkpoint``'s selective checkpointing with a policy by place: of what is called inside ``keep``, the results of the ops
-below are kept; everything else runs again.
+In a layer's ``compute``, ``keep`` wraps the calls whose results are saved; ``selectively`` runs ``compute`` with them. Both use the
+selective checkpointing of ``torch.utils.checkpoint`` with a policy by place: inside ``keep``, the results of the ops listed below are
+saved; everything else is recomputed.
 
 This file is copied into every emitted program; it needs torch alone.
 """
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 _keeping: ContextVar[bool] = ContextVar("keeping", default=False)
 
-# What a product, a convolution or a sum over devices comes down to. Their other steps are views, and a wait that returns at once.
+# The ops that products, convolutions and all-reduces consist of, besides views and a wait that returns at once.
 _KEPT = frozenset(
     (
         *(f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution")),
@@ -30,7 +30,7 @@ _KEPT = frozenset(
 
 
 def keep(compute: Callable[[], Result]) -> Result:
-    """``compute()``, whose result a recomputation finds instead of computing it."""
+    """``compute()``, with a result that is saved for the backward pass instead of recomputed."""
     token = _keeping.set(True)
     try:
         return compute()
@@ -39,7 +39,7 @@ def keep(compute: Callable[[], Result]) -> Result:
 
 
 def selectively(compute: Callable[..., Any], *args: Any) -> Any:
-    """``compute(*args)``; its arguments and what it calls inside ``keep`` are kept, the rest is computed again in the backward pass."""
+    """``compute(*args)``; its arguments and the results inside ``keep`` are saved, the rest is recomputed in the backward pass."""
     contexts = partial(create_selective_checkpoint_contexts, _policy)
     return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
@@ -48,6 +48,6 @@ def _policy(context: object, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
     if not _keeping.get():
         return CheckpointPolicy.PREFER_RECOMPUTE
     name = str(op).rpartition(".")[0]  # without its overload
-    # every backend has an attention of its own, which gives its result and the logarithm of each row's sum
+    # every backend has an attention op of its own, with the output and the logsumexp of each row as results
     kept = name in _KEPT or ("attention" in name and "backward" not in name)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,7 +1,7 @@
-"""State dicts of the user's model: what the folder starts from, and what is wrong with one before anything starts.
+"""State dicts of the user's model: the folder's initial values, and checks of a state dict before any process starts.
 
-``layouts.json`` says under ``model`` what the user's model has: every parameter and buffer of its state dict, in its order, by each of
-its names. This file is copied into every emitted program; it needs torch alone.
+``layouts.json`` lists under ``model`` every parameter and buffer of the user's state dict, in its order, under each of its names. This
+file is copied into every emitted program; it needs torch alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 INITIAL = "initial.pt"
-"""The file of a folder that holds the values of the user's model, by its names."""
+"""The file in a folder with the values of the user's model, under the model's names."""
 
 NO_VALUES = "the folder has no initial values: the model was on meta, or its values were not given"
 _SHOWN = 5
@@ -29,7 +29,10 @@ def has_values(state: Mapping[str, Any] | None) -> bool:
 
 
 def write_initial(folder: Path, state: Mapping[str, Any] | None) -> bool:
-    """Write what the folder starts from, or take away what it had, which the notes of its plan then say; whether there is something."""
+    """Write the folder's initial values, or, without values, remove the old file and say so in the plan's notes.
+
+    Returns whether values were written.
+    """
     written = has_values(state)
     if written:
         assert state is not None
@@ -46,22 +49,22 @@ def write_initial(folder: Path, state: Mapping[str, Any] | None) -> bool:
 
 
 def read_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The state dict in a file of ``torch.save``; its tensors are read when they are used."""
+    """The state dict in a file of ``torch.save``, memory-mapped: tensors are read when they are used."""
     state: dict[str, Tensor] = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
     return state
 
 
 def initial(folder: str | os.PathLike[str]) -> dict[str, Tensor] | None:
-    """The values that the folder starts from, if it has any."""
+    """The folder's initial values, or ``None``."""
     path = Path(folder) / INITIAL
     return read_state(path) if path.is_file() else None
 
 
 def wrong_state(records: Mapping[str, Any], state: Mapping[str, Tensor]) -> str:
-    """What is wrong with a state dict of the user's model, by names, for a program with these records (``layouts.json``); ``""``: nothing.
+    """Why a state dict of the user's model does not fit a program with these records (``layouts.json``), with names; ``""`` if it fits.
 
-    Every parameter of the program and every buffer that it writes must be there (a tied one by any of its names), whole, with values, and
-    nothing that the model does not have. What the program neither trains nor writes may be missing.
+    It must contain every parameter of the program and every buffer that the program writes (a tied one under any of its names), whole and
+    with values, and no name that the model does not have. Tensors that the program neither trains nor writes may be missing.
     """
     needed: dict[tuple[str, ...], tuple[int, ...]] = {}
     for record in records["parameters"]:
@@ -92,7 +95,7 @@ def wrong_state(records: Mapping[str, Any], state: Mapping[str, Tensor]) -> str:
 
 
 def _torn(needed: Iterable[Sequence[str]], tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of one tied parameter whose values differ."""
+    """Names of tied parameters that have different values under their names."""
     found = []
     for names in needed:
         values = [tensors[name] for name in names if name in tensors]

@@ -1,4 +1,4 @@
-"""Who and where: the program's records, the processes, the mesh, and this rank's place on it.
+"""The program's records, the processes, the mesh, and this rank's coordinates on the mesh.
 
 Words: an *axis* belongs to the mesh, a *dim* to a tensor. On each axis a parameter has a type: ``R`` (replicated, each rank's
 gradient is a term of the sum), ``I`` (invariant, same gradient everywhere), ``S(d)`` (a slice of dim d).
@@ -36,7 +36,7 @@ warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where a stage's parameter comes from and what each axis does to it.
+    """The original of a stage's parameter, and the parameter's type on each axis.
 
     ``name`` is the parameter's in its stage, ``original`` the user's; ``part`` is ``(dim, start, length)`` when it is a slice of a
     fused original. ``shape`` is that of the whole part, ``padded`` its size as it is stored: zeros lie behind the end where the
@@ -117,7 +117,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class BufferRecord:
-    """Where a buffer that the model writes is: ``name`` is the stage's, ``original`` the user's.
+    """A buffer that the model writes: ``name`` in the stage, ``original`` in the user's model.
 
     Several layers may have a copy; one of them makes the new value (``written``). ``persistent``: it is in the model's state dict.
     """
@@ -145,16 +145,16 @@ class Program:
     model: ModuleType
     constants: dict[str, Tensor]
     buffers: tuple[BufferRecord, ...] = ()
-    records: Mapping[str, Any] = field(default_factory=dict)  # layouts.json as it is
+    records: Mapping[str, Any] = field(default_factory=dict)  # the content of layouts.json
     folder: Path = Path()
 
     def group(self, layout: Layout) -> tuple[str, int, tuple[str, ...]]:
         """The stage's child that holds the parameter (``""``: the stage itself), its ZeRO stage, and the axes (larger than 1)
         on which it is ``R`` and its gradient a term of the sum.
 
-        FSDP2 takes a layer over the layer's data axes. Explicitly, after the schedule and so with ZeRO 1 at most, goes what several
-        layers or stages share, or what is ``R`` on other axes, and what FSDP2 does not take: numbers, and other dtypes than that of
-        most of the layer. Tied copies all take the lowest ZeRO stage, to be updated alike.
+        FSDP2 shards a layer's parameters over the layer's data axes. Other parameters are reduced explicitly after the schedule, with
+        ZeRO-1 at most: those that several layers or stages share, those that are ``R`` on other axes, scalars, and those of another dtype
+        than most of the layer. Tied copies all have the lowest ZeRO stage of their layers, so that their updates are the same.
         """
         child, zero = self._home(layout)
         data = self.model.STAGES[layout.stage].GROUPS[child]["data_axes"]
@@ -183,7 +183,7 @@ class Program:
         return max(elements, key=lambda dtype: elements[dtype]) if elements else torch.float32
 
     def dtypes(self, layout: Layout) -> tuple[torch.dtype, torch.dtype]:
-        """What the optimizer updates and gradients add up in, and what the stage computes in."""
+        """The dtype of master copies and gradient sums, and the dtype of the stage's arithmetic."""
         if self.plan["precision"] == "bfloat16" and layout.dtype == torch.bfloat16:
             return torch.float32, torch.bfloat16
         return layout.dtype, layout.dtype
@@ -217,24 +217,24 @@ def load(folder: str | os.PathLike[str]) -> Program:
 
 @dataclass(frozen=True)
 class World:
-    """This rank's place: its device, its stages, its coordinate on every axis, and the groups it speaks in.
+    """This rank's device, stages, coordinate on every axis, and process groups.
 
-    Stage ``i`` runs on the devices in place ``i`` modulo ``pipeline`` of the line.
+    Stage ``i`` runs on pipeline rank ``i`` modulo ``pipeline``.
     """
 
     device: torch.device
-    stages: tuple[int, ...]  # that this rank runs, ascending
-    pipeline: int  # devices in a line
+    stages: tuple[int, ...]  # the stages of this rank, ascending
+    pipeline: int  # pipeline ranks
     mesh: DeviceMesh  # all devices: "pipeline", then one stage's axes
     stage_mesh: DeviceMesh  # one stage's axes
     coordinates: Mapping[str, tuple[int, int]]  # axis: index, size
     groups: Mapping[tuple[str, ...], dist.ProcessGroup]  # over several axes flattened, outermost first
-    # by tied parameter: the devices of the line that hold a copy of it, where several do
+    # by tied parameter: the pipeline ranks that have a copy, where several have one
     shared: Mapping[str, dist.ProcessGroup]
 
     @contextmanager
     def in_mesh(self) -> Iterator[None]:
-        """Inside this, collectives know the stage's axes by name, one by one and flattened."""
+        """A context in which collectives find the stage's axes by name, single and flattened."""
         with on_mesh(self.stage_mesh), flattened.use(self.groups):
             yield
 
@@ -242,12 +242,12 @@ class World:
         return self.mesh.get_group(axes[0]) if len(axes) == 1 else self.groups[axes]
 
     def first_on(self, axes: Iterable[str]) -> bool:
-        """Whether this rank is the first on each of ``axes``: it then speaks for all that hold the same."""
+        """Whether this rank is the first on each of ``axes``: of ranks with the same values, one is counted."""
         return all(self.coordinates[axis][0] == 0 for axis in axes)
 
 
 def start(program: Program, *, device: str | None = None, timeout_s: float = 600) -> World:
-    """Join the other processes (``torchrun`` sets the environment) and lay the plan's mesh over them.
+    """Join the other processes (``torchrun`` sets the environment) and build the plan's mesh.
 
     NCCL on GPUs, gloo on CPUs; ``device`` is ``"cuda"``, ``"cpu"`` or ``None``: GPUs if there is one for every local process.
     Raises ``RuntimeError`` when the number of processes is not the plan's number of devices.
@@ -293,7 +293,7 @@ def _check_world(size: int, axes: Mapping[str, int], shape: Sequence[int]) -> No
 
 
 def _subgroups(ranks: Tensor) -> dist.ProcessGroup | None:
-    """Every row of ``ranks`` becomes a group; the one of this rank. All ranks of the world must call this."""
+    """Make a process group of every row of ``ranks``; the group of this rank. All ranks of the world must call this."""
     mine = None
     for row in ranks.tolist():
         group = dist.new_group(row)

@@ -1,4 +1,4 @@
-"""Running an emitted program: local worker processes, and the ``Program`` that a user holds."""
+"""Running an emitted program: local worker processes, and the ``Program`` that a user works with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Program"]
 
 
 def __getattr__(name: str) -> Any:
-    """``Program`` when it is first asked for: worker processes start without what only their parent needs."""
+    """Import ``Program`` when it is first used: worker processes start without the modules that only their parent needs."""
     if name != "Program":
         raise AttributeError(f"module 'autopar.run' has no attribute {name!r}")
     from autopar.run.program import Program

@@ -1,4 +1,4 @@
-"""Importing a program's folder into a process that has modules of its own."""
+"""Importing a program's folder into a process whose own modules may have the same names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from types import ModuleType
 
 @contextmanager
 def program_modules(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Inside this, ``import model`` and the like mean the folder's; afterwards they mean what they meant before.
+    """A context in which ``import model`` and the like import the folder's modules; afterwards the process's own ones are back.
 
     Names as ordinary as ``model`` are likely to be taken by the user's own files, and one process may run several programs.
     """
@@ -32,5 +32,5 @@ def program_modules(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def import_runtime(folder: str | os.PathLike[str]) -> ModuleType:
-    """The folder's own ``runtime.py``: what is read there is what runs. Call inside ``program_modules``."""
+    """The folder's own ``runtime.py``, so that the code in the folder is the code that runs. Call inside ``program_modules``."""
     return importlib.import_module("runtime")

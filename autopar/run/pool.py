@@ -1,7 +1,7 @@
 """A pool of warm gloo processes: torch is imported once, and each call gets a default process group of its own.
 
-Verification runs one program after the other in it, and so do the tests. Arguments and results are tensors, numbers, text, lists, tuples
-and dicts of such. A rank that raises, dies or hangs ends the call with its error; the next call finds new processes.
+Verification and the tests run one program after the other in a pool. Arguments and results are tensors, numbers, text, and lists,
+tuples and dicts of these. A rank that raises, dies or hangs ends the call with its error; the next call finds new processes.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ _calls = 0
 
 
 def ready() -> None:
-    """In a worker: nothing; the process has started and imported torch when it answers."""
+    """Called in a worker: does nothing, but its answer says that the process has started and imported torch."""
 
 
 def in_fresh_group(target: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """In a worker: the call, inside a default gloo group of its own (so that no group or mesh outlives it)."""
+    """Called in a worker: makes the call inside a new default gloo group, so that no group or mesh outlives the call."""
     global _calls
     _calls += 1
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from autopar.errors import LaunchError
 
 _GRACE_S = (
-    0.5  # after the first failure: how long the others may still report, so that the cause is told from consequences
+    0.5  # after the first failure: how long other ranks may still report, to tell the cause from its consequences
 )
 
 
@@ -75,7 +75,7 @@ class Processes:
         return self._finalizer.alive and all(worker.poll() is None for worker in self._workers)
 
     def call(self, target: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
-        """Call ``"module:function"`` on every rank with the same arguments and give back the results by rank.
+        """Call ``"module:function"`` on every rank with the same arguments and return the results by rank.
 
         Arguments and results are what ``torch.load(weights_only=True)`` reads. Raises ``LaunchError`` when a rank raises,
         dies, or does not answer within ``timeout_s`` seconds; then all ranks are ended.

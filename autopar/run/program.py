@@ -1,4 +1,4 @@
-"""``Program``: an emitted folder that a user steps, trains, reads and launches."""
+"""``Program``: an emitted folder, with methods that train it, read its state and launch it."""
 
 from __future__ import annotations
 
@@ -38,30 +38,31 @@ Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Program:
-    """A plan and the folder that carries it out.
+    """A plan and the folder of its program.
 
-    Under ``torchrun`` each process drives its own rank. Elsewhere ``step`` and its kin start local worker processes, keep them
-    warm, and end them with ``close`` (or at exit). What runs is the folder: edit it and open it again.
+    Under ``torchrun`` each process drives its own rank. Elsewhere the first call of ``step``, ``train`` and
+    so on starts local worker processes; ``close`` (or the end of this process) ends them. The code that runs is the folder's: edit the
+    folder and open it again.
 
     Args:
-        plan: what the folder carries out.
+        plan: the plan of the program.
         folder: the emitted program.
-        graph: the captured model, whose ``structure`` says how a user's batch maps to inputs. Without it batches are dicts by
+        graph: the captured model, whose ``structure`` says how a user's batch maps to inputs. Without a graph, batches are dicts by
             the inputs' names.
-        cluster: the devices that were planned for; what ``plan.devices`` says if left out.
-        state: the state dict to start from; without one, or with one on meta, the folder's ``initial.pt``.
-        draw_init: where there is neither, draw values from ``seed`` (``autopar.program.parameters.seeded``), which no model has.
+        cluster: the devices that were planned for; if left out, those that ``plan.devices`` describes.
+        state: the state dict to start from; if left out, or on meta, the folder's ``initial.pt``.
+        draw_init: where neither exists, draw values from ``seed`` (``autopar.program.parameters.seeded``).
         optimizer: makes an optimizer of the list of the model's parameters, or of pairs with their names where its argument is called
-            ``named_parameters``; AdamW with ``lr`` if left out. It is called with stand-ins of the same shapes and without values, and
-            what looks at whole tensors is refused where ranks hold pieces (``autopar.program.optimizers``). For worker processes it
-            must be importable: a function at the top of a module, or its name ``"module:function"``.
+            ``named_parameters``; AdamW with ``lr`` if left out. It is called with stand-ins of the same shapes and without values. An
+            optimizer that looks at whole tensors is refused where ranks have shards (``autopar.program.optimizers``). Worker processes
+            must be able to import it: a function at the top of a module, or its name ``"module:function"``.
         max_norm: the largest 2-norm of the gradients.
-        port: where local processes meet on 127.0.0.1; 0 for any free one.
+        port: the port on 127.0.0.1 where local processes meet; 0 for any free port.
         timeout_s: how long a collective may wait.
         type_check: whether the type checker goes over the folder first (``autopar.checks.types``).
 
     Raises:
-        ProgramError: the folder holds no program, or one that is ill-typed: an edit took a collective out, or added one.
+        ProgramError: the folder has no program, or an ill-typed one: an edit removed a collective, or added one.
     """
 
     def __init__(
@@ -110,13 +111,13 @@ class Program:
     # -- training --
 
     def step(self, batch: Any) -> float:
-        """One update on one global batch; the loss before it."""
+        """Train one step on one global batch; the loss before the update."""
         return float(self._call("step", self._inputs(batch)))
 
     def train(
         self, batches: Iterable[Any], steps: int | None = None, on_step: Callable[[int, float], None] | None = None
     ) -> list[float]:
-        """``steps`` updates (default: one for each batch), from the start again when the batches end; the losses.
+        """Train ``steps`` steps (default: one for each batch), and start again when the batches end; the losses.
 
         ``on_step`` is called with the number of the step (from 0) and its loss.
         """
@@ -148,7 +149,7 @@ class Program:
     def state_dict(self) -> dict[str, Tensor]:
         """The parameters and buffers under the names of the user's model, whole, on the CPU; under ``torchrun`` on rank 0 only.
 
-        What the forward pass does not use or write has the values that the program was given.
+        Tensors that the forward pass neither uses nor writes have the values that the program was given.
         """
         trained: dict[str, Tensor] = self._call("state_dict")
         if not trained:
@@ -159,8 +160,7 @@ class Program:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Set the parameters and buffers from a state dict of the user's model.
 
-        Raises ``UsageError`` by name, before anything starts, where it lacks something, has something that the model has not, or has
-        another shape.
+        Raises ``UsageError``, before anything starts, with the name of a tensor that is missing, unknown, or of another shape.
         """
         self._check_state(state)
         with tempfile.TemporaryDirectory() as folder:
@@ -172,7 +172,7 @@ class Program:
     # -- the folder --
 
     def emit(self, folder: str | os.PathLike[str]) -> Path:
-        """Write the program's folder to ``folder`` (made if missing) and give back its path. It starts from the values that this
+        """Copy the program to ``folder`` (made if missing) and return its path. The copy starts from the values that this
         ``Program`` was given."""
         there = Path(folder)
         if there.resolve() != self.folder.resolve():
@@ -216,7 +216,7 @@ class Program:
             )
 
     def close(self) -> None:
-        """End the worker processes, and with them the state of the training."""
+        """End the worker processes; the state of the training is lost with them."""
         if self._processes is not None:
             self._processes.close()
             self._processes = None
@@ -318,7 +318,7 @@ class Program:
             )
 
     def _state_file(self, folder: Path) -> str | None:
-        """The file of the values to start from, written to ``folder`` if need be; ``None`` where they are to be drawn."""
+        """The file of the values to start from, written to ``folder`` if necessary; ``None`` where values are drawn."""
         if self._state is not None:
             torch.save(self._state, folder / "state.pt")
             return str((folder / "state.pt").resolve())
@@ -337,7 +337,7 @@ class Program:
             return
         kind = cluster.gpu.name.split("-")[0].upper()
         if len(names) >= count and all(kind in name.upper() for name in names):
-            return  # described as if from afar, and yet here
+            return  # a description of other devices that fits the ones here
         has = f"{len(names)} GPUs ({', '.join(sorted(set(names)))})" if names else "no GPU"
         raise LaunchError(
             f"the program was planned for {self.plan.devices} ({count} devices), which are not here: this machine has {has}",
@@ -352,7 +352,7 @@ class Program:
 
 
 def _tensors(state: Mapping[str, Any] | None) -> dict[str, Tensor]:
-    """Without a module's extra state, which is no tensor and which no program reads."""
+    """The tensors of a state dict, without the extra state of modules, which no program reads."""
     return {name: tensor for name, tensor in (state or {}).items() if not name.endswith("_extra_state")}
 
 
@@ -381,7 +381,7 @@ def _check_port(port: int) -> None:
 
 
 def _stream(command: Sequence[str], env: Mapping[str, str]) -> tuple[int, str]:
-    """Run, passing standard error on line by line; the exit status and the line that names the first cause."""
+    """Run a command and pass its standard error on; the exit status, and the line that names the first cause."""
     errors: list[str] = []
     with subprocess.Popen(command, env=dict(env), stderr=subprocess.PIPE, text=True, errors="replace") as process:
         try:

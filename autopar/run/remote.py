@@ -1,4 +1,4 @@
-"""What ``Program`` calls in its worker processes; each keeps one open program between calls."""
+"""The functions that ``Program`` calls in its worker processes; each process keeps one open program between calls."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def open_trainer(folder: str, options: dict[str, Any], *, device: str | None, ti
         )
 
 
-def open_program(folder: str, options: dict[str, Any], device: str, timeout_s: float) -> None:
-    """Join the other workers at the parent's store and open the program."""
+def join(device: str, timeout_s: float) -> None:
+    """Meet the other workers at the parent's store: the default process group of everything that follows."""
     torch.set_num_threads(1)
     rank, count, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), datetime.timedelta(seconds=timeout_s)
     if device == "cuda":
@@ -47,6 +47,11 @@ def open_program(folder: str, options: dict[str, Any], device: str, timeout_s: f
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timeout)
+
+
+def open_program(folder: str, options: dict[str, Any], device: str, timeout_s: float) -> None:
+    """Join the other workers and open the program."""
+    join(device, timeout_s)
     _open.append(open_trainer(folder, options, device=device, timeout_s=timeout_s))
 
 
@@ -56,7 +61,7 @@ def call(name: str, *args: Any) -> Any:
 
 
 def perform(trainer: Any, name: str, *args: Any) -> Any:
-    """What ``Program`` asks of a trainer; every rank is asked alike."""
+    """One call of ``Program`` to this rank's trainer; every rank gets the same call."""
     if name == "step":
         return trainer.step(*args)
     if name == "gradients":

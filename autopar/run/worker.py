@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 import torch
 
-# How torch.distributed reports that *another* rank went away: a consequence, reported only when there is no cause.
+# How torch.distributed reports that *another* rank went away: a consequence, which is reported only if no cause is found.
 _CONSEQUENCES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -32,7 +32,7 @@ _CONSEQUENCES = (
 
 
 def is_consequence(error: str) -> bool:
-    """Whether this is how a rank notices that another one failed."""
+    """Whether the error only says that another rank failed."""
     return any(sign in error for sign in _CONSEQUENCES)
 
 

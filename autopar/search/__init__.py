@@ -8,10 +8,9 @@ from autopar.search.driver import price_pins, search
 from autopar.search.evaluation import evaluate, memory_timeline
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.search.options import SearchOptions
-from autopar.search.problem import LayerPrice, Pricer
+from autopar.search.problem import Pricer
 
 __all__ = [
-    "LayerPrice",
     "Pricer",
     "SearchOptions",
     "evaluate",

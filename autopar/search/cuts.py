@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.search.tables import Array
+from autopar.search.pareto import Array
 
 
 def balanced_cuts(shares: Sequence[Array], device: Sequence[int]) -> tuple[int, ...]:
@@ -50,7 +50,7 @@ def balanced_cuts(shares: Sequence[Array], device: Sequence[int]) -> tuple[int, 
 
 
 def by_share(shares: Array, wanted: Array, device: Sequence[int]) -> tuple[int, ...]:
-    """Cuts whose stages count for about what is ``wanted`` of them; ``shares`` and ``device`` as for ``balanced_cuts``."""
+    """Cuts whose stages count for about ``wanted``; ``shares`` and ``device`` as for ``balanced_cuts``."""
     stages, count = len(wanted), shares.shape[1] - 1
     scale = float(shares[:, -1].mean()) / float(wanted.sum())
     bounds, owed = [0], 0.0
@@ -64,7 +64,7 @@ def by_share(shares: Array, wanted: Array, device: Sequence[int]) -> tuple[int, 
 
 
 def in_rounds(layers: Sequence[int], chunks: int, ends: tuple[bool, bool], order: Sequence[int]) -> tuple[int, ...]:
-    """Cuts that give device ``d`` so many ``layers``, in even chunks; which of them have one more, if any, is said by ``order``.
+    """Cuts that give device ``d`` ``layers[d]`` layers, in even chunks; which of them have one more, if any, is said by ``order``.
 
     Where all devices have it in the same chunk none waits for another. ``ends``: the first layer, the last layer is of a kind of its own,
     and the stage that has it may have no other.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -12,10 +11,10 @@ import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
+from autopar.layer_price import LayerPrice
 from autopar.plan import (
     OFFLOADS,
     RECOMPUTATIONS,
-    SEVERAL_STAGES,
     Axis,
     LayerPlan,
     Memory,
@@ -24,22 +23,18 @@ from autopar.plan import (
     Role,
     StagePlan,
     Strategy,
-    stages_of,
 )
+from autopar.schedules import Schedule
+from autopar.schedules.memory import most_in_flight
+from autopar.schedules.step_time import lower_bound, simulate
 from autopar.search.notes import host_notes, notes_of
-from autopar.search.problem import Choice, Devices, LayerPrice, Mesh, Pricer
-from autopar.search.schedules import Action, device_order, holdings
-from autopar.search.simulate import lower_bound, simulate
+from autopar.search.problem import Choice, Devices, Mesh, Pricer
 from autopar.search.tables import Instance
-from autopar.search.timeline import Held, Moment, kept, most_held, timeline, transients
+from autopar.search.timeline import Counts, Device, Moment
 from autopar.segments import shortened
 
 State = tuple[int, int, int]
 """Bytes of parameters, of their gradients and of their optimizer state."""
-
-
-Counts = tuple[tuple[float, float], ...]
-"""Microbatches in flight of each stage of a device, and how many of these are between the two parts of their backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +63,7 @@ def step_cost(
     prices: Sequence[LayerPrice],
     edges: Sequence[float],
     sends: Sequence[float],
-    microbatches: int,
-    schedule: str,
-    chunks: int = 1,
+    schedule: Schedule,
     below_s: float = np.inf,
 ) -> Cost:
     """``edges[i]`` and ``sends[i]`` are the seconds of resharding and of a send after layer ``i``.
@@ -89,28 +82,19 @@ def step_cost(
         weight.append(sum(p.weight_s for p in prices[i:j]))
         moved.append(sum(p.communication_s for p in prices[i:j]) + reshard + out + back)
         steps.append(sum(p.step_s for p in prices[i:j]))
-    once = max(by_device(steps, chunks, schedule))
+    once = max(schedule.by_device(steps))
     step = 0.0
-    if np.isfinite(below_s) and schedule not in SEVERAL_STAGES:
-        step = lower_bound(forward, backward, microbatches, schedule) + once
+    if np.isfinite(below_s) and not schedule.interleaved:
+        step = lower_bound(schedule, forward, backward) + once
     if step < below_s:
-        step = simulate(forward, backward, microbatches, schedule, chunks, weight) + once
+        step = simulate(schedule, forward, backward, weight) + once
     return Cost(tuple(forward), tuple(backward), tuple(weight), tuple(moved), tuple(steps), step)
 
 
-def by_device(values: Sequence[float], chunks: int, schedule: str) -> list[float]:
-    """Sums over the stages of each device of the line."""
-    line = len(values) // chunks
-    return [sum(values[s] for s in stages_of(d, line, chunks, schedule)) for d in range(line)]
-
-
 def cost(instance: Instance, solution: Solution, below_s: float = np.inf) -> Cost:
-    """The true cost of a solution, memory aside. ``below_s`` as in ``step_cost``."""
-    choice = instance.choice
-    edges, sends = ways(instance, solution)
-    prices = prices_of(instance, solution)
+    """The true cost of a solution, without memory. ``below_s`` as in ``step_cost``."""
     return step_cost(
-        solution.bounds, prices, edges, sends, choice.microbatches, choice.schedule, choice.chunks, below_s=below_s
+        solution.bounds, prices_of(instance, solution), *ways(instance, solution), instance.schedule, below_s
     )
 
 
@@ -132,31 +116,20 @@ def ways(instance: Instance, solution: Solution) -> tuple[list[float], list[floa
     return edges, sends
 
 
-def memory(prices: Sequence[LayerPrice], in_flight: int, passing: int = 0) -> Memory:
-    """A stage's bytes at the step's peak; ``passing`` as in ``Choice``."""
-    return Memory(
-        sum(int(p.parameters_bytes) for p in prices),
-        sum(int(p.gradients_bytes) for p in prices),
-        sum(int(p.optimizer_bytes) for p in prices),
-        in_flight * sum(kept(prices)),
-        transients(prices, passing),
-    )
-
-
 def memories(instance: Instance, solution: Solution) -> list[Memory]:
     """Memory by device of the line."""
     return _memories(instance, solution.bounds, prices_of(instance, solution))
 
 
 def _memories(instance: Instance, bounds: Sequence[int], prices: Sequence[LayerPrice]) -> list[Memory]:
-    return device_memories(instance.choice, [prices[i:j] for i, j in pairwise(bounds)])
+    return device_memories(instance.schedule, [prices[i:j] for i, j in pairwise(bounds)])
 
 
 def stage_bytes(instance: Instance, first: int, stage: int, pick: Sequence[int]) -> float:
     """What a stage of layers from ``first`` on needs with such candidates."""
-    n, passing, place, _ = instance.regime(stage)
+    place = instance.layout.place[stage]
     prices = [instance.table(first + a, place).prices[k] for a, k in enumerate(pick)]
-    return float(memory(prices, n, passing).total)
+    return float(Device(instance.schedule, stage, [prices]).most().total)
 
 
 def in_turn(instance: Instance, first: int, pick: Sequence[int]) -> tuple[int, ...]:
@@ -184,7 +157,7 @@ def all_in_turn(instance: Instance, solution: Solution) -> Solution:
 
 
 def leaving_room(instance: Instance, solution: Solution) -> Instance:
-    """The instance with as much less memory as the solution has too little: what is found by its layers' shares may then fit."""
+    """The instance with its limits lowered by the bytes that the solution lacks: a solution by its layers' shares may then fit."""
     held = memories(instance, solution)
     limits = (limit - max(m.total - limit, 0.0) for m, limit in zip(held, instance.layout.limit, strict=True))
     return replace(instance, layout=replace(instance.layout, limit=tuple(limits)))
@@ -198,22 +171,22 @@ def _fit(instance: Instance, bounds: Sequence[int], prices: Sequence[LayerPrice]
     held = _memories(instance, bounds, prices)
     if not all(m.total <= limit for m, limit in zip(held, instance.layout.limit, strict=False)):
         return False
-    return not instance.aside or _fits_hosts(instance, bounds, prices)
+    return not instance.offloaded or _fits_hosts(instance, bounds, prices)
 
 
 def _fits_hosts(instance: Instance, bounds: Sequence[int], prices: Sequence[LayerPrice]) -> bool:
-    aside = host_bytes(instance.choice, [prices[i:j] for i, j in pairwise(bounds)])
+    offloaded = host_bytes(instance.schedule, [prices[i:j] for i, j in pairwise(bounds)])
     limits = (instance.layout.host[place] for place in instance.layout.place)
-    return all(size <= limit for size, limit in zip(aside, limits, strict=False))
+    return all(size <= limit for size, limit in zip(offloaded, limits, strict=False))
 
 
-def host_bytes(choice: Choice, stages: Sequence[Sequence[LayerPrice]]) -> list[int]:
+def host_bytes(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> list[int]:
     """Bytes of each device of the line in its host's memory; of several chunks all in flight are taken to be of the one that saves most."""
     found = []
-    for d in range(choice.pipeline):
-        mine = [stages[s] for s in choice.own(d)]
+    for d in range(schedule.pipeline):
+        mine = [stages[s] for s in schedule.own(d)]
         most = max(sum(int(p.host_saved_bytes) for p in stage) for stage in mine)
-        found.append(sum(int(p.host_bytes) for stage in mine for p in stage) + choice.most_in_flight(d) * most)
+        found.append(sum(int(p.host_bytes) for stage in mine for p in stage) + most_in_flight(schedule, d) * most)
     return found
 
 
@@ -247,7 +220,7 @@ def coalesce(mesh: Mesh, strategies: Sequence[Strategy]) -> tuple[Mesh, list[Str
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What the search knows about a plan: a lower bound, how it was solved, remarks."""
+    """The search's record of a plan: a lower bound, the solvers, remarks."""
 
     bound_s: float
     gap: float
@@ -275,8 +248,8 @@ def make_plan(
     mesh, strategies = coalesce(choice.mesh, strategies)
     size = int(np.prod([axis.size for axis in mesh]))
     runs = list(pairwise(bounds))
-    held = device_memories(choice, [prices[i:j] for i, j in runs], twice)
-    aside = host_bytes(choice, [prices[i:j] for i, j in runs])
+    held = device_memories(choice.schedule, [prices[i:j] for i, j in runs], twice)
+    offloaded = host_bytes(choice.schedule, [prices[i:j] for i, j in runs])
     stages = tuple(
         StagePlan(
             i,
@@ -285,9 +258,9 @@ def make_plan(
             held[device],
             int(limits[device]),
             found.forward_s[s] + found.backward_s[s],
-            aside[device],
+            offloaded[device],
         )
-        for s, ((i, j), device) in enumerate(zip(runs, choice.device, strict=True))
+        for s, ((i, j), device) in enumerate(zip(runs, choice.schedule.device, strict=True))
     )
     layers = tuple(LayerPlan(a.name, a.cls, b) for a, b in zip(graph.layers, strategies, strict=True))
     peak = cluster.peak_flops(precision)
@@ -296,8 +269,8 @@ def make_plan(
         devices=str(cluster),
         mesh=mesh,
         stages=stages,
-        schedule=choice.schedule,
-        microbatches=choice.microbatches,
+        schedule=choice.schedule.name,
+        microbatches=choice.schedule.microbatches,
         global_batch=graph.batch_size,
         precision=precision,
         layers=layers,
@@ -308,11 +281,11 @@ def make_plan(
         notes=(
             *proof.notes,
             *notes_of(graph, choice, strategies, mesh),
-            *host_notes(aside, [stage.host_limit_bytes for stage in cluster.stages(choice.pipeline)]),
+            *host_notes(offloaded, [stage.host_limit_bytes for stage in cluster.stages(choice.schedule.pipeline)]),
         ),
         wall_time_s=proof.wall_time_s,
         peak_memory_bytes=proof.peak_memory_bytes,
-        chunks=choice.chunks,
+        chunks=choice.schedule.chunks,
         allow=graph.allow,
     )
     return replace(plan, notes=(*plan.notes, f"priced alone: {plan.unwritten}")) if plan.unwritten else plan
@@ -321,15 +294,15 @@ def make_plan(
 def counted_twice(
     graph: Graph, pricer: Pricer, choice: Choice, bounds: Sequence[int], strategies: Sequence[Strategy]
 ) -> list[State]:
-    """Of each device of the line, what its layers' prices count more than once: parameters that several layers of a stage share.
+    """By device of the line, the bytes that its layers' prices count more than once: parameters that several layers of a stage share.
 
     Each stage holds its own copy, also where a device has several.
     """
     found = []
     spans = list(pairwise(bounds))
-    for d in range(choice.pipeline):
+    for d in range(choice.schedule.pipeline):
         extra = [0, 0, 0]
-        here = [range(*spans[s]) for s in choice.own(d)]
+        here = [range(*spans[s]) for s in choice.schedule.own(d)]
         for (name, uses), span in itertools.product(graph.shared_parameters.items(), here):
             for layer in [i for i in uses if i in span][1:]:
                 state = pricer.tied(layer, name, choice.mesh, strategies[layer])
@@ -339,28 +312,23 @@ def counted_twice(
 
 
 def device_memories(
-    choice: Choice, stages: Sequence[Sequence[LayerPrice]], twice: Sequence[State] = ()
+    schedule: Schedule, stages: Sequence[Sequence[LayerPrice]], twice: Sequence[State] = ()
 ) -> list[Memory]:
-    """The bytes of each device of the line when it holds most; ``stages`` are the layers of each stage."""
-    if not choice.interleaved:
-        held = [memory(*stage) for stage in zip(stages, choice.in_flight, choice.passing, strict=True)]
-    else:  # which chunk is at work when most is held decides whose transients count: the moments themselves are looked at
-        held = [_most_held(choice, stages, d)[0] for d in range(choice.pipeline)]
-    return [less(m, state) for m, state in zip(held, twice, strict=True)] if twice else held
+    """The bytes of each device of the line at its fullest moment; ``stages`` are the layers of each stage."""
+    most = [device.most() for device in devices(schedule, stages)]
+    return [less(m, state) for m, state in zip(most, twice, strict=True)] if twice else most
 
 
-def _most_held(choice: Choice, stages: Sequence[Sequence[LayerPrice]], device: int) -> tuple[Memory, Counts]:
-    counts, at_work = holdings(choice.schedule, choice.pipeline, choice.chunks, choice.microbatches, device)
-    most, moment = most_held(_held(choice, stages, device), counts, at_work)
-    row = [int(n) for n in counts[moment, :]]
-    return most, tuple(zip(row[: choice.chunks], row[choice.chunks :] or [0] * choice.chunks, strict=True))
+def devices(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> Iterator[Device]:
+    """The devices of the line with the layers of their stages."""
+    return (Device(schedule, d, [stages[s] for s in schedule.own(d)]) for d in range(schedule.pipeline))
 
 
 def fullest_moments(instance: Instance, solution: Solution) -> list[Counts]:
-    """Of each device that has several stages: the microbatches in flight when its memory peaks."""
+    """Of each device: the microbatches in flight when its memory peaks."""
     prices = prices_of(instance, solution)
     stages = [prices[i:j] for i, j in pairwise(solution.bounds)]
-    return [_most_held(instance.choice, stages, d)[1] for d in range(instance.choice.pipeline)]
+    return [device.fullest_moment() for device in devices(instance.schedule, stages)]
 
 
 def less(held: Memory, state: State) -> Memory:
@@ -369,60 +337,33 @@ def less(held: Memory, state: State) -> Memory:
     return replace(held, parameters=held.parameters - p, gradients=held.gradients - g, optimizer=held.optimizer - o)
 
 
-@functools.lru_cache(maxsize=4096)
-def passing_by(choice: Choice, device: int) -> int:
-    """What the pipeline holds for all stages of a device: it is there whichever of them is at work."""
-    passing = choice.passing
-    return sum(passing[s] for s in choice.own(device))
-
-
-def _held(choice: Choice, stages: Sequence[Sequence[LayerPrice]], device: int) -> Held:
-    own = choice.own(device)
-    return Held.of(own, [stages[s] for s in own], [passing_by(choice, device)] * choice.chunks)
-
-
-def _devices(choice: Choice, stages: Sequence[Sequence[LayerPrice]]) -> list[tuple[Held, list[Action]]]:
-    """What each device of the line holds, and what it does."""
-    line = choice.pipeline
-    return [
-        (
-            _held(choice, stages, d),
-            device_order(choice.schedule, d, line, choice.microbatches, choice.chunks),
-        )
-        for d in range(line)
-    ]
-
-
 def memory_timeline(graph: Graph, cluster: Devices, pricer: Pricer, plan: Plan) -> tuple[tuple[Moment, ...], ...]:
     """Of each device of the line, what it holds at each action of a step of ``plan``; the largest is its predicted memory.
 
     Raises:
         InfeasibleError: a layer has no price.
     """
-    choice = Choice(plan.mesh, plan.pipeline, plan.microbatches, plan.schedule, chunks=plan.chunks)
+    choice = Choice(plan.mesh, plan.sized_schedule)
     strategies = [layer.strategy for layer in plan.layers]
-    devices, stages = cluster.stages(plan.pipeline), []
+    views, stages = cluster.stages(plan.pipeline), []
     for s, stage in enumerate(plan.stages):
-        here, own = pricer.on(devices[choice.device[s]]), range(stage.start, stage.stop)
+        here, own = pricer.on(views[choice.schedule.device[s]]), range(stage.start, stage.stop)
         stages.append([_price(graph, here, i, plan.mesh, strategies[i], plan.microbatches) for i in own])
     bounds = [stage.start for stage in plan.stages] + [len(plan.layers)]
     twice = counted_twice(graph, pricer, choice, bounds, strategies)
     return tuple(
-        tuple(replace(moment, memory=less(moment.memory, state)) for moment in timeline(held, order))
-        for (held, order), state in zip(_devices(choice, stages), twice, strict=True)
+        tuple(replace(moment, memory=less(moment.memory, state)) for moment in device.timeline())
+        for device, state in zip(devices(choice.schedule, stages), twice, strict=True)
     )
 
 
 def _prediction(
     graph: Graph, cluster: Devices, choice: Choice, prices: Sequence[LayerPrice], found: Cost, peak: float
 ) -> Prediction:
-    m, line = choice.microbatches, choice.pipeline
-
-    def of_device(seconds: Sequence[float]) -> list[float]:
-        return by_device(seconds, choice.chunks, choice.schedule)
+    m, of_device = choice.schedule.microbatches, choice.schedule.by_device
 
     work = [f + b for f, b in zip(of_device(found.forward_s), of_device(found.backward_s), strict=True)]
-    slowest = max(range(line), key=lambda d: work[d])
+    slowest = max(range(len(work)), key=lambda d: work[d])
     busy = m * work[slowest]
     moving = m * of_device(found.communication_s)[slowest]
     optimizer = max(of_device(found.per_step_s))
@@ -460,21 +401,21 @@ def evaluate(
     Raises:
         InfeasibleError: a layer has no price under its strategy (an inadmissible role, an indivisible size).
     """
-    choice = Choice(mesh, (len(stage_bounds) - 1) // chunks, microbatches, schedule, chunks=chunks)
+    choice = Choice(mesh, Schedule(schedule, (len(stage_bounds) - 1) // chunks, microbatches, chunks))
     strategies = shortened(graph, strategies, stage_bounds)
-    stages, borders = cluster.stages(choice.pipeline), cluster.borders(choice.pipeline)
+    stages, borders = cluster.stages(choice.schedule.pipeline), cluster.borders(choice.schedule.pipeline)
     prices: list[LayerPrice] = []
-    last, links = len(graph.layers) - 1, choice.links
+    last, links = len(graph.layers) - 1, choice.schedule.links
     edges, sends = [0.0] * last, [0.0] * last
     for s, (start, stop) in enumerate(pairwise(stage_bounds)):
-        here = pricer.on(stages[choice.device[s]])
+        here = pricer.on(stages[choice.schedule.device[s]])
         for i in range(start, stop):
             prices.append(_price(graph, here, i, mesh, strategies[i], microbatches))
             if i:
                 edges[i - 1] = here.edge(i - 1, mesh, strategies[i - 1], strategies[i], microbatches)
         if stop <= last and (link := links[s]) is not None:
             sends[stop - 1] = pricer.on(borders[link]).p2p(stop - 1, mesh, strategies[stop - 1], microbatches)
-    found = step_cost(stage_bounds, prices, edges, sends, microbatches, schedule, chunks)
+    found = step_cost(stage_bounds, prices, edges, sends, choice.schedule)
     plan = make_plan(
         graph,
         cluster,
@@ -514,7 +455,7 @@ def _price(graph: Graph, pricer: Pricer, index: int, mesh: Mesh, strategy: Strat
 
 
 def _effort(strategy: Strategy) -> tuple[int, int, int, int]:
-    """What is in the host's memory, the ZeRO stage and how much is recomputed: of equally fast strategies the least is told."""
+    """The offload, the ZeRO stage and the recomputation, as ranks: of equally fast strategies the plan states the lowest."""
     how = RECOMPUTATIONS.index(strategy.recomputation), strategy.segment
     return OFFLOADS.index(strategy.offload), strategy.zero, *how
 
@@ -525,14 +466,14 @@ def tidy(instance: Instance, solution: Solution) -> tuple[list[Strategy], list[L
     Optima are rarely unique; a strategy that gains nothing only makes readers wonder. All layers of a kind that have the same
     strategy change together, to any candidate of the same roles, dominated ones included, if that fits and is no slower.
     """
-    pick, choice = solution.pick, instance.choice
+    pick = solution.pick
     strategies = [instance.table(i).strategies[k] for i, k in enumerate(pick)]
     places = [instance.layout.place[s] for s, (i, j) in enumerate(pairwise(solution.bounds)) for _ in range(i, j)]
     prices = prices_of(instance, solution)
     edges, sends = ways(instance, solution)
 
     def step(trial: list[LayerPrice]) -> Cost:
-        return step_cost(solution.bounds, trial, edges, sends, choice.microbatches, choice.schedule, choice.chunks)
+        return step_cost(solution.bounds, trial, edges, sends, instance.schedule)
 
     def fit(trial: list[LayerPrice]) -> bool:
         return _fit(instance, solution.bounds, trial)
@@ -562,14 +503,13 @@ def tidy(instance: Instance, solution: Solution) -> tuple[list[Strategy], list[L
 def in_segments(
     graph: Graph, instance: Instance, solution: Solution, strategies: Sequence[Strategy], prices: Sequence[LayerPrice]
 ) -> tuple[list[Strategy], list[LayerPrice], Cost]:
-    """The same plan, with segments that are longer than their stage has layers for called what they are."""
+    """The same plan; a segment that its stage cuts short is stated with the layers that it really has."""
     choice = instance.choice
     told, priced = shortened(graph, strategies, solution.bounds), list(prices)
     for s, (start, stop) in enumerate(pairwise(solution.bounds)):
         pricer = instance.layout.pricers[instance.layout.place[s]]
         for i in range(start, stop):
             if told[i] != strategies[i]:
-                priced[i] = _price(graph, pricer, i, choice.mesh, told[i], choice.microbatches)
-    edges, sends = ways(instance, solution)
-    found = step_cost(solution.bounds, priced, edges, sends, choice.microbatches, choice.schedule, choice.chunks)
+                priced[i] = _price(graph, pricer, i, choice.mesh, told[i], choice.schedule.microbatches)
+    found = step_cost(solution.bounds, priced, *ways(instance, solution), instance.schedule)
     return told, priced, found

@@ -1,35 +1,58 @@
-"""Exact solvers of one outer choice: labels (small; resharding and schedule included), SCIP (large; without resharding)."""
+"""Exact solvers of one outer choice: labels (small; resharding and schedule included), SCIP (large; without resharding).
+
+The label method works out every undominated way to run layers i..j-1 as one stage, layer by layer, then tries the combinations of such
+stages, as long as the step that is left possible is below the best one. A label has the seconds of its stage by part, those once a step,
+and the memory. Where a device has one stage and one fullest moment, its limit is checked right there, and the memory is dropped; else the
+memory of a device is checked when its stages are combined.
+"""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from ortools.linear_solver import pywraplp
 
-from autopar.search.bound import TOLERANCE, Model
+from autopar.schedules.memory import moments, passing_by
+from autopar.schedules.step_time import lower_bound, simulate, simulate_parts, textbook_paths
+from autopar.search.bounds.cheap import TOLERANCE
+from autopar.search.bounds.relaxation import Model
 from autopar.search.evaluation import Solution
-from autopar.search.simulate import lower_bound, simulate
-from autopar.search.tables import Array, Indices, Instance, Regime
+from autopar.search.pareto import Array, Indices, undominated
+from autopar.search.tables import Instance
 
 LABELS = 4_000  # per stage and layer: beyond it the label method gives up, SCIP takes over
 NODES = 200_000  # combinations of stages
 VARIABLES = 60_000  # beyond it Python needs longer to build the integer model than SCIP has to solve it
 
 
-@dataclass(frozen=True)
-class Stages:
-    """Every undominated way to run layers i..j-1 as one stage: (forward, backward, step) seconds, and the candidates."""
-
-    columns: Array  # [way, 3]
-    picks: NDArray[np.int32]  # [way, layer]
-
-
 class TooLargeError(Exception):
     """The label method met more labels than it can handle: internal, never seen by a user."""
+
+
+class _Regime(NamedTuple):
+    """What makes two stages alike: the place, the tensors that the pipeline keeps on the device; for a device of one stage and one fullest
+    moment the microbatches in flight and the memory limit, else nothing."""
+
+    place: int
+    passing: int
+    in_flight: int
+    limit: float
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """Every undominated way to run some layers as one stage: the columns of its label, and the candidates."""
+
+    columns: list[list[float]]
+    picks: list[list[int]]
+
+
+_Spans = dict[tuple[int, int, _Regime], _Ways]
 
 
 def solve_labels(instance: Instance, cutoff_s: float, deadline: float) -> tuple[float, Solution | None]:
@@ -38,91 +61,117 @@ def solve_labels(instance: Instance, cutoff_s: float, deadline: float) -> tuple[
     Raises:
         TooLargeError: too many labels, combinations or seconds.
     """
-    stages, count = instance.choice.pipeline, instance.layers
-    spans: dict[tuple[int, int, Regime], Stages] = {}
-    for s in range(stages):
-        regime = instance.regime(s)
-        starts = [0] if s == 0 else range(s, count - (stages - s) + 1)
-        for i in starts:
-            stops = [count] if s == stages - 1 else range(i + 1, count - (stages - s - 1) + 1)
-            missing = [j for j in stops if (i, j, regime) not in spans]
-            if missing:
-                for j, ways in _ways(instance, i, max(missing), regime, deadline).items():
-                    spans[i, j, regime] = ways
-    return _combine(instance, spans, cutoff_s, deadline)
+    stages, count = instance.schedule.stages, instance.layers
+    regimes = _regimes(instance)
+    wanted: dict[tuple[int, _Regime], int] = {}  # the last layer that a stage from some layer on may have
+    for s, regime in enumerate(regimes):
+        stop = count if s == stages - 1 else count - (stages - s - 1)
+        for i in [0] if s == 0 else range(s, count - (stages - s) + 1):
+            wanted[i, regime] = max(stop, wanted.get((i, regime), 0))
+    spans: _Spans = {}
+    for (i, regime), stop in wanted.items():
+        spans |= _Labels(instance, i, regime).ways(stop, deadline)
+    return _Enumeration(instance, regimes, spans, cutoff_s, deadline).solve()
 
 
-def _ways(instance: Instance, i: int, stop: int, regime: Regime, deadline: float) -> dict[int, Stages]:
-    """Undominated ways for layers i..j-1, for every j up to ``stop``. A label is (forward, backward, step, held, transient), and what is
-    in the host's memory where any candidate has something there."""
-    n, passing, place, limit = regime
-    first = instance.table(i)
-    single = instance.choice.pipeline == 1
-    m = instance.choice.microbatches
+def _regimes(instance: Instance) -> list[_Regime]:
+    """By stage."""
+    found = []
+    for s, d in enumerate(instance.device.tolist()):
+        alone = not instance.schedule.interleaved
+        own = (int(instance.in_flight[s]), instance.layout.limit[s]) if alone else (0, 0.0)
+        found.append(_Regime(instance.layout.place[s], passing_by(instance.schedule, d), *own))
+    return found
 
-    def columns(layer: int) -> Array:
-        t = instance.table(layer, place)
-        bytes_of = [t.weights + n * t.saved, t.at_work(passing)]
-        if instance.aside:
-            bytes_of.append(t.host + n * t.host_saved)
-        if single:  # one stage: seconds add up to one number, and fewer labels are undominated
-            zero = np.zeros(len(t))
-            return np.stack([t.time + t.step / m, zero, zero, *bytes_of], axis=1)
-        return np.stack([t.forward, t.backward, t.step, *bytes_of], axis=1)
 
-    label = columns(i)
-    picks = np.arange(len(first), dtype=np.int32)[:, None]
-    label[:, 3] += n * (first.at(place).kept - first.at(place).saved)
-    joinable = first.segment - 1  # layers that may yet join the last one's segment
-    result = {}
-    for layer in range(i, stop):
-        if layer > i:
-            edge, more = instance.edge(layer - 1, place), columns(layer)
-            k = len(more)
-            if len(label) * k > 50 * LABELS or time.monotonic() > deadline:
+class _Labels:
+    """The stages that begin with layer ``first``. A label is the seconds of each part, those once a step, and
+
+    - of a device of one stage: bytes held, the transient, and bytes in the host's memory where any candidate has some there,
+    - else: bytes of weights, saved, waiting, the transient.
+    """
+
+    def __init__(self, instance: Instance, first: int, regime: _Regime) -> None:
+        self.instance, self.first, self.regime = instance, first, regime
+        self.alone = not instance.schedule.interleaved
+        self.single = instance.schedule.pipeline == 1  # seconds add up to one number, and fewer labels are undominated
+        self.seconds = len(instance.table(first).seconds) + 1
+        self.transient = self.seconds + (1 if self.alone else 3)
+
+    def _columns(self, layer: int) -> Array:
+        place, passing, n, _ = self.regime
+        t, m = self.instance.table(layer, place), self.instance.schedule.microbatches
+        zero = np.zeros(len(t))
+        seconds = [t.time + t.step / m, zero, zero] if self.single else [*t.seconds, t.step]
+        if not self.alone:
+            return np.stack([*seconds, t.weights, t.saved, t.waiting, t.at_work(passing)], axis=1)
+        host = [t.host + n * t.host_saved] if self.instance.offloaded else []
+        return np.stack([*seconds, t.weights + n * t.saved, t.at_work(passing), *host], axis=1)
+
+    def ways(self, stop: int, deadline: float) -> _Spans:
+        """By the end j of layers ``first``..j-1, up to ``stop``."""
+        instance, place, n = self.instance, self.regime.place, self.regime.in_flight
+        table = instance.table(self.first)
+        label, picks = self._columns(self.first), np.arange(len(table), dtype=np.int32)[:, None]
+        joinable = table.segment - 1  # layers that may yet join the last one's segment
+        if self.alone:
+            label[:, self.seconds] += n * (table.at(place).kept - table.at(place).saved)
+        found: _Spans = {}
+        for layer in range(self.first, stop):
+            if layer > self.first:
+                more = self._columns(layer)
+                if len(label) * len(more) > 50 * LABELS or time.monotonic() > deadline:
+                    raise TooLargeError
+                label, joinable = self._extended(label, picks[:, -1], joinable, layer, more)
+                new = np.tile(np.arange(len(more), dtype=np.int32), len(picks))[:, None]
+                picks = np.concatenate([np.repeat(picks, len(more), axis=0), new], axis=1)
+            if self.alone:
+                ok = self._fits(label)
+                label, picks, joinable = label[ok], picks[ok], joinable[ok]
+            # resharding at the cuts depends on the first and the last layout
+            ends = table.layout[picks[:, 0]] * 1000 + instance.table(layer).layout[picks[:, -1]]
+            open_ = np.where(joinable > 0, picks[:, -1] * 1000 + joinable, 0) if self.alone else 0
+            keep = undominated(label, ends + 1_000_000 * open_, 3 * LABELS)
+            label, picks, joinable, ends = label[keep], picks[keep], joinable[keep], ends[keep]
+            if len(label) > LABELS:
                 raise TooLargeError
-            halves = edge[picks[:, -1]] / 2
-            old = np.repeat(label, k, axis=0)
-            new = np.tile(more, (len(label), 1))
-            transient = np.maximum(old[:, 4], new[:, 4])
-            label = old + new
-            label[:, 4] = transient
-            if instance.segmented:
-                more_held, joinable = _joined(instance, layer, place, picks[:, -1], joinable)
-                label[:, 3] += n * more_held
-            else:
-                joinable = np.zeros(len(label), dtype=np.int64)
-            label[:, 0] += halves.ravel() * (2 if single else 1)
-            label[:, 1] += 0 if single else halves.ravel()
-            picks = np.concatenate(
-                [np.repeat(picks, k, axis=0), np.tile(np.arange(k, dtype=np.int32)[:, None], (len(picks), 1))], axis=1
-            )
-        ok = label[:, 3] + label[:, 4] <= limit
-        if instance.aside:
-            ok &= label[:, 5] <= instance.layout.host[place]
-        label, picks, joinable = label[ok], picks[ok], joinable[ok]
-        # resharding at the cuts depends on the first and the last layout
-        ends = first.layout[picks[:, 0]] * 1000 + instance.table(layer).layout[picks[:, -1]]
-        keep = undominated(label, ends + 1_000_000 * np.where(joinable > 0, picks[:, -1] * 1000 + joinable, 0))
-        label, picks, joinable = label[keep], picks[keep], joinable[keep]
-        if len(label) > LABELS:
-            raise TooLargeError
-        ends = ends[keep]
-        done = undominated(label[:, :3], ends)
-        result[layer + 1] = Stages(label[done][:, :3], picks[done])
-        if not len(label):
-            for j in range(layer + 2, stop + 1):
-                result[j] = Stages(np.empty((0, 3)), np.empty((0, j - i), dtype=np.int32))
-            break
-    return result
+            rows, chosen = label, picks
+            if self.alone:
+                done = undominated(label[:, : self.seconds], ends)
+                rows, chosen = label[done, : self.seconds], picks[done]
+            found[self.first, layer + 1, self.regime] = _Ways(rows.tolist(), chosen.tolist())
+        return found
+
+    def _extended(
+        self, label: Array, last: NDArray[np.int32], joinable: Indices, layer: int, more: Array
+    ) -> tuple[Array, Indices]:
+        """The labels with each candidate of one more layer, and how many layers may yet join its segment."""
+        instance, place = self.instance, self.regime.place
+        halves = instance.edge(layer - 1, place)[last].ravel() / 2
+        old, new = np.repeat(label, len(more), axis=0), np.tile(more, (len(label), 1))
+        label = old + new
+        label[:, self.transient] = np.maximum(old[:, self.transient], new[:, self.transient])
+        label[:, 0] += halves * (2 if self.single else 1)
+        label[:, 1] += 0 if self.single else halves
+        if not (self.alone and instance.segmented):
+            return label, np.zeros(len(label), dtype=np.int64)
+        held, joinable = _joined(instance, layer, place, last, joinable)
+        label[:, self.seconds] += self.regime.in_flight * held
+        return label, joinable
+
+    def _fits(self, label: Array) -> NDArray[np.bool_]:
+        ok = label[:, self.seconds] + label[:, self.transient] <= self.regime.limit
+        if self.instance.offloaded:
+            ok &= label[:, -1] <= self.instance.layout.host[self.regime.place]
+        return ok
 
 
 def _joined(
     instance: Instance, layer: int, place: int, last: NDArray[np.int32], joinable: Indices
 ) -> tuple[Array, Indices]:
-    """What a microbatch of a layer holds over its share, by what stands before it (candidates ``last`` of the layer before, whose
-    segments so many may join) and by its own candidates: nothing at all where it joins, all of its segment's where it begins one.
-    And how many may join the layer's."""
+    """The bytes that a microbatch of a layer keeps over its share, and how many layers may yet join its segment; by the label before
+    it (its last candidate, and how many layers may join that one's segment) and by the layer's own candidates. A layer that joins keeps
+    nothing, one that begins a segment keeps all of the segment's."""
     before, here = instance.table(layer - 1, place), instance.table(layer, place)
     alike = np.array([[a is b and b.segment > 1 for b in here.prices] for a in before.prices])
     joins = alike[last] & (joinable > 0)[:, None]
@@ -130,65 +179,89 @@ def _joined(
     return more.ravel(), np.where(joins, joinable[:, None] - 1, here.segment - 1).ravel()
 
 
-def undominated(columns: Array, group: Indices) -> Indices:
-    """Rows that no earlier-sorted row of their group equals or beats in every column."""
-    order = np.lexsort((*columns.T[::-1], group))
-    keep: list[int] = []
-    start = 0
-    rows, groups = columns[order], group[order]
-    kept = np.empty_like(rows)
-    for i in range(len(rows)):
-        if i and groups[i] != groups[i - 1]:
-            start = len(keep)
-        front = kept[start : len(keep)]
-        if len(front) and (front <= rows[i]).all(axis=1).any():
-            continue
-        kept[len(keep)] = rows[i]
-        keep.append(i)
-        if len(keep) > 3 * LABELS:
-            raise TooLargeError
-    return order[np.array(keep, dtype=np.int64)]
+class _Enumeration:
+    """Stages one after the other, each in every undominated way, while the step that is left possible is below the best one."""
 
+    def __init__(
+        self, instance: Instance, regimes: list[_Regime], spans: _Spans, cutoff_s: float, deadline: float
+    ) -> None:
+        schedule = self.schedule = instance.schedule
+        self.instance, self.regimes, self.spans, self.deadline = instance, regimes, spans, deadline
+        self.parts = len(instance.kinds[0].seconds)
+        self.nothing = [0.0] * (self.parts + 1 + 4 * schedule.interleaved)
+        self.columns = [self.nothing] * schedule.stages  # of the stages so far, and zeros behind them
+        self.best_s, self.visited = cutoff_s, 0
+        self.found: Solution | None = None
+        if schedule.interleaved:
+            self.paths = textbook_paths(schedule)
+            # of the layers from i on, on the average device
+            rest = np.append(np.cumsum(instance.least("time")[::-1])[::-1], 0.0)
+            self.rest = rest * schedule.microbatches / schedule.pipeline
 
-def _combine(
-    instance: Instance, spans: dict[tuple[int, int, Regime], Stages], cutoff_s: float, deadline: float
-) -> tuple[float, Solution | None]:
-    choice, count = instance.choice, instance.layers
-    stages, m = choice.pipeline, choice.microbatches
-    best, found = cutoff_s, None
-    visited = 0
-    forward, backward, step = [0.0] * stages, [0.0] * stages, [0.0] * stages
+    def solve(self) -> tuple[float, Solution | None]:
+        self._visit(0, 0, (0,), ())
+        return self.best_s, self.found
 
-    def visit(s: int, i: int, bounds: tuple[int, ...], pick: tuple[int, ...]) -> None:
-        nonlocal best, found, visited
-        stops = [count] if s == stages - 1 else range(i + 1, count - (stages - s - 1) + 1)
-        for j in stops:
-            ways = spans[i, j, instance.regime(s)]
-            send = instance.p2p(j - 1, s) if s < stages - 1 else None
+    def _visit(self, s: int, i: int, bounds: tuple[int, ...], pick: tuple[int, ...]) -> None:
+        instance, count, stages = self.instance, self.instance.layers, self.schedule.stages
+        last, place = s == stages - 1, instance.layout.place[s]
+        for j in (count,) if last else range(i + 1, count - (stages - s - 1) + 1):
+            if (ways := self.spans.get((i, j, self.regimes[s]))) is None:
+                continue
+            send = None if last else instance.p2p(j - 1, s)
             for row, chosen in zip(ways.columns, ways.picks, strict=True):
-                visited += 1
-                if visited > NODES or (visited % 1000 == 0 and time.monotonic() > deadline):
+                self.visited += 1
+                if self.visited > NODES or (self.visited % 1000 == 0 and time.monotonic() > self.deadline):
                     raise TooLargeError
-                f, b, g = float(row[0]), float(row[1]), float(row[2])
+                column = self.columns[s] = row.copy()
                 if s:
-                    reshard = float(instance.edge(i - 1, instance.layout.place[s])[pick[-1], chosen[0]])
-                    f, b = f + reshard / 2, b + reshard / 2 + float(instance.p2p(i - 1, s - 1)[pick[-1]])
+                    half = float(instance.edge(i - 1, place)[pick[-1], chosen[0]]) / 2
+                    column[0] += half
+                    column[1] += half + float(instance.p2p(i - 1, s - 1)[pick[-1]])
                 if send is not None:
-                    f += float(send[chosen[-1]])
-                forward[s], backward[s], step[s] = f, b, g
-                least = lower_bound(forward, backward, m, choice.schedule) + max(step)
-                if least < best:
-                    here = (*pick, *(int(k) for k in chosen))
-                    if s < stages - 1:
-                        visit(s + 1, j, (*bounds, j), here)
+                    column[0] += float(send[chosen[-1]])
+                if self._least(j) < self.best_s and self._fits(s):
+                    here = (*pick, *chosen)
+                    if last:
+                        self._offer(Solution((*bounds, j), here))
                     else:
-                        total = simulate(forward, backward, m, choice.schedule) + max(step)
-                        if total < best:
-                            best, found = total, Solution((*bounds, j), here)
-            forward[s] = backward[s] = step[s] = 0.0
+                        self._visit(s + 1, j, (*bounds, j), here)
+            self.columns[s] = self.nothing
 
-    visit(0, 0, (0,), ())
-    return best, found
+    def _side(self, part: int) -> list[float]:
+        return [column[part] for column in self.columns]
+
+    def _once(self) -> float:
+        """Seconds once a step of the device that has most."""
+        steps = self._side(self.parts)
+        return max(steps if self.schedule.chunks == 1 else self.schedule.by_device(steps))
+
+    def _least(self, done: int) -> float:
+        """What the step takes at least, layers from ``done`` on taking their best times."""
+        if not self.schedule.interleaved:
+            return lower_bound(self.schedule, self._side(0), self._side(1)) + self._once()
+        parts = np.array(self.columns)[:, : self.parts]
+        path = float(sum(paths @ part for paths, part in zip(self.paths, parts.T, strict=True)).max())
+        work = float(parts.sum()) * self.schedule.microbatches / self.schedule.pipeline + float(self.rest[done])
+        return max(path, work) + self._once()
+
+    def _fits(self, s: int) -> bool:
+        """Whether the device of stage ``s`` can hold what it has so far."""
+        if not self.schedule.interleaved:  # worked out within its limit
+            return True
+        d = int(self.instance.device[s])
+        own = np.array(self.columns)[list(self.schedule.own(d)), self.parts + 1 :]
+        counts, at_work = moments(self.schedule, d)
+        each = np.concatenate([own[:, 1], own[:, 2]])[: counts.shape[1]]
+        return float(own[:, 0].sum() + (counts @ each + own[at_work, 3]).max()) <= self.instance.layout.limit[d]
+
+    def _offer(self, solution: Solution) -> None:
+        if self.schedule.interleaved:
+            step = simulate_parts(self.schedule, np.array(self.columns)[:, : self.parts].T)
+        else:
+            step = simulate(self.schedule, self._side(0), self._side(1))
+        if step + self._once() < self.best_s:
+            self.best_s, self.found = step + self._once(), solution
 
 
 def solve_scip(
@@ -198,7 +271,7 @@ def solve_scip(
 
     The model leaves resharding out, so the bound holds for the true cost, and the solution's true cost may be above the model's.
     """
-    size = instance.choice.pipeline * sum(len(instance.kinds[k].bounding) for k, _, _ in instance.runs)
+    size = instance.schedule.pipeline * sum(len(instance.kinds[k].bounding) for k, _, _ in instance.runs)
     if size > VARIABLES:
         return at_least_s, None
     model = Model(instance, at_least_s, integer=True)

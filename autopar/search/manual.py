@@ -1,7 +1,7 @@
-"""Plans written by hand: a mesh, roles and cuts, without prices.
+"""Manual plans: a mesh, roles and cuts that somebody wrote down, without prices.
 
 Tests, examples and people who know what they want start here. ``manual_plan`` fills a ``Plan`` whose prediction is all
-zeros; ``autopar.search.evaluate`` prices the same choice.
+zeros; ``autopar.search.evaluate`` prices it.
 """
 
 from __future__ import annotations
@@ -9,18 +9,15 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from typing import Unpack
 
 from autopar.errors import BatchError, UsageError
 from autopar.graph import Graph
+from autopar.pins import ANY, PinKeywords, PlanPins, checked
 from autopar.plan import (
     BATCHES,
-    DUALPIPE_V,
-    INTERLEAVED,
+    OFFLOADS,
     REPLICATING,
-    SCHEDULES,
-    SEVERAL_STAGES,
-    V_SHAPED,
-    ZERO_BUBBLE,
     Axis,
     LayerPlan,
     Memory,
@@ -29,8 +26,8 @@ from autopar.plan import (
     Role,
     StagePlan,
     Strategy,
-    device_of,
 )
+from autopar.schedules import Schedule, check_schedule, default_schedule
 from autopar.segments import shortened
 
 
@@ -47,8 +44,8 @@ def make_mesh(*axes: tuple[str, int]) -> tuple[Axis, ...]:
 
 
 def grid_mesh(dimensions: int, side: int, depth: int = 1) -> tuple[Axis, ...]:
-    """The mesh of 2D (``side ** 2`` devices) or 3D (``side ** 3``) tensor parallelism; ``depth`` of them by data parallelism, which
-    makes 2D 2.5D. See ``autopar.shard.grid``."""
+    """The mesh of 2D (``side ** 2`` devices) or 3D (``side ** 3``) tensor parallelism, times ``depth`` by data parallelism (2.5D). See
+    ``autopar.shard.grid``."""
     assert dimensions in (2, 3), dimensions
     names = ("hidden", "weights") if dimensions == 2 else ("rows", "sequence", "weights")
     return make_mesh(("data", depth), *((name, side) for name in names))
@@ -64,91 +61,39 @@ def even_cuts(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(cuts)
 
 
-def default_schedule(stages: int, microbatches: int, chunks: int = 1) -> str:
-    """1F1B where it can be: with fewer microbatches than stages it has no advantage over GPipe, and torch's refuses them."""
-    if chunks > 1:
-        return INTERLEAVED
-    return "none" if stages == 1 else "1f1b" if microbatches >= stages else "gpipe"
-
-
-def check_schedule(schedule: str, pipeline: int, chunks: int, microbatches: int) -> None:
-    """Raise ``UsageError`` where a schedule cannot have so many devices in a line, stages of each of them, or microbatches."""
-    if (why := refusal(schedule, pipeline, chunks, microbatches)) is not None:
-        raise UsageError(*why)
-
-
-def refusal(schedule: str, pipeline: int, chunks: int, microbatches: int) -> tuple[str, str] | None:
-    """Why ``check_schedule`` raises, and what to do about it; ``None`` where it does not."""
-    if schedule not in SCHEDULES:
-        return f"there is no schedule {schedule!r}", f"the schedules are {', '.join(SCHEDULES)}"
-    if schedule in SEVERAL_STAGES and pipeline == 1:
-        return f"{schedule} is a schedule of pipelines, and there is one device in the line", "use pipeline 2 or more"
-    if schedule == INTERLEAVED and chunks == 1:
-        return f"{schedule} needs several stages on each device, and chunks is 1", "use chunks 2 or more, or 1f1b"
-    if schedule in V_SHAPED and chunks != 2:
-        return f"{schedule} has two stages on each device, and chunks is {chunks}", "use chunks 2, or zero-bubble"
-    if chunks > 1 and schedule not in SEVERAL_STAGES:
-        return f"{schedule} has one stage on each device, and chunks is {chunks}", "use interleaved-1f1b, or chunks 1"
-    if schedule == "1f1b" and microbatches < pipeline:
-        return (
-            f"1F1B over {pipeline} stages needs a microbatch for each of them, and there are {microbatches}",
-            f"take {pipeline} microbatches or more, or the schedule gpipe",
-        )
-    if schedule == DUALPIPE_V and microbatches < 2 * pipeline:
-        return (
-            f"{schedule} over {2 * pipeline} stages needs a microbatch for each of them, and there are {microbatches}",
-            f"take {2 * pipeline} microbatches or more, or zbv",
-        )
-    rounds = max(1, microbatches // pipeline)
-    if schedule in (INTERLEAVED, ZERO_BUBBLE) and microbatches % rounds:
-        return (
-            f"{schedule} goes in rounds of {pipeline} microbatches or a few more, all equal, and {microbatches} do not make {rounds}",
-            f"take a multiple of {pipeline}, or fewer than {2 * pipeline}",
-        )
-    return None
-
-
 def manual_plan(
     graph: Graph,
     *,
     mesh: tuple[Axis, ...] | None = None,
-    pipeline: int = 1,
-    chunks: int = 1,
-    data: int = 1,
-    tensor: int = 1,
-    expert: int = 1,
-    ring: int = 1,
-    ulysses: int = 1,
-    sequence: bool = False,
-    zero: int = 0,
-    recompute: bool | str = False,
-    segment: int = 1,
-    offload: str = "none",
-    microbatches: int = 1,
-    schedule: str | None = None,
     cuts: tuple[int, ...] | None = None,
     strategies: dict[int, Strategy] | None = None,
+    sequence: bool = False,
     precision: str = "float64",
+    **pins: Unpack[PinKeywords],
 ) -> Plan:
     """A plan in which every layer has the same strategy, except those that ``strategies`` gives by index.
 
+    ``pins`` are decisions of the plan and of every layer (``autopar.pins``). A degree that is left out is 1, ZeRO is stage 0, and nothing
+    is recomputed or offloaded; ``zero`` takes effect where a layer has a data axis of more than one device. ``sequence`` cuts activations
+    between tensor-parallel regions along the sequence. ``cuts`` are the first layers of the stages after the first (default: even
+    numbers).
+
     Without ``mesh`` a stage's mesh is ("data", "expert", "ring", "ulysses", "tensor"), outermost first, and axes of size 1 are left out (a
-    single axis ("data", size 1) stands when all are). With ``mesh`` those five are not used: an axis takes the role that its
+    single axis ("data", size 1) stands when all are). With ``mesh`` those five degrees are not used: an axis takes the role that its
     name begins with (``tensor0``, ``ring``, ``sequence``; ``weights``, ``hidden`` and ``rows`` of ``grid_mesh``), or data.
-    ``pipeline`` is the number of devices in a line, ``chunks`` how many stages each has (``plan.device_of``).
-    ``cuts`` are the first layers of the stages after the first (default: even numbers).
-    ``zero`` takes effect where a layer has a data axis of more than one device. ``recompute`` is one of ``RECOMPUTATIONS``, or
-    true for "full" and false for "none"; ``segment`` layers are recomputed as one, in full. ``offload`` is one of ``OFFLOADS``.
 
     Raises:
-        UsageError: cuts that do not cut the layers into the stages, a schedule that cannot be, or strategies for layers that are not there.
+        UsageError: pins that cannot be, cuts that do not cut the layers into the stages, a schedule that the pipeline cannot have, or
+            strategies for layers that do not exist.
         BatchError: a global batch that the microbatches and the data axes do not divide.
     """
+    given = PlanPins(**{name: checked(name, value) for name, value in pins.items() if value is not None})  # type: ignore[arg-type]
     count = len(graph.layers)
+    pipeline, chunks, microbatches = given.pipeline or 1, given.chunks or 1, given.microbatches or 1
     mesh = mesh or make_mesh(
-        ("data", data), ("expert", expert), ("ring", ring), ("ulysses", ulysses), ("tensor", tensor)
+        *((name, getattr(given, name) or 1) for name in ("data", "expert", "ring", "ulysses", "tensor"))
     )
-    common = _common(mesh, _roles(mesh, sequence), zero, recompute, segment, offload)
+    common = _common(mesh, _roles(mesh, sequence), given)
     chosen = dict.fromkeys(range(count), common) | (strategies or {})
     if len(chosen) != count:
         raise UsageError(
@@ -156,8 +101,11 @@ def manual_plan(
         )
     bounds = _bounds(count, pipeline * chunks, cuts)
     chosen = dict(enumerate(shortened(graph, [chosen[i] for i in range(count)], bounds)))
-    schedule = default_schedule(pipeline, microbatches, chunks) if schedule is None else schedule
-    check_schedule(schedule, pipeline, chunks, microbatches)
+    check_schedule(
+        sized := Schedule(
+            given.schedule or default_schedule(pipeline, microbatches, chunks), pipeline, microbatches, chunks
+        )
+    )
     for index, strategy in chosen.items():
         _check_strategy(graph, mesh, microbatches, index, strategy)
     size = math.prod(axis.size for axis in mesh)
@@ -165,8 +113,8 @@ def manual_plan(
         model=graph.name,
         devices=str(size * pipeline),
         mesh=mesh,
-        stages=_stages(bounds, pipeline, size, schedule),
-        schedule=schedule,
+        stages=_stages(bounds, size, sized),
+        schedule=sized.name,
         microbatches=microbatches,
         global_batch=graph.batch_size,
         precision=precision,
@@ -180,19 +128,23 @@ def manual_plan(
     )
 
 
-def _common(
-    mesh: tuple[Axis, ...], roles: tuple[Role, ...], zero: int, recompute: bool | str, segment: int, offload: str
-) -> Strategy:
+def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins) -> Strategy:
     """The strategy of all layers; ZeRO where there are copies of the parameters."""
-    if segment > 1 and (recompute == "selective" or offload in ("activations", "both")):
-        other = "recompute is selective" if recompute == "selective" else f"offload is {offload}"
+    segment, offload = given.segment or 1, given.offload or "none"
+    if offload == ANY:
+        raise UsageError(
+            f"offload={ANY} leaves the decision to a search, and a manual plan is not searched",
+            f"write {', '.join(OFFLOADS)}",
+        )
+    if segment > 1 and (given.recompute == "selective" or offload in ("activations", "both")):
+        other = "recompute is selective" if given.recompute == "selective" else f"offload is {offload}"
         raise UsageError(
             f"a segment of {segment} layers is recomputed in full from what stays on the device, and {other}",
             "leave one of the two out",
         )
-    full = recompute in (True, "full") or segment > 1
-    common = Strategy(roles, 0, full, recompute == "selective", offload, segment)
-    return replace(common, zero=zero) if common.degree(mesh, *REPLICATING) > 1 else common
+    full = given.recompute == "full" or segment > 1
+    common = Strategy(roles, 0, full, given.recompute == "selective", offload, segment)
+    return replace(common, zero=given.zero or 0) if common.degree(mesh, *REPLICATING) > 1 else common
 
 
 def _roles(mesh: tuple[Axis, ...], sequence: bool) -> tuple[Role, ...]:
@@ -210,11 +162,11 @@ def _roles(mesh: tuple[Axis, ...], sequence: bool) -> tuple[Role, ...]:
     return tuple(next((r for name, r in named.items() if axis.name.startswith(name)), Role.DATA) for axis in mesh)
 
 
-def _stages(bounds: tuple[int, ...], pipeline: int, size: int, schedule: str) -> tuple[StagePlan, ...]:
+def _stages(bounds: tuple[int, ...], size: int, schedule: Schedule) -> tuple[StagePlan, ...]:
     """The stages without a prediction, on ``size`` devices each."""
     nothing = Memory(0, 0, 0, 0, 0)
     return tuple(
-        StagePlan(start, stop, (device_of(stage, pipeline, schedule) * size, size), nothing, 0, 0.0)
+        StagePlan(start, stop, (schedule.device[stage] * size, size), nothing, 0, 0.0)
         for stage, (start, stop) in enumerate(itertools.pairwise(bounds))
     )
 

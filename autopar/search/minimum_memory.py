@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from itertools import pairwise
 
@@ -12,19 +12,64 @@ from numpy.typing import NDArray
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.plan import Memory
-from autopar.search.evaluation import Solution, host_bytes, memories, prices_of
+from autopar.search.cuts import balanced_cuts
+from autopar.search.evaluation import Solution, fullest_moments, host_bytes, memories, prices_of
+from autopar.search.pareto import Array, Indices
 from autopar.search.runs import compositions
-from autopar.search.tables import Array, Indices, Instance, Regime
+from autopar.search.tables import Instance, Regime
+from autopar.search.timeline import Counts
+from autopar.units import gigabytes
 
 
 def least_memory(instance: Instance) -> tuple[float, Solution]:
-    """The smallest possible maximum of the stages' memory, as a multiple of their limits, and a solution that has it.
+    """The largest share of a device's memory limit that is needed, and a solution that needs no more. With one stage on each device it is
+    the least possible, with several a good one, not proved the best."""
+    solution = _several_stages(instance) if instance.schedule.interleaved else _one_stage(instance)
+    return max(shares_of_limits(instance, solution)), solution
+
+
+def shares_of_limits(instance: Instance, solution: Solution) -> list[float]:
+    """The share of its memory limit that each device needs."""
+    return [m.total / limit for m, limit in zip(memories(instance, solution), instance.layout.limit, strict=False)]
+
+
+def first_moments(instance: Instance) -> list[Counts]:
+    """What each device has in flight when it has most."""
+    saved, waiting = instance.in_flight.tolist(), instance.waiting.tolist()
+    return [tuple((saved[s], waiting[s]) for s in instance.schedule.own(d)) for d in range(instance.schedule.pipeline)]
+
+
+def _several_stages(instance: Instance) -> Solution:
+    """The best of a few: first of the moment at which most is in flight, then of the one at which the memory is largest."""
+    found = [_least_at(instance, first_moments(instance))]
+    for _ in range(2 if instance.schedule.split else 0):
+        found.append(_least_at(instance, fullest_moments(instance, found[-1])))
+    return min(found, key=lambda solution: max(shares_of_limits(instance, solution)))
+
+
+def _least_at(instance: Instance, moments: Sequence[Counts]) -> Solution:
+    """Of every device the candidates with the least memory at a moment, and cuts that fill all devices alike."""
+    picks, shares = [], []
+    for d, moment in enumerate(moments):
+        tables = instance.at(instance.layout.place[d])
+        n, q = np.mean(moment, axis=0).tolist()
+        held = [t.held(n, q) + t.transient / instance.layers for t in tables]
+        picks.append(np.array([int(h.argmin()) for h in held]))
+        each = np.array([float(h.min()) for h in held])[instance.kind]
+        shares.append(np.concatenate([[0.0], np.cumsum(each)]) / instance.layout.limit[d])
+    bounds = balanced_cuts(shares, instance.schedule.device)
+    device = np.repeat(instance.device, np.diff(bounds))
+    return Solution(bounds, tuple(int(picks[d][k]) for d, k in zip(device, instance.kind, strict=True)))
+
+
+def _one_stage(instance: Instance) -> Solution:
+    """The smallest possible maximum of the stages' memory, as a multiple of their limits.
 
     For each level that the transients may reach, every layer takes its least ``weights + n saved`` among the candidates below that
     level, where several layers are recomputed as one every run the least of its segments; a stage takes the best level, and dynamic
     programming cuts the layers. With tied layers undecided this is a relaxation.
     """
-    count, stages = instance.layers, instance.choice.pipeline
+    count, stages = instance.layers, instance.schedule.pipeline
     spans = {regime: _least_memory(instance, regime) for regime in instance.regimes}
     best = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
     came: list[Indices] = []
@@ -40,10 +85,7 @@ def least_memory(instance: Instance) -> tuple[float, Solution]:
     for s, (i, j) in enumerate(pairwise(bounds)):
         _, level, ways = spans[instance.regime(s)]
         pick += ways[int(level[i, j])].pick(i, j)
-    solution = Solution(tuple(bounds), tuple(pick))
-    # once more in whole bytes, which is what decides
-    needs = zip(memories(instance, solution), instance.layout.limit, strict=True)
-    return max(float(m.total) / limit for m, limit in needs), solution
+    return Solution(tuple(bounds), tuple(pick))
 
 
 def _least_memory(instance: Instance, regime: Regime) -> tuple[Array, Array, list[_Ways]]:
@@ -66,7 +108,7 @@ def _least_memory(instance: Instance, regime: Regime) -> tuple[Array, Array, lis
 
 
 class _Ways:
-    """The least that runs of layers hold with some candidates of every kind (``allowed``), transients apart.
+    """The least that runs of layers hold with some candidates of every kind (``allowed``), transients excluded.
 
     A segment of s layers holds their weights and what its first layer keeps; a chain is cut into such segments by dynamic programming.
     Layers that follow each other are of one chain if they have a candidate of several layers in common, as layers of one class have that
@@ -197,12 +239,12 @@ def explain(graph: Graph, instance: Instance, solution: Solution) -> InfeasibleE
     limits = instance.layout.limit
     worst = max(range(len(by_stage)), key=lambda s: by_stage[s].total / limits[s])
     held = by_stage[worst]
-    spans = list(pairwise(solution.bounds))[worst :: instance.choice.pipeline]
+    spans = list(pairwise(solution.bounds))[worst :: instance.schedule.pipeline]
     i, j = max(spans, key=lambda span: span[1] - span[0])
     part, size = _largest_part(held)
     place = instance.layout.place[worst]
     prices = {layer: instance.table(layer, place).prices[solution.pick[layer]] for layer in range(i, j)}
-    n = instance.choice.in_flight[worst]
+    n = int(instance.in_flight[worst])
 
     def layer_bytes(layer: int) -> float:
         p = prices[layer]
@@ -224,12 +266,12 @@ def explain(graph: Graph, instance: Instance, solution: Solution) -> InfeasibleE
 def explain_host(instance: Instance, solution: Solution) -> InfeasibleError:
     """The error for a search in which whatever fits the devices asks too much of their hosts; ``solution`` needs least of the devices."""
     spans = [prices_of(instance, solution)[i:j] for i, j in pairwise(solution.bounds)]
-    aside, places = host_bytes(instance.choice, spans), instance.layout.place
-    limits = [instance.layout.host[places[d]] for d in range(len(aside))]
-    worst = max(range(len(aside)), key=lambda d: aside[d] - limits[d])
+    offloaded, places = host_bytes(instance.schedule, spans), instance.layout.place
+    limits = [instance.layout.host[places[d]] for d in range(len(offloaded))]
+    worst = max(range(len(offloaded)), key=lambda d: offloaded[d] - limits[d])
     return InfeasibleError(
         f"no plan was found that fits {gigabytes(instance.layout.limit[worst])} per device and {gigabytes(limits[worst])} of its host's "
-        f"memory: the one that needs least of the device ({instance.choice}) puts {gigabytes(aside[worst])} into the host's",
+        f"memory: the one that needs least of the device ({instance.choice}) puts {gigabytes(offloaded[worst])} into the host's",
         "take more devices or hosts with more memory, or leave the pin offload out",
     )
 
@@ -243,12 +285,3 @@ def _largest_part(held: Memory) -> tuple[str, int]:
         "transients": held.transients,
     }
     return max(parts.items(), key=lambda item: item[1])
-
-
-def gigabytes(value: float, up: bool = False) -> str:
-    """Bytes for people: GB with two digits, smaller units below one of them; rounded up where a limit is proposed."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= size:
-            scaled = value / size
-            return f"{np.ceil(scaled * 100) / 100 if up else scaled:.2f} {unit}"
-    return f"{int(np.ceil(value))} bytes"

@@ -17,7 +17,7 @@ def notes_of(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh:
         where = idle.index(max(idle))
         notes.append(
             f"{sum(d > 1 for d in idle)} of {len(idle)} layers cannot use every device: groups of up to {max(idle)} do the same "
-            f"work (first {graph.layers[where].name}), for a microbatch of {graph.batch_size // choice.microbatches} "
+            f"work (first {graph.layers[where].name}), for a microbatch of {graph.batch_size // choice.schedule.microbatches} "
             "samples does not divide further"
         )
     if shared := graph.shared_parameters:
@@ -29,9 +29,9 @@ def notes_of(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh:
             f"not exact, as microbatch_statistics allows: the loss is the mean of {graph.accumulated} microbatches' own losses, each of "
             f"its own rows' statistics, and not the whole batch's ({graph.unmicrobatchable})"
         )
-    elif graph.unmicrobatchable and choice.microbatches > 1:
+    elif graph.unmicrobatchable and choice.schedule.microbatches > 1:
         notes.append(
-            f"priced alone: a program of {choice.microbatches} microbatches is refused: {graph.unmicrobatchable}"
+            f"priced alone: a program of {choice.schedule.microbatches} microbatches is refused: {graph.unmicrobatchable}"
         )
     elif graph.unmicrobatchable:
         notes.append(f"one microbatch only: {graph.unmicrobatchable}")
@@ -43,10 +43,12 @@ def notes_of(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh:
     return tuple(notes)
 
 
-def host_notes(aside: Sequence[int], limits: Sequence[int]) -> tuple[str, ...]:
+def host_notes(offloaded: Sequence[int], limits: Sequence[int]) -> tuple[str, ...]:
     """What the devices of a line have in their hosts' memory, in bytes, against their shares of it."""
-    if not max(aside):
+    if not max(offloaded):
         return ()
-    d = max(range(len(aside)), key=lambda d: aside[d] / max(limits[d], 1))
-    full = ", which does not fit" if aside[d] > limits[d] else ""
-    return (f"in the host's memory: {aside[d] / 1e9:.3g} GB per device, whose share is {limits[d] / 1e9:.3g} GB{full}",)
+    d = max(range(len(offloaded)), key=lambda d: offloaded[d] / max(limits[d], 1))
+    full = ", which does not fit" if offloaded[d] > limits[d] else ""
+    return (
+        f"in the host's memory: {offloaded[d] / 1e9:.3g} GB per device, whose share is {limits[d] / 1e9:.3g} GB{full}",
+    )

@@ -14,17 +14,17 @@ The problem, for one outer choice (mesh of a stage, pipeline degree ``P``, micro
       tied[p]     layers that share parameter p: equal roles, equal ZeRO stage
 
 Where stages run on different devices every price and the limit also depend on ``s``; the candidates do not.
-``b_s`` counts the tensors that the pipeline itself holds (``Choice.passing``), and
+``b_s`` counts the tensors that the pipeline itself holds (``schedules.memory.passing``), and
 ``n_s`` is the number of microbatches in flight: ``m`` under GPipe, ``min(m, P - s)`` under 1F1B, 1 without a pipeline.
-``schedule(f, b, m)`` is the longest path through the schedule's actions (``simulate``), which never falls when an ``f_s`` or a
-``b_s`` rises. ``bound`` states the linear relaxation, ``lagrange`` a second bound; ``exact`` solves.
+``schedule(f, b, m)`` is the longest path through the schedule's actions (``schedules.step_time``), which never falls when an ``f_s`` or a
+``b_s`` rises. ``bounds`` has lower bounds, the linear relaxation among them; ``exact`` solves.
 
-Under interleaved 1F1B each of ``P`` devices has ``v`` chunks: stage ``s`` of ``P v`` is on device ``s mod P`` (``plan.device_of``), which
+Under interleaved 1F1B each of ``P`` devices has ``v`` chunks: stage ``s`` of ``P v`` is on device ``s mod P`` (``Schedule.device``), which
 pays the sum of its stages' ``g`` and holds all of them; of activations the most that its actions ever have at once
-(``schedules.holdings``). Such choices have bounds and solvers of their own (``interleaved_bound``, ``interleaved``).
+(``schedules.memory.moments``). Such choices have bounds and a constructor of their own (``steps`` says which).
 
-So have those whose backwards are in two parts (``plan.SPLIT``), be it with one chunk: ``b_s`` is then two prices, of which the second is
-the sum of ``weight(i, k(i))``, and a microbatch that is between the two holds ``waiting`` besides ``saved``.
+So have those whose backwards are in two parts (``schedules.SPLIT``), even with one chunk: ``b_s`` is then two prices, the second one
+is the sum of ``weight(i, k(i))``, and a microbatch that is between the two holds ``waiting`` besides ``saved``.
 
 1F1B never has more in flight than GPipe, and was never slower on tens of thousands of random stages (observed, and a test holds
 it; not proved), so GPipe is planned only where it is asked for and the bound does not cover it.
@@ -39,22 +39,26 @@ from typing import Any, Protocol
 
 from autopar.errors import UsageError
 from autopar.graph import Graph
+from autopar.layer_price import LayerPrice
+from autopar.pins import ANY, LayerPins
 from autopar.plan import (
-    INTERLEAVED,
     OFFLOADS,
     REPLICATING,
-    SEVERAL_STAGES,
-    SPLIT,
-    ZERO_BUBBLE,
     Axis,
     Role,
     Strategy,
-    device_of,
-    stages_of,
 )
-from autopar.search.manual import default_schedule, make_mesh, refusal
-from autopar.search.options import ANY, LayerPins, SearchOptions
-from autopar.search.schedules import fullest, holdings
+from autopar.schedules import (
+    INTERLEAVED,
+    NO_PIPELINE,
+    SEVERAL_STAGES,
+    ZERO_BUBBLE,
+    Schedule,
+    default_schedule,
+    refusal,
+)
+from autopar.search.manual import make_mesh
+from autopar.search.options import SearchOptions
 
 Mesh = tuple[Axis, ...]
 
@@ -68,58 +72,7 @@ SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of layers that are tried as one segment of recomputation."""
 
 LONG_SEQUENCE = 16384
-"""Sequences from here on are cut without being asked to: attention then outweighs what is gathered for it."""
-
-
-class LayerPrice(Protocol):
-    """One layer class under one strategy, on one device of its stage.
-
-    Seconds are for one microbatch with exposed communication and recomputation, except ``step_s`` (gradient reduction and
-    optimizer, once per step); ``communication_s`` is the exposed part of ``forward_s + backward_s``. ``saved_bytes`` is per microbatch
-    in flight. ``flops`` counts the layer's arithmetic for one microbatch, forward and backward, over all devices of the stage,
-    replicated work once and recomputation not at all. ``weight_s`` is the part of ``backward_s`` that makes parameters' gradients alone:
-    where a schedule runs that apart, ``waiting_bytes`` come to ``saved_bytes`` until it has run. ``host_bytes`` and, per microbatch in
-    flight, ``host_saved_bytes`` are in the memory of the device's host. Where ``segment`` layers are recomputed as one, ``saved_bytes`` is
-    the layer's share of the ``kept_bytes`` that its first layer keeps (rounded down): what a run of layers keeps is never less, and more
-    where the last segment is shorter (``timeline.kept``).
-    """
-
-    @property
-    def forward_s(self) -> float: ...
-    @property
-    def backward_s(self) -> float: ...
-    @property
-    def communication_s(self) -> float: ...
-    @property
-    def step_s(self) -> float: ...
-    @property
-    def parameters_bytes(self) -> int: ...
-    @property
-    def gradients_bytes(self) -> int: ...
-    @property
-    def optimizer_bytes(self) -> int: ...
-    @property
-    def saved_bytes(self) -> int: ...
-    @property
-    def transient_bytes(self) -> int: ...
-    @property
-    def fresh_bytes(self) -> int: ...
-    @property
-    def border_bytes(self) -> int: ...
-    @property
-    def flops(self) -> float: ...
-    @property
-    def weight_s(self) -> float: ...
-    @property
-    def waiting_bytes(self) -> int: ...
-    @property
-    def host_bytes(self) -> int: ...
-    @property
-    def host_saved_bytes(self) -> int: ...
-    @property
-    def segment(self) -> int: ...
-    @property
-    def kept_bytes(self) -> int: ...
+"""Sequences from here on are cut without being asked to: attention then outweighs the gathers for it."""
 
 
 class Pricer(Protocol):
@@ -172,95 +125,23 @@ Tie = tuple[int, tuple[Role, ...], int]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An outer choice: a stage's mesh, pipeline degree (devices in a line), microbatches, schedule, the decisions made for tied layers,
-    the stages of each device, and whether several layers may be recomputed as one without being pinned to it."""
+    """An outer choice: a stage's mesh, the schedule with its numbers of devices, chunks and microbatches, the decisions made for tied
+    layers, and whether several layers may be recomputed as one without being pinned to it."""
 
     mesh: Mesh
-    pipeline: int
-    microbatches: int
-    schedule: str
+    schedule: Schedule
     ties: tuple[Tie, ...] = ()
-    chunks: int = 1
     segments: bool = False
-
-    @property
-    def stages(self) -> int:
-        return self.pipeline * self.chunks
-
-    @property
-    def split(self) -> bool:
-        """Whether backwards are in two parts."""
-        return self.schedule in SPLIT
-
-    @property
-    def interleaved(self) -> bool:
-        """Whether the schedule is one of those that may give a device several stages."""
-        return self.schedule in SEVERAL_STAGES
-
-    @property
-    def device(self) -> tuple[int, ...]:
-        """The device of the line that has each stage."""
-        return tuple(device_of(s, self.pipeline, self.schedule) for s in range(self.stages))
-
-    def own(self, device: int) -> tuple[int, ...]:
-        """The stages of a device of the line."""
-        return stages_of(device, self.pipeline, self.chunks, self.schedule)
-
-    @property
-    def links(self) -> tuple[int | None, ...]:
-        """The border over which each stage but the last sends; ``None`` where the next stage is on the same device.
-
-        From the last device of a line an interleaved pipeline goes back to the first: as far as the last border, it is taken.
-        """
-        pairs = itertools.pairwise(self.device)
-        return tuple(None if a == b else min(a, b) if abs(a - b) == 1 else self.pipeline - 2 for a, b in pairs)
-
-    @property
-    def waiting(self) -> tuple[int, ...]:
-        """Microbatches that are between the two parts of their backward in each stage when its device holds most."""
-        if not self.split:
-            return (0,) * self.stages
-        return fullest(self.schedule, self.pipeline, self.chunks, self.microbatches)[1]
-
-    @property
-    def in_flight(self) -> tuple[int, ...]:
-        """Microbatches whose activations each stage holds when its device holds most."""
-        if self.interleaved:
-            return fullest(self.schedule, self.pipeline, self.chunks, self.microbatches)[0]
-        if self.schedule == "none":
-            return (1,)
-        if self.schedule == "gpipe":
-            return (self.microbatches,) * self.pipeline
-        return tuple(min(self.microbatches, self.pipeline - s) for s in range(self.pipeline))
-
-    def most_in_flight(self, device: int) -> int:
-        """The most microbatches that are ever in flight in the stages of a device together."""
-        if self.split:
-            counts, _ = holdings(self.schedule, self.pipeline, self.chunks, self.microbatches, device)
-            return int(counts[:, : self.chunks].sum(axis=1).max())
-        in_flight = self.in_flight
-        return sum(in_flight[s] for s in self.own(device))
-
-    @property
-    def passing(self) -> tuple[int, ...]:
-        """Tensors of a border's size that torch's pipeline holds at each stage besides what the layers save: outputs until their backward,
-        what gradients and later inputs are received into (see ``program.runtime`` for 1F1B), the last gradient that was sent. Between two
-        stages of one device nothing is sent or received."""
-        m, found, links = self.microbatches, [], (None, *self.links, None)
-        for s, n in enumerate(self.in_flight):
-            if self.schedule == "none":
-                outputs, gradients, inputs, sent = 0, 0, 0, 0
-            elif self.schedule == "1f1b":
-                outputs, gradients, inputs, sent = n, 2, 0, int(m > n)
-            else:
-                outputs, gradients, inputs, sent = n, m, m - n, int(self.schedule != "gpipe")
-            found.append((outputs + gradients) * (links[s + 1] is not None) + (inputs + sent) * (links[s] is not None))
-        return tuple(found)
 
     def __str__(self) -> str:
         sizes = "x".join(str(axis.size) for axis in self.mesh)
-        chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
-        return f"pipeline {self.pipeline}{chunks}, mesh {sizes}, {self.microbatches} microbatches, {self.schedule}"
+        name, line, m, chunks = (
+            self.schedule.name,
+            self.schedule.pipeline,
+            self.schedule.microbatches,
+            self.schedule.chunks,
+        )
+        return f"pipeline {line}{f' of {chunks} chunks' if chunks > 1 else ''}, mesh {sizes}, {m} microbatches, {name}"
 
 
 def divisors(n: int) -> list[int]:
@@ -340,7 +221,7 @@ def strategies(
 
 
 def _activations(pins: LayerPins, sizes_of_segments: Sequence[int]) -> Iterator[tuple[bool, bool, str, int]]:
-    """What may be done with activations: recomputation (full, selective), what is in the host's memory, layers of a segment.
+    """The ways to treat activations: recomputation (full, selective), offload, layers of a segment.
 
     Nothing is there unless it is asked for. What selective recomputation keeps, and what a segment of several layers does, has no way
     there.
@@ -407,7 +288,7 @@ def _wanted(
 def sizes_of_segments(chain: int, pins: LayerPins, several: bool) -> tuple[int, ...]:
     """How many layers may be recomputed as one, of a class of which ``chain`` may be at most.
 
-    ``several``: some are tried without being pinned. What is held is least at about the square root of a stage's layers: they end at
+    ``several``: some are tried without being pinned. The live memory is least at about the square root of a stage's layers: they end at
     twice that of the chain.
     """
     if pins.segment is not None:
@@ -469,26 +350,25 @@ def choices(
     for p in pipelines:
         for mesh in meshes(devices // p, every_order=any(pins.degrees for pins in pinned)):
             for m in split:
-                for schedule, chunks in _schedules(len(graph.layers), p, m, options):
-                    found.append(Choice(mesh, p, m, schedule, chunks=chunks))
+                for schedule in schedules(len(graph.layers), p, m, options.schedule, options.chunks):
+                    found.append(Choice(mesh, schedule))
     if not found:
         raise _no_schedule(len(graph.layers), pipelines, split, options)
     return found
 
 
-def _schedules(layers: int, pipeline: int, microbatches: int, options: SearchOptions) -> list[tuple[str, int]]:
-    """(schedule, chunks) of a pipeline of that many devices that the pins allow."""
-    found = []
-    if options.chunks in (None, 1) and options.schedule not in SEVERAL_STAGES:
-        schedule = options.schedule or default_schedule(pipeline, microbatches) if pipeline > 1 else "none"
-        if schedule != "1f1b" or microbatches >= pipeline:
-            found.append((schedule, 1))
-    if pipeline > 1 and options.schedule in (None, *SEVERAL_STAGES):
-        schedule = options.schedule or INTERLEAVED
-        asked = range(1, MOST_CHUNKS + 1 if options.schedule else 0) if options.chunks is None else (options.chunks,)
-        fit = [chunks for chunks in asked if pipeline * chunks <= layers]
-        found += [(schedule, chunks) for chunks in fit if refusal(schedule, pipeline, chunks, microbatches) is None]
-    return found
+def schedules(layers: int, pipeline: int, microbatches: int, name: str | None, chunks: int | None) -> list[Schedule]:
+    """The schedules of a pipeline of that many devices that the pins ``name`` and ``chunks`` allow, few chunks first.
+
+    Without a pin a device has one stage; with the name alone of a schedule that admits several, as many as are tried.
+    """
+    several = name in SEVERAL_STAGES
+    if pipeline == 1 and not several:
+        name = NO_PIPELINE
+    name = name or default_schedule(pipeline, microbatches, chunks or 1)
+    tried = range(1, MOST_CHUNKS + 1) if several and chunks is None else (chunks or 1,)
+    found = (Schedule(name, pipeline, microbatches, n) for n in tried)
+    return [schedule for schedule in found if schedule.stages <= layers and refusal(schedule) is None]
 
 
 def in_chunks(choice: Choice, layers: int) -> list[Choice]:
@@ -497,15 +377,13 @@ def in_chunks(choice: Choice, layers: int) -> list[Choice]:
     All stages are to have equally many layers, the first and the last apart (an embedding and a head are no blocks), as in Megatron
     (arXiv:2104.04473, section 2.2): a schedule goes at the pace of its longest stage, and no bound sees how much uneven ones cost.
     """
-    line, m = choice.pipeline, choice.microbatches
+    line, m = choice.schedule.pipeline, choice.schedule.microbatches
     if line == 1 or m == 1:  # one microbatch passes all stages one after the other, wherever they are placed
         return []
-    fit = range(2, min(MOST_CHUNKS, layers // line) + 1)
     return [
-        replace(choice, schedule=INTERLEAVED, chunks=chunks, ties=(), segments=False)
-        for chunks in fit
-        if abs(layers - round(layers / (line * chunks)) * line * chunks) <= 2
-        and refusal(INTERLEAVED, line, chunks, m) is None
+        Choice(choice.mesh, schedule)
+        for schedule in schedules(layers, line, m, INTERLEAVED, None)
+        if abs(layers - round(layers / schedule.stages) * schedule.stages) <= 2
     ]
 
 
@@ -515,7 +393,7 @@ def _no_schedule(layers: int, pipelines: Sequence[int], counts: Sequence[int], o
     if options.schedule in SEVERAL_STAGES or (chunks or 1) > 1:
         schedule = options.schedule or INTERLEAVED
         chunks = (1 if schedule == ZERO_BUBBLE else 2) if chunks is None else chunks
-        if (why := refusal(schedule, pipeline, chunks, max(counts))) is not None:
+        if (why := refusal(Schedule(schedule, pipeline, max(counts), chunks))) is not None:
             return UsageError(*why)
         return UsageError(
             f"{layers} layers cannot be cut into {pipeline * chunks} stages, {chunks} for each of {pipeline} devices",
@@ -553,7 +431,7 @@ def _pipelines(layers: int, devices: int, options: SearchOptions, pinned: Sequen
                 f"the devices of a stage ({devices // (options.pipeline or 1)}) do not divide into groups for {degrees}",
                 "the product of the pinned degrees must divide the number of devices",
             )
-    if options.schedule == "none":
+    if options.schedule == NO_PIPELINE:
         pipelines = [p for p in pipelines if p == 1]
         if not pipelines:
             raise UsageError(

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.search.tables import Array, Indices, Instance, Table
+from autopar.search.pareto import Array, Indices
+from autopar.search.tables import Instance, Table
 
 
 @dataclass(frozen=True)

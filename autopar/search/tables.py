@@ -12,15 +12,18 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopar.graph import Graph
+from autopar.layer_price import LayerPrice
+from autopar.pins import LayerPins
 from autopar.plan import Role, Strategy
-from autopar.search.options import LayerPins, SearchOptions, pins_by_layer
+from autopar.schedules import Schedule
+from autopar.schedules.memory import fullest, passing
+from autopar.search.options import SearchOptions, pins_by_layer
+from autopar.search.pareto import Array, Indices, undominated
 from autopar.search.problem import (
     Choice,
     Devices,
-    LayerPrice,
     Mesh,
     Pricer,
     for_sequence,
@@ -29,8 +32,6 @@ from autopar.search.problem import (
     tied_groups,
 )
 
-Array = NDArray[np.float64]
-Indices = NDArray[np.int64]
 Roles = tuple[Role, ...]
 
 
@@ -99,7 +100,7 @@ class Table:
         return (self.forward, self.backward, *([self.weight] if self.split else []))
 
     def held(self, in_flight: float, waiting: float = 0.0) -> Array:
-        """Bytes of weights and of so many microbatches' activations."""
+        """Bytes of weights and of the activations of ``in_flight`` microbatches."""
         return self.weights + in_flight * self.saved + waiting * self.waiting
 
     @cached_property
@@ -124,7 +125,7 @@ class Table:
         return np.array([index[s.roles] for s in self.strategies], dtype=np.int64)
 
     @cached_property
-    def aside(self) -> bool:
+    def offloaded(self) -> bool:
         """Whether any candidate has something in the host's memory."""
         return any(bool(t.host.any() or t.host_saved.any()) for t in self.places)
 
@@ -134,18 +135,18 @@ class Table:
         found = [c for t in self.places for c in (*t.seconds, t.step, t.weights, t.saved, t.transient, t.border)]
         if self.split:
             found += [t.waiting for t in self.places]
-        if self.aside:
+        if self.offloaded:
             found += [c for t in self.places for c in (t.host, t.host_saved)]
         return np.stack(found, axis=1)
 
     def at_work(self, passing: int) -> Array:
-        """What a layer at work needs of its stage besides what is held, in a stage that holds so many tensors of a border's size."""
+        """The transient bytes of a layer at work, with ``passing`` tensors of a border's size that the pipeline keeps at its stage."""
         return self.transient + passing * self.border
 
     @cached_property
     def bounding(self) -> Indices:
         """The candidates that matter when the layout does not."""
-        return _pareto(self.columns, np.zeros(len(self), dtype=np.int64))
+        return np.sort(undominated(self.columns))
 
 
 def make_table(
@@ -158,7 +159,7 @@ def make_table(
     first, *others = (_one_place(candidates, list(at), split) for at in zip(*prices, strict=True))
     table = replace(first, elsewhere=tuple(others))
     group = table.layout * 4 + (np.array([s.zero for s in candidates]) if tied else 0)
-    return table.take(_pareto(table.columns, group))
+    return table.take(np.sort(undominated(table.columns, group)))
 
 
 def _one_place(candidates: list[Strategy], prices: list[LayerPrice], split: bool) -> Table:
@@ -167,7 +168,7 @@ def _one_place(candidates: list[Strategy], prices: list[LayerPrice], split: bool
 
     nothing = np.zeros(len(prices))
     weight, waiting = (column("weight_s"), column("waiting_bytes")) if split else (nothing, nothing)
-    aside = any(s.offload != "none" for s in candidates)
+    offloaded = any(s.offload != "none" for s in candidates)
     weights = column("parameters_bytes") + column("gradients_bytes") + column("optimizer_bytes")
     return Table(
         tuple(candidates),
@@ -181,20 +182,11 @@ def _one_place(candidates: list[Strategy], prices: list[LayerPrice], split: bool
         waiting,
         column("transient_bytes"),
         column("border_bytes"),
-        column("host_bytes") if aside else nothing,
-        column("host_saved_bytes") if aside else nothing,
+        column("host_bytes") if offloaded else nothing,
+        column("host_saved_bytes") if offloaded else nothing,
         tuple(zip(candidates, prices, strict=True)),
         split=split,
     )
-
-
-def _pareto(columns: Array, group: Indices) -> Indices:
-    """Rows that no other row of their group equals or beats in every column; of equal rows, the first."""
-    no_worse = group[:, None] == group[None, :]
-    for column in {column.tobytes(): column for column in columns.T}.values():
-        no_worse &= column[:, None] <= column[None, :]
-    later = np.tri(len(columns), dtype=bool)  # [i, j]: i is j, or comes after it
-    return np.flatnonzero(~(no_worse & ~(no_worse.T & later)).any(axis=0))
 
 
 @dataclass(frozen=True)
@@ -214,9 +206,6 @@ class Layout:
     across: tuple[Ways, ...] = field(compare=False)  # sends, by way
 
 
-Path = tuple[list[int], list[int]]
-"""How many forwards and backwards of each stage a path through the schedule has."""
-
 Regime = tuple[int, int, int, float]
 """What makes two stages alike: microbatches in flight, tensors that the pipeline holds, the place, the memory limit."""
 
@@ -230,9 +219,15 @@ class Instance:
     kind: Indices
     layout: Layout
     matrices: dict[tuple[object, ...], Array] = field(default_factory=dict, compare=False)
-    paths: list[Path] = field(default_factory=list, compare=False)  # through the schedule, met so far
-    known: dict[tuple[object, ...], Any] = field(default_factory=dict, compare=False)  # what ``whole`` has worked out
+    paths: list[Array] = field(default_factory=list, compare=False)  # through the schedule, met so far: [part, stage]
+    known: dict[tuple[object, ...], Any] = field(
+        default_factory=dict, compare=False
+    )  # what ``knapsacks`` and bounds have worked out
     shares: list[Array] = field(default_factory=list, compare=False)  # seconds of each stage in the latest relaxation
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.choice.schedule
 
     @property
     def layers(self) -> int:
@@ -244,9 +239,9 @@ class Instance:
         return max(self.layout.limit)
 
     @cached_property
-    def aside(self) -> bool:
+    def offloaded(self) -> bool:
         """Whether any candidate has something in the host's memory, so that its limit counts."""
-        return any(table.aside for table in self.kinds)
+        return any(table.offloaded for table in self.kinds)
 
     @cached_property
     def segmented(self) -> bool:
@@ -255,23 +250,23 @@ class Instance:
 
     @cached_property
     def in_flight(self) -> Indices:
-        return np.array(self.choice.in_flight, dtype=np.int64)
+        return np.array(fullest(self.schedule).in_flight, dtype=np.int64)
 
     @cached_property
     def waiting(self) -> Indices:
-        return np.array(self.choice.waiting, dtype=np.int64)
+        return np.array(fullest(self.schedule).waiting, dtype=np.int64)
 
     @cached_property
     def device(self) -> Indices:
         """The device of the line that has each stage."""
-        return np.array(self.choice.device, dtype=np.int64)
+        return np.array(self.schedule.device, dtype=np.int64)
 
     def regime(self, stage: int) -> Regime:
         return self._by_stage[stage]
 
     @cached_property
     def _by_stage(self) -> tuple[Regime, ...]:
-        held = self.in_flight.tolist(), self.choice.passing
+        held = self.in_flight.tolist(), passing(self.schedule)
         return tuple(zip(*held, self.layout.place, self.layout.limit, strict=False))  # of a device's stages, the first
 
     @cached_property
@@ -334,7 +329,7 @@ class Ways:
 
     def edge(self, layer: int, choice: Choice, left: tuple[Roles, ...], right: tuple[Roles, ...]) -> Array:
         result = np.empty((len(left), len(right)))
-        mesh, m = choice.mesh, choice.microbatches
+        mesh, m = choice.mesh, choice.schedule.microbatches
         for i, a in enumerate(left):
             for j, b in enumerate(right):
                 key = (self.border[layer], mesh, m, a, b)
@@ -345,7 +340,7 @@ class Ways:
 
     def p2p(self, layer: int, choice: Choice, layouts: tuple[Roles, ...]) -> Array:
         result = np.empty(len(layouts))
-        mesh, m = choice.mesh, choice.microbatches
+        mesh, m = choice.mesh, choice.schedule.microbatches
         for i, roles in enumerate(layouts):
             key = (self.border[layer], mesh, m, roles)
             if key not in self._sends:
@@ -388,7 +383,9 @@ class Prices:
         self._ways: dict[Devices, Ways] = {}
         self._lines: dict[int, Layout] = {}
         self._interleaved: dict[tuple[int, tuple[int, ...]], Layout] = {}
-        self._latest: tuple[Choice, tuple[Table, ...], Indices, dict[tuple[object, ...], Array]] | None = None
+        self._latest: tuple[tuple[object, ...], tuple[Table, ...], Indices, dict[tuple[object, ...], Array]] | None = (
+            None
+        )
         self._tables: dict[tuple[object, ...], Table | None] = {}
         self.pins = pins_by_layer(graph, options)
         self.groups = tied_groups(graph)
@@ -399,19 +396,20 @@ class Prices:
 
     def layout(self, choice: Choice) -> Layout:
         """What the stages of a choice run on."""
-        key = choice.pipeline, choice.device
+        schedule = choice.schedule
+        key = schedule.pipeline, schedule.device
         if key not in self._interleaved:
-            line = self._line(choice.pipeline)
+            line = self._line(schedule.pipeline)
             self._interleaved[key] = replace(
                 line,
-                place=tuple(line.place[d] for d in choice.device),
-                way=tuple(None if link is None else line.way[link] for link in choice.links),
-                limit=tuple(line.limit[d] for d in choice.device),
+                place=tuple(line.place[d] for d in schedule.device),
+                way=tuple(None if link is None else line.way[link] for link in schedule.links),
+                limit=tuple(line.limit[d] for d in schedule.device),
             )
         return self._interleaved[key]
 
     def _line(self, pipeline: int) -> Layout:
-        """What the devices of a line are, and what is between them."""
+        """The devices of a line, and the borders between them."""
         if pipeline not in self._lines:
             stages, borders = self._cluster.stages(pipeline), self._cluster.borders(pipeline)
             places, ways = list(dict.fromkeys(stages)), list(dict.fromkeys(borders))
@@ -432,8 +430,8 @@ class Prices:
 
     def table(self, layer: int, choice: Choice, tied: bool) -> Table | None:
         """The candidates of a layer; ``None`` where nothing has a price. Layers of one class and equal pins share it."""
-        cls, pins, m = self._graph.layers[layer].cls, self.pins[layer], choice.microbatches
-        pricers = self._line(choice.pipeline).pricers
+        cls, pins, m = self._graph.layers[layer].cls, self.pins[layer], choice.schedule.microbatches
+        pricers = self._line(choice.schedule.pipeline).pricers
         sizes = sizes_of_segments(self._graph.chains[cls], pins, choice.segments)
         batch, experts = self._graph.batch_size // m, self._graph.classes[cls].experts
         alike = choice.mesh, batch, pins, experts, tuple(sizes)
@@ -442,7 +440,7 @@ class Prices:
             self._candidates[alike] = self._lists.setdefault(tuple(found), tuple(found))  # one of each
         candidates = self._candidates[alike]
         # the pricers and the candidates live as long as this; pins that come to the same have one table
-        key = (cls, id(candidates), choice.mesh, m, tied, choice.split, *map(id, pricers))
+        key = (cls, id(candidates), choice.mesh, m, tied, choice.schedule.split, *map(id, pricers))
         if key not in self._tables:
             kept, prices = [], []
             for strategy in candidates:
@@ -450,7 +448,7 @@ class Prices:
                 if len(at) == len(pricers):
                     kept.append(strategy)
                     prices.append(at)
-            self._tables[key] = make_table(kept, prices, tied, choice.split) if kept else None
+            self._tables[key] = make_table(kept, prices, tied, choice.schedule.split) if kept else None
         return self._tables[key]
 
     def chain(self, layer: int) -> int:
@@ -460,13 +458,14 @@ class Prices:
     def instance(self, choice: Choice) -> Instance | None:
         """The choice with its tables; ``None`` where a layer has no candidate left."""
         layout = self.layout(choice)
-        # choices that differ in these follow each other, and have equal tables
-        plain = replace(choice, schedule="split" if choice.split else "", chunks=1)
-        if self._latest is None or self._latest[0] != plain:
+        # choices that differ in the rest of the schedule follow each other, and have equal tables
+        schedule = choice.schedule
+        alike = choice.mesh, schedule.pipeline, schedule.microbatches, schedule.split, choice.ties, choice.segments
+        if self._latest is None or self._latest[0] != alike:
             found = self._bind(choice)
             if found is None:
                 return None
-            self._latest = (plain, *found, {})
+            self._latest = (alike, *found, {})
         _, kinds, kind, matrices = self._latest
         return Instance(choice, kinds, kind, layout, matrices, known=self._known)
 

@@ -1,8 +1,8 @@
-"""The memory of one device through a step: what is held at each action of its schedule, by part. Its maximum is the figure of a plan.
+"""The live memory of one device through a step: bytes by part at each action of its schedule. Its maximum is the figure of a plan.
 
-Parameters, gradients and optimizer state are held all along (gradients from the first backward on, but their room is never anyone
+Parameters, gradients and optimizer state are there all along (gradients from the first backward on, but their room is never anyone
 else's). A forward saves its microbatch's activations, which the backward of the same stage and microbatch frees at its end. Where that
-is in two parts, the second one frees them, with what the first has added. While an action runs, its stage's transients are held
+is in two parts, the second one frees them, with what the first has added. While an action runs, its stage's transients are there
 besides.
 """
 
@@ -11,17 +11,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
+from autopar.layer_price import LayerPrice
 from autopar.plan import Memory
-from autopar.search.problem import LayerPrice
-from autopar.search.schedules import Action
+from autopar.schedules import Schedule
+from autopar.schedules.memory import StageBytes, levels, moments, passing_by, peak
+from autopar.schedules.orders import device_order
+
+Counts = tuple[tuple[float, float], ...]
+"""Microbatches in flight of each stage of a device, and the microbatches of these that are between the two parts of their backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One action and the bytes held while it runs."""
+    """One action and the live memory while it runs."""
 
     kind: str
     stage: int
@@ -29,38 +31,41 @@ class Moment:
     memory: Memory
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What the stages of one device hold: by stage the bytes saved for a microbatch, what comes to them between the two parts of a
-    backward, and the transients of one action; and what stays."""
+class Device:
+    """The live memory of the device at place ``device`` of the line; ``layers`` are those of each of its stages."""
 
-    stages: tuple[int, ...]
-    saved: tuple[int, ...]
-    waiting: tuple[int, ...]
-    transients: tuple[int, ...]
-    parameters: int
-    gradients: int
-    optimizer: int
-
-    @staticmethod
-    def of(stages: Sequence[int], layers: Sequence[Sequence[LayerPrice]], passing: Sequence[int]) -> Held:
-        """Of a device that runs ``stages``, stage ``stages[k]`` being ``layers[k]``; ``passing`` as in ``Choice``."""
-        every = [price for prices in layers for price in prices]
-        return Held(
-            tuple(stages),
+    def __init__(self, schedule: Schedule, device: int, layers: Sequence[Sequence[LayerPrice]]) -> None:
+        self.schedule, self.device = schedule, device
+        passing, every = passing_by(schedule, device), [price for prices in layers for price in prices]
+        self.stages = StageBytes(
             tuple(sum(kept(prices)) for prices in layers),
-            # stage 0 runs its backward whole, as its second part
-            tuple(
-                sum(int(p.waiting_bytes) for p in prices) * (s > 0) for s, prices in zip(stages, layers, strict=True)
-            ),
-            tuple(map(transients, layers, passing)),
+            tuple(sum(int(p.waiting_bytes) for p in prices) for prices in layers),
+            tuple(transients(prices, passing) for prices in layers),
+        )
+        self.state = (
             sum(int(p.parameters_bytes) for p in every),
             sum(int(p.gradients_bytes) for p in every),
             sum(int(p.optimizer_bytes) for p in every),
         )
 
-    def memory(self, activations: int, transients: int) -> Memory:
-        return Memory(self.parameters, self.gradients, self.optimizer, activations, transients)
+    def most(self) -> Memory:
+        """At the fullest moment."""
+        return Memory(*self.state, *peak(self.schedule, self.device, self.stages)[:2])
+
+    def fullest_moment(self) -> Counts:
+        """The microbatches in flight then."""
+        number, chunks = peak(self.schedule, self.device, self.stages)[2], self.schedule.chunks
+        row = moments(self.schedule, self.device)[0][number].tolist()
+        return tuple(zip(row[:chunks], row[chunks:] or [0] * chunks, strict=True))
+
+    def timeline(self) -> tuple[Moment, ...]:
+        """Every action in the order in which the device runs them, with the live memory."""
+        order = list(device_order(self.schedule, self.device))
+        activations, at_work = levels(order, self.schedule.own(self.device), self.stages)
+        return tuple(
+            Moment(kind, stage, microbatch, Memory(*self.state, int(a), int(t)))
+            for (kind, stage, microbatch), a, t in zip(order, activations, at_work, strict=True)
+        )
 
 
 def kept(prices: Sequence[LayerPrice]) -> list[int]:
@@ -87,34 +92,3 @@ def transients(prices: Sequence[LayerPrice], passing: int = 0) -> int:
         most = max(most, here, here + after)
         after += int(price.fresh_bytes) - saved
     return max(most, after)
-
-
-def _levels(held: Held, order: Sequence[Action]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Bytes of activations and of transients at each action: a forward's own are there, a backward's are still there."""
-    place = {stage: k for k, stage in enumerate(held.stages)}
-    at = np.array([place[stage] for _, stage, _ in order], dtype=np.intp)
-    saved, transients = np.array(held.saved, dtype=np.int64), np.array(held.transients, dtype=np.int64)
-    waiting = np.array(held.waiting, dtype=np.int64)[at]
-    kind = np.array([kind for kind, _, _ in order])
-    change = np.select(
-        [kind == "F", kind == "B", kind == "I"], [saved[at], -saved[at], waiting], default=-saved[at] - waiting
-    )
-    return np.cumsum(change) - np.minimum(change, 0), transients[at]
-
-
-def timeline(held: Held, order: Sequence[Action]) -> tuple[Moment, ...]:
-    """Every action of a device in the order in which it runs them, with what is held."""
-    activations, transients = _levels(held, order)
-    return tuple(
-        Moment(kind, stage, microbatch, held.memory(int(a), int(t)))
-        for (kind, stage, microbatch), a, t in zip(order, activations, transients, strict=True)
-    )
-
-
-def most_held(held: Held, counts: NDArray[np.int64], at_work: NDArray[np.int64]) -> tuple[Memory, int]:
-    """The largest moment of a device, of those that ``schedules.holdings`` gives, and which one it is."""
-    each = np.array([*held.saved, *held.waiting], dtype=np.int64)[: counts.shape[1]]
-    activations = counts @ each
-    transients = np.array(held.transients, dtype=np.int64)[at_work]
-    most = int(np.argmax(activations + transients))
-    return held.memory(int(activations[most]), int(transients[most])), most

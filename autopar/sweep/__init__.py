@@ -1,6 +1,6 @@
-"""What if: the same model planned over a range of devices, sequence lengths, batches and GPU kinds.
+"""The same model planned over a range of devices, sequence lengths, batches and GPU kinds.
 
-``Range`` says what to try, ``sweep`` plans every cell, ``plot`` draws the rows. Cells that share a graph share its capture and
+``Range`` has the values to try, ``sweep`` plans every cell, ``plot`` draws the rows. Cells that share a graph share its capture and
 its op-level layouts.
 """
 

@@ -1,4 +1,4 @@
-"""The cells of a sweep: which there are, and the plan of each."""
+"""The cells of a sweep, and the plan of each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BILLION = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """What to try: numbers of devices, GPU kinds, tokens in a sequence, rows of the global batch (``None``: the model's own)."""
+    """The values to try: numbers of devices, GPU kinds, tokens in a sequence, rows of the global batch (``None``: the model's own)."""
 
     devices: tuple[int, ...]
     gpus: tuple[str, ...]
@@ -37,7 +37,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One point: what was asked for and what came of it; ``error`` says why there is no plan.
+    """One combination of values and the figures of its plan; ``error`` says why there is no plan.
 
     ``tokens_per_s`` is of all devices (images, for an image model). ``cost_per_billion_tokens`` is in the currency of the prices that
     were given, ``None`` without one.
@@ -71,14 +71,14 @@ def numbers(text: str, option: str) -> tuple[int, ...]:
     """``"8..1024"`` doubles from 8 up to 1024, ``"8,24"`` are two numbers, and parts of both forms may be joined by commas.
 
     Raises:
-        UsageError: anything else, or a range that ends before it begins.
+        UsageError: another text, or a range that ends before it begins.
     """
     found: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)\s*(?:\.\.\s*(\d+))?\s*", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if first < 1 or last < first:
-            raise UsageError(f"{option} {text!r} is no range", "write 8, 8,16,24 or 8..1024 (which doubles)")
+            raise UsageError(f"{option} {text!r} is not a range", "write 8, 8,16,24 or 8..1024 (which doubles)")
         while first <= last:
             found.append(first)
             first *= 2
@@ -99,7 +99,7 @@ def read_prices(texts: Sequence[str]) -> dict[str, float]:
         except ValueError:
             price = -1.0
         if not 0 < price < float("inf"):
-            raise UsageError(f"--gpu-hour {text!r} is no price", "write 2.5, or H100-80GB=2.5 for one kind")
+            raise UsageError(f"--gpu-hour {text!r} is not a price", "write 2.5, or H100-80GB=2.5 for one kind")
         found[hardware.find(name) if name else "*"] = price
     return found
 
@@ -126,11 +126,11 @@ def sweep(
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     pricer_of: PricerOf | None = None,
 ) -> list[Cell]:
-    """Plans every cell, one graph after the other; ``prices`` are those of a GPU for an hour (``read_prices``).
+    """Plans every cell, one graph after the other; ``prices`` are prices of a GPU for an hour (``read_prices``).
 
     Raises:
         AutoparError: a model that cannot be captured.
-        BatchError: none of the sequences and batches is one that the model can have.
+        BatchError: the model cannot have any of the sequences and batches.
     """
     found: list[Cell] = []
     refused: list[BatchError] = []

@@ -1,7 +1,8 @@
-"""Published measurements against predictions: rows of a JSON Lines file priced as a user's plan would be.
+"""Predictions against published measurements: rows of a JSON Lines file, each priced with a model of the trainer that ran it.
 
-``rows`` reads a row, ``models`` turns its architecture into a captured graph, ``setting`` its degrees and hardware into a plan and
-a cluster, ``score`` compares. Nothing here looks at a row's id, source or group except to report by them.
+``rows`` reads a row, ``models`` turns its architecture into a captured graph, ``setting`` its degrees and hardware into a plan,
+a model of its trainer (``autopar.trainers``) and a cluster, ``scoring`` compares. A row's id, source and group label it in reports and
+have no other use.
 """
 
 from autopar.validate.run import Outcome, Report, validate

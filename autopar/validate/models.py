@@ -1,8 +1,8 @@
-"""From an architecture's sizes to a captured graph: the zoo's way, with the repeated block captured a few times and then repeated.
+"""From an architecture's sizes to a captured graph, as for a model of the zoo, but with few blocks captured and then repeated.
 
 A model of 105 equal blocks is captured with three: the first, one in the middle, the last. If the middle one has the class of
-its neighbours, a model of any depth is the same graph with the middle layer repeated (``deepen``), which is what capture itself
-would have found, in a fraction of the time.
+its neighbours, a model of any depth is the same graph with the middle layer repeated (``deepen``): the graph that capture itself
+would find, in a fraction of the time.
 """
 
 from __future__ import annotations
@@ -10,11 +10,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from autopar.capture import capture
+from autopar.flow import placeholders
 from autopar.graph import Graph, Layer, LayerClass
 from autopar.plan import Role
 from autopar.price.pricer import Solve
+from autopar.shard import annotate, role_types
+from autopar.shard.solve import solve as solve_class
 from autopar.sharding import AxisTypes
 from autopar.validate.rows import Architecture, RowError
+from autopar.zoo.hf import build_config
 
 _CAPTURED = 3
 _HEAD_DIM, _TOKENS = 64, 2048  # of ``textbook``
@@ -63,12 +68,8 @@ def graph_of(a: Architecture, global_batch: int) -> Graph:
     """The captured graph of the architecture on a global batch of ``global_batch`` sequences.
 
     Raises:
-        RowError: there are no blocks, or the blocks in the middle differ, so that a deeper model cannot be told from three.
+        RowError: there are no blocks, or the blocks in the middle differ, so that three do not determine a deeper model.
     """
-    from autopar.capture import capture
-    from autopar.shard import annotate
-    from autopar.zoo.hf import build_config
-
     if a.layers < 1:
         raise RowError("n_layers = 0")
     model, batch = build_config(config_of(a, min(a.layers, _CAPTURED)), a.seq, global_batch)
@@ -77,10 +78,10 @@ def graph_of(a: Architecture, global_batch: int) -> Graph:
 
 
 def textbook(a: Architecture) -> Architecture:
-    """The same architecture at modest sizes, at which layouts are those of the textbook.
+    """The same architecture at modest sizes, at which the op-level optimum is the layout of the textbook.
 
-    A published run has the layout that its trainer's authors wrote, whatever its sizes. The op-level optimum finds that one where sequences
-    are short and blocks not the widest; beyond, it finds others that are better or as good.
+    A published run has the layout that its trainer's authors wrote, whatever its sizes. For longer sequences and wider blocks the optimum
+    can be another layout that is better or equal.
     """
     width = min(a.hidden // a.heads, _HEAD_DIM)
     inner, odd = divmod(a.ffn * width * a.heads, a.hidden)
@@ -94,11 +95,7 @@ def textbook(a: Architecture) -> Architecture:
 
 
 def textbook_types(graph: Graph, plain: Graph) -> Solve:
-    """What ``Pricer`` asks for a layer class's types, answered with those of ``plain``, the same architecture at modest sizes."""
-    from autopar.flow import placeholders
-    from autopar.shard import role_types
-    from autopar.shard.solve import solve as solve_class
-
+    """A ``Solve`` for ``Pricer``: the types of a layer class are those of ``plain``, the same architecture at modest sizes."""
     last = len(plain.layers) - 1
 
     def solve(cls: LayerClass, role: Role, size: int) -> AxisTypes | None:
@@ -109,7 +106,7 @@ def textbook_types(graph: Graph, plain: Graph) -> Solve:
             return role_types(graph, layer, role, size)
         if {node.name for node in cls.graph.graph.nodes if node.op != "output"} <= found.produced.keys():
             return found
-        # long sequences are captured with other constants: then the parameters are laid out as there, and all else around them
+        # long sequences are captured with other constants: then the parameters have the types of ``plain``, and the rest is solved
         there, here = placeholders(plain.classes[plain.layers[at].cls]), placeholders(cls)
         stored = [found.produced[node.name] for node in there[len(there) - len(cls.parameters) :]]
         names = [node.name for node in here[len(here) - len(cls.parameters) :]]

@@ -1,7 +1,7 @@
-"""A row of a file of measurements: what was trained, where, how, and what was measured.
+"""A row of a file of measurements: the model, the machines, the trainer's setting, and the measurements.
 
-Rows are JSON objects with the fields of ``docs/ground-truth.md``. Strangers' files have gaps: a field that is missing or ``null``
-takes the default that the table there gives, and a row that lacks what no default can replace is refused by name.
+Rows are JSON objects with the fields of ``docs/evidence/validation.md``. A field that is missing or ``null`` has the default in the
+table there; a row without a field that has no default is refused, and the error names the field.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.errors import UsageError
+from autopar.precision import FLOAT8, SPELLINGS
 
 
 class RowError(UsageError):
@@ -21,7 +22,7 @@ class RowError(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A decoder-only transformer by its sizes; what tells one capture from another."""
+    """A decoder-only transformer by its sizes. Rows of equal architectures share one capture."""
 
     layers: int
     hidden: int
@@ -58,7 +59,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What the row says of the machines; names as they stand there."""
+    """The row's machines, with names as in the row."""
 
     gpu: str
     devices: int
@@ -68,7 +69,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds of a step and bytes at the peak, ``None`` where nothing was printed; whether it failed."""
+    """Seconds of a step and peak bytes, ``None`` where the row has none; whether the run failed."""
 
     step_s: float | None
     memory_bytes: float | None
@@ -86,7 +87,7 @@ class Row:
     measured: Measured
 
 
-# Words of a row's prose (schedule, recompute, precision, interconnect, notes, quote) that say how it was run.
+# Words of a row's prose (schedule, recompute, precision, interconnect, notes, quote) that tell how it was run.
 _FACTS = {
     "eager": r"\beager\b",
     "compiled": r"\bcompil",
@@ -106,9 +107,7 @@ _FACTS = {
 }
 _LARGEST = 2**40  # of any number in a row
 _DEEPEST = 10_000  # layers
-_PRECISIONS = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16", "half": "float16",
-               "fp32": "float32", "float32": "float32", "tf32": "float32", "fp8": "float8", "float8": "float8",
-               "mxfp8": "float8", "nvfp8": "float8"}  # fmt: skip
+_PRECISIONS = SPELLINGS | {"tf32": "float32"} | dict.fromkeys(("fp8", "float8", "mxfp8", "nvfp8"), FLOAT8)
 
 
 def labels(data: Mapping[str, Any], number: int) -> tuple[str, str, str]:
@@ -266,7 +265,7 @@ def _hardware(data: Mapping[str, Any]) -> Hardware:
 
 
 def measured(data: Mapping[str, Any]) -> Measured:
-    """What the row reports: a step time as printed, or from the tokens per second, or as derived by whoever made the file."""
+    """The row's measurements: a step time as printed, or from the tokens per second, or as derived by the file's author."""
     printed, derived = data.get("measured") or {}, data.get("derived") or {}
 
     def number(value: object) -> float | None:

@@ -1,4 +1,4 @@
-"""Prices every row of a file and keeps the outcomes."""
+"""Prices every row of a file."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from autopar.devices import Cluster
 from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.graph import Graph
 from autopar.plan import Plan, Role
+from autopar.price import Pricer
+from autopar.search import evaluate
+from autopar.validate.models import graph_of, textbook, textbook_types
 from autopar.validate.rows import Architecture, Measured, Row, labels, measured, read_row
+from autopar.validate.setting import cluster_of, instrument, trainer_of, write
 
 _ROWS = 8  # sequences in the batch of the graph that layouts are taken from
-
-if TYPE_CHECKING:
-    from autopar.devices import Cluster
-    from autopar.price import Pricer
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One row: what was measured, and what was predicted, or why nothing was."""
+    """One row: its measurements, and the predictions or the reason why there are none."""
 
     id: str
     source: str
@@ -32,10 +33,8 @@ class Outcome:
     memory_bytes: int | None
     feasible: bool | None
     reason: str = ""
-    refused: str = ""  # why the plan cannot run, where it is not for its memory
-    roomy: bool = (
-        False  # whether it keeps to the memory that a plan may fill, which is less than what can be filled at all
-    )
+    refused: str = ""  # why the plan cannot run, other than for its memory
+    roomy: bool = False  # whether it stays below the memory limit of plans, which is lower than a device's capacity
 
     @property
     def priced(self) -> bool:
@@ -86,15 +85,15 @@ def read_file(path: str | Path) -> list[Mapping[str, Any] | str]:
 
 
 class Bench:
-    """Captured graphs and pricers, kept from row to row."""
+    """Captured graphs, clusters and pricers, shared by rows."""
 
     def __init__(self) -> None:
         self.graphs: dict[object, Graph | AutoparError] = {}
-        self.pricers: dict[object, Any] = {}
-        self.clusters: dict[object, Any] = {}
+        self.pricers: dict[object, Pricer] = {}
+        self.clusters: dict[object, Cluster] = {}
 
     def outcome(self, data: Mapping[str, Any] | str, number: int) -> Outcome:
-        """The row's outcome; whatever keeps it from being priced is its reason."""
+        """The row's outcome; an error that prevents a price becomes its reason."""
         if isinstance(data, str):
             return Outcome(f"line {number}", "?", "?", Measured(None, None, False), None, None, None, data)
         names = labels(data, number)
@@ -110,20 +109,15 @@ class Bench:
         except AutoparError as error:
             return Outcome(*names, seen, None, None, None, error.message)
         except Exception as error:
-            # a stranger's row must not end the run: it is listed, with what went wrong
+            # one bad row must not end the run: it is listed with its error
             return Outcome(*names, seen, None, None, None, f"{type(error).__name__}: {error}")
-        from autopar.validate.setting import instrument
-
         memory = max(stage.memory.total for stage in plan.stages)
         shown = int(instrument(row.setting, memory))
         roomy = all(stage.memory.total <= stage.memory_limit_bytes for stage in plan.stages)
         return Outcome(*names, seen, plan.prediction.step_time_s, shown, memory <= limit, roomy=roomy)
 
     def price(self, row: Row) -> tuple[Plan, int]:
-        """The row as a priced plan, and the memory that can be filled at all."""
-        from autopar.search import evaluate
-        from autopar.validate.setting import write
-
+        """The row as a priced plan, and the memory capacity of a device."""
         graph, cluster, pricer = self.prices(row)
         context = Role.ULYSSES if "all-to-all context" in row.setting.facts else Role.RING
         written = write(graph, row.setting, context)
@@ -142,20 +136,16 @@ class Bench:
         return plan, cluster.memory_capacity_bytes
 
     def prices(self, row: Row) -> tuple[Graph, Cluster, Pricer]:
-        """The row's graph and machines, and the prices of its trainer's practice."""
-        from autopar.price import Pricer
-        from autopar.validate.models import textbook_types
-        from autopar.validate.setting import cluster_of, practice_of
-
+        """The row's graph and machines, and the prices of its trainer."""
         graph = self.graph(row)
         if row.hardware not in self.clusters:
             self.clusters[row.hardware] = cluster_of(row.hardware)
         cluster = self.clusters[row.hardware]
-        practice = practice_of(row.setting, cluster)
-        key = (id(graph), row.hardware, row.setting.precision, practice)
+        trainer = trainer_of(row.setting, cluster)
+        key = (id(graph), row.hardware, row.setting.precision, trainer)
         if key not in self.pricers:
             solve = textbook_types(graph, self.plain(row))
-            self.pricers[key] = Pricer(graph, cluster, row.setting.precision, solve, practice)
+            self.pricers[key] = Pricer(graph, cluster, row.setting.precision, solve, trainer)
         return graph, cluster, self.pricers[key]
 
     def graph(self, row: Row) -> Graph:
@@ -164,13 +154,9 @@ class Bench:
 
     def plain(self, row: Row) -> Graph:
         """The same model at modest sizes, for its layouts."""
-        from autopar.validate.models import textbook
-
         return self._captured(textbook(row.architecture), _ROWS)
 
     def _captured(self, architecture: Architecture, batch: int) -> Graph:
-        from autopar.validate.models import graph_of
-
         key = (architecture, batch)
         if key not in self.graphs:
             try:

@@ -1,4 +1,4 @@
-"""How well predictions agree with measurements: rank, regret, feasibility, relative errors."""
+"""Agreement of predictions with measurements: rank, regret, feasibility, relative errors."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from autopar.validate.run import Outcome, Report, of_groups
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Of a set of rows. ``spearman`` and ``regret`` compare layouts of one group; over several groups they are the groups' means.
+    """The scores of a set of rows. ``spearman`` and ``regret`` compare layouts of one group; over several groups they are means.
 
     ``regret`` is the measured speed of the best layout over that of the layout which is predicted to be fastest (of those called
-    feasible, where any is), minus one. Counts of rows; errors relative to what was measured; ``None`` where nothing was.
+    feasible, where any is), minus one. Errors are relative to the measurement; ``None`` where there is none.
     """
 
     n_rows: int
@@ -87,7 +87,7 @@ def spearman(outcomes: Sequence[Outcome]) -> float | None:
 
 
 def regret(outcomes: Sequence[Outcome]) -> float | None:
-    """What the layout that is predicted to be fastest loses against the fastest one; ``None`` for fewer than two rows."""
+    """The loss of the layout that is predicted to be fastest against the fastest one; ``None`` for fewer than two rows."""
     pairs = _timed(outcomes)
     if len(pairs) < 2:
         return None

@@ -1,4 +1,4 @@
-"""From a row's degrees, recipe and machines to what a user would have written: a mesh, strategies, cuts, a practice, a cluster."""
+"""From a row's degrees, recipe and machines to a mesh, strategies, cuts, a model of the trainer, and a cluster."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from autopar.devices import Cluster, constants, described
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.plan import Axis, Role, Strategy
-from autopar.price.practice import Practice
+from autopar.schedules import INTERLEAVED, NO_PIPELINE, ONE_F_ONE_B
 from autopar.search import make_mesh
+from autopar.trainers import OtherTrainer, figures
 from autopar.validate.rows import Hardware, RowError, Setting
 
 
 @dataclass(frozen=True)
 class Written:
-    """What ``search.evaluate`` takes besides the graph and the cluster."""
+    """The arguments of ``search.evaluate`` other than the graph and the cluster."""
 
     mesh: tuple[Axis, ...]
     bounds: tuple[int, ...]
@@ -28,7 +29,7 @@ class Written:
 
 
 def write(graph: Graph, s: Setting, context: Role) -> Written:
-    """The plan that the row describes; the axis of context parallelism plays ``context``."""
+    """The plan that the row describes; ``context`` is the role of the axis of context parallelism."""
     mesh = make_mesh(("data", s.data // s.expert), ("expert", s.expert), ("context", s.context), ("tensor", s.tensor))
     role = {
         "data": Role.DATA,
@@ -44,7 +45,7 @@ def write(graph: Graph, s: Setting, context: Role) -> Written:
     )
     # where there are no experts their axis has copies of the parameters too
     dense = dataclasses.replace(strategy.dense, zero=s.zero if s.data * s.context > 1 else 0)
-    # the ends of the model are never recomputed: the head's logits are its last values, the lookup keeps nothing. They are the root of
+    # the ends of the model are never recomputed: the head's logits are its last values, the lookup saves nothing. They are the root of
     # FSDP's tree of units, whose parameters stay gathered from forward to backward
     ends = dataclasses.replace(
         dense, recompute=False, selective=False, zero=2 if is_fsdp(s) and dense.zero else dense.zero
@@ -53,15 +54,15 @@ def write(graph: Graph, s: Setting, context: Role) -> Written:
     strategies[0] = strategies[-1] = ends
     microbatches = s.global_batch // (s.data * s.microbatch)
     chunks = s.chunks if s.pipeline > 1 else 1
-    schedule = "none" if s.pipeline == 1 else "interleaved-1f1b" if chunks > 1 else "1f1b"
+    schedule = NO_PIPELINE if s.pipeline == 1 else INTERLEAVED if chunks > 1 else ONE_F_ONE_B
     return Written(mesh, cuts(graph, s), strategies, microbatches, schedule, chunks, s.precision)
 
 
 def cuts(graph: Graph, s: Setting) -> tuple[int, ...]:
-    """Where the stages begin, and the end of the last: equal numbers of blocks, the lookup with the first, the head with the last.
+    """The bounds of the stages: equal numbers of blocks, the lookup with the first, the head with the last.
 
-    Rows do not say which blocks each stage had. Where they do not divide, or the head weighs as much as several blocks, stages are
-    assumed to have been given equal arithmetic.
+    Rows do not tell which blocks each stage had. If the number of blocks does not divide, or the head costs as much as several blocks,
+    stages are assumed to have equal arithmetic.
     """
     stages = s.pipeline * (s.chunks if s.pipeline > 1 else 1)
     blocks = len(graph.layers) - 2
@@ -70,10 +71,10 @@ def cuts(graph: Graph, s: Setting) -> tuple[int, ...]:
     if stages == 1:
         return 0, len(graph.layers)
     head = head_weight(graph)
-    if blocks % stages == 0 and head < constants.HEAVY_HEAD.value:
+    if blocks % stages == 0 and head < figures.HEAVY_HEAD.value:
         each = blocks // stages
         return (0, *(1 + each * i for i in range(1, stages)), len(graph.layers))
-    if (blocks + 2) % stages == 0 and head < constants.HEAVY_HEAD.value:  # lookup and head counted as a block each
+    if (blocks + 2) % stages == 0 and head < figures.HEAVY_HEAD.value:  # lookup and head counted as a block each
         each = (blocks + 2) // stages
         return tuple(each * i for i in range(stages + 1))
     return balanced(blocks, head, stages)
@@ -100,12 +101,12 @@ def head_weight(graph: Graph) -> float:
 
 
 def is_fsdp(s: Setting) -> bool:
-    """Whether parameters are sharded as PyTorch does it, not DeepSpeed, which the float16 years had."""
+    """Whether PyTorch's FSDP shards the parameters; with float16 it was DeepSpeed."""
     return s.zero == 3 and s.precision != "float16" and "DeepSpeed" not in s.facts
 
 
-def practice_of(s: Setting, cluster: Cluster) -> Practice:
-    """Kernels, overlaps and copies by what the row says of its trainer, else by the habits of its precision's years."""
+def trainer_of(s: Setting, cluster: Cluster) -> OtherTrainer:
+    """The model of the trainer that ran the row: by the row's words, else what was usual with the row's precision."""
     old = s.precision == "float16"
     early = cluster.gpu.name.startswith(("V100", "A100")) and s.zero < 3
     megatron = old or s.chunks > 1 or "Megatron" in s.facts or (s.precision == "float8" and s.zero < 3)
@@ -119,37 +120,35 @@ def practice_of(s: Setting, cluster: Cluster) -> Practice:
         overlap_tensor = 0.0
     else:
         every = s.chunks > 1 or "overlapped tensor" in s.facts
-        overlap_tensor = 1.0 if every else constants.TENSOR_OVERLAP.value
-    return Practice(
+        overlap_tensor = 1.0 if every else figures.TENSOR_OVERLAP.value
+    return OtherTrainer(
         fused="eager" not in s.facts and (megatron or "compiled" in s.facts or s.precision == "float8"),
         flash="flash attention" in s.facts or not (old or early or "unfused attention" in s.facts),
         by_parameter=old,
-        bucketed=True,
         gradient_bytes=_gradient_bytes(s, megatron, fsdp),
-        fresh_bytes=0 if megatron or fsdp or "DeepSpeed" in s.facts else int(constants.FRESH_GRADIENT_BYTES.value),
+        fresh_bytes=0 if megatron or fsdp or "DeepSpeed" in s.facts else int(figures.FRESH_GRADIENT_BYTES.value),
         fsdp=fsdp,
         loss_copies=0 if not fsdp or "fused loss" in s.facts else 2 if s.tensor > 1 else 1,
         products_add=megatron,
         regather=not fsdp,
         overlap_data=overlap_data,
         overlap_tensor=overlap_tensor,
-        published=True,
     )
 
 
 def _gradient_bytes(s: Setting, megatron: bool, fsdp: bool) -> int:
     """Bytes of a parameter's gradient, all copies together."""
     if "16-bit gradients" in s.facts:
-        return int(constants.RECIPE_GRADIENT_BYTES.value)
-    if megatron or fsdp:  # products add to the float32 sum; the shard that is kept is float32
+        return int(figures.RECIPE_GRADIENT_BYTES.value)
+    if megatron or fsdp:  # products add to the float32 sum; the shard is float32
         return 4
     if "DeepSpeed" in s.facts:
-        return int(constants.DEEPSPEED_GRADIENT_BYTES.value)
-    return int((constants.DDP_GRADIENT_BYTES if s.data > 1 else constants.SUMMED_GRADIENT_BYTES).value)
+        return int(figures.DEEPSPEED_GRADIENT_BYTES.value)
+    return int((figures.DDP_GRADIENT_BYTES if s.data > 1 else figures.SUMMED_GRADIENT_BYTES).value)
 
 
 def instrument(s: Setting, memory: int) -> float:
-    """What the row's instrument shows of ``memory`` allocated bytes: the allocator's reserve, or the driver's count."""
+    """The reading of the row's instrument for ``memory`` allocated bytes: the allocator's reserve, or the driver's count."""
     if "device memory" in s.facts:
         return memory * constants.ALLOCATOR_RESERVE.value + constants.DEVICE_OVERHEAD.value
     return memory * constants.ALLOCATOR_RESERVE.value if "reserved memory" in s.facts else float(memory)

@@ -14,6 +14,7 @@ from typing import Any
 from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.plan import Plan, Role, Strategy
+from autopar.schedules import GPIPE, INTERLEAVED, ONE_F_ONE_B
 from autopar.search.manual import grid_mesh, make_mesh, manual_plan
 from autopar.shard import plan_shardings
 
@@ -89,8 +90,8 @@ def _single(n: int) -> tuple[Kind, ...]:
         kind(f"ulysses {n}", ulysses=n),
         kind(f"ring {n}", ring=n),
         kind(f"expert {n}", expert=n),
-        kind(f"pipeline {n}", pipeline=n, microbatches=4 if n <= 4 else n, schedule="1f1b"),
-        kind(f"pipeline {n}, gpipe", pipeline=n, microbatches=2, schedule="gpipe"),
+        kind(f"pipeline {n}", pipeline=n, microbatches=4 if n <= 4 else n, schedule=ONE_F_ONE_B),
+        kind(f"pipeline {n}, gpipe", pipeline=n, microbatches=2, schedule=GPIPE),
         # more devices than three would ask for models of many layers
         *((kind(f"pipeline {n} of 2 chunks", pipeline=n, chunks=2, microbatches=4),) if n <= 3 else ()),
         kind(f"recompute, data {n}, zero 3", data=n, zero=3, recompute=True),
@@ -105,8 +106,8 @@ def _combined(n: int) -> tuple[Kind, ...]:
         return ()
     half = n // 2
     grid = make_mesh(("tensor0", 2), ("tensor1", half))
-    pipelined = {"pipeline": 2, "microbatches": 2, "schedule": "1f1b"}
-    interleaved = {"pipeline": 2, "chunks": 2, "microbatches": 4, "schedule": "interleaved-1f1b"}
+    pipelined = {"pipeline": 2, "microbatches": 2, "schedule": ONE_F_ONE_B}
+    interleaved = {"pipeline": 2, "chunks": 2, "microbatches": 4, "schedule": INTERLEAVED}
     return (
         kind(f"data 2 x tensor {half}, zero 3", data=2, tensor=half, zero=3),
         kind(f"data 2 x tensor+sequence {half}, zero 1", data=2, tensor=half, sequence=True, zero=1, microbatches=2),

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.plan import Axis, Plan, Role, Strategy
-from autopar.search.manual import default_schedule, make_mesh, manual_plan
+from autopar.schedules import GPIPE, default_schedule
+from autopar.search.manual import make_mesh, manual_plan
 from autopar.shard import layer_sharding, plan_shardings
 
 _TRIES = 200  # most draws of a model with ordinary sizes are admitted; a model that admits none of 200 admits hardly anything
@@ -82,7 +83,7 @@ def _draw(graph: Graph, devices: int, rng: random.Random) -> Plan:
     chunks = rng.choice([n for n in (1, 1, 2, 3) if n == 1 or (pipeline > 1 and n * pipeline <= layers)])
     schedules = {default_schedule(pipeline, microbatches, chunks)}
     if chunks == 1 and pipeline > 1:
-        schedules.add("gpipe")
+        schedules.add(GPIPE)
     return manual_plan(
         graph,
         mesh=mesh,

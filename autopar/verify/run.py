@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.checks.types import check_program
-from autopar.compile import check_allowed, fit_plan, read_plan
 from autopar.emit import emit
 from autopar.errors import AutoparError, LaunchError, ProgramError, UsageError
 from autopar.graph import Graph
 from autopar.measure import Error
 from autopar.plan import MICROBATCH_STATISTICS, Plan
+from autopar.plan_files import check_model, read_plan
 from autopar.run.pool import WorkerPool
+from autopar.search.options import check_allowed
 from autopar.verify.attacks import Attacks, attack
 from autopar.verify.case import check_plan
 from autopar.verify.kinds import kinds
@@ -28,6 +29,7 @@ from autopar.verify.mixtures import describe
 from autopar.verify.report import Attacked, Checked, Failure, Report
 from autopar.verify.shrink import shrink_plan
 from autopar.verify.subject import Subject, make_subject
+from autopar.workload import Workload
 
 MEMORY_BYTES = 8 * 10**9
 """What a verification may take by default: on a laptop, half of the memory."""
@@ -48,8 +50,6 @@ def verify(
     *,
     devices: int = 2,
     plan: Plan | str | Path | None = None,
-    real: Graph | None = None,
-    name: str | None = None,
     memory_limit_bytes: int = MEMORY_BYTES,
     allow: Collection[str] = (),
     progress: Progress | None = None,
@@ -58,8 +58,7 @@ def verify(
 
     The model runs at the size it has, in ``devices`` local gloo processes, with dropout off. Without ``plan`` one plan of every kind of
     parallelism that it admits is checked. With one, that plan: where it is for more devices, its axes are shrunk to fit, and
-    the program at the plan's own size, for ``real`` (the captured model it was made for; this one, if left out), is
-    type-checked only. Every program is type-checked.
+    the program at the plan's own size is type-checked only. Every program is type-checked.
 
     With ``allow={"microbatch_statistics"}``, or a plan that was made so, a model that couples the examples of a batch is run in
     microbatches and compared with one device that accumulates the mean over the same ones.
@@ -76,6 +75,27 @@ def verify(
         UsageError: too large for ``memory_limit_bytes``, no values, a plan that does not fit the model.
         CaptureError: the model cannot be exported.
     """
+    return verify_workload(
+        Workload(model, batch, loss_fn),
+        devices,
+        plan=read_plan(plan) if isinstance(plan, str | Path) else plan,
+        memory_limit_bytes=memory_limit_bytes,
+        allow=allow,
+        progress=progress,
+    )
+
+
+def verify_workload(
+    workload: Workload,
+    devices: int,
+    *,
+    plan: Plan | None = None,
+    real: Graph | None = None,
+    memory_limit_bytes: int = MEMORY_BYTES,
+    allow: Collection[str] = (),
+    progress: Progress | None = None,
+) -> Report:
+    """``verify`` for a workload. ``real`` is the captured model that ``plan`` was made for, where the workload is a smaller one."""
     if dist.is_initialized():
         raise UsageError(
             "this process has a process group, and verification starts processes of its own",
@@ -83,29 +103,26 @@ def verify(
         )
     if devices < 1:
         raise UsageError(f"{devices} processes cannot run a program", "devices is a number from 1 up")
+    model, batch, loss_fn = workload.model, workload.batch, workload.loss_fn
     check_size(model, devices, memory_limit_bytes)
-    given = read_plan(plan) if isinstance(plan, str | Path) else plan
     check_allowed(allow)
-    if progress is not None:
-        progress("capture", 0, 1)
-    subject = make_subject(model, batch, loss_fn, name=name, microbatches=_own(given, real, allow))
-    if progress is not None:
-        progress("attacks on one device", 0, 1)
+    tell = progress or (lambda what, done, total: None)
+    tell("capture", 0, 1)
+    subject = make_subject(model, batch, loss_fn, name=workload.name, microbatches=_own(plan, real, allow))
+    tell("attacks on one device", 0, 1)
     run = _Run(subject, devices, attack(model, loss_fn, subject))
     plans: list[tuple[str, PlanOf]] = [(kind.name, kind.plan) for kind in kinds(devices)]
-    if given is not None:
-        fit_plan(given, real or subject.graph)
-        small = shrink_plan(given, subject.graph, devices)
+    if plan is not None:
+        check_model(plan, real or subject.graph)
+        small = shrink_plan(plan, subject.graph, devices)
         plans = [("the given plan", lambda graph: small)]
-        if small is not given:
-            run.check_types(given, real or subject.graph, small.device_count)
+        if small is not plan:
+            run.check_types(plan, real or subject.graph, small.device_count)
     with run.pools:
         for number, (kind, make) in enumerate(plans):
-            if progress is not None:
-                progress(kind, number, len(plans))
+            tell(kind, number, len(plans))
             run.check(kind, make)
-    if progress is not None:
-        progress("", len(plans), len(plans))
+    tell("", len(plans), len(plans))
     return run.report()
 
 

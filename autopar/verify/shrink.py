@@ -8,7 +8,8 @@ from typing import Any
 
 from autopar.graph import Graph
 from autopar.plan import Plan, Role, Strategy
-from autopar.search.manual import default_schedule, make_mesh, manual_plan
+from autopar.schedules import default_schedule
+from autopar.search.manual import make_mesh, manual_plan
 from autopar.verify.kinds import microbatches
 
 LAYERS = 4  # a pipeline of four stages, and a first, two inner and a last block

@@ -1,0 +1,57 @@
+"""The price of one layer under one strategy: what ``autopar.price`` computes and ``autopar.search`` minimises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPrice:
+    """What one layer costs on one device of its pipeline stage: seconds and bytes.
+
+    Seconds are for one microbatch, exposed communication and recomputation included:
+
+    ===================  =============================================================================================
+    ``forward_s``        the forward pass
+    ``backward_s``       the backward pass
+    ``communication_s``  the exposed part of both: not hidden under compute
+    ``weight_s``         the part of ``backward_s`` that computes parameter gradients only (``price.split``)
+    ``step_s``           once per step, not per microbatch: gradient reduction, ZeRO's gathers, the optimizer
+    ===================  =============================================================================================
+
+    Bytes, and FLOPs:
+
+    ===================  =============================================================================================
+    ``saved_bytes``      saved for the backward pass, per microbatch in flight
+    ``fresh_bytes``      the gradients that the backward pass leaves in their place
+    ``transient_bytes``  the peak while the layer runs, above all other memory listed here
+    ``border_bytes``     one activation tensor that a pipeline stage which begins or ends here receives or sends
+    ``waiting_bytes``    in addition to ``saved_bytes`` between the two parts of a split backward
+    ``host_bytes``       in the host's memory during the whole step
+    ``host_saved_bytes`` in the host's memory, per microbatch in flight
+    ``segment``          the number of consecutive layers that are recomputed as one
+    ``kept_bytes``       what the first layer of such a segment saves; ``saved_bytes`` is then one layer's share of it, rounded down,
+                         and ``transient_bytes`` the peak after all layers of the segment have run again
+    ``flops``            the model's arithmetic for one microbatch, forward and backward, over all devices of the stage: replicated
+                         work counts once, recomputation does not count
+    ===================  =============================================================================================
+    """
+
+    forward_s: float
+    backward_s: float
+    communication_s: float
+    step_s: float
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    saved_bytes: int
+    transient_bytes: int
+    flops: float
+    fresh_bytes: int = 0
+    border_bytes: int = 0
+    weight_s: float = 0.0
+    waiting_bytes: int = 0
+    host_bytes: int = 0
+    host_saved_bytes: int = 0
+    segment: int = 1
+    kept_bytes: int = 0

@@ -1,0 +1,205 @@
+"""The table of pins: every decision that a user may make in place of the search.
+
+A pin is a key and a value. The fields of ``PlanPins`` are pins of the whole plan, those of ``LayerPins`` of every layer, or of the layers
+that a selector before the last dot names::
+
+    {"pipeline": 4, "schedule": "1f1b", "layers.0-7.tensor": 8, "lm_head.zero": 3}
+
+A selector is a layer's name or the end of one (``layers.3`` is ``model.layers.3``), or a layer class. A range of numbers (``0-7``, both
+ends included) may stand for a number, and ``*`` for any text. A pin on named layers overrides a pin on all layers.
+
+Each field says which values it has, what it means and how one writes it. The keywords of ``autopar.compile``, the options of the command
+line, the checks and the table in ``docs/guide/concepts.md`` are made from ``PINS``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypedDict
+
+from autopar.errors import UsageError
+from autopar.plan import DEGREES, OFFLOADS, RECOMPUTATIONS
+from autopar.schedules import SCHEDULES
+
+Value = int | str | bool
+
+ANY = "any"
+"""The value of ``offload`` that leaves it to the search."""
+
+FORM = "write key=value, such as pipeline=4, tensor=8, layers.0-7.tensor=8, lm_head.zero=3 or schedule=1f1b"
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """One row of the table. Without ``values`` a pin is a whole number from ``least`` to ``most``; with ``switch`` its values also have
+    the short forms ``True``, for the last one, and ``False``, for the first one."""
+
+    name: str
+    of_layer: bool
+    meaning: str
+    example: str
+    values: tuple[str, ...] = ()
+    least: int = 1
+    most: int | None = None
+    switch: bool = False
+
+    @property
+    def choices(self) -> str:
+        """The values in words."""
+        if self.values:
+            return f"one of {', '.join(self.values)}"
+        return f"a whole number from {self.least}" + ("" if self.most is None else f" to {self.most}")
+
+    def checked(self, key: str, value: Value) -> Value:
+        """The value in its one spelling. Raises ``UsageError``, with the name ``key``, where the pin cannot have it."""
+        if self.switch and isinstance(value, bool):
+            return self.values[-1 if value else 0]
+        if self.values:
+            fits = value in self.values
+        else:
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            fits = whole and int(value) >= self.least and (self.most is None or int(value) <= self.most)
+        if not fits:
+            hint = f"write {key}{self.example[self.example.index('=') :]}"
+            hint += f" (true means {self.values[-1]}, false means {self.values[0]})" if self.switch else ""
+            hint += f", or {key}={ANY} for the search to decide" if ANY in self.values else ", or leave it out"
+            raise UsageError(f"{key} is {value!r}, it must be {self.choices}", hint)
+        return value
+
+
+def _pin(meaning: str, example: str, **values: Any) -> Any:
+    return field(default=None, metadata={"meaning": meaning, "example": example, **values})
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPins:
+    """The pins of one layer; ``None`` leaves a decision to the search."""
+
+    data: int | None = _pin("the data-parallel degree", "data=8")
+    tensor: int | None = _pin("the tensor-parallel degree", "layers.0-7.tensor=8")
+    expert: int | None = _pin("the degree of expert parallelism of layers that have experts", "expert=4")
+    ulysses: int | None = _pin("the degree of Ulysses sequence parallelism", "ulysses=4")
+    ring: int | None = _pin("the degree of ring attention", "ring=4")
+    zero: int | None = _pin("the ZeRO stage", "lm_head.zero=3", least=0, most=3)
+    recompute: bool | str | None = _pin(
+        "how activations are recomputed in the backward pass", "recompute=selective", values=RECOMPUTATIONS, switch=True
+    )
+    offload: str | None = _pin(
+        "what is kept in the host's memory",
+        "offload=optimizer",
+        values=(*OFFLOADS, ANY),
+    )
+    segment: int | None = _pin(
+        "how many consecutive layers are recomputed as one; more than one is full recomputation", "segment=4"
+    )
+
+    @property
+    def recomputations(self) -> tuple[str, ...]:
+        """The ways to recompute that are left, of ``RECOMPUTATIONS``."""
+        if self.recompute is None:
+            return RECOMPUTATIONS[-1:] if (self.segment or 1) > 1 else RECOMPUTATIONS
+        return (str(self.recompute),)
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The pinned degrees by name."""
+        return {name: n for name in DEGREES if (n := getattr(self, name)) is not None}
+
+    @property
+    def group(self) -> int:
+        """The product of the pinned degrees: it must divide the devices of a stage."""
+        product = 1
+        for n in self.degrees.values():
+            product *= n
+        return product
+
+    def __str__(self) -> str:
+        return ", ".join(f"{f.name} {value}" for f in fields(self) if (value := getattr(self, f.name)) is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanPins(LayerPins):
+    """The pins of the whole plan, and those of every layer."""
+
+    pipeline: int | None = _pin("the pipeline-parallel degree", "pipeline=4")
+    chunks: int | None = _pin("the number of pipeline stages on each device (virtual stages)", "chunks=2")
+    microbatches: int | None = _pin("the number of microbatches of a step", "microbatches=16")
+    schedule: str | None = _pin(
+        "the pipeline schedule (zero-bubble, zbv and dualpipev have a price only)", "schedule=1f1b", values=SCHEDULES
+    )
+
+
+class PinKeywords(TypedDict, total=False):
+    """The pins as keywords of a function; a test holds the names and types to those of ``PlanPins``."""
+
+    pipeline: int | None
+    chunks: int | None
+    microbatches: int | None
+    schedule: str | None
+    data: int | None
+    tensor: int | None
+    expert: int | None
+    ulysses: int | None
+    ring: int | None
+    zero: int | None
+    recompute: bool | str | None
+    offload: str | None
+    segment: int | None
+
+
+OF_LAYER = tuple(f.name for f in fields(LayerPins))
+OF_PLAN = tuple(f.name for f in fields(PlanPins) if f.name not in OF_LAYER)
+
+_metadata = {f.name: f.metadata for f in fields(PlanPins)}
+PINS = {name: Pin(name, name in OF_LAYER, **_metadata[name]) for name in (*OF_PLAN, *OF_LAYER)}
+"""The table: every pin by name, those of the plan first."""
+
+
+def checked(key: str, value: Value) -> Value:
+    """The value of a pin in its one spelling.
+
+    Raises:
+        UsageError: a key that names no pin, or a value that the pin cannot have.
+    """
+    selector, _, name = key.rpartition(".")
+    if name in PINS and (PINS[name].of_layer or not selector):
+        return PINS[name].checked(key, value)
+    if name in OF_PLAN:
+        raise UsageError(f"{name} is of the whole plan, not of {selector}", f"pin {name} alone")
+    names = OF_LAYER if selector else tuple(PINS)
+    near = difflib.get_close_matches(name, names, n=1)
+    raise UsageError(
+        f"there is no pin {key!r}",
+        f"the pins are {', '.join(names)}" + (f"; did you mean {near[0]}?" if near else f"; {FORM}"),
+    )
+
+
+def read_pin(text: str) -> tuple[str, Value]:
+    """``"layers.0-7.tensor=8"`` as a key and a value.
+
+    Raises:
+        UsageError: no ``=``, or nothing on one of its sides.
+    """
+    key, equals, written = (part.strip() for part in text.partition("="))
+    if not (key and equals and written):
+        raise UsageError(f"{text!r} is not a pin", FORM)
+    if re.fullmatch(r"[+-]?\d+", written):
+        return key, int(written)
+    words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+    return key, words.get(written.lower(), written)
+
+
+def read_pins(texts: Sequence[str]) -> dict[str, Value]:
+    """Pins as ``read_pin`` reads them, by key.
+
+    Raises:
+        UsageError: a text that is not a pin, or a key with two different values.
+    """
+    pins: dict[str, Value] = {}
+    for key, value in map(read_pin, texts):
+        if pins.setdefault(key, value) != value:
+            raise UsageError(f"{key} is pinned to {pins[key]} and to {value}", "pin it once")
+    return pins

@@ -1,0 +1,56 @@
+"""Plans in files: how one is read, and whether it fits a model and devices."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autopar.errors import UsageError
+from autopar.plan import Plan
+
+if TYPE_CHECKING:
+    from autopar.devices import Cluster
+    from autopar.graph import Graph
+
+_WRITTEN_BY = "`autopar plan MODEL --devices ... --json` writes one"
+
+
+def read_plan(path: str | Path) -> Plan:
+    """The plan in a file that ``Plan.dumps`` or ``autopar plan --json`` wrote.
+
+    Raises:
+        UsageError: there is no such file, or the file holds no plan.
+    """
+    try:
+        return Plan.from_json(json.loads(Path(path).read_text()))
+    except OSError as error:
+        raise UsageError(f"the plan {path} cannot be read: {error.strerror}", _WRITTEN_BY) from error
+    except (ValueError, KeyError, TypeError, IndexError, AssertionError, AttributeError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        raise UsageError(f"{path} holds no plan ({reason})", _WRITTEN_BY) from error
+
+
+def check_model(plan: Plan, graph: Graph) -> None:
+    """Raise ``UsageError`` where the plan is for another model or another batch."""
+    mine, theirs = [layer.name for layer in graph.layers], [layer.name for layer in plan.layers]
+    if mine != theirs:
+        raise UsageError(
+            f"the plan is for a model of {len(theirs)} layers ({theirs[0]} to {theirs[-1]}), "
+            f"this one has {len(mine)} ({mine[0]} to {mine[-1]})",
+            "a plan fits the model, the batch and the version of autopar that it was made for: plan again",
+        )
+    if plan.global_batch != graph.batch_size:
+        raise UsageError(
+            f"the plan is for a global batch of {plan.global_batch}, this one has {graph.batch_size}",
+            f"give a batch of {plan.global_batch} rows (--global-batch {plan.global_batch}), or plan again",
+        )
+
+
+def check_devices(plan: Plan, cluster: Cluster, may_be_idle: bool = False) -> None:
+    """Raise ``UsageError`` where the plan is for more devices, or without ``may_be_idle`` for fewer."""
+    if plan.device_count > cluster.count or (plan.device_count < cluster.count and not may_be_idle):
+        raise UsageError(
+            f"the plan is for {plan.device_count} devices, {cluster.name} has {cluster.count}",
+            f"give {plan.device_count} devices, or make a plan for these",
+        )

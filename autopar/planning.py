@@ -1,0 +1,122 @@
+"""The stages up to the plan: capture, which makes a workload's graph, and search, which finds the plan for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from pathlib import Path
+
+from autopar.capture import NOT_COMPARED, check_capture
+from autopar.devices import Cluster
+from autopar.errors import InfeasibleError
+from autopar.explain import Study, suggest
+from autopar.graph import Graph
+from autopar.measure import peak_memory_bytes
+from autopar.plan import Plan
+from autopar.plan_files import check_devices, check_model, read_plan
+from autopar.precision import name_of
+from autopar.price import Pricer as LayerPricer
+from autopar.progress import Progress, report
+from autopar.run import ranks
+from autopar.search import Pricer, SearchOptions, price_pins, search
+from autopar.search.concessions import Concession, best_plan, concessions
+from autopar.workload import Recapture, Workload, sequence_length, with_concession
+
+
+def plan_model(
+    workload: Workload,
+    cluster: Cluster,
+    options: SearchOptions,
+    *,
+    plan: Plan | str | Path | None = None,
+    capture_check: bool = True,
+    recapture: Recapture | None = None,
+    progress: Progress | None = None,
+) -> tuple[Graph, Plan]:
+    """The first two stages: the captured graph, and the plan that was found, or the given ``plan``, which must fit the graph.
+
+    ``recapture`` makes the graph with other sizes; without it the example batch is cut. The plan's ``wall_time_s`` and
+    ``peak_memory_bytes`` are those of this process from the call on. The graph is of one microbatch where the plan gives each of them
+    its own statistics.
+    """
+    start_s = time.perf_counter()
+    given = plan if isinstance(plan, Plan | None) else read_plan(plan)
+    graph = capture_model(workload, progress)
+    if ranks.is_rank_0():
+        graph = _compared(graph, workload, capture_check, progress)
+    again = functools.cache(recapture or workload.resized)
+
+    def find() -> Plan:
+        found = search_model(graph, cluster, options, again, progress)
+        return dataclasses.replace(
+            found, wall_time_s=time.perf_counter() - start_s, peak_memory_bytes=peak_memory_bytes()
+        )
+
+    chosen = given or ranks.plan_of_rank_0(find)
+    graph = with_concession(graph, again, Concession.of(chosen))
+    if given is not None:
+        check_model(given, graph)
+        check_devices(given, cluster, may_be_idle=True)
+    return graph, chosen
+
+
+def capture_model(workload: Workload, progress: Progress | None = None) -> Graph:
+    """The first stage: the graph of layers, with its fused parameters and rules noted."""
+    report(progress, "capture")
+    graph = workload.capture()
+    report(progress, "capture", f"{len(graph.layers)} layers of {len(graph.classes)} classes")
+    return graph
+
+
+def _compared(graph: Graph, workload: Workload, wanted: bool, progress: Progress | None) -> Graph:
+    """The graph with a note of what its comparison with the model found, or that it was not asked for."""
+    note = f"{NOT_COMPARED}: it was asked not to be (--no-capture-check, capture_check=False)"
+    if wanted:
+        report(progress, "capture", "comparing the graph with the model")
+        model, batch, loss_fn = workload.model, workload.batch, workload.loss_fn
+        note = check_capture(graph, model, batch, loss_fn, local_batch_norm=workload.local_batch_norm)
+    return dataclasses.replace(graph, notes=(*graph.notes, note))
+
+
+def search_model(
+    graph: Graph, cluster: Cluster, options: SearchOptions, recapture: Recapture, progress: Progress | None = None
+) -> Plan:
+    """The second stage, over all ways to give up exactness that the options allow.
+
+    Raises:
+        InfeasibleError: nothing fits; with the changes of the request that make something fit.
+    """
+
+    def find(concession: Concession, shared: SearchOptions) -> Plan:
+        return find_plan(with_concession(graph, recapture, concession), cluster, shared, progress=progress)
+
+    try:
+        return best_plan(concessions(graph, options), options, find, lambda text: report(progress, "capture", text))
+    except InfeasibleError as error:
+        study = Study(graph, cluster, options, recapture=recapture, seq=sequence_length(graph))
+        raise suggest(study, error, lambda text: report(progress, "search", text)) from None
+
+
+def find_plan(
+    graph: Graph,
+    cluster: Cluster,
+    options: SearchOptions,
+    *,
+    pricer: Pricer | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """The second stage for one graph. ``pricer`` is one that has prices already."""
+    start_s = time.perf_counter()
+    report(progress, "search")
+    options = dataclasses.replace(
+        options, precision=name_of(graph.dtype), progress=lambda text: report(progress, "search", text)
+    )
+    pricer = pricer or LayerPricer(graph, cluster, options.precision)
+    found = search(graph, cluster, pricer, options)
+    if options.pin_time_s is not None:
+        found = price_pins(graph, cluster, pricer, options, found, options.pin_time_s)
+    without_rule = f"replicated, because no sharding rule covers it: {', '.join(graph.replicated)}"
+    notes = (*found.notes, *cluster.notes, *graph.notes, *([without_rule] if graph.replicated else []))
+    wall_time_s = time.perf_counter() - start_s
+    return dataclasses.replace(found, wall_time_s=wall_time_s, peak_memory_bytes=peak_memory_bytes(), notes=notes)

@@ -1,0 +1,159 @@
+"""The costs of a layer's ops before they become arrays (``table``): a model of another trainer may change them (``trainer``)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autopar.devices import constants
+from autopar.devices.measured import ATTENTION, PRODUCT
+from autopar.ops import cost
+from autopar.ops.facts import Kind, facts
+from autopar.ops.operands import operands
+from autopar.price.trace import OUTPUT, Saved, Trace
+
+Size = Callable[[torch.Tensor], int]
+"""Bytes of a tensor at the precision that is priced."""
+
+
+@dataclass(slots=True)
+class Slot:
+    """One operand or result of one op: bytes that the op moves in its forward and backward, and the bytes of the gradient that is alive
+    while its backward runs. ``operand`` is the operand's number, ``OUTPUT`` or ``INTERNAL``; an ``INTERNAL`` tensor is alive both ways.
+    ``materialised`` is false where a kernel computes the value without writing it to memory."""
+
+    op: int
+    operand: int
+    value: str
+    forward: float
+    backward: float
+    gradient: float
+    bytes: float
+    numel: int = 0
+    materialised: bool = True
+
+
+@dataclass(slots=True)
+class Draft:
+    """The costs of one layer's ops: for each op FLOPs and kernels, forward and backward, and its kind in ``devices.measured``; for
+    each slot its bytes; the entries that are saved for the backward pass.
+
+    ``model_flops`` count a backward pass as two forward passes. ``torch_loss``: the loss is PyTorch's own cross entropy, whose
+    backward makes two tensors of the logits' size.
+    """
+
+    ops: tuple[fx.Node, ...]
+    run: Trace
+    size: Size
+    slots: list[Slot]
+    forward_flops: list[float]
+    backward_flops: list[float]
+    forward_kernels: list[float]
+    backward_kernels: list[float]
+    model_flops: list[float]
+    kinds: list[str]
+    saved: tuple[Saved, ...]
+    torch_loss: bool = True
+
+
+def draft(ops: tuple[fx.Node, ...], run: Trace, size: Size, float8: bool) -> Draft:
+    """The costs of ``ops`` as PyTorch runs them eagerly. ``float8``: matrix products convert their operands to 8 bits first."""
+    slots = [slot for i, node in enumerate(ops) for slot in _slots(i, node, run, size)]
+    _add_forks(ops, run, slots)
+    if float8:
+        _convert_operands(ops, slots)
+    flops = [_flops(node, run) for node in ops]
+    return Draft(
+        ops=ops,
+        run=run,
+        size=size,
+        slots=slots,
+        forward_flops=[f.forward for f in flops],
+        backward_flops=[f.backward for f in flops],
+        forward_kernels=[float(node.name not in run.views) for node in ops],
+        backward_kernels=[f.backward_kernels for f in flops],
+        model_flops=[f.model for f in flops],
+        kinds=[_kind(node) for node in ops],
+        saved=run.saved,
+    )
+
+
+def _kind(node: fx.Node) -> str:
+    if cost.is_attention(node):
+        return ATTENTION
+    return PRODUCT if cost.model_flops(node) else facts(node).short
+
+
+def _slots(index: int, node: fx.Node, run: Trace, size: Size) -> list[Slot]:
+    """One slot per operand, then one for the result."""
+    made = float(sum(size(t) for t in cost.tensors(node.meta["val"])))
+    read = []
+    for operand in operands(node):
+        values = cost.tensors(operand.meta["val"])
+        read.append((operand.name, float(sum(map(size, values))), sum(t.numel() for t in values)))
+    moves = node.name not in run.views
+    picks = facts(node).kind is Kind.LOOKUP
+    differentiable = run.requires_grad[node.name]
+    same_size = all(n == made for _, n, _ in read)
+    if moves:
+        silent = facts(node).passes_gradient_on and same_size
+    else:
+        silent = same_size  # the gradient of a slice or an expand is padded or summed, that of any other view is a view
+    slots = []
+    for i, (name, n, numel) in enumerate(read):
+        wants = run.requires_grad[name]
+        forward = n if moves and not (picks and i == 0) else 0.0
+        backward = 0.0 if silent or not differentiable else n * ((1.0 if moves and not picks else 0.0) + wants)
+        gradient = n if wants and differentiable and not (picks and i == 0) else 0.0
+        slots.append(Slot(index, i, name, forward, backward, gradient, n, numel))
+    backward = made if differentiable and not silent else 0.0
+    # a lookup reads only the rows that it picks: as many bytes as the result has
+    written = (2 * made if picks else made) if moves else 0.0
+    slots.append(Slot(index, OUTPUT, node.name, written, backward, made if differentiable else 0.0, made))
+    return slots
+
+
+def _add_forks(ops: tuple[fx.Node, ...], run: Trace, slots: list[Slot]) -> None:
+    """Gradients of a value that several ops read are summed: two reads and a write for each reader after the first."""
+    readers: Counter[str] = Counter()
+    for slot in slots:
+        if slot.operand == OUTPUT or not run.requires_grad[slot.value] or not run.requires_grad[ops[slot.op].name]:
+            continue
+        readers[slot.value] += 1
+        if readers[slot.value] > 1:
+            slot.backward += 3 * slot.bytes
+
+
+def _convert_operands(ops: tuple[fx.Node, ...], slots: list[Slot]) -> None:
+    """Products in 8 bits scale their operands and write them anew first."""
+    for slot in slots:
+        if slot.operand != OUTPUT and cost.model_flops(ops[slot.op]) and not cost.is_attention(ops[slot.op]):
+            slot.forward *= constants.FP8_PASSES.value
+            slot.backward *= constants.FP8_PASSES.value
+
+
+@dataclass(frozen=True, slots=True)
+class _Flops:
+    """FLOPs of an op's forward and backward as executed, kernels of its backward, and the model's FLOPs of both passes."""
+
+    forward: float
+    backward: float
+    backward_kernels: float
+    model: float
+
+
+def _flops(node: fx.Node, run: Trace) -> _Flops:
+    factors = cost.factors(node)
+    wanting = sum(run.requires_grad[o.name] for o in factors)
+    differentiable = run.requires_grad[node.name]
+    factor = cost.backward_factor(node, wanting, len(factors)) if differentiable else 0.0
+    forward = cost.executed_flops(node)
+    kernels = 0.0
+    if differentiable and node.name not in run.views:
+        kernels = float(max(1, wanting)) if forward else 1.0
+    # the model's FLOPs count a backward pass as two forward passes, and not that attention recomputes its scores
+    return _Flops(forward, forward * factor, kernels, cost.model_flops(node) * (1 + min(factor, cost.MATMUL_BACKWARD)))

@@ -1,0 +1,92 @@
+"""Live memory of a layer of an emitted program, besides its state at rest: activations, gathered parameters, gradients in flight.
+
+A price has three such figures: bytes per microbatch in flight (``saved``), bytes during the whole step (``gradients``), and the peak
+while the layer runs, above all other memory (``transient``). The memory of a stage is then a sum over its layers plus a maximum, which
+a search can decide layer by layer. Under ZeRO 0 and 1 gradients are summed in a buffer, and what autograd makes is freed at once. Under
+ZeRO 2 and 3 each layer is an FSDP root of its own, and goes through these phases:
+
+    before     its activations, and under ZeRO 2 its gathered parameters
+    gathered   the all-gather's result and the parameters copied out of it
+    running    the op that needs most, and the gradients made so far
+    copied     whole gradients, and the reduction's input
+    reduced    the reduction's input and its result
+    after      the reduction's input, until the backward pass of the microbatch ends, and the shard of the gradients
+
+A layer's persistent figure is the larger of before and after: when the last layers are after their backward, the first are still before
+theirs. The shards of the gradients appear with the first microbatch's backward and are added to in later ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.plan import Strategy
+from autopar.price.state import Precision
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """Peaks of live memory above what the layer saves for its backward; negative where it has not saved everything yet, or has freed it.
+
+    ``forward``: in the forward pass. In the backward pass: ``backward`` without gradients of parameters, ``one_gradient`` with those
+    that the running op makes, ``all_gradients`` with those of all ops that have run.
+    """
+
+    forward: float
+    backward: float
+    one_gradient: float
+    all_gradients: float
+
+    @property
+    def activations(self) -> float:
+        """Without gradients of parameters."""
+        return max(0.0, self.forward, self.backward)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A layer's part on one device. ``saved_bytes`` are saved for a microbatch, ``working_bytes`` all of its activations while its
+    backward runs (of a segment of several layers, those of the whole segment), ``plain_bytes`` what it would save without recomputation.
+    Elements of its parameters: all of them, the trainable ones, the ``largest`` trainable parameter."""
+
+    alive: Alive
+    saved_bytes: float
+    working_bytes: float
+    plain_bytes: float
+    parameters: int
+    trainable: int
+    largest: float
+    microbatches: int
+
+
+def replicated_transient(share: Share, data: int, zero: int, numbers: Precision, cpu: bool) -> float:
+    """The transient of a layer under ZeRO 0 and 1. After the last backward gradients are reduced and the optimizer runs.
+
+    ``cpu``: gloo's reduce-scatter copies its input, and AdamW makes two temporaries as large as the parameter that it updates.
+    """
+    running = share.working_bytes + max(0.0, share.alive.forward, share.alive.one_gradient)
+    own, whole = share.trainable * numbers.reduced / (data if zero else 1), share.trainable * numbers.reduced
+    reducing = own + (whole if cpu else 0.0) if zero else 0.0
+    updating = 2 * min(own, share.largest * numbers.reduced) if cpu else 0.0
+    return max(running, reducing, updating) - share.saved_bytes
+
+
+def sharded_bytes(share: Share, data: int, strategy: Strategy, numbers: Precision, cpu: bool) -> tuple[float, float]:
+    """The gradients and the transient of a layer under ZeRO 2 and 3."""
+    whole, made = share.parameters * numbers.width, share.trainable * numbers.width
+    sent = share.trainable * numbers.reduced
+    shard = sent / data
+    earlier = shard if share.microbatches > 1 else 0.0  # the shards of earlier microbatches
+    before = share.saved_bytes + (whole if strategy.zero == 2 else 0.0)
+    after = sent + shard - earlier
+    saving = not (strategy.recompute or strategy.selective)  # a recomputed forward finds its parameters gathered
+    again = strategy.zero == 3 and strategy.segment > 1  # all layers but the last, whose gathered parameters wait
+    phases = (
+        share.working_bytes - share.plain_bytes + share.alive.forward + 3 * whole if again else 0.0,
+        share.saved_bytes + 2 * whole,
+        share.working_bytes + share.alive.forward + (2 if saving else 1) * whole,
+        share.working_bytes + max(0.0, share.alive.all_gradients) + whole,
+        made + sent,
+        sent * (2 if cpu else 1) + shard,
+    )
+    return earlier + max(0.0, after - before), max(phases) - max(before, after)

@@ -1,0 +1,90 @@
+"""Bytes of a parameter's persistent state: the parameter, its gradient and what the optimizer stores, under each stage of ZeRO."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from autopar.errors import UsageError
+from autopar.plan import NARROW_GRADIENTS, NARROW_MOMENTS
+from autopar.precision import ELEMENT_BYTES, FLOAT8
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Bytes of one element at a precision.
+
+    ===============  =================================================================================================
+    ``width``        an activation's element, and a parameter's as it is computed with
+    ``gradient``     a gradient's, all copies that persist from microbatch to microbatch
+    ``optimizer``    Adam's two moments, and a float32 master copy where ``master``
+    ``shard``        the parameter at rest under ZeRO-3 where its shard is no master copy
+    ``at_rest``      the master copy where it is the shard under ZeRO-3; else 0
+    ``accumulated``  memory traffic of adding one microbatch's gradient to those of earlier microbatches
+    ``averaged``     a gradient's in a reduction without ZeRO
+    ``fresh``        the gradient that one backward pass leaves until it is added to the others
+    ===============  =================================================================================================
+    """
+
+    name: str
+    width: int
+    gradient: int
+    optimizer: int
+    master: bool
+    shard: int
+    at_rest: int
+    accumulated: int
+    averaged: int
+    fresh: int = 0
+
+    @property
+    def reduced(self) -> int:
+        """Bytes of a gradient in a reduction under ZeRO: of several copies the wide one."""
+        return min(self.gradient, 4) if self.master else self.gradient
+
+
+def precision(name: str, allow: Collection[str] = ()) -> Precision:
+    """The precision of that name in an emitted program.
+
+    Parameters of 16 bits have a float32 sum of gradients, a float32 master copy and float32 moments, except for what ``allow`` (of
+    ``plan.NARROW``) makes narrow. ``float8`` computes matrix products in 8 bits and stores everything as ``bfloat16`` does.
+
+    Raises:
+        UsageError: no such precision.
+    """
+    known = {FLOAT8: ELEMENT_BYTES["bfloat16"], **ELEMENT_BYTES}
+    if name not in known:
+        raise UsageError(f"there is no precision {name!r}", f"the precisions are {', '.join(known)}")
+    width = known[name]
+    if width > 2:
+        return Precision(name, width, width, 2 * width, False, width, 0, 3 * width, width)
+    gradient = width if NARROW_GRADIENTS in allow else 4
+    moments = 2 * (2 if NARROW_MOMENTS in allow else 4)
+    # a wide sum is read and written, and the product's result is read; a narrow one costs the product another read and write
+    accumulated = 2 * gradient + width if gradient > width else 3 * gradient
+    return Precision(name, width, gradient, moments + 4, True, width, 4, accumulated, gradient)
+
+
+def state_bytes(
+    parameters: int, trainable: int, data: int, zero: int, numbers: Precision, offloaded: bool = False
+) -> tuple[int, int, int]:
+    """Bytes of parameters, gradients and optimizer state on one device, at the peak of the step.
+
+    Args:
+        parameters, trainable: elements on one device before ZeRO.
+        data: the number of data-parallel devices that share them.
+        zero: 0 replicates; 1 shards the optimizer; 2 also the gradients; 3 also the parameters. Stage 2 has its parameters whole
+            from forward to backward, and, where the optimizer has no master copy, also a shard of them.
+        offloaded: the optimizer's states and master copies are in the host's memory.
+    """
+    state = -(-trainable // data) if zero >= 1 else trainable
+    gradients = -(-trainable // data) if zero >= 2 else trainable
+    stored = -(-parameters // data) if zero == 3 else parameters
+    optimizer = 0 if offloaded else state * numbers.optimizer
+    if zero == 3:
+        if numbers.at_rest and not offloaded:
+            return stored * numbers.at_rest, gradients * numbers.gradient, optimizer - state * numbers.at_rest
+        return stored * numbers.shard, gradients * numbers.gradient, optimizer
+    has_shard = zero == 2 and data > 1 and (not numbers.master or numbers.shard > numbers.width)
+    shard = -(-parameters // data) * numbers.shard if has_shard else 0
+    return stored * numbers.width + shard, gradients * numbers.gradient, optimizer

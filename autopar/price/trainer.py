@@ -1,0 +1,96 @@
+"""The program that runs a plan's arithmetic, as far as prices depend on it; the extension point for models of other trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.devices import Cluster
+from autopar.graph import LayerClass
+from autopar.plan import Strategy
+from autopar.price.collectives import Group, group_time_s
+from autopar.price.draft import Draft
+from autopar.price.live_memory import Share, replicated_transient, sharded_bytes
+from autopar.price.moves import Move
+from autopar.price.selective import Selection, select_emitted
+from autopar.price.state import Precision, precision
+from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace, trace
+from autopar.sharding import AxisTypes
+from autopar.types import Collective
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """The programs that autopar emits, run eagerly. A model of another trainer overrides methods (see ``autopar.trainers``).
+
+    Each method answers one question of a price. ``cpu`` means PyTorch's CPU kernels and gloo instead of CUDA kernels and NCCL.
+    """
+
+    cpu: bool = False
+
+    def precision(self, name: str, allow: Collection[str] = ()) -> Precision:
+        """Bytes per element: parameters, the copies of gradients, optimizer state."""
+        return precision(name, allow)
+
+    def trace(self, cls: LayerClass) -> Trace:
+        """What autograd saves of the layer."""
+        return trace(cls, self.cpu)
+
+    def adapt(self, costs: Draft) -> None:
+        """Changes the costs of eager PyTorch ops where the trainer runs other kernels."""
+
+    def selection(
+        self, cls: LayerClass, ops: Sequence[fx.Node], run: Trace, saved: Sequence[Saved]
+    ) -> tuple[tuple[Saved, ...], Selection]:
+        """What selective recomputation saves: ``saved`` with the entries that it may save besides, and the choice among all of them."""
+        return select_emitted(cls, ops, run, saved)
+
+    def saves_shard(self, types: AxisTypes, node: fx.Node, operand: int) -> bool:
+        """Whether an axis of these types divides a saved value; a value that is gathered for ``node`` is saved as ``node`` reads it."""
+        return is_sharded(types, node.name, operand)
+
+    def conversions(self, moves: list[Move], gradient: bool) -> list[Move]:
+        """The collectives of converting one value between ops; ``gradient`` tells whether a gradient flows back through it."""
+        return moves
+
+    def data_collective_s(
+        self, collective: Collective, size: int, tensors: int, members: Group, cluster: Cluster, around_layer: bool
+    ) -> float:
+        """Seconds of a collective of data parallelism on ``size`` bytes of a layer's ``tensors`` parameters or gradients.
+
+        ``around_layer``: in every pass of the layer, as ZeRO 2 and 3 have it; otherwise once per step.
+        """
+        return group_time_s(collective, size, members, cluster, sharded=around_layer)
+
+    def exposed_tensor_s(self, communication_s: float) -> float:
+        """The part of tensor-parallel communication that is not hidden under matrix products."""
+        return communication_s
+
+    def exposed_step_s(self, communication_s: float, compute_s: float, slowdown: float) -> float:
+        """What a collective that comes once per step adds to the step, where one microbatch of the layer computes for ``compute_s``."""
+        return communication_s
+
+    def border_bytes(self, size: float) -> float:
+        """What a pipeline stage allocates to receive or send one activation of ``size`` bytes."""
+        return size
+
+    def live_bytes(
+        self, share: Share, gradients: int, data: int, zero: int, strategy: Strategy, numbers: Precision
+    ) -> tuple[float, float]:
+        """The layer's gradients (``gradients`` by the count of copies alone) and its transient, see ``live_memory``."""
+        if zero < 2:
+            return gradients, replicated_transient(share, data, zero, numbers, self.cpu)
+        return sharded_bytes(share, data, strategy, numbers, self.cpu)
+
+
+EMITTED = Trainer()
+
+
+def is_sharded(types: AxisTypes, node: str, operand: int) -> bool:
+    """Whether an axis of these types divides a value of an op: an operand as it is read, the result (``OUTPUT``), or a tensor that the op
+    makes for itself (``INTERNAL``)."""
+    if operand == INTERNAL:
+        return types.letter.get(node) is not None
+    return (types.produced[node] if operand == OUTPUT else types.needed[node][operand]).sharded

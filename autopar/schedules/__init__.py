@@ -1,0 +1,144 @@
+"""Pipeline schedules: all that is known of them, in one room.
+
+==================  =================  ===============  =============================================  ========
+name                stages per device  placed           backward                                       run
+==================  =================  ===============  =============================================  ========
+none                1                  one device       whole                                          yes
+gpipe               1                  in turn          whole                                          yes
+1f1b                1                  in turn          whole                                          yes
+interleaved-1f1b    2 or more          in turn          whole                                          yes
+zero-bubble         1 or more          in turn          in two parts (torch's InterleavedZeroBubble)   priced
+zbv                 2                  in a V           in two parts (torch's ZBVZeroBubble)           priced
+dualpipev           2                  in a V           in two parts at both ends (torch's DualPipeV)  priced
+==================  =================  ===============  =============================================  ========
+
+This module has the names, which device has which stage, and which sizes a schedule admits. ``orders`` has the list of actions of every
+device, ``memory`` the microbatches in flight and the live memory of a device, ``step_time`` the seconds of a step. Emitted programs
+read the name in ``plan.json`` and run torch's own schedule of that name (``autopar.program.runtime``).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.errors import UsageError
+
+NO_PIPELINE = "none"
+GPIPE = "gpipe"
+ONE_F_ONE_B = "1f1b"
+INTERLEAVED = "interleaved-1f1b"
+ZERO_BUBBLE = "zero-bubble"
+ZERO_BUBBLE_V = "zbv"
+DUALPIPE_V = "dualpipev"
+
+SCHEDULES = (NO_PIPELINE, GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V)
+
+SPLIT = (ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V)
+"""Schedules that run a backward in two parts, of the inputs and of the weights. They are priced; the runtime has none of them yet."""
+
+SEVERAL_STAGES = (INTERLEAVED, *SPLIT)
+"""Schedules that may give a device several stages."""
+
+V_SHAPED = (ZERO_BUBBLE_V, DUALPIPE_V)
+"""Schedules with two stages on each device: the line of devices is passed forth and back."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule at one size: ``pipeline`` devices in a line, ``chunks`` stages on each of them, ``microbatches`` of a step."""
+
+    name: str
+    pipeline: int
+    microbatches: int
+    chunks: int = 1
+
+    @property
+    def stages(self) -> int:
+        return self.pipeline * self.chunks
+
+    @property
+    def split(self) -> bool:
+        """Whether a backward runs in two parts."""
+        return self.name in SPLIT
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether the schedule is one of those that may give a device several stages."""
+        return self.name in SEVERAL_STAGES
+
+    @cached_property
+    def device(self) -> tuple[int, ...]:
+        """The place in the line of the device that has each stage: the line is passed once for each chunk, and every other time
+        backwards where the schedule is a V."""
+        line = tuple(range(self.pipeline))
+        back = line[::-1] if self.name in V_SHAPED else line
+        return tuple(d for chunk in range(self.chunks) for d in (back if chunk % 2 else line))
+
+    @cached_property
+    def _own(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(s for s, d in enumerate(self.device) if d == own) for own in range(self.pipeline))
+
+    def own(self, device: int) -> tuple[int, ...]:
+        """The stages of a device, in order."""
+        return self._own[device]
+
+    @cached_property
+    def links(self) -> tuple[int | None, ...]:
+        """The border of the line over which each stage but the last sends; ``None`` where the next stage is on the same device.
+
+        An interleaved pipeline sends from the last device to the first; the last border stands for that way.
+        """
+        pairs = itertools.pairwise(self.device)
+        return tuple(None if a == b else min(a, b) if abs(a - b) == 1 else self.pipeline - 2 for a, b in pairs)
+
+    def by_device(self, values: Sequence[float]) -> list[float]:
+        """Sums over the stages of each device."""
+        return [sum(values[s] for s in self.own(d)) for d in range(self.pipeline)]
+
+
+def default_schedule(pipeline: int, microbatches: int, chunks: int = 1) -> str:
+    """1F1B where it can be: with fewer microbatches than stages it has no advantage over GPipe, and torch's refuses them."""
+    if chunks > 1:
+        return INTERLEAVED
+    return NO_PIPELINE if pipeline == 1 else ONE_F_ONE_B if microbatches >= pipeline else GPIPE
+
+
+def check_schedule(schedule: Schedule) -> None:
+    """Raise ``UsageError`` where a schedule does not admit its number of devices, chunks or microbatches."""
+    if (why := refusal(schedule)) is not None:
+        raise UsageError(*why)
+
+
+def refusal(schedule: Schedule) -> tuple[str, str] | None:
+    """The message and the hint of the error that ``check_schedule`` raises; ``None`` for a schedule that is possible."""
+    name, pipeline, chunks, microbatches = schedule.name, schedule.pipeline, schedule.chunks, schedule.microbatches
+    if name not in SCHEDULES:
+        return f"there is no schedule {name!r}", f"the schedules are {', '.join(SCHEDULES)}"
+    if name in SEVERAL_STAGES and pipeline == 1:
+        return f"{name} is a schedule of pipelines, and there is one device in the line", "use pipeline 2 or more"
+    if name == INTERLEAVED and chunks == 1:
+        return f"{name} needs several stages on each device, and chunks is 1", "use chunks 2 or more, or 1f1b"
+    if name in V_SHAPED and chunks != 2:
+        return f"{name} has two stages on each device, and chunks is {chunks}", "use chunks 2, or zero-bubble"
+    if chunks > 1 and name not in SEVERAL_STAGES:
+        return f"{name} has one stage on each device, and chunks is {chunks}", "use interleaved-1f1b, or chunks 1"
+    if name == ONE_F_ONE_B and microbatches < pipeline:
+        return (
+            f"1F1B over {pipeline} stages needs a microbatch for each of them, and there are {microbatches}",
+            f"take {pipeline} microbatches or more, or the schedule gpipe",
+        )
+    if name == DUALPIPE_V and microbatches < 2 * pipeline:
+        return (
+            f"{name} over {2 * pipeline} stages needs a microbatch for each of them, and there are {microbatches}",
+            f"take {2 * pipeline} microbatches or more, or zbv",
+        )
+    rounds = max(1, microbatches // pipeline)
+    if name in (INTERLEAVED, ZERO_BUBBLE) and microbatches % rounds:
+        return (
+            f"{name} goes in rounds of {pipeline} microbatches or a few more, all equal, and {microbatches} do not make {rounds}",
+            f"take a multiple of {pipeline}, or fewer than {2 * pipeline}",
+        )
+    return None

@@ -1,0 +1,145 @@
+"""Microbatches in flight, tensors between stages, and the live memory of a device through a step.
+
+A forward saves its microbatch's activations, which the backward of the same stage and microbatch frees at its end. Where a backward is in
+two parts, the second part frees them, with what the first part has added. While an action runs, its stage's transients are there besides.
+
+A schedule of whole backwards holds most when its device first runs backward: the forwards before that are in flight. Where backwards are
+in two parts, each moment of the order may be the fullest, depending on what the stages save.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.schedules import GPIPE, NO_PIPELINE, ONE_F_ONE_B, Schedule
+from autopar.schedules.orders import Action, device_order
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Fullest:
+    """The moment at which each device has most microbatches: those in flight and those between the two parts of their backward by stage,
+    and the stage at work by device."""
+
+    in_flight: tuple[int, ...]
+    waiting: tuple[int, ...]
+    at_work: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=512)
+def fullest(schedule: Schedule) -> Fullest:
+    in_flight, waiting, at_work = [0] * schedule.stages, [0] * schedule.stages, []
+    for d in range(schedule.pipeline):
+        own = schedule.own(d)
+        if schedule.split:
+            counts, work = moments(schedule, d)
+            moment = int(counts.sum(axis=1).argmax())
+            row = counts[moment].tolist()
+            for k, stage in enumerate(own):
+                in_flight[stage], waiting[stage] = row[k], row[schedule.chunks + k]
+            at_work.append(own[int(work[moment])])
+        else:
+            stage = own[0]
+            for _, stage, _ in itertools.takewhile(lambda action: action[0] == "F", device_order(schedule, d)):
+                in_flight[stage] += 1
+            at_work.append(stage)
+    return Fullest(tuple(in_flight), tuple(waiting), tuple(at_work))
+
+
+@functools.lru_cache(maxsize=512)
+def moments(schedule: Schedule, device: int) -> tuple[Indices, Indices]:
+    """The moments at which a device's memory may peak: the microbatches in flight of each of its stages ``[moment, stage]``, and which of
+    its stages is at work ``[moment]``. Where backwards are in two parts, the columns behind those of the stages are the microbatches that
+    are between the two parts. A moment with less of everything than another is left out."""
+    own, chunks = schedule.own(device), schedule.chunks
+    place = {stage: k for k, stage in enumerate(own)}
+    order = list(device_order(schedule, device))
+    kind = np.array([kind for kind, _, _ in order])
+    chunk = np.array([place[stage] for _, stage, _ in order])
+    change = np.zeros((len(order), 2 * chunks), dtype=np.int64)
+    number = np.arange(len(order))
+    change[number, chunk] = (kind == "F") * 1 - np.isin(kind, ("B", "W"))
+    apart = chunk if own[0] else np.where(chunk == 0, -1, chunk)  # stage 0 runs its backward whole, as its W
+    change[number[apart >= 0], chunks + apart[apart >= 0]] = ((kind == "I") * 1 - (kind == "W"))[apart >= 0]
+    if not schedule.split:
+        change = change[:, :chunks]
+    held = np.cumsum(change, axis=0) - np.minimum(change, 0)  # while a backward runs, what it frees is still there
+    rows = np.unique(np.column_stack([chunk, held]), axis=0)
+    keep = np.ones(len(rows), dtype=bool)
+    for i, row in enumerate(rows):
+        more = (rows[:, 0] == row[0]) & (rows[:, 1:] >= row[1:]).all(axis=1)
+        more[i] = False
+        keep[i] = not more.any()
+    return rows[keep, 1:], rows[keep, 0]
+
+
+def most_in_flight(schedule: Schedule, device: int) -> int:
+    """The most microbatches that are ever in flight in the stages of a device together."""
+    if schedule.split:
+        counts, _ = moments(schedule, device)
+        return int(counts[:, : schedule.chunks].sum(axis=1).max())
+    return sum(fullest(schedule).in_flight[s] for s in schedule.own(device))
+
+
+@functools.lru_cache(maxsize=512)
+def passing(schedule: Schedule) -> tuple[int, ...]:
+    """Tensors of a border's size that torch's pipeline keeps at each stage besides what the layers save: outputs until their backward,
+    buffers that gradients and later inputs are received into (see ``program.runtime`` for 1F1B), the last gradient that was sent. Between
+    two stages of one device nothing is sent or received."""
+    m, found, links = schedule.microbatches, [], (None, *schedule.links, None)
+    for s, n in enumerate(fullest(schedule).in_flight):
+        if schedule.name == NO_PIPELINE:
+            outputs, gradients, inputs, sent = 0, 0, 0, 0
+        elif schedule.name == ONE_F_ONE_B:
+            outputs, gradients, inputs, sent = n, 2, 0, int(m > n)
+        else:
+            outputs, gradients, inputs, sent = n, m, m - n, int(schedule.name != GPIPE)
+        found.append((outputs + gradients) * (links[s + 1] is not None) + (inputs + sent) * (links[s] is not None))
+    return tuple(found)
+
+
+def passing_by(schedule: Schedule, device: int) -> int:
+    """``passing`` of all stages of a device: it is there whichever of them is at work."""
+    return sum(passing(schedule)[s] for s in schedule.own(device))
+
+
+@dataclass(frozen=True, slots=True)
+class StageBytes:
+    """The bytes of the stages of one device, stage by stage: saved by a microbatch, added to that between the two parts of its backward,
+    and transients of one action."""
+
+    saved: tuple[int, ...]
+    waiting: tuple[int, ...]
+    transients: tuple[int, ...]
+
+
+def levels(order: Sequence[Action], own: Sequence[int], stages: StageBytes) -> tuple[Indices, Indices]:
+    """Bytes of activations and of transients while each action of a device runs: a forward's own are there, a backward's still are.
+    ``own`` are the stages of the device."""
+    at = np.array([own.index(stage) for _, stage, _ in order], dtype=np.intp)
+    saved, transients = np.array(stages.saved, dtype=np.int64), np.array(stages.transients, dtype=np.int64)
+    waiting = np.array(stages.waiting, dtype=np.int64) * (
+        np.array(own) > 0
+    )  # stage 0 runs its backward whole, as its second part
+    kind, waits = np.array([kind for kind, _, _ in order]), waiting[at]
+    change = np.select([kind == "F", kind == "B", kind == "I"], [saved[at], -saved[at], waits], -saved[at] - waits)
+    return np.cumsum(change) - np.minimum(change, 0), transients[at]
+
+
+def peak(schedule: Schedule, device: int, stages: StageBytes) -> tuple[int, int, int]:
+    """Bytes of activations and of transients at a device's fullest moment, and its number among ``moments``."""
+    if not schedule.interleaved:  # one stage, one moment
+        return fullest(schedule).in_flight[device] * stages.saved[0], stages.transients[0], 0
+    counts, at_work = moments(schedule, device)
+    each = np.array([*stages.saved, *stages.waiting], dtype=np.int64)[: counts.shape[1]]
+    activations = counts @ each
+    transients = np.array(stages.transients, dtype=np.int64)[at_work]
+    most = int(np.argmax(activations + transients))
+    return int(activations[most]), int(transients[most]), most

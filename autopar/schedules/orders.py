@@ -1,0 +1,178 @@
+"""What each device of a pipeline does, in order: the very action lists that ``torch.distributed.pipelining`` runs.
+
+An action is ("F", "B", "I" or "W", stage, microbatch): a forward, a whole backward, or one in two parts, of the inputs (I) and of the
+weights (W). GPipe, 1F1B and interleaved 1F1B run whole ones. ``zero-bubble`` is interleaved 1F1B (or 1F1B) that puts W where a device would
+wait; ``zbv`` and ``dualpipev`` have two stages on each device, in a V: the first device has the first and the last stage. The latter gives
+some forwards and backwards to be overlapped as pairs; torch 2.13 runs the two one after the other, and sends what the forward has made when
+both are done.
+
+Of stage 0 nobody wants the inputs' gradients: torch does nothing at its I, and all of its backward at its W.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from autopar.schedules import DUALPIPE_V, GPIPE, INTERLEAVED, NO_PIPELINE, ZERO_BUBBLE, ZERO_BUBBLE_V, Schedule
+
+Action = tuple[str, int, int]
+"""``"F"``, ``"B"``, ``"I"`` or ``"W"``, the stage (a device may have several), the microbatch."""
+
+Group = tuple[Action, ...]
+"""An action, or a forward and a backward whose results are sent when both are done."""
+
+
+def device_order(schedule: Schedule, rank: int) -> Iterator[Action]:
+    """The actions of the device at place ``rank`` of the line, in order."""
+    return (action for group in device_groups(schedule, rank) for action in group)
+
+
+def device_groups(schedule: Schedule, rank: int) -> Iterator[Group]:
+    """``device_order``, pairs together."""
+    line, chunks, m = schedule.pipeline, schedule.chunks, schedule.microbatches
+    if schedule.name == DUALPIPE_V:
+        return _dualpipe(rank, line, m)
+    found: Iterator[Action]
+    if schedule.name == ZERO_BUBBLE_V:
+        found = (action for action in _zbv(rank, line, max(2 * line - 1, m)) if action[2] < m)
+    elif schedule.name == ZERO_BUBBLE:
+        found = _zero_bubble(rank, line, chunks, m)
+    elif schedule.name == INTERLEAVED:
+        found = _interleaved(rank, line, chunks, m)
+    else:
+        warm = {NO_PIPELINE: 1, GPIPE: m}.get(schedule.name, min(m, line - rank))
+        found = _plain(rank, warm, m)
+    return ((action,) for action in found)
+
+
+def _plain(stage: int, warm: int, microbatches: int) -> Iterator[Action]:
+    """One stage: ``warm`` forwards, then a backward and a forward in turn."""
+    for i in range(warm):
+        yield "F", stage, i
+    for i in range(microbatches):
+        yield "B", stage, i
+        if warm + i < microbatches:
+            yield "F", stage, warm + i
+
+
+def _round(line: int, microbatches: int) -> int:
+    """Microbatches that go through a chunk before the next: as many as devices, or a few more, so that all rounds are equal."""
+    return microbatches // max(1, microbatches // line)
+
+
+def _rounds(line: int, chunks: int, microbatches: int) -> list[tuple[int, int]]:
+    """(chunk, microbatch) of a device's forwards: rounds of microbatches, each through every chunk."""
+    order, size = [], _round(line, microbatches)
+    for start in range(0, microbatches, size):
+        for chunk in range(chunks):
+            order += [(chunk, i) for i in range(start, min(start + size, microbatches))]
+    return order
+
+
+def _interleaved(rank: int, line: int, chunks: int, microbatches: int) -> Iterator[Action]:
+    """Torch's ``ScheduleInterleaved1F1B``, and Megatron's."""
+    forwards = _rounds(line, chunks, microbatches)
+    warm = min((chunks - 1) * _round(line, microbatches) + 2 * (line - 1 - rank), len(forwards))
+    for chunk, i in forwards[:warm]:
+        yield "F", chunk * line + rank, i
+    for k, (chunk, i) in enumerate(forwards):
+        if warm + k < len(forwards):
+            ahead, j = forwards[warm + k]
+            yield "F", ahead * line + rank, j
+        yield "B", (chunks - 1 - chunk) * line + rank, i
+
+
+def _zero_bubble(rank: int, line: int, chunks: int, microbatches: int) -> Iterator[Action]:
+    """Torch's ``ScheduleInterleavedZeroBubble``: a device's W are as many behind its I as there are devices before it."""
+    forwards = _rounds(line, chunks, microbatches)
+    backwards = [((chunks - 1 - chunk) * line + rank, i) for chunk, i in forwards]
+    warm = min((chunks - 1) * _round(line, microbatches) + line - 1 - rank, len(forwards))
+    for chunk, i in forwards[:warm]:
+        yield "F", chunk * line + rank, i
+    for k, backward in enumerate(backwards):
+        if warm + k < len(forwards):
+            ahead, j = forwards[warm + k]
+            yield "F", ahead * line + rank, j
+        yield "I", *backward
+        if k >= rank:
+            yield "W", *backwards[k - rank]
+    for backward in backwards[max(len(backwards) - rank, 0) :]:
+        yield "W", *backward
+
+
+def _zbv(rank: int, line: int, microbatches: int) -> Iterator[Action]:
+    """Torch's ``ScheduleZBVZeroBubble``, which is one of at least ``2 line - 1`` microbatches: of fewer, the others are left out."""
+    first, second = rank, 2 * line - 1 - rank
+    count = dict.fromkeys(((kind, stage) for kind in "FIW" for stage in (first, second)), 0)
+
+    def run(kinds: str, stage: int) -> Iterator[Action]:
+        for kind in kinds:
+            yield kind, stage, count[kind, stage]
+            count[kind, stage] += 1
+
+    for _ in range(2 * (line - rank) - 1):
+        yield from run("F", first)
+    for _ in range(rank):
+        yield from run("F", second)
+        yield from run("F", first)
+    for _ in range(line - rank):
+        yield from run("FIW", second)
+    while count["F", second] < count["F", first] or count["F", first] < microbatches:
+        yield from run("FIW" if count["F", first] < microbatches else "IW", first)
+        yield from run("FIW", second)
+    for _ in range(rank):
+        yield from run("I", first)
+        yield from run("I", second)
+    for _ in range(line - rank):
+        yield from run("IW", first)
+    for stage in (second, first):
+        while count["W", stage] < count["I", stage]:
+            yield from run("W", stage)
+
+
+def _dualpipe(rank: int, line: int, microbatches: int) -> Iterator[Group]:
+    """Torch's ``ScheduleDualPipeV``; DeepSeek's, where every step is explained."""
+    first, second = rank, 2 * line - 1 - rank
+    count = dict.fromkeys(((kind, stage) for kind in "FB" for stage in (first, second)), 0)
+    later: deque[tuple[int, int]] = deque()
+
+    def run(kind: str, stage: int) -> Action:
+        key = ("F" if kind == "F" else "B"), stage
+        count[key] += 1
+        if kind == "I":
+            later.append((stage, count[key] - 1))
+        return kind, stage, count[key] - 1
+
+    def weights() -> Iterator[Group]:
+        if later:
+            yield (("W", *later.popleft()),)
+
+    for _ in range(2 * (line - rank - 1)):
+        yield (run("F", first),)
+    for _ in range(rank + 1):
+        yield (run("F", first),)
+        yield (run("F", second),)
+    for _ in range(line - rank - 1):
+        yield (run("I", second),)
+        yield from weights()
+        yield (run("F", second),)
+    for i in range(microbatches - 2 * line + rank + 1):
+        pair = run("F", first), run("B", second)
+        if i == 0 and rank == line - 1:  # overlapped, these would wait for each other
+            yield from ((action,) for action in pair)
+        else:
+            yield pair
+        yield run("F", second), run("B", first)
+    for _ in range(line - rank - 1):
+        yield (run("B", second),)
+        yield run("F", second), run("B", first)
+    for i in range(rank + 1):  # the second half of these in two parts
+        half = (rank + 1) // 2
+        yield (run("I" if i > half or (i == half and rank % 2) else "B", second),)
+        yield (run("I" if i >= half else "B", first),)
+    for _ in range(line - rank - 1):
+        yield from weights()
+        yield (run("I", first),)
+    for _ in range(rank + 1):
+        yield from weights()

@@ -1,0 +1,284 @@
+"""The time of a pipelined step: each device runs its list of actions in order, each waiting for its neighbour.
+
+Exact for the very action lists that ``torch.distributed.pipelining`` runs (``schedules``). A step is the longest path through those
+actions, so it never falls when a stage gets slower. ``lower_bound`` gives linear bounds of that path for the solvers.
+
+*Parts* are the seconds of stages in rows: forwards and backwards; or, where backwards are in two, forwards, inputs' gradients and
+weights' gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.schedules import GPIPE, ONE_F_ONE_B, Schedule
+from autopar.schedules.memory import fullest
+from autopar.schedules.orders import device_groups, device_order
+
+Array = NDArray[np.float64]
+
+KINDS = ("F", "B", "I", "W")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One action of the schedule: ``kind`` is one of ``KINDS``, times in seconds from the start of the step."""
+
+    stage: int
+    kind: str
+    microbatch: int
+    start_s: float
+    stop_s: float
+
+
+@dataclass(frozen=True)
+class _Program:
+    """A schedule's actions, each behind those that it waits for: (its kind and stage, as a row of ``_seconds``; the device's action before
+    it; the action whose result it takes), and its microbatch. Actions are -1 where there is none."""
+
+    waits: list[tuple[int, int, int]]
+    microbatch: list[int]
+
+
+@functools.lru_cache(maxsize=8)
+def _program(schedule: Schedule) -> _Program:
+    line, stages, microbatches = schedule.pipeline, schedule.stages, schedule.microbatches
+    groups = [list(device_groups(schedule, rank)) for rank in range(line)]
+    device = [*schedule.device, -1]
+    slot = {(kind, s): k * stages + s for k, kind in enumerate(KINDS) for s in range(stages)}
+    # behind which action the result of a forward (rows of stages), and of a backward (as many rows more), has been sent
+    sent: list[list[int | None]] = [[None] * microbatches for _ in range(2 * stages)]
+    nothing: list[int | None] = [-1] * microbatches
+    source = {("F", s): sent[s - 1] if s else nothing for s in range(stages)}
+    source |= {(k, s): sent[stages + s + 1] if s < stages - 1 else nothing for s in range(stages) for k in "BI"}
+    source |= {("W", s): nothing for s in range(stages)}
+    found = _Program([], [])
+    last, at = [-1] * line, [0] * line
+    waiting = list(range(line))
+    while waiting:
+        moved = False
+        for rank in waiting:
+            order, k = groups[rank], at[rank]
+            while k < len(order):
+                taken = [source[kind, stage][i] for kind, stage, i in order[k]]
+                if None in taken:
+                    break
+                for (kind, stage, i), number in zip(order[k], taken, strict=True):
+                    assert number is not None
+                    found.waits.append((slot[kind, stage], last[rank], number))
+                    found.microbatch.append(i)
+                    last[rank] = len(found.waits) - 1
+                    if kind != "W":
+                        sent[stage if kind == "F" else stages + stage][i] = last[rank]
+                for kind, stage, i in order[k] if len(order[k]) > 1 else ():
+                    if device[stage + 1 if kind == "F" else stage - 1] != rank:  # sent when both are done
+                        sent[stage if kind == "F" else stages + stage][i] = last[rank]
+                k += 1
+                moved = True
+            at[rank] = k
+        assert moved, schedule
+        waiting = [rank for rank in waiting if at[rank] < len(groups[rank])]
+    return found
+
+
+def _seconds(parts: Array) -> Array:
+    """By kind and stage, from ``parts[part, stage, ...]``. Stage 0 runs its backward whole, as its W."""
+    forward, inputs = parts[:2]
+    weights = parts[2] if len(parts) > 2 else np.zeros_like(inputs)
+    whole = inputs + weights
+    apart = np.stack([inputs, weights])
+    apart[0, 0], apart[1, 0] = 0.0, whole[0]
+    return np.concatenate([forward, whole, *apart])
+
+
+def counted(schedule: Schedule, counts: Array) -> Array:
+    """How often a path has each part of each stage; ``counts[..., kind, stage]`` is how often it has each action. ``_seconds``' dual."""
+    forward, whole, inputs, weights = np.moveaxis(counts, -2, 0)
+    inputs = np.where(np.arange(counts.shape[-1]) == 0, weights, inputs)
+    return np.stack([forward, whole + inputs, *([whole + weights] if schedule.split else [])])
+
+
+def parts_of(
+    schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float], weight_s: Sequence[float]
+) -> Array:
+    """``weight_s`` is the part of ``backward_s`` that is the weights'; it counts where the schedule runs it apart."""
+    if not schedule.split:
+        return np.array([forward_s, backward_s], dtype=np.float64)
+    inputs = np.subtract(backward_s, weight_s) if len(weight_s) else backward_s
+    return np.array([forward_s, inputs, weight_s if len(weight_s) else np.zeros(len(forward_s))], dtype=np.float64)
+
+
+def timeline(
+    schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float], weight_s: Sequence[float] = ()
+) -> tuple[Span, ...]:
+    """Every action with its start and stop. Without a pipeline each backward runs right after its forward."""
+    program, stages = _program(schedule), schedule.stages
+    done = _ends(program.waits, _seconds(parts_of(schedule, forward_s, backward_s, weight_s)).tolist())
+    return tuple(
+        Span(slot % stages, KINDS[slot // stages], i, max(done[own], done[taken]), stop)
+        for (slot, own, taken), i, stop in zip(program.waits, program.microbatch, done, strict=False)
+    )
+
+
+def longest_path(schedule: Schedule, parts: Array) -> Array:
+    """How often the longest path has each of ``parts``: with other seconds the step is no shorter than that path."""
+    waits = _program(schedule).waits
+    done = _ends(waits, _seconds(parts).tolist())
+    counts = [0] * (len(KINDS) * schedule.stages)
+    here = max(range(len(waits)), key=done.__getitem__)
+    while here >= 0:
+        slot, own, taken = waits[here]
+        counts[slot] += 1
+        here = own if done[own] >= done[taken] else taken
+    return counted(schedule, np.array(counts, dtype=np.float64).reshape(len(KINDS), schedule.stages))
+
+
+def _ends(waits: list[tuple[int, int, int]], seconds: list[float]) -> list[float]:
+    """When each of the actions ends; the last entry, -1, is the start of those that wait for nothing."""
+    done = [0.0] * (len(waits) + 1)
+    for number, (slot, own, taken) in enumerate(waits):
+        a, b = done[own], done[taken]
+        done[number] = (a if a > b else b) + seconds[slot]
+    return done
+
+
+def simulate_parts(schedule: Schedule, parts: Array) -> float:
+    """``simulate`` of a schedule that may have several stages on each device: ``parts[part, stage]``."""
+    return max(_ends(_program(schedule).waits, _seconds(parts).tolist()))
+
+
+def simulate_many(schedule: Schedule, parts: Array) -> Array:
+    """``simulate`` for many sets of stages at once: ``parts[part, stage, set]``."""
+    seconds, waits = _seconds(parts), _program(schedule).waits
+    done = np.zeros((len(waits) + 1, seconds.shape[1]))
+    for number, (slot, own, taken) in enumerate(waits):
+        np.maximum(done[own], done[taken], out=done[number])
+        done[number] += seconds[slot]
+    return np.asarray(done.max(axis=0))
+
+
+def simulate(
+    schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float], weight_s: Sequence[float] = ()
+) -> float:
+    """Seconds from the first forward to the last backward (the last entry of ``timeline``, without building it)."""
+    stages, microbatches = len(forward_s), schedule.microbatches
+    assert stages == schedule.stages, (stages, schedule)
+    if stages == 1:
+        return microbatches * (forward_s[0] + backward_s[0])
+    if schedule.interleaved:
+        return simulate_parts(schedule, parts_of(schedule, forward_s, backward_s, weight_s))
+    if schedule.name == GPIPE:  # two flow shops of equal jobs, one after the other: exact
+        total = sum(forward_s) + sum(backward_s)
+        return total + (microbatches - 1) * (max(forward_s) + max(backward_s))
+    warm = [min(microbatches, stages - s) for s in range(stages)]
+    clock = [0.0] * stages
+    forward = [[0.0] * microbatches for _ in range(stages)]  # when stage s has finished F i
+    for i in range(warm[0]):
+        for s in range(stages):
+            if i < warm[s]:
+                clock[s] = max(clock[s], forward[s - 1][i] if s else 0.0) + forward_s[s]
+                forward[s][i] = clock[s]
+    for i in range(microbatches):
+        ready = 0.0
+        for s in range(stages - 1, -1, -1):  # B i of every stage, from the last one back
+            clock[s] = ready = max(clock[s], ready) + backward_s[s]
+        for s in range(
+            stages
+        ):  # then each stage's next forward; its input is of an earlier round: warm falls by one a stage
+            j = warm[s] + i
+            if j < microbatches:
+                clock[s] = max(clock[s], forward[s - 1][j] if s else 0.0) + forward_s[s]
+                forward[s][j] = clock[s]
+    return max(clock)
+
+
+def warm_up(schedule: Schedule) -> tuple[int, ...]:
+    """By stage: its forwards before its first backward, of which the path ``round`` of ``textbook_paths`` counts one. GPipe hides none: its
+    forwards and its backwards are two pipelines, one after the other."""
+    return (1,) * schedule.stages if schedule.name == GPIPE else fullest(schedule).in_flight
+
+
+def repeats(schedule: Schedule) -> tuple[int, ...]:
+    """By stage: how often the path ``twice`` of ``textbook_paths`` has its time more than once; 0 where there is no such path."""
+    m, own = schedule.microbatches, fullest(schedule).in_flight
+    return tuple(max(m - n, 0) if schedule.name == ONE_F_ONE_B else 0 for n in own)
+
+
+def lower_bound(schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float]) -> float:
+    """The longest of ``textbook_paths`` of GPipe and 1F1B, without making them; of GPipe it is the step itself."""
+    t = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
+    total, m, stages = sum(t), schedule.microbatches, len(t)
+    if schedule.name == GPIPE:
+        return total + (m - 1) * (max(forward_s) + max(backward_s))
+    best, before = total, 0.0
+    for s in range(stages):
+        before += t[s]
+        warm = min(m, stages - s)
+        best = max(best, before + (m - 1) * t[s], total + (m - 1) * t[s] - (warm - 1) * forward_s[s])
+        if m > warm:
+            best = max(best, 2 * total - before + (m - warm) * t[s])
+    return best
+
+
+@functools.lru_cache(maxsize=64)
+def textbook_paths(schedule: Schedule) -> Array:
+    """Paths through the schedule of every device, which no step is shorter than: how often each has each part of each stage
+    ``[part, path, stage]``. ``n_s`` is how often stage ``s`` runs forward before its device, whose stages are ``own``, first runs backward:
+
+        upto[d]    sum_{s < d} t_s + m sum_{own} t_s
+        round[d]   sum_s f_s + sum_{s > (v-1)p + d} b_s + sum_{own} (m b_s + (m - n_s) f_s) + sum_{s < d} b_s
+        twice[d]   sum_s t_s + (m - n_d) t_d + sum_{s > d} t_s                                             1F1B, where m > n_d
+
+    Device ``d`` begins with stage ``d``, after one forward of each stage before it, has all of its own work to do, and ends with a backward
+    of stage ``d``, which those of the stages before it follow: ``upto``. Its first backward is of stage ``(v-1)p + d``, after a forward of
+    every stage and a backward of each later one; then come the rest of its own actions, and again the stages before ``d``: ``round``. Under
+    1F1B its last forward is followed, too, by one forward and one backward of all later stages, and it has done m - n_d backwards before
+    that: ``twice``, which gives uniform stages their (m + p - 1) t. The textbook's ``sum t + (m-1) max t`` is no bound for uneven stages:
+    with p=2, t_1 small, the step is m t_0, as t_1 hides under stage 0.
+
+    Where backwards are in two parts ``upto`` and ``round`` hold for forwards and inputs' gradients, and each of the two may also end with
+    all that the device does: its weights' gradients may come last of all.
+    """
+    if schedule.split:
+        return _split_paths(schedule)
+    stages, m, line = schedule.stages, schedule.microbatches, schedule.pipeline
+    before = np.array(fullest(schedule).in_flight)
+    late = [d for d, more in enumerate(repeats(schedule)) if more]
+    forwards, backwards = np.zeros((2, 2 * line + len(late), stages))
+    for d in range(line):
+        own = np.array(schedule.own(d))
+        forwards[d, :d] = backwards[d, :d] = 1
+        forwards[d, own] = backwards[d, own] = m
+        at = line + d
+        forwards[at] = 1
+        forwards[at, own] += m - before[own]
+        backwards[at, :d] = backwards[at, stages - line + d + 1 :] = 1
+        backwards[at, own] = m
+    for at, d in enumerate(late, 2 * line):
+        forwards[at] = 1
+        forwards[at, d] += m - before[d]
+        forwards[at, d + 1 :] = 2
+        backwards[at] = forwards[at]
+    return np.stack([forwards, backwards])
+
+
+def _split_paths(schedule: Schedule) -> Array:
+    paths = np.zeros((schedule.pipeline, 4, len(KINDS), schedule.stages))
+    for d in range(schedule.pipeline):
+        order = [(KINDS.index(kind), stage) for kind, stage, _ in device_order(schedule, d)]
+        back = [k for k, (kind, _) in enumerate(order) if kind in (1, 2)]
+        (first, last), turn = (back[0], back[-1]), order[back[0]][1]
+        for number, (start, stop) in enumerate(itertools.product((0, first), (len(order), last + 1))):
+            path = paths[d, number]
+            path[0, : schedule.stages if start else d] = 1  # forwards on the way there
+            path[2, turn + 1 if start else schedule.stages :] = 1  # and the gradients on the way back
+            np.add.at(path, tuple(np.array(order[start:stop]).T), 1)
+            path[2, : order[last][1] if stop <= last + 1 else 0] += 1
+    # the gradient of a stage that runs its backward whole counts no less in two parts
+    return counted(schedule, paths).reshape(-1, 4 * schedule.pipeline, schedule.stages)

@@ -1,0 +1,234 @@
+"""A bound that knows both the memory of each stage and that stages are whole runs of layers.
+
+For any stage s of layers i..j-1, any cost c and any price of memory lambda >= 0,
+
+    c(i, j) >= sum_{layers} min_k (c_k + lambda (weights_k + n_s saved_k)) - lambda (limit - z),   z = max_{layers} min_k transient_k
+
+because a stage that fits uses no more than the limit. The largest value over a ladder of lambdas is almost the linear relaxation of that
+stage's choice; ``knapsacks`` has its integer optimum. With P stages, and max_s g_s >= sum_s g_s / P, take as costs
+
+    time     t                        total    t + g/P
+    round    m t - (w_s - 1) f + g/P
+
+A step of no more than T seconds has no path of more (``textbook_paths``), so of each of its stages
+
+    ahead(i) + round(i, j) + behind(j) <= T
+    ahead(i) + total(i, j) + (m - w_s) time(i, j) + behind(j) + twice(j) <= T        (GPipe: with m - 1 and without the last term)
+
+where ahead, behind (of total) and twice (of time) are the least sums over the stages before and after, found by dynamic programming over
+the cuts. Stages that break this are dropped, which raises the sums, and so on; where no cuts are left T is a bound of the step.
+
+GLOP's relaxation couples the stages better but may split layers between them, which costs it most where stages are few layers long; the
+two bounds complement each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided, sliding_window_view
+from numpy.typing import NDArray
+
+from autopar.schedules.step_time import repeats, warm_up
+from autopar.search.bounds.cheap import TOLERANCE, cheapest_send
+from autopar.search.knapsacks import Sends, Weights
+from autopar.search.pareto import Array
+from autopar.search.runs import Compositions, compositions
+from autopar.search.tables import Instance, Regime
+
+LADDER = (0.0, *np.geomspace(1e-4, 1e4, 41).tolist())
+"""Prices of memory, in units of a stage's least time per device memory."""
+
+
+GRIDS = (tuple(np.geomspace(1.15, 3.0, 8) - 1), tuple(np.arange(1, 17) * 0.01), tuple(np.arange(1, 17) * 0.001))
+"""Step times that are tried at once, as multiples above the best bound so far, from coarse to fine."""
+
+ROUNDS = 3
+"""How often the stages that a step time allows are narrowed down."""
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """By stage and composition: lower bounds of the time, of ``total`` and of ``round``, all with the cheapest sends."""
+
+    time: list[Array]
+    total: list[Array]
+    round: list[Array]
+
+
+def _weights(instance: Instance, s: int, send: float) -> tuple[tuple[Weights, float], ...]:
+    """The costs of the module's docstring for stage ``s``, ``time``, ``total`` and ``round``: of its layers, and of its sends, each of
+    which takes ``send`` at least."""
+    m, stages = instance.schedule.microbatches, instance.schedule.pipeline
+    if stages == 1:
+        return ((float(m), 0.0, 1.0), 0.0), ((float(m), 0.0, 1.0), 0.0), ((float(m), 0.0, 1.0), 0.0)
+    sends = send * (int(s > 0) + int(s < stages - 1))
+    hidden = warm_up(instance.schedule)[s] - 1
+    share = m * sends - hidden * send * int(s < stages - 1)
+    return (
+        ((1.0, 0.0, 0.0), sends),
+        ((1.0, 0.0, 1 / stages), sends),
+        ((float(m), -float(hidden), 1 / stages), share),
+    )
+
+
+def _relaxed(instance: Instance) -> _Stages:
+    """The bounds from the ladder."""
+    stages = instance.schedule.pipeline
+    ladder = np.array(LADDER) * (float(instance.least("time").sum()) / stages / instance.limit)
+    known: dict[tuple[Regime, Weights], Array] = {}
+    found, send = _Stages([], [], []), cheapest_send(instance)
+    for s in range(stages):
+        regime = instance.regime(s)
+        columns = (found.time, found.total, found.round)
+        for (weights, sends), column in zip(_weights(instance, s, send), columns, strict=True):
+            if (regime, weights) not in known:
+                time, forward, step = weights
+                tables = zip(instance.at(regime[2]), instance.kinds, strict=True)
+                costs = [(time * t.time + forward * t.forward + step * t.step)[table.bounding] for t, table in tables]
+                known[regime, weights] = _by_composition(instance, costs, regime, ladder)
+            column.append(known[regime, weights] + sends)
+    return found
+
+
+def bottleneck_bound(
+    instance: Instance, at_least_s: float = 0.0, cutoff_s: float = np.inf, grids: Sequence[Sequence[float]] = GRIDS
+) -> float:
+    """The bound of the module's docstring in seconds; ``inf`` where no cuts fit. None of more than ``cutoff_s`` is looked for."""
+    return max(at_least_s, _least_step(instance, _relaxed(instance), at_least_s, cutoff_s, grids) * (1 - TOLERANCE))
+
+
+def whole_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> float:
+    """The same from stages of whole layers (``knapsacks``), as far as they may be part of a step of less than ``cutoff_s``."""
+    costs = _relaxed(instance)
+    runs, sends, send = compositions(instance), Sends(instance), cheapest_send(instance)
+    for s, wanted in enumerate(_wanted(runs, costs, cutoff_s)):
+        for (weights, _), values in zip(_weights(instance, s, send), (costs.time[s], costs.total[s]), strict=False):
+            for c in wanted:
+                values[c] = max(values[c], sends.least(s, runs.layers(instance, c), weights))
+    return max(at_least_s, _least_step(instance, costs, at_least_s, cutoff_s, GRIDS[-1:]) * (1 - TOLERANCE))
+
+
+def _wanted(runs: Compositions, costs: _Stages, cutoff_s: float) -> list[list[int]]:
+    """By stage, the compositions that may be part of a step of less than ``cutoff_s``."""
+    count = len(runs.at) - 1
+    ends = np.arange(count + 1)
+    through = [runs.spread(t) for t in costs.total]
+    ahead = [np.where(ends == 0, 0.0, np.inf)]
+    for stage in through:
+        ahead.append((ahead[-1][:, None] + stage).min(axis=0))
+    behind = [np.where(ends == count, 0.0, np.inf)]
+    for stage in reversed(through):
+        behind.append((stage + behind[-1][None, :]).min(axis=1))
+    behind.reverse()
+    found = []
+    for s, here in enumerate(costs.round):
+        least = ahead[s][:, None] + runs.spread(here) + behind[s + 1][None, :]
+        found.append(np.unique(runs.at[least < cutoff_s]).tolist())
+    return found
+
+
+def _least_step(
+    instance: Instance, costs: _Stages, at_least_s: float, cutoff_s: float, grids: Sequence[Sequence[float]]
+) -> float:
+    """The largest step time found, up to ``cutoff_s``, for which no cuts exist; ``inf`` if there are none for any."""
+    runs, stages = compositions(instance), instance.schedule.pipeline
+    if stages == 1:
+        return float(costs.total[0][runs.at[0, instance.layers]])
+    paths = _Paths(instance, costs)
+    cutoff_s *= 1 + 2 * TOLERANCE  # so that it is still reached when the bound is lowered by the tolerance
+    low = max(at_least_s, paths.floor_s)
+    for grid in grids:
+        while 0 < low < cutoff_s:
+            steps = np.unique(np.minimum(low * (1 + np.array(grid)), cutoff_s))
+            ok = paths.possible(steps)
+            if ok.any():
+                first = int(ok.argmax())
+                low = float(steps[first - 1]) if first else low
+                break
+            if steps[-1] < cutoff_s and not paths.possible(np.array([np.inf]))[0]:
+                return np.inf
+            low = float(steps[-1])
+    return low
+
+
+class _Paths:
+    """Which step times the paths of the module's docstring leave room for."""
+
+    def __init__(self, instance: Instance, costs: _Stages) -> None:
+        self.runs, self.count = compositions(instance), instance.layers
+        schedule = instance.schedule
+        m = schedule.microbatches
+        self.time, self.total, self.round = costs.time, costs.total, costs.round
+        warm = warm_up(schedule)
+        # of a stage alone, what it does between the two ways through the later stages
+        self.between = [(m - w) * t if m > w else np.zeros_like(t) for w, t in zip(warm, self.time, strict=True)]
+        self.twice = [more > 0 for more in repeats(schedule)]
+        self.floor_s = max(float(t.min()) for t in self.round)
+
+    def possible(self, steps: Array) -> NDArray[np.bool_]:
+        """For each step time, whether there are cuts of which no path is longer."""
+        count, runs = self.count, self.runs
+        some = np.min(self.round, axis=0) <= float(steps.max())
+        longest = int(runs.counts[some].sum(axis=1).max(initial=1))
+        at, more = np.arange(count + 1)[:, None], np.arange(longest)
+        before = at - 1 - more  # [j, more]: the first layer of the stage that ends at j
+        inside = np.where(before >= 0, runs.at[before.clip(0), at], len(runs.counts))
+        total, time, alone, between = (
+            [np.append(t, np.inf)[inside] for t in column]
+            for column in (self.total, self.time, self.round, self.between)
+        )
+        found = np.zeros(len(steps), dtype=bool)
+        open_ = np.arange(len(steps))  # the steps that may be possible
+        masked = [np.broadcast_to(t, (len(steps), *t.shape)) for t in total]  # [step, j, more], inf where not allowed
+        for number in range(ROUNDS + 1):
+            ahead, paths = np.tile(np.where(at[:, 0] == 0, 0.0, np.inf), (len(open_), 1)), []
+            for cost in masked:
+                # [step, j, more]: the way up to the first layer of such a stage
+                padded = np.concatenate([np.full((len(open_), longest), np.inf), ahead[:, :-1]], axis=1)
+                paths.append(sliding_window_view(padded, longest, axis=1)[:, :, ::-1])
+                ahead = (paths[-1] + cost).min(axis=2)
+            alive = np.isfinite(ahead[:, -1])
+            open_, paths = open_[alive], paths if alive.all() else [path[alive] for path in paths]
+            if number == ROUNDS or not len(open_):
+                break
+            limit = steps[open_][:, None, None]
+            rest = twice = np.tile(np.where(at[:, 0] == count, 0.0, np.inf), (len(open_), 1))
+            later = np.full((len(open_), count + 1 + longest, longest), np.inf)
+            # [step, i, more] of the view: the stage that starts at i and ends more + 1 later
+            step, row, column = later.strides
+            stages = as_strided(later[:, 1:], (len(open_), count + 1, longest), (step, row, row + column))
+            for s in range(len(total) - 1, -1, -1):
+                own = total[s] + between[s] + (twice[:, :, None] if self.twice[s] else 0.0)
+                path = paths[s] + np.maximum(own, alone[s]) + rest[:, :, None]
+                masked[s] = np.where(path <= limit, total[s], np.inf)
+                np.add(masked[s], rest[:, :, None], out=later[:, : count + 1])
+                rest = stages.min(axis=2)
+                if s and self.twice[s - 1]:
+                    np.add(np.where(path <= limit, time[s], np.inf), twice[:, :, None], out=later[:, : count + 1])
+                    twice = stages.min(axis=2)
+            possible = np.isfinite(rest[:, 0])
+            open_, masked = open_[possible], [cost[possible] for cost in masked]
+        found[open_] = True
+        return found
+
+
+def _by_composition(instance: Instance, costs: list[Array], regime: Regime, ladder: Array) -> Array:
+    """By composition: a lower bound of the cost of its layers as one stage of that regime, ``inf`` where they never fit.
+
+    ``costs`` are those of each table's ``bounding`` candidates.
+    """
+    n, passing, place, limit = regime
+    runs = compositions(instance)
+    best, held, transient = [], [], []
+    for table, first, cost in zip(instance.at(place), instance.kinds, costs, strict=True):
+        memory = (table.weights + n * table.saved)[first.bounding]
+        best.append((cost[None, :] + ladder[:, None] * memory[None, :]).min(axis=1))
+        held.append(float(memory.min()))
+        transient.append(float(table.at_work(passing)[first.bounding].min()))
+    room = limit - runs.most(np.array(transient))
+    price = runs.counts @ np.array(best)
+    price -= ladder * room[:, None]
+    return np.where(runs.counts @ np.array(held) <= room, price.max(axis=1), np.inf)

@@ -1,0 +1,78 @@
+"""Bounds from each layer's best price alone: microseconds to compute, and enough to discard most outer choices."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autopar.schedules import GPIPE
+from autopar.search.pareto import Array
+from autopar.search.tables import Instance
+
+TOLERANCE = 1e-7  # the solvers' feasibility tolerance, relative: a bound is lowered by it before it is believed
+
+
+def fewest_seconds(instance: Instance) -> float:
+    """The bound of any choice."""
+    return _several_stages(instance) if instance.schedule.interleaved else _one_stage(instance)
+
+
+def _one_stage(instance: Instance) -> float:
+    """Of devices of one stage: what the textbook's paths take with the least possible slowest stage."""
+    schedule, kind = instance.schedule, instance.kind
+    m, stages = schedule.microbatches, schedule.pipeline
+    if stages == 1:
+        return float(sum(np.array([float((m * t.time + t.step).min()) for t in instance.kinds])[kind]))
+    least = instance.least("time")
+    step = float(instance.least("step").sum()) / stages
+    bottleneck = smallest_bottleneck(least, stages)
+    total = float(least.sum())
+    if schedule.name == GPIPE:
+        return total + (m - 1) * bottleneck + step
+    tables = [t for table in instance.kinds for t in table.places]
+    share = max(float((t.forward / np.maximum(t.time, 1e-300)).max()) for t in tables)
+    warm = min(m, stages)
+    return max(total, total + ((m - 1) - (warm - 1) * min(share, 1.0)) * bottleneck) + step
+
+
+def _several_stages(instance: Instance) -> float:
+    """Of devices of several stages: the mean over devices of the path ``upto``."""
+    line, m = instance.schedule.pipeline, instance.schedule.microbatches
+    time = instance.least("time")
+    work = max((float(time.sum()) + float(sends(instance).sum())) / line, float(time.max()))
+    # device d begins after at least d layers: a stage has one or more
+    fill = float((np.arange(line - 1, 0, -1) * outside(instance)[: line - 1]).sum()) / line
+    return m * work + fill + float(instance.least("step").sum()) / line
+
+
+def smallest_bottleneck(weight: Array, stages: int) -> float:
+    """The least possible largest sum when ``weight`` is cut into ``stages`` contiguous non-empty runs (dynamic programming)."""
+    prefix = np.concatenate([[0.0], np.cumsum(weight)])
+    count = len(weight)
+    spans = prefix[None, :] - prefix[:, None]  # spans[i, j]: layers i..j-1
+    spans[np.tril_indices(count + 1)] = np.inf
+    best = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
+    for _ in range(stages):
+        best = np.maximum(best[:, None], spans).min(axis=0)
+    return float(best[count])
+
+
+def cheapest_send(instance: Instance) -> float:
+    """Seconds of the cheapest p2p that any cut could need."""
+    if instance.schedule.pipeline == 1:
+        return 0.0
+    layout, kind = instance.layout, instance.kind.tolist()
+    stages = {way: s for s, way in enumerate(layout.way) if way is not None}  # one for each way
+    borders = {way: zip(layout.across[way].border, kind[:-1], strict=False) for way in stages}
+    layers = {way: dict(zip(some, range(len(kind) - 1), strict=True)).values() for way, some in borders.items()}
+    return min(float(instance.p2p(i, s).min()) for way, s in stages.items() for i in layers[way])
+
+
+def sends(instance: Instance) -> Array:
+    """Seconds that each stage sends at least, forward and backward: ``[2, stage]``."""
+    crosses = np.array([0, *(link is not None for link in instance.schedule.links), 0]) * cheapest_send(instance)
+    return np.stack([crosses[1:], crosses[:-1]])
+
+
+def outside(instance: Instance) -> Array:
+    """By layer: the least that it takes before a later device begins and, unless weights' gradients come last, after it ends."""
+    return instance.least("forward" if instance.schedule.split else "time")

@@ -1,0 +1,271 @@
+"""Lower bounds of the step time of a choice with several stages on each device (interleaved 1F1B, zero bubble).
+
+The paths are those of ``schedules.step_time.textbook_paths``.
+
+``linear``: the step is at least any mixture of paths plus the mean of the devices' seconds once a step, and memory may be priced. Such a
+sum is one over layers, each of which takes its cheapest candidate for the stage that it is in, and the cuts that make it least are found by
+dynamic programming over the stages: the minimum of a prefix sum's rest. The weights of paths and the prices of memory that make it
+largest come from column generation: a small linear model mixes the stages met so far, its duals are the next weights, and the longest
+path through the schedule of the mixture is the next path. Every value met on the way is a bound.
+
+Resharding is left out, as everywhere in bounds.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from ortools.linear_solver import pywraplp
+
+from autopar.schedules.memory import fullest
+from autopar.schedules.step_time import longest_path, textbook_paths
+from autopar.search.bounds.cheap import TOLERANCE, sends
+from autopar.search.bounds.packed import LADDER, packed_bound, space
+from autopar.search.bounds.relaxation import CUT_ACTIONS
+from autopar.search.cuts import balanced_cuts
+from autopar.search.pareto import Array, Indices
+from autopar.search.tables import Instance
+
+ROUNDS = 100
+"""How often the weights of ``linear`` are moved."""
+
+NEAR = 0.8
+"""How near to the best weights so far the next ones are: those of the model alone jump to and fro."""
+
+
+def even_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
+    """The larger of ``packed_bound`` and of ``linear`` with all paths alike; ``inf`` where nothing fits. ``enough_s`` is enough."""
+    found = max(at_least_s, packed_bound(instance, at_least_s, enough_s))
+    return max(found, _Linear(instance).first()) if found < enough_s else found
+
+
+def columns_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
+    """``linear`` with the weights that make it largest, as far as ``enough_s``, never below ``at_least_s``."""
+    return max(at_least_s, _Linear(instance).best(enough_s))
+
+
+class _Linear:
+    """``linear`` of one instance."""
+
+    def __init__(self, instance: Instance) -> None:
+        schedule = instance.schedule
+        self.instance, self.line, self.stages = instance, schedule.pipeline, schedule.stages
+        self.paths = textbook_paths(schedule)  # [part, path, stage]
+        self.in_flight, self.waiting = instance.in_flight.astype(np.float64), instance.waiting.astype(np.float64)
+        self.device = instance.device
+        least = float(instance.least("transient").min())
+        self.room = np.array([space(instance, d) for d in range(self.line)])
+        # of the stage that is at work when a device holds most, the largest transient is at least its layers' mean
+        self.transient = np.zeros(self.stages)
+        self.transient[list(fullest(schedule).at_work)] = 1 / (instance.layers - self.stages + 1)
+        self.latest = np.zeros((len(self.paths), self.stages))  # the parts of the stages that were cheapest last
+        self.pick = np.zeros((self.stages, len(instance.kinds)), dtype=np.intp)  # the candidates of every kind in them
+        self.best_s = 0.0
+        self.centre = np.zeros(self.paths.shape[1]), np.zeros(self.line)  # the weights that have the best value
+        self.send = np.zeros_like(self.latest)
+        self.send[:2] = sends(instance)
+        self.places = [
+            (place, np.flatnonzero(np.array(instance.layout.place) == place))
+            for place in sorted(set(instance.layout.place))
+        ]
+        widest = max(len(table.bounding) for table in instance.kinds)
+        # [place, price, kind, candidate]; what there is fewer of is repeated
+        self.prices = np.array(
+            [
+                [
+                    [np.resize(each[base.bounding], widest) for each, base in zip(prices, instance.kinds, strict=True)]
+                    for prices in (
+                        *zip(*(table.seconds for table in tables), strict=True),
+                        [table.step for table in tables],
+                        [table.weights for table in tables],
+                        [table.saved for table in tables],
+                        [table.waiting for table in tables],
+                        [table.transient - least for table in tables],
+                    )
+                ]
+                for tables in (instance.at(place) for place, _ in self.places)
+            ]
+        )
+
+    def first(self) -> float:
+        """The bound of all textbook paths alike, memory priced where it binds; ``inf`` where all devices together have too little of it."""
+        count = self.paths.shape[1]
+        if (self.room <= 0).any() or self._solve(np.zeros(count), 0.0, np.ones(self.line))[0] > 0:
+            return np.inf
+        mixture = np.full(count, 1 / count)
+        value, used = self._solve(mixture, 1.0, np.zeros(self.line))
+        self.centre = mixture, np.zeros(self.line)
+        self.best_s = value
+        if (used > self.room).any():
+            unit = value / float(self.room.mean())
+            for step in LADDER[::4]:
+                self._try(mixture, np.full(self.line, step * unit))
+        return self.best_s * (1 - TOLERANCE)
+
+    def _try(self, mixture: Array, price: Array) -> Array:
+        """``_solve``, and whether it is the best value so far; what each device holds."""
+        value, used = self._solve(mixture, 1.0, price)
+        if value > self.best_s:
+            self.best_s, self.centre = value, (mixture, price)
+        return used
+
+    def best(self, enough_s: float) -> float:
+        """The bound after column generation."""
+        found = self.first()
+        if not found < enough_s:
+            return found
+        master = _Master(self.best_s, self.room)
+        for path in self.paths.transpose(1, 0, 2):
+            master.add_path(path)
+        even, unit = self._even(), self.best_s / float(self.room.mean())
+        for step in (0.0, *LADDER[::4]):
+            used = self._solve(self.centre[0], 1.0, np.full(self.line, step * unit))[1]
+            master.add_stages(self.latest, used)
+            used = self._outcome(even, self.pick)
+            master.add_stages(self.latest, used)
+        for _ in range(ROUNDS):
+            solved = master.solve()
+            if solved is None:
+                break
+            least_s, mean, mixture, price = solved
+            longer = self._longer(master, mean, least_s)
+            mixture, centre = (np.append(w, np.zeros(self.paths.shape[1] - len(w))) for w in (mixture, self.centre[0]))
+            used = self._try(NEAR * centre + (1 - NEAR) * mixture, NEAR * self.centre[1] + (1 - NEAR) * price)
+            self.instance.shares[:] = [mean.sum(axis=0)]
+            if self.best_s >= enough_s or (not longer and self.best_s >= least_s * (1 - 1e-3)):
+                break
+            master.add_stages(self.latest, used)
+        return self.best_s * (1 - TOLERANCE)
+
+    def _longer(self, master: _Master, mean: Array, least_s: float) -> bool:
+        """Add the longest path through the schedule of these stages, if it is longer than those that are known."""
+        counts = longer_path(self.instance, mean, least_s)
+        if counts is None:
+            return False
+        master.add_path(counts)
+        self.paths = np.concatenate([self.paths, counts[:, None]], axis=1)
+        return True
+
+    def _solve(self, mixture: Array, once: float, price: Array) -> tuple[float, Array]:
+        """The least cost under these weights, and what every device holds then; ``latest`` are the stages that have it."""
+        weights = np.einsum("i,pis->ps", mixture, self.paths)
+        per_byte = price[self.device]
+        kinds = self.prices.shape[2]
+        cost, pick = np.empty((self.stages, kinds)), np.empty((self.stages, kinds), dtype=np.intp)
+        for (_, rows), (*parts, g, w, a, q, z) in zip(self.places, self.prices, strict=True):
+            each = (
+                sum(np.multiply.outer(weight[rows], part) for weight, part in zip(weights, parts, strict=True))
+                + once / self.line * g
+                + np.multiply.outer(per_byte[rows], w)
+                + np.multiply.outer(per_byte[rows] * self.in_flight[rows], a)
+                + np.multiply.outer(per_byte[rows] * self.waiting[rows], q)
+                + np.multiply.outer(per_byte[rows] * self.transient[rows], z)
+            )
+            pick[rows] = each.argmin(axis=2)
+            cost[rows] = each.min(axis=2)
+        value, bounds = _cheapest_cuts(cost[:, self.instance.kind])
+        value += float((weights * self.send).sum() - price @ self.room)
+        self.pick = pick
+        return value, self._outcome(bounds, pick)
+
+    def _even(self) -> Indices:
+        """Cuts that give all devices about as much to do."""
+        least = [
+            np.array([float(table.time.min()) for table in self.instance.at(p)])
+            for p in self.instance.layout.place[: self.line]
+        ]
+        sums = [np.concatenate([[0.0], np.cumsum(each[self.instance.kind])]) for each in least]
+        return np.array(balanced_cuts(sums, self.instance.schedule.device), dtype=np.int64)
+
+    def _outcome(self, bounds: Indices, pick: Indices) -> Array:
+        stage = np.repeat(np.arange(self.stages), np.diff(bounds))
+        kind = self.instance.kind
+        place = np.empty(self.stages, dtype=np.intp)
+        for number, (_, rows) in enumerate(self.places):
+            place[rows] = number
+        chosen = self.prices[place[stage], :, kind, pick[stage, kind]]  # [layer, price]
+        sums = np.add.reduceat(chosen, bounds[:-1], axis=0)
+        parts = len(self.send)
+        self.latest = sums[:, :parts].T + self.send
+        weights, saved, waiting, transient = sums[:, parts + 1 :].T
+        held = weights + self.in_flight * saved + self.waiting * waiting + self.transient * transient
+        return np.bincount(self.device, held, minlength=self.line).astype(np.float64)
+
+
+def longer_path(instance: Instance, mean: Array, least_s: float) -> Array | None:
+    """The longest path through the schedule of stages of ``mean`` seconds ``[part, stage]``, where it takes longer than ``least_s``."""
+    schedule = instance.schedule
+    if schedule.stages * schedule.microbatches > CUT_ACTIONS:
+        return None
+    path = longest_path(schedule, mean)
+    return path if float((path * mean).sum()) > least_s * (1 + 1e-4) else None
+
+
+class _Master:
+    """The mixture of stages met so far whose longest path is shortest, within the devices' memory; its duals price paths and bytes."""
+
+    def __init__(self, scale_s: float, room: Array) -> None:
+        self.scale_s, self.room = scale_s, room
+        self.solver = pywraplp.Solver.CreateSolver("GLOP")
+        infinity = self.solver.infinity()
+        self.infinity = infinity
+        self.total = self.solver.NumVar(0, infinity, "T")
+        self.solver.Minimize(self.total)
+        self.once = self.solver.Constraint(1, 1)
+        self.memory = [self.solver.Constraint(-infinity, 1) for _ in room]
+        for row in self.memory:  # more memory than there is costs time, so that there always is a solution
+            short = self.solver.NumVar(0, infinity, "")
+            row.SetCoefficient(short, -1)
+            self.solver.Objective().SetCoefficient(short, 100)
+        self.rows: list[pywraplp.Constraint] = []
+        self.paths: list[Array] = []
+        self.shares: list[pywraplp.Variable] = []
+        self.stages: list[Array] = []
+
+    def add_path(self, path: Array) -> None:
+        """``path``: how often it has each part of each stage."""
+        row = self.solver.Constraint(0, self.infinity)
+        row.SetCoefficient(self.total, 1)
+        for share, stages in zip(self.shares, self.stages, strict=True):
+            row.SetCoefficient(share, -float((path * stages).sum()) / self.scale_s)
+        self.rows.append(row)
+        self.paths.append(path)
+
+    def add_stages(self, stages: Array, used: Array) -> None:
+        """``stages``: the parts of each one's seconds; ``used``: bytes of each device."""
+        share = self.solver.NumVar(0, self.infinity, "")
+        self.once.SetCoefficient(share, 1)
+        for row, path in zip(self.rows, self.paths, strict=True):
+            row.SetCoefficient(share, -float((path * stages).sum()) / self.scale_s)
+        for row, part in zip(self.memory, used / self.room, strict=True):
+            row.SetCoefficient(share, float(part))
+        self.shares.append(share)
+        self.stages.append(stages)
+
+    def solve(self) -> tuple[float, Array, Array, Array] | None:
+        """Seconds of the longest path, the mean stages, the paths' weights, and seconds per byte of each device."""
+        if self.solver.Solve() != pywraplp.Solver.OPTIMAL:
+            return None
+        weights = np.maximum([row.dual_value() for row in self.rows], 0.0)
+        if not weights.sum() > 0:
+            return None
+        price = np.maximum([-row.dual_value() for row in self.memory], 0.0) * self.scale_s / self.room
+        shares = np.array([share.solution_value() for share in self.shares])
+        mean = np.tensordot(shares, np.array(self.stages), axes=1)
+        return self.total.solution_value() * self.scale_s, mean, weights / weights.sum(), price
+
+
+def _cheapest_cuts(cost: Array) -> tuple[float, Indices]:
+    """The cuts of a chain into stages, none of them empty, that cost least, where ``cost[stage, layer]`` adds up."""
+    stages, count = cost.shape
+    prefix = np.zeros((stages, count + 1))
+    np.cumsum(cost, axis=1, out=prefix[:, 1:])
+    best = np.full((stages + 1, count + 1), np.inf)
+    best[0, 0] = 0.0
+    for s in range(stages):
+        best[s + 1, 1:] = np.minimum.accumulate(best[s] - prefix[s])[:-1] + prefix[s, 1:]
+    bounds = np.empty(stages + 1, dtype=np.int64)
+    bounds[stages] = count
+    for s in range(stages - 1, -1, -1):
+        stop = bounds[s + 1]
+        bounds[s] = np.argmin(best[s, :stop] - prefix[s, :stop])
+    return float(best[stages, count]), bounds

@@ -1,0 +1,216 @@
+"""``mixed_bound``: the bound of ``columns`` from devices of whole layers, each of which fits on its own.
+
+A way to run a device is a number of layers of the most frequent kind, the stages that they are in, and a candidate for each, within the
+device's memory. The linear model mixes such ways, device by device, so that they have all layers together and the longest path through
+the schedule is shortest:
+
+    minimise   T + G
+    paths      T >= sum_{d, w} x[d, w] path(w) + sends     for the paths that are known
+    once       G >= sum_w x[d, w] g(w)                     for every device d
+    one        sum_w x[d, w] = 1                           for every device d
+    layers     sum_{d, w} x[d, w] layers(w) = L
+
+Its duals weigh paths, devices' seconds once a step, and layers; the cheapest way of every device under them is a knapsack, solved exactly
+(``knapsacks``). Their cost together, and the weight of all layers, is a bound for every weights. Ways that make a device slower than the
+step that is looked for (``devices``) are left out, so that the bound is one of steps below that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from ortools.linear_solver import pywraplp
+
+from autopar.schedules.memory import fullest, passing_by
+from autopar.schedules.step_time import textbook_paths
+from autopar.search.bounds.cheap import TOLERANCE, sends
+from autopar.search.bounds.columns import longer_path
+from autopar.search.bounds.devices import Line
+from autopar.search.knapsacks import NOTHING, Front, merged
+from autopar.search.pareto import Array, falling
+from autopar.search.tables import Instance
+
+ROUNDS = 40
+"""How often the weights are moved."""
+
+NEAR = 0.5
+"""How near to the best weights so far the next ones are."""
+
+MARGIN = 1.05
+"""How far above a bound steps are looked for: the fewer layers a device may have, the fewer ways there are."""
+
+
+def mixed_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
+    """The bound of the module's docstring, between ``at_least_s`` and ``enough_s``, which is as good as more, or ``MARGIN`` above the
+    former, which it is itself where such layers are not looked at."""
+    cutoff_s = min(enough_s, MARGIN * at_least_s)
+    line = Line(instance)
+    ranges = line.ranges(cutoff_s) if line.small else None
+    if ranges is None:
+        return at_least_s
+    if not ranges:
+        return cutoff_s
+    found = _Mixture(instance, line, ranges, at_least_s).best(cutoff_s)
+    return min(max(at_least_s, found), cutoff_s)
+
+
+class _Ways:
+    """The ways to run one device with between ``low`` and ``high`` layers of the most frequent kind."""
+
+    def __init__(self, instance: Instance, common: int, d: int, low: int, high: int) -> None:
+        schedule = instance.schedule
+        self.instance, self.common, self.low, self.high = instance, common, low, high
+        self.own = np.array(schedule.own(d))
+        self.limit, self.place = instance.layout.limit[d], instance.layout.place[d]
+        self.at_work = fullest(schedule).at_work[d]
+        self.passing = passing_by(schedule, d)
+        ends = {0: int(instance.kind[0]), schedule.stages - 1: int(instance.kind[-1])}
+        self.first = [ends.get(int(s), common) for s in self.own]  # the kind of a layer that each stage has
+
+    def _single(self, kind: int, at: int, weights: Array, once: float, first: bool) -> Front:
+        """One layer in one of the stages. ``made`` is the stage and the candidate."""
+        table = self.instance.kinds[kind]
+        some, table = table.bounding, table.at(self.place)
+        s = int(self.own[at])
+        cost = (weights[0, s] * table.forward + weights[1, s] * table.backward + once * table.step)[some]
+        held = (table.weights + int(self.instance.in_flight[s]) * table.saved)[some]
+        if first and s == self.at_work:
+            held = held + table.at_work(self.passing)[some]
+        best = falling(held, cost)
+        return Front(held[best], cost[best], at * len(table) + some[best], table=kind + 1)
+
+    def cheapest(self, weights: Array, once: float) -> Iterator[tuple[int, Front]]:
+        """By number of layers of the most frequent kind, the ways that may be cheapest: the last one of each is."""
+        ways = NOTHING
+        for at, kind in enumerate(self.first):
+            ways = merged(ways, self._single(kind, at, weights, once, True), self.limit, bound=True)
+        some = [self._single(self.common, at, weights, once, False) for at in range(len(self.own))]
+        held, cost, made = (np.concatenate([getattr(f, name) for f in some]) for name in ("held", "cost", "made"))
+        best = falling(held, cost)
+        free = Front(held[best], cost[best], made[best], table=self.common + 1)
+        for layers in range(self.first.count(self.common), self.high + 1):
+            if layers >= self.low:
+                yield layers, ways
+            if layers < self.high:
+                ways = merged(ways, free, self.limit, bound=True)
+
+    def column(self, ways: Front) -> tuple[Array, float]:
+        """Of the cheapest way: seconds of each of the device's stages ``[forward and backward, stage]``, and the seconds once a step."""
+        seconds, once = np.zeros((2, len(self.own))), 0.0
+        for kind, made in ways.picks(len(ways) - 1):
+            table = self.instance.kinds[kind - 1].at(self.place)
+            at, k = divmod(made, len(table))
+            seconds[:, at] += table.forward[k], table.backward[k]
+            once += float(table.step[k])
+        return seconds, once
+
+
+class _Mixture:
+    """The linear model, and the ways that it mixes."""
+
+    def __init__(self, instance: Instance, line: Line, ranges: list[tuple[int, int]], scale_s: float) -> None:
+        self.instance, self.wanted, self.scale_s = instance, line.wanted, scale_s
+        self.devices = [_Ways(instance, line.common, d, low, high) for d, (low, high) in enumerate(ranges)]
+        self.sends = sends(instance)
+        self.solver = pywraplp.Solver.CreateSolver("CLP")  # GLOP gives up on some of these
+        self.infinity = self.solver.infinity()
+        self.total, self.step = (self.solver.NumVar(0, self.infinity, name) for name in "TG")
+        self.solver.Minimize(self.total + self.step)
+        self.rows: list[pywraplp.Constraint] = []
+        self.paths: list[Array] = []
+        self.once = [self.solver.Constraint(0, self.infinity) for _ in self.devices]
+        for row in self.once:
+            row.SetCoefficient(self.step, 1)
+        self.one = [self.solver.Constraint(1, 1) for _ in self.devices]
+        self.layers = self.solver.Constraint(self.wanted, self.wanted)
+        more, less = self.solver.NumVar(0, self.infinity, ""), self.solver.NumVar(0, self.infinity, "")
+        for variable, sign in ((more, 1), (less, -1)):  # so that there always is a solution
+            self.layers.SetCoefficient(variable, sign)
+            self.solver.Objective().SetCoefficient(variable, 10)
+        self.columns: list[tuple[pywraplp.Variable, int, Array]] = []
+        self.known: set[tuple[int, int, bytes]] = set()
+        for path in textbook_paths(instance.schedule).transpose(1, 0, 2):
+            self._add_path(path)
+
+    def _add_path(self, path: Array) -> None:
+        row = self.solver.Constraint(float((path * self.sends).sum()) / self.scale_s, self.infinity)
+        row.SetCoefficient(self.total, 1)
+        for variable, d, seconds in self.columns:
+            row.SetCoefficient(variable, -float((path[:, self.devices[d].own] * seconds).sum()) / self.scale_s)
+        self.rows.append(row)
+        self.paths.append(path)
+
+    def _add(self, d: int, layers: int, ways: Front) -> None:
+        seconds, once = self.devices[d].column(ways)
+        key = d, layers, seconds.tobytes()
+        if key in self.known:
+            return
+        self.known.add(key)
+        variable = self.solver.NumVar(0, self.infinity, "")
+        self.one[d].SetCoefficient(variable, 1)
+        self.layers.SetCoefficient(variable, layers)
+        self.once[d].SetCoefficient(variable, -once / self.scale_s)
+        own = np.array(self.paths)[:, :, self.devices[d].own]
+        for row, length in zip(self.rows, (own * seconds).sum(axis=(1, 2)).tolist(), strict=True):
+            row.SetCoefficient(variable, -length / self.scale_s)
+        self.columns.append((variable, d, seconds))
+
+    def _price(self, mixture: Array, once: Array, layer_s: float) -> float:
+        """The bound of such weights; the cheapest ways under them are added."""
+        paths = np.array(self.paths[: len(mixture)])
+        weights = np.einsum("i,ips->ps", mixture, paths)
+        value = float((weights * self.sends).sum()) + layer_s * self.wanted
+        for d, device in enumerate(self.devices):
+            best = np.inf
+            for layers, ways in device.cheapest(weights, float(once[d])):
+                if not len(ways):
+                    break
+                best = min(best, float(ways.cost[-1]) - layer_s * layers)
+                self._add(d, layers, ways)
+            value += best
+        return value
+
+    def best(self, enough_s: float) -> float:
+        """The largest bound that was met, as far as ``enough_s``; ``inf`` where a device has no way to run."""
+        count = len(self.devices)
+        centre = (
+            np.full(len(self.rows), 1 / len(self.rows)),
+            np.full(count, 1 / count),
+            self.scale_s / self.instance.layers,
+        )
+        found = self._price(*centre)
+        for _ in range(ROUNDS):
+            if not found < enough_s or self.solver.Solve() != pywraplp.Solver.OPTIMAL:
+                break
+            duals = np.maximum([row.dual_value() for row in self.rows], 0.0)
+            once = np.maximum([row.dual_value() for row in self.once], 0.0)
+            if not (duals.sum() > 0 and once.sum() > 0):
+                break
+            layer_s = self.layers.dual_value() * self.scale_s
+            least_s = self.solver.Objective().Value() * self.scale_s
+            longer = self._longer()  # a new row ends the solver's solution
+            if found >= least_s * (1 - 1e-3) and not longer:
+                break
+            old, duals = (np.append(w, np.zeros(len(self.rows) - len(w))) for w in (centre[0], duals / duals.sum()))
+            trial = (
+                NEAR * old + (1 - NEAR) * duals,
+                NEAR * centre[1] + (1 - NEAR) * once / once.sum(),
+                NEAR * centre[2] + (1 - NEAR) * layer_s,
+            )
+            value = self._price(*trial)
+            if value > found:
+                found, centre = value, trial
+        return found * (1 - TOLERANCE)
+
+    def _longer(self) -> bool:
+        """Add the longest path through the schedule of the mixture's stages, if it is longer than those that are known."""
+        mean, total_s = np.array(self.sends), self.total.solution_value() * self.scale_s
+        for variable, d, seconds in self.columns:
+            mean[:, self.devices[d].own] += variable.solution_value() * seconds
+        self.instance.shares[:] = [mean.sum(axis=0)]
+        path = longer_path(self.instance, mean, total_s)
+        if path is None:
+            return False
+        self._add_path(path)
+        return True

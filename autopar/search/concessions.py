@@ -1,0 +1,81 @@
+"""What of exactness plans may give up where the user allows it, and the best plan over all ways to do so."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autopar.errors import CaptureError, InfeasibleError
+from autopar.graph import Graph
+from autopar.plan import MICROBATCH_STATISTICS, NARROW, Plan
+from autopar.search.options import SearchOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Concession:
+    """What one plan gives up of exactness.
+
+    ``narrow`` names what is in 16 bits (some of ``NARROW``). Each of ``microbatches`` has its own statistics and loss; of one, which is
+    the whole batch, they are exact.
+    """
+
+    narrow: tuple[str, ...] = ()
+    microbatches: int = 1
+
+    @staticmethod
+    def of(plan: Plan) -> Concession:
+        """What ``plan`` gives up."""
+        narrow = tuple(name for name in NARROW if name in plan.allow)
+        return Concession(narrow, plan.microbatches if MICROBATCH_STATISTICS in plan.allow else 1)
+
+
+def concessions(graph: Graph, options: SearchOptions) -> list[Concession]:
+    """Every combination that the user allows and that may gain something for the graph, the smallest concession first.
+
+    A batch whose examples are independent is exact in microbatches, and parameters of more than 16 bits concede no precision.
+    """
+    names = [name for name in NARROW if name in options.allow and graph.dtype.itemsize == 2]
+    narrow = [some for count in range(len(names) + 1) for some in itertools.combinations(names, count)]
+    counts = [1]
+    if MICROBATCH_STATISTICS in options.allow and graph.unmicrobatchable:
+        counts = [m for m in range(1, graph.batch_size + 1) if graph.batch_size % m == 0]
+        if options.microbatches is not None:
+            counts = [options.microbatches]
+    return [Concession(*each) for each in itertools.product(narrow, counts)]
+
+
+def best_plan(
+    candidates: list[Concession],
+    options: SearchOptions,
+    find: Callable[[Concession, SearchOptions], Plan],
+    refused: Callable[[str], None],
+) -> Plan:
+    """The fastest of the plans that ``find`` gives for each concession, in shares of the time limit; the bound is the least of theirs.
+
+    More precision is given up only for more than the gap at which a search stops. ``refused`` is told why there is no graph of some
+    microbatches. With several candidates pins are not priced.
+    """
+    if len(candidates) == 1:
+        return find(candidates[0], options)
+    share = dataclasses.replace(options, time_limit_s=options.time_limit_s / len(candidates), pin_time_s=None)
+    plans: list[Plan] = []
+    why: InfeasibleError | None = None
+    for concession in candidates:
+        try:
+            plans.append(find(concession, share))
+        except CaptureError as error:  # a batch norm cannot have one row
+            refused(f"not as {concession.microbatches} microbatches: {error.message}")
+        except InfeasibleError as error:
+            why = error  # in the end that of the smallest microbatches, which need the least memory
+    if not plans:
+        assert why is not None
+        raise why
+    best = plans[0]
+    for plan in plans[1:]:
+        more = len(Concession.of(plan).narrow) > len(Concession.of(best).narrow)
+        if plan.prediction.step_time_s < best.prediction.step_time_s * (1 - options.target_gap * more):
+            best = plan
+    bound_s = min(plan.bound_s for plan in plans)
+    return dataclasses.replace(best, bound_s=bound_s, gap=max(0.0, 1 - bound_s / best.prediction.step_time_s))

@@ -1,0 +1,201 @@
+"""The candidates of the layers of one stage, or of one device: the cheapest that fit, resharding between neighbours included.
+
+Viterbi's algorithm with a price of memory in the costs, found by bisection; the memory that is left is spent where a byte saves most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from autopar.search.pareto import Array, Indices
+from autopar.search.tables import Instance, Table
+
+LADDER = (0.0, *np.geomspace(1e-3, 1e3, 13).tolist(), 1e9)
+"""Prices of memory to try, in units of a stage's time per device memory; the last one is "memory alone"."""
+
+PRESSURES = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)
+"""Prices of the host's memory to try beside one of the device's, both as shares of their limits: the first that lets a stage fit."""
+
+
+def seconds_of(instance: Instance, t: Table) -> Array:
+    """Seconds per microbatch that a candidate counts for: its time, and its share of the seconds once a step."""
+    return t.time + t.step / instance.schedule.microbatches
+
+
+def memory_scale(instance: Instance) -> float:
+    """A stage's least time per byte of device memory."""
+    least = np.array([float(seconds_of(instance, t).min()) for t in instance.kinds])
+    return max(float(least[instance.kind].sum()) / instance.schedule.pipeline / instance.limit, 1e-30)
+
+
+class Selection:
+    """The layers of one place that choose together, in order. ``in_flight`` is how many microbatches of each are live, and how many of
+    these are between the two parts of their backward; ``passing`` as in ``schedules.memory``.
+
+    ``offloaded`` are the bytes of each candidate in the host's memory, if any has some.
+    """
+
+    offloaded: Sequence[Array] = ()
+    room = np.inf  # in the host's memory
+    pressure = 0.0  # what a byte there costs beside one of the device's
+
+    def __init__(
+        self,
+        instance: Instance,
+        allowed: tuple[Indices, ...],
+        layers: Sequence[int],
+        in_flight: Sequence[tuple[float, float]],
+        place: int,
+        passing: int,
+        limit: float,
+    ) -> None:
+        self.limit, self.scale = limit, memory_scale(instance)
+        kinds = instance.kind[list(layers)].tolist()
+        self.tables = [instance.kinds[k].at(place) for k in kinds]
+        self.keep = [allowed[k] for k in kinds]
+        priced = list(zip(self.tables, self.keep, strict=True))
+        self.weight = [seconds_of(instance, t)[keep] for t, keep in priced]
+        self.held = [t.held(*n)[keep] for (t, keep), n in zip(priced, in_flight, strict=True)]
+        self.transient = [t.at_work(passing)[keep] for t, keep in priced]
+        self.edges = [
+            instance.edge(i, place)[np.ix_(*keep)] if j == i + 1 else np.zeros([len(k) for k in keep])
+            for (i, j), keep in zip(pairwise(layers), pairwise(self.keep), strict=True)
+        ]
+
+    def solve(self) -> tuple[int, ...] | None:
+        for pressure in PRESSURES if self.offloaded else (0.0,):
+            self.pressure = pressure * self.limit / max(self.room, 1.0)
+            pick = self._solve()
+            if pick is not None:
+                return tuple(int(self.keep[a][k]) for a, k in enumerate(pick))
+        return None
+
+    def _solve(self) -> list[int] | None:
+        pick = self._viterbi(0.0)
+        if not self._fits(pick):
+            low, high = 0.0, 0.0
+            for step in LADDER[1:]:
+                high, pick = step, self._viterbi(step * self.scale)
+                if self._fits(pick):
+                    break
+                low = step
+            else:
+                return None
+            for _ in range(8):
+                middle = (max(low, high / 10) * high) ** 0.5
+                trial = self._viterbi(middle * self.scale)
+                if self._fits(trial):
+                    high, pick = middle, trial
+                else:
+                    low = middle
+            pick = self._spend(pick)
+        return pick
+
+    def host_fits(self, pick: tuple[int, ...]) -> bool:
+        """Whether what such candidates put into the host's memory is no more than there is room for."""
+        return self._room_for([int(np.searchsorted(keep, k)) for keep, k in zip(self.keep, pick, strict=True)])
+
+    def _room_for(self, pick: list[int]) -> bool:
+        return not self.offloaded or float(sum(h[k] for h, k in zip(self.offloaded, pick, strict=True))) <= self.room
+
+    def improved(self, pick: tuple[int, ...]) -> tuple[int, ...]:
+        """Such candidates, or better ones that differ from them layer by layer."""
+        at = [int(np.searchsorted(keep, k)) for keep, k in zip(self.keep, pick, strict=True)]
+        if not self._fits(at):
+            return pick
+        return tuple(int(self.keep[a][k]) for a, k in enumerate(self._spend(at)))
+
+    def seconds(self, pick: tuple[int, ...]) -> float:
+        """What such candidates take, resharding between them included."""
+        at = [int(np.searchsorted(keep, k)) for keep, k in zip(self.keep, pick, strict=True)]
+        own = sum(float(w[k]) for w, k in zip(self.weight, at, strict=True))
+        return own + sum(float(edge[a, b]) for edge, (a, b) in zip(self.edges, pairwise(at), strict=True))
+
+    def _fits(self, pick: list[int]) -> bool:
+        held = sum(h[k] for h, k in zip(self.held, pick, strict=True))
+        needs = float(held + max(t[k] for t, k in zip(self.transient, pick, strict=True)))
+        return needs <= self.limit and self._room_for(pick)
+
+    def _viterbi(self, price: float) -> list[int]:
+        # a share of the transient is priced too: only the stage's largest counts, and which that is is not known yet
+        local = [
+            w + price * (h + t / len(self.held)) for w, h, t in zip(self.weight, self.held, self.transient, strict=True)
+        ]
+        if self.pressure:
+            local = [here + price * self.pressure * h for here, h in zip(local, self.offloaded, strict=True)]
+        best, came = local[0], []
+        for edge, here in zip(self.edges, local[1:], strict=True):
+            through = best[:, None] + edge
+            came.append(through.argmin(axis=0))
+            best = through.min(axis=0) + here
+        pick = [int(best.argmin())]
+        for back in reversed(came):
+            pick.append(int(back[pick[-1]]))
+        return pick[::-1]
+
+    def _spend(self, pick: list[int]) -> list[int]:
+        """Change single layers while that saves time and fits, the most seconds per byte first."""
+        pick = list(pick)
+        held = float(sum(h[k] for h, k in zip(self.held, pick, strict=True)))
+        highest = max(float(t[k]) for t, k in zip(self.transient, pick, strict=True))
+        moves = [self._move(pick, a, held, highest) for a in range(len(pick))]
+        for _ in range(4 * len(pick)):
+            a = max(range(len(pick)), key=lambda a: moves[a][0])
+            if moves[a][0] <= 0:
+                break
+            fresh = self._move(pick, a, held, highest)  # memory may have been spent since
+            if fresh != moves[a]:
+                moves[a] = fresh
+                continue
+            k = fresh[1]
+            held += float(self.held[a][k] - self.held[a][pick[a]])
+            highest = max(highest, float(self.transient[a][k]))
+            pick[a] = k
+            for near in range(max(a - 1, 0), min(a + 2, len(pick))):
+                moves[near] = self._move(pick, near, held, highest)
+        return pick
+
+    def _move(self, pick: list[int], a: int, held: float, highest: float) -> tuple[float, int]:
+        """The best other candidate of layer ``a``: (seconds saved per byte, or 0 where none saves and fits; the candidate)."""
+        total = self.weight[a].copy()
+        if a > 0:
+            total += self.edges[a - 1][pick[a - 1]]
+        if a + 1 < len(pick):
+            total += self.edges[a][:, pick[a + 1]]
+        saves = total[pick[a]] - total
+        more = self.held[a] - self.held[a][pick[a]]
+        ok = (saves > 1e-15) & (held + more + np.maximum(highest, self.transient[a]) <= self.limit)
+        if self.offloaded:
+            others = sum(float(h[k]) for h, k in zip(self.offloaded, pick, strict=True)) - self.offloaded[a][pick[a]]
+            ok &= others + self.offloaded[a] <= self.room
+        if not ok.any():
+            return 0.0, pick[a]
+        ratio = np.where(ok, saves / np.maximum(more, 1.0), 0.0)
+        k = int(ratio.argmax())
+        return float(ratio[k]), k
+
+
+def stage_of(
+    instance: Instance,
+    allowed: tuple[Indices, ...],
+    i: int,
+    j: int,
+    s: int,
+    before: int | None,
+    spare: float = 0.0,
+) -> Selection:
+    """Layers i..j-1 as stage ``s``, with resharding at its entry and its sends. ``before`` is the candidate of layer ``i - 1``, ``spare``
+    the memory that is left free."""
+    n, passing, place, limit = instance.regime(s)
+    found = Selection(instance, allowed, range(i, j), [(n, 0.0)] * (j - i), place, passing, limit - spare)
+    if before is not None:
+        found.weight[0] = found.weight[0] + instance.edge(i - 1, place)[before, found.keep[0]]
+    if j < instance.layers:  # forwards, and backwards by the next stage
+        found.weight[-1] = found.weight[-1] + 2 * instance.p2p(j - 1, s)[found.keep[-1]]
+    if instance.offloaded:
+        found.offloaded = [(t.host + n * t.host_saved)[keep] for t, keep in zip(found.tables, found.keep, strict=True)]
+        found.room = instance.layout.host[place]
+    return found

@@ -1,0 +1,423 @@
+"""Good solutions fast: dynamic programming over the cuts on Lagrangian layer choices, then each stage is refined with resharding.
+
+1. For a price of memory lambda (seconds per byte), every layer takes its cheapest candidate of ``t + g/m + lambda (weights + n saved)``.
+   A ladder of lambdas gives each possible stage its cheapest choice that fits, interpolated towards the next one that does not.
+2. Dynamic programming cuts the layers, minimising the sum of the stages' times under a cap on what a step takes besides; several caps are
+   tried, from the least possible one.
+3. Each stage of the best cuts is chosen again by Viterbi's algorithm with resharding in the costs (lambda by bisection), and what memory
+   is left is spent where a byte saves most.
+4. Neighbouring cuts of the best are tried in the same way as long as that helps: the schedule's own time decides, which 2 estimates.
+
+All of it is done for all layouts at once and for each layout alone, since mixing layouts costs resharding that step 1 does not see.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from autopar.schedules.step_time import repeats, warm_up
+from autopar.search.construct.selection import LADDER, Selection, memory_scale, seconds_of, stage_of
+from autopar.search.evaluation import Solution, cost, fits, in_turn, stage_bytes
+from autopar.search.knapsacks import TABLES, knapsacks, only
+from autopar.search.minimum_memory import least_memory
+from autopar.search.pareto import Array, Indices
+from autopar.search.runs import compositions
+from autopar.search.tables import Instance, Regime, Roles, Table
+
+CAPS = (1.0, 1.01, 1.02, 1.05, 1.15, np.inf)
+"""Caps on what a step takes besides one forward and one backward of every stage, as multiples of the least possible one."""
+
+BISECTIONS = 10
+"""Steps towards the least possible cap."""
+
+WHOLE = 4
+"""Modes whose drafts are made again from stages of whole layers."""
+
+WINDOW = 1.3
+"""How much slower than the least bottleneck stages of whole layers are worked out."""
+
+REFINED = 6
+"""Cuts per outer choice that are refined with resharding."""
+
+ROOMS = 8
+"""How often a stage is chosen again with more memory left free, where segments of several layers hold more than their layers' shares."""
+
+RELIEF, NEAR = 12, 1.003
+"""Steps of taking from the stages what all wait for once a step, and how far from the best a solution may be that this is done for."""
+
+LADEN = 0.97
+"""The share of the most that a stage has to do once a step, from which it is relieved of some."""
+
+MOVES, NEIGHBOURS = 12, 300
+"""Steps of the descent over neighbouring cuts, and how many neighbours there may be before only the nearest are looked at."""
+
+
+_Cache = dict[tuple[object, ...], tuple[int, ...] | None]
+"""Candidates of stages that were worked out."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """The candidates that may be used: all, or those of one layout, by the kinds that have it."""
+
+    roles: Roles | None
+    allowed: tuple[Indices, ...]  # by kind
+
+
+@dataclass(frozen=True)
+class _Draft:
+    estimate_s: float
+    bounds: tuple[int, ...]
+    mode: Mode
+
+
+def construct_stages(instance: Instance, deadline: float = np.inf) -> tuple[float, Solution] | None:
+    """The best solution found, with its true step time; ``None`` where nothing fits. After ``deadline`` no further layout is tried."""
+    found: tuple[float, Solution] | None = None
+
+    def offer(solution: Solution, near: float = 1.0) -> float:
+        """The true step time if it is up to ``near`` times the best; something longer elsewhere."""
+        nonlocal found
+        if not fits(instance, solution):
+            return np.inf
+        step = cost(instance, solution, np.inf if found is None else near * found[0]).step_time_s
+        if found is None or step < found[0] * (1 - 1e-9):
+            found = step, solution
+        return step
+
+    drafts: list[_Draft] = []
+    for mode in modes_of(instance):
+        drafts += _drafts(instance, mode)
+        if time.monotonic() > deadline:
+            break
+    drafts.sort(key=lambda d: d.estimate_s)
+    best_modes = list(dict.fromkeys(draft.mode.roles for draft in drafts))[:WHOLE]
+    modes = {draft.mode.roles: draft.mode for draft in drafts}
+    drafts = [draft for roles in best_modes for draft in _drafts(instance, modes[roles], whole=True)]
+    drafts.sort(key=lambda d: d.estimate_s)
+    cache: _Cache = {}
+
+    def tried(draft: _Draft) -> bool:
+        best_s = np.inf if found is None else found[0]
+        pick = _refined(instance, draft, cache)
+        step = np.inf if pick is None else offer(Solution(draft.bounds, pick), NEAR)
+        if pick is not None and step < NEAR * best_s:
+            for solution in _relieved(instance, Solution(draft.bounds, pick), cache):
+                offer(solution)
+        return found is not None and found[0] < best_s
+
+    for draft in _distinct(drafts)[:REFINED]:
+        if tried(draft):
+            best = draft
+    for _ in range(MOVES if found is not None else 0):
+        moved = [replace(best, bounds=bounds) for bounds in _neighbours(best.bounds) if time.monotonic() < deadline]
+        kept = best
+        for draft in moved:
+            if tried(draft):
+                best = draft
+        if best is kept:
+            break
+    if found is None:
+        need, solution = least_memory(instance)
+        if need <= 1:
+            pick = _refined(instance, _Draft(0.0, solution.bounds, modes_of(instance)[0]), cache)
+            offer(solution if pick is None else Solution(solution.bounds, pick))
+            offer(solution)
+    return found
+
+
+def _neighbours(bounds: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The cuts with one layer moved from a stage to another: over one cut, or over a run of them."""
+    found = []
+    inner = range(1, len(bounds) - 1)
+    for first in inner:
+        for last in range(first, len(bounds) - 1):
+            for shift in (-1, 1):
+                moved = tuple(b + shift * (first <= s <= last) for s, b in enumerate(bounds))
+                if all(a < b for a, b in pairwise(moved)):
+                    found.append(moved)
+    return (
+        found
+        if len(found) <= NEIGHBOURS
+        else [b for b in found if sum(x != y for x, y in zip(b, bounds, strict=True)) <= 2]
+    )
+
+
+def _relieved(instance: Instance, solution: Solution, cache: _Cache) -> Iterator[Solution]:
+    """The solution with less and less that is done once a step in the stages that have most of it, which all others wait for.
+
+    A stage's time counts as often as there are microbatches only where it is the slowest. Elsewhere less of its gradients may be reduced
+    at the end, and more of them beside the microbatches; what more memory that takes others of its layers give.
+    """
+    spans = list(pairwise(solution.bounds))
+    stages = [solution.pick[i:j] for i, j in spans]
+    tables = [instance.at(place) for place in instance.layout.place]
+    kinds = [tuple(instance.kind[i:j].tolist()) for i, j in spans]
+
+    def step_s(s: int) -> float:
+        return float(sum(tables[s][kind].step[k] for kind, k in zip(kinds[s], stages[s], strict=True)))
+
+    steps = [step_s(s) for s in range(len(spans))]
+    for _ in range(RELIEF if len(spans) > 1 else 0):
+        for s in np.flatnonzero(np.array(steps) >= LADEN * max(steps)).tolist():
+            key = instance.regime(s), kinds[s], stages[s]
+            if key not in cache:
+                cache[key] = _lighter(instance.regime(s), [tables[s][kind] for kind in kinds[s]], stages[s])
+            lighter = cache[key]
+            if lighter is None:
+                return
+            stages[s], steps[s] = lighter, step_s(s)
+        yield Solution(solution.bounds, tuple(k for stage in stages for k in stage))
+
+
+def _lighter(regime: Regime, tables: list[Table], stage: tuple[int, ...]) -> tuple[int, ...] | None:
+    """One layer's candidate changed for one of its layout with less to do once a step, at the least price in time, and others' for those
+    that make room for it; ``None`` where there is none."""
+    n, passing, _, limit = regime
+    pick = list(stage)
+
+    def swap(memory: bool) -> bool:
+        best, found = np.inf, (0, 0)
+        for a, k in {(id(t), k): (a, k) for a, (t, k) in enumerate(zip(tables, pick, strict=True))}.values():
+            t = tables[a]
+            column = t.weights + n * t.saved + t.at_work(passing) if memory else t.step
+            less = np.flatnonzero((t.layout == t.layout[k]) & (column < column[k] * (1 - 1e-9)) & (t.step <= t.step[k]))
+            price = (t.time[less] - t.time[k]) / (column[k] - column[less])
+            if len(less) and price.min() < best:
+                best, found = float(price.min()), (a, int(less[price.argmin()]))
+        pick[found[0]] = found[1] if np.isfinite(best) else pick[found[0]]
+        return bool(np.isfinite(best))
+
+    def over() -> bool:
+        held = sum(float(t.weights[k] + n * t.saved[k]) for t, k in zip(tables, pick, strict=True))
+        return held + max(float(t.at_work(passing)[k]) for t, k in zip(tables, pick, strict=True)) > limit
+
+    if not swap(memory=False):
+        return None
+    for _ in range(RELIEF):
+        if not over():
+            return tuple(pick)
+        if not swap(memory=True):
+            break
+    return None
+
+
+def modes_of(instance: Instance) -> list[Mode]:
+    """The candidates of every kind: all, then those of one layout (all, for a kind that does not have it)."""
+    every = _every(instance)
+    layouts = dict.fromkeys(roles for t in instance.kinds for roles in t.layouts)
+    modes = [Mode(None, every)]
+    for roles in layouts if len(layouts) > 1 else ():
+        modes.append(Mode(roles, tuple(only(table, roles) for table in instance.kinds)))
+    return modes
+
+
+def _distinct(drafts: list[_Draft]) -> list[_Draft]:
+    """Without repeated cuts of the same mode, and at least one draft in two from different modes."""
+    seen: set[tuple[object, ...]] = set()
+    first: list[_Draft] = []
+    rest: list[_Draft] = []
+    modes: set[Roles | None] = set()
+    for draft in drafts:
+        key = draft.bounds, draft.mode.roles
+        if key in seen:
+            continue
+        seen.add(key)
+        (rest if draft.mode.roles in modes else first).append(draft)
+        modes.add(draft.mode.roles)
+    mixed = first[: REFINED // 2] + rest[: REFINED - REFINED // 2] + first[REFINED // 2 :]
+    return sorted(mixed[:REFINED], key=lambda d: d.estimate_s)
+
+
+def tied_cost(instance: Instance, layers: Sequence[int], price: float) -> float:
+    """Of the cheapest candidates of some layers: what they take, and what they hold at a price in units of ``memory_scale``."""
+    n, total = float(instance.in_flight.max()), 0.0
+    for layer in layers:
+        t = instance.table(layer)
+        held = t.weights + n * t.saved + t.transient
+        total += float((seconds_of(instance, t) + price * memory_scale(instance) * held).min())
+    return total
+
+
+def _drafts(instance: Instance, mode: Mode, whole: bool = False) -> list[_Draft]:
+    """Cuts for a mode, one for each cap; ``whole``: from stages of whole layers, which are dearer to work out."""
+    stages, m = instance.schedule.pipeline, instance.schedule.microbatches
+    spans = {regime: _stage_costs(instance, mode, regime) for regime in instance.regimes}
+    by_stage = [spans[instance.regime(s)] for s in range(stages)]
+    # 1F1B hides part of an early stage's forwards in the warm-up; a forward is a third of the time
+    burden = [1 - (n - 1) / (3 * max(m - 1, 1)) for n in warm_up(instance.schedule)]
+    least = _bottleneck(by_stage, burden)
+    if not np.isfinite(least):
+        return []
+    if whole:
+        by_stage = _wholes(instance, mode, by_stage, burden, WINDOW * least)
+        least = _bottleneck(by_stage, burden)
+        if not np.isfinite(least):
+            return []
+    alone = [
+        np.where(np.isfinite(span), (m - 1) * share, 1.0) * span for share, span in zip(burden, by_stage, strict=True)
+    ]
+    twice = list(repeats(instance.schedule))
+    low, high = (m - 1) * least, np.inf
+    for _ in range(BISECTIONS if stages > 1 and m > 1 else 0):
+        cap = low * 1.1 if np.isinf(high) else (low * high) ** 0.5
+        found = _cut(by_stage, alone, twice, cap)
+        low, high = (cap, high) if found is None else (low, cap)
+    caps = [cap * high * (1 + 1e-9) for cap in CAPS] if np.isfinite(high) else [np.inf]
+    cuts = [_cut(by_stage, alone, twice, cap) for cap in caps]
+    return [_Draft(seconds, bounds, mode) for seconds, bounds in filter(None, cuts)]
+
+
+def _cut(
+    by_stage: list[Array], alone: list[Array], twice: list[int], cap: float
+) -> tuple[float, tuple[int, ...]] | None:
+    """The cuts with the least sum of the stages' times of which no path (``round``, ``twice``) takes over ``cap`` besides.
+
+    With them that sum and the longest of those paths, together.
+    """
+    count = len(by_stage[0]) - 1
+    rest = np.where(np.arange(count + 1) == count, 0.0, np.inf)
+    went, most = [], []
+    for span, own, more in zip(reversed(by_stage), reversed(alone), reversed(twice), strict=True):
+        with np.errstate(invalid="ignore"):  # more of nothing that is possible
+            besides = np.maximum(own, more * span + rest[None, :]) if more else own
+        through = np.where(besides <= cap, span + rest[None, :], np.inf)
+        went.append(through.argmin(axis=1))
+        most.append(besides)
+        rest = through.min(axis=1)
+    if not np.isfinite(rest[0]):
+        return None
+    bounds = [0]
+    for after in reversed(went):
+        bounds.append(int(after[bounds[-1]]))
+    longest = max(float(b[i, j]) for b, (i, j) in zip(reversed(most), pairwise(bounds), strict=True))
+    return float(rest[0]) + longest, tuple(bounds)
+
+
+def _bottleneck(by_stage: list[Array], burden: list[float]) -> float:
+    """The least that the slowest stage can be, by its share of the time."""
+    count = len(by_stage[0]) - 1
+    slowest = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
+    for span, share in zip(by_stage, burden, strict=True):
+        slowest = np.maximum(slowest[:, None], share * span).min(axis=0)
+    return float(slowest[count])
+
+
+def _wholes(instance: Instance, mode: Mode, by_stage: list[Array], burden: list[float], most_s: float) -> list[Array]:
+    """The stages' seconds from whole layers; ``inf`` for those of more than ``most_s``."""
+    runs = compositions(instance)
+    weights = (1.0, 0.0, 1 / instance.schedule.microbatches)
+    found = []
+    for s, (span, share) in enumerate(zip(by_stage, burden, strict=True)):
+        sacks = knapsacks(instance, instance.regime(s), weights, bound=False, roles=mode.roles)
+        values = np.full(len(runs.counts) + 1, np.inf)
+        near = share * span <= most_s
+        values[runs.at[near]] = span[near]
+        for c in np.unique(runs.at[near]).tolist():
+            if len(layers := runs.layers(instance, c)) <= TABLES:
+                values[c] = sacks.least(layers)
+        found.append(values[runs.at])
+    return found
+
+
+def _stage_costs(instance: Instance, mode: Mode, regime: Regime) -> Array:
+    """``[i, j]``: seconds of the cheapest stage of layers i..j-1 on the ladder that fits, interpolated; ``inf`` where none does."""
+    n, passing, place, limit = regime
+    ladder = np.array(LADDER) * memory_scale(instance)
+    runs = compositions(instance)
+    columns = []
+    for table, keep in zip(instance.at(place), mode.allowed, strict=True):
+        weight, held = seconds_of(instance, table)[keep], (table.weights + n * table.saved)[keep]
+        choice = (weight[None, :] + ladder[:, None] * held[None, :]).argmin(axis=1)
+        columns.append(np.stack([weight[choice], held[choice], table.at_work(passing)[keep][choice]]))
+    time, held, transient = np.stack(columns, axis=2)  # each [ladder, kind]
+    needs = held @ runs.counts.T + runs.most(transient)
+    times = time @ runs.counts.T
+    ok = needs <= limit
+    first = ok.argmax(axis=0)[None]
+    result = np.where(ok.any(axis=0), np.take_along_axis(times, first, 0)[0], np.inf)
+    before = np.maximum(first - 1, 0)
+    low, high = np.take_along_axis(needs, first, 0)[0], np.take_along_axis(needs, before, 0)[0]
+    faster = np.take_along_axis(times, before, 0)[0]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        share = np.where(high > limit, (limit - low) / (high - low), 0.0)
+        guess = np.where(np.isfinite(result), result - np.nan_to_num(share) * np.maximum(result - faster, 0.0), np.inf)
+    return runs.spread(guess)
+
+
+def _refined(instance: Instance, draft: _Draft, cache: _Cache) -> tuple[int, ...] | None:
+    """Each stage's candidates, from the first stage to the last: what a layer sends decides what the next stage starts from."""
+    pick: list[int] = []
+    layout = instance.layout
+    for s, (i, j) in enumerate(pairwise(draft.bounds)):
+        regime = instance.regime(s)
+        came = instance.table(i - 1).strategies[pick[-1]].roles if i else None
+        way = layout.way[s] if j < instance.layers else None
+        borders = tuple(layout.inside[0].border[max(i - 1, 0) : j])
+        key = draft.mode.roles, tuple(instance.kind[i:j].tolist()), borders, regime, came, way
+        if key not in cache:
+            before = pick[-1] if i else None
+            cache[key] = _stage(instance, draft.mode, i, j, s, before)
+        stage = cache[key]
+        if stage is None:
+            return None
+        pick += stage
+    return tuple(pick)
+
+
+def _stage(instance: Instance, mode: Mode, i: int, j: int, s: int, before: int | None) -> tuple[int, ...] | None:
+    """The candidates of a stage's layers. What segments of several layers hold over the layers' shares is made room for."""
+    full = stage_of(instance, _every(instance), i, j, s, before)
+    chosen = stage_of(instance, mode.allowed, i, j, s, before).solve()
+    whole = _whole(instance, mode, i, j, instance.regime(s))
+    found = [full.improved(start) for start in (chosen, whole) if start is not None and full.host_fits(start)]
+    if not instance.segmented:
+        return min(found, key=full.seconds) if found else None
+    return _in_segments(instance, mode, full, i, s, before, found)
+
+
+def _in_segments(
+    instance: Instance, mode: Mode, full: Selection, i: int, s: int, before: int | None, found: list[tuple[int, ...]]
+) -> tuple[int, ...] | None:
+    """The best of ``found``, and of choices with some memory left free, that fits with all that its segments keep."""
+    fit: list[tuple[int, ...]] = []
+    low, high, spare = 0.0, np.inf, 0.0
+    for _ in range(ROOMS):
+        trials = [in_turn(instance, i, pick) for pick in found]
+        over = [stage_bytes(instance, i, s, trial) - full.limit for trial in trials]
+        fit += [trial for trial, more in zip(trials, over, strict=True) if more <= 0]
+        if not trials or (spare == 0 and fit):
+            break
+        low, high = (low, spare) if min(over) <= 0 else (spare, high)
+        spare = (low + high) / 2 if np.isfinite(high) else spare + min(over)
+        j = i + len(trials[0])
+        n, passing, place, limit = instance.regime(s)
+        again = stage_of(instance, mode.allowed, i, j, s, before, spare).solve()
+        whole = _whole(instance, mode, i, j, (n, passing, place, limit - spare))
+        found = [pick for pick in (again, whole) if pick is not None and full.host_fits(pick)]
+    return min(fit, key=full.seconds) if fit else None
+
+
+def _every(instance: Instance) -> tuple[Indices, ...]:
+    return tuple(np.arange(len(t)) for t in instance.kinds)
+
+
+def _whole(instance: Instance, mode: Mode, i: int, j: int, regime: Regime) -> tuple[int, ...] | None:
+    """The best candidates of a stage's layers where resharding costs nothing, those of one layout together."""
+    runs = compositions(instance)
+    weights = (1.0, 0.0, 1 / instance.schedule.microbatches)
+    sacks = knapsacks(instance, regime, weights, bound=False, roles=mode.roles)
+    composition = int(runs.at[i, j])
+    layers = runs.layers(instance, composition)
+    picks = sacks.picks(layers) if len(layers) <= TABLES else None
+    if picks is None:
+        return None
+    left = dict(zip(np.flatnonzero(runs.counts[composition]).tolist(), picks, strict=True))
+    for kind, chosen in left.items():
+        chosen.sort(key=lambda k: (int(instance.kinds[kind].layout[k]), k))
+    return tuple(left[kind].pop(0) for kind in instance.kind[i:j].tolist())

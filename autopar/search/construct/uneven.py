@@ -1,0 +1,63 @@
+"""Cuts for schedules whose devices hold unequal numbers of microbatches, as those with backwards in two parts do.
+
+Cuts that give all devices as much to do leave some without the memory for it. So cuts between those that are even in seconds and those
+that are even in bytes are tried, and single layers of the best are moved, each time with every device's layers chosen again, as long as
+the step gets shorter.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from autopar.schedules.memory import moments
+from autopar.search.cuts import balanced_cuts, moved_by_one
+from autopar.search.evaluation import Solution, cost
+from autopar.search.pareto import Array
+from autopar.search.tables import Instance
+
+MIXTURES = (0.25, 0.5, 0.75, 1.0)
+"""Shares of bytes, beside seconds, that cuts are made even in."""
+
+MOVES, ACTIONS = 64, 300_000
+"""Moves of a layer that are tried at most, and actions of the schedules that are simulated for them."""
+
+Refine = Callable[[tuple[int, ...]], Solution | None]
+
+
+def uneven_cuts(instance: Instance, pick: Sequence[int], seconds: Array) -> list[tuple[int, ...]]:
+    """Cuts for the candidates ``pick`` of each kind; ``seconds[device, layers]`` are sums over the first layers, from none to all."""
+    layout, held, schedule = instance.layout, np.zeros_like(seconds), instance.schedule
+    number = np.bincount(instance.kind, minlength=len(instance.kinds))
+    for d in range(schedule.pipeline):
+        counts, _ = moments(schedule, d)
+        means = {(float(n), float(q)) for n, q in counts.reshape(len(counts), 2, schedule.chunks).mean(axis=2)}
+        chosen = list(zip(instance.at(layout.place[d]), pick, strict=True))
+        ways = [np.array([float(t.held(n, q)[k]) for t, k in chosen]) for n, q in sorted(means)]
+        each = max(ways, key=lambda held: float(number @ held))  # of the moment at which such layers hold most
+        held[d, 1:] = np.cumsum(each[instance.kind]) / layout.limit[d]
+    share = seconds / float(seconds[:, -1].mean()) * len(held)
+    cuts = [balanced_cuts(list((1 - mix) * share + mix * held), instance.schedule.device) for mix in MIXTURES]
+    return list(dict.fromkeys(cuts))
+
+
+def polished(instance: Instance, best: Solution, refine: Refine, deadline: float) -> Solution:
+    """``best``, or a faster solution after single layers have moved from the slowest device to another stage, or over a cut."""
+    schedule = instance.schedule
+    step = cost(instance, best).step_time_s
+    left = min(MOVES, ACTIONS // (3 * schedule.stages * schedule.microbatches))
+    moves = iter(_moved(instance, best))
+    while left > 0 and time.monotonic() < deadline and (bounds := next(moves, None)) is not None:
+        left -= 1
+        solution = refine(bounds)
+        if solution is not None and (trial := cost(instance, solution).step_time_s) < step * (1 - 1e-4):
+            step, best, moves = trial, solution, iter(_moved(instance, solution))
+    return best
+
+
+def _moved(instance: Instance, solution: Solution) -> list[tuple[int, ...]]:
+    now = cost(instance, solution)
+    busy = np.bincount(instance.device, np.add(now.forward_s, now.backward_s))
+    return moved_by_one(solution.bounds, [instance.schedule.own(int(d)) for d in np.argsort(busy)])

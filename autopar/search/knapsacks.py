@@ -1,0 +1,265 @@
+"""Stages of whole layers: the least cost of a stage, exactly, resharding inside it apart.
+
+Layers of one kind have one table, so a stage is a number of layers of each kind, and what it does is how many of them take each
+candidate: a knapsack. Of the ways to run k layers of a kind only those matter that no other beats in both cost and memory held, and
+those of k layers are made from those of k - 1. The transients of a stage count once, by the largest: for each level that they may
+reach, the candidates below it are combined, and the rest of the memory is theirs.
+
+The relaxations of ``bounds`` let a fraction of a layer recompute, which makes a stage of four layers up to a tenth cheaper
+than it can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.search.pareto import Array, Indices, falling
+from autopar.search.tables import Instance, Regime, Roles, Table
+
+WAYS = 400
+"""Ways to run some layers that are told apart; more are thinned out."""
+
+TABLES = 3
+"""Different layers of a stage, up to which it is worked out: more make too many ways, and are enough layers that a fraction of one is
+little."""
+
+
+@dataclass(frozen=True)
+class Front:
+    """Ways to run some layers: bytes held, rising, and cost, falling. A way is a way of each of two parts, or one layer's candidate."""
+
+    held: Array
+    cost: Array
+    made: Indices  # of two parts: the way of the first times the ways of the second, plus the way of the second; else the candidate
+    parts: tuple[Front, Front] | None = None
+    table: int = 0  # of a candidate; 0 of no layer at all
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def picks(self, way: int) -> list[tuple[int, int]]:
+        """The table and the candidate of each layer of a way."""
+        made = int(self.made[way])
+        if self.parts is None:
+            return [(self.table, made)] if self.table else []
+        first, second = self.parts
+        return [*first.picks(made // len(second)), *second.picks(made % len(second))]
+
+
+NOTHING = Front(np.zeros(1), np.zeros(1), np.zeros(1, dtype=np.int64))
+
+
+def merged(a: Front, b: Front, limit: float, bound: bool) -> Front:
+    """The ways to run the layers of both in a limit. Of more than ``WAYS`` some are left out, or (``bound``) neighbours are merged into one
+    that is as cheap as the one and holds as little as the other."""
+    held, cost = np.add.outer(a.held, b.held).ravel(), np.add.outer(a.cost, b.cost).ravel()
+    keep = falling(held, cost)
+    keep = keep[: int(np.searchsorted(held[keep], limit, side="right"))]
+    first = last = np.arange(0, len(keep), -(-len(keep) // WAYS) or 1)
+    if bound and len(first):
+        last = np.append(first[1:], len(keep)) - 1
+    return Front(held[keep[first]], cost[keep[last]], keep[first], (a, b))
+
+
+def only(table: Table, roles: Roles) -> Indices:
+    """The table's candidates of one layout; all of them, if it has none."""
+    here = np.array([i for i, s in enumerate(table.strategies) if s.roles == roles], dtype=np.int64)
+    return here if len(here) else np.arange(len(table))
+
+
+Weights = tuple[float, float, float]
+"""The costs of a second of one microbatch's time, a second of its forward and a second of the work once a step."""
+
+Layers = Sequence[tuple[Table, int]]
+"""The layers of a stage: tables and the number of layers of each."""
+
+Part = tuple[int, int, int]
+"""A table, a level of its transients, and a number of layers."""
+
+
+@dataclass
+class Knapsacks:
+    """The stages of one regime under one cost, worked out as they are asked for.
+
+    ``bound``: where ways are too many, neighbours are merged into one that is as cheap as the one and holds as little as the other, so
+    that every answer is a lower bound; otherwise some are left out, so that every answer is a stage. ``roles``: the one layout that may
+    be used, by the layers that have it.
+    """
+
+    regime: Regime
+    weights: Weights
+    bound: bool
+    roles: Roles | None = None
+    _levels: dict[int, list[tuple[float, Front]]] = field(default_factory=dict)
+    _fronts: dict[tuple[Part, ...], Front] = field(default_factory=dict)
+    _tables: list[Table] = field(default_factory=list)  # kept, so that their numbers stay theirs
+
+    def _single(self, table: Table) -> list[tuple[float, Front]]:
+        """One layer's ways, by the level of the transients."""
+        if id(table) not in self._levels:
+            self._tables.append(table)
+            n, passing, place, _ = self.regime
+            here = table.at(place)
+            keep = np.arange(len(table)) if self.roles is None else only(table, self.roles)
+            time, forward, step = self.weights
+            cost = (time * here.time + forward * here.forward + step * here.step)[keep]
+            held, transient = (here.weights + n * here.saved)[keep], here.at_work(passing)[keep]
+            levels: list[tuple[float, Front]] = []
+            for level in np.unique(transient).tolist():
+                some = np.flatnonzero(transient <= level)
+                best = some[falling(held[some], cost[some])]
+                if not levels or not np.array_equal(keep[best], levels[-1][1].made):
+                    levels.append((level, Front(held[best], cost[best], keep[best], table=id(table))))
+            self._levels[id(table)] = levels
+        return self._levels[id(table)]
+
+    def _of(self, parts: tuple[Part, ...]) -> Front:
+        """The ways to run the layers of some parts."""
+        if not parts:
+            return NOTHING
+        if parts not in self._fronts:
+            *before, (table, level, number) = parts
+            single = self._levels[table][level][1]
+            if before:
+                made = merged(self._of(parts[-1:]), self._of(tuple(before)), self.regime[3], self.bound)
+            else:
+                made = (
+                    merged(single, self._of(((table, level, number - 1),)), self.regime[3], self.bound)
+                    if number > 1
+                    else single
+                )
+            self._fronts[parts] = made
+        return self._fronts[parts]
+
+    def _levelled(self, layers: Layers) -> list[tuple[float, list[Part]]]:
+        """For each level that the transients of such a stage may reach: the memory that is left, and the parts that stay below it."""
+        some = [(id(table), number, self._single(table)) for table, number in layers]
+        floor = max(levels[0][0] for _, _, levels in some)
+        found = []
+        for level in sorted({floor, *(level for _, _, levels in some for level, _ in levels if level > floor)}):
+            below = [(table, sum(at <= level for at, _ in levels) - 1, number) for table, number, levels in some]
+            found.append((self.regime[3] - level, sorted(below, key=lambda part: -part[2])))
+        return found
+
+    def _best(self, layers: Layers) -> tuple[float, tuple[Front, int, Front, int] | None]:
+        best: tuple[float, tuple[Front, int, Front, int] | None] = np.inf, None
+        for room, parts in self._levelled(layers):
+            a, b = self._of(tuple(parts[:-1])), self._of(tuple(parts[-1:]))
+            if not len(a) or not len(b):
+                continue
+            at = np.searchsorted(a.held, room - b.held, side="right") - 1
+            cost = np.where(at >= 0, b.cost + a.cost[at], np.inf)
+            way = int(cost.argmin())
+            if cost[way] < best[0]:
+                best = float(cost[way]), (a, int(at[way]), b, way)
+        return best
+
+    def least(self, layers: Layers) -> float:
+        """The least cost of a stage with these layers that fits; ``inf`` where none does."""
+        return self._best(layers)[0]
+
+    def picks(self, layers: Layers) -> list[list[int]] | None:
+        """By table, the candidates of that stage's layers; ``None`` where none fits."""
+        found = self._best(layers)[1]
+        if found is None:
+            return None
+        a, i, b, j = found
+        by_table: dict[int, list[int]] = {id(table): [] for table, _ in layers}
+        for table, candidate in [*a.picks(i), *b.picks(j)]:
+            by_table[table].append(candidate)
+        return list(by_table.values())
+
+
+def knapsacks(
+    instance: Instance, regime: Regime, weights: Weights, *, bound: bool, roles: Roles | None = None
+) -> Knapsacks:
+    """Those that the instance's search has worked with before, or new ones."""
+    key = regime, weights, bound, roles
+    if key not in instance.known:
+        instance.known[key] = Knapsacks(regime, weights, bound, roles)
+    found: Knapsacks = instance.known[key]
+    return found
+
+
+ByRoles = dict[Roles, float]
+
+
+class Sends:
+    """Lower bounds of what a stage spends on its neighbours and on layers of different layouts.
+
+    A stage whose layers all have one layout sends in that layout; what it sends back arrived in it, or was resharded. In any other stage
+    two neighbouring layers differ.
+    """
+
+    def __init__(self, instance: Instance) -> None:
+        self.instance = instance
+        stages, last = instance.schedule.pipeline, instance.layers - 1
+        place = instance.layout.place
+        borders = {self._border(i): i for i in range(last)}.values()  # one of each
+        self.forward: list[ByRoles] = []
+        self.back: list[ByRoles] = []
+        self.mixed: list[float] = []
+        for s in range(stages):
+            forward, back, mixed = ByRoles(), ByRoles(), np.inf
+            for i in borders:
+                left, right = instance.table(i), instance.table(i + 1)
+                between = instance.layout.inside[place[s]].edge(i, instance.choice, left.layouts, right.layouts)
+                differ = np.array([[a != b for b in right.layouts] for a in left.layouts])
+                mixed = min(mixed, float(np.where(differ, between, np.inf).min()))
+                if s < stages - 1:
+                    _lower(forward, left.layouts, self._send(i, s))
+                if s > 0:
+                    _lower(back, right.layouts, (self._send(i, s - 1)[:, None] + between).min(axis=0))
+            self.forward.append(forward)
+            self.back.append(back)
+            self.mixed.append(mixed)
+
+    def _border(self, i: int) -> tuple[int, int, int]:
+        ways = self.instance.layout.inside[0]
+        return ways.border[i], int(self.instance.kind[i]), int(self.instance.kind[i + 1])
+
+    def _send(self, i: int, s: int) -> Array:
+        """By layout of layer ``i``, a send over the border of stages ``s`` and the next."""
+        way = self.instance.layout.way[s]
+        assert way is not None, self.instance.choice
+        return self.instance.layout.across[way].p2p(i, self.instance.choice, self.instance.table(i).layouts)
+
+    def least(self, s: int, layers: Layers, weights: Weights) -> float:
+        """A lower bound of the cost of a stage with such layers, with what it sends; ``weights`` cost forwards and backwards alike."""
+        if len(layers) > TABLES:
+            return 0.0
+        instance, regime = self.instance, self.instance.regime(s)
+        some = (self.forward[s], self.back[s])
+        fewest = sum(min(way.values()) for way in some if way)
+        best = np.inf
+        if sum(number for _, number in layers) > 1:
+            best = knapsacks(instance, regime, weights, bound=True).least(layers) + fewest + self.mixed[s]
+        found: list[tuple[float, float, Roles]] = []
+        for roles in dict.fromkeys(roles for table, _ in layers for roles in table.layouts):
+            whole = all(roles in table.layouts for table, _ in layers)
+            sends = sum(way[roles] for way in some if way) if whole else fewest
+            cheapest = sum(number * self._cheapest(table, regime[2], weights, roles) for table, number in layers)
+            found.append((cheapest + sends, sends, roles))
+        for least, sends, roles in sorted(found, key=lambda each: each[0]):
+            if least >= best:
+                break
+            best = min(best, knapsacks(instance, regime, weights, bound=True, roles=roles).least(layers) + sends)
+        return best
+
+    def _cheapest(self, table: Table, place: int, weights: Weights, roles: Roles) -> float:
+        key = id(table), place, weights, roles
+        if key not in self.instance.known:
+            time, forward, step = weights
+            here, keep = table.at(place), only(table, roles)
+            cost = time * here.time + forward * here.forward + step * here.step
+            self.instance.known[key] = float(cost[keep].min()), table  # kept, so that its number stays its own
+        least: float = self.instance.known[key][0]
+        return least
+
+
+def _lower(known: ByRoles, layouts: tuple[Roles, ...], seconds: Array) -> None:
+    for roles, value in zip(layouts, seconds.tolist(), strict=True):
+        known[roles] = min(known.get(roles, np.inf), value)

@@ -1,0 +1,261 @@
+"""The steps that an outer choice goes through, one each time that its bound is the lowest: bounds, solutions, then a proof.
+
+An ``Engine`` is such a sequence. Choices with one stage on each device are bounded before a solution is looked for: their bounds are tight,
+and most choices need no solution. With several stages on each device bounds are dear and looser, and a solution comes first: the better the
+incumbent, the fewer choices need them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.search.bounds.bottleneck import GRIDS, bottleneck_bound, whole_bound
+from autopar.search.bounds.cheap import fewest_seconds
+from autopar.search.bounds.columns import columns_bound, even_bound
+from autopar.search.bounds.devices import devices_bound
+from autopar.search.bounds.mixed import mixed_bound
+from autopar.search.bounds.relaxation import relaxation
+from autopar.search.construct.devices import construct_devices
+from autopar.search.construct.stages import construct_stages, tied_cost
+from autopar.search.evaluation import Solution, all_in_turn, fits, leaving_room
+from autopar.search.exact import TooLargeError, solve_labels, solve_scip
+from autopar.search.minimum_memory import least_memory
+from autopar.search.state import Node, State
+from autopar.search.tables import Instance
+
+LABEL_LAYERS = 16
+"""Up to this many layers the label method is tried before SCIP."""
+
+MARGIN = 0.15
+"""How far above a choice's bound a plan is looked for while none is known."""
+
+FEW = 16
+"""Layers of a device up to which devices of whole layers are mixed rather than layers: the more there are, the less it gains."""
+
+PRICES = (0.0, 0.03, 0.3)
+"""Prices of memory at which tied layers are decided, in units of a stage's least time per device memory."""
+
+Step = Callable[[State, Node], None]
+Bound = Callable[[State, Node], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """How the choices of one family are solved.
+
+    ``estimate``: a bound by which the ways to decide a tie are compared. ``segments``: whether several layers may be recomputed as one
+    without being pinned to it. ``integer``: whether SCIP decides what labels cannot.
+    """
+
+    steps: tuple[Step, ...]
+    construct: Callable[[Instance, float], tuple[float, Solution] | None]
+    estimate: Callable[[Instance], float]
+    segments: bool
+    integer: bool
+
+
+def engine_of(instance: Instance) -> Engine:
+    return SEVERAL_STAGES if instance.schedule.interleaved else ONE_STAGE
+
+
+def advance(state: State, node: Node) -> None:
+    """The next step of a choice."""
+    engine_of(node.instance).steps[node.done](state, node)
+
+
+def _bounding(bound: Bound) -> Step:
+    """A step that raises a choice's bound, or finds that nothing of it fits."""
+
+    def step(state: State, node: Node) -> None:
+        found = bound(state, node)
+        if not np.isfinite(found):
+            not_possible(state, node)
+        else:
+            state.push(node.instance, found, node.done + 1)
+
+    return step
+
+
+def not_possible(state: State, node: Node) -> None:
+    """Nothing of a choice fits: take it up again with segments of several layers, which hold less and are never faster."""
+    instance = segmented(state, node.instance)
+    if instance is not None:
+        state.push(instance, node.bound_s)
+
+
+def segmented(state: State, instance: Instance) -> Instance | None:
+    """The same choice with segments of several layers among its candidates; ``None`` where there are none besides."""
+    choice = instance.choice
+    if choice.segments or not engine_of(instance).segments:
+        return None
+    found = state.prices.instance(replace(choice, segments=True))
+    return (
+        found
+        if found is not None and any(a is not b for a, b in zip(found.kinds, instance.kinds, strict=True))
+        else None
+    )
+
+
+def _coarse(state: State, node: Node) -> None:
+    """Coarse first: most choices are far from the best."""
+    bound = bottleneck_bound(node.instance, node.bound_s, state.enough_s, GRIDS[:1])
+    if not np.isfinite(bound):
+        not_possible(state, node)
+    elif state.best is None and state.left_s() < 0.5 * state.options.time_limit_s:
+        _construct(state, replace(node, bound_s=bound, more=()))  # a plan first
+    else:
+        state.push(node.instance, bound, node.done + 1)
+
+
+def _fine(state: State, node: Node) -> float:
+    return bottleneck_bound(node.instance, node.bound_s, state.enough_s, GRIDS[1:2])
+
+
+def _whole(state: State, node: Node) -> float:
+    cutoff = state.enough_s if np.isfinite(state.enough_s) else (1 + MARGIN) * node.bound_s
+    return whole_bound(node.instance, node.bound_s, cutoff)
+
+
+def _relax(state: State, node: Node) -> float:
+    state.solvers.add("GLOP")
+    return relaxation(node.instance, node.bound_s, max(state.left_s(), 0.05))
+
+
+def _even(state: State, node: Node) -> float:
+    return even_bound(node.instance, node.bound_s, state.enough_s)
+
+
+def _devices(state: State, node: Node) -> float:
+    """Devices of whole layers, each for itself."""
+    return devices_bound(node.instance, node.bound_s, state.enough_s)
+
+
+def _mixed(state: State, node: Node) -> float:
+    """All devices together."""
+    instance, bound = node.instance, node.bound_s
+    if instance.layers <= FEW * instance.schedule.pipeline:
+        state.solvers.add("CLP")
+        bound = mixed_bound(instance, bound, state.enough_s)
+    if bound < state.enough_s:
+        state.solvers.add("GLOP")
+        bound = columns_bound(instance, bound, state.enough_s)
+    return bound
+
+
+def _construct(state: State, node: Node) -> None:
+    if node.bound_s < state.enough_s:
+        state.opened += 1
+        if not _look(state, node.instance) and least_memory(node.instance)[0] > 1:
+            return not_possible(state, node)
+    state.push(node.instance, node.bound_s, ONE_STAGE.steps.index(_construct) + 1)
+
+
+def _first(state: State, node: Node) -> None:
+    """A solution before dearer bounds; these wait while other choices are left."""
+    if node.bound_s < state.enough_s:
+        state.opened += 1
+        _look(state, node.instance)
+    state.later.append(Node(node.bound_s, node.number, node.instance, (), node.done + 1))
+
+
+def _second(state: State, node: Node) -> None:
+    """Another one, now that it is known how a relaxation shares the layers out."""
+    if node.bound_s < state.enough_s:
+        _look(state, node.instance)
+    state.push(node.instance, node.bound_s, node.done + 1)
+
+
+def _look(state: State, instance: Instance) -> bool:
+    """Whether a solution of the choice was found."""
+    decided = _dive(state, instance)
+    found = engine_of(instance).construct(decided, state.deadline) if decided is not None else None
+    if decided is None or found is None:
+        return False
+    state.offer(decided, found[1])
+    return True
+
+
+def _dive(state: State, instance: Instance) -> Instance | None:
+    """The instance with every tie decided in the way that looks best: where a solution is looked for before ties are branched on."""
+    while (group := state.undecided(instance.choice)) is not None:
+        children = list(decided(state, instance, group))
+        if not children:
+            return None
+        layers = state.prices.groups[group]
+        likely = [min(children, key=lambda child, p=price: tied_cost(child, layers, p)) for price in PRICES]  # type: ignore[misc]
+        kept = {id(child): child for child in likely}.values()
+        instance = min(kept, key=engine_of(instance).estimate) if len(kept) > 1 else likely[0]
+    return instance
+
+
+def decided(state: State, instance: Instance, group: int) -> Iterator[Instance]:
+    """The instances in which the tie of ``group`` is decided, each in its own way."""
+    for roles, zero in state.prices.ties(instance.choice, group):
+        child = state.prices.instance(replace(instance.choice, ties=(*instance.choice.ties, (group, roles, zero))))
+        if child is not None:
+            yield child
+
+
+def _close(state: State, node: Node) -> None:
+    """Decide the next tie of a choice, or solve it: its bound is then final."""
+    instance, engine = node.instance, engine_of(node.instance)
+    group = state.undecided(instance.choice)
+    if group is not None and (engine.integer or instance.layers <= LABEL_LAYERS):
+        for child in decided(state, instance, group):
+            state.push(child, max(node.bound_s, fewest_seconds(child)), 1)
+        return
+    if instance.layers <= LABEL_LAYERS and _labels(state, node):
+        return
+    state.closed_s = min(state.closed_s, _integer(state, node) if engine.integer else node.bound_s)
+
+
+def _labels(state: State, node: Node) -> bool:
+    """Whether the label method has solved the choice."""
+    instance, deadline = node.instance, time.monotonic() + min(state.left_s(), 3.0)
+    try:
+        value, solution = solve_labels(instance, state.step_s, deadline)
+    except TooLargeError:
+        return False
+    state.solvers.add("labels")
+    if solution is not None:
+        state.offer(instance, solution)
+    elif engine_of(instance).segments and least_memory(instance)[0] > 1:
+        not_possible(state, node)
+    state.closed_s = min(state.closed_s, value)
+    return True
+
+
+def _integer(state: State, node: Node) -> float:
+    """SCIP's bound; a solution is offered."""
+    instance = node.instance
+    state.solvers.add("SCIP")
+    # what it does not close soon it hardly ever closes
+    budget = min(state.left_s(), max(2.0, 0.1 * state.options.time_limit_s))
+    gap = max(state.options.target_gap / 4, 1e-9)
+    bound, solution = solve_scip(instance, node.bound_s, state.step_s, budget, gap)
+    if solution is not None and instance.segmented and not fits(instance, all_in_turn(instance, solution)):
+        tight = leaving_room(instance, all_in_turn(instance, solution))
+        solution = solve_scip(tight, node.bound_s, state.step_s, min(budget, state.left_s()), gap)[1]
+    if solution is not None:
+        state.offer(instance, solution)
+    return bound
+
+
+ONE_STAGE = Engine(
+    (_coarse, _bounding(_fine), _bounding(_whole), _construct, _bounding(_relax), _close),
+    construct_stages,
+    bottleneck_bound,
+    segments=True,
+    integer=True,
+)
+SEVERAL_STAGES = Engine(
+    (_bounding(_even), _bounding(_devices), _first, _bounding(_mixed), _second, _close),
+    construct_devices,
+    fewest_seconds,
+    segments=False,
+    integer=False,
+)

@@ -1,0 +1,67 @@
+"""Attention without flash attention: products and pointwise ops over a matrix of scores, which stays in memory for the backward pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from autopar.devices.measured import PRODUCT
+from autopar.ops import cost
+from autopar.price.draft import Draft, Slot
+from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
+
+
+def with_scores(run: Trace, nodes: Sequence[fx.Node]) -> Trace:
+    """The trace with the scores of every attention op saved instead of its result and one float per row."""
+    attention = {node.name: node for node in nodes if cost.is_attention(node)}
+    saved: list[Saved] = []
+    storage = 1 + max([*run.extent, *(entry.storage for entry in run.saved)], default=0)
+    for entry in run.saved:
+        if entry.node not in attention or entry.operand not in (OUTPUT, INTERNAL):
+            saved.append(entry)
+        elif entry.operand == INTERNAL:
+            for tensor in _scores(attention[entry.node]):
+                saved.append(Saved(storage, entry.node, INTERNAL, tensor.numel(), tensor.dtype))
+                storage += 1
+    return dataclasses.replace(run, saved=tuple(saved))
+
+
+def unfuse_attention(costs: Draft) -> None:
+    """Charges attention for its products over the whole square of scores, and for passing the scores from step to step."""
+    for i, node in enumerate(costs.ops):
+        if cost.is_attention(node):
+            wanting = sum(costs.run.requires_grad[o.name] for o in cost.factors(node))
+            differentiable = costs.run.requires_grad[node.name]
+            factor = cost.backward_factor(node, wanting, len(cost.factors(node))) if differentiable else 0.0
+            costs.forward_flops[i] = cost.model_flops(node)
+            costs.backward_flops[i] = cost.model_flops(node) * min(factor, cost.MATMUL_BACKWARD)  # no scores again
+            costs.kinds[i] = PRODUCT
+            costs.slots.append(_slot(costs, i, node, differentiable))
+
+
+def _slot(costs: Draft, index: int, node: fx.Node, differentiable: bool) -> Slot:
+    """The scores, which the steps of attention write and read one after the other.
+
+    Forward: a product writes them, softmax reads and writes, a product reads; dropout reads, writes, and writes a mask of bytes.
+    Backward: a product writes, dropout reads and writes, softmax reads twice and writes, two products read.
+    """
+    probabilities, *dropped = _scores(node)
+    n, more = float(costs.size(probabilities)), float(sum(costs.size(t) for t in dropped))
+    forward = 4 * n + (n + more if dropped else 0.0)
+    backward = (7 * n + (n + more if dropped else 0.0)) if differentiable else 0.0
+    return Slot(index, INTERNAL, node.name, forward, backward, 2 * n if differentiable else 0.0, n)
+
+
+def _scores(node: fx.Node) -> list[torch.Tensor]:
+    """What attention saves of its scores, on meta: the probabilities, and with dropout its mask and the dropped probabilities."""
+    query, key = (operand.meta["val"] for operand in cost.tensor_operands(node)[:2])
+    shape = (*node.meta["val"].shape[:-1], key.shape[-2])
+    scores = torch.empty(shape, dtype=query.dtype, device="meta")
+    # scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal)
+    dropout = node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0)
+    if not isinstance(dropout, int | float) or dropout <= 0:
+        return [scores]
+    return [scores, torch.empty(shape, dtype=torch.bool, device="meta"), scores]

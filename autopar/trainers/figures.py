@@ -1,0 +1,35 @@
+"""Figures of other trainers, each with its unit and its source, see ``devices.constants``."""
+
+from __future__ import annotations
+
+from autopar.devices.constants import Constant
+
+DEEPSPEED_GRADIENT_BYTES = Constant(
+    10,
+    "bytes per parameter",
+    "fitted: DeepSpeed's bfloat16 optimizer in BigScience's runs; 2 of the backward's gradient, 4 of the flat float32 sum, which is not "
+    "sharded, and as much again",
+)
+RECIPE_GRADIENT_BYTES = Constant(
+    2,
+    "bytes per parameter",
+    "published: grad_sync_dtype bf16 beside distributed_fused_adam, NVIDIA/dgxc-benchmarking nemo_megatron/gpt3_175b_hydra.yaml",
+)
+_NANOTRON = "library: nanotron src/nanotron/optim/gradient_accumulator.py"
+DDP_GRADIENT_BYTES = Constant(6, "bytes per parameter", _NANOTRON + ": 4 of the float32 sum, 2 of DDP's bucket")
+SUMMED_GRADIENT_BYTES = Constant(
+    4, "bytes per parameter", _NANOTRON + ": the float32 sum; without data parallelism there is no bucket"
+)
+FRESH_GRADIENT_BYTES = Constant(
+    2, "bytes per parameter", _NANOTRON + ": the backward's own gradient, which is added to the sum when all are there"
+)
+TENSOR_OVERLAP = Constant(
+    0.3,
+    "fraction of tensor-parallel communication",
+    "fitted: nanotron's asynchronous tensor parallelism in its layout sweep",
+)
+HEAVY_HEAD = Constant(
+    2.0,
+    "blocks",
+    "fitted: from this much arithmetic on, the head counts when blocks are assigned to stages (nanotron's sweep)",
+)

@@ -1,0 +1,177 @@
+"""Which ops run as one kernel when chains of pointwise ops are fused, as hand-written kernels and ``torch.compile`` do.
+
+Every op gets a *depth*: the number of heavy ops (products, attention, lookups, losses) on the longest path before it. Pointwise ops and
+reductions of equal depth that pass values to each other are one kernel: no path between two of them leads through a heavy op, so
+that the kernels have an order. A kernel reads each value from outside once and writes what others read. Instead of what its ops would
+save for the backward pass it saves what it read or wrote; its backward kernel computes the rest from that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.ops import cost
+from autopar.ops.facts import facts
+from autopar.ops.operands import operands
+from autopar.price.draft import Draft, Slot
+from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """``group[name]`` numbers the kernel of a pointwise op; ``source[name]`` is the op (or placeholder) whose storage a value lies in;
+    ``written`` are the fused ops whose result leaves their kernel; ``saved`` are the saved entries."""
+
+    group: dict[str, int]
+    source: dict[str, fx.Node]
+    written: frozenset[str]
+    saved: tuple[Saved, ...]
+
+
+def merge(costs: Draft) -> None:
+    """Charges a fused kernel for what it reads and writes, not for what its ops pass to each other, and for one launch."""
+    ops, run, slots = costs.ops, costs.run, costs.slots
+    forward, backward = costs.forward_kernels, costs.backward_kernels
+    fused = fuse(ops, run, costs.saved)
+    started: set[int] = set()
+    read: dict[tuple[int, str], Slot] = {}
+    views: set[tuple[int, str]] = set()
+    saved = {entry.storage for entry in fused.saved}
+    for i, node in enumerate(ops):
+        if (group := fused.group.get(node.name)) is not None:
+            if group in started:
+                forward[i] = backward[i] = 0.0
+            started.add(group)
+    for slot in slots:
+        node = ops[slot.op]
+        group = fused.group.get(node.name)
+        if node.name in run.views:
+            slot.forward = slot.backward = 0.0
+        if group is None:
+            continue
+        value = fused.source.get(slot.value)
+        maker = value.name if value is not None else slot.value
+        if slot.operand == OUTPUT:
+            if node.name not in fused.written:
+                slot.forward = slot.backward = slot.gradient = 0.0
+        elif fused.group.get(maker) == group or (group, slot.value) in views:
+            slot.forward = slot.backward = slot.gradient = 0.0
+        else:
+            views.add((group, slot.value))
+            storage = run.storage.get(maker, -1)
+            backs = (storage in saved or storage in run.excluded) + run.requires_grad[slot.value]
+            slot.backward = slot.bytes * backs if slot.backward else 0.0
+            first = read.setdefault((group, maker), slot)
+            if first is not slot:  # another view of a value that is read already: no more than the whole of it
+                whole = run.extent[storage][0] if storage in run.extent else 0
+                if whole and first.bytes >= whole:
+                    slot.forward = slot.backward = slot.gradient = 0.0
+    for slot in slots:
+        slot.materialised = slot.gradient > 0
+    costs.saved = fused.saved
+
+
+def fuse(ops: Sequence[fx.Node], run: Trace, saved: Sequence[Saved]) -> Fusion:
+    """Groups the pointwise ops of a traced layer."""
+    source: dict[str, fx.Node] = {}
+    depth: dict[str, int] = {}
+    parent: dict[str, str] = {}
+
+    def find(name: str) -> str:
+        while parent[name] != name:
+            name = parent[name]
+        return name
+
+    def origin(node: fx.Node) -> fx.Node:
+        return source.get(node.name, node)
+
+    for node in ops:
+        read = [origin(o) for o in operands(node)]
+        before = max((depth.get(o.name, 0) for o in read), default=0)
+        if node.name in run.views and read:
+            source[node.name], depth[node.name] = read[0], depth.get(read[0].name, 0)
+        elif heavy(node):
+            depth[node.name] = before + 1
+        else:
+            depth[node.name], parent[node.name] = before, node.name
+            for o in read:
+                if o.name in parent and depth[o.name] == before:
+                    parent[find(o.name)] = find(node.name)
+    roots = {name: find(name) for name in parent}
+    numbers = {root: i for i, root in enumerate(dict.fromkeys(roots.values()))}
+    group = {name: numbers[root] for name, root in roots.items()}
+    written = _written(ops, group, origin)
+    return Fusion(group, source, written, _saved(ops, run, saved, group, origin, written))
+
+
+def heavy(node: fx.Node) -> bool:
+    """Whether the op is a kernel of its own."""
+    op = facts(node)
+    return op.is_cross_entropy or op.looks_up or cost.model_flops(node) > 0
+
+
+def _written(ops: Sequence[fx.Node], group: dict[str, int], origin: Callable[[fx.Node], fx.Node]) -> frozenset[str]:
+    """The fused ops whose results other kernels read."""
+    written = set()
+    for node in ops:
+        reads = node.name in group or origin(node) is node  # a view of a value does not take it anywhere
+        for maker in (origin(o).name for o in operands(node)):
+            if maker in group and reads and group.get(node.name) != group[maker]:
+                written.add(maker)
+    graph = ops[0].graph if ops else None
+    for node in graph.nodes if graph is not None else ():
+        if node.op == "output":
+            written |= {origin(o).name for o in node.all_input_nodes if origin(o).name in group}
+    return frozenset(written)
+
+
+def _saved(
+    ops: Sequence[fx.Node],
+    run: Trace,
+    saved: Sequence[Saved],
+    group: dict[str, int],
+    origin: Callable[[fx.Node], fx.Node],
+    written: frozenset[str],
+) -> tuple[Saved, ...]:
+    """The entries that the backward kernels start from."""
+    maker = {}
+    for node in ops:
+        if node.name not in run.views:
+            maker[run.storage[node.name]] = node
+    found: list[Saved] = []
+    seen: set[tuple[int, str]] = set()
+
+    def save(node: fx.Node, reader: fx.Node, operand: int) -> None:
+        storage = run.storage.get(node.name)
+        if storage is None or storage in run.excluded or not run.requires_grad.get(node.name, False):
+            return
+        if (storage, reader.name) not in seen:
+            seen.add((storage, reader.name))
+            found.append(Saved(storage, reader.name, operand, *run.extent[storage]))
+
+    def again(node: fx.Node) -> None:
+        """Save everything that computing a fused op's result again needs."""
+        if node.name in written:
+            save(node, node, OUTPUT)
+            return
+        for i, o in enumerate(operands(node)):
+            made = origin(o)
+            if made.name in group and group[made.name] == group[node.name]:
+                again(made)
+            else:
+                save(made, node, i)
+
+    by_name = {node.name: node for node in ops}
+    for entry in saved:
+        node, made = by_name[entry.node], maker.get(entry.storage)
+        inside = node.name in group and made is not None and group.get(made.name) == group[node.name]
+        if inside and entry.operand != INTERNAL:
+            assert made is not None
+            again(made)
+        elif (entry.storage, entry.node) not in seen:
+            seen.add((entry.storage, entry.node))
+            found.append(entry)
+    return tuple(found)

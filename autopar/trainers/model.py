@@ -1,0 +1,156 @@
+"""One model for trainers other than autopar's programs: switches for their kernels, their copies of gradients, and their overlap."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.devices import Cluster
+from autopar.graph import LayerClass
+from autopar.ops import cost
+from autopar.ops.facts import facts
+from autopar.ops.operands import operands
+from autopar.plan import NARROW_GRADIENTS, Strategy
+from autopar.price.collectives import Group, group_time_s
+from autopar.price.draft import Draft, Slot
+from autopar.price.layer import beside_s
+from autopar.price.live_memory import Share
+from autopar.price.moves import Move
+from autopar.price.selective import Selection
+from autopar.price.state import Precision
+from autopar.price.trace import INTERNAL, Saved, Trace
+from autopar.price.trainer import Trainer
+from autopar.sharding import AxisTypes
+from autopar.trainers.attention import unfuse_attention, with_scores
+from autopar.trainers.fusion import merge
+from autopar.trainers.selective import select_published
+from autopar.types import Collective
+
+
+@dataclass(frozen=True)
+class OtherTrainer(Trainer):
+    """A trainer by its kernels, copies and overlaps.
+
+    All of them hide the latency of data parallelism's collectives behind each other, allocate nothing at stage borders, replace PyTorch's
+    cross entropy, and under ZeRO 2 and 3 fetch the next layer's parameters ahead.
+
+    ==================  ==============================================================================================
+    ``fused``           a chain of pointwise ops and reductions is one kernel and saves only what it read, as hand-written kernels
+                        and ``torch.compile`` do
+    ``flash``           flash attention, which saves no scores
+    ``gradient_bytes``  of a 16-bit parameter's gradient, all copies that persist from microbatch to microbatch: 2 for a single copy, 4
+                        for a float32 sum, 6 with DDP's buckets, 10 with another flat float32 copy
+    ``fresh_bytes``     of the gradient that a backward leaves until it is added to those: it exists while activations do not
+    ``fsdp``            under ZeRO-3 the shard at rest is the float32 parameter itself, and there is no other master copy
+    ``loss_copies``     tensors as large as the logits that the loss's backward makes in addition to its result: 1 in PyTorch's cross
+                        entropy (the gradient of the log-probabilities), 2 in its loss parallel, 0 where probabilities turn into
+                        the gradient in place
+    ``products_add``    a product adds to its parameter's gradient itself, so that no pass over memory follows
+    ``regather``        a sharded value that a product reads whole is saved sharded, and gathered again in the backward
+    ``by_parameter``    ZeRO gathers parameters one by one, not a layer at a time
+    ``overlap_data``    the number of microbatches that hide collectives of data parallelism: a layer's gradients are reduced under
+                        their backward, its parameters gathered under their forward
+    ``overlap_tensor``  the fraction of tensor-parallel communication that is hidden under matrix products
+    ==================  ==============================================================================================
+    """
+
+    fused: bool = False
+    flash: bool = True
+    gradient_bytes: int = 2
+    fresh_bytes: int = 0
+    fsdp: bool = False
+    loss_copies: int = 0
+    products_add: bool = False
+    regather: bool = False
+    by_parameter: bool = False
+    overlap_data: int = 0
+    overlap_tensor: float = 0.0
+
+    def precision(self, name: str, allow: Collection[str] = ()) -> Precision:
+        own = Trainer.precision(self, name, allow)
+        if not own.master:
+            return own
+        if self.fsdp:  # the master copy is the shard
+            own = dataclasses.replace(own, shard=4, optimizer=own.optimizer - 4)
+        narrow = NARROW_GRADIENTS in allow
+        gradient, fresh = (own.width, 0) if narrow else (self.gradient_bytes, self.fresh_bytes)
+        reduced = min(gradient, 4)
+        copies = fresh > 0 or gradient > reduced  # both in 16 bits and as a wide sum
+        if self.products_add:
+            accumulated = 0
+        elif copies:  # the sum is read and written, the backward's own result written and read
+            accumulated = 2 * reduced + 2 * own.width
+        else:  # to a wide sum that is alone the product itself adds, under its arithmetic
+            accumulated = 0 if reduced > own.width else 3 * reduced
+        return dataclasses.replace(
+            own,
+            gradient=gradient,
+            fresh=fresh,
+            at_rest=0,
+            accumulated=accumulated,
+            averaged=own.width if copies else reduced,  # DDP reduces the copy in 16 bits
+        )
+
+    def trace(self, cls: LayerClass) -> Trace:
+        run = Trainer.trace(self, cls)
+        return run if self.flash else with_scores(run, tuple(cls.graph.graph.nodes))
+
+    def adapt(self, costs: Draft) -> None:
+        costs.torch_loss = False
+        if not self.flash:
+            unfuse_attention(costs)
+        if self.loss_copies:
+            self._add_loss_copies(costs)
+        if self.fused:
+            merge(costs)
+
+    def _add_loss_copies(self, costs: Draft) -> None:
+        for i, node in enumerate(costs.ops):
+            if facts(node).is_cross_entropy and costs.run.requires_grad[node.name]:
+                logits = operands(node)[0]
+                made = self.loss_copies * float(sum(costs.size(t) for t in cost.tensors(logits.meta["val"])))
+                costs.slots.append(Slot(i, INTERNAL, node.name, 0.0, 0.0, made, made))
+
+    def selection(
+        self, cls: LayerClass, ops: Sequence[fx.Node], run: Trace, saved: Sequence[Saved]
+    ) -> tuple[tuple[Saved, ...], Selection]:
+        return select_published(ops, run, saved, self.flash)
+
+    def saves_shard(self, types: AxisTypes, node: fx.Node, operand: int) -> bool:
+        if self.regather and operand >= 0 and types.produced[operands(node)[operand].name].sharded:
+            return True
+        return Trainer.saves_shard(self, types, node, operand)
+
+    def conversions(self, moves: list[Move], gradient: bool) -> list[Move]:
+        if not (self.regather and gradient):
+            return moves
+        gathers = [move for move in moves if move.forward is Collective.ALL_GATHER]
+        again = [dataclasses.replace(m, forward=Collective.NONE, backward=Collective.ALL_GATHER) for m in gathers]
+        return moves + again
+
+    def data_collective_s(
+        self, collective: Collective, size: int, tensors: int, members: Group, cluster: Cluster, around_layer: bool
+    ) -> float:
+        calls = tensors if self.by_parameter and collective is Collective.ALL_GATHER else 1
+        return calls * group_time_s(collective, size / calls, members, cluster, not around_layer, around_layer)
+
+    def exposed_tensor_s(self, communication_s: float) -> float:
+        return (1.0 - self.overlap_tensor) * communication_s
+
+    def exposed_step_s(self, communication_s: float, compute_s: float, slowdown: float) -> float:
+        return beside_s(self.overlap_data * compute_s, communication_s, slowdown)
+
+    def border_bytes(self, size: float) -> float:
+        return 0.0
+
+    def live_bytes(
+        self, share: Share, gradients: int, data: int, zero: int, strategy: Strategy, numbers: Precision
+    ) -> tuple[float, float]:
+        transient = share.working_bytes - share.saved_bytes + share.alive.activations
+        if zero >= 2:  # a gradient being filled and the one before being reduced; parameters of this layer and the next
+            gathered = share.parameters * numbers.width if zero == 3 else 0
+            transient += 2 * share.trainable * numbers.gradient + 2 * gathered
+        return gradients, transient

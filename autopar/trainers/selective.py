@@ -1,0 +1,67 @@
+"""Selective recomputation as published runs have it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import fx
+
+from autopar.devices.measured import Floats
+from autopar.ops import cost
+from autopar.price.moves import Move
+from autopar.price.selective import Selected, Selection
+from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
+from autopar.sharding import AxisTypes
+
+
+class PublishedSelection(Selection):
+    """The same entries whatever the types. Published figures count what remains of the plain run, and no collective is repeated."""
+
+    def under(
+        self, types: tuple[AxisTypes, ...], ops: Sequence[fx.Node], saved: Sequence[Saved], moves: tuple[Move, ...]
+    ) -> Selected:
+        return Selected(self.stays, self.again, ())
+
+    def memory(
+        self,
+        entries: Sequence[Saved],
+        entry_bytes: Floats,
+        plain: list[int],
+        selected: list[int],
+        saver: NDArray[np.intp],
+        ops: int,
+        input_bytes: float,
+    ) -> tuple[float, float]:
+        found = min(float(entry_bytes[plain].sum()), max(float(entry_bytes[selected].sum()), input_bytes))
+        return found, found
+
+
+def select_published(
+    ops: Sequence[fx.Node], run: Trace, plain: Sequence[Saved], flash: bool
+) -> tuple[tuple[Saved, ...], Selection]:
+    """What published runs save.
+
+    Without flash attention, the scores are recomputed and all else is saved (arXiv:2205.05198). With it, torchtitan's policy by op:
+    attention and every second matrix product save their results, the rest runs again.
+    """
+    attention = {node.name for node in ops if cost.is_attention(node)}
+    found = list(plain)
+    if attention and not flash:
+        stays = [not (entry.node in attention and entry.operand == INTERNAL) for entry in plain]
+        again = [node.name in attention for node in ops]
+    else:
+        products = [node for node in ops if cost.model_flops(node) and node.name not in attention]
+        second = products[::2]
+        found += [Saved(run.storage[n.name], n.name, OUTPUT, *run.extent[run.storage[n.name]]) for n in second]
+        results = {run.storage[n.name] for n in (*second, *(n for n in ops if n.name in attention))}
+        stays = [e.storage in results or (e.operand == INTERNAL and e.node in attention) for e in found]
+        quiet = attention | {n.name for n in second}
+        again = [node.name not in quiet for node in ops]
+    return tuple(found), PublishedSelection(
+        np.array(stays, dtype=bool),
+        np.array(again, dtype=bool),
+        np.full(len(found), -1, dtype=np.intp),
+        np.zeros(len(found), dtype=bool),
+    )

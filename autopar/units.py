@@ -1,0 +1,58 @@
+"""Times and sizes as text for people, and sizes read from text."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from autopar.errors import UsageError
+
+_DECIMAL = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+_FACTORS = {"": 1, "B": 1, **{f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")},
+            **{f"{p}IB": 1024 ** (i + 1) for i, p in enumerate("KMGT")}}  # fmt: skip
+
+
+def seconds(value: float) -> str:
+    """Seconds, in milliseconds or microseconds where they are short."""
+    if value >= 100:
+        return f"{value:,.0f} s"
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.2f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"
+
+
+def size(count: int) -> str:
+    """Bytes in the decimal units of GPU data sheets, three digits."""
+    for unit, factor in _DECIMAL:
+        if count >= factor:
+            value = count / factor
+            return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
+    return f"{count} B"
+
+
+def gigabytes(count: float, up: bool = False) -> str:
+    """Bytes of a memory limit: at most GB, with two decimals; rounded ``up`` where the text proposes a limit that must suffice."""
+    for unit, factor in _DECIMAL[1:]:
+        if count >= factor:
+            value = count / factor
+            return f"{math.ceil(value * 100) / 100 if up else value:.2f} {unit}"
+    return f"{math.ceil(count)} bytes"
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``"40GB"`` (1e9), ``"37GiB"`` (2**30), ``"4e10"``.
+
+    Raises:
+        UsageError: any other text, or less than one byte.
+    """
+    match = re.fullmatch(r"\s*([0-9.]+(?:[eE]\d+)?)\s*([A-Za-z]*)\s*", text)
+    factor = _FACTORS.get(match[2].upper()) if match else None
+    try:
+        found = int(float(match[1]) * factor) if match and factor else 0
+    except ValueError:
+        found = 0
+    if found <= 0:
+        raise UsageError(
+            f"{text!r} is not a size", "write 40GB (1e9 bytes each), 37GiB (2**30 bytes each) or a number of bytes"
+        )
+    return found

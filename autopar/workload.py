@@ -1,0 +1,139 @@
+"""A workload: the training step that is planned, how it is captured, and the same step with other sizes.
+
+Where nothing knows how to make model and batch again, the example batch is cut or repeated for another size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import apart, capture
+from autopar.errors import AutoparError, BatchError, ModelError
+from autopar.graph import Graph
+from autopar.precision import normalise
+from autopar.search.concessions import Concession
+from autopar.shard import annotate
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model with an example of one global batch.
+
+    With ``loss_fn`` the batch is the pair (inputs, targets). ``precision`` is that of parameters and activations, the model's own if
+    left out. ``local_batch_norm`` lets batch norm take the statistics of each rank's part of a microbatch.
+    """
+
+    model: nn.Module
+    batch: Any
+    loss_fn: Callable[..., Any] | None = None
+    name: str | None = None
+    precision: str | None = None
+    local_batch_norm: bool = False
+
+    def capture(self) -> Graph:
+        """The graph of layers, with the types that its sharding rules give.
+
+        Raises:
+            ModelError: the model is no module.
+            UsageError: an unknown precision.
+            CaptureError: the model cannot be exported.
+        """
+        if not isinstance(self.model, nn.Module):
+            raise ModelError(
+                f"the model is {type(self.model).__name__}, not a torch.nn.Module", "wrap a function in a module"
+            )
+        precision = None if self.precision is None else normalise(self.precision)
+        return annotate(
+            capture(
+                self.model,
+                self.batch,
+                self.loss_fn,
+                precision=precision,
+                name=self.name,
+                local_batch_norm=self.local_batch_norm,
+            )
+        )
+
+    def resized(
+        self, *, seq: int | None = None, global_batch: int | None = None, precision: str | None = None
+    ) -> Graph:
+        """The graph with the example batch cut to (or repeated up to) other sizes; parameters stay what they are."""
+        batch = resize_batch(self.batch, seq, global_batch)
+        try:
+            return dataclasses.replace(self, batch=batch, precision=precision or self.precision).capture()
+        except AutoparError:
+            raise
+        except Exception as error:  # the user's model may be unable to take a batch that it was not written for
+            raise BatchError(
+                f"the model does not take a batch of other sizes: {type(error).__name__}: {error}"
+            ) from error
+
+
+class Recapture(Protocol):
+    """A workload's graph with other sizes: tokens in a sequence, rows of the global batch, precision. ``None`` leaves a size as it is."""
+
+    def __call__(
+        self, *, seq: int | None = None, global_batch: int | None = None, precision: str | None = None
+    ) -> Graph:
+        """Raises ``AutoparError`` where the model cannot have that size."""
+        ...
+
+
+def with_concession(graph: Graph, recapture: Recapture, concession: Concession) -> Graph:
+    """The graph of plans that make the concession: of one microbatch where each microbatch has its own statistics and loss."""
+    part = apart(graph, lambda rows: recapture(global_batch=rows), concession.microbatches)
+    return part if part.narrow == concession.narrow else dataclasses.replace(part, narrow=concession.narrow)
+
+
+def sequence_length(graph: Graph) -> int | None:
+    """Tokens in a sequence of the batch: dim 1 of its integer tensors of two dims; ``None`` where there are none, or they differ."""
+    lengths = {v.shape[1] for v in graph.inputs if len(v.shape) == 2 and not v.dtype.is_floating_point}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def resize_batch(batch: Any, seq: int | None, rows: int | None) -> Any:
+    """``batch`` with ``rows`` along dim 0, and ``seq`` along dim 1 where that is the sequence; values that are no tensor stay.
+
+    Raises:
+        BatchError: no dim can be identified as the sequence, or the sequence would have to grow.
+    """
+    lengths = {t.shape[1] for t in _tensors(batch) if t.dim() == 2 and not t.is_floating_point()}
+    if seq is not None and (len(lengths) != 1 or seq > max(lengths)):
+        raise BatchError(f"the batch has no one sequence that could be cut to {seq}")
+    length = lengths.pop() if seq is not None else None
+
+    def resized(tensor: Tensor) -> Tensor:
+        if rows is not None and tensor.dim():
+            tensor = tensor.index_select(0, torch.arange(rows, device=tensor.device) % tensor.shape[0])
+        if seq is not None and tensor.dim() > 1 and tensor.shape[1] == length:
+            tensor = tensor.narrow(1, 0, seq).contiguous()
+        return tensor
+
+    return _mapped(batch, resized)
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _mapped(inner, change) for key, inner in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_mapped(inner, change) for inner in value)
+    return value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _mapped(value, note)
+    return found

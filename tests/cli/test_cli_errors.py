@@ -1,0 +1,161 @@
+"""The command line's manners: statuses, where words go, no tracebacks."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import autopar
+from autopar.cli import commands, main
+from autopar.errors import CaptureError, InfeasibleError, UsageError
+from autopar.units import parse_size
+
+
+def invoke(capsys, *argv: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    return caught.value.code, captured.out, captured.err
+
+
+PLAN = ("plan", "gpt2", "--global-batch", "8")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("plan",), "Missing argument 'MODEL'"),
+        (("plan", "gpt2"), "Missing option '--devices'"),
+        (("fly",), "No such command 'fly'"),
+        ((*PLAN, "--devices", "0"), "0 devices"),
+        ((*PLAN, "--devices", "-4"), "-4 devices"),
+        ((*PLAN, "--devices", "8xH1000-80GB"), "H1000"),
+        ((*PLAN, "--devices", "8xH100-80GB", "--memory-limit", "much"), "'much' is not a size"),
+        ((*PLAN, "--devices", "8xH100-80GB", "--zero", "4"), "--zero"),
+        ((*PLAN, "--devices", "8xH100-80GB", "--schedule", "zigzag"), "zigzag"),
+        ((*PLAN, "--devices", "8xH100-80GB", "--pipeline", "0"), "--pipeline"),
+        ((*PLAN, "--devices", "8xH100-80GB", "--precision", "int3"), "no precision 'int3'"),
+        (("plan", "gpt22", "--devices", "8xH100-80GB"), "no model called 'gpt22'"),
+        (("emit", "gpt2", "--devices", "4", "-o", __file__), "is a file"),
+        (("run", "gpt2", "--devices", "4", "--steps", "0"), "--steps"),
+        (("emit", "gpt2", "--devices", "4", "-o", f"{__file__}/program"), "is a file"),
+        (("sweep", "gpt2", "--devices", "8", "--plot", "/nowhere/at/all.png"), "no folder /nowhere/at"),
+        (("sweep", "gpt2", "--devices", "8", "--plot", "all.txt"), "no ending that pictures have"),
+        (("sweep", "gpt2", "--devices", "8..4"), "'8..4' is not a range"),
+        (("sweep", "gpt22", "--devices", "8"), "no model called 'gpt22'"),
+        (("sweep", "gpt2", "--devices", "8", "--seq", "4096"), "1024 learned positions"),
+        (("bench", "--plot", "/nowhere/at/all.png"), "no folder /nowhere/at"),
+        (("bench", "-o", "/"), "/ is a folder"),
+        (("profile", "-o", "/nowhere/at/all.json"), "no folder /nowhere/at"),
+        (("explain", "nowhere.json", "--devices", "8xH100-80GB"), "no file nowhere.json"),
+        (("compare", "nowhere.json", "nowhere.json"), "nowhere.json cannot be read"),
+        (("verify", "gpt2", "--seq", "0"), "--seq is 0"),
+    ],
+)
+def test_requests_that_are_wrong_end_with_2_and_a_hint(capsys, argv, words):
+    status, out, err = invoke(capsys, *argv)
+    assert (status, out) == (2, "")
+    assert words in err and err.startswith("error: ") or "\nerror: " in err
+    assert "hint: " in err
+
+
+def fail_with(error: BaseException):
+    def stage(*args, **kwargs):
+        raise error
+
+    return stage
+
+
+def test_infeasible_is_an_answer(capsys, monkeypatch):
+    error = InfeasibleError("stage 0 needs 90 GB for layer head", "a limit of 91 GB would do")
+    monkeypatch.setattr(commands, "plan_model", fail_with(error))
+    status, out, err = invoke(capsys, *PLAN, "--devices", "8xH100-80GB", "--json")
+    assert status == 1
+    assert json.loads(out) == {"feasible": False, "error": error.message, "hint": error.hint, "changes": []}
+    status, out, err = invoke(capsys, *PLAN, "--devices", "8xH100-80GB")
+    assert (status, out) == (1, "")
+    assert f"error: {error.message}\nhint: {error.hint}\n" in err
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (CaptureError("model.py:3: data-dependent branch"), 1, "error: model.py:3: data-dependent branch"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (ZeroDivisionError("by zero"), 1, "error: ZeroDivisionError: by zero"),
+    ],
+)
+def test_other_ends(capsys, monkeypatch, error, status, words):
+    monkeypatch.setattr(commands, "plan_model", fail_with(error))
+    got, out, err = invoke(capsys, *PLAN, "--devices", "8xH100-80GB")
+    assert got == status and out == "" and words in err
+
+
+def test_described_devices_are_never_run_on(capsys):
+    status, out, err = invoke(capsys, "run", "gpt2", "--devices", "8xH100-80GB")
+    assert (status, out) == (1, "") and "not here" in err and "autopar emit" in err
+
+
+def test_an_emission_does_not_overwrite_other_files(capsys, tmp_path):
+    (tmp_path / "thesis.tex").write_text("the only copy")
+    status, _, err = invoke(capsys, "emit", "gpt2", "--devices", "8xH100-80GB", "-o", str(tmp_path))
+    assert status == 2 and "holds other files" in err
+    assert (tmp_path / "thesis.tex").read_text() == "the only copy"
+
+
+def test_models_lists_the_zoo(capsys):
+    status, out, _ = invoke(capsys, "models")
+    assert status == 0 and "llama3-70b" in out and "resnet50" in out
+    status, out, _ = invoke(capsys, "models", "--json")
+    assert {"name", "parameters", "source"} <= set(json.loads(out)[0])
+
+
+def test_version(capsys):
+    assert invoke(capsys, "--version")[1].strip() == f"autopar, version {autopar.__version__}"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("40GB", 40 * 10**9),
+        ("37GiB", 37 * 2**30),
+        ("1.5 MB", 1_500_000),
+        ("4e10", 40_000_000_000),
+        ("512", 512),
+        ("1tb", 10**12),
+    ],
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "0", "-1GB", "12 parsecs", "1.2.3GB"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(UsageError, match="is not a size"):
+        parse_size(text)
+
+
+def test_ctrl_c_ends_quietly(tmp_path):
+    (tmp_path / "slow.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
+    command = [sys.executable, "-m", "autopar", "plan", f"{tmp_path}/slow.py:f", "--devices", "8xH100-80GB"]
+    child = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # a shell's background job ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    # what a model prints is not the result
+    assert child.stderr is not None and any(line == "here\n" for line in child.stderr)
+    start = time.perf_counter()
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=20)
+    assert child.returncode == 130 and "interrupted" in err and "Traceback" not in err
+    assert time.perf_counter() - start < 10

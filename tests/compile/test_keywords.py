@@ -1,0 +1,67 @@
+"""One table of pins: keywords, options and records have its names, types and defaults."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from typing import get_type_hints
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.cli.app import cli
+from autopar.errors import UsageError
+from autopar.keywords import Keywords, Request, Training, as_keywords, read_keywords
+from autopar.pins import OF_LAYER, OF_PLAN, PINS, LayerPins, PinKeywords, PlanPins, checked, read_pin
+
+
+def test_keywords_are_those_of_the_table():
+    assert get_type_hints(PinKeywords) == get_type_hints(PlanPins)
+    assert list(PINS) == [*OF_PLAN, *OF_LAYER] == list(PinKeywords.__annotations__)
+    assert set(OF_LAYER) == {f.name for f in fields(LayerPins)}
+
+
+def test_keywords_of_compile_are_those_of_the_records():
+    written = {name: kind for record in (Request, Training) for name, kind in record.__annotations__.items()}
+    own = {name: kind for name, kind in Keywords.__annotations__.items() if name not in PINS}
+    assert {name: getattr(kind, "__forward_arg__", kind) for name, kind in own.items()} == written
+
+
+def test_help_shows_every_keyword_and_its_default():
+    shown = inspect.signature(autopar.compile).parameters
+    assert set(Keywords.__annotations__) < set(shown)
+    assert {f.name: f.default for record in (Request, Training) for f in fields(record)} == {
+        name: shown[name].default for name in Keywords.__annotations__ if name not in PINS
+    }
+    assert all(name in (autopar.compile.__doc__ or "") for name in shown)
+    program = inspect.signature(autopar.Program).parameters
+    assert as_keywords(Training()) == {f.name: program[f.name].default for f in fields(Training)}
+
+
+def test_every_command_that_searches_has_an_option_for_every_pin():
+    for command in ("plan", "explain", "sweep", "emit", "run"):
+        names = {parameter.name for parameter in cli.commands[command].params}
+        assert set(PINS) < names, command
+
+
+def test_keywords_are_sorted_into_records():
+    request, training, pins = read_keywords({"tensor": 2, "precision": "float32", "lr": 0.1, "recompute": True})
+    assert request == Request(precision="float32") and training == Training(lr=0.1)
+    assert pins == {"tensor": 2, "recompute": True}
+
+
+def test_a_keyword_that_does_not_exist_is_an_error_of_the_call():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'tensr'; did you mean tensor"):
+        autopar.compile(nn.Linear(1, 1), 1, (torch.zeros(1, 1),), tensr=2)
+    with pytest.raises(UsageError, match="tensor is 0, it must be a whole number from 1"):
+        autopar.compile(nn.Linear(1, 1), 1, (torch.zeros(1, 1),), tensor=0)
+
+
+@pytest.mark.parametrize("name", PINS)
+def test_examples_of_the_table_are_pins(name: str):
+    key, value = read_pin(PINS[name].example)
+    assert key.endswith(name) and checked(key, value) == value
+    with pytest.raises(UsageError, match=f"{name} is 'nothing', it must be "):
+        checked(name, "nothing")

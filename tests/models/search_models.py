@@ -1,0 +1,520 @@
+"""Synthetic problems for the search: random prices, prices in the shape of a large transformer's, and brute force."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx, nn
+
+from autopar.graph import Graph, Layer, LayerClass, Value
+from autopar.layer_price import LayerPrice
+from autopar.plan import OFFLOADS, RECOMPUTATIONS, Axis, Role, Strategy
+from autopar.schedules import SPLIT, Schedule
+from autopar.schedules.memory import fullest
+from autopar.schedules.orders import device_order
+from autopar.schedules.step_time import simulate
+from autopar.search.manual import make_mesh
+from autopar.search.options import SearchOptions
+from autopar.search.problem import Choice
+
+SEGMENTS = (2, 3, 4)
+"""Numbers of layers that brute force recomputes as one."""
+
+
+@dataclass(frozen=True)
+class Devices:
+    """``count`` devices, taken in order of ``kinds`` (of equal numbers of devices; each a factor of time and a memory limit)."""
+
+    count: int
+    memory_limit_bytes: int
+    gpus_per_node: int = 8
+    kinds: tuple[tuple[float, int], ...] = ()
+    slower: float = 1.0
+    host_limit_bytes: int = 0
+
+    def stages(self, pipeline: int) -> tuple[Devices, ...]:
+        if not self.kinds:
+            return (self,) * pipeline
+        found = []
+        for s in range(pipeline):
+            share = len(self.kinds) / pipeline
+            mine = self.kinds[int(s * share + 1e-9) : max(int((s + 1) * share + 1 - 1e-9), int(s * share + 1e-9) + 1)]
+            slower, limit = max(t for t, _ in mine), min(limit for _, limit in mine)
+            found.append(Devices(self.count, limit, slower=slower, host_limit_bytes=self.host_limit_bytes))
+        return tuple(found)
+
+    def borders(self, pipeline: int) -> tuple[Devices, ...]:
+        stages = self.stages(pipeline)
+        return tuple(Devices(self.count, 0, slower=a.slower * b.slower) for a, b in itertools.pairwise(stages))
+
+    def peak_flops(self, precision: str) -> float:
+        return self.count * 989e12
+
+    def __str__(self) -> str:
+        return f"{self.count} synthetic devices"
+
+
+def chain(
+    classes: list[str],
+    batch: int,
+    tied: tuple[int, ...] = (),
+    seq: int = 16,
+    why: str = "",
+    skips: tuple[tuple[int, int], ...] = (),
+) -> Graph:
+    """A model of layers of these classes; the layers in ``tied`` share a parameter. A skip (a, b) carries a second result of a to b."""
+    values = {f"x{i}": Value(f"x{i}", (batch, seq), torch.float32) for i in range(len(classes))}
+    values |= {f"skip{a}": Value(f"skip{a}", (batch, seq + 1), torch.float32) for a, _ in skips}
+    layers = tuple(
+        Layer(
+            f"layers.{i}", cls,
+            (*([f"x{i - 1}"] if i else []), *(f"skip{a}" for a, b in skips if b == i)),
+            (), (), (), ("shared",) if i in tied else (f"layers.{i}.weight",),
+            (f"x{i}", *dict.fromkeys(f"skip{a}" for a, _ in skips if a == i)),
+        )
+        for i, cls in enumerate(classes)
+    )  # fmt: skip
+    nothing = fx.GraphModule(nn.Module(), fx.Graph())
+    kinds = {cls: LayerClass(cls, nothing, (), (), (), (), (), ()) for cls in classes}
+    return Graph(
+        "synthetic", (Value("tokens", (batch, seq), torch.int64),), None, {}, {}, (), None, layers, kinds, values, "loss",
+        torch.bfloat16, batch * seq, unmicrobatchable=why,
+    )  # fmt: skip
+
+
+class RandomPricer:
+    """Prices drawn once per question. ``density`` is the share of strategies that have a price at all."""
+
+    def __init__(self, graph: Graph, seed: int, density: float, edges: float, slower: float = 1.0) -> None:
+        self.graph, self.seed, self.density, self.edges, self.slower = graph, seed, density, edges, slower
+
+    def on(self, cluster: Devices) -> RandomPricer:
+        return type(self)(self.graph, self.seed, self.density, self.edges, cluster.slower)
+
+    def _rng(self, *key: object) -> random.Random:
+        # fields that strategies have got since leave the draws as they were
+        return random.Random(f"{self.seed} {key}".replace(", offload='none'", "").replace(", segment=1", ""))
+
+    def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> LayerPrice | None:
+        rng = self._rng(cls, mesh, replace(strategy, segment=1), microbatches)
+        if rng.random() > self.density:
+            return None
+        part = self.slower / microbatches
+        found = LayerPrice(
+            rng.choice([1.0, 2.0, rng.random()]) * part, rng.choice([2.0, 3 * rng.random()]) * part, 0.1 * part,
+            rng.random(), rng.randint(1, 20), rng.randint(1, 20), rng.randint(0, 60), int(rng.randint(1, 80) / microbatches),
+            rng.randint(0, 30), 1e12 * part,
+        )  # fmt: skip
+        if strategy.offloads_optimizer:
+            found = replace(found, optimizer_bytes=0, host_bytes=rng.randint(1, 40))
+        if strategy.offloads_activations:
+            found = replace(found, saved_bytes=0, host_saved_bytes=int(rng.randint(1, 40) / microbatches))
+        weight_s = found.backward_s * rng.choice([0.0, 0.5, rng.random()])
+        found = replace(found, weight_s=weight_s, waiting_bytes=int(rng.randint(0, 40) / microbatches))
+        if strategy.segment == 1:
+            return found
+        more = (strategy.segment - 1) * rng.randint(1, 10)
+        return replace(
+            found, segment=strategy.segment, kept_bytes=found.saved_bytes, saved_bytes=found.saved_bytes // strategy.segment,
+            transient_bytes=found.transient_bytes + more,
+        )  # fmt: skip
+
+    def edge(self, i: int, mesh: tuple[Axis, ...], left: Strategy, right: Strategy, microbatches: int) -> float:
+        if left.roles == right.roles:
+            return 0.0
+        share = self.slower / microbatches
+        return self._rng("edge", self._border(i, True), mesh, left.roles, right.roles).random() * self.edges * share
+
+    def p2p(self, i: int, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> float:
+        send = self._rng("p2p", self._border(i, False), mesh, strategy.roles).random() * self.edges / microbatches
+        return send * self.slower
+
+    def _border(self, i: int, read: bool) -> tuple[object, ...]:
+        """The classes on both sides of a border, and those that made what is read behind it, or carried over it."""
+        layers = self.graph.layers
+        later = layers[i + 1 : i + 2] if read else layers[i + 1 :]
+        wanted = {name for layer in later for name in layer.activations}
+        return layers[i].cls, layers[i + 1].cls, [a.cls for a in layers[: i + 1] if wanted & set(a.outputs)]
+
+    def tied(self, i: int, name: str, mesh: tuple[Axis, ...], strategy: Strategy) -> tuple[int, int, int]:
+        return 0, 0, 0
+
+
+def random_problem(
+    seed: int, layers: int = 3, devices: tuple[int, ...] = (1, 2, 4, 4), skips: bool = False
+) -> tuple[Graph, Devices, RandomPricer]:
+    """A small problem; about one in five does not fit."""
+    rng = random.Random(seed)
+    count = rng.choice([1, 2, *[layers] * 4])
+    kinds = rng.randint(1, 2 * count)
+    classes = sorted(f"c{rng.randrange(kinds)}" for _ in range(count))
+    tied = (0, count - 1) if count > 1 and rng.random() < 0.4 else ()
+    over = tuple((a, b) for a in range(count) for b in range(a + 2, count) if rng.random() < 0.5) if skips else ()
+    graph = chain(classes, rng.choice([1, 2, 4]), tied, skips=over)
+    cluster = Devices(rng.choice(devices), rng.choice([60, 120, 180, 240, 300, 10_000]))
+    density = {1: 0.9, 2: 0.4, 3: 0.4, 4: 0.2}[cluster.count]
+    return graph, cluster, RandomPricer(graph, seed, density, rng.choice([0.0, 0.3, 2.0, 6.0]))
+
+
+def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions) -> float | None:
+    """The step time of the best of all plans, one by one; ``None`` where none fits. Shares no code with the search but ``simulate``.
+
+    Layers are recomputed several as one where they are pinned to it, in outer choices of which nothing fits without, and in the best choice
+    if its plan recomputes so many that pairs of them hold less. Where nothing says how many stages a device has, the pipeline of the best
+    plan is tried with several, too, and so is one of half as many devices and microbatches: of one microbatch neither, and none whose
+    stages, but for two, would have different numbers of layers.
+    """
+    best = _best_pipeline(graph, cluster, pricer, options)
+    if best is None or best[1].schedule.pipeline == 1 or options.schedule is not None or options.chunks is not None:
+        return best and best[0]
+    step, chosen = best
+    line, m = chosen.schedule.pipeline, chosen.schedule.microbatches
+    sizes = [(line, m), *([(line // 2, m // 2)] if line % 2 == m % 2 == 0 else [])]
+    asked = [
+        replace(options, pipeline=p, microbatches=n, schedule="interleaved-1f1b")
+        for p, n in sizes
+        if options.pipeline in (None, p) and options.microbatches in (None, n) and n > 1
+    ]
+    found = [
+        min(every_plan(graph, cluster, pricer, options, choice), default=step)
+        for several in asked
+        for choice in outer_choices(graph, cluster, several)
+        for stages in [choice.schedule.stages]
+        if min(len(graph.layers) % stages, -len(graph.layers) % stages) <= 2
+    ]
+    return min([step, *found])
+
+
+def _best_pipeline(
+    graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions
+) -> tuple[float, Choice] | None:
+    """The best step time, and the outer choice that has it, as far as chunks are pinned."""
+
+    def best_of(choice: Choice) -> tuple[float, bool, Choice] | None:
+        every = (
+            (step, pairs_spare(graph, cluster, pricer, choice, ways, bounds), choice)
+            for step, ways, bounds in plans(graph, cluster, pricer, options, choice)
+        )
+        return min(every, key=lambda plan: plan[0], default=None)
+
+    found: list[tuple[float, bool, Choice]] = []
+    for choice in outer_choices(graph, cluster, options):
+        best = best_of(choice)
+        if best is None and choice.schedule.name in ("none", "gpipe", "1f1b"):
+            best = best_of(replace(choice, segments=True))
+        found += [best] if best is not None else []
+    while found:
+        step, recomputed, choice = min(found, key=lambda plan: plan[0])
+        if choice.segments or not recomputed or choice.schedule.name not in ("none", "gpipe", "1f1b"):
+            return step, choice
+        several = best_of(replace(choice, segments=True))
+        assert several is not None and several[0] <= step
+        found.append((several[0], False, several[2]))
+        found.append((step, False, choice))
+        found.remove((step, recomputed, choice))
+    return None
+
+
+def pairs_spare(
+    graph: Graph,
+    cluster: Devices,
+    pricer: RandomPricer,
+    choice: Choice,
+    ways: list[Strategy],
+    bounds: tuple[int, ...],
+) -> bool:
+    """Whether some stage recomputes so many layers in full that one input less of each two is more than one of them needs at work."""
+    for s, (i, j) in enumerate(itertools.pairwise(bounds)):
+        at = pricer.on(cluster.stages(choice.schedule.pipeline)[s % choice.schedule.pipeline])
+        again = [a for a in range(i, j) if ways[a].recompute and longest_run(graph, graph.layers[a].cls) > 1]
+        prices = [at.layer(graph.layers[a].cls, choice.mesh, ways[a], choice.schedule.microbatches) for a in again]
+        inputs = sum(p.saved_bytes for p in prices if p is not None)
+        least = min((p.transient_bytes for p in prices if p is not None), default=0)
+        if (
+            again
+            and choice.schedule.name in ("none", "gpipe", "1f1b")
+            and fullest(choice.schedule).in_flight[s] * inputs / 2 > least
+        ):
+            return True
+    return False
+
+
+def outer_choices(graph: Graph, cluster: Devices, options: SearchOptions) -> Iterator[Choice]:
+    """Pipeline degree, mesh of a stage, microbatches, schedule and chunks: every one that the pins allow."""
+    for p in range(1, min(cluster.count, len(graph.layers)) + 1):
+        if cluster.count % p or options.pipeline not in (None, p):
+            continue
+        primes, rest = [], cluster.count // p
+        for n in range(2, rest + 1):
+            while rest % n == 0:
+                primes.append(n)
+                rest //= n
+        for order in sorted(set(itertools.permutations(primes))):
+            mesh = make_mesh(*((f"axis{i}", n) for i, n in enumerate(order)))
+            for m in range(1, graph.batch_size + 1):
+                if graph.batch_size % m or options.microbatches not in (None, m):
+                    continue
+                interleaved = options.schedule in ("interleaved-1f1b", *SPLIT) or (options.chunks or 1) > 1
+                schedule = "none" if p == 1 else options.schedule or ("1f1b" if m >= p else "gpipe")
+                if (schedule != "1f1b" or m >= p) and (options.schedule != "none" or p == 1) and not interleaved:
+                    yield Choice(mesh, Schedule(schedule, p, m))
+                schedule = options.schedule or "interleaved-1f1b"
+                few, many = {"zero-bubble": (1, 8), "zbv": (2, 2), "dualpipev": (2, 2)}.get(schedule, (2, 8))
+                for chunks in range(few, min(many, len(graph.layers) // p) + 1):
+                    rounds = {"zbv": True, "dualpipev": m >= 2 * p}.get(schedule, m < p or m % (m // p) == 0)
+                    if p > 1 and interleaved and options.chunks in (None, chunks) and rounds:
+                        yield Choice(mesh, Schedule(schedule, p, m, chunks))
+
+
+def longest_run(graph: Graph, cls: str) -> int:
+    """How many layers of a class may be recomputed as one: what follows each other, hands one value on, and shares no parameter."""
+    pairs = [(a, b) for a, b in itertools.pairwise(graph.layers) if a.cls == b.cls == cls]
+    if any(
+        len(a.outputs) > 1 or len(b.activations) > 1 or "shared" in (*a.parameters, *b.parameters) for a, b in pairs
+    ):
+        return 1
+    runs = [list(group) for key, group in itertools.groupby(graph.layers, lambda layer: layer.cls) if key == cls]
+    return max(map(len, runs))
+
+
+def candidates(
+    graph: Graph, layer: int, mesh: tuple[Axis, ...], m: int, options: SearchOptions, several: bool = False
+) -> list[Strategy]:
+    """Every strategy of a layer: a prefix of data axes (as long as the batch allows, or as pinned), idle ones, then tensor ones."""
+    pins = {key: value for key, value in options.pins.items() if "." not in key}
+    name, cls = graph.layers[layer].name, graph.layers[layer].cls
+    for key, value in options.pin.items():
+        selector, what = key.rsplit(".", 1)
+        if selector.startswith("layers."):
+            first, last = (selector.removeprefix("layers.").split("-") * 2)[:2]
+            if int(first) <= int(name.removeprefix("layers.")) <= int(last):
+                pins[what] = value
+        elif selector == cls:
+            pins[what] = value
+    longest = longest_run(graph, cls)
+    sizes = [n for n in SEGMENTS if n <= longest and n <= 2 * longest**0.5] if several else []
+    sizes = [min(int(pins["segment"]), longest)] if "segment" in pins else [1, *sizes]
+    pins |= {"recompute": "full"} if pins.get("segment", 1) != 1 else {}
+    found = []
+    for data, idle in itertools.product(range(len(mesh) + 1), repeat=2):
+        for inner in (Role.TENSOR, Role.TENSOR_SEQUENCE):
+            count = len(mesh) - data - idle
+            if count < 0 or (count == 0 and inner is Role.TENSOR_SEQUENCE) or (count and mesh[-1].size == 1):
+                continue
+            roles = (Role.DATA,) * data + (Role.IDLE,) * idle + (inner,) * count
+            ways = Strategy(roles).degree(mesh, Role.DATA)
+            wider = Strategy((*roles[:data], Role.DATA, *roles[data + 1 :])).degree(mesh, Role.DATA) if idle else 0
+            part = graph.batch_size // m
+            if part % ways or ways != pins.get("data", ways):
+                continue
+            if idle and part % wider == 0 and "data" not in pins:
+                continue  # more of it can be data
+            if pins.get("data") == 1 and mesh[-1].size == 1 and idle:
+                continue
+            if Strategy(roles).degree(mesh, inner) != pins.get("tensor", Strategy(roles).degree(mesh, inner)):
+                continue
+            for zero, again in itertools.product((0, 1, 2, 3) if ways > 1 else (0,), RECOMPUTATIONS):
+                if again == pins.get("recompute", again) and (ways == 1 or zero == pins.get("zero", zero)):
+                    full = again == "full"
+                    asked = pins.get("offload", "none")
+                    for offload, n in itertools.product(
+                        OFFLOADS if asked == "any" else (asked,), sizes if full else [1]
+                    ):
+                        if offload in ("none", "optimizer") or (again != "selective" and n == 1):
+                            found.append(Strategy(roles, zero, full, again == "selective", offload, n))
+    return found
+
+
+def every_plan(
+    graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions, choice: Choice
+) -> Iterator[float]:
+    """The step times of all plans that fit of one outer choice."""
+    return (step for step, _, _ in plans(graph, cluster, pricer, options, choice))
+
+
+def plans(
+    graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions, choice: Choice
+) -> Iterator[tuple[float, list[Strategy], tuple[int, ...]]]:
+    """All plans that fit of one outer choice: their step times, the layers' strategies, and where the stages begin and end."""
+    mesh, m, line, count = choice.mesh, choice.schedule.microbatches, choice.schedule.pipeline, len(graph.layers)
+    stages = line * choice.schedule.chunks
+    views, borders = cluster.stages(line), cluster.borders(line)
+    limits = [options.memory_limit_bytes or view.memory_limit_bytes for view in views]
+    folded = choice.schedule.name in ("zbv", "dualpipev")
+    where = [2 * line - 1 - s if folded and s >= line else s % line for s in range(stages)]
+    at = [pricer.on(views[d]) for d in where]
+    over = [
+        pricer.on(borders[min(a, b) if folded else min(a, line - 2)]) if a != b else None
+        for a, b in itertools.pairwise(where)
+    ]
+    orders = [list(device_order(choice.schedule, d)) for d in range(line)]
+    tables = []
+    for i, layer in enumerate(graph.layers):
+        priced = [
+            (s, [here.layer(layer.cls, mesh, s, m) for here in at])
+            for s in candidates(graph, i, mesh, m, options, choice.segments)
+        ]
+        tables.append([(s, p) for s, p in priced if p[0] is not None])
+    tied = [i for i, layer in enumerate(graph.layers) if "shared" in layer.parameters]
+    held = Holding(graph, tables)
+    for numbers in itertools.product(*(range(len(table)) for table in tables)):
+        picked = [table[number] for table, number in zip(tables, numbers, strict=True)]
+        ways = [s for s, _ in picked]
+        if len({(ways[i].roles, ways[i].zero) for i in tied}) > 1:
+            continue
+        for cuts in itertools.combinations(range(1, count), stages - 1):
+            bounds = (0, *cuts, count)
+            parts = [held.of(s, bounds[s], numbers[bounds[s] : bounds[s + 1]]) for s in range(stages)]
+            if any(most_held(parts, d, where, orders[d]) > limits[d] for d in range(line)):
+                continue
+            runs = [[p[s] for _, p in picked[bounds[s] : bounds[s + 1]]] for s in range(stages)]
+            if any(most_aside(runs, d, line, orders[d]) > cluster.host_limit_bytes for d in range(line)):
+                continue
+            forward, backward, weight, step = [], [], [], []
+            for s, inside in enumerate(runs):
+                f, b = sum(p.forward_s for p in inside), sum(p.backward_s for p in inside)
+                for i in range(max(bounds[s] - 1, 0), bounds[s + 1] - 1):
+                    reshard = at[s].edge(i, mesh, ways[i], ways[i + 1], m)
+                    f, b = f + reshard / 2, b + reshard / 2
+                if s > 0 and over[s - 1]:
+                    b += over[s - 1].p2p(bounds[s] - 1, mesh, ways[bounds[s] - 1], m)
+                if s < stages - 1 and over[s]:
+                    f += over[s].p2p(bounds[s + 1] - 1, mesh, ways[bounds[s + 1] - 1], m)
+                forward.append(f)
+                backward.append(b)
+                weight.append(sum(p.weight_s for p in inside))
+                step.append(sum(p.step_s for p in inside))
+            seconds = simulate(choice.schedule, forward, backward, weight)
+            yield seconds + max(sum(step[s] for s in range(stages) if where[s] == d) for d in range(line)), ways, bounds
+
+
+def saved_by(run: list[LayerPrice], names: list[tuple[str, Strategy]]) -> int:
+    """What a stage keeps of a microbatch: of each segment of equal layers its first one's."""
+    total = 0
+    for _, group in itertools.groupby(zip(names, run, strict=True), lambda pair: pair[0]):
+        prices = [price for _, price in group]
+        first = prices[0]
+        total += (
+            sum(p.saved_bytes for p in prices)
+            if first.segment == 1
+            else -(-len(prices) // first.segment) * first.kept_bytes
+        )
+    return total
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that the layers of a stage hold: all along, of each microbatch, of each whose weights' gradients wait, and at work."""
+
+    weights: int
+    saved: int
+    waiting: int
+    transient: int
+
+
+class Holding:
+    """What stages hold, each counted once: the same layers with the same strategies are a stage of very many plans.
+
+    ``tables`` are the strategies of every layer, with their prices in every stage.
+    """
+
+    def __init__(self, graph: Graph, tables: list[list[tuple[Strategy, list[LayerPrice]]]]) -> None:
+        self.graph, self.tables = graph, tables
+        self.known: dict[tuple[int, int, tuple[int, ...]], Held] = {}
+
+    def of(self, stage: int, first: int, numbers: tuple[int, ...]) -> Held:
+        """Of the layers from ``first`` on, whose strategies are those of these numbers in their tables."""
+        key = stage, first, numbers
+        if key not in self.known:
+            layers = range(first, first + len(numbers))
+            picked = [self.tables[layer][number] for layer, number in zip(layers, numbers, strict=True)]
+            run = [prices[stage] for _, prices in picked]
+            names = [(self.graph.layers[layer].cls, way) for layer, (way, _) in zip(layers, picked, strict=True)]
+            self.known[key] = Held(
+                sum(p.parameters_bytes + p.gradients_bytes + p.optimizer_bytes for p in run),
+                saved_by(run, names),
+                sum(p.waiting_bytes for p in run),
+                max(p.transient_bytes for p in run),
+            )
+        return self.known[key]
+
+
+def most_held(parts: list[Held], device: int, where: list[int], order: list[tuple[str, int, int]]) -> int:
+    """The bytes of a device at the moment of its schedule at which it holds most; ``parts`` is what every stage holds."""
+    saved = most = 0
+    for kind, stage, _ in order:
+        part = parts[stage]
+        more = part.waiting if stage else 0
+        if kind == "F":
+            saved += part.saved
+        elif kind == "I":
+            saved += more
+        most = max(most, saved + part.transient)
+        if kind == "B":
+            saved -= part.saved
+        elif kind == "W":
+            saved -= part.saved + more
+    return most + sum(part.weights for part, d in zip(parts, where, strict=True) if d == device)
+
+
+def most_aside(runs: list[list[LayerPrice]], device: int, line: int, order: list[tuple[str, int, int]]) -> int:
+    """The same of the host's memory; of one stage for each device."""
+    saved = most = 0
+    for kind, stage, _ in order:
+        saved += sum(p.host_saved_bytes for p in runs[stage]) * (1 if kind == "F" else -1)
+        most = max(most, saved)
+    return sum(p.host_bytes for run in runs[device::line] for p in run) + most
+
+
+class TransformerPricer:
+    """Prices shaped like a 70B transformer's on 80 GB devices in nodes of 8: enough to see a search at full size."""
+
+    hidden, seq = 8192, 8192
+    parameters = {"embed": 1.05e9, "block": 0.855e9, "head": 1.05e9}
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+
+    def on(self, cluster: Devices) -> TransformerPricer:
+        return self
+
+    def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> LayerPrice | None:
+        data = strategy.degree(mesh, Role.DATA)
+        tensor = strategy.degree(mesh, Role.TENSOR, Role.TENSOR_SEQUENCE)
+        sequence = strategy.degree(mesh, Role.TENSOR_SEQUENCE) > 1
+        zero, tokens = strategy.zero, self.graph.batch_size / microbatches / data * self.seq
+        p, fast, slow = self.parameters[cls], 350e9, 40e9
+        flops = 2 * p * tokens * (0.01 if cls == "embed" else 1.0)
+        compute = flops / tensor / (989e12 * 0.55)
+        ways = 0.0 if tensor == 1 else 8 * tokens * self.hidden / (fast if tensor <= 8 else slow) + 2e-5
+        gather = 2 * p / tensor / slow if zero == 3 else 0.0
+        scatter = 2 * p / tensor / slow if zero >= 2 else 0.0
+        again = compute + ways / 2 if strategy.recompute else 0.0
+        step = (4 * p / tensor / slow if zero < 2 else 0.0) + p / tensor * 14 / 3e12 / (data if zero else 1)
+        held = tokens * self.hidden * (34 / tensor if sequence or tensor == 1 else 10 + 24 / tensor)
+        saved = tokens * self.hidden * 2 / (tensor if sequence else 1) if strategy.recompute else held
+        return LayerPrice(
+            compute + ways / 2 + gather, 2 * compute + ways / 2 + gather + scatter + again, ways, step,
+            int(2 * p / tensor / (data if zero == 3 else 1)), int(2 * p / tensor / (data if zero >= 2 else 1)),
+            int(12 * p / tensor / (data if zero else 1)), int(saved), int(held if strategy.recompute else 0.3 * held),
+            3 * flops * data,
+        )  # fmt: skip
+
+    def edge(self, i: int, mesh: tuple[Axis, ...], left: Strategy, right: Strategy, microbatches: int) -> float:
+        return 0.0 if left.roles == right.roles else 0.02 / microbatches
+
+    def p2p(self, i: int, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> float:
+        tokens = self.graph.batch_size / microbatches / strategy.degree(mesh, Role.DATA) * self.seq
+        return tokens * self.hidden * 2 / 40e9
+
+    def tied(self, i: int, name: str, mesh: tuple[Axis, ...], strategy: Strategy) -> tuple[int, int, int]:
+        return 0, 0, 0
+
+
+def transformer(batch: int = 1024) -> Graph:
+    """82 layers: an embedding, 80 blocks, a head."""
+    return chain(["embed", *["block"] * 80, "head"], batch, seq=TransformerPricer.seq)

@@ -1,0 +1,92 @@
+"""Collectives against values computed by hand, and the laws that hold between them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from price_models import time_s
+
+from autopar.devices import Cluster, Gpu, Link, parse
+from autopar.plan import Axis
+from autopar.price.collectives import Group, group, p2p_s
+from autopar.types import Collective
+
+WIRE = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL)
+GPU = Gpu("g", 10**10, {"bfloat16": 1e14}, 1.0, 1e12, 1.0, 1e-6)
+# 4 nodes of 8; one hop 2 us at 100 GB/s within, 10 us at 5 GB/s per device between
+TOY = Cluster("toy", 4, 8, "cuda", GPU, Link(2e-6, 1e11, ""), Link(1e-5, 5e9, ""), collective_s=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "expected"),
+    [
+        (8, 1, Group(8, 8)),
+        (2, 4, Group(2, 2)),
+        (4, 8, Group(4, 1)),
+        (16, 1, Group(16, 8)),
+        (8, 4, Group(8, 2)),
+        (2, 16, Group(2, 1)),
+        (32, 0, Group(1, 1)),  # microbatches follow one another on the same devices
+    ],
+)
+def test_members_per_node(size, stride, expected):
+    assert group((Axis("a", size, stride),), TOY) == expected
+
+
+def test_axes_that_are_not_neighbours_make_one_group():
+    assert group((Axis("a", 4, 8), Axis("b", 2, 1)), TOY) == Group(8, 2)
+
+
+def test_values_by_hand():
+    b = 1e9
+    # within a node: 7 hops of 2 us, 7/8 of a second per 100 GB
+    assert time_s(Collective.ALL_GATHER, b, 8, 1, TOY) == pytest.approx(1e-6 + 7 * 2e-6 + b * 7 / 8 / 1e11)
+    # between nodes: 4 hops of 10 us, over one device's share
+    assert time_s(Collective.REDUCE_SCATTER, b, 4, 8, TOY) == pytest.approx(1e-6 + 4 * 1e-5 + b * 3 / 4 / 5e9)
+    # 2 members on each of 2 nodes: the ring crosses twice, and both members' shares carry it
+    assert time_s(Collective.ALL_GATHER, b, 4, 4, TOY) == pytest.approx(1e-6 + 2 * 2e-6 + 2 * 1e-5 + b * 3 / 4 / 1e10)
+    # all 8 members' shares (40 GB/s) carry the ring over all devices
+    assert time_s(Collective.ALL_GATHER, b, 32, 1, TOY) == pytest.approx(
+        1e-6 + 28 * 2e-6 + 4 * 1e-5 + b * 31 / 32 / 4e10
+    )
+    # an all-to-all within a node moves 7/8 of an eighth
+    assert time_s(Collective.ALL_TO_ALL, b, 8, 1, TOY) == pytest.approx(1e-6 + 2e-6 + b / 8 * 7 / 8 / 1e11)
+    # and over nodes, three quarters of a quarter through the share
+    assert time_s(Collective.ALL_TO_ALL, b, 4, 8, TOY) == pytest.approx(1e-6 + 1e-5 + b / 4 * 3 / 4 / 5e9)
+    assert p2p_s(b, TOY, crosses_node=True) == pytest.approx(1e-6 + 1e-5 + 0.2)
+    assert p2p_s(b, TOY, crosses_node=False) == pytest.approx(1e-6 + 2e-6 + 0.01)
+
+
+def test_a_large_all_reduce_is_a_reduce_scatter_and_an_all_gather():
+    for size, stride in ((2, 1), (8, 1), (4, 8), (32, 1)):
+        parts = time_s(Collective.ALL_GATHER, 1e10, size, stride, TOY) + time_s(
+            Collective.REDUCE_SCATTER, 1e10, size, stride, TOY
+        )
+        assert time_s(Collective.ALL_REDUCE, 1e10, size, stride, TOY) == pytest.approx(parts - 1e-6)
+
+
+def test_a_small_all_reduce_over_many_nodes_takes_the_tree():
+    big = parse("128x8xH100-80GB")
+    ring_hops = 2 * (1024 - 128) * big.intra.latency_s
+    tree_hops = 2 * (7 * big.intra.latency_s + math.log2(128) * big.inter.latency_s)
+    assert time_s(Collective.ALL_REDUCE, 8, 1024, 1, big) == pytest.approx(big.collective_s + tree_hops, rel=1e-3)
+    assert tree_hops < ring_hops
+
+
+@pytest.mark.parametrize("collective", WIRE)
+@pytest.mark.parametrize(("size", "stride"), [(2, 1), (8, 1), (4, 8), (32, 1), (8, 4), (3, 1)])
+def test_more_bytes_take_longer(collective, size, stride):
+    times = [time_s(collective, 2.0**k, size, stride, TOY) for k in range(4, 36)]
+    assert all(a < b for a, b in zip(times, times[1:], strict=False))
+
+
+def test_what_moves_nothing_costs_nothing():
+    assert time_s(Collective.NONE, 1e9, 8, 1, TOY) == time_s(Collective.LOCAL, 1e9, 8, 1, TOY) == 0
+    assert all(time_s(c, 1e9, 1, 1, TOY) == 0 for c in WIRE)
+
+
+def test_gloo_is_near_its_measurements():
+    four = parse(["cpu"] * 4)
+    assert time_s(Collective.ALL_REDUCE, 2**20, 4, 1, four) == pytest.approx(9.6e-3, rel=0.05)
+    assert time_s(Collective.ALL_REDUCE, 2**26, 4, 1, four) == pytest.approx(198e-3, rel=0.05)

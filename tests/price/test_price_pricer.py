@@ -1,0 +1,143 @@
+"""``Pricer``: the same prices kept, resharding between layers, sends between stages."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+from price_models import chain, llama_block, mlp, mlp_types, price_layer, replicated, solve_mlp, time_s
+
+from autopar.devices import parse
+from autopar.plan import Axis, Role, Strategy
+from autopar.price import Pricer, edge_s, trace
+from autopar.price.collectives import p2p_s
+from autopar.search import evaluate
+from autopar.sharding import Sharding
+from autopar.types import Collective, I, P, R, S
+
+DATA, TENSOR, SEQUENCE = Role.DATA, Role.TENSOR, Role.TENSOR_SEQUENCE
+CLUSTER = parse("2x8xH100-80GB")
+MESH = (Axis("a", 2, 8), Axis("b", 4, 2), Axis("c", 2, 1))
+B, SEQ, H = 32, 128, 256
+BYTES = 2 * B * SEQ * H
+
+
+@pytest.fixture(scope="module")
+def pricer() -> Pricer:
+    return Pricer(chain(mlp(B, SEQ, H, 4 * H), 4), CLUSTER, "bfloat16", solve_mlp)
+
+
+def test_a_pricers_layer_is_price_layers(pricer):
+    cls = pricer.graph.classes["mlp"]
+    for roles in ((DATA, TENSOR, TENSOR), (DATA, DATA, SEQUENCE), (TENSOR, DATA, DATA)):
+        for zero, recompute in ((0, False), (3, True)):
+            strategy = Strategy(roles, zero, recompute)
+            sharding = Sharding((*MESH, Axis("microbatch", 2, 0)), (*map(mlp_types, roles), mlp_types(DATA)))
+            assert pricer.layer("mlp", MESH, strategy, 2) == price_layer(cls, sharding, strategy, CLUSTER, "bfloat16")
+
+
+def test_roles_that_cannot_be_played_and_sizes_that_do_not_divide_have_no_price(pricer):
+    assert pricer.layer("mlp", MESH, Strategy((DATA, DATA, DATA)), 4) is None
+    assert pricer.layer("mlp", MESH, Strategy((DATA, DATA, DATA)), 2) is not None
+    refusing = Pricer(
+        pricer.graph, CLUSTER, "bfloat16", lambda cls, role, size: None if role is TENSOR else mlp_types(role)
+    )
+    assert refusing.layer("mlp", MESH, Strategy((DATA, DATA, TENSOR)), 1) is None
+
+
+def test_the_solver_is_asked_once_for_each_role_and_size():
+    asked = []
+
+    def solve(cls, role, size):
+        asked.append((role, size))
+        return mlp_types(role)
+
+    pricer = Pricer(chain(mlp(B, SEQ, H, 4 * H), 4), CLUSTER, "bfloat16", solve)
+    for microbatches in (1, 2, 4):
+        for roles in ((DATA, TENSOR, TENSOR), (TENSOR, TENSOR, DATA), (DATA, DATA, DATA)):
+            pricer.layer("mlp", MESH, Strategy(roles), microbatches)
+    assert sorted(asked, key=str) == sorted([(DATA, 1), (TENSOR, 8)], key=str)
+
+
+def test_resharding_between_layers(pricer):
+    same = Strategy((DATA, DATA, TENSOR))
+    assert pricer.edge(0, MESH, same, Strategy((DATA, DATA, TENSOR), 3, True), 1) == 0
+    # S(0) to I on the middle axis: a gather forward, a slice backward; one microbatch of two, halved by the outer axis
+    whole = BYTES / 2 / 2
+    to_tensor = pricer.edge(0, MESH, same, Strategy((DATA, TENSOR, TENSOR)), 2)
+    assert to_tensor == pytest.approx(time_s(Collective.ALL_GATHER, whole, 4, 2, CLUSTER))
+    # I to S(0): a slice forward, a gather backward
+    assert pricer.edge(0, MESH, Strategy((DATA, TENSOR, TENSOR)), same, 2) == pytest.approx(to_tensor)
+    # S(0) to S(1): all-to-all both ways, on the part that the other axes leave
+    moved = pricer.edge(1, MESH, Strategy((DATA, DATA, DATA)), Strategy((DATA, DATA, SEQUENCE)), 1)
+    assert moved == pytest.approx(2 * time_s(Collective.ALL_TO_ALL, BYTES / 8, 2, 1, CLUSTER))
+
+
+def test_neighbouring_axes_convert_as_one():
+    axes = (Axis("a", 2, 4), Axis("b", 4, 1))
+    both = edge_s(BYTES, (P, P), (I, I), axes, CLUSTER)
+    assert both == pytest.approx(time_s(Collective.ALL_REDUCE, BYTES, 8, 1, CLUSTER))
+    assert edge_s(BYTES, (S(0), S(0)), (R, R), axes, CLUSTER, gradient=False) == pytest.approx(
+        time_s(Collective.ALL_GATHER, BYTES, 8, 1, CLUSTER)
+    )
+
+
+def test_sends_between_stages(pricer):
+    strategy = Strategy((DATA, DATA, TENSOR))
+    assert pricer.p2p(0, MESH, strategy, 2) == pytest.approx(p2p_s(BYTES / 2 / 8, CLUSTER, True))
+    node = Pricer(pricer.graph, parse("8xH100-80GB"), "bfloat16", solve_mlp)
+    assert node.p2p(0, MESH[1:], Strategy((DATA, TENSOR)), 1) == pytest.approx(p2p_s(BYTES / 4, node.cluster, False))
+
+
+def test_the_found_layout_of_a_llama_block_costs_two_reductions_each_way():
+    pricer = Pricer(chain(llama_block(4, 64, 256, 8, 4, 512), 2), CLUSTER, "bfloat16")
+    mesh = (Axis("t", 4, 1),)
+    found, alone = (pricer.layer("block", mesh, Strategy((role,)), 1) for role in (TENSOR, Role.IDLE))
+    assert found is not None and alone is not None
+    reduce = time_s(Collective.ALL_REDUCE, 2 * 4 * 64 * 256, 4, 1, CLUSTER)
+    assert found.communication_s == pytest.approx(4 * reduce)
+    assert found.parameters_bytes < alone.parameters_bytes / 3.9 and found.flops == alone.flops
+
+
+def test_equal_layers_are_priced_once():
+    """A plan of 126 equal layers costs hardly more than one of 2, with a pricer that is new as with one that knows them."""
+    cls = llama_block(8, 64, 256, 8, 4, 512)
+    role_types = {role: replicated(cls) for role in (DATA, TENSOR)}
+
+    def seconds(layers: int, known: bool) -> float:
+        graph, best = chain(cls, layers), math.inf
+        pricer = Pricer(graph, CLUSTER, "bfloat16", lambda _, role, __: role_types[role])
+        for _ in range(7):
+            trace._traces.clear()
+            pricer = pricer if known else Pricer(graph, CLUSTER, "bfloat16", lambda _, role, __: role_types[role])
+            start = time.process_time()
+            evaluate(
+                graph,
+                CLUSTER,
+                pricer,
+                mesh=MESH[1:],
+                stage_bounds=[0, layers // 2, layers],
+                strategies=[Strategy((DATA, TENSOR))] * layers,
+                microbatches=2,
+                schedule="1f1b",
+                precision="bfloat16",
+            )
+            best = min(best, time.process_time() - start)
+        return best
+
+    new = seconds(2, known=False)
+    assert seconds(126, known=False) < 2 * new
+    assert seconds(126, known=True) < new
+
+
+def test_a_call_is_fast_once_a_class_is_known(pricer):
+    pricer.layer("mlp", MESH, Strategy((DATA, TENSOR, SEQUENCE)), 1)
+    calls, start = 0, time.process_time()
+    for microbatches in (1, 2, 4, 8):
+        for roles in ((DATA, TENSOR, TENSOR), (DATA, DATA, SEQUENCE), (TENSOR, DATA, DATA), (SEQUENCE,) * 3):
+            for zero in range(4):
+                for recompute in (False, True):
+                    pricer.layer("mlp", MESH, Strategy(roles, zero, recompute), microbatches)
+                    calls += 1
+    assert (time.process_time() - start) / calls < 1e-3

@@ -1,0 +1,209 @@
+"""Calibration: curves, the file, what it does to prices, what is wrong with bad files, and a real measurement of two processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from price_models import time_s
+from workers import WorkerPool
+
+from autopar.capture import capture
+from autopar.devices import parse
+from autopar.devices.calibration import VARIABLE, VERSION, Calibration, Figure, default_path, read, this_machine
+from autopar.devices.measured import PRODUCT, Curve
+from autopar.errors import DeviceError
+from autopar.price import Pricer
+from autopar.price.collectives import p2p_s
+from autopar.price.state import precision
+from autopar.price.table import build
+from autopar.profile import remote
+from autopar.profile.sweep import COLLECTIVES, MOVES, tasks
+from autopar.search import SearchOptions, search
+from autopar.shard import annotate
+from autopar.types import Collective
+
+
+def figure(
+    name: str, median: float, size: dict[str, float] | None = None, variant: str = "", backward: bool = False
+) -> Figure:
+    return Figure(name, "cpu", 2, variant, backward, size or {}, "s", median, median, median, 1)
+
+
+def calibration(wire_s: float = 1e-3) -> Calibration:
+    """A machine of 1e9 FLOP/s and 1e9 bytes/s whose ops start in a microsecond, and whose collectives take ``wire_s`` for each MB."""
+    found = [figure("launch", 1e-6, backward=b) for b in (False, True)]
+    for b in (False, True):
+        size = {"flops": 1e9, "bytes": 1e6}
+        found.append(figure("product", 1 + 1e-6, size, "float32", b))
+        found.append(figure("attention", 2 + 1e-6, size, "float32", b))
+        found.append(figure("move", 1 + 1e-6, {"bytes": 1e9}, "pointwise", b))
+    found.append(figure("move", 4 + 1e-6, {"bytes": 1e9}, "gelu"))
+    found.append(figure("update", 1.0, {"bytes": 1e9}))
+    for name in (*COLLECTIVES, "p2p"):
+        for size in (1e6, 1e7):
+            found.append(figure("wire", wire_s * size / 1e6, {"members": 2, "bytes": size}, name))
+    found.append(figure("overlap", 0.5, {"members": 2}))
+    found.append(figure("wait", 0.02, {"members": 2, "seconds": 0.25}))
+    return Calibration(this_machine(), "2020-01-01 00:00 UTC", tuple(found))
+
+
+def written(folder: Path, found: Calibration) -> Path:
+    path = folder / "calibration.json"
+    path.write_text(found.dumps())
+    return path
+
+
+def test_curves_interpolate_in_the_logarithms_and_go_on():
+    curve = Curve.through([(100.0, 4.0), (1.0, 1.0), (100.0, 1.0)])
+    assert curve.at(10.0) == pytest.approx(2**0.5) and curve.at(100.0) == pytest.approx(2.0)
+    assert curve.at(0.1) == 1.0 and curve.at(1e6) == pytest.approx(2.0)
+    assert curve.beyond(1000.0) == pytest.approx(20.0)
+    assert Curve.through([(1.0, 3.0), (2.0, 1.0)], rising=True).y == pytest.approx((3.0, 3.0))
+
+
+def test_meetings_wait_for_the_slowest_member(tmp_path):
+    wires = parse(2, calibration=written(tmp_path, calibration())).wires
+    assert wires is not None
+    assert wires.wait_s((2,), 0.25) == pytest.approx(0.02) and wires.wait_s((2,), 1.0) == pytest.approx(0.04)
+    assert wires.wait_s((2,) * 4, 1.0) == pytest.approx(4 * 0.02), "four meetings after a quarter of a second each"
+    assert wires.wait_s((), 1.0) == wires.wait_s((4,), 1.0) == 0.0
+
+
+def test_the_file_reads_back(tmp_path):
+    found = calibration()
+    assert read(written(tmp_path, found)) == found
+
+
+def test_prices_are_what_was_measured(tmp_path):
+    cluster = parse(2, calibration=written(tmp_path, calibration()))
+    gpu = cluster.gpu
+    assert gpu.kernel_s == 1e-6 and gpu.op_floor_s == 0.0 and cluster.overlap_slowdown == 0.5
+    kinds = np.array([PRODUCT, "gelu", "tanh"])
+    flops, moved = np.array([2e9, 0.0, 0.0]), np.array([1e6, 1e9, 1e9])
+    assert gpu.seconds(kinds, flops, moved, "float32", False) == pytest.approx([2.0, 4.0, 1.0], rel=1e-4)
+    assert gpu.update_s(2e9, 2) == pytest.approx(2.0)
+    assert time_s(Collective.ALL_REDUCE, 4e6, 2, 1, cluster) == pytest.approx(4e-3)
+    assert time_s(Collective.ALL_REDUCE, 1e8, 2, 1, cluster) == pytest.approx(0.1)
+    assert p2p_s(1e6, cluster, False) == pytest.approx(1e-3)
+    assert any("calibration.json" in note for note in cluster.notes)
+
+
+def test_the_search_is_asked_with_what_was_measured(tmp_path):
+    """Where wires are a thousand times slower, the best plan takes longer, and it is another one."""
+    with torch.device("meta"):
+        blocks = (torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU()) for _ in range(4))
+        model, batch = torch.nn.Sequential(*blocks), (torch.empty(64, 512), torch.empty(64, 512))
+    graph = annotate(capture(model, batch, torch.nn.functional.mse_loss, precision="float32"))
+    found = []
+    for wire_s in (1e-6, 1e-3, 1.0):
+        cluster = parse(2, calibration=written(tmp_path, calibration(wire_s)))
+        found.append(search(graph, cluster, Pricer(graph, cluster, "float32"), SearchOptions(precision="float32")))
+    times = [plan.prediction.step_time_s for plan in found]
+    assert times == sorted(times) and times[0] < times[-1]
+    assert (found[0].stages, found[0].layers) != (found[-1].stages, found[-1].layers)
+
+
+def test_the_default_place(tmp_path, monkeypatch):
+    path = written(tmp_path, calibration())
+    monkeypatch.setenv(VARIABLE, str(path))
+    assert parse(2).wires is not None
+    assert parse(3).wires is None and "not with 3" in parse(3).notes[0]
+    assert parse("8xH100-80GB").wires is None
+    monkeypatch.setenv(VARIABLE, "")
+    assert default_path() is None and parse(2).wires is None
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_path() == tmp_path / "autopar" / "calibration.json" and parse(2).wires is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "cannot be read"),
+        ("not json", "holds no calibration"),
+        ("[]", "holds no calibration"),
+        (json.dumps({"version": VERSION + 1}), "version"),
+        (json.dumps({"version": VERSION, "machine": {}, "measured_at": "", "figures": []}), "no positive numbers"),
+        (dataclasses.replace(calibration(), machine={"processor": "Z80", "cores": 1}).dumps(), "another machine"),
+        (calibration().dumps().replace('"median": 1e-06', '"median": -1.0'), "no positive numbers"),
+    ],
+)
+def test_bad_files_are_explained(tmp_path, text, words):
+    path = tmp_path / "bad.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(DeviceError, match=words) as caught:
+        parse(2, calibration=path)
+    assert caught.value.hint and "autopar profile" in caught.value.hint and str(path) in caught.value.message
+
+
+def test_a_calibration_is_not_for_other_devices(tmp_path):
+    path = written(tmp_path, calibration())
+    with pytest.raises(DeviceError, match="not with 4"):
+        parse(4, calibration=path)
+    with pytest.raises(DeviceError, match="other devices"):
+        parse("8xH100-80GB", calibration=path)
+
+
+def some(function: str, arguments: dict[str, object]) -> list[dict[str, object]]:
+    """In a worker: one measurement."""
+    remote._groups[2] = dist.group.WORLD
+    return remote.measure(function, arguments)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("launch", {}),
+        ("product", {"dtype": "float32", "shape": [8, 16, 32]}),
+        ("attention", {"dtype": "float32", "shape": [1, 2, 16, 8]}),
+        *(("move", {"kind": kind, "elements": 1 << 12}) for kind in MOVES),
+        ("update", {"elements": 64}),
+        *(("wire", {"name": name, "members": 2, "size": 4096}) for name in (*COLLECTIVES, "p2p")),
+        ("sharded", {"members": 2, "width": 16}),
+        ("meeting", {"members": 2}),
+        ("call", {"members": 2}),
+        ("overlap", {"members": 2}),
+    ],
+    ids=lambda case: f"{case[0]} {case[1].get('kind') or case[1].get('name') or ''}",
+)
+def test_everything_is_measured(workers2: WorkerPool, case):
+    name, arguments = case
+    for figures in workers2.run("test_profile:some", name, arguments):
+        assert figures and all(sample > 0 for figure in figures for sample in figure["samples"])
+
+
+def test_bytes_are_counted_as_the_price_counts_them():
+    """``sweep.MOVES`` against the price's own table, op by op."""
+    n = 64 * 64 * 4
+    batch = tuple(torch.empty(64, 64, device="meta", requires_grad=False) for _ in range(2))
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (torch.nn.Linear(64, 64, device="meta") for _ in range(2))
+
+        def forward(self, x, y):
+            return torch.nn.functional.gelu(self.a(x) * self.b(y)).sum()
+
+    graph = annotate(capture(Model(), batch))
+    tables = [build(cls, precision("float32"))[0] for cls in graph.classes.values()]
+    seen = {}
+    for table in tables:
+        for i, kind in enumerate(table.kinds):
+            here = table.slot_op == i
+            seen[str(kind)] = (table.slot_forward[here].sum() / n, table.slot_backward[here].sum() / n)
+    assert seen["mul"] == MOVES["pointwise"] and seen["gelu"] == MOVES["gelu"]
+
+
+def test_all_numbers_of_processes_have_tasks():
+    names = [task.function for task in tasks(1)]
+    assert "wire" not in names and "product" in names
+    members = {task.arguments["members"] for task in tasks(4) if task.function == "wire"}
+    assert members == {2, 4}

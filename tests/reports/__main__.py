@@ -1,0 +1,120 @@
+"""The pages of evidence: ``make report NAME=survey``, or ``python tests/reports survey [options]``.
+
+Each report is a program that measures, keeps its results as JSON Lines in ``docs/evidence`` and writes the page of its name there. Most
+resume where they were interrupted; ``--help`` lists the options of one. Without a name, the reports are listed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+REPORTS_FOLDER = Path(__file__).resolve().parent
+TESTS = REPORTS_FOLDER.parent
+ROOT = TESTS.parent
+PIP = ("-m", "pip", "install", "-qq", "--disable-pip-version-check", "--constraint", str(ROOT / "constraints.txt"))
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """``about`` is its line in the list. Its ``steps`` are arguments of Python; the ``options`` that a user gives go to the last one."""
+
+    about: str
+    steps: tuple[tuple[str, ...], ...]
+    options: bool = True
+
+
+def program(name: str, *options: str) -> tuple[str, ...]:
+    """A program of this folder."""
+    return ("-W", "ignore", str(REPORTS_FOLDER / f"{name}.py"), *options)
+
+
+REPORTS = {
+    "bench": Report(
+        "automatic programs against hand-written ones (a quiet machine, half an hour)",
+        (
+            ("-m", "autopar", "profile"),
+            *(("-m", "autopar", "bench", "--processes", n, "--output", f"docs/evidence/bench-{n}.jsonl") for n in "24"),
+            program("bench_page"),
+        ),
+        options=False,
+    ),
+    "brute-force": Report("the search against brute force on random small problems", (program("brute_force"),)),
+    "capture-check": Report(
+        "what the comparison of the captured graph with the model costs", (program("check_cost"),), options=False
+    ),
+    "dtensor-check": Report(
+        "our rules against DTensor's, and which is wrong where they differ",
+        (("-m", "autopar.checks", "--dtensor", "docs/evidence/dtensor-check.md"),),
+    ),
+    "endtoend": Report("six requests from the command line to the plan (a quiet machine)", (program("endtoend"),)),
+    "exactness": Report("every plan kind against one device in float64 (half an hour)", (program("matrix"),)),
+    "growth": Report("planning time against layers and devices", (program("growth"),)),
+    "house": Report("figures of the sources: lines, imports inside functions, cycles", (program("house_figures"),)),
+    "infeasible": Report(
+        "requests that cannot be met, and what is suggested (long)", (program("infeasible"),), options=False
+    ),
+    "measured-memory": Report("predicted against measured memory of emitted programs", (program("measured_memory"),)),
+    "measured-time": Report(
+        "predicted against measured step times (a quiet machine, half an hour)",
+        (("-m", "autopar", "profile"), program("measured_time")),
+    ),
+    "mutations": Report("faults put in on purpose, and what catches them", (program("mutations"),)),
+    "published": Report(
+        "the automatic layout on every cell of the published sweep", (program("published"),), options=False
+    ),
+    "random-models": Report(
+        "5,000 models drawn at random against eager PyTorch (an hour)",
+        (program("random_models", "--count", "5000", "--seed", "0", "--results", "docs/evidence/random_models.jsonl"),),
+    ),
+    "reference": Report("docs/reference: the command line, the Python interface, the rules", (program("reference"),)),
+    "simpler": Report("simpler searches under the same prices", (program("simpler"),)),
+    # torchvision's wheels are built for a torch with CUDA. Where it is installed transformers imports it, and beside another torch that
+    # fails: it stays in a folder of its own, with timm, which needs it. tests/models/survey_other.py finds them there.
+    "survey": Report(
+        "models of transformers, timm, torchvision, diffusers and peft (an hour)",
+        (
+            (*PIP, "--editable", f"{ROOT}[hf,dev,survey]"),
+            (*PIP, "--upgrade", "--no-deps", "--target", str(Path(sys.prefix, "survey")), "timm", "torchvision"),
+            program("survey"),
+        ),
+    ),
+    "validation": Report("the cost model against published measurements", (program("validation_page"),)),
+    "volumes": Report("bytes per layer as emitted beside the published formulas", (program("volumes"),), options=False),
+}
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments or arguments[0] not in REPORTS:
+        for name, report in REPORTS.items():
+            print(f"{name:16} {report.about}")
+        if not arguments:
+            return 0
+        print(f"there is no report {arguments[0]!r}", file=sys.stderr)
+        return 2
+    report, given = REPORTS[arguments[0]], arguments[1:]
+    if given and not report.options:
+        print(f"{arguments[0]}: {report.about}; it takes no options", file=sys.stderr)
+        return 2
+    found = [str(path) for path in (ROOT, TESTS, TESTS / "models", REPORTS_FOLDER)]
+    search_path = os.environ.get("PYTHONPATH")
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([*found, *([search_path] if search_path else [])]),
+    }
+    *before, last = report.steps
+    if {"-h", "--help"} & set(given):
+        before = []
+    for step in (*before, (*last, *given)):
+        status = subprocess.call([sys.executable, *step], cwd=ROOT, env=environment)
+        if status:
+            return status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,84 @@
+"""The pages of the benchmark, from its results: ``docs/evidence/bench.md``, and the table in the README between ``<!-- bench -->`` marks.
+
+``make report NAME=bench`` measures (``docs/evidence/bench-2.jsonl``, ``docs/evidence/bench-4.jsonl``) and then runs this.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from typing import Any
+
+from places import EVIDENCE, ROOT
+
+from autopar.bench.report import markdown, plot
+
+README = ROOT / "README.md"
+PAGE = EVIDENCE / "bench.md"
+PROCESSES = [count for count in (2, 4) if (EVIDENCE / f"bench-{count}.jsonl").is_file()]
+
+HEAD = """# Automatic programs against hand-tuned ones, measured
+
+Every model is trained by the program that autopar chose and by programs written by hand with PyTorch's own parts (DDP, FSDP2,
+`parallelize_module`, 1F1B, mixtures of two on four processes, each with several microbatch sizes), in the same gloo processes on the
+same batches, float32 and AdamW, one thread a process. They take turns: a round visits each once in an order drawn anew. Times are
+medians over rounds; the ratio is the median over rounds of the automatic program's time over that of the best by hand, with a
+bootstrap's 95 % interval. The best by hand is picked after the fact, by its measured times. Programs twice slower than the best are
+left out of the rounds that follow. Two processes on two cores are what the verdict is about; four share the same two cores.
+"""
+
+
+def lines(processes: int) -> list[dict[str, Any]]:
+    """The results on so many processes."""
+    return [json.loads(text) for text in (EVIDENCE / f"bench-{processes}.jsonl").read_text().splitlines()]
+
+
+def verdict(found: list[dict[str, Any]]) -> str:
+    """The ratios of all models in one sentence."""
+    ratios = [line["ratio"] for line in found]
+    middle, worst = statistics.median(ratios), max(ratios)
+    return f"Automatic over best by hand: {middle:.2f} in the median of {len(ratios)} models, {worst:.2f} at worst."
+
+
+def contenders(line: dict[str, Any]) -> str:
+    """Every program of one contest that ran, fastest first."""
+    rows = ["| program | ms a step | fastest to slowest round | rounds | predicted |", "|---|---|---|---|---|"]
+    running = [c for c in line["contenders"] if c["rounds_s"]]
+    for one in sorted(running, key=lambda c: statistics.median(c["rounds_s"])):
+        times = [1e3 * seconds for seconds in one["rounds_s"]]
+        predicted = "-" if one["predicted_s"] is None else f"{1e3 * one['predicted_s']:.0f}"
+        spread = f"{min(times):.0f} to {max(times):.0f}"
+        rows.append(f"| {one['name']} | {statistics.median(times):.0f} | {spread} | {len(times)} | {predicted} |")
+    failed = [c["name"] for c in line["contenders"] if not c["rounds_s"]]
+    return "\n".join(rows) + "\n" + (f"\nDid not run: {', '.join(failed)}.\n" if failed else "")
+
+
+def page() -> str:
+    """``docs/evidence/bench.md``."""
+    text = HEAD
+    for processes in PROCESSES:
+        found = lines(processes)
+        text += f"\n## {processes} processes\n\n{verdict(found)}\n\n{markdown(found)}\n![measured step times](bench-{processes}.svg)\n"
+        for line in found:
+            text += f"\n### {line['name']} on {processes} processes\n\n{contenders(line)}"
+    return text + "\nMade by `make report NAME=bench`. Do not edit.\n"
+
+
+def readme(text: str) -> str:
+    """The README's ``text`` with the table of two processes in its place."""
+    table = f"<!-- bench -->\n{markdown(lines(2))}<!-- end bench -->"
+    changed, count = re.subn(r"<!-- bench -->\n.*?<!-- end bench -->", lambda _: table, text, flags=re.DOTALL)
+    assert count == 1, "the README has no place for the benchmark's table"
+    return changed
+
+
+def main() -> None:
+    for processes in PROCESSES:
+        plot(lines(processes), EVIDENCE / f"bench-{processes}.svg")
+    PAGE.write_text(page())
+    README.write_text(readme(README.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""What the comparison of the captured graph with the model costs (``make report NAME=capture-check``).
+
+Of each model the seconds of ``autopar.compile(model, 2, batch)``, and of the capture and the comparison inside it, in this process, after a
+first compile of a small model (which pays for imports).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import torch
+from places import EVIDENCE
+from planning import machine_words
+from text_models import plain_mlp, t5
+from torch import nn
+from torch.utils._pytree import tree_map
+from vision_models import resnet
+
+import autopar
+from autopar import planning, workload
+from autopar.capture import NOT_COMPARED
+
+RESULTS = EVIDENCE / "capture-check.jsonl"
+ROWS, SEQUENCE, VOCABULARY = 16, 128, 1024
+
+
+def _tokens() -> dict[str, Any]:
+    ids = torch.randint(VOCABULARY, (ROWS, SEQUENCE), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def gpt2() -> tuple[nn.Module, Any, Any]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=VOCABULARY, n_embd=192, n_layer=12, n_head=6, n_positions=SEQUENCE)
+    return GPT2LMHeadModel(config), _tokens(), None
+
+
+def llama() -> tuple[nn.Module, Any, Any]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 8, "num_attention_heads": 8}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=4, **sizes)), _tokens(), None
+
+
+def mixtral() -> tuple[nn.Module, Any, Any]:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8}
+    config = MixtralConfig(vocab_size=VOCABULARY, num_key_value_heads=4, num_local_experts=4, **sizes)
+    return MixtralForCausalLM(config), _tokens(), None
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
+    "an MLP": plain_mlp,
+    "GPT-2, 12 layers, width 192": gpt2,
+    "Llama, 8 layers, width 256": llama,
+    "Mixtral, 4 layers, 4 experts": mixtral,
+    "a residual network": resnet,
+    "T5, small": t5,
+}
+
+
+def measured(name: str) -> dict[str, Any]:
+    """Seconds of one ``compile``, of the capture and of the comparison in it, and what the comparison says of the model."""
+    torch.manual_seed(0)
+    model, batch, loss_fn = _narrow(MODELS[name]())
+    seconds = {"capture": 0.0, "check_capture": 0.0}
+    said = []
+    stages = {"capture": workload, "check_capture": planning}
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start_s = time.perf_counter()
+            result = function(*args, **kwargs)
+            seconds[function.__name__] += time.perf_counter() - start_s
+            said.append(result)
+            return result
+
+        return call
+
+    with ExitStack() as patched:
+        for stage, module in stages.items():
+            patched.enter_context(mock.patch.object(module, stage, timed(getattr(module, stage))))
+        start_s = time.perf_counter()
+        autopar.compile(model, 2, batch, loss_fn)
+        whole_s = time.perf_counter() - start_s
+    words = next(each for each in said if isinstance(each, str))
+    return {
+        "model": name,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "said": words.rpartition(" (")[0] or words,
+        "capture_s": round(seconds["capture"], 2),
+        "check_s": round(seconds["check_capture"], 2),
+        "compile_s": round(whole_s, 2),
+    }
+
+
+def _narrow(subject: tuple[nn.Module, Any, Any]) -> tuple[nn.Module, Any, Any]:
+    """In float32, as models are trained: those of the exactness runs have batches in float64."""
+    model, batch, loss_fn = subject
+    return model.float(), tree_map(lambda t: t.float() if torch.is_floating_point(t) else t, batch), loss_fn
+
+
+def page(lines: list[dict[str, Any]], machine: str) -> str:
+    """``docs/evidence/capture-check.md``."""
+    rows = "".join(
+        f"| {line['model']} | {line['parameters'] / 1e6:.2f} M | {line['capture_s']:.1f} | {line['check_s']:.1f} "
+        f"| {line['compile_s']:.1f} | {line['check_s'] / line['compile_s']:.0%} |\n"
+        for line in lines
+    )
+    return f"""# The captured graph against the model
+
+A plan never changes what is computed, provided that the graph it is made for is the model. So `compile`, `plan`, `emit` and `run` hold the
+graph against the model before anything is planned, wherever the model has values, and say in `plan.notes` what came out.
+
+**What is compared.** The model exactly as it was given (each module in its `train` or `eval` mode) runs two steps in eager
+PyTorch, on a copy, in float64, on 2 rows of the batch. The model is captured for these rows, and the graph runs the same two
+steps. The loss, the gradient of every parameter, which parameters have none, and every buffer after each step must agree to
+1e-9. Then a step of 3 rows, with each tensor's values in another order. The two graphs are held against the one that is
+planned, node by node: numbers may differ where they follow the number of rows, and nowhere else. Dropout has probability 0 in
+both, and other random numbers are a fixed pattern; that the graph has no dropout which the model does not ask for is compared
+by itself. Where the graph of a few rows is another one, or the model takes its own number of rows alone, the whole batch is
+compared, if it has at most 64 rows; of a larger batch the note names the first node that differs.
+
+**What a difference says.** It is a `CaptureError`: which gradient (or the loss, or a buffer) is off and by how much, the first
+value in the graph that the model does not compute, and the line of the model that it comes from. `autopar.opaque(module)` keeps
+the module at fault whole.
+
+**What is not compared.** A model whose buffers are on meta, or whose parameters are and take more than 64 MiB in float64; one
+that takes more than 16 GB with its gradients in float64, or more than 10^14 operations; one that does not run on the CPU, or
+whose loss is no number. The plan says so, with the reason, in a note that begins with "{NOT_COMPARED}". A model that does not
+run in float64 is compared in its own precision, as far as that tells rounding from a fault. Precision itself is not compared:
+what a model casts to float32 in between is the program's to keep.
+
+**Switching it off.** `capture_check=False` in Python, `--no-capture-check` on the command line; the plan says so, too.
+
+## What it costs
+
+{machine}
+Seconds of capturing the model, of the comparison, which captures it twice more, and of the whole `autopar.compile(model, 2, batch)`,
+comparison, search and emission included.
+
+| model | parameters | capture | comparison | compile | share of compile |
+|---|---|---|---|---|---|
+{rows}
+Made by `make report NAME=capture-check`. What the comparison finds is measured by [faults put into capture on purpose](mutations.md).
+Do not edit.
+"""
+
+
+def main() -> None:
+    autopar.compile(*_first())
+    lines = [measured(name) for name in MODELS]
+    RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    RESULTS.with_suffix(".md").write_text(page(lines, machine_words(lines)))
+    for line in lines:
+        print(line)
+
+
+def _first() -> tuple[nn.Module, int, Any, Any]:
+    model, batch, loss_fn = _narrow(plain_mlp())
+    return model, 2, batch, loss_fn
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""The plans that matter, from the command line to the printed plan: ``make report NAME=endtoend`` writes ``docs/endtoend.{jsonl,md}``.
+
+Each case is a process of its own, imports and capture included. The seconds of the wall are what a user waits, on a machine that does
+nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  torch's own convention
+from places import EVIDENCE, ROOT
+from planning import machine_words, measure, resumed
+from torch import Tensor, nn
+
+GAP = 0.01
+MEMORY_BYTES = 2 * 10**9
+
+CASES: tuple[tuple[str, tuple[str, ...], float], ...] = (  # what, the request, within how many seconds
+    ("Llama-3-8B", ("llama3-8b", "--devices", "8x8xH100-80GB"), 5.0),
+    ("Llama-3-70B", ("llama3-70b", "--devices", "128x8xH100-80GB"), 12.0),
+    ("GPT-1T", ("gpt-1t", "--devices", "512x8xH100-80GB"), 12.0),
+    ("Llama-3-405B", ("llama3-405b", "--devices", "2048x8xH100-80GB"), 25.0),
+    ("Mixtral 8x7B", ("mixtral-8x7b", "--devices", "64x8xH100-80GB"), 12.0),
+    (
+        "128 layers of 8 kinds",
+        (f"{Path(__file__).relative_to(ROOT)}:kinds", "--devices", "2048x8xH100-80GB", "--pipeline", "8"),
+        60.0,
+    ),
+)
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block, each kind with an inner width of its own."""
+
+    def __init__(self, width: int, heads: int, inner: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, width = x.shape
+        q, k, v = self.qkv(self.before(x)).view(b, t, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(b, t, width))
+        return x + self.down(F.gelu(self.up(self.after(x))))
+
+
+class Kinds(nn.Module):
+    """A decoder of ``layers`` blocks of ``kinds`` kinds, which take turns."""
+
+    def __init__(self, layers: int, kinds: int, width: int, heads: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width, heads, (2 + i % kinds) * width) for i in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+def kinds(seq: int = 4096, global_batch: int = 4096) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """About 290 B parameters, on meta."""
+    with torch.device("meta"):
+        model = Kinds(128, 8, 12288, 96, 51200).bfloat16()
+        return model, (
+            torch.zeros(global_batch, seq, dtype=torch.long),
+            torch.zeros(global_batch, seq, dtype=torch.long),
+        )
+
+
+def page(lines: list[dict[str, Any]]) -> str:
+    """The page that is made of the results."""
+    parts = [
+        "# From the command line to the plan\n",
+        "`autopar plan`: a process each, imports, capture, prices and search included.",
+        f"{machine_words(lines)}\n",
+        "At default settings, which look for interleaved pipelines (several chunks of layers on each device) too:\n",
+        *_table([line for line in lines if not line["plain"]]),
+        "\nThe same requests with `--chunks 1`, one chunk on each device, where the proof is tighter and the plan may be slower:\n",
+        *_table([line for line in lines if line["plain"]]),
+        f"\nWanted are the seconds, at most {GAP:.0%} between the plan and its proved bound, and {MEMORY_BYTES / 1e9:.0f} GB; "
+        "in bold is what is more than that.\n\nMade by `make report NAME=endtoend`. Do not edit.",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _table(lines: list[dict[str, Any]]) -> list[str]:
+    found = [
+        "| model | request | wall | processor | wanted | peak memory | gap | one step | chunks |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for line in lines:
+        (name, request, wanted) = next(case for case in CASES if case[0] == line["case"])
+        wall = _marked(f"{line['wall_s']:.1f} s", line["wall_s"] > wanted)
+        cells = [name, f"`autopar plan {' '.join(request)}`", wall, f"{line['user_s']:.1f} s", f"{wanted:.0f} s"]
+        if "gap" in line:
+            peak = line["peak_memory_bytes"]
+            cells += [
+                _marked(f"{peak / 1e6:,.0f} MB", peak > MEMORY_BYTES),
+                _marked(f"{line['gap']:.2%}", line["gap"] > GAP),
+                f"{line['step_time_s']:.2f} s",
+                str(line["chunks"]),
+            ]
+        else:
+            cells += ["-", line["error"][:80], "-", "-"]
+        found.append(f"| {' | '.join(cells)} |")
+    return found
+
+
+def _marked(text: str, over: bool) -> str:
+    return f"**{text}**" if over else text
+
+
+def main() -> None:
+    requests = {name: request for name, request, _ in CASES}
+
+    def one(case: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+        return {**case, **measure((*requests[case["case"]], *(["--chunks", "1"] if case["plain"] else [])), limit_s)}
+
+    cases = [{"case": name, "plain": plain} for plain in (False, True) for name in requests]
+    lines = resumed(EVIDENCE / "endtoend.jsonl", cases, one, __doc__, 600.0)
+    (EVIDENCE / "endtoend.md").write_text(page(lines))
+
+
+if __name__ == "__main__":
+    main()

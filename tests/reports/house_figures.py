@@ -1,0 +1,148 @@
+"""Figures of the sources, by one command: ``python tests/reports house`` (``make report NAME=house``).
+
+Lines and files of the product, lengths of functions, imports inside functions, cycles among packages and among files, public functions
+with many parameters, files that spell the name of an op or a schedule. ``--commit ab12cd3`` adds a column for that commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import json
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from typing import Any
+
+import networkx as nx
+from places import ROOT
+
+PACKAGES = ("autopar", "passes")
+MANY_PARAMETERS = 8
+LONG_LINES = 40
+SPELLED = ("scaled_dot_product_attention", '"1f1b"', '"interleaved-1f1b"')
+"""Names of one op and of two schedules: facts about each belong in one room."""
+
+Sources = dict[str, str]
+"""The text of every module, by its path: ``autopar/search/driver.py``."""
+
+
+def sources(commit: str | None) -> Sources:
+    """The product's modules, of the checkout or of a commit."""
+    if commit is None:
+        return {
+            str(path.relative_to(ROOT)): path.read_text() for name in PACKAGES for path in (ROOT / name).rglob("*.py")
+        }
+    archive = subprocess.run(["git", "archive", commit, *PACKAGES], cwd=ROOT, capture_output=True, check=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        files = [member for member in tar.getmembers() if member.name.endswith(".py")]
+        return {member.name: tar.extractfile(member).read().decode() for member in files}  # type: ignore[union-attr]
+
+
+def module_of(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def room_of(module: str) -> str:
+    """The package or single file below ``autopar`` that a module is in; ``passes`` is one room."""
+    parts = module.split(".")
+    return "passes" if parts[0] == "passes" else ".".join(parts[1:2]) or "autopar"
+
+
+def imports(tree: ast.AST, modules: set[str]) -> Iterator[tuple[str, bool]]:
+    """(module of the product, whether the import is inside of a function); those under ``if TYPE_CHECKING`` do not run."""
+
+    def visit(node: ast.AST, inside: bool) -> Iterator[tuple[str, bool]]:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            given = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in modules else str(node.module) for name in given]
+        yield from ((name, inside) for name in dict.fromkeys(names) if name in modules)
+        inside = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, inside)
+
+    yield from visit(tree, False)
+
+
+def figures(texts: Sources) -> dict[str, Any]:
+    """All figures of one state of the sources."""
+    modules = {module_of(path) for path in texts}
+    trees = {module_of(path): ast.parse(text) for path, text in texts.items()}
+    files, rooms = nx.DiGraph(), nx.DiGraph()
+    inside_functions = 0
+    for module, tree in trees.items():
+        for target, inside in imports(tree, modules):
+            inside_functions += inside
+            if not inside:
+                files.add_edge(module, target)
+            if room_of(module) != room_of(target):
+                rooms.add_edge(room_of(module), room_of(target))
+    functions = [
+        (module, node)
+        for module, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    lengths = sorted((1 + (node.end_lineno or 0) - node.lineno for _, node in functions), reverse=True)
+    return {
+        "lines": sum(text.count("\n") for text in texts.values()),
+        "files": len(texts),
+        "functions": len(functions),
+        "longest function, lines": lengths[0],
+        f"functions of more than {LONG_LINES} lines": sum(length > LONG_LINES for length in lengths),
+        "imports of own modules inside functions": inside_functions,
+        "cycles among packages": _cycles(rooms),
+        "cycles among files": _cycles(files),
+        f"public functions of more than {MANY_PARAMETERS} parameters": sorted(
+            f"{module}.{node.name} ({_parameters(node)})"
+            for module, node in functions
+            if not node.name.startswith("_") and _parameters(node) > MANY_PARAMETERS
+        ),
+        **{f"files that spell {name}": sum(name in text for text in texts.values()) for name in SPELLED},
+    }
+
+
+def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    return len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs])
+
+
+def _cycles(graph: nx.DiGraph) -> list[str]:
+    """Sets of nodes that import each other in a circle."""
+    found = [component for component in nx.strongly_connected_components(graph) if len(component) > 1]
+    return sorted(", ".join(sorted(component)) for component in found)
+
+
+def main() -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--commit", help="the state of this commit beside that of the checkout")
+    parser.add_argument("--json", action="store_true", help="one object for each state")
+    args = parser.parse_args()
+    states = {
+        commit or "checkout": figures(sources(commit)) for commit in ([args.commit] if args.commit else []) + [None]
+    }
+    if args.json:
+        sys.stdout.write(json.dumps(states, indent=1) + "\n")
+        return 0
+    table = Table("", *states)
+    for name in next(iter(states.values())):
+        table.add_row(name, *(_cell(state[name]) for state in states.values()))
+    Console().print(table)
+    return 0
+
+
+def _cell(value: Any) -> str:
+    return "\n".join([str(len(value)), *value]) if isinstance(value, list) else f"{value:,}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+"""Predicted against measured peak memory of emitted programs (``make report NAME=measured-memory``).
+
+Each case is emitted and trained for two steps in gloo processes on the CPU, under PyTorch's memory profiler from before the program is
+loaded. Every allocation and release of the CPU allocator is then an event with its bytes; their running sum over the second step (the
+optimizer's state exists by then) is what the program holds, temporaries inside of kernels included, and its maximum is what is
+compared with the plan's prediction for that device. The batch is made before and counts with neither.
+
+One JSON line per case; a run does what the file lacks for this code (``--fresh``: everything). Bytes do not depend on how busy the
+machine is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from measured_plans import SMALL, memory_kinds
+from places import EVIDENCE
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from workers import WorkerPool
+
+from autopar.capture import capture
+from autopar.devices import parse
+from autopar.emit import emit
+from autopar.errors import UsageError
+from autopar.graph import Graph
+from autopar.price import Pricer
+from autopar.run import remote
+from autopar.search import evaluate
+from autopar.shard import annotate
+from autopar.verify import Kind
+
+RESULTS, PAGE = EVIDENCE / "measured-memory.jsonl", EVIDENCE / "measured-memory.md"
+PARTS = ("parameters", "gradients", "optimizer", "activations", "transients")
+
+
+def peak(folder: str, batch: dict[str, Tensor]) -> dict[str, int]:
+    """In a worker: bytes that the program holds between steps, and at most during its second step.
+
+    gloo's threads hold a collective's tensors for a moment after it has ended, and what they free the profiler does not see: so every
+    wait lasts a little longer than they do.
+    """
+    wait = dist.Work.wait
+
+    def wait_longer(work: dist.Work, *timeout: Any) -> bool:
+        done = wait(work, *timeout)
+        time.sleep(0.005)
+        return done
+
+    dist.Work.wait = wait_longer  # type: ignore[method-assign]
+    try:
+        return profiled_steps(folder, batch)
+    finally:
+        dist.Work.wait = wait  # type: ignore[method-assign]
+
+
+def profiled_steps(folder: str, batch: dict[str, Tensor]) -> dict[str, int]:
+    """Two steps under the profiler, and what it saw."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        options = {"optimizer": None, "lr": 1e-3, "seed": 0, "max_norm": None, "state": None}
+        trainer = remote.open_trainer(folder, options, device="cpu", timeout_s=600)
+        trainer.step(batch)
+        with torch.profiler.record_function("the second step"):
+            trainer.step(batch)
+    alive = {address for value in gc.get_objects() if isinstance(value, Tensor) for address in addresses(value)}
+    with tempfile.TemporaryDirectory() as home:
+        path = Path(home) / "trace.json"
+        seen.export_chrome_trace(str(path))
+        return running_peak(json.loads(path.read_text())["traceEvents"], alive)
+
+
+def addresses(tensor: Tensor) -> list[int]:
+    """Where a tensor's values are, and its gradient's."""
+    found = [tensor] if not tensor.is_leaf or tensor.grad is None else [tensor, tensor.grad]
+    return [t.untyped_storage().data_ptr() for t in found if type(t) in (Tensor, torch.nn.Parameter)]
+
+
+def running_peak(events: list[dict[str, Any]], alive: set[int]) -> dict[str, int]:
+    """From a trace: the bytes held when the second step begins, and the most that are held while it runs.
+
+    What another thread released has no event of its own: its place is taken anew, or nothing is ``alive`` there at the end. Such a
+    block counts until the next event.
+    """
+    step = next(e for e in events if e.get("name") == "the second step" and "dur" in e)
+    changes = sorted(
+        (float(e["ts"]), int(e["args"]["Bytes"]), int(e["args"]["Addr"])) for e in events if e.get("name") == "[memory]"
+    )
+    open_blocks: dict[int, int] = {}  # address: which change made it
+    lost: set[int] = set()
+    for i, (_, change, address) in enumerate(changes):
+        if change < 0:
+            open_blocks.pop(address, None)
+            continue
+        if address in open_blocks:
+            lost.add(open_blocks[address])
+        open_blocks[address] = i
+    lost |= {i for address, i in open_blocks.items() if address not in alive}
+    start, stop = float(step["ts"]), float(step["ts"]) + float(step["dur"])
+    held = at_rest = highest = passing = 0
+    for i, (when, change, _) in enumerate(changes):
+        held += change - passing
+        passing = change if i in lost else 0
+        if when <= start:
+            at_rest = highest = held
+        elif when <= stop:
+            highest = max(highest, held)
+    return {"at_rest": at_rest, "peak": highest}
+
+
+def predicted(graph: Graph, kind: Kind) -> list[dict[str, int]]:
+    """Bytes by part of every device of the line."""
+    plan = kind.plan(graph)
+    cluster = parse(plan.device_count)
+    priced = evaluate(
+        graph,
+        cluster,
+        Pricer(graph, cluster, "float32"),
+        mesh=plan.mesh,
+        stage_bounds=[0, *(stage.stop for stage in plan.stages)],
+        strategies=[layer.strategy for layer in plan.layers],
+        microbatches=plan.microbatches,
+        schedule=plan.schedule,
+        precision="float32",
+        chunks=plan.chunks,
+    )
+    return [{part: int(getattr(stage.memory, part)) for part in PARTS} for stage in priced.stages[: plan.pipeline]]
+
+
+def run_case(name: str, graph: Graph, kind: Kind, pool: WorkerPool) -> dict[str, Any]:
+    """One line of the results; ``error`` is that of the device whose memory peaks highest."""
+    plan = kind.plan(graph)
+    names = [value.name for value in graph.inputs]
+    batch = dict(zip(names, SMALL[name].batch(0), strict=True))
+    with tempfile.TemporaryDirectory() as home:
+        emit(graph, plan, Path(home))
+        ranks = pool.run("measured_memory:peak", home, batch, timeout_s=300)
+    stages = predicted(graph, kind)
+    size = plan.devices_per_stage
+    seen = [max(rank["peak"] for rank in ranks[s * size : (s + 1) * size]) for s in range(len(stages))]
+    worst = max(range(len(seen)), key=lambda s: seen[s])
+    total = sum(stages[worst].values())
+    return {
+        "model": name,
+        "plan": kind.name,
+        "processes": kind.devices,
+        "predicted_bytes": total,
+        "measured_bytes": seen[worst],
+        "error": total / seen[worst] - 1,
+        "stage": worst,
+        "parts": stages[worst],
+        "at_rest_bytes": max(rank["at_rest"] for rank in ranks[worst * size : (worst + 1) * size]),
+        "stages": [{"predicted": sum(p.values()), "measured": m} for p, m in zip(stages, seen, strict=True)],
+    }
+
+
+def page(lines: list[dict[str, Any]]) -> str:
+    """``docs/evidence/measured-memory.md``."""
+    errors = [abs(line["error"]) for line in lines]
+    rows = [
+        f"| {line['model']} | {line['plan']} | {line['processes']} | {line['predicted_bytes'] / 2**20:.2f} "
+        f"| {line['measured_bytes'] / 2**20:.2f} | {line['error']:+.1%} |"
+        for line in lines
+    ]
+    return "\n".join(
+        [
+            "# Predicted against measured memory",
+            "",
+            "Generated by `make report NAME=measured-memory`. Peak bytes of emitted programs (float32, AdamW) during a training step, on "
+            "the device that holds most: predicted by the plan, and measured by "
+            "summing every allocation and release of PyTorch's CPU allocator.",
+            "",
+            f"{len(lines)} pairs of {len({line['model'] for line in lines})} models: the prediction is off by "
+            f"{statistics.median(errors):.1%} in the median and by {max(errors):.1%} at worst.",
+            "",
+            "| model | plan | processes | predicted MiB | measured MiB | off by |",
+            "|---|---|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fresh", action="store_true", help="measure everything anew")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose model and plan contain this")
+    options = parser.parse_args()
+    old = [json.loads(text) for text in RESULTS.read_text().splitlines()] if RESULTS.is_file() else []
+    kept = {} if options.fresh else {(line["model"], line["plan"]): line for line in old}
+    pools: dict[int, WorkerPool] = {}
+    lines: list[dict[str, Any]] = []
+    for name, subject in SMALL.items():
+        torch.manual_seed(0)
+        graph = annotate(capture(subject.build(), subject.batch(0), subject.loss_fn, name=name))
+        for kind in memory_kinds():
+            done = kept.get((name, kind.name))
+            if done is not None or options.only not in f"{name} {kind.name}":
+                lines += [done] if done is not None else []
+                continue
+            try:
+                kind.plan(graph)
+            except UsageError as error:
+                print(f"{name}, {kind.name}: not admitted: {error.message}", file=sys.stderr)
+                continue
+            pool = pools.setdefault(kind.devices, WorkerPool(kind.devices))
+            lines.append(run_case(name, graph, kind, pool))
+            print(f"{name}, {kind.name}: {lines[-1]['error']:+.1%} {lines[-1]['parts']}", file=sys.stderr, flush=True)
+            RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for pool in pools.values():
+        pool.close()
+    RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))  # with what comes after the last new one
+    PAGE.write_text(page(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The automatic layout on every cell of the published sweep (``make report NAME=published``)."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from places import EVIDENCE, GROUNDTRUTH
+
+from autopar.bench.published import CellResult, markdown, published, summary
+
+FILE = GROUNDTRUTH / "layout_sweep.jsonl"
+SCORED_GPUS = 128  # cells of more GPUs are reported apart: that network's sends between stages are not modelled (evidence/validation.md)
+
+HEAD = """# The automatic layout against 995 published ones
+
+For every cell of [layout_sweep.jsonl](groundtruth/layout_sweep.jsonl) (one model, one number of H100 nodes; nanotron) the search is
+restricted by pins to the layouts that were tried there (data, tensor and pipeline degree, ZeRO stage, microbatches; no recomputation),
+with that trainer's kernels and overlaps; it chooses one of them, and the stage cuts. A layout that does not keep to the memory that a
+plan may fill with the trainer's own cuts is left out, for those are the cuts that were measured. *Regret* is the measured time of its
+choice over the best measured time, minus one. A choice that failed in the sweep (out of memory, or a crash of another cause) is called
+so, and the regret is then that of the fastest predicted layout that ran. The constants behind the prices were fitted with these rows in
+view
+([validation](validation.md)).
+"""
+
+
+def page(cells: list[CellResult]) -> str:
+    """The page that is made of the results."""
+    text = HEAD
+    for title, some in (
+        ("Up to 16 nodes", [c for c in cells if c.devices <= SCORED_GPUS]),
+        ("32 nodes and more", [c for c in cells if c.devices > SCORED_GPUS]),
+    ):
+        if some:
+            s = summary(some)
+            text += (
+                f"\n## {title}\n\nRegret {s['mean_regret']:.1%} on average and {s['worst_regret']:.1%} at worst over "
+            )
+            text += f"{s['cells']} cells; {s['failed']} of the choices failed when they were tried.\n\n{markdown(some)}"
+    return text + "\nMade by `make report NAME=published`. Do not edit.\n"
+
+
+def main() -> None:
+    def show(what: str, done: int, total: int) -> None:
+        print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
+
+    cells = published(FILE, show)
+    (EVIDENCE / "published.jsonl").write_text("".join(json.dumps(cell.to_json()) + "\n" for cell in cells))
+    (EVIDENCE / "published.md").write_text(page(cells))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""The tables of docs/evidence/validation.md: every chosen figure, the scores on the rows that ship, and a peer's predictions beside ours.
+
+    python tests/reports validation            # prices all rows: a minute or two
+    python tests/reports validation constants  # the figures alone
+
+A table stands between ``<!-- NAME -->`` and ``<!-- end NAME -->``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from places import EVIDENCE, GROUNDTRUTH
+
+from autopar.devices import Constant, hardware
+from autopar.devices import constants as figures_of_devices
+from autopar.trainers import figures as figures_of_trainers
+from autopar.validate import Report, Score, score, scores, validate
+
+PAGE = EVIDENCE / "validation.md"
+ROWS = GROUNDTRUTH
+SMALL_CLUSTER = 128  # GPUs: 16 nodes
+_UNITS = {"sustained": ("sustained_matmul_bf16_tflops", "TFLOP/s, bfloat16 products in training")}
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A named figure. ``where`` is the module or file that it stands in."""
+
+    name: str
+    value: float
+    unit: str
+    source: str
+    where: str
+
+    @property
+    def kind(self) -> str:
+        """*measured*, *library*, *published*, *vendor*, *assumed* or *fitted*, see ``devices.constants``."""
+        return self.source.split(":")[0].split()[0]
+
+    @property
+    def fitted(self) -> bool:
+        """Whether it was chosen with published measurements in view."""
+        return self.kind == "fitted"
+
+
+def records() -> tuple[Record, ...]:
+    """Every figure that was chosen rather than given by a data sheet. One figure that several files share is one record."""
+    found = [
+        Record(name, figure.value, figure.unit, figure.source, where)
+        for where, module in (("devices.constants", figures_of_devices), ("trainers.figures", figures_of_trainers))
+        for name, figure in vars(module).items()
+        if isinstance(figure, Constant)
+    ]
+    files = [(f"kinds/{name}.toml", entry) for name, entry in hardware.table().items()]
+    files += [(f"networks/{entry['name']}.toml", entry) for entry in hardware.network_entries()]
+    for where, entry in files:
+        found += _of_file(where, entry)
+    once: dict[tuple[str, float, str], Record] = {}
+    for record in found:
+        once.setdefault((record.unit, record.value, record.source), record)
+    return tuple(once.values())
+
+
+def _of_file(where: str, entry: Mapping[str, Any]) -> list[Record]:
+    """The figures of a file that are no data sheet's: a fraction reached in training, a fitted latency."""
+    found = []
+    for key, source in entry.get("sources", {}).items():
+        if key in _UNITS:
+            field, unit = _UNITS[key]
+            found.append(Record(f"{entry['name']}: {field}", float(entry[field]), unit, source, where))
+        elif key.endswith("_us"):
+            found.append(Record(f"{entry['name']}: {key}", float(entry[key]), "microseconds a step", source, where))
+    return found
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows))
+
+
+def constants() -> str:
+    """Every figure that is no data sheet's, the fitted ones first."""
+    found = sorted(records(), key=lambda record: not record.fitted)
+    return table(
+        ("figure", "value", "unit", "source", "where"),
+        [(f"`{r.name}`", f"{r.value:.6g}", r.unit, r.source.replace("|", "/"), f"`{r.where}`") for r in found],
+    )
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def cells(name: str, found: Score) -> tuple[str, ...]:
+    return (
+        name,
+        f"{found.n_priced} of {found.n_rows}",
+        "-" if found.spearman is None else f"{found.spearman:.2f}",
+        percent(found.regret),
+        percent(found.worst_regret),
+        f"{found.ran_called_infeasible} of {found.n_ran}",
+        f"{found.failed_called_infeasible} of {found.n_failed}",
+        percent(found.time_median_error),
+        percent(found.time_p90_error),
+        percent(found.memory_median_error),
+        percent(found.memory_p90_error),
+    )
+
+
+HEADER = ("rows", "priced", "Spearman", "regret", "worst", "ran, refused", "failed, refused", "time median", "90th percentile",
+          "memory median", "90th percentile")  # fmt: skip
+
+
+def published(report: Report) -> str:
+    found = scores(report)
+    rows = [cells(name, one) for name, one in found["sources"].items()]
+    return table(("source", *HEADER[1:]), [*rows, cells("all", found["overall"])])
+
+
+def sweep(report: Report, data: Sequence[dict[str, Any]]) -> str:
+    """Cells up to 16 nodes, then the larger ones, then every cell."""
+    small = [o for o, row in zip(report.outcomes, data, strict=True) if row["n_gpus"] <= SMALL_CLUSTER]
+    large = [o for o, row in zip(report.outcomes, data, strict=True) if row["n_gpus"] > SMALL_CLUSTER]
+    rows = [cells("all cells up to 16 nodes", score(small)), cells("all cells of 32 and 64 nodes", score(large))]
+    return table(("cells", *HEADER[1:]), rows + [cells(name, one) for name, one in scores(report)["groups"].items()])
+
+
+def peers(report: Report, data: Sequence[dict[str, Any]]) -> str:
+    """Rows that carry another model's prediction: its errors beside ours."""
+    rows, errors = [], []
+    for o, row in zip(report.outcomes, data, strict=True):
+        derived = row.get("derived") or {}
+        if (
+            "simumax_predicted_ms" not in derived
+            or o.step_s is None
+            or o.measured.step_s is None
+            or o.memory_bytes is None
+        ):
+            continue
+        assert o.measured.memory_bytes is not None
+        times = (derived["simumax_predicted_ms"] / 1e3 / o.measured.step_s - 1, o.step_s / o.measured.step_s - 1)
+        memories = (
+            derived["simumax_predicted_alloc_gib"] * 2**30 / o.measured.memory_bytes - 1,
+            o.memory_bytes / o.measured.memory_bytes - 1,
+        )
+        errors.append((*times, *memories))
+        name = o.id.removeprefix("simumax-b200-")
+        sizes = (f"{o.measured.step_s:.3f} s", *(f"{100 * e:+.1f} %" for e in times))
+        held = (f"{o.measured.memory_bytes / 2**30:.1f} GiB", *(f"{100 * e:+.1f} %" for e in memories))
+        rows.append((name, *sizes, *held))
+    worst = [max((e[k] for e in errors), key=abs) for k in range(4)]
+    middle = [statistics.median(abs(e[k]) for e in errors) for k in range(4)]
+    rows.append(
+        ("median of the errors' size", "", *(percent(m) for m in middle[:2]), "", *(percent(m) for m in middle[2:]))
+    )
+    rows.append(
+        ("largest error", "", *(f"{100 * w:+.1f} %" for w in worst[:2]), "", *(f"{100 * w:+.1f} %" for w in worst[2:]))
+    )
+    return table(("run", "step", "SimuMax", "autopar", "memory", "SimuMax", "autopar"), rows)
+
+
+def written(text: str, name: str, made: str) -> str:
+    """``text`` with the table of that name replaced."""
+    pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
+    assert pattern.search(text), name
+    return pattern.sub(lambda m: f"{m[1]}\n{made}\n\n{m[2]}", text)
+
+
+def read(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (ROWS / name).read_text("utf-8").splitlines() if line.strip()]
+
+
+def main(only: Sequence[str]) -> None:
+    makers: dict[str, Callable[[], str]] = {"constants": constants}
+    if not only or set(only) - {"constants"}:
+        ours = validate(ROWS / "published.jsonl")
+        swept = validate(ROWS / "layout_sweep.jsonl")
+        makers |= {
+            "published": lambda: published(ours),
+            "peers": lambda: peers(ours, read("published.jsonl")),
+            "sweep": lambda: sweep(swept, read("layout_sweep.jsonl")),
+        }
+    text = PAGE.read_text("utf-8")
+    for name in only or makers:
+        text = written(text, name, makers[name]())
+    PAGE.write_text(text, "utf-8")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("only", nargs="*", choices=[[], "constants"], help="these tables alone")
+    main(parser.parse_args().only)

@@ -1,0 +1,114 @@
+"""Schedules that give a device several stages: torch's own orders, what is refused, and programs that are exact."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from exactness import subject
+
+from autopar.errors import UsageError
+from autopar.plan import Plan
+from autopar.schedules import Schedule, refusal
+from autopar.schedules.memory import fullest, most_in_flight
+from autopar.schedules.orders import device_groups, device_order
+from autopar.search.manual import manual_plan
+from autopar.torch_private import pipeline_order
+
+TORCH = {
+    "interleaved-1f1b": "Interleaved1F1B",
+    "zero-bubble": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
+
+
+def sizes(name: str) -> list[Schedule]:
+    """The schedule at the sizes that it admits."""
+    every = [Schedule(name, p, m, v) for p in (2, 3, 4, 5) for v in (1, 2, 3) for m in range(1, 17)]
+    return [schedule for schedule in every if refusal(schedule) is None]
+
+
+def torchs(schedule: Schedule) -> list[list[tuple[tuple[str, int, int], ...]]]:
+    """The actions of every device as torch has them."""
+    return pipeline_order(TORCH[schedule.name], schedule.pipeline, schedule.chunks, schedule.microbatches)
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_orders_are_torchs(name: str) -> None:
+    assert len(sizes(name)) > 20
+    for schedule in sizes(name):
+        own = [list(device_groups(schedule, rank)) for rank in range(schedule.pipeline)]
+        assert own == torchs(schedule), schedule
+
+
+@pytest.mark.parametrize("name", [name for name in TORCH if name != "zbv"])
+def test_what_torch_refuses_is_refused(name: str) -> None:
+    for schedule in (
+        Schedule(name, 2, 3, 2),
+        Schedule(name, 4, 6, 2),
+        Schedule(name, 3, 5, 2),
+        Schedule(name, 4, 7, 2),
+    ):
+        if refusal(schedule) is not None:
+            with pytest.raises(ValueError, match="microbatches"):
+                torchs(schedule)
+        else:
+            torchs(schedule)
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_stages_are_where_torch_puts_them(name: str) -> None:
+    for schedule in sizes(name):
+        for rank, groups in enumerate(torchs(schedule)):
+            own = sorted({stage for group in groups for _, stage, _ in group})
+            assert own == list(schedule.own(rank))
+            assert {schedule.device[stage] for stage in own} == {rank}
+
+
+@pytest.mark.parametrize("name", ["none", "gpipe", "1f1b", *TORCH])
+def test_microbatches_in_flight_are_those_of_the_order(name: str) -> None:
+    """Of stages that save alike, the moment at which a device has most is the one that its order shows."""
+    line = (1,) if name == "none" else (2, 4)
+    for p, m, v in itertools.product(line, (4, 8), (1, 2, 3)):
+        schedule = Schedule(name, p, m, v)
+        if refusal(schedule) is not None:
+            continue
+        for rank in range(p):
+            live = most = 0
+            for kind, _, _ in device_order(schedule, rank):
+                live += kind == "F"
+                most = max(most, live)
+                live -= kind in "BW"
+            assert most == most_in_flight(schedule, rank), schedule
+            assert schedule.split or most == sum(fullest(schedule).in_flight[s] for s in schedule.own(rank))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "interleaved-1f1b", "pipeline": 2}, "several stages on each device"),
+        ({"schedule": "interleaved-1f1b", "chunks": 2}, "one device in the line"),
+        ({"schedule": "1f1b", "pipeline": 2, "chunks": 2, "microbatches": 2}, "one stage on each device"),
+        ({"pipeline": 2, "chunks": 2, "microbatches": 5}, "rounds of 2 microbatches"),
+        ({"schedule": "zbv", "pipeline": 2, "microbatches": 4}, "two stages on each device, and chunks is 1"),
+        ({"schedule": "zero-bubble", "chunks": 2}, "one device in the line"),
+        ({"schedule": "zero-bubble", "pipeline": 2, "chunks": 2, "microbatches": 5}, "rounds of 2 microbatches"),
+        ({"schedule": "dualpipev", "pipeline": 2, "chunks": 2, "microbatches": 3}, "over 4 stages needs a microbatch"),
+        ({"pipeline": 4, "chunks": 2}, "6 layers cannot be cut into 8"),
+        ({"schedule": "bfs", "pipeline": 2}, "schedule is 'bfs', it must be one of none, gpipe"),
+    ],
+)
+def test_combinations_that_make_no_sense_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as error:
+        manual_plan(subject("llama").graph, **options)  # type: ignore[arg-type]
+    assert error.value.hint
+
+
+def test_a_device_has_every_so_many_stages() -> None:
+    plan = manual_plan(subject("llama").graph, pipeline=2, chunks=3, data=2, microbatches=4)
+    assert plan.schedule == "interleaved-1f1b" and plan.pipeline == 2 and plan.device_count == 4
+    assert [stage.devices for stage in plan.stages] == [(0, 2), (2, 2)] * 3
+    assert Plan.from_json(plan.to_json()) == plan
+    folded = manual_plan(subject("llama").graph, pipeline=2, chunks=2, data=2, microbatches=4, schedule="zbv")
+    assert [stage.devices for stage in folded.stages] == [(0, 2), (2, 2), (2, 2), (0, 2)]

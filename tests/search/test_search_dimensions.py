@@ -1,0 +1,115 @@
+"""Every dimension that is searched changes what is predicted: seconds of the step or bytes of a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+from price_models import chain, mlp, solve_mlp
+
+from autopar.devices import parse
+from autopar.plan import NARROW, OFFLOADS, RECOMPUTATIONS, Axis, Plan, Role, Strategy
+from autopar.price import Pricer
+from autopar.schedules import INTERLEAVED, SPLIT, ZERO_BUBBLE, Schedule
+from autopar.search import SearchOptions, evaluate, make_mesh, search
+from autopar.search.manual import even_cuts
+from autopar.search.problem import choices, sizes_of_segments, strategies
+
+LAYERS, BATCH = 8, 32
+GRAPH = chain(mlp(BATCH, 128, 256, 1024), LAYERS)
+CLUSTER = parse("8xH100-80GB")
+ALLOW = [(), *((name,) for name in NARROW), NARROW]
+PRICERS = {allow: Pricer(replace(GRAPH, narrow=allow), CLUSTER, "bfloat16", solve_mlp) for allow in ALLOW}
+D, T = Role.DATA, Role.TENSOR
+
+
+@dataclass(frozen=True)
+class Written:
+    """A plan of the eight devices by hand."""
+
+    pipeline: int = 2
+    chunks: int = 1
+    schedule: str = "1f1b"
+    microbatches: int = 4
+    mesh: tuple[Axis, ...] = make_mesh(("outer", 2), ("inner", 2))
+    roles: tuple[Role, ...] = (D, T)
+    zero: int = 1
+    recompute: str = "none"
+    offload: str = "none"
+    segment: int = 1
+    cuts: tuple[int, ...] | None = None
+    allow: tuple[str, ...] = ()
+
+    @property
+    def strategy(self) -> Strategy:
+        full, part = self.recompute == "full", self.recompute == "selective"
+        return Strategy(self.roles, self.zero, full, part, self.offload, self.segment)
+
+    def priced(self) -> Plan:
+        cuts = even_cuts(LAYERS, self.pipeline * self.chunks) if self.cuts is None else self.cuts
+        return evaluate(
+            GRAPH, CLUSTER, PRICERS[self.allow], mesh=self.mesh, stage_bounds=(0, *cuts, LAYERS), strategies=[self.strategy] * LAYERS,
+            microbatches=self.microbatches, schedule=self.schedule, precision="bfloat16", chunks=self.chunks,
+        )  # fmt: skip
+
+
+PLAIN = Written()
+DIMENSIONS: dict[str, list[Written]] = {
+    "pipeline degree": [PLAIN, replace(PLAIN, pipeline=4, mesh=make_mesh(("inner", 2)), roles=(T,), zero=0)],
+    "stage cuts": [replace(PLAIN, cuts=(cut,)) for cut in (3, 4, 5)],
+    "chunks": [PLAIN, *(replace(PLAIN, chunks=n, schedule=INTERLEAVED) for n in (2, 4))],
+    "schedule": [PLAIN, *(replace(PLAIN, schedule=name) for name in ("gpipe", ZERO_BUBBLE))],
+    "schedule of two stages a device": [replace(PLAIN, chunks=2, schedule=name) for name in (INTERLEAVED, *SPLIT)],
+    "microbatch size": [replace(PLAIN, microbatches=n) for n in (2, 4, 8)],
+    "mesh factorisation": [PLAIN, replace(PLAIN, mesh=make_mesh(("inner", 4)), roles=(T,), zero=0)],
+    "roles": [replace(PLAIN, roles=roles) for roles in ((D, T), (D, Role.TENSOR_SEQUENCE), (D, D))],
+    "ZeRO": [replace(PLAIN, zero=zero) for zero in (0, 1, 2, 3)],
+    "recomputation": [replace(PLAIN, recompute=how) for how in RECOMPUTATIONS],
+    "layers of a segment": [replace(PLAIN, recompute="full", segment=n) for n in (1, 2, 3, 4)],
+    "offload": [replace(PLAIN, offload=what) for what in OFFLOADS],
+    "precision": [replace(PLAIN, allow=allow) for allow in ALLOW],
+}
+
+
+def outcome(plan: Plan) -> tuple[float, int]:
+    """Seconds of the step, and bytes of the fullest device."""
+    return plan.prediction.step_time_s, max(stage.memory.total for stage in plan.stages)
+
+
+@pytest.mark.parametrize("dimension", DIMENSIONS)
+def test_each_value_of_a_dimension_is_predicted_differently(dimension: str) -> None:
+    found = [outcome(written.priced()) for written in DIMENSIONS[dimension]]
+    assert len(set(found)) == len(found) >= 2, found
+
+
+def test_the_search_tries_these_values() -> None:
+    tried = choices(GRAPH, CLUSTER.count, SearchOptions())
+    every = [written for some in DIMENSIONS.values() for written in some]
+    for schedule in {Schedule(w.schedule, w.pipeline, w.microbatches, w.chunks) for w in every}:
+        pinned = choices(GRAPH, CLUSTER.count, SearchOptions(schedule=schedule.name))
+        assert schedule in [choice.schedule for choice in (*tried, *pinned)], schedule
+    candidates = strategies(PLAIN.mesh, BATCH // PLAIN.microbatches, CLUSTER.gpus_per_node, SearchOptions())
+    for written in (w for name in ("roles", "ZeRO", "recomputation") for w in DIMENSIONS[name]):
+        assert written.strategy in candidates, written
+    assert all(candidate.offload == "none" and candidate.segment == 1 for candidate in candidates)
+    sizes = sizes_of_segments(GRAPH.chains[GRAPH.layers[0].cls], SearchOptions().common, True)
+    candidates = strategies(
+        PLAIN.mesh, BATCH // PLAIN.microbatches, CLUSTER.gpus_per_node, SearchOptions(), None, 0, sizes
+    )
+    assert all(written.strategy in candidates for written in DIMENSIONS["layers of a segment"])
+    asked = SearchOptions(offload="any")
+    candidates = strategies(PLAIN.mesh, BATCH // PLAIN.microbatches, CLUSTER.gpus_per_node, asked)
+    assert all(written.strategy in candidates for written in DIMENSIONS["offload"])
+
+
+def test_a_long_chain_is_faster_in_segments() -> None:
+    """64 narrow layers, each of which saves little more than its input: what segments spare lets fewer devices share a layer."""
+    graph = chain(mlp(8, 4096, 256, 1024), 64)
+    pricer = Pricer(graph, CLUSTER, "bfloat16", solve_mlp)
+    options = SearchOptions(precision="bfloat16", memory_limit_bytes=160_000_000, microbatches=2)
+    alone = search(graph, CLUSTER, pricer, replace(options, segment=1))
+    several = search(graph, CLUSTER, pricer, options)
+    assert all(layer.strategy.recompute for layer in alone.layers)
+    assert any(layer.strategy.segment > 1 for layer in several.layers)
+    assert several.prediction.step_time_s < 0.7 * alone.prediction.step_time_s
+    assert several.bound_s <= several.prediction.step_time_s

@@ -1,0 +1,176 @@
+"""The search against brute force on random small problems, and its bounds against the optimum."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from math import inf
+
+import pytest
+from brute_force import FAMILIES, compare, problem
+from places import EVIDENCE
+from search_models import brute_force, every_plan, random_problem
+
+from autopar.errors import InfeasibleError, UsageError
+from autopar.plan import Plan
+from autopar.schedules import SEVERAL_STAGES
+from autopar.search import SearchOptions, search, steps
+from autopar.search.bounds.bottleneck import bottleneck_bound, whole_bound
+from autopar.search.bounds.cheap import fewest_seconds
+from autopar.search.bounds.columns import columns_bound, even_bound
+from autopar.search.bounds.devices import devices_bound
+from autopar.search.bounds.mixed import mixed_bound
+from autopar.search.bounds.relaxation import relaxation
+from autopar.search.construct.devices import construct_devices
+from autopar.search.evaluation import cost
+from autopar.search.exact import solve_labels, solve_scip
+from autopar.search.problem import choices
+from autopar.search.tables import Prices
+
+EXACT = SearchOptions(target_gap=0.0, time_limit_s=60)
+
+
+def found(seed: int, options: SearchOptions = EXACT) -> tuple[Plan | None, float | None]:
+    graph, cluster, pricer = random_problem(seed)
+    best = brute_force(graph, cluster, pricer, options)
+    try:
+        return search(graph, cluster, pricer, options), best
+    except InfeasibleError:
+        return None, best
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_optimum_and_same_infeasible_set_as_brute_force(family: str) -> None:
+    rows = [compare(family, seed) for seed in range(100_000, 100_060 if family == "any chunks" else 100_035)]
+    assert not [row for row in rows if not row["agrees"]]
+    outcomes = [row["outcome"] for row in rows]
+    # the problems are neither all easy nor all impossible
+    assert outcomes.count("infeasible") >= 2 and outcomes.count("optimum") >= 10
+    assert sum(row.get("pipeline", 1) > 1 for row in rows) >= 1
+    assert family not in ("chunks", "any chunks") or sum(row.get("chunks", 1) > 1 for row in rows) >= 2
+
+
+def test_the_committed_comparison_has_no_disagreement() -> None:
+    rows = [json.loads(line) for line in (EVIDENCE / "brute_force.jsonl").read_text().splitlines()]
+    assert len(rows) >= 2000 and all(row["agrees"] for row in rows)
+    assert {row["family"] for row in rows} == set(FAMILIES)
+
+
+def test_bounds_stay_below_the_optimum_when_the_exact_solver_is_scip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "LABEL_LAYERS", 0)
+    proved = 0
+    for seed in range(1000, 1080):
+        plan, best = found(seed)
+        assert (plan is None) == (best is None), seed
+        if plan is not None and best is not None:
+            assert plan.bound_s <= best * (1 + 1e-6) and best <= plan.prediction.step_time_s * (1 + 1e-9), seed
+            assert plan.gap == pytest.approx(1 - plan.bound_s / plan.prediction.step_time_s, abs=1e-12)
+            proved += plan.gap < 0.01
+    assert proved > 20
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_pinned_schedule_and_pipeline(schedule: str) -> None:
+    checked = 0
+    for seed in range(2000, 2060):
+        graph, cluster, pricer = random_problem(seed)
+        if cluster.count < 2 or len(graph.layers) < 2 or graph.batch_size < 2:
+            continue
+        options = SearchOptions(target_gap=0.0, schedule=schedule, pipeline=2)
+        best = brute_force(graph, cluster, pricer, options)
+        if best is None:
+            with pytest.raises(InfeasibleError):
+                search(graph, cluster, pricer, options)
+            continue
+        plan = search(graph, cluster, pricer, options)
+        assert plan.schedule == schedule and plan.pipeline == 2
+        assert plan.prediction.step_time_s == pytest.approx(best, rel=1e-9), seed
+        checked += 1
+    assert checked > 10
+
+
+def test_more_memory_is_never_slower() -> None:
+    for seed in range(3000, 3020):
+        graph, cluster, pricer = random_problem(seed)
+        before = float("inf")
+        for limit in (60, 90, 130, 200, 400, 10_000):
+            options = SearchOptions(target_gap=0.0, memory_limit_bytes=limit)
+            try:
+                step = search(graph, cluster, pricer, options).prediction.step_time_s
+            except InfeasibleError:
+                assert before == float("inf"), "what fits in less memory fits in more"
+                continue
+            assert step <= before * (1 + 1e-9)
+            before = step
+
+
+def test_every_bound_of_every_outer_choice_holds() -> None:
+    tight: dict[str, list[float]] = {}
+    for seed in range(4000, 4018):
+        graph, cluster, pricer = random_problem(seed, layers=4)
+        prices = Prices(graph, cluster, pricer, EXACT)
+        for choice in choices(graph, cluster.count, EXACT):
+            instance = prices.instance(choice)
+            plans = every_plan(graph, cluster, pricer, EXACT, choice)
+            best = min(plans, default=float("inf"))
+            if instance is None:
+                assert best == float("inf")
+                continue
+            cheap = fewest_seconds(instance)
+            bounds = {
+                "cheap": cheap,
+                "bottleneck": bottleneck_bound(instance),
+                "whole": whole_bound(instance, cheap, float("inf")),
+                "linear": relaxation(instance, cheap, 5.0),
+                "integer": solve_scip(instance, cheap, float("inf"), 5.0, 0.0)[0],
+            }
+            for name, bound in bounds.items():
+                assert bound <= best * (1 + 1e-6), (seed, choice, name)
+                if best < float("inf"):
+                    tight.setdefault(name, []).append(bound / best)
+    mean = {name: sum(values) / len(values) for name, values in tight.items()}
+    assert mean["cheap"] < mean["linear"] < mean["integer"] and mean["cheap"] < mean["bottleneck"] < mean["whole"]
+    assert mean["integer"] > 0.85
+
+
+@pytest.mark.parametrize("schedule", SEVERAL_STAGES)
+def test_every_bound_of_choices_with_several_stages_on_a_device_holds(schedule: str) -> None:
+    tight: dict[str, list[float]] = {}
+    options = SearchOptions(schedule=schedule)
+    for seed in range(6000, 6200 if schedule == "dualpipev" else 6040):
+        graph, cluster, pricer, _ = problem("chunks", seed)
+        prices = Prices(graph, cluster, pricer, options)
+        try:
+            wholes = choices(graph, cluster.count, options, prices.pins)
+        except UsageError:  # too few layers, or rows of the batch
+            continue
+        for whole in wholes:
+            ties = prices.ties(whole, 0) if prices.groups else []
+            decided = [replace(whole, ties=((0, roles, zero),)) for roles, zero in ties] or [whole]
+            for choice in decided:
+                instance = prices.instance(choice)
+                if instance is None:
+                    continue
+                best, solution = solve_labels(instance, inf, inf)
+                assert solution is None or cost(instance, solution).step_time_s == pytest.approx(best, rel=1e-12)
+                cheap = fewest_seconds(instance)
+                bounds = {
+                    "cheap": cheap,
+                    "packed or mixed": even_bound(instance, cheap, inf),
+                    "columns": columns_bound(instance, cheap, inf),
+                    "devices": devices_bound(instance, cheap, inf),
+                }
+                if best < inf:  # with a cutoff that the optimum is below, they still are no more than it
+                    bounds["devices, cut off"] = devices_bound(instance, cheap, best * 1.01)
+                    bounds["mixed devices"] = mixed_bound(instance, best / 1.03, best * 1.01)
+                found = construct_devices(instance)
+                assert found is None or found[0] >= best * (1 - 1e-9), (seed, choice)
+                for name, bound in bounds.items():
+                    assert bound <= best * (1 + 1e-6), (seed, choice, name)
+                    if best < inf:
+                        tight.setdefault(name, []).append(bound / best)
+    mean = {name: sum(values) / len(values) for name, values in tight.items()}
+    assert len(tight["cheap"]) >= 10 and mean["cheap"] < mean["packed or mixed"] < mean["columns"]
+    assert mean["columns"] > 0.75
+    if schedule == "interleaved-1f1b":
+        assert mean["cheap"] < mean["devices"] and mean["mixed devices"] > mean["columns"]

@@ -1,0 +1,165 @@
+"""Pins: what they name, what they refuse, that pinned plans are optimal too, and what each one costs."""
+
+from __future__ import annotations
+
+import pytest
+import search_models
+from search_models import Devices, RandomPricer, brute_force, chain, random_problem
+
+from autopar.cli.app import main
+from autopar.cli.render import print_plan
+from autopar.errors import InfeasibleError, UsageError
+from autopar.pins import LayerPins, read_pins
+from autopar.plan import Plan, Role
+from autopar.search import SearchOptions, price_pins, problem, search
+from autopar.search.options import pins_by_layer, runs_of_names, selects
+
+T = (Role.TENSOR, Role.TENSOR_SEQUENCE)
+MODEL = chain(["a", "b", "b", "b", "c"], 8)
+
+
+def options(**pin: int | str | bool) -> SearchOptions:
+    return SearchOptions(pin={key.replace("__", ".").replace("_to_", "-"): value for key, value in pin.items()})
+
+
+class TestWords:
+    def test_text_and_values(self) -> None:
+        texts = ["layers.0-7.tensor=8", "lm_head.zero = 3", "schedule=1f1b", "recompute=no", "pipeline=4"]
+        assert read_pins(texts) == {
+            "layers.0-7.tensor": 8, "lm_head.zero": 3, "schedule": "1f1b", "recompute": False, "pipeline": 4,
+        }  # fmt: skip
+
+    def test_selectors(self) -> None:
+        name, cls = "model.layers.12", "LlamaDecoderLayer"
+        assert all(
+            selects(s, name, cls) for s in (name, "layers.12", "12", "layers.*", "layers.9-12", "model.*.1?", cls)
+        )
+        assert not any(
+            selects(s, name, cls) for s in ("layers", "layers.1", "layers.13-20", "a.model.layers.12", "head")
+        )
+
+    def test_some_layers_go_before_all(self) -> None:
+        pinned = pins_by_layer(MODEL, SearchOptions(tensor=2, zero=1, pin={"layers.1-2.tensor": 4, "c.zero": 3}))
+        assert pinned == (
+            LayerPins(tensor=2, zero=1), *[LayerPins(tensor=4, zero=1)] * 2, LayerPins(tensor=2, zero=1),
+            LayerPins(tensor=2, zero=3),
+        )  # fmt: skip
+
+    def test_short_forms_are_the_same_pins(self) -> None:
+        long, short = SearchOptions(pin={"tensor": 2, "schedule": "gpipe"}), SearchOptions(tensor=2, schedule="gpipe")
+        assert long == short and long.pins == {"schedule": "gpipe", "tensor": 2}
+        assert long.without("tensor") == SearchOptions(schedule="gpipe")
+        assert options(layers__0__zero=1, tensor=2).without("layers.0.zero") == SearchOptions(tensor=2)
+
+    def test_names_for_people(self) -> None:
+        names = ["embed", *(f"layers.{i}" for i in range(3)), "layers.9", "head"]
+        assert runs_of_names(names) == ["embed", "layers.0-2", "layers.9", "head"]
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("pin", "words"),
+        [
+            ({"tensr": 2}, "did you mean tensor"),
+            ({"tensor": 0}, "tensor is 0, it must be a whole number from 1\n.*write tensor=8"),
+            ({"tensor": "two"}, "'two', it must be a whole number from 1"),
+            ({"layers.0.pipeline": 2}, "of the whole plan, not of layers.0"),
+            ({"layers.0.zero": 4}, "layers.0.zero is 4, it must be a whole number from 0 to 3"),
+            ({"schedule": "interleaved-1f1b", "pipeline": 1}, "one device in the line"),
+            ({"schedule": "1f1b", "chunks": 2}, "one stage on each device, and chunks is 2"),
+            ({"schedule": "interleaved-1f1b", "chunks": 1}, "several stages on each device, and chunks is 1"),
+            ({"schedule": "zbv", "chunks": 3}, "two stages on each device, and chunks is 3"),
+            ({"schedule": "zero-bubble", "pipeline": 1}, "one device in the line"),
+            ({"schedule": "dualpipev", "pipeline": 2, "microbatches": 2}, "over 4 stages needs a microbatch for each"),
+            ({"schedule": "zbv", "pipeline": 4}, "5 layers cannot be cut into 8 stages"),
+            ({"chunks": 3}, "5 layers cannot be cut into 6 stages"),
+            ({"layers.0.chunks": 2}, "chunks is of the whole plan"),
+            (
+                {"schedule": "zigzag"},
+                "schedule is 'zigzag', it must be one of none, gpipe, 1f1b, interleaved-1f1b, zero-bubble",
+            ),
+            (
+                {"recompute": 3},
+                "recompute is 3, it must be one of none, selective, full\n.*=selective .true means full, false",
+            ),
+            ({"layer.1.tensor": 2}, r"no layer 'layer.1'; the nearest name is layers.1\n.*its layers are layers.0-4"),
+            ({"layers.0-2.zero": 1, "layers.2.zero": 2}, "both pin layers.2"),
+            ({"layers.1.tensor": 3}, r"tensor 3 does not divide .*\(8\)\n.*1, 2, 4, 8"),
+            ({"layers.1.tensor": 4, "data": 4}, "do not divide into groups for data 4, tensor 4"),
+            ({"data": 8, "microbatches": 4}, r"2 samples do not divide by data 8\n.*1, 2"),
+            ({"pipeline": 3}, r"fit are 1, 2, 4"),
+            ({"schedule": "none", "pipeline": 2}, "2 stages needs a schedule"),
+        ],
+    )
+    def test_the_message_names_the_choices(self, pin: dict[str, int | str], words: str) -> None:
+        with pytest.raises(UsageError, match=f"(?s){words}"):
+            search(MODEL, Devices(8, 10_000), RandomPricer(MODEL, 0, 1.0, 0.0), SearchOptions(pin=pin))
+
+    def test_a_pin_is_given_once(self) -> None:
+        with pytest.raises(UsageError, match="tensor is pinned to 2 and to 4"):
+            SearchOptions(tensor=2, pin={"tensor": 4})
+        with pytest.raises(UsageError, match="pinned to 2 and to 4"):
+            read_pins(["tensor=2", "tensor=4"])
+        with pytest.raises(UsageError, match="'tensor' is not a pin"):
+            read_pins(["tensor"])
+
+    def test_on_the_command_line(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as ended:
+            main(("plan", "gpt2", "--devices", "8xH100-80GB", "--pin", "tensr=2"))
+        assert ended.value.code == 2 and "did you mean tensor" in capsys.readouterr().err
+
+
+def test_degrees_that_only_one_order_of_the_axes_has() -> None:
+    graph = chain(["a"], 6)
+    pinned = options(data=6, tensor=6, pipeline=1)
+    plan = search(graph, Devices(36, 10_000), RandomPricer(graph, 0, 1.0, 0.0), pinned)
+    assert plan.layers[0].strategy.degree(plan.mesh, Role.DATA) == 6
+
+
+def test_what_a_pin_leaves_over_is_idle() -> None:
+    graph = chain(["a"], 8)
+    plan = search(graph, Devices(8, 10_000), RandomPricer(graph, 0, 1.0, 0.0), options(data=2, tensor=2))
+    strategy = plan.layers[0].strategy
+    assert [strategy.degree(plan.mesh, role) for role in (Role.DATA, Role.IDLE)] == [2, 2]
+    assert strategy.degree(plan.mesh, *T) == 2
+
+
+def test_the_price_of_each_pin_is_the_difference_of_two_optima(monkeypatch: pytest.MonkeyPatch) -> None:
+    # which choices segments are looked for in depends on the best plan of a search, and a pin's price only looks for faster ones
+    monkeypatch.setattr(problem, "SEGMENTS", ())
+    monkeypatch.setattr(search_models, "SEGMENTS", ())
+    costly = 0
+    for seed in range(6000, 6012):
+        graph, cluster, pricer = random_problem(seed)
+        pinned = SearchOptions(target_gap=0.0, microbatches=1, pin={"layers.0.recompute": True})
+        try:
+            plan = price_pins(graph, cluster, pricer, pinned, search(graph, cluster, pricer, pinned), 60.0)
+        except InfeasibleError:
+            continue
+        assert [pin.pin for pin in plan.pins] == ["microbatches", "layers.0.recompute"]
+        assert Plan.from_json(plan.to_json()) == plan
+        for pin in plan.pins:
+            best = brute_force(graph, cluster, pricer, pinned.without(pin.pin))
+            saves, most = pin.gain(plan.prediction.step_time_s)
+            assert pin.step_time_without_s == pytest.approx(best, rel=1e-9)
+            assert (
+                saves == pytest.approx(1 - best / plan.prediction.step_time_s, abs=1e-9)
+                and -1e-12 <= saves <= most + 1e-6
+            )
+            costly += saves > 0.01
+    assert costly >= 3
+
+
+def test_without_time_the_price_of_a_pin_says_what_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    graph, cluster = chain(["a", "b", "b", "a"], 8), Devices(8, 10_000)
+    pricer = RandomPricer(graph, 3, 1.0, 0.1)
+    pinned = SearchOptions(zero=3)
+    plan = price_pins(graph, cluster, pricer, pinned, search(graph, cluster, pricer, pinned), 0.0)
+    (pin,) = plan.pins
+    saves, most = pin.gain(plan.prediction.step_time_s)
+    assert saves == 0.0 < most
+    print_plan(plan, Console(width=120))
+    out = capsys.readouterr().out
+    assert "the price of each pin" in out and f"{most:.1%}" in out and "zero=3" in out

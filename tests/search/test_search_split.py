@@ -1,0 +1,119 @@
+"""Schedules with backwards in two parts: their time, their paths, their plans."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from price_models import chain, mlp, solve_mlp
+
+from autopar.devices import parse
+from autopar.emit.program import emit
+from autopar.errors import UsageError
+from autopar.plan import Plan
+from autopar.price import Pricer
+from autopar.schedules import SPLIT, Schedule, refusal
+from autopar.schedules.orders import device_groups
+from autopar.schedules.step_time import longest_path, parts_of, simulate, simulate_many, textbook_paths, timeline
+from autopar.search import SearchOptions, search
+
+EVERY = [Schedule(s, p, m, v) for s in SPLIT for p in (2, 3, 4) for v in (1, 2, 3) for m in (1, 2, 4, 6, 8, 12)]
+SIZES = [schedule for schedule in EVERY if refusal(schedule) is None]
+
+
+def by_passes(schedule: Schedule, f: list[float], b: list[float], w: list[float]) -> float:
+    """The step by going over all devices again and again until no action ends later than before."""
+    line, stages = schedule.pipeline, schedule.stages
+    took = {("F", s): f[s] for s in range(stages)} | {("B", s): b[s] for s in range(stages)}
+    took |= {("I", s): b[s] - w[s] if s else 0.0 for s in range(stages)}
+    took |= {("W", s): w[s] if s else b[s] for s in range(stages)}
+    sent: dict[tuple[str, int, int], float] = {}
+    latest, before = 0.0, -1.0
+    while sum(sent.values()) > before:
+        before = sum(sent.values())
+        for rank in range(line):
+            clock = 0.0
+            for group in device_groups(schedule, rank):
+                ends = []
+                for kind, stage, i in group:
+                    way = "F" if kind == "F" else "B"
+                    waits = kind != "W" and sent.get((way, stage - 1 if way == "F" else stage + 1, i), 0.0)
+                    clock = max(clock, waits) + took[kind, stage]
+                    ends.append((way, stage, i, clock))
+                    latest = max(latest, clock)
+                for (kind, _, _), (way, stage, i, end) in zip(group, ends, strict=True):
+                    beside = stage + 1 if way == "F" else stage - 1
+                    here = 0 <= beside < stages and schedule.device[beside] == rank
+                    if kind != "W":
+                        sent[way, stage, i] = end if here else clock
+    return latest
+
+
+def drawn(rng: random.Random, stages: int) -> tuple[list[float], list[float], list[float]]:
+    backward = [rng.random() for _ in range(stages)]
+    return [rng.random() for _ in range(stages)], backward, [rng.random() * b for b in backward]
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_time_and_paths_on_random_stages(name: str) -> None:
+    rng = random.Random(name)
+    sizes = [schedule for schedule in SIZES if schedule.name == name]
+    assert len(sizes) >= 5
+    for schedule in sizes:
+        f, b, w = drawn(rng, schedule.stages)
+        step = simulate(schedule, f, b, w)
+        assert step == pytest.approx(by_passes(schedule, f, b, w), rel=1e-12), schedule
+        spans = timeline(schedule, f, b, w)
+        assert max(span.stop_s for span in spans) == pytest.approx(step)
+        assert sum(span.stop_s - span.start_s for span in spans) == pytest.approx(
+            schedule.microbatches * (sum(f) + sum(b))
+        )
+        parts, others = (parts_of(schedule, *drawn(rng, schedule.stages)) for _ in range(2))
+        many = simulate_many(schedule, np.stack([parts, others], axis=-1))
+        for path in (longest_path(schedule, parts), *textbook_paths(schedule).swapaxes(0, 1)):
+            assert (path * parts).sum() <= many[0] * (1 + 1e-12) and (path * others).sum() <= many[1] * (1 + 1e-12)
+        assert (longest_path(schedule, parts) * parts).sum() == pytest.approx(many[0])
+
+
+def test_equal_parts_leave_the_bubbles_that_the_paper_says() -> None:
+    """Qi et al. 2023: where F, I and W take equal time, 1F1B's bubble is three of them for each device but one, ZB-1P's is one (F + I - W),
+    and that of ZB-V, whose stages are half as long, the first forwards alone."""
+    line, m = 4, 12
+    once = 2 * line
+    assert simulate(Schedule("1f1b", line, m), [2.0] * line, [4.0] * line) == 6 * m + 6 * (line - 1)
+    assert simulate(Schedule("zero-bubble", line, m), [2.0] * line, [4.0] * line, [2.0] * line) == 6 * m + 2 * (
+        line - 1
+    )
+    assert simulate(Schedule("zbv", line, m, 2), [1.0] * once, [2.0] * once, [1.0] * once) == 6 * m + line - 1
+    # forwards and backwards are not overlapped, and what pairs send waits for both
+    assert simulate(Schedule("dualpipev", line, m, 2), [1.0] * once, [2.0] * once, [1.0] * once) == 6 * m + 2 * (
+        line - 1
+    )
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, Plan]:
+    graph, cluster = chain(mlp(32, 512, 2048, 8192), 8), parse("4xH100-80GB")
+    pricer = Pricer(graph, cluster, "bfloat16", solve_mlp)
+    return {
+        schedule: search(graph, cluster, pricer, SearchOptions(schedule=schedule, pipeline=2, microbatches=8))
+        for schedule in ("1f1b", "interleaved-1f1b", *SPLIT)
+    }
+
+
+def test_pinned_plans_say_that_they_are_priced_alone(plans: dict[str, Plan]) -> None:
+    for schedule, plan in plans.items():
+        assert plan.schedule == schedule and Plan.from_json(plan.to_json()) == plan
+        said = [note for note in plan.notes if "the runtime cannot run" in note]
+        assert len(said) == (schedule in SPLIT)
+        assert plan.bound_s <= plan.prediction.step_time_s
+    assert len({plan.prediction.step_time_s for plan in plans.values()}) == len(plans)
+
+
+def test_they_are_refused_by_the_emitter(plans: dict[str, Plan], tmp_path) -> None:
+    graph = chain(mlp(32, 512, 2048, 8192), 8)
+    for schedule in SPLIT:
+        with pytest.raises(UsageError, match=f"cannot run {schedule} exactly yet") as error:
+            emit(graph, plans[schedule], tmp_path)
+        assert error.value.hint and "1f1b" in error.value.hint

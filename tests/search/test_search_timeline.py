@@ -1,0 +1,132 @@
+"""The memory of a device at every action of its schedule: hand-counted, and its maximum is what plans predict."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from price_models import chain, mlp, solve_mlp
+
+from autopar.cli.timeline import curve, timeline_data
+from autopar.devices import parse
+from autopar.plan import Axis, Role, Strategy
+from autopar.price import Pricer
+from autopar.schedules import SPLIT, Schedule
+from autopar.schedules.memory import StageBytes, fullest, levels, passing
+from autopar.schedules.orders import device_order
+from autopar.search import evaluate, memory_timeline
+
+CLUSTER = parse("8xH100-80GB")
+MESH = (Axis("data", 2, 1),)
+
+
+def test_moments_by_hand():
+    """Two stages on one device: the second's transients come when less is saved."""
+    stages = StageBytes(saved=(10, 1), waiting=(0, 0), transients=(5, 100))
+    order = [("F", 0, 0), ("F", 0, 1), ("F", 1, 0), ("B", 1, 0), ("B", 0, 0), ("F", 1, 1), ("B", 1, 1), ("B", 0, 1)]
+    activations, transients = levels(order, (0, 1), stages)
+    assert activations.tolist() == [10, 20, 21, 21, 20, 11, 11, 10]
+    assert transients.tolist() == [5, 5, 100, 100, 5, 100, 100, 5]
+
+
+def test_moments_of_backwards_in_two_parts_by_hand():
+    """What is saved is there until the weights' gradients have been made, and more of it once the inputs' have."""
+    stages = StageBytes(saved=(10, 1), waiting=(7, 2), transients=(5, 3))
+    order = [("F", 1, 0), ("F", 2, 0), ("I", 2, 0), ("I", 1, 0), ("W", 2, 0), ("F", 1, 1), ("W", 1, 0), ("B", 1, 1)]
+    activations, transients = levels(order, (1, 2), stages)
+    assert activations.tolist() == [10, 11, 13, 20, 20, 27, 27, 10]
+    assert transients.tolist() == [5, 3, 3, 5, 3, 5, 5, 5]
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("zero-bubble", 1), ("zero-bubble", 3), ("zbv", 2), ("dualpipev", 2)])
+@pytest.mark.parametrize("line", [2, 4])
+def test_split_orders_are_whole_and_leave_nothing(name, chunks, line):
+    m = 2 * line
+    schedule = Schedule(name, line, m, chunks)
+    for rank in range(line):
+        order, own = list(device_order(schedule, rank)), schedule.own(rank)
+        where = {action: i for i, action in enumerate(order)}
+        assert len(where) == len(order)
+        for stage, i in itertools.product(own, range(m)):
+            assert (("B", stage, i) in where) != (("I", stage, i) in where and ("W", stage, i) in where)
+            parts = [where[kind, stage, i] for kind in "FBIW" if (kind, stage, i) in where]
+            assert parts == sorted(parts)
+        activations, _ = levels(order, own, StageBytes((5,) * chunks, (0,) * chunks, (0,) * chunks))
+        assert activations[-1] == 5  # the last microbatch's, until its end
+
+
+@pytest.mark.parametrize("line", [1, 2, 4])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_orders_are_whole_and_hold_what_the_search_counts(line, chunks):
+    name = "interleaved-1f1b" if chunks > 1 else "1f1b" if line > 1 else "none"
+    schedule = Schedule(name, line, 2 * line, chunks)
+    for rank in range(line):
+        order, own = list(device_order(schedule, rank)), schedule.own(rank)
+        assert len(order) == len(set(order)) == 2 * 2 * line * chunks
+        assert {stage for _, stage, _ in order} == set(own)
+        where = {action: i for i, action in enumerate(order)}
+        assert all(where["F", s, i] < where["B", s, i] for kind, s, i in order if kind == "B")
+        activations, _ = levels(order, own, StageBytes((1,) * chunks, (0,) * chunks, (0,) * chunks))
+        assert activations.max() == sum(fullest(schedule).in_flight[stage] for stage in own)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "schedule", "chunks"),
+    [
+        (1, "none", 1),
+        (2, "gpipe", 1),
+        (4, "1f1b", 1),
+        (2, "interleaved-1f1b", 2),
+        (4, "zero-bubble", 1),
+        (2, "zero-bubble", 2),
+        (4, "zbv", 2),
+        (2, "dualpipev", 2),
+    ],
+)
+def test_the_maximum_is_the_predicted_memory(pipeline, schedule, chunks):
+    graph = chain(mlp(32, 128, 256, 1024), 8)
+    cluster = parse(f"{2 * pipeline}xH100-80GB")
+    pricer = Pricer(graph, cluster, "bfloat16", solve_mlp)
+    strategies = [Strategy((Role.DATA,), zero=1, recompute=i % 3 == 0) for i in range(8)]
+    stages = pipeline * chunks
+    plan = evaluate(
+        graph, cluster, pricer, mesh=MESH, stage_bounds=[8 * i // stages for i in range(stages + 1)], strategies=strategies,
+        microbatches=4, schedule=schedule, precision="bfloat16", chunks=chunks,
+    )  # fmt: skip
+    devices = memory_timeline(graph, cluster, pricer, plan)
+    assert len(devices) == pipeline
+    for d, moments in enumerate(devices):
+        assert max(m.memory.total for m in moments) == plan.stages[d].memory.total
+        for kinds in ("F", "BW", "BI"):
+            assert sum(m.kind in kinds for m in moments) == 4 * chunks
+        last = moments[-1].memory
+        if schedule not in SPLIT:
+            assert last.activations == min(
+                m.memory.activations for m in moments if m.kind == "B" and m.stage == moments[-1].stage
+            )
+    data = timeline_data(devices)
+    assert [entry["memory_bytes"] for entry in data] == [plan.stages[d].memory.total for d in range(pipeline)]
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "microbatches", "schedule", "chunks", "held"),
+    [
+        (1, 4, "none", 1, (0,)),
+        # outputs in flight and two gradients; from the second stage on the gradient that was sent last, once there is another forward
+        (4, 8, "1f1b", 1, (4 + 2, 3 + 2 + 1, 2 + 2 + 1, 1)),
+        (2, 2, "1f1b", 1, (2 + 2, 1)),
+        (3, 4, "gpipe", 1, (4 + 4, 4 + 4, 0)),
+        # one input and one gradient for each microbatch; of the inputs those in flight are saved anyway
+        (2, 4, "interleaved-1f1b", 2, (3 + 4, 2 + 4 + 2 + 1, 2 + 4 + 2 + 1, 3 + 1)),
+        # nothing is received where the next stage is on the same device
+        (2, 4, "zbv", 2, (3 + 4, 2 + 1, 1 + 4, 3 + 1)),
+    ],
+)
+def test_tensors_between_stages(pipeline, microbatches, schedule, chunks, held):
+    assert passing(Schedule(schedule, pipeline, microbatches, chunks)) == held
+
+
+def test_a_curve_keeps_its_peak():
+    assert curve([0, 4, 8], 8) == " ▄█"
+    long = curve([1] * 500 + [8] + [1] * 499, 8)
+    assert len(long) == 64 and long.count("█") == 1

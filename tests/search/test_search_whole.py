@@ -1,0 +1,134 @@
+"""Stages of whole layers against every way to run them, and the paths of uniform stages against their schedule."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from search_models import random_problem
+
+from autopar.schedules import Schedule
+from autopar.schedules.step_time import lower_bound, simulate
+from autopar.search import SearchOptions
+from autopar.search.construct.stages import _cut
+from autopar.search.knapsacks import Weights, knapsacks
+from autopar.search.problem import choices
+from autopar.search.runs import compositions
+from autopar.search.tables import Instance, Prices, Regime, Table
+
+OPTIONS = SearchOptions()
+WEIGHTS: Weights = (2.0, -0.5, 0.3)
+
+
+def by_hand(layers: Sequence[tuple[Table, int]], regime: Regime) -> float:
+    """The least cost of a stage, by trying everything."""
+    n, passing, place, limit = regime
+    time, forward, step = WEIGHTS
+    tables = [table.at(place) for table, number in layers for _ in range(number)]
+    best = np.inf
+    for pick in itertools.product(*(range(len(table)) for table in tables)):
+        chosen = list(zip(tables, pick, strict=True))
+        held = sum(float(t.weights[k] + n * t.saved[k]) for t, k in chosen)
+        if held + max(float(t.at_work(passing)[k]) for t, k in chosen) <= limit:
+            best = min(
+                best, sum(float(time * t.time[k] + forward * t.forward[k] + step * t.step[k]) for t, k in chosen)
+            )
+    return best
+
+
+def instances() -> list[Instance]:
+    found = []
+    for seed in range(30):
+        graph, cluster, pricer = random_problem(seed, layers=3)
+        prices = Prices(graph, cluster, pricer, OPTIONS)
+        some = [prices.instance(choice) for choice in choices(graph, cluster.count, OPTIONS)]
+        found += [instance for instance in some if instance is not None]
+    return found
+
+
+def test_the_least_cost_of_a_stage_and_the_candidates_that_have_it() -> None:
+    checked = infeasible = 0
+    for instance in instances()[::4]:
+        runs = compositions(instance)
+        for number, regime in itertools.product(range(len(runs.counts)), instance.regimes[:2]):
+            layers = runs.layers(instance, number)
+            if np.prod([float(len(table)) ** n for table, n in layers]) > 3000:
+                continue
+            best = by_hand(layers, regime)
+            for bound in (True, False):
+                sacks = knapsacks(instance, regime, WEIGHTS, bound=bound)
+                assert sacks.least(layers) == pytest.approx(best, rel=1e-12)
+            picks = sacks.picks(layers)
+            assert (picks is None) == (best == np.inf)
+            if picks is not None:
+                assert [len(chosen) for chosen in picks] == [n for _, n in layers]
+                one = [
+                    (table.take(np.array([k])), 1) for (table, _), some in zip(layers, picks, strict=True) for k in some
+                ]
+                assert by_hand(one, regime) == pytest.approx(best, rel=1e-12)
+            checked += 1
+            infeasible += best == np.inf
+    assert checked > 100 and infeasible > 5
+
+
+def test_too_many_ways_make_a_lower_bound_or_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = {}
+    cases = [(i, regime) for i in instances()[::4] for regime in i.regimes[:1]]
+    for number, (instance, regime) in enumerate(cases):
+        layers = [(instance.kinds[0], 5)]
+        exact[number] = knapsacks(instance, regime, WEIGHTS, bound=True).least(layers)
+        instance.known.clear()
+    monkeypatch.setattr("autopar.search.knapsacks.WAYS", 2)
+    worse = 0
+    for number, (instance, regime) in enumerate(cases):
+        layers = [(instance.kinds[0], 5)]
+        low, high = (knapsacks(instance, regime, WEIGHTS, bound=bound).least(layers) for bound in (True, False))
+        assert low <= exact[number] * (1 + 1e-12) or low == exact[number]
+        assert high >= exact[number] * (1 - 1e-12) or high == exact[number]
+        worse += low < exact[number]
+    assert worse > 1
+
+
+def test_uniform_stages_take_as_long_as_their_longest_linear_path() -> None:
+    for stages, microbatches in ((2, 3), (4, 8), (8, 9), (5, 40)):
+        forward, backward = [0.4] * stages, [0.9] * stages
+        schedule = Schedule("1f1b", stages, microbatches)
+        step = simulate(schedule, forward, backward)
+        assert step == pytest.approx((microbatches + stages - 1) * 1.3)
+        assert lower_bound(schedule, forward, backward) == pytest.approx(step, rel=1e-12)
+
+
+def test_cuts_of_the_least_sum_below_a_cap() -> None:
+    """Against every way to cut: a stage has to itself what ``alone`` says, and ``twice`` its time before that of the later ones."""
+    rng = np.random.default_rng(0)
+    layers, feasible = 7, 0
+    for _ in range(60):
+        stages = int(rng.integers(2, 5))
+        by_stage = [
+            np.where(np.tri(layers + 1, dtype=bool), np.inf, rng.random((layers + 1, layers + 1)))
+            for _ in range(stages)
+        ]
+        for span in by_stage:
+            span[rng.random(span.shape) < 0.1] = np.inf  # does not fit
+        alone = [span * rng.integers(1, 4) for span in by_stage]
+        twice = rng.integers(0, 3, stages).tolist()
+        cap = float(rng.uniform(0.5, 4))
+        best, least = None, np.inf
+        for inner in itertools.combinations(range(1, layers), stages - 1):
+            bounds = (0, *inner, layers)
+            spans = [float(span[i, j]) for span, i, j in zip(by_stage, bounds[:-1], bounds[1:], strict=True)]
+            if not np.isfinite(spans).all():
+                continue
+            after = [sum(spans[s + 1 :]) for s in range(stages)]
+            own = [float(a[i, j]) for a, i, j in zip(alone, bounds[:-1], bounds[1:], strict=True)]
+            besides = max(max(o, n * t + r if n else 0.0) for o, n, t, r in zip(own, twice, spans, after, strict=True))
+            if besides <= cap and sum(spans) < least:
+                least, best = sum(spans), (besides, bounds)
+        found = _cut(by_stage, alone, twice, cap)
+        assert (found is None) == (best is None)
+        if found is not None and best is not None:
+            feasible += 1
+            assert found[1] == best[1] and found[0] == pytest.approx(least + best[0], rel=1e-12)
+    assert 10 < feasible < 60

@@ -1,0 +1,117 @@
+"""Models of other trainers, each switch against a count by hand or against the emitted program's price."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from price_models import Builder, aten, gpt_block, llama_block, mlp, mlp_types, price_layer, time_s
+
+from autopar.devices import parse
+from autopar.layer_price import LayerPrice
+from autopar.plan import Axis, Role, Strategy
+from autopar.price.state import precision
+from autopar.price.table import build
+from autopar.price.trainer import EMITTED, Trainer
+from autopar.sharding import Sharding
+from autopar.trainers import OtherTrainer
+from autopar.types import Collective
+
+H100 = parse("2x8xH100-80GB")
+B, SEQ, H, F = 16, 512, 1024, 4096
+PLAIN = OtherTrainer()
+
+
+def price(trainer: Trainer, role: Role = Role.DATA, zero: int = 0, selective: bool = False) -> LayerPrice:
+    """An MLP's price on 8 devices."""
+    sharding = Sharding((Axis("a", 8, 1), Axis("microbatch", 1, 0)), (mlp_types(role), mlp_types(Role.DATA)))
+    strategy = Strategy((role,), zero, selective=selective)
+    found = price_layer(mlp(B, SEQ, H, F), sharding, strategy, H100, "bfloat16", trainer)
+    assert found is not None
+    return found
+
+
+def saved_bytes(trainer: OtherTrainer, cls) -> float:
+    table, _ = build(cls, precision("bfloat16"), trainer)
+    entries = zip(table.saved, table.saved_bytes, table.plain, strict=True)
+    return sum({entry.storage: n for entry, n, plain in entries if plain}.values())
+
+
+def test_attention_without_flash_saves_its_scores():
+    b, s, h, heads = 2, 64, 128, 4
+    cls = gpt_block(b, s, h, heads)
+    # Korthikanti et al. 2022: 2 a s^2 b for the softmax, without dropout; not the result (2 sbh), nor a float per row of scores
+    scores = 2 * heads * s * s * b
+    flash, plain = saved_bytes(PLAIN, cls), saved_bytes(OtherTrainer(flash=False), cls)
+    rows = 4 * b * heads * s
+    assert plain == flash + scores - rows
+    tables = [build(cls, precision("bfloat16"), OtherTrainer(flash=flash))[0] for flash in (True, False)]
+    assert (
+        tables[0].forward_flops.sum() < tables[1].forward_flops.sum() and tables[0].model_flops == tables[1].model_flops
+    )
+    assert tables[1].slot_forward.sum() == tables[0].slot_forward.sum() + 4 * scores
+
+
+def test_fused_kernels_are_fewer_and_save_less():
+    cls = llama_block(2, 64, 128, 8, 2, 384)
+    assert saved_bytes(OtherTrainer(fused=True), cls) < saved_bytes(PLAIN, cls)
+    fused, plain = (build(cls, precision("bfloat16"), OtherTrainer(fused=f))[0] for f in (True, False))
+    assert fused.forward_kernels.sum() < plain.forward_kernels.sum()
+    assert fused.slot_forward.sum() < plain.slot_forward.sum() and fused.model_flops == plain.model_flops
+
+
+@pytest.mark.parametrize(
+    ("trainer", "figures"),
+    [
+        (PLAIN, (2, 12, 2, 2, 6)),  # read and written by the product, and read
+        (OtherTrainer(gradient_bytes=4), (4, 12, 4, 4, 0)),
+        (OtherTrainer(gradient_bytes=4, products_add=True), (4, 12, 4, 4, 0)),
+        (OtherTrainer(gradient_bytes=6, fresh_bytes=2), (6, 12, 4, 2, 12)),  # DDP reduces its bucket
+        (OtherTrainer(gradient_bytes=4, fsdp=True), (4, 8, 4, 4, 0)),
+    ],
+)
+def test_copies_of_gradients(trainer, figures):
+    found = trainer.precision("bfloat16")
+    assert (found.gradient, found.optimizer, found.reduced, found.averaged, found.accumulated) == figures
+    assert found.at_rest == 0 and found.shard == (4 if trainer.fsdp else 2)
+    assert trainer.precision("float32") == EMITTED.precision("float32")
+
+
+def test_overlap_hides_communication():
+    reduce_s = time_s(Collective.ALL_REDUCE, 2 * 2 * H * F, 8, 1, H100)
+    plain, hidden = price(PLAIN), price(OtherTrainer(overlap_data=100))
+    # the latency of batched collectives is hidden in any case
+    assert 0 < plain.step_s - hidden.step_s < reduce_s
+    tensor = price(PLAIN, Role.TENSOR).communication_s
+    assert price(OtherTrainer(overlap_tensor=0.25), Role.TENSOR).communication_s == pytest.approx(0.75 * tensor)
+
+
+def test_gathering_again_saves_the_shard_and_sends_more():
+    plain, again = (price(OtherTrainer(regather=r), Role.TENSOR_SEQUENCE) for r in (False, True))
+    assert plain.saved_bytes - again.saved_bytes == 2 * B * SEQ * H * 7 / 8  # the first product's input
+    gather = time_s(Collective.ALL_GATHER, 2 * B * SEQ * H, 8, 1, H100)
+    assert again.communication_s - plain.communication_s == pytest.approx(gather)
+
+
+def test_gathering_parameter_by_parameter_pays_every_latency():
+    assert price(OtherTrainer(by_parameter=True), zero=1).step_s > price(PLAIN, zero=1).step_s
+
+
+def test_nothing_is_allocated_at_stage_borders():
+    assert price(PLAIN).border_bytes == 0 < price(EMITTED).border_bytes
+
+
+def test_copies_of_the_logits():
+    g = Builder()
+    logits, labels = g.border("activations", "logits", 8, 100), g.border("inputs", "labels", 8, dtype=torch.int64)
+    cls = g.done("loss", g.call(aten.cross_entropy_loss.default, logits, labels))
+    emitted, plain, copies = (
+        build(cls, precision("bfloat16"), t)[0] for t in (EMITTED, PLAIN, OtherTrainer(loss_copies=2))
+    )
+    assert emitted.live.whole_loss.sum() > 0 == plain.live.whole_loss.sum()
+    more = copies.live.touched_backward.sum() - plain.live.touched_backward.sum()
+    assert more == 2 * 2 * 8 * 100
+
+
+def test_selective_recomputation_saves_every_second_product():
+    found, plain = price(PLAIN, selective=True), price(PLAIN)
+    assert found.saved_bytes == 2 * B * SEQ * F / 8 < plain.saved_bytes  # the first product's result
