@@ -29,7 +29,7 @@ from autopar.search.minimum_memory import explain, explain_host, least_memory
 from autopar.search.options import SearchOptions
 from autopar.search.problem import Choice, Devices, Pricer, choices, in_chunks
 from autopar.search.state import State
-from autopar.search.steps import ONE_STAGE, advance, decided, engine_of, segmented
+from autopar.search.steps import ONE_STAGE, advance, decided, engine_of, nothing_fits, segmented
 from autopar.search.tables import Instance, Prices
 
 WAITING = 0.2
@@ -80,7 +80,7 @@ def explore(graph: Graph, cluster: Devices, pricer: Pricer, options: SearchOptio
             _in_chunks(state, instances)
         if (node := state.pop()) is not None:
             advance(state, node)
-        elif not _in_segments(state) and not _in_chunks(state, instances):
+        elif not (_in_segments(state) or _in_place_of_offloading(state) or _in_chunks(state, instances)):
             break
     if state.best is None and not np.isfinite(known_s):
         _last_resort(graph, state, instances + [i for choice in state.rest if (i := state.prices.instance(choice))])
@@ -156,6 +156,22 @@ def _in_segments(state: State) -> bool:
         return False
     state.push(instance, fewest_seconds(instance))
     return state.heap[0].bound_s < state.enough_s
+
+
+def _in_place_of_offloading(state: State) -> bool:
+    """At what would be the end: a choice of which nothing fits without segments may be faster with them where its layers offload, and its
+    bound, which counts the copies, says nothing of that."""
+    for node in [*state.heap, *state.later]:
+        choice = node.instance.choice
+        if not node.instance.offloaded or choice in state.offloaded:
+            continue
+        state.offloaded.add(choice)
+        instance = segmented(state, node.instance)
+        if instance is None or (bound := fewest_seconds(instance)) >= state.enough_s:
+            continue
+        if nothing_fits(node.instance, state.deadline):
+            state.push(instance, bound)
+    return bool(state.heap) and state.heap[0].bound_s < state.enough_s
 
 
 def _in_chunks(state: State, instances: list[Instance]) -> bool:

@@ -43,6 +43,9 @@ class State:
     solvers: set[str] = field(default_factory=set)
     unpriced: int = 0
     rest: list[Choice] = field(default_factory=list)  # those that are priced when one of fewer chunks comes up
+    offloaded: set[Choice] = field(
+        default_factory=set
+    )  # those for which segments in place of offloading were looked for
     widened: Choice | None = None  # the latest best choice that segments were looked for in
     in_chunks: bool = False  # whether it was decided where to look for several stages on each device
     chunked: set[int] = field(default_factory=set)  # the pipelines of which they were looked for

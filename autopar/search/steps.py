@@ -81,10 +81,23 @@ def _bounding(bound: Bound) -> Step:
 
 
 def not_possible(state: State, node: Node) -> None:
-    """Nothing of a choice fits: take it up again with segments of several layers, which hold less and are never faster."""
+    """Nothing of a choice fits: take it up again with segments of several layers, which need less memory and are never faster, but in place
+    of offloading."""
     instance = segmented(state, node.instance)
     if instance is not None:
-        state.push(instance, node.bound_s)
+        state.push(instance, fewest_seconds(instance) if instance.offloaded else node.bound_s)
+
+
+def nothing_fits(instance: Instance, deadline: float) -> bool:
+    """Whether it is proved that no plan of a choice fits into the devices, and, where layers offload, into the hosts as well."""
+    if least_memory(instance)[0] > 1:
+        return True
+    if not instance.offloaded or instance.layers > LABEL_LAYERS:
+        return False
+    try:
+        return solve_labels(instance, np.inf, deadline)[1] is None
+    except TooLargeError:
+        return False
 
 
 def segmented(state: State, instance: Instance) -> Instance | None:
@@ -223,7 +236,7 @@ def _labels(state: State, node: Node) -> bool:
     state.solvers.add("labels")
     if solution is not None:
         state.offer(instance, solution)
-    elif engine_of(instance).segments and least_memory(instance)[0] > 1:
+    elif engine_of(instance).segments and nothing_fits(instance, deadline):
         not_possible(state, node)
     state.closed_s = min(state.closed_s, value)
     return True
