@@ -41,9 +41,14 @@ def device_groups(schedule: Schedule, rank: int) -> Iterator[Group]:
     elif schedule.name == INTERLEAVED:
         found = _interleaved(rank, line, chunks, m)
     else:
-        warm = {NO_PIPELINE: 1, GPIPE: m}.get(schedule.name, min(m, line - rank))
-        found = _plain(rank, warm, m)
+        found = _plain(rank, warm_forwards(schedule, rank), m)
     return ((action,) for action in found)
+
+
+def warm_forwards(schedule: Schedule, rank: int) -> int:
+    """Forwards of a pipeline rank before its first backward, for schedules with one stage per device: the microbatches in flight."""
+    m = schedule.microbatches
+    return {NO_PIPELINE: 1, GPIPE: m}.get(schedule.name, min(m, schedule.pipeline - rank))
 
 
 def _plain(stage: int, warm: int, microbatches: int) -> Iterator[Action]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from autopar.schedules import GPIPE, ONE_F_ONE_B, Schedule
 from autopar.schedules.memory import fullest
-from autopar.schedules.orders import device_groups, device_order
+from autopar.schedules.orders import device_groups, device_order, warm_forwards
 
 Array = NDArray[np.float64]
 
@@ -176,7 +176,7 @@ def simulate(
     if schedule.name == GPIPE:  # two flow shops of equal jobs, one after the other: exact
         total = sum(forward_s) + sum(backward_s)
         return total + (microbatches - 1) * (max(forward_s) + max(backward_s))
-    warm = [min(microbatches, stages - s) for s in range(stages)]
+    warm = [warm_forwards(schedule, s) for s in range(stages)]
     clock = [0.0] * stages
     forward = [[0.0] * microbatches for _ in range(stages)]  # when stage s has finished F i
     for i in range(warm[0]):
@@ -219,7 +219,7 @@ def lower_bound(schedule: Schedule, forward_s: Sequence[float], backward_s: Sequ
     best, before = total, 0.0
     for s in range(stages):
         before += t[s]
-        warm = min(m, stages - s)
+        warm = warm_forwards(schedule, s)
         best = max(best, before + (m - 1) * t[s], total + (m - 1) * t[s] - (warm - 1) * forward_s[s])
         if m > warm:
             best = max(best, 2 * total - before + (m - warm) * t[s])
