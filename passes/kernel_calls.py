@@ -80,7 +80,8 @@ def mesh_types(node: fx.Node, sharding: Sharding) -> list[tuple[Axis, SpmdType]]
 
 
 def partition(node: fx.Node, sharding: Sharding) -> tuple[str | tuple[str, ...] | None, ...]:
-    """For every dim of the node's value (its first tensor), the mesh axes that shard it (``None``, a name, or a tuple, outermost first)."""
+    """For every dim of the node's value (its first tensor), the mesh axes that shard it: ``None``, a name, or a tuple, outermost
+    first."""
     entries: list[Any] = []
     for dim in range(len(shape_of(node))):
         names = [a.name for a, t in mesh_types(node, sharding) if t.dim == dim]
