@@ -290,7 +290,8 @@ def einsum(node: fx.Node) -> str | None:
 
 
 def attention(node: fx.Node) -> str:
-    """scaled_dot_product_attention: batch, heads (in groups if there are fewer key heads), and queries if neither a causal mask nor dropout depends on their order."""
+    """scaled_dot_product_attention: batch, heads (in groups if there are fewer key heads), and queries if neither a causal mask nor
+    dropout depends on their order."""
     given = arguments(node)
     query, key = shape_of(given["query"]), shape_of(given["key"])
     lead = len(query) - 3
