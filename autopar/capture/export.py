@@ -340,10 +340,7 @@ def _complete_users(gm: fx.GraphModule) -> None:
 
 def _explain(error: Exception, module: nn.Module) -> CaptureError:
     """An error with the user's source line and the reason."""
-    ours = (
-        str(Path(torch.__file__).parent),
-        str(Path(__file__).parents[1]),
-    )  # a mode's frames are autopar's wherever the mode is
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))  # a mode's frames are autopar's
     frames: Sequence[traceback.FrameSummary] = traceback.extract_tb(error.__traceback__)
     user = [f for f in frames if not f.filename.startswith((*ours, "<")) and not f.filename.endswith("contextlib.py")]
     kind, text = type(error).__name__, str(error).strip().split("\n")[0]

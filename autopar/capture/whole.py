@@ -58,9 +58,7 @@ def find(
     for path in inside:
         kind = type(by_path[path])
         alike = [p for p in candidates if type(by_path[p]) is kind and p not in kept]
-        if kind.__module__.startswith(
-            "torch."
-        ):  # other instances of a container's or a layer's class do something else
+        if kind.__module__.startswith("torch."):  # others of a container's or a layer's class do something else
             alike = [path]
         alike = [p for p in alike if p in calls and calls[p].sound and calls[p].given]
         if path in alike:

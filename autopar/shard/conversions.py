@@ -1,4 +1,4 @@
-"""The conversions that a solution implies: one per value and target type, however many operands read it."""
+"""The conversions that a solution implies: one per value and target type, for any number of operands that read it."""
 
 from __future__ import annotations
 
