@@ -278,7 +278,7 @@ def forget_meshes() -> None:
 
 
 class RedistributionRefusedError(Exception):
-    """DTensor wanted to change the placements of an op's inputs first."""
+    """DTensor would have to change the placements of an op's inputs first."""
 
 
 @contextmanager

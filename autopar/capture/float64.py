@@ -21,7 +21,7 @@ class WholeFloat64(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.float:
             func = torch.Tensor.double
-        if func is torch.empty_strided:  # how torch makes the fake copy of a tensor, whose dtype it has to keep
+        if func is torch.empty_strided:  # torch creates fake copies of tensors with it, whose dtype must stay
             return func(*args, **(kwargs or {}))
         return func(*_widened(args), **_widened(kwargs or {}))
 

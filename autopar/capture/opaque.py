@@ -78,7 +78,7 @@ def register(module: nn.Module, output: Callable[..., Tensor] | None) -> str:
     @torch.library.custom_op(name.replace(".", "::"), mutates_args=())
     def op(inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
         with autograd_in_op():
-            return compute(inputs, tensors).detach().clone()  # an op may not return its operand, and a module may
+            return compute(inputs, tensors).detach().clone()  # an op may not return its operand; a module may
 
     @op.register_fake
     def _(inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:

@@ -56,7 +56,7 @@ class Group:
 
 def mark_main(gm: fx.GraphModule) -> None:
     """Set ``meta["main"]`` (depends on a parameter or a written buffer, is written to one, or draws random numbers), ``meta["fed"]``
-    (depends on an input), and ``meta["scalar"]`` on the 0-d values of inputs that something larger or something main reads."""
+    (depends on an input), and ``meta["scalar"]`` on the 0-d values of inputs that a larger value or a main node reads."""
     written = set(updates(gm).values())
     for node in gm.graph.nodes:
         operands = node.all_input_nodes

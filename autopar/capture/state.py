@@ -28,9 +28,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 def state(module: nn.Module) -> State:
     """The state of a module and of all modules inside it."""
     found: State = {}
-    seen: set[int] = (
-        set()
-    )  # export hands a module that several paths reach on by proxies, whose attributes are the module's
+    seen: set[int] = set()  # export replaces a module with several paths by proxies, which have the module's attributes
     for path, each in module.named_modules():
         if id(vars(each)) in seen:
             continue
