@@ -46,6 +46,6 @@ def gradient_flow(cls: LayerClass) -> dict[str, bool]:
 
 
 def carries_gradient(call: fx.Node, known: Callable[[fx.Node], bool]) -> bool:
-    """Whether a gradient flows through a call, if ``known`` says so of its operands."""
+    """Whether a gradient flows through a call; ``known`` answers this for its operands."""
     floating = any(t.is_floating_point() or t.is_complex() for t in tensors(meta(call).get("val")))
     return floating and facts(call).kind is not Kind.DETACH and any(map(known, call.all_input_nodes))

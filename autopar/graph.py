@@ -1,8 +1,8 @@
-"""The records that capture hands on: a model as layers, layer classes, parameters and inputs.
+"""The records that capture produces: a model as layers, layer classes, parameters and inputs.
 
 A **layer** is a contiguous run of graph nodes between two narrow cuts. Layers with the same structure and shapes share one
-**layer class**, which holds the graph once. Shapes are those of the global batch: what an axis or a microbatch takes
-of them is decided later, by types.
+**layer class**, which stores the graph once. Shapes are those of the global batch: types decide later which share of them
+an axis or a microbatch gets.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Parameter:
     """A parameter, or one part of a fused one.
 
     ``original`` is the name in the user's model and ``original_shape`` its shape there. A fused projection that the model
-    splits afterwards is kept as parts: ``dim``, ``start`` and ``shape[dim]`` say which slice of the original this is
+    splits afterwards is stored as parts: ``dim``, ``start`` and ``shape[dim]`` say which slice of the original this is
     (``dim`` is ``None`` for a whole parameter). ``tied`` lists the user's other names of the same parameter.
     """
 
@@ -67,7 +67,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """A parameter or buffer of the user's model, by a name of its state dict. ``alias`` is the first name of the same tensor."""
+    """A parameter or buffer of the user's model, by a name in its state dict. ``alias`` is the first name of the same tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -102,10 +102,10 @@ class LayerClass:
 
     ``graph``'s placeholders come in this order: ``activations`` (from earlier layers), ``inputs`` (tensors of the batch),
     ``constants`` (folded tables), ``scalars`` (the prelude's 0-d results), ``parameters``. Its output is a tuple: the
-    ``outputs``, in order; the last layer's only output is the 0-d loss. ``parameters`` carry class-local dotted names
+    ``outputs``, in order; the last layer's only output is the 0-d loss. ``parameters`` have class-local dotted names
     (``self_attn.q_proj.weight``); placeholder names are identifiers. Every node has ``meta["val"]``, a meta tensor at global shapes.
 
-    ``buffers`` are those that the layer reads or writes, by class-local dotted names. One that is read is also among the
+    ``buffers`` are the buffers that the layer reads or writes, by class-local dotted names. A buffer that it reads is also among the
     ``constants``, under that name. The new values of ``updates`` (some of the buffers' names) follow the outputs in the graph's tuple.
     """
 
@@ -119,11 +119,11 @@ class LayerClass:
     outputs: tuple[Value, ...]
     buffers: tuple[Value, ...] = ()
     updates: tuple[str, ...] = ()
-    rows: int = 0  # of the global batch; 0: the largest dim 0 of what enters
+    rows: int = 0  # of the global batch; 0: the largest dim 0 of the borders' values
 
     @property
     def experts(self) -> int:
-        """How many experts its mixtures have (of several numbers, the greatest common divisor); 0 without one."""
+        """The number of experts in its mixtures (if these differ, the greatest common divisor); 0 without a mixture."""
         mixtures = [node.target for node in self.graph.graph.nodes if getattr(node.target, "__name__", "") == "experts"]
         return math.gcd(*(mixture.count for mixture in mixtures))
 
@@ -137,7 +137,7 @@ class LayerClass:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One use of a layer class: the names (in ``Graph``) that its borders are bound to, in the class's order."""
+    """One use of a layer class: the names (in ``Graph``) of the values at its borders, in the class's order."""
 
     name: str
     cls: str
@@ -154,19 +154,19 @@ class Layer:
 class Graph:
     """A captured model.
 
-    ``inputs`` are the batch's tensors by name (dim 0 is the batch); ``structure`` tells how a user's batch maps to those names
-    (see ``capture.flatten_batch``). ``prelude`` maps the whole batch's inputs to ``scalars``: 0-d values that depend on inputs only,
-    such as the number of valid tokens. ``constants`` are folded tensors, on the CPU. ``values`` describes every activation by name.
+    ``inputs`` are the batch's tensors by name (dim 0 is the batch); ``structure`` tells how a user's batch maps to those names (see
+    ``capture.flatten_batch``). ``prelude`` maps the whole batch's inputs to ``scalars``: 0-d values that depend on inputs only, such as
+    the number of valid tokens. ``constants`` are folded tensors, on the CPU. ``values`` describes every activation by name.
     ``replicated`` names ops that no rule covers. ``unmicrobatchable`` says why the batch may not be split in time (empty: it may).
-    ``accumulated`` microbatches of these shapes, each a batch of its own, make the global batch; the loss is then their mean, and not the
-    whole batch's (``autopar.capture.apart``). Everywhere else a graph is the whole batch's, and the number is one.
-    ``opaque`` holds the modules that are kept whole, by the name of the op that stands for each (``"autopar.opaque_0"``). ``buffers`` are
-    those that the forward pass writes: each belongs to one layer. Those it only reads are ``constants``. ``valueless`` names the constants
-    without values (of a model on meta): such a graph can be planned, but no program can be written from it. ``narrow`` lists the numbers
-    that its plans may keep in lower precision (of ``autopar.plan.NARROW``). ``state`` lists the parameters and buffers of the user's
-    model, in its order, whether the loss depends on them or not. ``guards`` are the questions that the model asked about the whole batch's
-    values; the graph equals the model for batches with the same answers. The prelude computes the tensors that they ask about, after the
-    scalars.
+    ``accumulated`` is the number of microbatches of these shapes that make up the global batch, each of which counts as a separate batch;
+    the loss is then their mean, and not the whole batch's (``autopar.capture.apart``). Every other graph is the whole batch's, and the
+    number is one. ``opaque`` contains the modules that are kept whole, by the name of the op that represents each
+    (``"autopar.opaque_0"``). ``buffers`` are the buffers that the forward pass writes: each belongs to one layer. Buffers that it only
+    reads are ``constants``. ``valueless`` names the constants without values (of a model on meta): such a graph can be planned, but no
+    program can be written from it. ``narrow`` lists the numbers that its plans may store in lower precision (of ``autopar.plan.NARROW``).
+    ``state`` lists the parameters and buffers of the user's model, in its order, whether the loss depends on them or not. ``guards`` are
+    the questions that the model asked about the whole batch's values; the graph equals the model for batches with the same answers. The
+    prelude computes the tensors that they ask about, after the scalars.
     """
 
     name: str
@@ -210,7 +210,7 @@ class Graph:
     @cached_property
     def chains(self) -> dict[str, int]:
         """By layer class, the largest number of its layers that may be recomputed as one: the longest run in which each passes its only
-        value to the next. 1 where some neighbours of the class do not: the other values that they read would have to be saved too."""
+        value to the next. 1 if some neighbours of the class do not: the other values that they read would have to be saved too."""
         readers = Counter(name for layer in self.layers for name in layer.activations)
         longest = dict.fromkeys(self.classes, 1)
         broken, run = set(), 1
@@ -229,7 +229,7 @@ class Graph:
 
     @cached_property
     def shared_parameters(self) -> dict[str, tuple[int, ...]]:
-        """Parameters that several layers use: name to the layers' indices."""
+        """Parameters that several layers use: from the name to the layers' indices."""
         uses: dict[str, list[int]] = {}
         for index, layer in enumerate(self.layers):
             for name in layer.parameters:

@@ -1,9 +1,10 @@
-"""Which layers are recomputed as one.
+"""Which layers are recomputed together, as one segment.
 
-Layers of one class that follow each other in a stage with equal strategies, each passing its only value to the next, are cut from the
-first on into segments of ``Strategy.segment`` layers; the last may be shorter. A segment saves its first layer's input. Its
-backward runs its forward again, and then everything that its layers save is in memory at once: for chains of n layers, segments of about
-the square root of n need least memory (Chen et al., "Training deep nets with sublinear memory cost", arXiv:1604.06174).
+A run consists of consecutive layers of one class in a stage, with equal strategies, each of which passes its only value to the next.
+Starting with its first layer, a run is cut into segments of ``Strategy.segment`` layers; the last may be shorter. A segment saves its
+first layer's input. Its backward runs its forward again, and then everything that its layers save is in memory at once: for chains of n
+layers, segments of about the square root of n need least memory (Chen et al., "Training deep nets with sublinear memory cost",
+arXiv:1604.06174).
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from autopar.plan import Strategy
 
 
 def segments(graph: Graph, strategies: Sequence[Strategy], bounds: Sequence[int]) -> list[range]:
-    """The layers of the whole model, one range for each segment. ``bounds`` are (0, first layer of stage 1, ..., number of
-    layers)."""
+    """The layers of the whole model, one range per segment. ``bounds`` are (0, first layer of stage 1, ..., number of layers)."""
     found = []
     for run in _runs(graph, strategies, bounds):
         found += [run[at : at + strategies[run[0]].segment] for at in range(0, len(run), strategies[run[0]].segment)]
@@ -36,8 +36,8 @@ def shortened(graph: Graph, strategies: Sequence[Strategy], bounds: Sequence[int
 
 
 def _runs(graph: Graph, strategies: Sequence[Strategy], bounds: Sequence[int]) -> Iterator[range]:
-    """Runs of layers that a segment may span: neighbours of one class and one strategy in a stage. A layer that is not recomputed together
-    with others is a run of its own."""
+    """Runs of layers that a segment may span: neighbours of one class and one strategy in a stage. A layer that is not recomputed
+    together with others is a separate run."""
     for start, stop in pairwise(bounds):
         first = start
         for i in range(start + 1, stop + 1):

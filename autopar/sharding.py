@@ -1,8 +1,8 @@
-"""Sharding records: what the op-level optimum hands to the price and to the passes.
+"""Sharding records: the result of the op-level optimum, which the price and the passes read.
 
-An ``AxisTypes`` says, for one layer class and one axis in one role, the type of every value and the type that every
-operand is needed in. It does not depend on the axis's size or name, so that one solution serves every mesh. A layer's
-``Sharding`` binds one ``AxisTypes`` to each axis of the mesh; local shapes are the product.
+An ``AxisTypes`` gives, for one layer class and one axis in one role, the type of every value and the type that every
+operand needs. It does not depend on the axis's size or name, so that one solution serves every mesh. A layer's
+``Sharding`` assigns one ``AxisTypes`` to each axis of the mesh; local shapes follow from all of them together.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from autopar.types import SpmdType
 class AxisTypes:
     """One axis's solution for one layer class.
 
-    ``produced[node]`` is the type of the node's value as its op leaves it (a placeholder's: as it enters the layer).
-    ``needed[node][i]`` is the type in which the node's i-th tensor operand (``rules.operands(node)`` order) is read; where it differs
-    from what was produced, a conversion stands between. ``outputs[i]`` is the type of the layer's i-th output after its last
+    ``produced[node]`` is the type of the node's value as its op produces it (a placeholder's: as it enters the layer).
+    ``needed[node][i]`` is the type in which the node reads its i-th tensor operand (``rules.operands(node)`` order); if it differs
+    from the produced type, a conversion stands between. ``outputs[i]`` is the type of the layer's i-th output after its last
     conversion; the new values of buffers follow. ``letter[node]`` is the letter of its rule that the axis shards (absent: none),
-    ``kernel[node]`` the kernel that replaces its op. Values without gradient never have type ``I``: ``R`` says the same of them.
+    ``kernel[node]`` the kernel that replaces its op. Values without gradient never have type ``I``: ``R`` means the same for them.
     ``cost_s`` is the optimum's objective.
     """
 
@@ -36,7 +36,7 @@ class AxisTypes:
 
 
 def local_shape(shape: tuple[int, ...], axes: Iterable[Axis], types: Iterable[SpmdType]) -> tuple[int, ...]:
-    """What one rank holds of a tensor of global ``shape`` that has ``types[i]`` on ``axes[i]``."""
+    """One rank's shape of a tensor of global ``shape`` that has ``types[i]`` on ``axes[i]``."""
     local = list(shape)
     for axis, t in zip(axes, types, strict=True):
         if t.dim is not None:
@@ -47,13 +47,13 @@ def local_shape(shape: tuple[int, ...], axes: Iterable[Axis], types: Iterable[Sp
 
 @dataclass(frozen=True)
 class Sharding:
-    """A layer class under a strategy: one ``AxisTypes`` per axis, the microbatch axis included as a data axis of its own."""
+    """A layer class under a strategy: one ``AxisTypes`` per axis, the microbatch axis included as a separate data axis."""
 
     axes: tuple[Axis, ...]
     types: tuple[AxisTypes, ...]
 
     def produced(self, node: str) -> tuple[SpmdType, ...]:
-        """The node's type on each axis, as its op leaves it."""
+        """The node's type on each axis, as its op produces it."""
         return tuple(types.produced[node] for types in self.types)
 
     def needed(self, node: str, operand: int) -> tuple[SpmdType, ...]:

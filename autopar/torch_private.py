@@ -1,6 +1,6 @@
-"""Every use of torch's private names, each with the versions it was tried on.
+"""Every use of torch's private names, each with the versions on which it was tried.
 
-Kept in one module so that a new torch release is checked in one place.
+They are in one module so that a new torch release is checked in one place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def overload_schema(target: Any) -> tuple[tuple[str, Any], ...] | None:
 
 
 def is_overload(target: Any) -> bool:
-    """Whether ``target`` is an operator overload, whose schema says what it does. (torch 2.11, 2.13)"""
+    """Whether ``target`` is an operator overload, whose schema describes it. (torch 2.11, 2.13)"""
     return isinstance(target, torch._ops.OpOverload)
 
 
@@ -41,7 +41,7 @@ def written_arguments(target: Any) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def functional_twin(target: Any) -> Any:
-    """The overload of torch that computes what ``target`` writes and takes the same arguments, without ``out``; ``None`` where there is
+    """torch's overload that computes the value that ``target`` writes and takes the same arguments, without ``out``; ``None`` if there is
     none. (torch 2.11, 2.13)"""
     schema = target._schema
     name = schema.name.removeprefix("aten::")
@@ -66,13 +66,13 @@ def functional_twin(target: Any) -> Any:
 
 
 def memory(tensor: torch.Tensor) -> int:
-    """What is equal for the views of one memory, while one of them lives; also on meta. (torch 2.11, 2.13)"""
+    """A number that all views of one memory share, while one of them lives; also on meta. (torch 2.11, 2.13)"""
     return int(tensor.untyped_storage()._cdata)
 
 
 def custom_op_module(target: Any) -> str | None:
-    """The name of the Python module that defines an operator: with ``torch.library.custom_op``, or else the one that registers its fake
-    implementation; ``None`` if neither is known. (torch 2.11, 2.13)"""
+    """The name of the Python module that defines an operator: with ``torch.library.custom_op``, or else the module that registers its
+    fake implementation; ``None`` if neither is known. (torch 2.11, 2.13)"""
     import sys
 
     from torch._library.custom_ops import OPDEFS
@@ -94,22 +94,22 @@ def fake_tensors() -> Any:
 
 
 def is_fake(tensor: Any) -> bool:
-    """Whether ``tensor`` has no values: on the meta device, or made under ``fake_tensors``. (torch 2.11, 2.13)"""
+    """Whether ``tensor`` has no values: on the meta device, or created under ``fake_tensors``. (torch 2.11, 2.13)"""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor) or (isinstance(tensor, torch.Tensor) and tensor.device.type == "meta")
 
 
 def is_stray(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` requires a gradient and has values, which no tensor of a trace has; modes that watch torch's functions do not see
-    the question. (torch 2.11, 2.13)"""
+    """Whether ``tensor`` requires a gradient and has values, which no tensor of a trace has; modes that watch torch's functions do not
+    see this check. (torch 2.11, 2.13)"""
     with torch._C.DisableTorchFunction():
         return tensor.requires_grad and not is_fake(tensor)
 
 
 @contextmanager
 def without_function_modes() -> Iterator[None]:
-    """Inside, no ``TorchFunctionMode`` of the outside sees anything: it would see every look at a shape. (torch 2.11, 2.13)"""
+    """Inside, no ``TorchFunctionMode`` from outside is active: it would see every access to a shape. (torch 2.11, 2.13)"""
     with torch._C.DisableTorchFunction():
         yield
 
@@ -117,7 +117,7 @@ def without_function_modes() -> Iterator[None]:
 def target_of_to(
     *args: Any, **kwargs: Any
 ) -> tuple[torch.device | None, torch.dtype | None, torch.memory_format | None]:
-    """The device, the dtype and the memory format that the arguments of ``Module.to`` ask for. (torch 2.11, 2.13)"""
+    """The device, the dtype and the memory format that the arguments of ``Module.to`` request. (torch 2.11, 2.13)"""
     device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
     return device, dtype, layout
 
@@ -130,8 +130,8 @@ def has_gradient_hooks(thing: torch.nn.Module | torch.Tensor) -> bool:
 
 @contextmanager
 def patch_backward(refuse: Callable[[str], None], engine: Callable[..., Any]) -> Iterator[None]:
-    """Inside, ``engine`` is called in place of torch's for ``Tensor.backward`` and ``torch.autograd.grad``, and ``refuse`` with a name
-    instead of forward-mode derivatives and what transforms functions (``torch.vmap``, ``torch.func``). (torch 2.11, 2.13)
+    """Inside, ``engine`` replaces torch's engine for ``Tensor.backward`` and ``torch.autograd.grad``; and ``refuse``, called with a name,
+    replaces forward-mode derivatives and function transforms (``torch.vmap``, ``torch.func``). (torch 2.11, 2.13)
 
     ``engine(outputs, seeds, retain_graph, create_graph, inputs, allow_unused, accumulate_grad)`` returns the gradients of ``inputs``."""
     from contextlib import ExitStack
@@ -159,7 +159,7 @@ def backward_decompositions(names: Collection[str]) -> dict[Any, Callable[..., A
 
 
 def is_traced() -> bool:
-    """Whether what is called is written into a graph. (torch 2.11, 2.13)"""
+    """Whether calls are currently written into a graph. (torch 2.11, 2.13)"""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     return get_proxy_mode() is not None
@@ -167,7 +167,7 @@ def is_traced() -> bool:
 
 @contextmanager
 def autograd_in_op() -> Iterator[None]:
-    """Inside the implementation of a custom op, where autograd is out of reach, functions are differentiable again. (torch 2.11, 2.13)"""
+    """Makes functions differentiable again inside the implementation of a custom op, where torch disables autograd. (torch 2.11, 2.13)"""
     key = torch._C.DispatchKey.AutogradFunctionality
     with torch._C._SetExcludeDispatchKeyGuard(key, False), torch.enable_grad():
         yield
@@ -175,7 +175,7 @@ def autograd_in_op() -> Iterator[None]:
 
 @contextmanager
 def inference_as_no_grad() -> Iterator[None]:
-    """Inside, ``with torch.inference_mode():`` is ``with torch.no_grad():``, which torch.export follows. (torch 2.11, 2.13)"""
+    """Inside, ``with torch.inference_mode():`` is ``with torch.no_grad():``, which torch.export supports. (torch 2.11, 2.13)"""
     from unittest import mock
 
     kind = torch.inference_mode
@@ -193,10 +193,10 @@ def inference_as_no_grad() -> Iterator[None]:
 
 @contextmanager
 def masks_as_given() -> Iterator[None]:
-    """Inside, ``nn.TransformerEncoder`` and ``nn.TransformerDecoder`` add a mask as it is. (torch 2.11, 2.13)
+    """Inside, ``nn.TransformerEncoder`` and ``nn.TransformerDecoder`` add a mask unchanged. (torch 2.11, 2.13)
 
-    Without a word from the caller (``is_causal``) they look at its values for whether it is the causal one, and say so to the
-    attention below: a hint for its speed, which no result depends on. Export has no values to look at.
+    Unless the caller passes ``is_causal``, they check the mask's values for the causal mask, and pass the answer to the
+    attention below: a hint for its speed, on which no result depends. Export has no values to check.
     """
     from torch.nn.modules import transformer
 
@@ -214,8 +214,8 @@ def masks_as_given() -> Iterator[None]:
 
 @contextmanager
 def plain_averages() -> Iterator[None]:
-    """Inside, a batch norm with ``momentum=None`` (the mean over all batches so far) weighs a batch by its counter as a tensor, where torch
-    takes a Python number from it, which export cannot. (torch 2.11, 2.13)"""
+    """Inside, a batch norm with ``momentum=None`` (the mean over all batches so far) weights a batch by its counter as a tensor; torch
+    converts the counter to a Python number, which export cannot. (torch 2.11, 2.13)"""
     from torch.nn.modules.batchnorm import _BatchNorm
 
     given = _BatchNorm.forward
@@ -265,10 +265,10 @@ def fake_store() -> Any:
 
 
 def forget_meshes() -> None:
-    """Clear DTensor's caches of what its ops give, which hold device meshes.
+    """Clear DTensor's caches of its ops' results, which contain device meshes.
 
-    A process that destroys its process groups and makes a mesh like an earlier one would be given the earlier one from there, whose
-    groups are gone. (torch 2.13; a torch without the function has nothing to clear it by)
+    A process that destroys its process groups and creates a mesh like an earlier one would get the earlier mesh from the cache, whose
+    groups no longer exist. (torch 2.13; a torch without the function cannot clear the caches)
     """
     from torch.distributed.tensor import debug
 
@@ -278,12 +278,12 @@ def forget_meshes() -> None:
 
 
 class RedistributionRefusedError(Exception):
-    """DTensor wanted to change the placements of an op's inputs first."""
+    """DTensor would have to change the placements of an op's inputs first."""
 
 
 @contextmanager
 def dtensor_as_placed() -> Iterator[None]:
-    """Inside, DTensor ops run on their inputs as they are placed, or raise ``RedistributionRefusedError``. (torch 2.13)"""
+    """Inside, DTensor ops run on their inputs with the given placements, or raise ``RedistributionRefusedError``. (torch 2.13)"""
     from torch.distributed.tensor import DTensor
 
     dispatcher = DTensor._op_dispatcher
@@ -301,7 +301,7 @@ def dtensor_as_placed() -> Iterator[None]:
 
 
 def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves of nested containers, those that are registered with torch (``ModelOutput``) among them, and their structure, which can
+    """The leaves of nested containers, including those that are registered with torch (``ModelOutput``), and their structure, which can
     be compared. (torch 2.11, 2.13)"""
     from torch.utils import _pytree
 
@@ -317,7 +317,7 @@ def tree_unflatten(leaves: list[Any], structure: Any) -> Any:
 
 @contextmanager
 def as_if_exported() -> Iterator[None]:
-    """``torch.compiler.is_exporting()`` and ``is_compiling()`` say so inside, as they do to a model that is exported. (torch 2.11, 2.13)"""
+    """Inside, ``torch.compiler.is_exporting()`` and ``is_compiling()`` are true, as for a model that is exported. (torch 2.11, 2.13)"""
     flags = ("_is_exporting_flag", "_is_compiling_flag")
     before = {flag: getattr(torch.compiler, flag) for flag in flags}
     for flag in flags:
@@ -332,8 +332,8 @@ def as_if_exported() -> Iterator[None]:
 def backward_in_parts(
     outputs: list[torch.Tensor], inputs: list[torch.Tensor], parameters: list[torch.nn.Parameter]
 ) -> Iterator[list[torch.Tensor]]:
-    """Torch's backward of a pipeline stage in two parts, with ones for the outputs' gradients: that of the inputs, then that of the
-    parameters. What comes in between are the gradients that are kept for the second part. (torch 2.13)"""
+    """Torch's backward of a pipeline stage in two parts, with ones as the outputs' gradients: that of the inputs, then that of the
+    parameters. Yields, between the two, the gradients that are saved for the second part. (torch 2.13)"""
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
     ones: list[torch.Tensor] = [torch.ones_like(out) for out in outputs]
@@ -346,11 +346,11 @@ def backward_in_parts(
 def pipeline_order(
     schedule: str, line: int, chunks: int, microbatches: int
 ) -> list[list[tuple[tuple[str, int, int], ...]]]:
-    """What torch's schedule of that name does on each of ``line`` devices, in order: ("F", "B", "I" or "W", stage, microbatch), alone or as
-    the pair that it calls overlapped.
+    """The actions of torch's schedule of that name on each of ``line`` pipeline ranks, in order: ("F", "B", "I" or "W", stage,
+    microbatch), alone or as the pair that torch calls overlapped.
 
-    ``schedule`` is as ``get_schedule_class`` takes it, one for several stages on each device. "B" is a whole backward, "I" that of the
-    inputs and "W" that of the weights. (torch 2.13)
+    ``schedule`` is a name for ``get_schedule_class``, of a schedule with several stages per rank. "B" is a whole backward, "I" that of
+    the inputs and "W" that of the weights. (torch 2.13)
     """
     from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""SPMD types: what a tensor is on one axis of the mesh, and the conversions between types.
+"""SPMD types: how a tensor is distributed on one axis of the mesh, and the conversions between types.
 
 ======== ======== =================================================================
 forward  gradient meaning
@@ -9,7 +9,7 @@ forward  gradient meaning
 ``P``    ``R``    a term of the sum; the gradient is the same everywhere
 ======== ======== =================================================================
 
-The same types, and the collectives that convert them, are what the emitted program says with ``spmd_types``.
+Emitted programs use the same types, and the collectives that convert them, through ``spmd_types``.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def S(dim: int) -> SpmdType:  # noqa: N802  the type system's own name
 
 
 class Collective(Enum):
-    """What a conversion or a kernel does on the wire; ``NONE`` and ``LOCAL`` (slice, zero, pad) move no bytes between ranks.
+    """The collective of a conversion or a kernel; ``NONE`` and ``LOCAL`` (slice, zero, pad) move no bytes between ranks.
 
-    ``ROTATE`` and ``SHIFT`` are point to point: every rank's slice goes all the way round the axis, or to one other rank.
+    ``ROTATE`` and ``SHIFT`` are point to point: every rank's slice goes all the way around the axis, or to one other rank.
     """
 
     NONE = "none"
@@ -93,9 +93,9 @@ _CONVERSIONS: dict[str, tuple[Collective, Collective]] = {
 
 
 def conversion(source: SpmdType, target: SpmdType) -> tuple[Collective, Collective] | None:
-    """The collectives (forward, backward) that turn ``source`` into ``target``; ``None`` where there is no conversion.
+    """The collectives (forward, backward) that turn ``source`` into ``target``; ``None`` if there is no conversion.
 
-    Equal types need nothing and give ``(NONE, NONE)``.
+    Equal types need no collective and give ``(NONE, NONE)``.
     """
     if source == target:
         return Collective.NONE, Collective.NONE
@@ -105,9 +105,9 @@ def conversion(source: SpmdType, target: SpmdType) -> tuple[Collective, Collecti
 def legal_in_time(source: SpmdType, target: SpmdType, gradient: bool) -> bool:
     """Whether a value can be converted from ``source`` to ``target`` over the microbatches, which one device runs one after the other.
 
-    Nothing is exchanged between microbatches. A value without ``gradient`` is the same as I and as R. A value that is equal in every
-    microbatch (a penalty on the weights) becomes a term of the sum when it is divided by their number, if its type is R; if it is I, its
-    gradient would not be divided.
+    Microbatches exchange nothing. For a value without ``gradient``, I and R are the same. A value that is equal in every microbatch (a
+    penalty on the weights) becomes a term of the sum when it is divided by their number, if its type is R; if its type is I, the gradient
+    would not be divided.
     """
     if source == target:
         return True

@@ -1,8 +1,7 @@
-"""Inserts the collectives: where a value is read in another type than it was produced in, a conversion stands between.
+"""Inserts the collectives: a conversion, wherever an op reads a value in another type than the value was produced in.
 
-Nodes come with ``meta["gradient"]`` (``autopar.flow``). Afterwards each carries ``meta["types"]``, its type on each axis, and every operand
-has exactly the type its op needs.
-Shapes are still global; ``passes.localise`` makes them local.
+Nodes have ``meta["gradient"]`` already (``autopar.flow``). Afterwards each has ``meta["types"]``, its type on each axis, and every
+operand has exactly the type that its op needs. Shapes are still global; ``passes.localise`` makes them local.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ MICROBATCH = "microbatch"  # the axis of time: no collective is legal on it
 
 
 def convert(x: Tensor, axes: tuple[str, ...], source: str, target: str) -> Tensor:
-    """Marks a conversion on one axis, or on several flattened (outermost first); the emitter writes it as the ``spmd_types`` call.
+    """Marks a conversion on one axis, or on several flattened axes (outermost first); the emitter writes it as the ``spmd_types`` call.
 
     The value itself is unchanged.
     """
@@ -43,7 +42,7 @@ def insert_collectives_pass(gm: fx.GraphModule, sharding: Sharding) -> fx.GraphM
     converted: dict[tuple[fx.Node, Types], fx.Node] = {}
 
     def read(node: fx.Node, needed: Types) -> fx.Node:
-        """The new node that holds ``node``'s value in the types ``needed``."""
+        """The new node with ``node``'s value in the types ``needed``."""
         value = made[node]
         produced: Types = meta(value)["types"]
         if produced == needed:
@@ -74,7 +73,7 @@ def insert_collectives_pass(gm: fx.GraphModule, sharding: Sharding) -> fx.GraphM
 
 
 def _rebind(node: fx.Node, needed: dict[int, fx.Node]) -> None:
-    """Puts ``needed[i]`` in the place of the node's i-th tensor operand."""
+    """Replaces the node's i-th tensor operand by ``needed[i]``."""
     counter = iter(range(len(needed)))
 
     def swap(_: fx.Node) -> fx.Node:
@@ -85,7 +84,7 @@ def _rebind(node: fx.Node, needed: dict[int, fx.Node]) -> None:
 
 
 def convert_value(graph: fx.Graph, value: fx.Node, needed: Types, sharding: Sharding) -> fx.Node:
-    """Appends the conversions of ``value`` to ``needed``: one node for each, equal ones on several axes together."""
+    """Appends the conversions of ``value`` to ``needed``: one node for each; equal conversions on several axes share one node."""
     current: list[SpmdType] = list(meta(value)["types"])
     gradient = meta(value)["gradient"]
     for step in effective_steps(tuple(current), needed, gradient):
@@ -105,7 +104,7 @@ def convert_value(graph: fx.Graph, value: fx.Node, needed: Types, sharding: Shar
             )
         names = tuple(axis.name for axis in axes if axis.name != MICROBATCH)
         if not names:
-            continue  # on one microbatch all types are the whole value
+            continue  # with one microbatch, all types are the whole value
         new = graph.call_function(convert, (value, names, str(step.source), str(step.target)))
         new.meta = {**value.meta, "types": tuple(current)}
         value = new

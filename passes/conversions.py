@@ -1,12 +1,12 @@
-"""How a value of one type on every axis becomes another: an ordered list of conversions, each on one axis or on several at once.
+"""How a value with one type per axis gets other types: an ordered list of conversions, each on one axis or on several at once.
 
-Several axes may shard one dim; its slices are then nested, outermost axis first. A conversion on an axis that touches a
-dim which an inner axis holds would interleave the slices, so inner axes let go of a dim before outer ones change it, and
-outer axes take hold of it first.
+Several axes may shard one dim; its slices are then nested, outermost axis first. A conversion that changes the sharding of a
+dim on an axis while an inner axis shards that dim, too, would interleave the slices. So inner axes stop sharding a dim before outer ones
+change it, and outer axes start sharding it first.
 
-Axes that make the same conversion make it together, as one axis does that runs over all their ranks (the *flattened* axis, outermost
-first): one collective instead of several, and less on the wire. That is the same value as one after the other, as long as no axis
-between them holds a dim that the conversion touches.
+Axes that make the same conversion make it together, as one axis over all their ranks would (the *flattened* axis, outermost first): one
+collective instead of several, and fewer bytes on the wire. The result is the same as with one conversion after the other if no axis
+between them shards a dim that the conversion changes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Step:
 
 
 def effective_steps(source: tuple[SpmdType, ...], target: tuple[SpmdType, ...], gradient: bool) -> tuple[Step, ...]:
-    """``conversion_steps`` without those that do nothing to a value without gradient: I and R differ in the gradient alone."""
+    """``conversion_steps`` without those that have no effect on a value without gradient: I and R differ in the gradient alone."""
     steps = conversion_steps(source, target)
     return tuple(step for step in steps if gradient or {step.source, step.target} != {I, R})
 
 
 @dataclass
 class _Unit:
-    """Axes that convert together: their current type and the type that is needed."""
+    """Axes that convert together: their current type and the type that they need."""
 
     axes: tuple[int, ...]
     current: SpmdType
@@ -50,14 +50,14 @@ def conversion_steps(source: tuple[SpmdType, ...], target: tuple[SpmdType, ...])
         assert conversion(unit.current, to) is not None, (source, target, unit)
         last = steps[-1] if steps else None
         if last is not None and (last.source, last.target) == (unit.current, to):
-            # Neighbours in time that let go of a dim are its innermost holders, and those that take hold become them.
+            # Consecutive steps that stop sharding a dim start at its innermost axis; those that start sharding it end there.
             steps[-1] = Step(tuple(sorted((*last.axes, *unit.axes))), unit.current, to)
         else:
             steps.append(Step(unit.axes, unit.current, to))
         unit.current = to
 
     while pending := [i for i, unit in enumerate(units) if unit.current != unit.target]:
-        # Letting go goes inner to outer, taking hold outer to inner: gathers and reductions first, from the inside.
+        # Axes stop sharding from inner to outer, and start sharding from outer to inner: gathers and reductions first, from the inside.
         order = sorted(pending, key=lambda i: (units[i].target.sharded, i if units[i].target.sharded else -i))
         ready = next((i for i in order if not _holders(i, units) and not _waits(i, units)), None)
         if ready is not None:
@@ -71,7 +71,7 @@ def conversion_steps(source: tuple[SpmdType, ...], target: tuple[SpmdType, ...])
 
 
 def _units(source: tuple[SpmdType, ...], target: tuple[SpmdType, ...]) -> list[_Unit]:
-    """The axes, those that make the same conversion together; a unit stands where its outermost axis does."""
+    """The axes, with those that make the same conversion joined; a unit has the position of its outermost axis."""
     units: list[_Unit] = []
     for axis, (now, wanted) in enumerate(zip(source, target, strict=True)):
         same = next((u for u in units if (u.current, u.target) == (now, wanted) and now != wanted), None)
@@ -87,13 +87,13 @@ def _units(source: tuple[SpmdType, ...], target: tuple[SpmdType, ...]) -> list[_
 
 
 def _holders(index: int, units: list[_Unit]) -> list[int]:
-    """The inner units, innermost first, that hold a dim which the unit's conversion touches."""
+    """The inner units, innermost first, that shard a dim which the unit's conversion changes."""
     unit = units[index]
     touched = {t.dim for t in (unit.current, unit.target) if t.dim is not None}
     return [other for other in reversed(range(index + 1, len(units))) if units[other].current.dim in touched]
 
 
 def _waits(index: int, units: list[_Unit]) -> bool:
-    """Whether an outer unit has still to take hold of the dim that this one wants."""
+    """Whether an outer unit has yet to shard the dim that this one will shard."""
     wanted = units[index].target.dim
     return wanted is not None and any(u.target.dim == wanted and u.current.dim != wanted for u in units[:index])

@@ -1,4 +1,4 @@
-"""Puts a product and its bias together again, where no conversion came between them."""
+"""Joins a product and its bias again, if no conversion came between them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _ADD = torch.ops.aten.add.Tensor
 
 
 def fuse_bias_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """``linear(x, w) + b`` becomes ``linear(x, w, b)`` where the sum alone reads the product and ``b`` has one dim.
+    """``linear(x, w) + b`` becomes ``linear(x, w, b)`` if only the sum reads the product and ``b`` has one dim.
 
-    Not where the bias is a term of a sum (kept on one rank): with slices of the contracted dim that is right, and beyond the type checker.
+    Not if the bias is a term of a sum (nonzero on one rank alone): with slices of the contracted dim that is right, but the type checker
+    refuses it.
     """
     for node in list(gm.graph.nodes):
         if node.op != "call_function" or node.target is not _ADD or node.kwargs or len(node.args) != 2:

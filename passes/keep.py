@@ -1,8 +1,8 @@
-"""Selective recomputation: which results of a layer are kept, so that its backward pass need not compute them again.
+"""Selective recomputation: which results of a layer stay in memory, so that its backward pass need not compute them again.
 
-Matrix products, convolutions and attention are expensive to compute; everything else is bound by memory or smaller. A product that is a
-term of a sum over devices is not kept, its sum is: the sum takes longer to compute again than the product. Nothing is kept from the last
-op on whose operands autograd saves, for a recomputation ends before it.
+Matrix products, convolutions and attention are expensive to compute; all other ops are bound by memory or smaller. If a product is a
+term of a sum over devices, its sum is kept in its place: the sum takes longer to compute again than the product. The last
+op on whose operands autograd saves keeps no result, because a recomputation ends before it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from passes.collectives import MICROBATCH, convert
 def recomputed(nodes: Sequence[fx.Node], flows: Callable[[fx.Node], bool]) -> list[fx.Node]:
     """The leading ``nodes``, in the order of the graph, up to the last whose operands or result autograd may save.
 
-    ``flows`` says whether a gradient flows through a node's value. A product saves its operands alone, and it saves them first: where
-    one comes last it does not run again itself.
+    ``flows`` says whether a gradient flows through a node's value. A product saves only its operands, and saves them first: if a product
+    comes last, it does not run again itself.
     """
     ops = [node for node in nodes if node.op == "call_function"]
     while ops and (facts(ops[-1]).saves_nothing or not flows(ops[-1])):
@@ -33,7 +33,7 @@ def recomputed(nodes: Sequence[fx.Node], flows: Callable[[fx.Node], bool]) -> li
 def keep_pass(gm: fx.GraphModule, axes: Sequence[str]) -> fx.GraphModule:
     """Marks the nodes whose results are kept: ``meta["kept"]``.
 
-    Runs on a local graph, whose conversions are nodes; ``axes`` are the names of those on which it has types.
+    Runs on a local graph, in which conversions are nodes; ``axes`` are the names of the axes of its types.
     """
     for node in recomputed(list(gm.graph.nodes), lambda node: bool(meta(node).get("gradient"))):
         if node.target is convert:
@@ -44,7 +44,7 @@ def keep_pass(gm: fx.GraphModule, axes: Sequence[str]) -> fx.GraphModule:
 
 
 def is_partial(node: fx.Node, axes: Sequence[str]) -> bool:
-    """Whether the node's value is a term of a sum over devices; ``axes`` are the names of those of its types."""
+    """Whether the node's value is a term of a sum over devices; ``axes`` are the names of the axes of its types."""
     return any(t.kind == "P" for axis, t in zip(axes, meta(node)["types"], strict=True) if axis != MICROBATCH)
 
 

@@ -1,8 +1,8 @@
-"""Kernel calls: what stands in a rank's graph for an op that a kernel replaces.
+"""Kernel calls: the calls in a rank's graph that replace ops by kernels.
 
-Two ways lead here. A rule's letter names a kernel (``BY_KERNEL``, keyed by that name), or the op always runs as one of ours
-(``BY_OP``, keyed by the op's name): because it draws random numbers, or sums over shards. Each entry is a function
-of a ``Request`` and gives the call, or ``None`` where the op stays as it is.
+There are two cases. A rule's letter names a kernel (``BY_KERNEL``, keyed by that name), or the op always runs as a kernel
+(``BY_OP``, keyed by the op's name), because it draws random numbers or sums over shards. Each entry is a function
+of a ``Request`` and returns the call, or ``None`` if the op stays unchanged.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from passes.collectives import MICROBATCH
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The node, the axes on which its rule names a kernel (outermost first; ``kernels`` are their names), those on which its result is a
-    term of a sum, and those that shard its first operand."""
+    """The node, the axes on which its rule names a kernel (outermost first; ``kernels`` are the kernels' names), the axes on which its
+    result is a term of a sum, and the axes that shard its first operand."""
 
     node: fx.Node
     axes: tuple[str, ...]
@@ -38,11 +38,11 @@ class Request:
 
 
 KernelCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-"""Target, arguments, keyword arguments. ``seed`` among the latter is a tuple of axes, and becomes the op's seed along them."""
+"""Target, arguments, keyword arguments. The keyword argument ``seed`` is a tuple of axes, and becomes the op's seed along them."""
 
 
 def kernel_call(node: fx.Node, sharding: Sharding) -> KernelCall | None:
-    """The call that replaces the node, where one of its axes needs a kernel or its op always runs as one."""
+    """The call that replaces the node, if one of its axes needs a kernel or its op always runs as one."""
     named = {
         axis.name: types.kernel[node.name]
         for axis, types in zip(sharding.axes, sharding.types, strict=True)
@@ -80,7 +80,8 @@ def mesh_types(node: fx.Node, sharding: Sharding) -> list[tuple[Axis, SpmdType]]
 
 
 def partition(node: fx.Node, sharding: Sharding) -> tuple[str | tuple[str, ...] | None, ...]:
-    """For every dim of the node's value (its first tensor), the mesh axes that shard it (``None``, a name, or a tuple, outermost first)."""
+    """For every dim of the node's value (its first tensor), the mesh axes that shard it: ``None``, a name, or a tuple, outermost
+    first."""
     entries: list[Any] = []
     for dim in range(len(shape_of(node))):
         names = [a.name for a, t in mesh_types(node, sharding) if t.dim == dim]
@@ -89,7 +90,7 @@ def partition(node: fx.Node, sharding: Sharding) -> tuple[str | tuple[str, ...] 
 
 
 def _custom(node: fx.Node, sharding: Sharding) -> KernelCall | None:
-    """The user's own op, which the type checker does not know; as it is where nothing of it is sharded."""
+    """The user's own op, which the type checker does not know; unchanged if none of its dims is sharded."""
     if all(t in (I, R) for value in (node, *operands(node)) for _, t in mesh_types(value, sharding)):
         return None
     partial = tuple(axis.name for axis, t in mesh_types(node, sharding) if t == P)
@@ -144,7 +145,8 @@ def _sum_of_losses(request: Request) -> KernelCall:
 
 
 def _linear(request: Request) -> KernelCall | None:
-    """Sharded operands with dims of size one, whose strides the type checker misreads; a bias makes it read none."""
+    """A kernel for sharded operands with dims of size one, whose strides the type checker misreads; with a bias the checker reads no
+    strides."""
     given, sizes = arguments(request.node), shape_of(operands(request.node)[0])
     ones = [dim for dim, size in enumerate(sizes[:-1]) if size == 1]
     if not request.sharding or not ones or len(ones) == len(sizes) - 1 or given["bias"] is not None:
@@ -163,7 +165,8 @@ def _statistics(request: Request) -> KernelCall:
 
 
 def _experts(request: Request) -> KernelCall:
-    """Which axes distribute the experts, and which of those have different tokens, which are sent to their experts' devices."""
+    """The axes that distribute the experts, and among them those whose ranks have different tokens, which travel to their experts'
+    devices."""
     axes = {
         "owners": request.axes,
         "exchange": tuple(a for a, k in zip(request.axes, request.kernels, strict=True) if k == "expert_exchange"),

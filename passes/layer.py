@@ -1,4 +1,4 @@
-"""The passes of one layer, as a pipeline of named steps: from the layer class's graph to what one rank runs."""
+"""The passes of one layer, as a pipeline of named steps: from the layer class's graph to the graph that one rank runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from passes.runner import run
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """A parameter as one rank of the layer holds it: class-local dotted name, local shape, that of all ranks together (padding
+    """A parameter as one rank of the layer stores it: class-local dotted name, local shape, the shape over all ranks together (padding
     included), type on each mesh axis."""
 
     name: str
@@ -35,7 +35,7 @@ class LocalParameter:
 class LocalLayer:
     """A layer class under a strategy, local: the graph that a rank runs for one microbatch, and its parameters.
 
-    ``graph``'s placeholders are those of the layer class, in its order; ``sharding`` includes the microbatch axis.
+    ``graph`` has the layer class's placeholders, in the same order; ``sharding`` includes the microbatch axis.
     """
 
     cls: LayerClass
@@ -64,7 +64,7 @@ class LocalLayer:
 
     @property
     def flattened(self) -> set[tuple[str, ...]]:
-        """The axes (outermost first) that some collective of the layer runs over together, a kernel's own among them."""
+        """Tuples of axes (outermost first) over which one collective of the layer, or of a kernel in it, runs."""
         found = {tuple(node.args[1]) for node in self.graph.graph.nodes if node.target is convert}
         for name in {name for types in self.sharding.types for name in types.kernel}:
             pairs = zip(self.sharding.axes, self.sharding.types, strict=True)
@@ -81,12 +81,12 @@ class LocalLayer:
 
 
 def mesh_types(sharding: Sharding, types: tuple[SpmdType, ...]) -> tuple[SpmdType, ...]:
-    """``types`` without the microbatch axis's."""
+    """``types`` without the microbatch axis's type."""
     return tuple(t for axis, t in zip(sharding.axes, types, strict=True) if axis.name != MICROBATCH)
 
 
 def local_layer(cls: LayerClass, sharding: Sharding, strategy: Strategy) -> LocalLayer:
-    """Run the passes."""
+    """Run the passes on one layer class."""
     cls = pad_class(cls, sharding)
     flow = gradient_flow(cls)
     for node in cls.graph.graph.nodes:

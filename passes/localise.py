@@ -1,8 +1,8 @@
 """Localisation of one node: the call that a rank makes on its local shapes.
 
-Views carry global sizes, a mean divides by the global count, and a few calls that are right on shards are beyond the type checker and go
-through a kernel of ours (``autopar.program.kernels``). Everything else runs as it is. ``verify`` holds the result
-against the expected local shape by running it on the meta device: ``expand`` with a wrong size broadcasts without an error.
+Views contain global sizes, a mean divides by the global count, and a few calls that are right on shards are refused by the type checker
+and go through a kernel (``autopar.program.kernels``). All other calls stay unchanged. ``verify`` checks the result against the expected
+local shape by running the call on the meta device: ``expand`` with a wrong size broadcasts without an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Partition = tuple[str | tuple[str, ...] | None, ...]
 """For every dim of the result: the axis that shards it, several axes outermost first, or ``None``."""
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], float | None]
-"""The target, its arguments (nodes where the tensors go), keyword arguments, and a factor for the result (``None``: one)."""
+"""The target, its arguments (nodes in place of the tensors), keyword arguments, and a factor for the result (``None``: one)."""
 
 _TO_THE_END = 2**63 - 1
 
@@ -35,9 +35,9 @@ def localised(
 ) -> Call:
     """The call that replaces ``node`` on one rank.
 
-    ``operand_shapes`` are the local shapes of ``operands(node)``, ``result_shape`` that of the (first) result. With ``partition``,
-    the result's, calls that ``typecheck(local=False)`` refuses although they are right become kernels that take it; without it the
-    call is made of torch's ops alone. The factor is 1/count for a mean over a sharded dim, whose call becomes a sum.
+    ``operand_shapes`` are the local shapes of ``operands(node)``, ``result_shape`` that of the (first) result. With the result's
+    ``partition``, calls that ``typecheck(local=False)`` refuses although they are right become kernels with the partition as an argument;
+    without it the call uses torch's ops alone. The factor is 1/count for a mean over a sharded dim, whose call becomes a sum.
     """
     op = facts(node)
     name, kind = op.name, op.kind
@@ -60,7 +60,7 @@ def localised(
         return _mean(node, operand_shapes)
     if kind is Kind.LOSS and arguments(node)["reduction"] == 1 and _is_sharded(node, operand_shapes):
         given = arguments(node) | {"reduction": 2}
-        split = list(given).index("reduction") + 1  # some of what follows is taken by keyword alone
+        split = list(given).index("reduction") + 1  # some of the arguments that follow are keyword-only
         rest = dict(list(given.items())[split:])
         return target, tuple(given.values())[:split], rest, 1.0 / prod(shape_of(operands(node)[0]))
     if name in ("aten.slice", "aten.narrow"):
@@ -87,7 +87,7 @@ def localised(
 
 
 def with_sizes(name: str) -> Any:
-    """The op that takes the sizes which a reshape of that name has: ``reshape`` where it may have to copy."""
+    """The op to which new sizes are passed for a reshape of that name: ``reshape`` if it may have to copy."""
     copies = name in ("aten.reshape", "aten.flatten", "aten.unflatten", "aten.reshape_as")
     return torch.ops.aten.reshape.default if copies else torch.ops.aten.view.default
 
@@ -95,7 +95,7 @@ def with_sizes(name: str) -> Any:
 def verify(node: fx.Node, call: Call, operand_shapes: Sequence[Shape], result_shape: Shape) -> None:
     """Assert that the call gives ``result_shape`` from operands of ``operand_shapes``, on the meta device.
 
-    A node whose shapes are all global is not run: nothing was changed, and ops whose shapes depend on data cannot run there.
+    A node whose shapes are all global does not run: it is unchanged, and ops whose shapes depend on data cannot run there.
     """
     if not _is_sharded(node, operand_shapes) and tuple(result_shape) == shape_of(node):
         return
@@ -114,8 +114,8 @@ def verify(node: fx.Node, call: Call, operand_shapes: Sequence[Shape], result_sh
 
 
 def apply(call: Call, node: fx.Node, tensors: Sequence[Any]) -> Any:
-    """Make the call with ``tensors`` in the places of ``operands(node)``. A node that stands twice takes each of its tensors in turn
-    where the call keeps both places."""
+    """Make the call with ``tensors`` in place of ``operands(node)``. If a node is an operand twice, each of its tensors is used in turn,
+    provided that the call has both operands."""
     target, args, kwargs, factor = call
     queues: dict[fx.Node, list[torch.Tensor]] = {}
     for operand, tensor in zip(operands(node), tensors, strict=True):
@@ -134,7 +134,7 @@ def _is_sharded(node: fx.Node, operand_shapes: Sequence[Shape]) -> bool:
 
 
 def _beyond_checker(before: Shape, after: Shape, name: str) -> bool:
-    """Whether a reshape needs the kernel: the checker follows pure merges of dims only, and not those of local size one."""
+    """Whether a reshape needs the kernel: the checker follows only pure merges of dims, and not those of local size one."""
     if name == "aten.unflatten" or 1 in before or 1 in after:
         return True
     ends = {prod(before[:i]) for i in range(len(before) + 1)}
@@ -147,8 +147,8 @@ def _grows_where_sharded(before: Shape, partition: Partition | None) -> bool:
 
 
 def _broadcasts_where_sharded(node: fx.Node, partition: Partition | None) -> bool:
-    """Whether a product's batch dims are sharded where one of its operands has no such dim, or one of size one. One matrix on the right is
-    no concern of the checker's, nor are vectors."""
+    """Whether a product's batch dims are sharded where one of its operands lacks the dim, or has it with size one. The checker accepts a
+    single matrix on the right, and vectors."""
     assert partition is not None
     left, right = (shape_of(operand) for operand in operands(node))
     if len(left) < 2 or len(right) < 3:
@@ -172,7 +172,7 @@ def _mean(node: fx.Node, operand_shapes: Sequence[Shape]) -> Call:
 
 
 def _slice(node: fx.Node, before: Shape, after: Shape) -> Call:
-    """A slice of a sharded dim is the whole of it; others stay as they are."""
+    """A slice of a sharded dim always covers it all; other slices stay unchanged."""
     dim = int(arguments(node)["dim"]) % len(before)
     if shape_of(operands(node)[0])[dim] == before[dim]:
         return node.target, node.args, dict(node.kwargs), None  # type: ignore[return-value]

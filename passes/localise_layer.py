@@ -1,4 +1,4 @@
-"""Makes a layer's shapes local: every call becomes the one that a rank makes on its slices, and its shape is checked against the types.
+"""Makes a layer's shapes local: every call becomes the call that a rank makes on its slices, and its shape is checked against the types.
 
 Runs after ``passes.collectives``: operands already have the types that their ops need.
 """
@@ -20,7 +20,7 @@ from passes.localise import localised, verify
 
 
 def scale(x: Tensor, factor: float) -> Tensor:
-    """A mean over a sharded dim is a sum times one over the global count; the emitter writes ``x * factor``."""
+    """Scale a sum over a sharded dim by one over the global count, which gives the mean; the emitter writes ``x * factor``."""
     return x * factor
 
 
@@ -80,9 +80,9 @@ def _call(
 
 
 def _laid_out_anew(node: fx.Node) -> bool:
-    """Whether a view reads a value whose memory order may not be that of a single device's value, whose strides settled which dims can be
-    merged without a copy: an activation that was not contiguous there and may come from another stage, or what a conversion leaves, seen
-    through other dims or in part. Pointwise ops keep the order of their operands."""
+    """Whether a view reads a value whose memory order may differ from that of the value on a single device, whose strides decided which
+    dims can be merged without a copy: an activation that was not contiguous there and may come from another stage, or the result of a
+    conversion, seen through other dims or in part. Pointwise ops preserve the order of their operands."""
     waiting, seen = [(operand, False) for operand in operands(node)[:1]], set[tuple[fx.Node, bool]]()
     while waiting:
         source, strided = waiting.pop()
@@ -107,7 +107,7 @@ def _local_value(node: fx.Node, shape: tuple[int, ...], sharding: Sharding) -> A
     if not isinstance(value, tuple | list):
         return torch.empty(shape, dtype=value.dtype, device="meta")
     found: list[Tensor | None] = []
-    for item in value:  # None: a gradient that a backward op was not asked for
+    for item in value:  # None: a gradient that a backward op did not compute
         local = None if item is None else local_shape(tuple(item.shape), sharding.axes, meta(node)["types"])
         found.append(None if local is None else torch.empty(local, dtype=item.dtype, device="meta"))
     return tuple(found)

@@ -1,7 +1,7 @@
-"""Pads a layer class: the dims whose pieces its axes do not divide get whole pieces of zeros at their end.
+"""Pads a layer class: dims whose number of pieces is not divisible by the size of their axes get whole pieces of zeros at their end.
 
-The result is a layer class like any other, at the padded shapes, of which every rank holds an equal share; the passes after this one
-know nothing of padding. ``autopar.rules.padding`` says which dims may grow, and why the numbers stay those of the model.
+The result is an ordinary layer class at the padded shapes, of which every rank has an equal share; later passes need not
+know about padding. ``autopar.rules.padding`` says which dims may grow, and why the results stay those of the model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TO_THE_END = 2**63 - 1
 
 
 def pad_class(cls: LayerClass, sharding: Sharding) -> LayerClass:
-    """``cls`` at padded shapes; itself where the axes divide everything that they shard."""
+    """``cls`` at padded shapes; ``cls`` itself if the axes divide everything that they shard."""
     found = padding(cls)
     multiples = found.multiples(sharding.axes, sharding.types)
     if not found.grows(multiples):
@@ -61,8 +61,8 @@ def pad_class(cls: LayerClass, sharding: Sharding) -> LayerClass:
 
 
 def _reword(new: fx.Node, old: fx.Node) -> None:
-    """Update the arguments that name sizes: a view gets the new sizes, a slice of a whole dim takes the whole dim, a loss is told the true
-    vocabulary."""
+    """Update the arguments that name sizes: a view gets the new sizes, a slice of a whole dim takes the whole new dim, a loss gets the
+    true vocabulary size."""
     name, kind = op_name(old), facts(old).kind
     if kind is Kind.CLASS_LOSS:
         classes = shape_of(operands(old)[0])[-1]

@@ -1,4 +1,4 @@
-"""Runs named passes one after the other, so that a log, a dump or an error can say which step it was."""
+"""Runs named passes one after the other, so that a log, a dump or an error can name the step."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Step = tuple[str, Pass]
 
 
 def run(gm: fx.GraphModule, steps: Iterable[Step]) -> fx.GraphModule:
-    """Apply ``steps`` in order; a failing step is named in the exception's notes, with the last nodes of the graph.
+    """Apply ``steps`` in order; the notes of an exception name the failing step, with the last nodes of the graph.
 
-    The graph is checked (``Graph.lint``) after each step when the logger is at debug level: linear in the graph, but not free.
+    The graph is checked (``Graph.lint``) after each step when the logger is at debug level: linear in the graph's size, but not free.
     """
     for name, step in steps:
         start_s = time.perf_counter()

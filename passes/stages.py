@@ -1,7 +1,7 @@
-"""Cuts the model into pipeline stages: which layers, what crosses the borders and in which types.
+"""Cuts the model into pipeline stages: each stage's layers, and the values that cross its borders, with their types.
 
-A value that a later stage needs is handed on hop by hop. Values cross in the types in which their layer leaves them; the
-receiving stage converts, as it does between two of its own layers.
+A value that a later stage needs is passed on from stage to stage. Values cross a border in the types of the layer that produced them; the
+receiving stage converts them, as it does between two of its own layers.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ class Border:
 
 @dataclass(frozen=True)
 class Crossing:
-    """A value that a layer takes in other types than it has: the conversions between the layers, on the mesh's axes.
+    """A value that a layer reads in other types than it has: the conversions between the layers, on the mesh's axes.
 
-    ``key`` is the value's name among the stage's (``argument_keys``). A later layer that takes it in the same types finds it converted.
+    ``key`` is the value's name in the stage (``argument_keys``). A later layer that reads it in the same types reuses the converted
+    value.
     """
 
     layer: int
     key: str
-    value: Value | None  # of an activation
+    value: Value | None  # the value, if it is an activation
     source: Types
     target: Types
     steps: tuple[Step, ...]
@@ -49,8 +50,8 @@ class Crossing:
 class Stage:
     """One stage, local: its layers by index, its inputs and outputs.
 
-    ``inputs`` are the batch's tensors with the types in which the stage takes them; ``owned`` the parameters that the stage
-    holds itself because several of its layers use them, with the first layer that does.
+    ``inputs`` are the batch's tensors with the types in which the stage reads them; ``owned`` are the parameters that the stage
+    itself owns because several of its layers use them, with the first layer that does.
     """
 
     index: int
@@ -67,7 +68,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class LocalProgram:
-    """Everything that the emitter writes down: layers and stages, local."""
+    """All data that the emitter writes into a program: layers and stages, local."""
 
     graph: Graph
     plan: Plan
@@ -76,7 +77,7 @@ class LocalProgram:
 
     @property
     def flattened(self) -> tuple[tuple[str, ...], ...]:
-        """The axes (outermost first) that some collective of the program runs over together."""
+        """Tuples of axes (outermost first) over which one collective of the program runs."""
         names = [axis.name for axis in self.plan.mesh]
         found = {axes for layer in {id(layer): layer for layer in self.layers}.values() for axes in layer.flattened}
         for stage in self.stages:
@@ -103,7 +104,7 @@ def cut_stages(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> Loc
 
 
 def _check_shared(graph: Graph, layers: list[LocalLayer]) -> None:
-    """A parameter that several layers use is stored once: padded alike in all of them."""
+    """Check that a parameter that several layers use, which is stored once, is padded in the same way in all of them."""
     for name, uses in graph.shared_parameters.items():
         found = {layers[i].parameters[graph.layers[i].parameters.index(name)].whole: i for i in uses}
         if len(found) > 1:
@@ -115,7 +116,7 @@ def _check_shared(graph: Graph, layers: list[LocalLayer]) -> None:
 
 
 def _check_segments(graph: Graph, layers: list[LocalLayer], groups: list[range]) -> None:
-    """Between layers that are recomputed as one nothing is converted."""
+    """Check that no conversion stands between layers that are recomputed as one."""
     for i in (i for group in groups for i in group[1:]):
         if layers[i].border(0) != layers[i - 1].output(0):
             raise UsageError(
@@ -153,7 +154,8 @@ def _stage(graph: Graph, plan: Plan, layers: tuple[LocalLayer, ...], index: int)
 
 
 def argument_keys(layer: Layer) -> list[tuple[int, str]]:
-    """The values that a layer reads besides its parameters and buffers: the place among its placeholders, and the stage's name for each."""
+    """The values that a layer reads besides its parameters and buffers: the index of each among its placeholders, and its name in the
+    stage."""
     keys = [
         *layer.activations,
         *(f"input {name}" for name in layer.inputs),
@@ -199,9 +201,9 @@ def _crossing(graph: Graph, plan: Plan, layers: tuple[LocalLayer, ...], cut: int
 
 
 def _inputs(graph: Graph, layers: tuple[LocalLayer, ...], own: range, axes: int) -> dict[str, Types]:
-    """An input is taken sliced along the batch on the axes where all layers of the stage that read it want that, whole on the
-    others: slicing a batch costs nothing, and gathering it again would. For the same reason it is not sliced on an axis inside of
-    one that some layer has yet to slice it on."""
+    """The types of the inputs: an input is sliced along the batch on an axis if all layers of the stage that read it need it sliced
+    there, and whole on the other axes: slicing a batch costs nothing, but gathering it again would. For the same reason it is not sliced
+    on an axis inside another axis on which a layer has yet to slice it."""
     wanted: dict[str, list[Types]] = {}
     for i in own:
         first = len(graph.layers[i].activations)

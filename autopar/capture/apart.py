@@ -1,8 +1,9 @@
-"""A microbatch as a batch of its own: what a user lets a plan do by allowing ``microbatch_statistics``.
+"""Microbatches that count as separate batches: the plans that a user allows with ``microbatch_statistics``.
 
-Where the loss couples the examples of a batch (a router's auxiliary loss, batch norm, negatives of the same batch) microbatches change what
-is computed, and a plan has one. Every other trainer takes several regardless: each computes its own loss of its own rows, and the
-step's loss is their mean. Such a program is the exact one of a graph that is captured for one microbatch, run for each of them in turn.
+Where the loss couples the examples of a batch (a router's auxiliary loss, batch norm, negatives of the same batch), splitting the batch
+into microbatches changes the result, so a plan has one microbatch. Every other trainer takes several regardless: each microbatch computes
+a loss from its own rows, and the step's loss is the mean of these losses. autopar gets an exact program for that by capturing the graph
+for one microbatch and running it for each microbatch in turn.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from autopar.graph import Graph
 
 
 def apart(whole: Graph, again: Callable[[int], Graph], microbatches: int) -> Graph:
-    """The graph of one of ``microbatches``, each a batch of its own.
+    """The graph of one of ``microbatches``, each of which counts as a separate batch.
 
-    ``whole`` is captured for the global batch and annotated, and so is what ``again`` gives for fewer rows. Where ``whole`` couples no
-    examples it is given back: its microbatches are exact.
+    ``whole`` is captured for the global batch and annotated; ``again`` captures and annotates the model for fewer rows. If ``whole``
+    couples no examples, it is returned unchanged: its microbatches are exact.
 
     Raises:
         UsageError: the global batch does not divide into that number of microbatches.

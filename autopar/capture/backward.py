@@ -1,5 +1,5 @@
-"""What a model does to gradients outside its forward pass (hooks, for example). A graph of the forward pass would lose it, so capture finds
-and refuses it."""
+"""Code of the model that changes gradients outside its forward pass (hooks, for example). A graph of the forward pass would lose the
+change, so capture finds such code and refuses it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _OP_HINT = (
 )
 
 OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), has_gradient_hooks.__code__.co_filename)
-"""Where a frame is not of the user's code."""
+"""Frames in files with these paths are not the user's code."""
 
 
 class KeptWholeError(CaptureError):
-    """A refusal of what a module may do that is kept whole. ``paths`` are those of the modules around it, outermost first;
-    ``function`` is the ``autograd.Function`` that it is about."""
+    """A refusal that capture avoids if it can keep the module whole, as one op. ``paths`` are the modules around the refused code,
+    outermost first; ``function`` is the refused ``autograd.Function``, if there is one."""
 
     def __init__(self, message: str, hint: str, paths: tuple[str, ...] = (), function: Any = None) -> None:
         super().__init__(message, hint)
@@ -43,9 +43,9 @@ class KeptWholeError(CaptureError):
 
 @contextmanager
 def own_gradients_refused(engine: Callable[..., Any]) -> Iterator[None]:
-    """Inside, what makes gradients by another way than the forward pass raises ``CaptureError`` with the line that calls: an
-    ``autograd.Function`` of the user's, a tensor's ``register_hook``, hooks on saved tensors. ``engine`` stands for torch's, which computes
-    gradients."""
+    """Inside this context, code that makes gradients other than through the forward pass raises ``CaptureError`` with the line of the
+    call: a user's ``autograd.Function``, a tensor's ``register_hook``, hooks on saved tensors. ``engine`` replaces torch's function that
+    computes gradients."""
     hooks = torch.autograd.graph.saved_tensors_hooks
     enter = hooks.__enter__
 
@@ -78,7 +78,7 @@ def refuse_hooks(model: nn.Module) -> None:
 
 
 def refuse_strays(model: nn.Module) -> None:
-    """Raise ``CaptureError`` where a module holds a tensor that requires a gradient and is no parameter: none would be trained."""
+    """Raise ``CaptureError`` where a module holds a tensor that requires a gradient and is no parameter: nothing would train it."""
     for path, module in model.named_modules():
         buffers = dict(module.named_buffers(recurse=False))
         for name, value in (buffers | vars(module)).items():
@@ -91,7 +91,7 @@ def refuse_strays(model: nn.Module) -> None:
 
 
 def refuse_stray(reader: str, tensor: torch.Tensor) -> NoReturn:
-    """``reader`` is a sentence's beginning that says what reads ``tensor``."""
+    """Refuse ``tensor``; ``reader`` is the beginning of a sentence, which names the code that reads it."""
     raise CaptureError(
         f"{reader} {list(tensor.shape)} that requires a gradient and is no parameter of the model: it would never be trained",
         hint="make it a parameter of the model, or call requires_grad_(False) on it where it is not to be trained",
@@ -99,8 +99,8 @@ def refuse_stray(reader: str, tensor: torch.Tensor) -> NoReturn:
 
 
 def refuse_nodes(gm: fx.GraphModule) -> None:
-    """Raise ``CaptureError`` where a node's casts are not in the graph, or where a table that is looked up is written by that or has
-    another gradient than its rows added up."""
+    """Raise an error where a node decides its casts while running (autocast), or where an embedding changes its own weight or has a
+    gradient other than the sum over its rows."""
     for graph_module in gm.modules():
         for node in graph_module.graph.nodes if isinstance(graph_module, fx.GraphModule) else ():
             if getattr(node.target, "__name__", "") == "wrap_with_autocast" and node.args[2] is not False:
@@ -133,7 +133,7 @@ def _refuse_table(node: fx.Node) -> None:
 
 
 def source(node: fx.Node) -> str:
-    """The last line of the user's code that made the node; torch's where there is none of the user's."""
+    """The last line of the user's code that made the node; torch's line if none is the user's."""
     trace = str(meta(node).get("stack_trace") or "").strip().split("\n")
     frames = [trace[k : k + 2] for k in range(0, len(trace), 2)]
     users = [frame for frame in frames if f'"{Path(torch.__file__).parent}' not in frame[0]]
@@ -141,8 +141,8 @@ def source(node: fx.Node) -> str:
 
 
 def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands for ``autograd.Function.apply`` during export, which would keep the forward of a function and lose its backward."""
-    if function is CheckpointFunction:  # its backward is the function's own: autopar recomputes by itself where it pays
+    """Replaces ``autograd.Function.apply`` during export, which would keep a function's forward and lose its backward."""
+    if function is CheckpointFunction:  # its backward is the function's own; autopar recomputes where it pays
         run, _, *inputs = args
         return run(*inputs)
     if function.__module__.partition(".")[0] == "torch":
@@ -159,14 +159,14 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _register_hook(tensor: torch.Tensor, hook: Any) -> Any:
-    """Stands for ``Tensor.register_hook`` during export, which would forget the hook."""
+    """Replaces ``Tensor.register_hook`` during export, which would forget the hook."""
     raise KeptWholeError(
         f"{caller()} hooks a function into a gradient: torch.export keeps the tensor and loses the hook", hint=_OP_HINT
     )
 
 
 def refuse_backward(what: str) -> NoReturn:
-    """Called during export in place of what computes gradients."""
+    """Replaces the functions that compute gradients during export."""
     raise KeptWholeError(
         f"{caller()} computes derivatives or transforms a function inside of forward ({what}), which a graph does not follow",
         hint=OPAQUE_HINT,
@@ -174,7 +174,7 @@ def refuse_backward(what: str) -> NoReturn:
 
 
 def caller() -> str:
-    """The file, line and text of the innermost frame that is the user's."""
+    """The file, line and text of the innermost frame in the user's code."""
     ours = (*OURS, "<")
     frames = [f for f in traceback.extract_stack()[:-1] if not f.filename.endswith("contextlib.py")]
     frame = next((f for f in reversed(frames) if not f.filename.startswith(ours)), frames[-1])

@@ -1,8 +1,8 @@
 """How a user's batch maps to named tensors.
 
-A batch is one tensor, a tuple (positional arguments), or a dict (keyword arguments); with a ``loss_fn`` it is the pair
-``(inputs, targets)``, where ``inputs`` is one of those three. Tensors may sit deeper (a dict of tuples); what is not a tensor (``None``,
-a flag) is part of the structure and must stay the same.
+A batch is one tensor, a tuple (positional arguments), or a dict (keyword arguments); with a ``loss_fn`` it is the pair ``(inputs,
+targets)``, where ``inputs`` is one of those three. Tensors may be nested deeper (a dict of tuples); values that are not tensors
+(``None``, a flag) are part of the structure and must stay the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.errors import BatchError
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """The place of one tensor: its name in ``Graph.inputs``, global shape and dtype."""
+    """The position of one tensor in a batch: its name in ``Graph.inputs``, global shape and dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -34,14 +34,14 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Static:
-    """The place of something that is not a tensor."""
+    """The position of a value that is not a tensor."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
 class BatchStructure:
-    """A nest of tuples and dicts with ``Leaf`` and ``Static`` at its ends; ``paired`` is true for ``(inputs, targets)``."""
+    """A nest of tuples and dicts with ``Leaf`` and ``Static`` as leaves; ``paired`` is true for ``(inputs, targets)``."""
 
     tree: Any
     paired: bool = False
@@ -54,7 +54,7 @@ class BatchStructure:
 def describe_batch(
     model: nn.Module, batch: Any, loss_fn: Any = None, dtype: torch.dtype | None = None
 ) -> BatchStructure:
-    """The structure of an example batch; floating tensors take ``dtype`` if one is given.
+    """The structure of an example batch; floating tensors take ``dtype`` if it is given.
 
     Raises ``BatchError`` when there is no tensor, when the tensors disagree on the batch extent (dim 0), or when
     ``loss_fn`` is given and the batch is not a pair.
@@ -89,10 +89,10 @@ def describe_batch(
 
 
 def takes_targets(loss_fn: Callable[..., Any]) -> bool:
-    """Whether ``loss_fn`` is called with ``(output, targets)``; one that requires a single argument is called with the output alone."""
+    """Whether ``loss_fn`` is called with ``(output, targets)``; if it requires a single argument, it is called with the output alone."""
     try:
         parameters = inspect.signature(loss_fn).parameters.values()
-    except (TypeError, ValueError):  # a builtin that does not tell
+    except (TypeError, ValueError):  # a builtin without a signature
         return True
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = [p for p in parameters if p.kind in positional and p.default is p.empty]
@@ -102,7 +102,7 @@ def takes_targets(loss_fn: Callable[..., Any]) -> bool:
 def flatten_batch(structure: BatchStructure, batch: Any) -> dict[str, torch.Tensor]:
     """The batch's tensors by name, in the order of ``Graph.inputs``.
 
-    Floating tensors are cast to the dtype of the capture. Raises ``BatchError`` where the batch is built differently from the
+    Floating tensors are cast to the dtype of the capture. Raises ``BatchError`` if the batch has another structure than the
     captured one, or a tensor has another shape or dtype.
     """
     tensors: dict[str, torch.Tensor] = {}
@@ -111,7 +111,7 @@ def flatten_batch(structure: BatchStructure, batch: Any) -> dict[str, torch.Tens
 
 
 def rebuild_batch(structure: BatchStructure, tensors: Sequence[torch.Tensor]) -> Any:
-    """The inverse of ``flatten_batch``: the nest, with ``tensors`` (in the order of the leaves) in their places."""
+    """The inverse of ``flatten_batch``: the nest, with ``tensors`` (in the order of the leaves) at their positions."""
     return _rebuild(structure.tree, iter(tensors))
 
 
@@ -178,14 +178,14 @@ def _checked(leaf: Leaf, tensor: Any, where: str) -> torch.Tensor:
     return tensor
 
 
-# What a stage's forward and the schedule's step call other things: a tensor of the user's may have any name.
+# Names that a stage's forward and the schedule's step use for other things; a user's tensor may have any name.
 _RESERVED = frozenset(
     ("self", "key", "hidden", "loss", "layer", "target", "losses", "return_outputs", "batch", "constants")
 ).union(("torch", "nn", "F", "spmd", "kernels", "opaque"), keyword.kwlist)
 
 
 class _Names:
-    """Gives every tensor of a nest a name of its own."""
+    """Gives every tensor of a nest a unique name."""
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.dtype = dtype

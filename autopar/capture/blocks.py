@@ -1,7 +1,7 @@
-"""Which repeated block of the model a node belongs to, read off the module stack that export leaves on every node.
+"""Which repeated block of the model a node belongs to, read from the module stack that export leaves on every node.
 
-A block is a member of a module list or ``Sequential``, the outermost around the node. One that is nothing but a chain of smaller
-ones (a stage of a ResNet, a level of a U-Net) gives way to these.
+A block is a member of a module list or ``Sequential``: the outermost one around the node. A block that is only a chain of smaller blocks
+(a stage of a ResNet, a level of a U-Net) is replaced by those smaller blocks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import fx
 from autopar.ops.meta import meta
 
 Block = tuple[str, str]
-"""The path of a module in the user's model, and which call of it; two empty strings outside of all blocks."""
+"""The path of a module in the user's model, and the number of its call; two empty strings outside of all blocks."""
 
 
 def stack(node: fx.Node) -> list[tuple[str, str, str]]:
@@ -33,12 +33,12 @@ def parent(path: str) -> str:
 
 
 def is_leaf(path: str, classes: dict[str, str]) -> bool:
-    """Whether the module holds no other. ``classes`` maps module paths to class names."""
+    """Whether the module contains no other module. ``classes`` maps module paths to class names."""
     return not any(other.startswith(path + ".") for other in classes)
 
 
 def blocks(main: list[fx.Node], classes: dict[str, str]) -> list[Block]:
-    """The block of each of ``main``, nodes in order."""
+    """The block of each node in ``main``, whose nodes are in execution order."""
     found = [_outermost(node, classes) for node in main]
     members: dict[Block, list[int]] = {}
     for index, block in enumerate(found):
@@ -57,7 +57,7 @@ def blocks(main: list[fx.Node], classes: dict[str, str]) -> list[Block]:
 
 
 def _outermost(node: fx.Node, classes: dict[str, str], below: str = "") -> Block:
-    """The outermost member of a module list or ``Sequential`` around the node, and which call of it; inside ``below``, if given."""
+    """The outermost member of a module list or ``Sequential`` around the node, and the number of its call; inside ``below``, if given."""
     calls_above = ""
     for path, call, _ in stack(node):
         calls_above += f"@{call}" if call else ""
@@ -71,17 +71,17 @@ def _outermost(node: fx.Node, classes: dict[str, str], below: str = "") -> Block
 
 
 def _is_chain(nodes: list[fx.Node], inner: list[Block], classes: dict[str, str]) -> bool:
-    """Whether nodes are a chain of the blocks ``inner``, two or more of one class among them.
+    """Whether the nodes are a chain of the blocks ``inner``, two or more of one class among them.
 
-    Each of them reads what the one before it, or the code after that, made; and that code reads nothing older, as a residual around
-    the blocks would. The blocks themselves may: an embedding of time goes to all.
+    Each block reads only the results of the block before it, or of the code after that block; and that code reads nothing older, unlike a
+    residual around the blocks. The blocks themselves may read older values: a time embedding goes to all of them.
     """
     chain = [block for block in dict.fromkeys(inner) if block[0]]
     kinds = Counter(classes.get(path) for path, _ in chain if not is_leaf(path, classes))
     if max(kinds.values(), default=0) < 2:
         return False
     step = {block: index for index, block in enumerate(chain)}
-    made: dict[fx.Node, int] = {}  # in which step
+    made: dict[fx.Node, int] = {}  # the step of the chain in which each node is computed
     linked = {0}
     current = -1
     for node, block in zip(nodes, inner, strict=True):

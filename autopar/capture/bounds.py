@@ -1,10 +1,11 @@
-"""What a constant expression is on a block of its elements: bounds that are proved, or the elements themselves.
+"""The values of a constant expression on one block of its elements: proved bounds, or the elements themselves.
 
-A mask of a long sequence has more elements than fit into memory, and nearly all of its blocks are decided by two numbers: where the
-largest position of the keys is at most the smallest of the queries, ``key <= query`` is true throughout. ``Blocks.bounds`` works such
-bounds out by interval arithmetic (Moore, Interval Analysis, 1966). Ends of intervals are pushed through the node's own op, in its own
-dtype, so that rounding is the op's; an op that is not known to take its extremes at ends of intervals has no bounds, unless its operands
-are single numbers (``exp`` and its kind among them: their last digit is not monotone). ``Blocks.elements`` gives a block's elements.
+A mask of a long sequence has more elements than fit into memory, and two numbers decide nearly all of its blocks: where the largest
+position of the keys is at most the smallest of the queries, ``key <= query`` is true throughout. ``Blocks.bounds`` computes such bounds
+by interval arithmetic (Moore, Interval Analysis, 1966). It applies the node's own op, in the node's own dtype, to the ends of the
+operands' intervals, so the rounding is the op's. An op that is not known to take its extremes at the ends of intervals has no bounds,
+unless its operands are single numbers (``exp`` and similar functions are among these ops: their last digit is not monotone).
+``Blocks.elements`` computes a block's elements.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from autopar.ops.facts import Kind, facts, op_name
 from autopar.ops.operands import args_of, argument, shape_of, val
 
 SMALL = 2**16
-"""A node of at most this number of elements is evaluated whole."""
+"""A node with at most this number of elements is evaluated whole."""
 
 Block = tuple[tuple[int, int], ...]
-"""The first element along each dim, and the one behind the last."""
+"""Along each dim, the index of the first element and the index after the last one."""
 
-# Monotone in each operand (where the others are fixed), or linear in each: the extremes over a box are at its corners.
+# Monotone in each operand (with the others fixed), or linear in each: the extremes over a box are at its corners.
 _AT_CORNERS = frozenset(
     f"aten.{name}"
     for name in (
@@ -33,7 +34,7 @@ _AT_CORNERS = frozenset(
         "to", "floor", "ceil", "round", "trunc", "sqrt", "relu",
     )
 )  # fmt: skip
-# of booleans: of other numbers they are not monotone
+# monotone for booleans only
 _LOGICAL = frozenset(f"aten.{kind}_{name}" for kind in ("bitwise", "logical") for name in ("and", "or", "not"))
 _TURNED = frozenset(("aten.transpose", "aten.t", "aten.permute"))
 
@@ -41,9 +42,9 @@ _TURNED = frozenset(("aten.transpose", "aten.t", "aten.permute"))
 class Blocks:
     """Bounds and elements of blocks of constant nodes.
 
-    Raises ``TooLargeError`` where a node that has no blocks is too large to be evaluated.
+    Raises ``TooLargeError`` where a node cannot be evaluated block by block and is too large to be evaluated whole.
 
-    What is asked of one block is remembered until ``next``.
+    Results for one block are cached until ``next``.
     """
 
     def __init__(self, evaluator: Evaluator) -> None:
@@ -53,19 +54,19 @@ class Blocks:
         self._elements: dict[tuple[fx.Node, Block], Tensor] = {}
 
     def next(self) -> None:
-        """Another block is asked for from here on."""
+        """Forget the cached results: the next calls are about another block."""
         self._bounds.clear()
         self._elements.clear()
 
     def bounds(self, node: fx.Node, block: Block) -> tuple[Tensor, Tensor] | None:
-        """The least and the largest element of the block, or numbers below and above them, 0-d; ``None`` where nothing is known."""
+        """The least and the largest element of the block, or numbers below and above them, 0-d; ``None`` if no bound is known."""
         key = (node, block)
         if key not in self._bounds:
             self._bounds[key] = self._bounded(node, block)
         return self._bounds[key]
 
     def elements(self, node: fx.Node, block: Block) -> Tensor:
-        """The block's elements; a dim along which they are all the same may have extent 1."""
+        """The block's elements; a dim along which all of them are equal may have extent 1."""
         key = (node, block)
         if key not in self._elements:
             self._elements[key] = self._worked_out(node, block)
@@ -114,7 +115,7 @@ class Blocks:
         (top, bottom), (left, right) = block[-2:]
         diagonal = argument(node, 1, "diagonal", 0)
         lower = op_name(node) == "aten.tril"
-        # kept is what has column - row <= diagonal (tril), or >= diagonal (triu)
+        # the kept elements have column - row <= diagonal (tril), or >= diagonal (triu)
         least, most = left - (bottom - 1), (right - 1) - top
         if (most <= diagonal) if lower else (least >= diagonal):
             return ends
@@ -135,7 +136,7 @@ class Blocks:
         return _extremes(torch.stack([end.to(dtype) for ends in found for end in ends]))
 
     def _compared(self, node: fx.Node, known: dict[fx.Node, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor] | None:
-        """``eq`` and ``ne`` of operands that have no number in common."""
+        """``eq`` and ``ne`` of operands whose bounds do not overlap."""
         first, second = (known[a] if isinstance(a, fx.Node) else (torch.tensor(a),) * 2 for a in args_of(node)[:2])
         if not (bool(first[1] < second[0]) or bool(second[1] < first[0])):
             return None
@@ -171,7 +172,7 @@ class Blocks:
         return _call(node, found)
 
     def _is_whole(self, node: fx.Node) -> bool:
-        """Whether the node is evaluated whole: it is small, stored, or of an op whose blocks cannot be worked out by themselves."""
+        """Whether the node is evaluated whole: it is small, stored, or its op cannot compute one block by itself."""
         if node not in self._whole and (
             node.op != "call_function" or val(node).numel() <= SMALL or not _in_blocks(node)
         ):
@@ -194,7 +195,7 @@ def _behind(operand: fx.Node, block: Block) -> Block:
 
 
 def _moved(node: fx.Node, block: Block) -> tuple[fx.Node, Block] | None:
-    """For ops that move elements and change none: the operand, and the block of it that ``block`` of the result shows."""
+    """For ops that move elements without changing them: the operand, and its block that appears as ``block`` of the result."""
     name = op_name(node)
     source = args_of(node)[0] if node.args and isinstance(args_of(node)[0], fx.Node) else None
     if source is None:
@@ -228,7 +229,7 @@ def _moved(node: fx.Node, block: Block) -> tuple[fx.Node, Block] | None:
 
 
 def _order(node: fx.Node) -> list[int]:
-    """For each dim of a permutation's result the dim of the operand."""
+    """For each dim of a permutation's result, the operand's dim."""
     rank = len(shape_of(node))
     order = list(range(rank))
     if op_name(node) == "aten.permute":
@@ -239,7 +240,7 @@ def _order(node: fx.Node) -> list[int]:
 
 
 def _turned(node: fx.Node, elements: Tensor) -> Tensor:
-    """A block's elements, worked out of the operand's."""
+    """A block's elements, computed from the operand's."""
     name = op_name(node)
     if name in _TURNED:
         return elements.permute(_order(node))
@@ -260,7 +261,7 @@ def _without_ones(sizes: tuple[int, ...]) -> list[int]:
 
 
 def _at_corners(node: fx.Node, known: dict[fx.Node, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor] | None:
-    """The extremes of the node's op over all combinations of its operands' ends. Scalars of dim 0 stay such: they promote differently."""
+    """The extremes of the node's op over all combinations of its operands' ends. 0-d operands stay 0-d: they promote differently."""
     corners = list(itertools.product((0, 1), repeat=len(known)))
     values = {}
     for position, (operand, ends) in enumerate(known.items()):
@@ -273,7 +274,7 @@ def _at_corners(node: fx.Node, known: dict[fx.Node, tuple[Tensor, Tensor]]) -> t
         wide = _call(node, {operand: value.double() for operand, value in values.items()}) if known else result
         limits = torch.iinfo(result.dtype)
         if op_name(node) != "aten.to" and not bool(((wide >= limits.min) & (wide <= limits.max)).all()):
-            return None  # it wraps around
+            return None  # the integers overflow
         if op_name(node) == "aten.to" and not torch.equal(
             result.double(), next(iter(values.values())).double().trunc()
         ):
@@ -289,7 +290,7 @@ def _call(node: fx.Node, values: dict[fx.Node, Tensor]) -> Tensor:
 
 
 def _extremes(values: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The least and the largest; ``None`` where an element is no number."""
+    """The least and the largest element; ``None`` if an element is NaN."""
     if values.numel() == 0 or values.is_complex() or (values.is_floating_point() and bool(values.isnan().any())):
         return None
     return values.amin(), values.amax()

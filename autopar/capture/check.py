@@ -1,10 +1,10 @@
-"""Hold the captured graph against the model: the same rows through both, before anything is planned.
+"""Compare the captured graph with the model: both run on the same rows, before anything is planned.
 
-The model runs as it was given (``eager``), the graph by the interpreter of ``reference``, both in float64: the loss, every gradient and
-every written buffer must agree, over two steps in a row, first with rows of the user's batch, then with another number of rows and with
-each tensor's values in another order. So what was baked into the graph shows: a counter, a number drawn by Python, an extent. Both graphs
-that are run are captured for their own few rows, and ``same_structure`` holds them against the one that is planned, node by node: extents
-along the batch may differ between them, and nothing else.
+The model runs exactly as given (``eager``), the graph in the interpreter of ``reference``, both in float64. The loss, every gradient and
+every written buffer must agree over two steps in a row, first with rows of the user's batch, then with another number of rows and with
+each tensor's values in another order. This reveals values that were baked into the graph: a counter, a number drawn by Python, an extent.
+Both graphs in these runs are captured for their own few rows, and ``same_structure`` compares them node by node with the graph that is
+planned: extents along the batch may differ between them, and nothing else.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ from autopar.precision import name_of
 from autopar.torch_private import results_of_ops
 
 ROWS = 2
-"""Of the first comparison, the second has one more: few, and more than one, which batch norm needs."""
+"""Rows of the first comparison; the second has one more. Few, and more than one, because batch norm needs two."""
 DRAWN_BYTES = 2**26
-"""A model on meta is compared with drawn values where its parameters take at most so much in float64."""
+"""A model on meta is compared, with drawn values, if its parameters take at most this number of bytes in float64."""
 LIMIT_BYTES = 2**34
-"""A larger model (in float64, with its gradients) is not compared."""
+"""A larger model (bytes in float64, with its gradients) is not compared."""
 FLOOR = 1e-3
-"""Gradients below this part of the largest one are compared with the precision of this part. In front of batch norm a bias has a gradient
-that is zero but for rounding, and two rows that are nearly the same make much of that."""
+"""Gradients smaller than this fraction of the largest gradient are compared as if they had that size. In front of batch norm, a bias has
+a gradient that is zero except for rounding, and two nearly equal rows amplify that rounding error."""
 MOST_OPERATIONS = 10**14
-"""A comparison that takes more (additions and multiplications of products, forward and backward) is not made: it would take an hour."""
+"""A comparison that takes more operations (additions and multiplications of products, forward and backward) is skipped: it would take an
+hour."""
 MOST_ROWS = 64
-"""A batch of at most this number of rows is compared whole where the model does not take a few of them."""
+"""A batch of at most this number of rows is compared whole if the model does not accept fewer rows."""
 HINT = (
     "capture must not change what a model computes: please report this model; until it is mended, autopar.opaque(module) keeps the module "
     "at fault whole, and --no-capture-check (capture_check=False) plans in spite of it"
@@ -58,9 +59,10 @@ NOT_COMPARED = "the captured graph was not compared with the model"
 def check_capture(
     graph: Graph, model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None, *, local_batch_norm: bool = False
 ) -> str:
-    """Compare ``graph``, captured from ``model``, with the model; a sentence for the plan about what was compared and what it cost.
+    """Compare ``graph``, captured from ``model``, with the model; return a sentence for the plan that says what was compared and what it
+    cost.
 
-    Raises ``CaptureError`` with the first node that differs where they do not agree.
+    Raises ``CaptureError`` with the first node that differs if they do not agree.
     """
     start_s = time.perf_counter()
     structure = graph.structure
@@ -75,7 +77,7 @@ def check_capture(
     first = comparison.check([tensor[:rows] for tensor in tensors], steps=2)
     affordable = total <= MOST_ROWS and _operations(graph, total) <= MOST_OPERATIONS
     if rows < total and affordable and (first is None or comparison.difference):
-        # the few rows do not do, or say too little of the graph that is planned
+        # the few rows do not run, or do not represent the planned graph
         rows, first = total, comparison.check(tensors, steps=2) or first
     if first is None:
         return f"{NOT_COMPARED}: on {rows} rows of the batch {comparison.why}"
@@ -89,7 +91,7 @@ def check_capture(
 
 
 def _not_compared(graph: Graph, model: nn.Module, tensors: Sequence[Tensor]) -> str:
-    """Why the model cannot be run; empty where it can."""
+    """The reason why the model cannot be run; empty if it can."""
     if graph.valueless or any(buffer.is_meta for buffer in model.buffers()):
         return "buffers of the model are on meta"
     needed = 2 * 8 * sum(parameter.numel() for parameter in model.parameters())
@@ -103,14 +105,15 @@ def _not_compared(graph: Graph, model: nn.Module, tensors: Sequence[Tensor]) -> 
 
 
 def _operations(graph: Graph, rows: int) -> float:
-    """Additions and multiplications in the products of two steps of ``rows`` rows and one step of a row more, by eager PyTorch and by the
-    graph; backward takes twice what forward does."""
+    """Additions and multiplications in the products of two steps of ``rows`` rows and one step of ``rows + 1`` rows, by eager PyTorch and
+    by the graph; backward takes twice the operations of forward."""
     by_class = {key: sum(map(model_flops, cls.graph.graph.nodes)) for key, cls in graph.classes.items()}
     return 3 * 2 * (3 * rows + 1) * sum(by_class[layer.cls] for layer in graph.layers) / graph.inputs[0].shape[0]
 
 
 def _with_values(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors on meta with drawn values: normal numbers, and zeros and ones, which are tokens and labels of any vocabulary."""
+    """Tensors on meta with drawn values: normal numbers, and zeros and ones for integers, which are valid tokens and labels in any
+    vocabulary."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for tensor in tensors:
@@ -122,7 +125,7 @@ def _with_values(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _reordered(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Other values of the same kind: those of each tensor, moved by one place along every dim behind the batch."""
+    """Other values of the same kind: each tensor's values, rotated by one position along every dim behind the batch."""
     return [
         tensor.roll([1] * (tensor.dim() - 1), list(range(1, tensor.dim()))) if tensor.dim() > 1 else tensor.flip(0)
         for tensor in tensors
@@ -132,9 +135,9 @@ def _reordered(tensors: Sequence[Tensor]) -> list[Tensor]:
 class _Comparison:
     """Compares rows of a batch.
 
-    ``numbers`` says in which precision: float64, or the model's own where it does not run in float64. ``why`` says why the last rows were
-    not compared, ``difference`` where the graph of the last rows differs from the one that is planned; ``chances`` are those of the dropout
-    that the model asked for.
+    ``numbers`` names the precision of the comparison: float64, or the model's own where it does not run in float64. ``why`` says why the
+    last rows were not compared, ``difference`` where the graph of the last rows differs from the planned one; ``chances`` are the dropout
+    probabilities that the model used.
     """
 
     def __init__(
@@ -149,7 +152,7 @@ class _Comparison:
         return torch.float64 if self.numbers == "float64" else None
 
     def check(self, tensors: list[Tensor], steps: int) -> str | None:
-        """Compare on these rows; returns what was compared, in words, or ``None`` where the model itself takes no such batch."""
+        """Compare on these rows; return a description of the comparison, or ``None`` if the model itself does not accept such a batch."""
         if (eager := self._eager(tensors, steps)) is None and self.numbers == "float64":
             why, self.numbers = self.why, name_of(self.graph.dtype)
             if (eager := self._eager(tensors, steps)) is None:
@@ -169,7 +172,7 @@ class _Comparison:
         if other := _other_branch(self.graph.guards, small.guards):
             self.why = f"they do something else at {other}"
             return None
-        given = self.as_given()  # outside of the modes: values that are drawn are no part of the step
+        given = self.as_given()  # outside of the modes: drawing initial values is no part of the step
         with self.modes():
             found = list(graph_steps(small, given, tensors, len(eager)))
         for number, (mine, theirs) in enumerate(zip(found, eager, strict=True)):
@@ -196,7 +199,8 @@ class _Comparison:
         return AsGiven(self.model, self.loss_fn, self.structure, self.dtype, self.graph.buffers)
 
     def modes(self, chances: set[float] | None = None) -> AbstractContextManager[Any]:
-        """Under which both run: the same numbers drawn, no dropout (``chances`` takes its probabilities), and float64 throughout."""
+        """The modes in which both run: the same random numbers, no dropout (its probabilities are added to ``chances``), and float64
+        throughout."""
         stack = ExitStack()
         if self.dtype is not None:
             stack.enter_context(WholeFloat64())
@@ -207,17 +211,17 @@ class _Comparison:
         return [t.to(self.dtype) if self.dtype is not None and t.is_floating_point() else t for t in tensors]
 
     def _eager(self, tensors: list[Tensor], count: int) -> list[Step] | None:
-        """Steps of the model; ``None``, and ``why``, where it does not run."""
+        """Steps of the model; ``None`` if it does not run, with the reason in ``why``."""
         try:
             given = self.as_given()
-        except Exception as error:  # whatever the model's attributes raise
+        except Exception as error:  # any error that the model's attributes raise
             self.why = f"the model cannot be copied ({_named(error)})"
             return None
         before = {name: (p._version, p.data_ptr()) for name, p in given.parameters.items()}
         try:
             with self.modes(self.chances):
                 steps = [given.step(self._cast(tensors)) for _ in range(count)]
-        except Exception as error:  # whatever the model's own code raises
+        except Exception as error:  # any error that the model's own code raises
             self.why = f"the model raises {_named(error)}"
             return None
         for name, p in given.parameters.items():
@@ -233,7 +237,7 @@ class _Comparison:
 
 
 def graph_steps(graph: Graph, given: AsGiven, tensors: Sequence[Tensor], count: int) -> Iterator[Step]:
-    """``count`` steps of the graph with the parameters and buffers of ``given``, each from the buffers that the step before left."""
+    """``count`` steps of the graph with the parameters and buffers of ``given``; each step starts from the buffers of the step before."""
     batch = dict(zip((value.name for value in graph.inputs), tensors, strict=True))
     initial, buffers = given.buffers, dict[str, Tensor]()
     frozen = {p.original for p in graph.parameters.values() if not p.trainable}
@@ -262,7 +266,8 @@ def _chances(graph: Graph) -> set[float]:
 
 
 def _other_branch(guards: Sequence[Guard], others: Sequence[Guard]) -> str:
-    """The first line of the user's code where rows of a batch go another way than the whole (numbers may differ); empty: nowhere."""
+    """The first line of the user's code where a part of the batch takes another branch than the whole batch (numbers may differ); empty
+    if none."""
     for guard, other in zip(guards, others, strict=False):
         if guard.line != other.line or (guard.value != other.value and isinstance(guard.value, bool)):
             return guard.line
@@ -271,7 +276,7 @@ def _other_branch(guards: Sequence[Guard], others: Sequence[Guard]) -> str:
 
 
 def _compared(mine: Step, theirs: Step, written: set[str]) -> tuple[Error, str]:
-    """The largest error of a step, and where it is: the loss, a gradient or a buffer."""
+    """The largest error of a step, and its location: the loss, a gradient or a buffer."""
     error = _compare(mine.loss, mine.gradients, theirs.loss, theirs.gradients, floor=FLOOR)
     if not error.exact:
         return error, "the loss" if error.where == "loss" else "a gradient"
@@ -280,7 +285,7 @@ def _compared(mine: Step, theirs: Step, written: set[str]) -> tuple[Error, str]:
 
 
 def _compare(loss: float, mine: dict[str, Tensor], loss0: float, theirs: dict[str, Tensor], **how: float) -> Error:
-    """``compare``, but a NaN or an infinity that both have in one place is no difference: a buffer may hold a mask of them."""
+    """``compare``, except that a NaN or an infinity at the same position in both is no difference: a buffer may hold a mask of them."""
     ours, others = dict(mine), dict(theirs)
     for name in mine.keys() & theirs.keys():
         one, other = _real(mine[name]), _real(theirs[name])
@@ -297,7 +302,7 @@ def _real(value: Tensor) -> Tensor:
 
 
 def _noise(dtype: torch.dtype) -> float:
-    """What rounding may add up to in the model's own precision."""
+    """An estimate of the accumulated rounding error in the model's own precision."""
     return 1e4 * torch.finfo(dtype).eps
 
 
@@ -305,7 +310,7 @@ def _noise(dtype: torch.dtype) -> float:
 
 
 def _located(comparison: _Comparison, graph: Graph, tensors: list[Tensor]) -> str:
-    """The first node whose value eager PyTorch does not compute anywhere, with its line; nothing where there is none."""
+    """The first node whose value eager PyTorch never computes, with its line; empty if there is none."""
     given = comparison.as_given()
     with comparison.modes():
         seen = _Seen()
@@ -321,7 +326,8 @@ def _located(comparison: _Comparison, graph: Graph, tensors: list[Tensor]) -> st
             reference.run(graph, given.parameters, batch, watch)
     lost: set[tuple[int, fx.Node]] = set()
     for layer, node in reversed(met):
-        # a value of the graph's own (a product whose bias is added later) is no fault where what is made of it is the model's
+        # an intermediate value only in the graph (a product whose bias is added later) is no fault if the model has the values computed
+        # from it
         ends = any(user.op == "output" or (layer, user) in lost for user in node.users)
         if ends and not met[layer, node] and node.op == "call_function":
             lost.add((layer, node))
@@ -334,7 +340,8 @@ def _located(comparison: _Comparison, graph: Graph, tensors: list[Tensor]) -> st
 
 
 class _Seen:
-    """A digest of every tensor that eager PyTorch computes: its number of elements, and sums that no order of elements changes."""
+    """A digest of every tensor that eager PyTorch computes: its number of elements, and sums that do not depend on the elements'
+    order."""
 
     def __init__(self) -> None:
         self.digests: dict[int, list[Tensor]] = {}
@@ -358,7 +365,8 @@ def _digest(value: Tensor) -> Tensor:
 
 
 def same_structure(graph: Graph, other: Graph) -> str:
-    """Where two captures of a model for different numbers of rows differ in more than rows and precision; empty where they do not."""
+    """The difference between two captures of a model for different numbers of rows, besides rows and precision; empty if there is
+    none."""
     rows, others = graph.inputs[0].shape[0], other.inputs[0].shape[0]
     if [layer.name for layer in graph.layers] != [layer.name for layer in other.layers]:
         return f"{len(graph.layers)} layers, not {len(other.layers)}"
@@ -377,7 +385,7 @@ def same_structure(graph: Graph, other: Graph) -> str:
 
 
 def _same_values(one: Tensor, other: Tensor) -> bool:
-    """Whether two constants are equal, as far as the narrower dtype of the two tells: an angle is rounded by its position's size."""
+    """Whether two constants are equal, within the precision of the narrower dtype: an angle's rounding error grows with its position."""
     exact = [t.dtype for t in (one, other) if t.is_floating_point() or t.is_complex()]
     tolerance = 10 * max(map(_noise, exact), default=0.0)
     mine, theirs = (_real(t).clamp(-_HUGE, _HUGE) for t in (one, other))
@@ -387,7 +395,7 @@ def _same_values(one: Tensor, other: Tensor) -> bool:
 def _skeleton(gm: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
     """The calls of a graph with their arguments, nodes by number.
 
-    Dropout, which the compared graphs lack, is its operand, and so is a cast between floating dtypes: they are of another precision.
+    Dropout, which the compared graphs lack, counts as its operand; so does a cast between floating dtypes, because the precisions differ.
     """
     number: dict[fx.Node, int] = {}
     numbers = itertools.count()
@@ -418,14 +426,14 @@ _LIMITS = [
 
 
 class _Numbered(str):
-    """A node by its number: never taken for an extent."""
+    """A node by its number; as a string, it is never taken for an extent."""
 
     def __new__(cls, number: int) -> _Numbered:
         return super().__new__(cls, f"%{number}")
 
 
 def _alike(one: Any, other: Any, rows: int, others: int) -> bool:
-    """Whether two arguments are equal, or numbers that follow the number of rows."""
+    """Whether two arguments are equal, or are numbers that grow with the number of rows."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, int | float) and isinstance(other, int | float):
@@ -434,7 +442,7 @@ def _alike(one: Any, other: Any, rows: int, others: int) -> bool:
         if isinstance(one, int) and isinstance(other, int):
             return rows != others and (one - other) % (rows - others) == 0 and (one - other) // (rows - others) > 0
         if any(one in limit and other in limit for limit in _LIMITS):
-            return True  # of two precisions, as masks and norms ask for them
+            return True  # dtypes of two precisions, as masks and norms request them
         return math.isclose(one * rows, other * others, rel_tol=1e-6) or math.isclose(one, other, rel_tol=1e-6)
     if isinstance(one, tuple | list) and isinstance(other, tuple | list):
         return len(one) == len(other) and all(_alike(a, b, rows, others) for a, b in zip(one, other, strict=True))

@@ -16,16 +16,17 @@ from autopar.torch_private import fake_tensors
 
 _RUNNING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _LOSS_KEY = "loss_fn"
-_EXPERTS = "grouped_mm"  # of transformers' implementations, the one that passes.clean.experts knows
+_EXPERTS = "grouped_mm"  # among transformers' implementations, the one that passes.clean.experts knows
 
 
 LOSS = "<loss_fn>"
-"""Stands before the names of the buffers of a ``loss_fn`` that is a module."""
+"""Prefix of the names of the buffers of a ``loss_fn`` that is a module."""
 
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """The clones, the real tensors behind their buffers by every name (absent for a model on meta), and the mode their tensors live in."""
+    """The clones, the real tensors behind their buffers by every name (none for a model on meta), and the fake-tensor mode of their
+    tensors."""
 
     module: nn.Module
     loss_fn: Any
@@ -43,13 +44,12 @@ def twin(
 ) -> Twin:
     """Clone ``model``, and ``loss_fn`` where it is a module, without touching or copying their tensors.
 
-    Every module stays in the mode (``train`` or ``eval``) that it is in.
-    The twin's tensors say that they are on the CPU, as a newcomer's model is, so that a forward that mixes in tensors of the default
-    device works on it; those of a ``meta`` twin are on meta, which is several times faster. Tensors that are plain attributes become
-    buffers, so that they are seen. ``dtype`` casts the floating ones, except that running statistics, which move by a small part of
-    themselves, are not made narrower. The parameters ``without`` are left out: they are ``None`` in the twin.
-    transformers' key/value cache is switched off, and its mixtures of experts use their grouped implementation: the others have shapes that
-    depend on data, or copy the experts' matrices for every token.
+    Every module stays in the mode (``train`` or ``eval``) that it is in. The twin's tensors claim to be on the CPU, as a new user's model
+    is, so that a forward that mixes in tensors of the default device works on it; those of a ``meta`` twin are on meta, which is several
+    times faster. Tensors that are plain attributes become buffers, so that export sees them. ``dtype`` casts the floating tensors, except
+    that running statistics are never cast to a narrower dtype, because they change by a small fraction of themselves. The parameters in
+    ``without`` are left out: they are ``None`` in the twin. transformers' key/value cache is switched off, and its mixtures of experts
+    use their grouped implementation: the others have shapes that depend on data, or copy the experts' matrices for every token.
     """
     mode = contextlib.nullcontext() if meta else fake_tensors()
     device = "meta" if meta else "cpu"
@@ -72,7 +72,7 @@ def twin(
     whole = nn.ModuleDict({"model": model})
     if isinstance(loss_fn, nn.Module):
         whole[_LOSS_KEY] = loss_fn
-    plain: dict[tuple[int, str], str] = {}  # the path by module and name: once for a module that several paths reach
+    plain: dict[tuple[int, str], str] = {}  # the path by module and name: once for a module with several paths
     values: dict[str, torch.Tensor] = {}
     for path, name, tensor in stored_tensors(whole):
         owner = whole.get_submodule(path)
@@ -107,7 +107,7 @@ def twin(
 def stored_tensors(whole: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
     """The buffers, and the tensors that are plain attributes: the path of their module, and their name.
 
-    Those of a module that is reached by several paths come once for each: a buffer may be asked for by any of its names.
+    If several paths lead to a module, its tensors appear once per path: code may look up a buffer by any of its names.
     """
     for path, module in whole.named_modules(remove_duplicate=False):
         yield from ((path, name, tensor) for name, tensor in module.named_buffers(recurse=False))
@@ -117,6 +117,6 @@ def stored_tensors(whole: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
 
 
 def _name(path: str) -> str:
-    """The name in the captured graph of the module at ``path`` in model or loss function."""
+    """The name, in the captured graph, of the module at ``path`` in model or loss function."""
     root, _, rest = path.partition(".")
     return f"{LOSS}.{rest}" if root == _LOSS_KEY else rest

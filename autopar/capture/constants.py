@@ -1,7 +1,7 @@
-"""Fold what depends on neither inputs nor parameters: position ids, rotary tables, masks.
+"""Fold the nodes that depend on neither inputs nor parameters: position ids, rotary tables, masks.
 
-Constants are evaluated on the CPU at their real size (``evaluate``). One that is the same for every row of dim 0 is kept with one row and
-expanded back, so that a batch stays free to be sharded. Attention masks are recognised first (``masks``).
+Constants are evaluated on the CPU at their real size (``evaluate``). A constant whose rows along dim 0 are all equal is stored with one
+row and expanded back, so that the batch can still be sharded. Attention masks are recognised first (``masks``).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from autopar.ops.meta import meta
 from autopar.ops.operands import args_of, dtype_of, shape_of, val
 from passes.clean.nodes import add, aten, calls, like, replace
 
-# A folded table larger than this is computed inside the layers instead: from its own small constants, where it may be sharded.
+# The layers compute a larger folded table themselves, from its own small constants: there it may be sharded.
 LIMIT_BYTES = 16 * 2**20
 
 
 def share_constants(gm: fx.GraphModule) -> None:
-    """Equal constant expressions (every layer builds its own positions) become one."""
+    """Merge equal constant expressions (every layer builds its own positions) into one."""
     seen: dict[Any, fx.Node] = {}
     constant = constant_nodes(gm)
     for node in calls(gm):
@@ -43,9 +43,10 @@ def _freeze(value: Any) -> Any:
 
 
 def fold_constants(gm: fx.GraphModule, evaluator: Evaluator) -> dict[str, torch.Tensor]:
-    """Replace the last constant nodes before something that varies by placeholders with ``meta["constant"]``; their values by name."""
+    """Replace the last constant nodes before a varying node by placeholders with ``meta["constant"]``; return their values by name."""
     constants: dict[str, torch.Tensor] = {}
-    # all values first: one constant may lead to another through one that is too large to fold, and is read as it was written
+    # compute all values first: a constant may depend on another one through a node that is too large to fold, which must read the
+    # original
     values = {node: value for node in gm.graph.nodes if (value := _foldable(evaluator, node)) is not None}
     for node, value in values.items():
         readers = [user for user in node.users if user not in values]
@@ -61,13 +62,13 @@ def fold_constants(gm: fx.GraphModule, evaluator: Evaluator) -> dict[str, torch.
 
 
 def _foldable(evaluator: Evaluator, node: fx.Node) -> torch.Tensor | None:
-    """The value of a constant node that is small enough to be kept; ``None`` for other nodes."""
+    """The value of a constant node that is small enough to be stored; ``None`` for other nodes."""
     if node not in evaluator.constant:
         return None
     tensor = val(node)
     rows = tensor.shape[0] if tensor.dim() else 1
     if tensor.numel() * tensor.dtype.itemsize > LIMIT_BYTES * max(rows, 1):
-        return None  # too large even if all rows are the same
+        return None  # too large even with one row in place of all
     try:
         value = evaluator(node)
     except TooLargeError:
@@ -76,7 +77,7 @@ def _foldable(evaluator: Evaluator, node: fx.Node) -> torch.Tensor | None:
 
 
 def _place(gm: fx.GraphModule, constants: dict[str, torch.Tensor], node: fx.Node, value: torch.Tensor) -> fx.Node:
-    """A placeholder for ``value``; the one that is there already, if an equal value is."""
+    """A placeholder for ``value``; the existing one, if a placeholder holds an equal value."""
     for other in gm.graph.nodes:
         if other.op != "placeholder":
             break
@@ -98,7 +99,7 @@ def _first_call(gm: fx.GraphModule) -> fx.Node:
 
 
 def simplify_constants(gm: fx.GraphModule, constants: dict[str, torch.Tensor]) -> None:
-    """``x & True`` is ``x``, ``x | False`` is ``x``, ``where(True, a, b)`` is ``a``: for constants that are one value throughout."""
+    """``x & True`` is ``x``, ``x | False`` is ``x``, ``where(True, a, b)`` is ``a``: for constants whose elements are all equal."""
 
     def uniform(argument: Any) -> bool | None:
         while isinstance(argument, fx.Node) and argument.target is aten.expand.default:
@@ -133,6 +134,6 @@ def simplify_constants(gm: fx.GraphModule, constants: dict[str, torch.Tensor]) -
 
 
 def unused_constants(gm: fx.GraphModule, constants: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without the constants that no placeholder of ``gm`` reads any more."""
+    """The constants without those that no placeholder of ``gm`` reads any more."""
     read = {meta(n)["constant"] for n in gm.graph.nodes if n.op == "placeholder" and "constant" in meta(n)}
     return {name: value for name, value in constants.items() if name in read}

@@ -1,8 +1,8 @@
-"""``F.ctc_loss`` while a model is traced: a loss for every example, of labels that are padded to one length.
+"""``F.ctc_loss`` while a model is traced: one loss per example, for labels that are padded to one length.
 
-torch's op takes its lengths from values. What models hand over as labels is often what is left of a padded table, row after row
-(``labels.masked_select(mask)``), whose size is a value, too: where the lengths are ``mask.sum(-1)`` of the same mask, the table with each
-row's labels moved to its beginning says the same.
+torch's op needs its lengths as values. Models often pass the labels as the selected elements of a padded table, row after row
+(``labels.masked_select(mask)``), whose size depends on values, too. If the lengths are ``mask.sum(-1)`` of the same mask, the table with
+each row's labels moved to the row's beginning is equivalent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from passes.clean.ctc import traced
 
 
 class Selected:
-    """What ``masked_select`` leaves of a table: its size is a value, and nothing but the CTC loss can read it."""
+    """The result of ``masked_select`` on a table: its size depends on values, so only the CTC loss can read it."""
 
     def __init__(self, table: Tensor, mask: Tensor, line: str) -> None:
         self.table, self.mask, self.line = table, mask, line
@@ -48,14 +48,14 @@ class Selected:
 
 
 class CtcLoss:
-    """Traces the loss: every torch function of the forward is called through it."""
+    """Traces the loss: every call of a torch function in the forward goes through it."""
 
     def __init__(self) -> None:
         self.counts: list[tuple[Tensor, Tensor, int]] = []
         """``mask.sum(-1)``, the mask, and its version."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What ``func`` returns."""
+        """The result of ``func``."""
         if (func is Tensor.masked_select or func is torch.masked_select) and len(args) == 2 and _is_table(*args):
             return Selected(args[0], args[1], caller())
         if func is F.ctc_loss:
@@ -93,7 +93,7 @@ class CtcLoss:
         return losses.sum() if reduction == "sum" else losses
 
     def _padded(self, selected: Selected, lengths: Any) -> Tensor:
-        """The table with what is selected at the beginning of each row."""
+        """The table with the selected elements at the beginning of each row."""
         table, mask = selected.table, selected.mask
         same = [version for count, counted, version in self.counts if count is lengths and counted is mask]
         if same != [mask._version] or selected.versions != (table._version, mask._version) or lengths._version:

@@ -1,4 +1,5 @@
-"""Derivatives that a forward computes: a call in the exported graph, which ``passes.clean.derivatives`` replaces by what it computes."""
+"""Derivatives that a forward computes: one call in the exported graph, which ``passes.clean.derivatives`` replaces by their
+computation."""
 
 from __future__ import annotations
 
@@ -29,12 +30,13 @@ def differentiated(
     accumulate_grad: bool = False,
     **_: Any,
 ) -> tuple[Tensor | None, ...]:
-    """Stands for torch's engine during export: ``None`` where torch's gives it, and results of one call for all others.
+    """Replaces torch's engine during export: ``None`` for each input for which torch returns ``None``, and the results of one call for
+    all others.
 
-    Without ``create_graph`` they are detached, as torch's are.
+    Without ``create_graph`` the results are detached, as torch's are.
 
     Raises:
-        KeptWholeError: gradients that would be added to parameters (``backward()``), or a run that makes no graph.
+        KeptWholeError: the gradients would be added to parameters (``backward()``), or the run is not a trace.
     """
     given = [seed for seed in seeds if isinstance(seed, Tensor)]
     if (
@@ -55,14 +57,14 @@ def differentiated(
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
-    """A tensor's place in autograd's graph."""
+    """A tensor's position in autograd's graph."""
     return (id(tensor), -1) if tensor.grad_fn is None else (id(tensor.grad_fn), tensor.output_nr)
 
 
 def _reached(outputs: Sequence[Tensor]) -> set[tuple[int, int]]:
-    """The places of what ``outputs`` are made of."""
+    """The positions in autograd's graph of all tensors that ``outputs`` are computed from."""
     found = {_place(tensor) for tensor in outputs if tensor.requires_grad}
-    seen: dict[int, Any] = {}  # holds the functions: another object could be given the number of one that is gone
+    seen: dict[int, Any] = {}  # keeps the functions alive: a new object could get the id of a freed one
     waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     while waiting:
         function = waiting.pop()
@@ -79,7 +81,7 @@ def _reached(outputs: Sequence[Tensor]) -> set[tuple[int, int]]:
 
 
 def refuse_derivatives(gm: fx.GraphModule) -> None:
-    """Raise ``KeptWholeError`` where a derivative of the exported graph cannot be a part of it."""
+    """Raise ``KeptWholeError`` where a derivative that forward computes cannot become a part of the exported graph."""
     markers = calls(gm, torch.ops.autopar.derivative.default)
     if not markers:
         return

@@ -1,6 +1,6 @@
-"""The user's model on one device, exactly as it was given: what a captured graph, and every program, must equal.
+"""The user's model on one device, exactly as given: the reference for a captured graph and for every program.
 
-A copy is run, in float64 and with nothing drawn at random, so that two runs can be compared to their last digits. Its modules stay in the
+A copy runs in float64 and without random draws, so that two runs can be compared to their last digits. Its modules stay in the
 mode (``train`` or ``eval``) that they are in.
 """
 
@@ -25,9 +25,9 @@ _DROPOUT_ARGUMENTS = ("dropout_p", "dropout")
 
 
 class WithoutDropout(TorchFunctionMode):
-    """A context in which dropout has probability 0, however a model asks for it: a module, a function, an argument of attention.
+    """A context in which dropout has probability 0, in every form: a module, a function, an argument of attention.
 
-    ``seen`` tells whether any was asked for; ``chances`` takes the probabilities that would have had an effect.
+    ``seen`` tells whether the model used any dropout; ``chances`` collects the probabilities that would have had an effect.
     """
 
     def __init__(self, chances: set[float] | None = None) -> None:
@@ -46,7 +46,7 @@ class WithoutDropout(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if "dropout" in name:
-            # (input, p, training, ...) in every spelling, of torch and of torch.nn.functional
+            # (input, p, training, ...) in every variant, of torch and of torch.nn.functional
             training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
             self._ask(args[1] if len(args) > 1 else kwargs.get("p", 0.5), training)
             rest = {key: value for key, value in kwargs.items() if key != "p"}
@@ -65,7 +65,7 @@ class WithoutDropout(TorchFunctionMode):
 
 
 class WithoutDraws(WithoutDropout):
-    """A context without dropout in which random numbers are a fixed pattern: eager PyTorch and export then see the same ones."""
+    """A context without dropout in which random numbers follow a fixed pattern: eager PyTorch and export then see the same numbers."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -87,7 +87,7 @@ class WithoutDraws(WithoutDropout):
             elif name == "exponential_":
                 values = values.abs() + 0.1  # never zero: a logarithm may follow
             elif name.startswith("randint"):
-                values = torch.zeros_like(drawn)  # every range's lower end is unknown here; zero is in those of indices
+                values = torch.zeros_like(drawn)  # the range's lower end is unknown here; zero is a valid index
                 numbers = [value for value in args if isinstance(value, int)]
                 values += numbers[0] if len(numbers) > 1 and not name.endswith("like") else 0
             return drawn.copy_(values) if name.endswith("_") else values.to(drawn.dtype)
@@ -108,7 +108,7 @@ def _pattern(like: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one forward and backward pass gives: the loss, the gradient of every parameter that has one, the buffers afterwards."""
+    """The results of one forward and backward pass: the loss, the gradient of every parameter that has one, the buffers afterwards."""
 
     loss: float
     gradients: dict[str, Tensor]
@@ -117,7 +117,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """Copies of a model and its loss function; ``dropout`` says whether dropout was taken out that ``WithoutDropout`` does not see."""
+    """Copies of a model and its loss function; ``dropout`` says whether dropout was removed that ``WithoutDropout`` does not see."""
 
     model: nn.Module
     loss_fn: Any
@@ -125,9 +125,9 @@ class Copied:
 
 
 def prepared(model: nn.Module, loss_fn: Any = None, dtype: torch.dtype | None = torch.float64) -> Copied:
-    """Copies of ``model``, and of ``loss_fn`` where it is a module, in ``dtype`` on the CPU, in the modes that their modules are in.
+    """Copies of ``model``, and of ``loss_fn`` where it is a module, in ``dtype`` on the CPU, with their modules' modes unchanged.
 
-    Parameters without values (on meta) get drawn ones.
+    Parameters without values (on meta) get drawn values.
     """
     copied = copy.deepcopy([model, loss_fn] if isinstance(loss_fn, nn.Module) else [model])
     _materialise(copied[0])
@@ -143,14 +143,14 @@ def prepared(model: nn.Module, loss_fn: Any = None, dtype: torch.dtype | None = 
     for module in copied[0].modules():
         config: Any = getattr(module, "config", None)
         if dtype == torch.float64 and getattr(config, "_experts_implementation", None) is not None:
-            config._experts_implementation = "eager"  # transformers' grouped products know no float64
+            config._experts_implementation = "eager"  # transformers' grouped products do not support float64
         if isinstance(module, nn.RNNBase) and module.dropout:
-            module.dropout, recurrent = 0.0, True  # handed to the kernel without a name
+            module.dropout, recurrent = 0.0, True  # passed to the kernel by position, not by name
     return Copied(copied[0], copied[1] if len(copied) > 1 else loss_fn, recurrent)
 
 
 class AsGiven:
-    """The copies, and what one device computes with them, for batches of one ``structure``. ``written`` names the frozen parameters that
+    """The copies, and their results on one device for batches of one ``structure``. ``written`` names the frozen parameters that
     forward writes, which count as buffers."""
 
     def __init__(
@@ -171,18 +171,18 @@ class AsGiven:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """The values of every buffer now, by each of its names."""
+        """The current values of every buffer, by each of its names."""
         written = [(n, p) for n, p in self.model.named_parameters() if n in self.written]
         found = [*self.model.named_buffers(remove_duplicate=False), *written]
         return {name: tensor.detach().clone() for name, tensor in found}
 
     def loss(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The loss of a batch, by its tensors in the order of the structure's leaves."""
-        # clones: a model may write to its batch, and every step gets the batch as it was
+        """The loss of a batch, given as its tensors in the order of the structure's leaves."""
+        # clones: a model may write to its batch, and every step gets the original batch
         return call_model(self.model, self.structure, self.loss_fn, [tensor.clone() for tensor in tensors])
 
     def step(self, tensors: Sequence[Tensor]) -> Step:
-        """One forward and backward pass. The buffers move; the parameters do not."""
+        """One forward and backward pass. The buffers change; the parameters do not."""
         loss = self.loss(tensors)
         return Step(float(loss.detach()), gradients(loss, self.parameters), self.buffers)
 
@@ -195,7 +195,7 @@ def gradients(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def _materialise(model: nn.Module) -> None:
-    """Draws values for parameters that have none."""
+    """Draw values for parameters that have none."""
     generator = torch.Generator().manual_seed(0)
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -210,7 +210,7 @@ def _materialise(model: nn.Module) -> None:
 
 
 def _cast_attributes(module: nn.Module, dtype: torch.dtype) -> None:
-    """Tensors that are plain attributes, which ``Module.to`` leaves as they are."""
+    """Cast tensors that are plain attributes, which ``Module.to`` does not cast."""
     for path, name, tensor in list(stored_tensors(module)):
         owner = module.get_submodule(path)
         if name in vars(owner) and not isinstance(tensor, nn.Parameter):
@@ -218,7 +218,7 @@ def _cast_attributes(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """In ``dtype``, complex numbers in its complex counterpart: ``Module.to`` would drop their imaginary parts."""
+    """Cast to ``dtype``, complex numbers to its complex counterpart: ``Module.to`` would drop their imaginary parts."""
     if tensor.is_complex():
         return tensor.to(dtype.to_complex())
     return tensor.to(dtype) if tensor.is_floating_point() else tensor

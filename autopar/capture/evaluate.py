@@ -1,7 +1,7 @@
-"""Values of constant nodes: what depends on neither inputs nor parameters, evaluated on the CPU at its real size.
+"""Values of constant nodes: nodes that depend on neither inputs nor parameters are evaluated on the CPU at their real size.
 
-A value that is the same along a dim is kept as a view with stride 0 there, and a pointwise op computes it once: a table that every row of
-a batch of 1,024 shares costs one row. That is read off the values' own strides and bits, never off a size that happens to be the batch's.
+A value that is the same along a dim is stored as a view with stride 0 there, and a pointwise op computes it once: a table that all rows
+of a batch of 1,024 share costs one row. Strides and bits of the values decide this, never a size that happens to equal the batch's.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from autopar.ops.operands import argument, shape_of, val
 from passes.clean.nodes import note
 
 BUDGET_BYTES = 2**28
-"""The largest result of one op that is worked out."""
+"""The largest result of one op that is computed, in bytes."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TooLargeError(Exception):
-    """A value, or one on the way to it, takes more than ``BUDGET_BYTES``."""
+    """A value, or an intermediate result for it, takes more than ``BUDGET_BYTES``."""
 
 
 class Evaluator:
     """Evaluates constant nodes of ``gm``.
 
-    ``values`` has the real values of buffers by name. A buffer without values (of a model on meta) gets made-up ones, which no two places
-    share, so that nothing is taken to be uniform by accident; ``graph_meta(gm)["valueless"]`` names it then.
+    ``values`` has the real values of buffers by name. A buffer without values (of a model on meta) gets made-up values, all different, so
+    that nothing is taken to be uniform by accident; ``graph_meta(gm)["valueless"]`` then names the buffer.
     """
 
     def __init__(self, gm: fx.GraphModule, values: Mapping[str, Tensor]) -> None:
@@ -52,7 +52,7 @@ class Evaluator:
         return value
 
     def ancestors(self, node: fx.Node) -> list[fx.Node]:
-        """The constant nodes that ``node`` is computed from and that have no value yet, itself last, each after its operands."""
+        """The constant nodes without a value yet that ``node`` is computed from, ``node`` itself last, each after its operands."""
         found: dict[fx.Node, None] = {}
         stack = [(node, False)]
         while stack:
@@ -76,7 +76,7 @@ class Evaluator:
         return True
 
     def _computed(self, node: fx.Node) -> Tensor | None:
-        """The node's value; ``None`` where it, or an operand, is too large."""
+        """The node's value; ``None`` if the node or an operand is too large."""
         if node.op == "get_attr":
             return _once(getattr(self.gm, str(node.target)))
         if node.op == "placeholder":
@@ -136,7 +136,8 @@ def constant_nodes(gm: fx.GraphModule) -> set[fx.Node]:
 def elementwise_operands(node: fx.Node) -> list[fx.Node] | None:
     """The tensor operands that broadcast against each other to give the node's shape, element by element; ``None`` for other ops.
 
-    Besides pointwise ops that is ``index`` with one integer tensor for each dim of what it indexes: of the indices, not of the source.
+    Besides pointwise ops, this includes ``index`` with one integer tensor per dim of the indexed tensor: the operands are the indices,
+    not the source.
     """
     if is_pointwise(node):
         return node.all_input_nodes
@@ -153,11 +154,11 @@ _ALONG = {
     **dict.fromkeys(("sum", "mean", "amax", "amin", "any", "all", "argmax", "argmin", "flip"), ("dim", 1, None)),
     "diff": ("dim", 2, -1),
 }
-"""Ops along dims: the argument that says which, its position, and its default (``None``: all)."""
+"""Ops along dims: the argument that names the dims, its position, and its default (``None``: all)."""
 
 
 def by_rows(node: fx.Node) -> bool:
-    """Whether row *i* along dim 0 of the result is the op of rows *i* of its operands, all of the result's extent there."""
+    """Whether row *i* along dim 0 of the result is the op applied to rows *i* of its operands, over the result's whole extent."""
     name, sizes = op_name(node).removeprefix("aten."), shape_of(node)
     shapes = [shape_of(operand) for operand in node.all_input_nodes]
     if not sizes or any(own[:1] != sizes[:1] for own in shapes):
@@ -175,12 +176,12 @@ def by_rows(node: fx.Node) -> bool:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one dtype and shape hold the same bits: 0.0 and -0.0 differ, a NaN equals itself."""
+    """Whether two tensors of one dtype and shape have the same bits: 0.0 and -0.0 differ, a NaN equals itself."""
     return torch.equal(_as_integers(one), _as_integers(other))
 
 
 def stored_bytes(value: Tensor) -> int:
-    """The bytes of a value, each element that stands for several (stride 0) counted once."""
+    """The stored bytes of a value: an element that stands for several (stride 0) counts once."""
     return stripped(value).numel() * value.dtype.itemsize
 
 
@@ -191,7 +192,7 @@ def _as_integers(value: Tensor) -> Tensor:
 
 
 def _once(value: Tensor) -> Tensor:
-    """``value`` with one row for all where all rows along dim 0 are the same."""
+    """``value`` with one stored row for all rows if all rows along dim 0 are equal."""
     value = value.detach()
     if value.dim() == 0 or value.shape[0] < 2 or value.stride(0) == 0:
         return value

@@ -1,4 +1,4 @@
-"""``torch.export`` of the twin, and its result as a graph whose placeholders say what they are."""
+"""``torch.export`` of the twin, and its result as a graph with labelled placeholders."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from passes.clean.nodes import like, note
 
 
 class _RefusedError(Exception):
-    """What the model raised while it was exported.
+    """An error that the model raised while it was exported.
 
     Not a ``RuntimeError``: on those, ``torch.export`` prints the whole partial graph to stderr.
     """
@@ -54,7 +54,7 @@ class _RefusedError(Exception):
 
 
 class _Captured(nn.Module):
-    """Calls the model and picks the loss, so that the loss is all that the graph computes."""
+    """Calls the model and picks the loss, so that the graph computes only the loss."""
 
     def __init__(
         self,
@@ -79,12 +79,12 @@ class _Captured(nn.Module):
                 loss = call_model(self.module, self.structure, self.loss_fn, tensors)
         except Exception as error:
             raise _RefusedError(error) from error
-        _LEFT[:] = [state(self.module)]  # not an attribute, which torch.export puts back as it was
+        _LEFT[:] = [state(self.module)]  # not an attribute: torch.export restores attributes
         return loss if self.answers is None else (loss, *self.answers.asked)
 
 
 def _registered(model: nn.Module) -> frozenset[str]:
-    """The names of the model's buffers; its twin has others, which are plain attributes of the model's."""
+    """The names of the model's buffers; its twin has more, for tensors that are plain attributes in the model."""
     return frozenset(name for name, _ in model.named_buffers(remove_duplicate=False))
 
 
@@ -95,7 +95,7 @@ _LEFT: list[State] = []
 def call_model(
     module: nn.Module, structure: BatchStructure, loss_fn: Callable[..., Any] | None, tensors: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """The loss of a batch given as its tensors, in the order of the structure's leaves: what a training step computes."""
+    """The loss that a training step computes for a batch, given as its tensors in the order of the structure's leaves."""
     batch = rebuild_batch(structure, tensors)
     arguments, targets = batch if structure.paired else (batch, None)
     output = module(**arguments) if isinstance(arguments, dict) else module(*arguments)
@@ -105,7 +105,7 @@ def call_model(
 
 
 def find_loss(output: Any, from_loss_fn: bool) -> torch.Tensor:
-    """The 0-d loss in what a model returned: itself, ``.loss``, ``["loss"]``, the first or the only 0-d item of a tuple."""
+    """The 0-d loss in a model's output: the output itself, ``.loss``, ``["loss"]``, the first or the only 0-d item of a tuple."""
     candidates = [output, getattr(output, "loss", None)]
     if isinstance(output, dict):
         candidates.append(output.get("loss"))
@@ -129,7 +129,7 @@ def find_loss(output: Any, from_loss_fn: bool) -> torch.Tensor:
 
 
 def _outputs(output: Any) -> str:
-    """What a model returned, in words, with the names and shapes of what is in it."""
+    """A model's output in words, with the names and shapes of its items."""
     if isinstance(output, torch.Tensor):
         return f"a tensor {str(output.dtype).removeprefix('torch.')}{list(output.shape)}"
     items: Any = dict(output) if isinstance(output, dict) else vars(output) if hasattr(output, "__dict__") else {}
@@ -155,10 +155,10 @@ def export(
 ) -> tuple[fx.GraphModule, dict[str, torch.Tensor], dict[str, str]]:
     """Export the model's twin.
 
-    Returns the lifted graph with labelled placeholders (``passes.clean.nodes``), the values of its buffers and lifted constants
-    by name (absent where the model is on meta), and the class name of every module by path (``""`` is the model). With the values of a
-    ``batch``, modules that cannot be exported are kept whole where that is sound, and what is asked of the batch's values is guarded; notes
-    on the graph say so.
+    Returns the lifted graph with labelled placeholders (``passes.clean.nodes``), the values of its buffers and lifted constants by name
+    (none where the model is on meta), and the class name of every module by path (``""`` is the model). With the values of a ``batch``,
+    modules that cannot be exported are kept whole where that is sound, and guards check the answers that forward got from the batch's
+    values; notes on the graph list both.
     """
     refuse_hooks(model)
     refuse_strays(model)
@@ -195,7 +195,7 @@ def export(
                 )
                 continue
             known = answers
-            try:  # what is kept whole is right for every batch, what is guarded for those with the same answers
+            try:  # a kept module is right for every batch, a guard only for batches with the same answers
                 kept, sentence = find_whole(error, model, kept, run)
                 notes.append(sentence)
                 answers = listen(model, run_kept) if known is not None else None
@@ -217,7 +217,8 @@ def _exported(
     kept: dict[str, str],
     answers: Answers | None,
 ) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
-    """The labelled graph and the values, with one op for each module in ``kept``. ``answers`` answers questions about values."""
+    """The labelled graph and the values, with one op for each module in ``kept``. ``answers`` holds the answers to questions about
+    values."""
     repeats = _repeats(model, dtype, loss_fn, structure, kept) if answers is None else None
     copied = _twin(model, dtype, loss_fn, kept, without=repeats.unread(model) if repeats is not None else ())
     before = state(copied.module)
@@ -257,7 +258,8 @@ def _repeats(
     structure: BatchStructure,
     kept: dict[str, str],
 ) -> Repeats | None:
-    """What the model repeats. A twin of its own is run, since what a forward leaves in its module's attributes would be exported."""
+    """The calls that the model repeats. They are recorded on a separate twin, because attributes that a forward leaves in its module
+    would be exported."""
     if not members(model):
         return None
     for on_meta in (True, False):
@@ -277,7 +279,7 @@ def _repeats(
 
 @contextmanager
 def _traceable(model: nn.Module, copied: Twin) -> Iterator[None]:
-    """Inside, torch's modules compute the same without looking at values, and what would be lost is refused."""
+    """Inside, torch's modules compute the same without looking at values, and code whose effect export would lose is refused."""
     with guarded(model, copied.module), masks_as_given(), plain_averages():
         yield
 
@@ -328,7 +330,7 @@ def _export(
 
 
 def _complete_users(gm: fx.GraphModule) -> None:
-    """Enter every node among the users of its operands: torch.export (2.13) leaves out the first node of a chain of views that is written
+    """Enter every node among the users of its operands: torch.export (2.13) omits the first node of a chain of views that is written
     to and not read again."""
     for graph in (part.graph for part in gm.modules() if isinstance(part, fx.GraphModule)):
         for node in graph.nodes:
@@ -337,8 +339,8 @@ def _complete_users(gm: fx.GraphModule) -> None:
 
 
 def _explain(error: Exception, module: nn.Module) -> CaptureError:
-    """The user's source line and what it did."""
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))  # a mode's frames are ours wherever it is
+    """An error with the user's source line and the reason."""
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))  # a mode's frames are autopar's
     frames: Sequence[traceback.FrameSummary] = traceback.extract_tb(error.__traceback__)
     user = [f for f in frames if not f.filename.startswith((*ours, "<")) and not f.filename.endswith("contextlib.py")]
     kind, text = type(error).__name__, str(error).strip().split("\n")[0]
@@ -402,7 +404,7 @@ def _label(
                 meta(node)["shares"] = sharing[name]
         else:
             if target in buffers:
-                target = names_of[id(buffers[target])]  # of several names of one buffer the first, as parameters have
+                target = names_of[id(buffers[target])]  # the first of a buffer's several names, as for parameters
             meta(node)["buffer"] = target
             meta(node)["lifted"] = target not in buffers
             if target in sharing:
@@ -420,7 +422,7 @@ def _label(
 
 
 def _check_constant(node: fx.Node, value: torch.Tensor) -> None:
-    """Refuse a tensor that the graph holds as a constant and that is none."""
+    """Refuse a tensor that the graph stores as a constant although it is not constant."""
     where = source(next(iter(node.users))) if node.users else ""
     if value.requires_grad:
         refuse_stray(f"{where}\nreads a tensor", value)
@@ -432,7 +434,7 @@ def _check_constant(node: fx.Node, value: torch.Tensor) -> None:
 
 
 def _sharing(names: Collection[str], model: nn.Module) -> dict[str, str]:
-    """For each tensor of the model that shows memory of another one (a view of it, not the tensor itself): that one's name."""
+    """For each tensor of the model that is a view of another tensor's memory (not the tensor itself): the other tensor's name."""
     found: dict[int, dict[int, str]] = {}
     places = {}
     for name in (*dict(model.named_parameters()), *names):
@@ -445,7 +447,7 @@ def _sharing(names: Collection[str], model: nn.Module) -> dict[str, str]:
 
 
 def _check_dtypes(gm: fx.GraphModule) -> None:
-    """Refuse products of different dtypes, which a device would refuse too: shapes alone, which export looks at, do not tell."""
+    """Refuse products of different dtypes, which a device would refuse too: export looks at shapes only and does not notice them."""
     for node in gm.graph.nodes:
         if not facts(node).is_product:
             continue

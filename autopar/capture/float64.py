@@ -1,8 +1,7 @@
-"""Float64 through and through, for comparing two programs to the last digits.
+"""Float64 everywhere, for comparing two programs to the last digits.
 
-Model code casts up to float32 in places (norms, rotary tables, logits before a loss), so a "float64" model rounds to
-24 bits there, and a sum that is split over ranks then differs in the eighth digit: too much to tell rounding from a
-wrong gradient.
+Model code casts up to float32 in places (norms, rotary tables, logits before a loss). A "float64" model therefore rounds to 24 bits
+there, and a sum that is split over ranks then differs in the eighth digit: too large a difference to tell rounding from a wrong gradient.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from torch.overrides import TorchFunctionMode
 
 
 class WholeFloat64(TorchFunctionMode):
-    """A context in which whatever asks for float32 gets float64: around ``capture(..., precision="float64")`` and around eager alike."""
+    """A context in which every request for float32 gets float64: around ``capture(..., precision="float64")`` and around eager alike."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.Tensor.float:
             func = torch.Tensor.double
-        if func is torch.empty_strided:  # how torch makes the fake copy of a tensor, whose dtype it has to keep
+        if func is torch.empty_strided:  # torch creates fake copies of tensors with it, whose dtype must stay
             return func(*args, **(kwargs or {}))
         return func(*_widened(args), **_widened(kwargs or {}))
 

@@ -1,8 +1,8 @@
-"""The user's ``autograd.Function``s, kept whole: one op for each way to call one, which every rank executes alike.
+"""A user's ``autograd.Function``, kept whole: each distinct form of its calls becomes one op, which every rank executes in the same way.
 
-``torch.export`` would keep the forward of such a function and lose its backward. One that takes tensors and plain data, gives one
-tensor of a shape that does not depend on values, draws no random numbers and writes nothing becomes an op (``autopar.capture.opaque``),
-whose backward is the function's own. What it gives is found by running a copy of the model on the batch.
+``torch.export`` would keep the forward of such a function and lose its backward. A function becomes an op (``autopar.capture.opaque``),
+whose backward is the function's own, if it takes tensors and plain data, returns one tensor of a shape that does not depend on values,
+draws no random numbers and writes nothing. Its results' shapes are found by running a copy of the model on the batch.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from autopar.capture.opaque import call, register
 from autopar.program.opaque import Applied
 
 Functions = dict[Any, "Kept"]
-"""By the function's class."""
+"""The kept functions, by class."""
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """The shape and dtype of every tensor of a call."""
 _Form = tuple[str, Shapes]
-"""Of a call: its plain arguments, and its tensors' shapes and dtypes."""
+"""The form of a call: its plain arguments, and its tensors' shapes and dtypes."""
 
 apply_of_torch: Any = vars(torch.autograd.Function)["apply"].__func__
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
@@ -34,7 +34,7 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 @dataclass(slots=True)
 class Kept:
-    """A function, what its calls gave by their form, whether all that was seen of it is sound, and its ops by their plain arguments."""
+    """A function, the results of its calls by their form, whether every observed call was sound, and its ops by their plain arguments."""
 
     function: Any
     given: dict[_Form, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Kept:
     ops: dict[str, tuple[str, nn.Module]] = field(default_factory=dict)
 
     def applied(self, *args: Any) -> Tensor | None:
-        """The op of these arguments; ``None`` for a call of a form that was not seen."""
+        """The result of the op for these arguments; ``None`` for a call of a form that was not observed."""
         text, tensors = _plain(args), [arg for arg in args if isinstance(arg, Tensor)]
         if (text, shapes(tensors)) not in self.given:
             return None
@@ -57,7 +57,7 @@ class Kept:
 
 
 def observed(function: Any, model: nn.Module, run: Callable[[nn.Module], object]) -> Kept | None:
-    """What the calls of ``function`` do when ``run`` runs a copy of ``model``; ``None`` where it may not be kept whole."""
+    """The observed calls of ``function`` when ``run`` runs a copy of ``model``; ``None`` if it may not be kept whole."""
     kept = Kept(function)
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +66,7 @@ def observed(function: Any, model: nn.Module, run: Callable[[nn.Module], object]
     with torch.random.fork_rng(devices=[]), mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
         try:
             run(copy.deepcopy(model))
-        except Exception:  # by itself the model fails, too: what export met says where
+        except Exception:  # the model fails by itself, too: the error of export says where
             return None
     return kept if kept.sound and kept.given else None
 
@@ -85,7 +85,7 @@ def _observe(kept: Kept, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for other in OTHERS:
         try:
             again = apply_of_torch(kept.function, *(other(a.detach()) if isinstance(a, Tensor) else a for a in args))
-        except Exception:  # other values need not go together; a program compares the shape while it runs
+        except Exception:  # other values may not fit together; a program compares the shape while it runs
             continue
         kept.sound &= again.shape == result.shape and torch.equal(drawn, torch.get_rng_state())
     return result
@@ -116,14 +116,14 @@ OTHERS: tuple[Callable[[Tensor], Tensor], ...] = (
     _of_floats(torch.zeros_like),
     _of_floats(torch.ones_like),
 )
-"""Other values for inputs: many shapes and branches that depend on values show at one of them."""
+"""Changes to the inputs' values: with one of them, most shapes and branches that depend on values give another result."""
 
 _KEPT: list[Functions] = []
 
 
 @contextmanager
 def functions_kept(functions: Functions) -> Iterator[None]:
-    """Inside, calls of ``functions`` are their ops."""
+    """Inside this context, calls of ``functions`` use their ops."""
     _KEPT.append(functions)
     try:
         yield

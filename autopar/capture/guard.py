@@ -1,7 +1,7 @@
-"""What a forward does besides calling torch's functions while it is traced: capture follows it, or refuses it by name with its line.
+"""Everything besides calls of torch's functions that a forward does while it is traced: capture follows it, or refuses it with its line.
 
-A trace runs a twin of the model once, on tensors without values. What reaches past the twin (a loss function that holds the model itself),
-past torch (Python's random numbers) or behind autograd's back (``.data``) would be in the graph as it was this once.
+A trace runs a twin of the model once, on tensors without values. Code that reaches past the twin (a loss function that stores the model
+itself), past torch (Python's random numbers) or past autograd (``.data``) would be in the graph with the values of this one run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RANDOM_HINT = "draw with torch (torch.rand, nn.Dropout): such draws are made an
 
 @contextmanager
 def guarded(model: nn.Module, twin: nn.Module) -> Iterator[None]:
-    """While ``twin`` of ``model`` is traced."""
+    """The context in which ``twin`` of ``model`` is traced."""
     with ExitStack() as stack:
         stack.enter_context(own_gradients_refused(differentiated))
         stack.enter_context(inference_as_no_grad())
@@ -40,8 +40,8 @@ def guarded(model: nn.Module, twin: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _casts_without_effect() -> Iterator[None]:
-    """Inside, ``module.to(...)`` returns the module where all of its tensors are as it asks: torch would replace each tensor, which an
-    export refuses."""
+    """Inside, ``module.to(...)`` returns the module unchanged if all of its tensors already are as requested: torch would replace each
+    tensor, which an export refuses."""
     to: Any = nn.Module.to
 
     def cast(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -58,10 +58,11 @@ def _casts_without_effect() -> Iterator[None]:
 
 @contextmanager
 def assigned_buffers_written(module: nn.Module, registered: Collection[str]) -> Iterator[None]:
-    """What a forward assigns to a ``registered`` buffer (``self.mean = new``) is written into it at the end, which a graph follows.
+    """A tensor that a forward assigns to a ``registered`` buffer (``self.mean = new``) is written into the buffer at the end, which a
+    graph records.
 
-    Export takes an assignment for a matter of Python, and puts the buffer back as it was. Other tensors that are attributes of
-    ``module``, a twin, are Python state of the model's own (``state``).
+    Export treats an assignment as Python state, and restores the buffer. Other tensors that are attributes of ``module``, a twin, are the
+    model's own Python state (``state``).
     """
     owners = {id(vars(each)): (path, each) for path, each in module.named_modules()}
     before = [(p, m, name, b) for p, m in owners.values() for name, b in m._buffers.items() if b is not None]
@@ -85,12 +86,13 @@ def assigned_buffers_written(module: nn.Module, registered: Collection[str]) -> 
 
 
 class _Meant(TorchFunctionMode):
-    """Reads a tensor of the model as its twin's, ``tensor.data`` as ``tensor.detach()``, and refuses what changes tensors unseen."""
+    """Reads a tensor of the model as its twin's, ``tensor.data`` as ``tensor.detach()``, and refuses changes to tensors that a graph
+    cannot see."""
 
     def __init__(self, model: nn.Module, twin: nn.Module) -> None:
         super().__init__()
         self.ctc = CtcLoss()
-        # by the tensor's id: the module of the twin that has its twin, and the name
+        # by the tensor's id: the twin's module with the corresponding tensor, and the tensor's name
         self.twins: dict[int, tuple[nn.Module, str]] = {}
         for path, module in model.named_modules():
             own = twin.get_submodule(path)
@@ -105,7 +107,7 @@ class _Meant(TorchFunctionMode):
                 hint="make a new tensor, y = ...; a buffer is written by buffer.copy_(new), a parameter after the step",
             )
         if func == _DATA.__get__:
-            return args[0].detach()  # what is written through it is looked at when the graph is made functional
+            return args[0].detach()  # writes through it are checked when the graph is made functional
         self._check_toggle(func, args, kwargs)
         return self.ctc.call(func, args, kwargs)
 
@@ -123,7 +125,7 @@ class _Meant(TorchFunctionMode):
         return value
 
     def _check_toggle(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Only a tensor of the forward may be told to require a gradient: it does in eager, too, and that changes nothing by itself."""
+        """Refuse to set ``requires_grad`` except on a tensor of the forward: eager allows that too, and it changes nothing by itself."""
         if func is Tensor.requires_grad_:
             wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
         elif func == _REQUIRES_GRAD.__set__:
@@ -145,7 +147,7 @@ _REQUIRES_GRAD: Any = Tensor.requires_grad
 
 
 class _Drawn:
-    """A number drawn from ``low`` to ``high``. It may only be compared, and only where every draw gives the same answer: ``draw < 0.0``."""
+    """A number drawn from ``low`` to ``high``. Only comparisons with the same answer for every draw are allowed: ``draw < 0.0``."""
 
     def __init__(self, low: float, high: float, line: str) -> None:
         self.low, self.high, self.line = min(low, high), max(low, high), line

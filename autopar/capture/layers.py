@@ -24,9 +24,10 @@ KINDS = ("activation", "input", "constant", "state", "scalar", "parameter")
 
 @dataclass(slots=True)
 class Borders:
-    """The nodes that a layer reads from outside, by kind and in order, its outputs, and the new values of buffers by name.
+    """The border of a layer: the nodes that it reads from outside, by kind and in order, its outputs, and the new values of buffers by
+    name.
 
-    ``state`` are the buffers among what it reads that the model writes.
+    ``state`` are the buffers that the layer reads and the model writes.
     """
 
     activation: list[fx.Node] = field(default_factory=list)
@@ -41,7 +42,7 @@ class Borders:
 
 
 def borders(gm: fx.GraphModule, groups: list[Group]) -> list[Borders]:
-    """The borders of each group. The bodies include the input-only nodes that the group needs, each copied per group."""
+    """The borders of each group. The bodies include the input-only nodes that the group needs; each group has its own copy."""
     position = {node: index for index, node in enumerate(gm.graph.nodes)}
     owner = {node: index for index, group in enumerate(groups) for node in group.nodes}
     found = []
@@ -78,7 +79,7 @@ def borders(gm: fx.GraphModule, groups: list[Group]) -> list[Borders]:
 
 
 def loss_node(gm: fx.GraphModule) -> Any:
-    """What the graph returns first."""
+    """The first node that the graph returns."""
     result: Any = gm.graph.output_node().args[0]
     while isinstance(result, tuple | list):
         result = result[0]
@@ -86,7 +87,7 @@ def loss_node(gm: fx.GraphModule) -> Any:
 
 
 def _kind(node: fx.Node, owner: dict[fx.Node, int]) -> str | None:
-    """How ``node`` enters a layer that it is not in; ``None`` if it is recomputed there."""
+    """The kind of input as which ``node`` enters another layer; ``None`` if that layer recomputes it."""
     if node.op == "placeholder":
         return next(kind for kind in ("parameter", "input", "constant", "state") if kind in meta(node))
     if meta(node).get("scalar"):
@@ -134,10 +135,10 @@ def build_layers(
 
 
 def _local_names(stored: list[str], name: str, leaves: tuple[str, ...]) -> dict[str, str]:
-    """For each parameter and buffer of a layer, by its name in the model, its name in the layer's class.
+    """The local name, in the layer's class, of each parameter and buffer of a layer; keys are names in the model.
 
-    What lies in the module ``name`` is named from there on, so that equal modules make equal names; so do single modules in a row,
-    if the numbers of the ``leaves`` are counted from the first.
+    The local name of a tensor inside the module ``name`` is relative to that module, so that equal modules give equal names. The same
+    holds for single modules in a row if the numbers of the ``leaves`` are counted from the first.
     """
     if all(one.startswith(name + ".") for one in stored):
         return {one: one.removeprefix(name + ".") for one in stored}
@@ -159,9 +160,10 @@ def _buffer_names(border: Borders) -> list[str]:
 
 
 def layer_names(groups: list[Group], classes: dict[str, str]) -> list[str]:
-    """A module path for each group: its block; else the module that holds all of it and no block; else one with parameters.
+    """A module path for each group: its block; else the module that contains all of the group and no block; else a module with
+    parameters.
 
-    The first group takes the first module with parameters (the embedding), the others the last (the head).
+    In the last case, the first group takes its first module with parameters (the embedding), the others their last (the head).
     """
     blocks = [group.block for group in groups if group.block]
     taken: set[str] = set()
@@ -183,7 +185,7 @@ def layer_names(groups: list[Group], classes: dict[str, str]) -> list[str]:
 
 
 def _common(paths: list[str]) -> str:
-    """The longest module path that all of ``paths`` lie in."""
+    """The longest module path that contains all of ``paths``."""
     split = [path.split(".") for path in paths]
     common: list[str] = []
     for parts in zip(*split, strict=False):
@@ -204,7 +206,7 @@ def _holds_parameters(group: Group, path: str) -> bool:
 
 
 def class_name(name: str, group: Group, classes: dict[str, str], root: str, *, first: bool, final: bool) -> str:
-    """The name of the layer's class: its module's class, or the model's and the layer's part in it."""
+    """The name of the layer's class: its module's class, or the model's class and the layer's part in the model."""
     path = name.split("@")[0]
     whole = path in classes and (
         bool(group.block) or all(p == path or p.startswith(path + ".") for p in group.paths if p)
@@ -217,7 +219,7 @@ def class_name(name: str, group: Group, classes: dict[str, str], root: str, *, f
 
 
 def _signature(border: Borders, names: dict[str, str]) -> Any:
-    """Equal for two layers if and only if one graph does for both."""
+    """A value that is equal for two layers if and only if one graph can represent both."""
     index: dict[fx.Node, int] = {}
     key: list[Any] = []
     for kind in KINDS:
@@ -238,7 +240,7 @@ def _signature(border: Borders, names: dict[str, str]) -> Any:
 
 
 def _numbered(value: Any, index: dict[fx.Node, int]) -> Any:
-    """``value`` with each node replaced by its number and each number by its text, so that 1, 1.0 and True differ."""
+    """``value`` with each node replaced by its index and each number by its text, so that 1, 1.0 and True differ."""
     if isinstance(value, fx.Node):
         return index[value]
     if isinstance(value, tuple | list):
@@ -294,7 +296,7 @@ def _layer_class(name: str, border: Borders, names: dict[str, str]) -> LayerClas
 
 
 def _copied(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
-    """``node`` in ``graph``, named after its op rather than after its place in the whole model."""
+    """A copy of ``node`` in ``graph``, named after its op and not after its position in the whole model."""
     args, kwargs = map_arg((node.args, dict(node.kwargs)), env.__getitem__)
     return graph.create_node(node.op, node.target, args, kwargs, name=op_name(node).rsplit(".", 1)[-1])
 
@@ -312,8 +314,8 @@ def _placeholder_name(kind: str, node: fx.Node, names: dict[str, str]) -> str:
 def build_prelude(
     gm: fx.GraphModule, inputs: tuple[Value, ...], constants: dict[str, torch.Tensor], guarded: Sequence[fx.Node] = ()
 ) -> tuple[tuple[Value, ...], fx.GraphModule | None]:
-    """The scalars and the module that computes them from the whole batch, and then what is ``guarded``; sets ``meta["scalar_value"]`` on
-    the scalars' nodes."""
+    """The scalars, and the module that computes them and then the ``guarded`` nodes from the whole batch; sets ``meta["scalar_value"]``
+    on the scalars' nodes."""
     wanted = [n for n in gm.graph.nodes if meta(n).get("scalar")]
     if not wanted and not guarded:
         return (), None
@@ -343,7 +345,7 @@ def build_prelude(
 
 
 def unique(name: str, taken: set[str], separator: str = "") -> str:
-    """``name``, or with the first number from 2 that makes it new; it is taken then."""
+    """``name``, or ``name`` with the first number from 2 that makes it unique; adds the result to ``taken``."""
     candidate, k = name, 1
     while candidate in taken:
         k += 1
@@ -353,7 +355,7 @@ def unique(name: str, taken: set[str], separator: str = "") -> str:
 
 
 def identifier(name: str) -> str:
-    """``name`` with everything replaced that a Python identifier cannot hold."""
+    """``name`` with every character replaced that a Python identifier cannot contain."""
     text = "".join(c if c.isalnum() or c == "_" else "_" for c in name)
     if not text or text[0].isdigit():
         text = f"p_{text}"

@@ -1,9 +1,9 @@
 """Recognise attention masks that attention can express by itself, without materialising them.
 
-transformers builds an explicit mask of ``[batch, 1, sequence, sequence]`` from positions and hands it to
-``scaled_dot_product_attention``, and the fast kernels are lost. The mask's own expression is evaluated at its real size, block by block
-(``bounds``): blocks off the diagonal are proved to be seen or hidden throughout by the bounds of the positions in them, those on the
-diagonal are worked out. What is not proved stays a mask.
+transformers builds an explicit mask of ``[batch, 1, sequence, sequence]`` from positions and passes it to
+``scaled_dot_product_attention``, which then cannot use its fast kernels. The mask's own expression is evaluated at its real size, block
+by block (``bounds``): the bounds of the positions prove that blocks off the diagonal are visible or hidden throughout; blocks on the
+diagonal are computed. If the proof fails, the mask stays.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from autopar.ops.operands import args_of, shape_of, val
 from passes.clean.nodes import add, aten, calls, replace
 
 LEAF = 256
-"""Blocks of at most this number of queries and keys are evaluated; larger ones are cut into four."""
+"""Blocks of at most this number of queries and keys are computed; larger ones are cut into four."""
 MOST_BLOCKS = 20_000
-"""How many blocks are looked at before a mask is left as it is: a causal one of a million positions has 16,000."""
+"""A mask stays unchanged after this number of examined blocks: a causal mask of a million positions has 16,000."""
 
 
 def recognise_masks(gm: fx.GraphModule, evaluator: Evaluator) -> None:
@@ -43,14 +43,15 @@ def recognise_masks(gm: fx.GraphModule, evaluator: Evaluator) -> None:
 
 
 def classify_mask(evaluator: Evaluator, mask: fx.Node) -> str | None:
-    """``"causal"`` if query i sees keys 0..i, ``"full"`` if everything is seen, ``None`` for any other mask and where neither is proved."""
+    """``"causal"`` if query i sees keys 0..i, ``"full"`` if everything is visible, ``None`` for any other mask and where neither is
+    proved."""
     *lead, queries, keys = shape_of(mask)
     if 0 in shape_of(mask) or not evaluator.valued(mask):
         return None
     blocks = Blocks(evaluator)
     rest = tuple((0, size) for size in lead)
     try:
-        seen = _seen(blocks, mask, (*rest, (0, 1), (keys - 1, keys)))  # by the first query, of the last key
+        seen = _seen(blocks, mask, (*rest, (0, 1), (keys - 1, keys)))  # whether the first query sees the last key
         kind = "full" if seen or keys == 1 else "causal"
         if seen is None or (kind == "causal" and queries != keys):
             return None
@@ -60,7 +61,7 @@ def classify_mask(evaluator: Evaluator, mask: fx.Node) -> str | None:
 
 
 def _proved(blocks: Blocks, mask: fx.Node, rest: Block, *, causal: bool) -> bool:
-    """Whether every key is seen, or with ``causal`` those that are not behind the query and no others."""
+    """Whether every query sees every key, or with ``causal`` exactly the keys up to its own position."""
     queries, keys = shape_of(mask)[-2:]
     open_blocks, looked_at = [((0, queries), (0, keys))], 0
     while open_blocks:
@@ -90,7 +91,7 @@ def _halves(start: int, stop: int) -> list[tuple[int, int]]:
 
 
 def _seen(blocks: Blocks, mask: fx.Node, block: Block) -> bool | None:
-    """Whether all of the block is seen, or nothing of it; ``None`` where that is not known."""
+    """Whether all of the block is visible (true) or hidden (false); ``None`` if neither is known."""
     blocks.next()
     ends = blocks.bounds(mask, block)
     if ends is None and math.prod(stop - start for start, stop in block[-2:]) == 1:
@@ -103,7 +104,7 @@ def _seen(blocks: Blocks, mask: fx.Node, block: Block) -> bool | None:
         return bool(ends[0]) if torch.equal(*ends) else None
     if allowed is None:
         return None
-    # of an additive mask: zero throughout, or so low throughout that nothing is seen
+    # an additive mask: zero throughout, or low enough throughout to hide everything
     return None if bool(allowed.any()) is not bool(allowed.all()) else bool(allowed.all())
 
 
@@ -122,7 +123,7 @@ def _as_expected(blocks: Blocks, mask: fx.Node, block: Block, *, causal: bool) -
 
 
 def _allowed(mask: torch.Tensor) -> torch.Tensor | None:
-    """Which keys each query sees; ``None`` for an additive mask that is more than a mask."""
+    """A boolean mask of the keys that each query sees; ``None`` for an additive mask with other values."""
     if mask.dtype == torch.bool:
         return mask
     allowed = mask == 0

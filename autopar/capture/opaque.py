@@ -1,13 +1,13 @@
-"""Keep a module whole: one node in the graph, executed as the user wrote it, on every rank alike.
+"""Keep a module whole: one node in the graph, which every rank executes in the same way, as the user wrote it.
 
-The way out for a module that ``torch.export`` refuses (control flow that depends on the data, a library call it cannot
-see into). The module becomes a custom op of torch's with its parameters among the operands, so that they stay
+This is for a module that ``torch.export`` refuses (control flow that depends on the data, a library call that it cannot
+see into). The module becomes a torch custom op with its parameters among the operands, so that they stay
 parameters of the graph and their gradients flow. The op has no sharding rule: every axis replicates it.
 
-A module that capture finds to be of that kind is kept whole without being asked (``autopar.capture.whole``).
+A module that capture finds to be of that kind is kept whole automatically (``autopar.capture.whole``).
 
 Limits: tensors in, one tensor out; backward runs the module again, so it must not draw random numbers or change its buffers. An emitted
-program makes the module again from its class's name and its attributes (``autopar.emit.opaque``), which must be plain data.
+program creates the module again from its class's name and its attributes (``autopar.emit.opaque``), which must be plain data.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch.func import functional_call
 from autopar.errors import UsageError
 from autopar.torch_private import autograd_in_op
 
-# By op name: the op and its module. Module-level, because the capture's copies of a wrapped module must find the one op of their
-# original, and the emitter the original itself.
+# By op name: the op and its module. Module-level, because the capture's copies of a wrapped module must find their original's op, and the
+# emitter must find the original.
 _OPS: dict[str, tuple[Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor], nn.Module]] = {}
 
 
 class Opaque(nn.Module):
-    """``module`` behind one op. Made by ``opaque``."""
+    """``module`` behind one op. Created by ``opaque``."""
 
     def __init__(self, module: nn.Module, op: str) -> None:
         super().__init__()
@@ -40,9 +40,10 @@ class Opaque(nn.Module):
 
 
 def call(name: str, module: nn.Module, *inputs: Tensor) -> Tensor:
-    """The op of ``inputs`` with the tensors of ``module``: the op's own module, a copy of it, or one that is equal but for its tensors."""
+    """The op applied to ``inputs`` and the tensors of ``module``: the op's own module, a copy of it, or one that differs only in its
+    tensors."""
     op, original = _OPS[name]
-    # The original's names: its copies have buffers for tensors that it holds as plain attributes.
+    # The original's names: its copies have buffers for tensors that are plain attributes of the original.
     buffers = [module.get_buffer(key) for key, _ in original.named_buffers()]
     return op(list(inputs), [*module.parameters(), *buffers])
 
@@ -54,7 +55,7 @@ def opaque_modules(graph: fx.Graph) -> dict[str, nn.Module]:
 
 
 def opaque(module: nn.Module, output: Callable[..., Tensor] | None = None) -> nn.Module:
-    """Wrap ``module`` so that capture keeps it whole and every rank executes it alike.
+    """Wrap ``module`` so that capture keeps it whole and every rank executes it in the same way.
 
     ``output`` is called with the inputs (without values) and returns a tensor of the output's shape and dtype
     (``torch.empty``); without it the output is like the first input. A module is wrapped once: not inside another opaque one.
@@ -65,7 +66,7 @@ def opaque(module: nn.Module, output: Callable[..., Tensor] | None = None) -> nn
 
 
 def register(module: nn.Module, output: Callable[..., Tensor] | None) -> str:
-    """The name of a new op that does what ``module`` does; ``output`` as for ``opaque``."""
+    """The name of a new op that computes ``module``; ``output`` as for ``opaque``."""
     name = f"autopar.opaque_{len(_OPS)}"
     names = [key for key, _ in (*module.named_parameters(), *module.named_buffers())]
 
@@ -77,7 +78,7 @@ def register(module: nn.Module, output: Callable[..., Tensor] | None) -> str:
     @torch.library.custom_op(name.replace(".", "::"), mutates_args=())
     def op(inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
         with autograd_in_op():
-            return compute(inputs, tensors).detach().clone()  # an op may not return its operand, and a module may
+            return compute(inputs, tensors).detach().clone()  # an op may not return its operand; a module may
 
     @op.register_fake
     def _(inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:

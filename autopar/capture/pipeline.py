@@ -43,16 +43,16 @@ def capture(
 ) -> Graph:
     """Capture one training step's forward pass of ``model`` as layers.
 
-    ``model`` may be on the CPU or on meta; it is not touched, and nothing of its size is allocated. ``batch`` is an
+    ``model`` may be on the CPU or on meta; capture does not change it, and allocates nothing of its size. ``batch`` is an
     example of one global batch (values do not matter, shapes do): a tensor, a tuple of positional or a dict of keyword
-    arguments, dim 0 the batch. The model returns its loss, an object or dict with ``loss``, or a tuple that starts with it;
+    arguments, with the batch along dim 0. The model returns its loss, an object or dict with ``loss``, or a tuple that starts with it;
     with ``loss_fn`` the batch is ``(inputs, targets)`` and the loss is ``loss_fn(model(inputs), targets)``; a ``loss_fn`` that takes one
     argument gets the output alone, and the batch is the inputs. ``precision``
     (``"float64"``, ``"float32"``, ``"bfloat16"``, ``"float16"``) casts floating parameters, buffers and inputs; without it
     they keep their dtypes. ``progress`` is called with each stage's name. ``local_batch_norm`` lets batch norm take the statistics of
-    each rank's part of each microbatch, as most trainers do; without it they are those of the whole batch, as on one device.
+    each rank's part of each microbatch, as most trainers do; without it the statistics are those of the whole batch, as on one device.
 
-    Raises ``CaptureError`` (with the source line) where the model cannot be exported, ``BatchError`` where the batch is not one.
+    Raises ``CaptureError`` (with the source line) if the model cannot be exported, ``BatchError`` if the batch is not valid.
     """
     if precision is not None and precision not in PRECISIONS:
         raise CaptureError(f"precision {precision!r} is not known", hint=f"one of {', '.join(PRECISIONS)}")
@@ -61,7 +61,7 @@ def capture(
     structure = describe_batch(model, batch, loss_fn, dtype)
     report("export")
     gm, buffers, classes = export(model, structure, loss_fn, dtype, batch)
-    with without_function_modes():  # those that are active are about the model's own calls
+    with without_function_modes():  # active modes concern the model's own calls
         report("clean")
         graph_meta(gm)["local_batch_norm"] = local_batch_norm
         gm, constants = clean(gm, buffers)
@@ -145,7 +145,7 @@ def _assemble(
 
 
 def _state(model: nn.Module) -> tuple[StateTensor, ...]:
-    """The model's parameters, then the buffers of its state dict, by every name."""
+    """The model's parameters, then the buffers of its state dict, by each of their names."""
     found, first = [], dict[int, str]()
     kept = model.state_dict(keep_vars=True)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -158,7 +158,7 @@ def _state(model: nn.Module) -> tuple[StateTensor, ...]:
 
 
 def _buffers(gm: fx.GraphModule, values: dict[str, torch.Tensor], model: nn.Module) -> dict[str, Buffer]:
-    """The buffers that the graph writes, frozen parameters among them, with the values that they have before the first step."""
+    """The buffers that the graph writes, frozen parameters among them, with their values before the first step."""
     kept = model.state_dict(keep_vars=True)
     parameters = {name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta}
     found = {}
@@ -170,7 +170,7 @@ def _buffers(gm: fx.GraphModule, values: dict[str, torch.Tensor], model: nn.Modu
 
 
 def _parameters(gm: fx.GraphModule, model: nn.Module) -> dict[str, Parameter]:
-    """The parameters that the graph reads, in the model's order, parts in theirs."""
+    """The parameters that the graph reads, in the model's order; parts of a parameter in their own order."""
     found = [meta(n)["parameter"] for n in gm.graph.nodes if n.op == "placeholder" and "parameter" in meta(n)]
     order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
     found.sort(key=lambda p: (order[p.original], p.start))
@@ -178,7 +178,7 @@ def _parameters(gm: fx.GraphModule, model: nn.Module) -> dict[str, Parameter]:
 
 
 def _tokens(inputs: tuple[Value, ...]) -> int:
-    """What a global batch is counted in: the elements of its first two-dimensional integer tensor, else its examples."""
+    """The size of a global batch in tokens: the elements of its first two-dimensional integer tensor, else its examples."""
     for value in inputs:
         if len(value.shape) == 2 and not value.dtype.is_floating_point:
             return value.numel

@@ -1,10 +1,10 @@
-"""What a forward asks of tensors' values (``if labels.max() >= n``, ``lengths.max().item()``): answered from the user's batch, and guarded.
+"""A forward's questions about tensors' values (``if labels.max() >= n``, ``lengths.max().item()``): the user's batch answers them, guards
+check them.
 
-A trace has no values. The model is run on the batch once, and every question is written down with its line and its answer; the trace
-is given the same answers in the same order, and hands the tensors that were asked out of the graph. What such a tensor is made of must
-be the batch alone: the prelude computes it in every step, and a batch with another answer is refused while the program runs
-(``autopar.program.guards``). What a parameter, a written buffer or a random draw has a say in is no property of the batch, and stays
-refused.
+A trace has no values. The model first runs on the batch once, and every question is recorded with its line and its answer. The trace gets
+the same answers in the same order, and returns the tensors in question from the graph. Such a tensor must be computed from the batch
+alone: the prelude computes it in every step, and a running program refuses a batch with another answer (``autopar.program.guards``). If a
+parameter, a written buffer or a random draw affects the tensor, the answer is no property of the batch, and the question stays refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autopar.torch_private import as_if_exported
 from passes.clean.nodes import ancestors, note, returned
 
 MOST = 256
-"""Questions that a forward may ask, each number of a list being one: the answers are written into the program."""
+"""Questions that a forward may ask; each number of a list counts as one. The answers are written into the program."""
 _SHOWN = 5
 
 _QUESTIONS: dict[Any, Callable[..., Tensor]] = {
@@ -43,7 +43,7 @@ _QUESTIONS: dict[Any, Callable[..., Tensor]] = {
     torch.equal: lambda one, other: _equal(one, other),
     Tensor.equal: lambda one, other: _equal(one, other),
 }
-"""By function: the tensor that its answer is read from."""
+"""By function: how to get the tensor whose values give the answer."""
 
 
 def _equal(one: Tensor, other: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def _equal(one: Tensor, other: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to one question: where it is asked, which tensor it is about, and the Python number."""
+    """The answer to one question: the line that asks, the tensor that the question is about, and the Python number."""
 
     line: str
     question: str
@@ -61,7 +61,7 @@ class Answer:
 
 @dataclass
 class Answers:
-    """The answers of one forward, in order. ``asked`` are the tensors that the trace in progress was asked for."""
+    """The answers of one forward, in order. ``asked`` are the tensors that the current trace has asked about."""
 
     known: list[Answer]
     asked: list[Tensor] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Answers:
 
 
 class Answering(TorchFunctionMode):
-    """Answers what a trace asks."""
+    """Answers the questions of a trace."""
 
     def __init__(self, answers: Answers) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Answering(TorchFunctionMode):
 
 
 class _Listening(TorchFunctionMode):
-    """Writes down what a run with values asks, and the answers."""
+    """Records the questions of a run with values, and the answers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,29 +119,29 @@ def _numbers(value: Any) -> list[Any]:
 def _is_question(func: Any) -> bool:
     try:
         return func is Tensor.tolist or func in _QUESTIONS
-    except TypeError:  # what cannot be hashed is none
+    except TypeError:  # an unhashable function is no question
         return False
 
 
 def listen(model: nn.Module, run: Callable[[nn.Module], object]) -> Answers | None:
-    """What a copy of the model asks when ``run`` runs it, as it does while it is exported; ``None`` where it asks nothing, fails, or asks
-    for what cannot be written down."""
+    """The questions of a copy of the model when ``run`` runs it, in the mode in which it is exported; ``None`` if it asks nothing, fails,
+    or asks for an answer that cannot be recorded."""
     copied, listening = copy.deepcopy(model), _Listening()
     with torch.random.fork_rng(devices=[]), as_if_exported(), listening:
         try:
             run(copied)
-        except Exception:  # by itself the model fails, too: what export met says where
+        except Exception:  # the model fails by itself, too: the error of export says where
             return None
     values = [answer.value for answer in listening.found]
-    plain = all(type(value) in (bool, int) for value in values)  # a real number is another one in every batch
+    plain = all(type(value) in (bool, int) for value in values)  # a real number differs in every batch
     return Answers(listening.found) if plain and 0 < len(values) <= MOST else None
 
 
 def keep_guards(gm: fx.GraphModule, answers: Answers | None) -> None:
-    """Write on the exported graph what follows its loss.
+    """Record on the exported graph the guards of the outputs that follow its loss.
 
     Raises:
-        KeptWholeError: a question is about more than the batch.
+        KeptWholeError: a question depends on more than the batch.
     """
     graph_meta(gm)["guards"] = tuple(Guard(answer.line, answer.value) for answer in answers.known) if answers else ()
     if answers is not None and len(answers.asked) != len(answers.known):
@@ -156,8 +156,8 @@ def keep_guards(gm: fx.GraphModule, answers: Answers | None) -> None:
 
 
 def settle_guards(gm: fx.GraphModule) -> list[tuple[Guard, fx.Node]]:
-    """The guards of the cleaned graph with their nodes, ``mark_main`` having run: those that the batch decides. One that constants decide
-    is as it was forever."""
+    """The cleaned graph's guards that depend on the batch, with their nodes; ``mark_main`` must have run. A guard that depends on
+    constants alone never changes."""
     found = []
     for guard, node in zip(graph_meta(gm).get("guards", ()), _nodes(gm), strict=True):
         if meta(node)["main"]:
@@ -175,10 +175,10 @@ def settle_guards(gm: fx.GraphModule) -> list[tuple[Guard, fx.Node]]:
 
 
 def check_guards(graph: Graph, batch: Sequence[Tensor]) -> Graph:
-    """The graph, whose guards are what its own prelude computes from the batch that it was captured with.
+    """The graph, after a check that its own prelude computes its guards from the captured batch.
 
     Raises:
-        CaptureError: something else came out than the model was answered.
+        CaptureError: the prelude's result differs from the answer that the model got.
     """
     if not graph.guards:
         return graph

@@ -1,10 +1,10 @@
-"""Which parameters get a gradient: those from which autograd finds a way back from the loss.
+"""Which parameters get a gradient: those from which autograd finds a path back from the loss.
 
-``gradients_pass`` follows values forward; what is computed from a parameter and ends in an argmax, a comparison, or behind a ``detach`` has
-a gradient in it that nobody asks for. Eager PyTorch leaves ``grad`` at ``None`` there, and optimizers leave such parameters alone, decay
-included. A gradient that is zero (of ``floor``, of a dead ReLU) is one all the same.
+``gradients_pass`` follows values forward. A value that is computed from a parameter and ends in an argmax, a comparison, or a ``detach``
+has a gradient there that nothing uses. Eager PyTorch leaves ``grad`` at ``None`` in this case, and optimizers leave such parameters
+alone, decay included. A zero gradient (of ``floor``, of a dead ReLU) still counts as a gradient.
 
-Whether an op's result has a gradient for an operand is not listed here: the op is asked, on meta tensors.
+No table lists whether an op's result has a gradient for an operand: the op itself runs on meta tensors.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _LIMIT = 4096
 
 
 def freeze_unreached(gm: fx.GraphModule, loss: fx.Node) -> None:
-    """Mark as not trainable the parameters that eager PyTorch gives no gradient, and mark the graph's gradients anew.
+    """Mark as not trainable the parameters that eager PyTorch gives no gradient, and update the marks of the graph's gradients.
 
-    A parameter that was cut into parts gets one if any of them does.
+    A parameter that was cut into parts gets a gradient if any part does.
     """
     reached = _reached(gm, loss)
     parameters = [node for node in gm.graph.nodes if node.op == "placeholder" and "parameter" in meta(node)]
@@ -47,8 +47,8 @@ def freeze_unreached(gm: fx.GraphModule, loss: fx.Node) -> None:
 
 
 def _reached(gm: fx.GraphModule, loss: fx.Node) -> set[fx.Node]:
-    """The nodes to which a gradient comes from the loss."""
-    wanted: dict[fx.Node, set[int]] = {loss: {0}}  # by node, which of its results have a gradient
+    """The nodes that a gradient of the loss reaches."""
+    wanted: dict[fx.Node, set[int]] = {loss: {0}}  # by node: the indices of its results that have a gradient
     for node in reversed(gm.graph.nodes):
         if node not in wanted or node.op != "call_function":
             continue
@@ -65,8 +65,8 @@ def _reached(gm: fx.GraphModule, loss: fx.Node) -> set[fx.Node]:
 
 
 def _flows(node: fx.Node, operand: fx.Node) -> tuple[bool, ...]:
-    """For every result of the node, whether autograd has a gradient of it for the operand; ``()`` where that cannot be found out and all
-    are taken to have one: autopar's own kernels, and modules that are kept whole."""
+    """For every result of the node, whether autograd has a gradient of it for the operand; ``()`` if that cannot be determined, in which
+    case all results count: autopar's own kernels, and modules that are kept whole."""
     name = overload_name(node.target)
     if name is None or name.startswith("autopar::"):
         return ()
@@ -87,6 +87,6 @@ def _ask(node: fx.Node, operand: fx.Node) -> tuple[bool, ...]:
         with torch.enable_grad():
             result = node.target(*args, **kwargs)
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
-        return ()  # an op that says nothing on meta
+        return ()  # an op that does not run on meta
     results = result if isinstance(result, tuple | list) else (result,)
     return tuple(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in results)

@@ -1,4 +1,4 @@
-"""The captured graph on one device: what every emitted program must equal."""
+"""The captured graph on one device: the reference for every emitted program."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from autopar.program.guards import hold
 
 
 def parameter_tensors(graph: Graph, originals: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The graph's parameters by name, from those of the user's model: a part is a differentiable slice of its original.
+    """The graph's parameters by name, from the user's model's parameters: a part is a differentiable slice of its original.
 
-    ``originals`` is keyed by the user's names; any of a tied parameter's names will do.
+    ``originals`` is keyed by the user's names; any name of a tied parameter works.
     """
     tensors = {}
     for name, parameter in graph.parameters.items():
@@ -47,13 +47,13 @@ def run(
     watch: Watch | None = None,
     buffers: MutableMapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """The loss of one batch (by input name, see ``flatten_batch``): the prelude, then every layer's graph in turn.
+    """The loss of one batch (by input name, see ``flatten_batch``): runs the prelude, then every layer's graph in turn.
 
-    ``parameters`` are those of the user's model, by their original names; gradients flow to them. ``watch`` is called with a
-    layer's index, a node of its class's graph and the node's value, for every node. ``buffers`` holds what earlier steps wrote, by name,
-    in place of what the buffers held at capture, and takes what this step writes.
+    ``parameters`` are the user's model's, by their original names; gradients flow to them. ``watch`` is called for every node with
+    the layer's index, the node of its class's graph and the node's value. ``buffers`` holds the values that earlier steps wrote, by name,
+    in place of the values at capture, and receives the values that this step writes.
 
-    Raises ``GuardError`` for a batch of another kind than the graph was captured with.
+    Raises ``GuardError`` for a batch whose guards have other answers than the captured batch.
     """
     written = {} if buffers is None else buffers
     tensors = parameter_tensors(graph, parameters)
@@ -76,7 +76,7 @@ def run(
         )
         cls = graph.classes[layer.cls]
         outputs = cls.graph(*arguments) if watch is None else _Watched(index, cls.graph, watch).run(*arguments)
-        values.update(zip(layer.outputs, outputs, strict=False))  # then come the new values of its buffers
+        values.update(zip(layer.outputs, outputs, strict=False))  # the new values of its buffers follow
         own = dict(zip((buffer.name for buffer in cls.buffers), layer.buffers, strict=True))
         updates = outputs[len(layer.outputs) :]
         written.update((own[n], value.detach()) for n, value in zip(cls.updates, updates, strict=True))

@@ -1,15 +1,15 @@
-"""A block that a model repeats is traced once: tracing costs seconds per hundred ops, and 125 of 126 equal blocks say nothing new.
+"""A block that a model repeats is traced once: tracing costs seconds per hundred ops, and 125 of 126 equal blocks add nothing new.
 
-1. ``record`` runs the model once without values, outside of export, and writes down for every call of a member of a module list
-   what it does: each torch function with its operands, by where they come from (the call's arguments, the member's own parameters,
-   an earlier result), and every other argument by value; and of its tensors, which are one with which. Calls with equal records compute
-   the same of their own parameters.
-2. During export the first of equal calls is traced between two markers; the others are one op each (``traced_once``).
-3. ``expand`` replaces those ops in the exported graph by copies of what lies between the markers.
+1. ``record`` runs the model once without values, outside of export. For every call of a member of a module list it records
+   each torch function, its operands by their origin (the call's arguments, the member's own parameters, an earlier result), every other
+   argument by value, and which of the call's tensors are identical. Calls with equal records do the same computation with their own
+   parameters.
+2. During export the first of equal calls is traced between two markers; each of the others becomes one op (``traced_once``).
+3. ``expand`` replaces those ops in the exported graph by copies of the nodes between the markers.
 
-What a record does not see makes two records differ, never agree: a tensor that no recorded function made is known by its identity
-alone, and so is an argument of an unknown kind. Calls whose tensors leave by another way than the result (hooks that collect
-router logits) and modules that are called twice are traced in full, and all calls are where a traced block writes to what it was given.
+Information that a record lacks makes two records differ, never agree: a tensor that no recorded function made is represented by its
+identity alone, and so is an argument of an unknown kind. Calls whose tensors leave other than through the result (hooks that collect
+router logits) and modules that are called twice are traced in full; all calls are if a traced block writes to its arguments.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from autopar.ops.meta import meta
 from autopar.torch_private import tree_flatten, tree_unflatten
 
 FEWEST = 3
-"""Members of one type that a list must have: below that nothing is gained."""
+"""The number of members of one type that a list must have: with fewer, tracing once saves nothing."""
 
 _PLAIN = (
     bool,
@@ -50,8 +50,8 @@ _PLAIN = (
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """``first``: for each path of a repeated call, the path of the first equal call. ``outputs``: what that call returned, as the
-    tree of the result and a description (size, stride, dtype, device) of each tensor in it. ``read`` are those whose parameters are read
+    """``first``: for each path of a repeated call, the path of the first equal call. ``outputs``: the result of that call, as the tree of
+    the result and a description (size, stride, dtype, device) of each tensor in it. ``read``: the members whose parameters are read
     outside of the call, too."""
 
     first: dict[str, str]
@@ -59,7 +59,7 @@ class Repeats:
     read: frozenset[str] = frozenset()
 
     def unread(self, module: nn.Module) -> tuple[str, ...]:
-        """The parameters, in ``module``'s order, that nothing but a repeated call reads: to export, nothing but their names matters."""
+        """The parameters, in ``module``'s order, that only a repeated call reads: for export, only their names matter."""
         names: dict[int, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
@@ -67,14 +67,14 @@ class Repeats:
         return tuple(name for name, *others in names.values() if not others and name.startswith(paths))
 
     def corresponding(self, name: str) -> str:
-        """The parameter or buffer of the first equal call that plays the part of ``name``, one of a repeated call's."""
+        """The parameter or buffer of the first equal call that corresponds to ``name``, a tensor of a repeated call."""
         parts = name.split(".")
         path = next(path for k in range(len(parts)) if (path := ".".join(parts[:k])) in self.first)
         return self.first[path] + name.removeprefix(path)
 
 
 _Recipe = tuple[Any, tuple[Any, ...]]
-"""What a function returned: the tree (``None`` of a single leaf), and of each leaf a description if it was a new tensor, else its value."""
+"""The result of a function: the tree (``None`` for a single leaf), and per leaf a description if it is a new tensor, else its value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,8 @@ class _Fresh:
 class _Call:
     """One call of a member while it is recorded. ``seen`` gives the origin of a tensor (by id).
 
-    ``results`` says of every line how to make its result anew, ``None`` where the function has to be called. ``like`` is an earlier call
-    that began alike and has all lines so far.
+    ``results`` gives, for each entry of ``lines``, a recipe to create its result again, ``None`` where the function has to be called.
+    ``like`` is an earlier call that began in the same way and contains all lines so far.
     """
 
     path: str
@@ -98,7 +98,7 @@ class _Call:
     like: _Call | None = None
 
     def of(self, value: Any) -> Any:
-        """A value as something that equals the corresponding value of an equal call, and nothing else."""
+        """A representation of a value that equals only the representation of the corresponding value of an equal call."""
         if isinstance(value, Tensor):
             return self.seen.get(id(value), ("outside", id(value)))
         if isinstance(value, tuple | list):
@@ -108,12 +108,12 @@ class _Call:
         if isinstance(value, slice):
             return ("slice", self.of(value.start), self.of(value.stop), self.of(value.step))
         if isinstance(value, float | complex):
-            return (type(value).__name__, repr(value))  # 0.0 and -0.0 are equal, and 1 / 0.0 and 1 / -0.0 are not
+            return (type(value).__name__, repr(value))  # 0.0 and -0.0 are equal, but 1 / 0.0 and 1 / -0.0 are not
         return (type(value).__name__, value) if isinstance(value, _PLAIN) else ("object", id(value))
 
 
 def _tensors(value: Any, found: list[Tensor]) -> list[Tensor]:
-    """The tensors among a torch function's arguments, after those ``found`` already."""
+    """The tensors among a torch function's arguments, appended to the tensors already in ``found``."""
     if isinstance(value, Tensor):
         found.append(value)
     elif isinstance(value, tuple | list):
@@ -126,15 +126,15 @@ def _tensors(value: Any, found: list[Tensor]) -> list[Tensor]:
 
 
 class _Recorder(TorchFunctionMode):
-    """Writes every torch function into the records of the calls that are open.
+    """Adds every torch function to the records of the calls that are open.
 
-    A function that an equal call has called at the same place, of corresponding tensors, would return tensors of the same shape: on meta,
-    where there is nothing else to a tensor, they are made without calling it, which is several times faster.
+    If an equal call has called the function at the same point, with corresponding tensors, the result would be tensors of the same
+    shapes. On meta, where a tensor has no values, such tensors are created without calling the function, which is several times faster.
     """
 
     def __init__(self, module: nn.Module, members: dict[str, nn.Module]) -> None:
         super().__init__()
-        # before anything is recorded, which looking at a tensor would be
+        # before recording starts, because the recorder would record accesses to tensors
         self.own = {path: _named_tensors(m) for path, m in members.items()}
         names = Counter(id(tensor) for _, tensor in _named_tensors(module))
         self.owned = {path: _owned(own, names) for path, own in self.own.items()}
@@ -146,13 +146,11 @@ class _Recorder(TorchFunctionMode):
         self.closed: dict[str, tuple[Any, ...]] = {}  # path -> record
         self.outputs: dict[str, tuple[Any, tuple[Any, ...]]] = {}
         self.calls: Counter[str] = Counter()
-        self.maker: dict[
-            int, tuple[str, ...]
-        ] = {}  # the calls inside which a tensor was made and which did not return it
+        self.maker: dict[int, tuple[str, ...]] = {}  # the calls that created a tensor and did not return it
         self.leaking: set[str] = set()
         self.read: set[str] = set()
         self.alive: list[Any] = []  # ids are compared, so nothing may be freed
-        self.begun: dict[Any, _Call] = {}  # the first call that began so
+        self.begun: dict[Any, _Call] = {}  # the first call with each beginning
         self.zeros: dict[torch.dtype, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -182,7 +180,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _known(self, lines: list[Any]) -> _Recipe | None:
-        """How to make the result that an equal call got here."""
+        """The recipe for the result that an equal call got at this point."""
         found = None
         for call, line in zip(self.open, lines, strict=True):
             if call.like is not None:
@@ -194,7 +192,8 @@ class _Recorder(TorchFunctionMode):
         return found
 
     def _recipe(self, leaves: list[Any], tree: Any, given: list[int]) -> _Recipe | None:
-        """Tensors must be new ones on meta, other things what never changes; a function that returns nothing is called for its effect."""
+        """The recipe for a result, ``None`` if there is none: tensors must be new and on meta, other values immutable; a function without
+        a result is called for its effect."""
         found: list[Any] = []
         for leaf in leaves:
             if type(leaf) is Tensor:
@@ -217,7 +216,7 @@ class _Recorder(TorchFunctionMode):
     def _new(self, description: tuple[Any, ...]) -> Tensor:
         size, stride, dtype, device, differentiable = description
         tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
-        if differentiable:  # as the result of a computation, which may be written to
+        if differentiable:  # like the result of a computation, to which code may write
             if dtype not in self.zeros:
                 self.zeros[dtype] = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
             with torch.enable_grad():
@@ -246,7 +245,7 @@ class _Recorder(TorchFunctionMode):
             self.open.pop()
         returned, shape = tree_flatten(result)
         tensors = [leaf for leaf in returned if isinstance(leaf, Tensor)]
-        for tensor in tensors:  # handed on as it should be
+        for tensor in tensors:  # returned, so it does not leak
             if path in self.maker.get(id(tensor), ()):
                 self.maker[id(tensor)] = tuple(p for p in self.maker[id(tensor)] if p != path)
         self.alive.append((args, kwargs, result))
@@ -254,7 +253,7 @@ class _Recorder(TorchFunctionMode):
         if len(tensors) == len(returned):
             self.outputs[path] = (shape, tuple(map(_description, tensors)))
         if any(isinstance(tensor, nn.Parameter) for tensor in given):
-            self.leaking.add(path)  # a marker would make a plain tensor of it
+            self.leaking.add(path)  # a marker would turn it into a plain tensor
         return result
 
 
@@ -264,10 +263,11 @@ def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _owned(own: list[tuple[str, Tensor]], names: Counter[int]) -> tuple[Any, ...]:
-    """What must be equal of two members' tensors: names, descriptions, and what each is tied to.
+    """The facts in which two equal members' tensors agree: names, descriptions, and ties.
 
-    A tensor with several names inside of the member is said to be the first of them. One that has a name outside of it as well (``names``
-    counts those in the whole model) is known by its identity: only a member with the same tensor in its place is equal.
+    If a tensor has several names inside of the member, the first one represents it. If it also has a name outside of the member
+    (``names`` counts those in the whole model), its identity represents it: only a member with the same tensor at the same position is
+    equal.
     """
     inside = Counter(id(tensor) for _, tensor in own)
     first: dict[int, str] = {}
@@ -291,7 +291,7 @@ def _description(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def members(module: nn.Module) -> dict[str, nn.Module]:
-    """The members of module lists and sequences that have enough siblings of their type, by path; one that is in two lists by its first."""
+    """The members of module lists and sequences with enough siblings of their type, by path; a member of two lists has its first path."""
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
     for path, parent in module.named_modules():
@@ -311,7 +311,7 @@ def _large(module: nn.Module) -> bool:
 
 @contextmanager
 def _forwards(members: dict[str, nn.Module], run: Callable[..., Any]) -> Iterator[None]:
-    """Calls of each member go through ``run(path, module, forward, args, kwargs)`` while the context is open."""
+    """While the context is open, calls of each member go through ``run(path, module, forward, args, kwargs)``."""
 
     def through(path: str, module: nn.Module) -> Callable[..., Any]:
         forward = module.forward
@@ -335,7 +335,7 @@ def _forwards(members: dict[str, nn.Module], run: Callable[..., Any]) -> Iterato
 
 
 def record(module: nn.Module, run: Callable[[], Any]) -> Repeats | None:
-    """The calls that ``run()``, which calls ``module``, repeats (none, maybe); ``None`` where it raises."""
+    """The repeated calls of ``run()``, which calls ``module`` (possibly none); ``None`` if it raises an error."""
     found = members(module)
     recorder = _Recorder(module, found)
     try:
@@ -377,7 +377,7 @@ def _again(tensors: Sequence[Tensor], path: str) -> list[Tensor]:
     raise AssertionError("markers are never run")
 
 
-_results: dict[str, tuple[Any, ...]] = {}  # what ``autopar::again`` returns, by path: set while a model is exported
+_results: dict[str, tuple[Any, ...]] = {}  # the results of ``autopar::again``, by path: set while a model is exported
 
 
 @_enter.register_fake
@@ -393,14 +393,14 @@ def _(tensors: Sequence[Tensor], path: str) -> list[Tensor]:
 @_again.register_fake
 def _(tensors: Sequence[Tensor], path: str) -> list[Tensor]:
     return [
-        torch.empty_strided(size, stride, dtype=dtype, device="cpu")  # where the twin that is exported says it is
+        torch.empty_strided(size, stride, dtype=dtype, device="cpu")  # the device that the exported twin claims
         for size, stride, dtype, _, _ in _results[path]
     ]
 
 
 @contextmanager
 def traced_once(module: nn.Module, repeats: Repeats) -> Iterator[None]:
-    """While this is open, the repeated calls of ``module``'s members are one op each, and the first ones stand between markers."""
+    """Inside this context, each repeated call of ``module``'s members is one op, and each first call stands between markers."""
     originals = set(repeats.first.values())
     called = {path: child for path, child in module.named_modules() if path in originals or path in repeats.first}
 
@@ -427,14 +427,14 @@ def traced_once(module: nn.Module, repeats: Repeats) -> Iterator[None]:
 
 
 Lifted = tuple[str, str, fx.Node]
-"""A placeholder of an exported graph: its kind, the dotted name of what it stands for (empty for an input), the node."""
+"""A placeholder of an exported graph: its kind, the dotted name of its tensor in the model (empty for an input), the node."""
 
 
 def expand(gm: fx.GraphModule, lifted: list[Lifted], repeats: Repeats, module: nn.Module) -> list[Lifted] | None:
     """Put copies of the traced blocks in place of ``autopar::again``, remove the markers, and return all placeholders.
 
-    The parameters of ``module``, the model, that were not exported get theirs. ``None``, with the graph in pieces, where a block writes to
-    what it was given or a parameter is not at hand: export again.
+    Parameters of ``module``, the model, that were not exported get placeholders. Returns ``None``, with the graph in an unusable state,
+    if a block writes to its arguments or a parameter is not available: the caller exports again.
     """
     graph = gm.graph
     lifted = _with_parameters(graph, lifted, repeats, module)
@@ -471,7 +471,7 @@ def expand(gm: fx.GraphModule, lifted: list[Lifted], repeats: Repeats, module: n
 
 
 def _with_parameters(graph: fx.Graph, lifted: list[Lifted], repeats: Repeats, module: nn.Module) -> list[Lifted]:
-    """``lifted`` with placeholders for ``repeats.unread``, each after that of the parameter before it in the model."""
+    """``lifted`` with placeholders for ``repeats.unread``, each after the placeholder of the parameter before it in the model."""
     exported = {target: node for _, target, node in lifted}
     unread = set(repeats.unread(module))
     added: list[Lifted] = []
@@ -508,7 +508,7 @@ def _between(entry: fx.Node, exit: fx.Node) -> list[fx.Node]:
 
 
 def _writes(body: list[fx.Node]) -> bool:
-    """Whether an op writes to a tensor that is not its block's own. Views are followed to what they view."""
+    """Whether an op writes to a tensor that the block did not create. Views count as the tensor that they view."""
     made = {n for n in body if not (n.target is operator.getitem and _marker(n.args[0]) == "enter")}  # type: ignore[arg-type]
     foreign = {n for n in body if n not in made}
     for node in body:
@@ -525,7 +525,7 @@ def _writes(body: list[fx.Node]) -> bool:
 
 
 def _own(lifted: dict[str, fx.Node], first: dict[str, fx.Node], path: str) -> dict[fx.Node, fx.Node] | None:
-    """For every parameter and buffer of the first block, by its name there, that of the block at ``path``."""
+    """For every parameter and buffer of the first block, by its node: the corresponding node of the block at ``path``."""
     found = {node: lifted.get(f"module.{path}.{name}") for name, node in first.items()}
     return None if None in found.values() else {node: other for node, other in found.items() if other is not None}
 
@@ -539,14 +539,14 @@ def _copy(
     own: dict[fx.Node, fx.Node],
     original: str,
 ) -> None:
-    """Copies ``body`` to before ``node``, an ``autopar::again``, whose results become those of the copy."""
+    """Copy ``body`` before ``node``, an ``autopar::again``, and replace that node's results by the copy's."""
     env: dict[fx.Node, fx.Node] = dict(own)
     given: Any = node.args[0]
     results: Any = exit.args[0]
-    passed: dict[fx.Node, Any] = {entry: given}  # markers that the copy does without, by what goes through them
+    passed: dict[fx.Node, Any] = {entry: given}  # markers that the copy omits, by the values that pass through them
     with graph.inserting_before(node):
         for inner in body:
-            if _marker(inner):  # of a block inside of this one
+            if _marker(inner):  # a marker of a block inside this one
                 passed[inner] = map_arg(inner.args[0], lambda n: env.get(n, n))
                 continue
             source: Any = inner.args[0] if inner.args else None

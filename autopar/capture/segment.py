@@ -1,14 +1,14 @@
-"""Cut the graph into layers: contiguous runs of nodes between narrow cuts.
+"""Cut the graph into layers: contiguous runs of nodes, with few activations across each cut.
 
-What is cut are the **main** nodes: those that depend on a parameter, or draw random numbers. Everything else depends on
-inputs and constants alone and is recomputed in each layer that reads it, so that only what a gradient flows through
-crosses a border. 0-d values of the inputs (the number of valid labels) are **scalars**: they are a property of the whole
-batch and computed once, in the prelude.
+Cuts divide the **main** nodes: those that depend on a parameter, or draw random numbers. All other nodes depend on
+inputs and constants alone, and each layer that reads them recomputes them, so that only values with a gradient
+cross a border. 0-d values of the inputs (the number of valid labels) are **scalars**: they are a property of the whole
+batch, and the prelude computes them once.
 
 A layer is a block of the model (``model.layers.3``, ``encoder.block.0``, a child of a ``Sequential``). Single modules in a row
-(``Linear``, ``GELU``, ``Linear``) are taken two products at a time, so that one can be cut by columns and the next by rows. What comes
-before, between and after the blocks is a layer of its own if it has parameters, and joins the layer before it otherwise. A cut that
-more than two fresh activations cross is not made.
+(``Linear``, ``GELU``, ``Linear``) form layers of two products each, so that one product can be cut by columns and the next by rows. The
+code before, between and after the blocks is a separate layer if it has parameters, and joins the layer before it otherwise. There is no
+cut that more than two fresh activations cross.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ PRODUCTS_PER_LAYER = 2  # of single modules in a row
 
 @dataclass(slots=True)
 class Group:
-    """The main nodes of one layer, in order; ``block`` is the module that they are (``""``: several).
+    """The main nodes of one layer, in order; ``block`` is the module that they are (``""``: several modules).
 
-    Where they are single modules in a row, ``leaves`` has the paths of those with parameters, and ``block`` is the module that holds
-    no more than these, or the first of them.
+    For single modules in a row, ``leaves`` has the paths of the modules with parameters, and ``block`` is the module that contains
+    exactly these, or the first of them.
     """
 
     nodes: list[fx.Node]
@@ -56,7 +56,7 @@ class Group:
 
 def mark_main(gm: fx.GraphModule) -> None:
     """Set ``meta["main"]`` (depends on a parameter or a written buffer, is written to one, or draws random numbers), ``meta["fed"]``
-    (depends on an input), and ``meta["scalar"]`` on the 0-d values of inputs that something larger or something main reads."""
+    (depends on an input), and ``meta["scalar"]`` on the 0-d values of inputs that a larger value or a main node reads."""
     written = set(updates(gm).values())
     for node in gm.graph.nodes:
         operands = node.all_input_nodes
@@ -99,12 +99,12 @@ def segment(gm: fx.GraphModule, classes: dict[str, str]) -> list[Group]:
 
 
 def _fresh(run: Group, index: int, produced: dict[fx.Node, int]) -> int:
-    """How many values of ``run`` later layers read."""
+    """The number of values of ``run`` that later layers read."""
     return sum(any(produced.get(user, index) > index for user in node.users) for node in run.nodes)
 
 
 def _runs(main: list[fx.Node], classes: dict[str, str]) -> list[Group]:
-    """Contiguous nodes of one block; a block that is left and entered again is one run with what lies between."""
+    """Contiguous nodes of one block; a block that is left and entered again is one run, together with the nodes in between."""
     where = blocks(main, classes)
     if not any(block for block, _ in where):
         depth = _splitting_depth(main)
@@ -127,7 +127,7 @@ def _runs(main: list[fx.Node], classes: dict[str, str]) -> list[Group]:
 
 
 def _belongs_after(node: fx.Node, block: str) -> bool:
-    """Whether the node is what the code around ``block`` does with its result: a residual written in the caller's loop."""
+    """Whether the node is the surrounding code's use of the result of ``block``: a residual written in the caller's loop."""
     around = stack(node)[-1][0] + "." if stack(node) else ""
     return block != "" and block.startswith(around) and not any("parameter" in meta(n) for n in node.all_input_nodes)
 
@@ -155,7 +155,7 @@ def _join(runs: list[Group]) -> list[Group]:
 
 
 def _pair(runs: list[Group], classes: dict[str, str]) -> list[Group]:
-    """Single modules of one parent, each of which reads only the one before it, together up to ``PRODUCTS_PER_LAYER`` products."""
+    """Join single modules of one parent, if each reads only the one before it, up to ``PRODUCTS_PER_LAYER`` products."""
     result: list[Group] = []
     for run in runs:
         products = _products(run)
@@ -180,7 +180,7 @@ def _pair(runs: list[Group], classes: dict[str, str]) -> list[Group]:
 
 
 def _products(run: Group) -> int:
-    """The products of the run with a parameter."""
+    """The number of the run's products with a parameter."""
     return sum(
         facts(node).is_product and any("parameter" in meta(n) for n in node.all_input_nodes) for node in run.nodes
     )
@@ -191,7 +191,7 @@ def _holds_matrix(run: Group) -> bool:
 
 
 def _reads_only(run: Group, before: Group) -> bool:
-    """Whether all that reaches the run through a parameter comes from the run before."""
+    """Whether every value that depends on a parameter and enters the run comes from the run before it."""
     known = {*run.nodes, *before.nodes}
     return all(
         n in known or n.op == "placeholder" or not meta(n)["main"] for node in run.nodes for n in node.all_input_nodes
@@ -199,7 +199,8 @@ def _reads_only(run: Group, before: Group) -> bool:
 
 
 def _holder(run: Group, others: list[str], classes: dict[str, str]) -> str:
-    """The module that holds the run's and nothing of the ``others``, through ``Sequential`` upwards; else the run's first."""
+    """The module that contains the run's modules and none of the ``others``, through ``Sequential`` upwards; else the run's first
+    module."""
     found, path = run.leaves[0], parent(run.leaves[0])
     while path and not any(other == path or other.startswith(path + ".") for other in others):
         found = path

@@ -1,8 +1,8 @@
-"""Python state that a forward leaves in its modules: a counter, a list, a tensor kept for the next call.
+"""Python state that a forward leaves in its modules: a counter, a list, a tensor stored for the next call.
 
-A graph is the first call. Where a forward has changed attributes, the model is exported once more as it was left: if that is another
-graph, later steps would compute something else, and the model is refused with the attributes' names. Caches that a first call fills
-give the same graph; what goes on changing is noted.
+A graph records the first call. If a forward has changed attributes, the model is exported once more in its new state. If that gives
+another graph, later steps would compute something else, and capture refuses the model and names the attributes. Caches that a first call
+fills give the same graph; attributes that keep changing are noted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar.capture.clone import Twin
 from autopar.errors import CaptureError
 
 State = dict[tuple[str, str], Any]
-"""By a module's path and an attribute's name: its value, if that is plain data, tensors included."""
+"""By a module's path and an attribute's name: the attribute's value, if it is plain data, tensors included."""
 
 _OWN = frozenset(vars(nn.Module())) - {"training"}
 _TENSORS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -28,9 +28,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 def state(module: nn.Module) -> State:
     """The state of a module and of all modules inside it."""
     found: State = {}
-    seen: set[int] = (
-        set()
-    )  # export hands a module that several paths reach on by proxies, whose attributes are the module's
+    seen: set[int] = set()  # export replaces a module with several paths by proxies, which have the module's attributes
     for path, each in module.named_modules():
         if id(vars(each)) in seen:
             continue
@@ -42,7 +40,7 @@ def state(module: nn.Module) -> State:
 
 
 def describe(module: nn.Module) -> dict[str, Any] | None:
-    """The attributes of one module; ``None`` if there is more to it than plain data without tensors: hooks, other objects."""
+    """The attributes of one module; ``None`` if the module has anything besides plain data without tensors: hooks, other objects."""
     fresh = vars(nn.Module())
     described = {}
     for name, value in vars(module).items():
@@ -57,7 +55,7 @@ def describe(module: nn.Module) -> dict[str, Any] | None:
 
 
 def changes(before: State, after: State) -> dict[str, tuple[Any, Any]]:
-    """The dotted names of what has changed, with both values."""
+    """The dotted names of the changed attributes, with both values."""
     return {
         ".".join(filter(None, key)): (before.get(key), value)
         for key, value in after.items()
@@ -68,12 +66,12 @@ def changes(before: State, after: State) -> dict[str, tuple[Any, Any]]:
 def check_again(
     program: Any, before: State, after: State, copied: Twin, again: Callable[[], tuple[Any, State]]
 ) -> list[str]:
-    """Export once more with the twin as the first export's forward left it; notes on what goes on changing.
+    """Export once more, with the twin in the state that the first export's forward left; return notes on attributes that keep changing.
 
-    ``again`` exports the twin and gives the program with the state that this forward left.
+    ``again`` exports the twin and returns the program, and the state that this forward left.
 
     Raises:
-        CaptureError: the graph is another one then.
+        CaptureError: the second graph differs from the first.
     """
     changed = changes(before, after)
     if not changed:
@@ -88,7 +86,7 @@ def check_again(
     try:
         second, finally_ = again()
         same = _text(second) == _text(program)
-    except CaptureError:  # of what the first call left, which a first call does not meet
+    except CaptureError:  # an error from the first call's state, which a first call does not meet
         same = False
     finally:
         _set(copied.module, before)
@@ -112,7 +110,7 @@ def _is_plain(value: Any) -> bool:
         return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
     if isinstance(value, list | tuple | set):
         return all(map(_is_plain, value))
-    return isinstance(value, _PLAIN) and not isinstance(value, nn.Parameter)  # which export exchanges meanwhile
+    return isinstance(value, _PLAIN) and not isinstance(value, nn.Parameter)  # export replaces parameters while it runs
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -133,7 +131,7 @@ def _copied(value: Any, tensor: Callable[[Tensor], Tensor]) -> Any:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether plain data is equal; tensors are where they are the same."""
+    """Whether plain data is equal; two tensors are equal only if they are the same object."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return a is b
     if type(a) is not type(b):
@@ -153,7 +151,7 @@ def _short(value: Any) -> str:
 
 
 def _text(program: Any) -> list[Any]:
-    """All that an exported program computes: nodes of all its graphs, and the values of its constants."""
+    """The whole computation of an exported program: nodes of all its graphs, and the values of its constants."""
     lines: list[Any] = []
     for name, gm in program.graph_module.named_modules():
         if isinstance(gm, fx.GraphModule):

@@ -1,9 +1,9 @@
-"""Modules that are kept whole without being asked: what one module does cannot be in a graph, and every rank can do it alike.
+"""Modules that capture keeps whole automatically: a graph cannot represent such a module, but every rank can execute it in the same way.
 
-Export fails inside of a module: its control flow or a shape depends on the data, it computes derivatives in forward, it calls an
-``autograd.Function`` of the user's. Where such a module takes tensors and gives one tensor, of a shape that does not depend on
+Export fails inside a module: its control flow or a shape depends on the data, it computes derivatives in forward, or it calls a
+user's ``autograd.Function``. If the module takes tensors and returns one tensor, of a shape that does not depend on
 their values, draws no random numbers and keeps no state, it becomes one op (``autopar.capture.opaque``), and the model is exported
-again. What it gives is found by running a copy of the model on the batch: without values it stays refused.
+again. The shape of its result is found by running a copy of the model on the batch: without values the module stays refused.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from autopar.capture.state import describe, equal, state
 
 @dataclass(slots=True)
 class _Calls:
-    """What the calls of a module have in common: the shape that it gives for those that it gets, or that it may not be kept whole."""
+    """The common facts of a module's calls: the result's shape by the operands' shapes, and whether the module may be kept whole."""
 
     given: dict[Shapes, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
     sound: bool = True
 
 
 def keep(kept: dict[str, str], twin: nn.Module) -> None:
-    """From now on the modules of ``twin`` at the paths in ``kept`` are one op each, of the name that stands there."""
+    """Replace each module of ``twin`` at a path in ``kept`` by the op whose name ``kept`` gives."""
     for path, name in kept.items():
         module = twin.get_submodule(path)
         vars(module)["forward"] = functools.partial(call, name, module)
@@ -42,9 +42,10 @@ def keep(kept: dict[str, str], twin: nn.Module) -> None:
 def find(
     error: KeptWholeError, model: nn.Module, kept: dict[str, str], run: Callable[[nn.Module], object]
 ) -> tuple[dict[str, str], str]:
-    """``kept`` with the innermost module around what ``error`` tells of that may be kept whole, and all like it; a note that says so.
+    """``kept``, extended by the innermost module around the error that may be kept whole, and all modules like it; and a note that says
+    so.
 
-    ``run`` runs a copy of the model on values. Raises ``error`` where there is no such module.
+    ``run`` runs a copy of the model on values. Raises ``error`` if there is no such module.
     """
     inside = [path for path in reversed(error.paths) if path and path not in kept]
     tensors = [*model.parameters(), *model.buffers()]
@@ -76,12 +77,12 @@ def _note(paths: list[str], module: nn.Module, error: KeptWholeError) -> str:
 
 
 def _is_data(module: nn.Module) -> bool:
-    """Whether an equal module can be made from the class and its attributes, and none inside is kept whole already."""
+    """Whether the class and the module's attributes suffice to create an equal module, and no module inside is kept whole already."""
     return all(describe(each) is not None and not isinstance(each, Opaque) for each in module.modules())
 
 
 def _ops(modules: dict[str, nn.Module], calls: dict[str, _Calls]) -> dict[str, str]:
-    """An op for each module; modules that are equal but for the values of their tensors share one."""
+    """An op for each module; modules that differ only in their tensors' values share one."""
     made: list[tuple[nn.Module, dict[Shapes, Any], str]] = []
     found = {}
     for path, module in modules.items():
@@ -108,14 +109,14 @@ def _alike(one: nn.Module, other: nn.Module) -> bool:
 
 
 def _ties(module: nn.Module) -> list[tuple[Any, ...]]:
-    """Every tensor by its name: the first name that it has, its shape, dtype and whether it is trained."""
+    """Every tensor by its name: the first of its names, its shape, dtype and whether it is trained."""
     first: dict[int, str] = {}
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return [(name, first.setdefault(id(t), name), t.shape, t.dtype, t.requires_grad) for name, t in tensors]
 
 
 def _observed(model: nn.Module, paths: list[str], run: Callable[[nn.Module], object]) -> dict[str, _Calls]:
-    """What the calls of the modules at ``paths`` do, seen in a copy of the model; empty where it does not run."""
+    """The observed calls of the modules at ``paths``, in a run of a copy of the model; empty if the copy does not run."""
     copied = copy.deepcopy(model)
     calls = {path: _Calls() for path in paths}
     with torch.random.fork_rng(devices=[]):
@@ -124,7 +125,7 @@ def _observed(model: nn.Module, paths: list[str], run: Callable[[nn.Module], obj
             vars(module)["forward"] = functools.partial(_observe, module, module.forward, calls[path])
         try:
             run(copied)
-        except Exception:  # by itself the model fails, too: what export met says where
+        except Exception:  # the model fails by itself, too: the error of export says where
             return {}
     return calls
 
@@ -142,7 +143,7 @@ def _observe(module: nn.Module, forward: Callable[..., Any], calls: _Calls, *arg
     for other in OTHERS if calls.sound else ():
         try:
             again = forward(*(other(arg.detach()) for arg in args))
-        except Exception:  # other values need not go together; a program compares the shape while it runs
+        except Exception:  # other values may not fit together; a program compares the shape while it runs
             continue
         calls.sound &= again.shape == result.shape and torch.equal(before[2], torch.get_rng_state())
         calls.sound &= _reaches_all(module, again)
@@ -150,8 +151,8 @@ def _observe(module: nn.Module, forward: Callable[..., Any], calls: _Calls, *arg
 
 
 def _reaches_all(module: nn.Module, result: Tensor) -> bool:
-    """Whether every trainable parameter of the module gets a gradient from ``result``. An expert that no token chose gets none in eager
-    PyTorch, and the optimizer leaves it alone; a program, whose ranks see different tokens, has a gradient for it."""
+    """Whether every trainable parameter of the module gets a gradient from ``result``. In eager PyTorch an expert that no token chose
+    gets no gradient, and the optimizer leaves it alone; in a program, whose ranks see different tokens, it has a gradient."""
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trainable or not torch.is_grad_enabled():
         return True
@@ -168,7 +169,7 @@ def paths_of(traceback: TracebackType | None, module: nn.Module) -> tuple[str, .
     while traceback is not None:
         caller = traceback.tb_frame.f_locals.get(
             "self"
-        )  # maybe torch's proxy of a module, which has the module's attributes
+        )  # possibly torch's proxy of a module, which has the module's attributes
         path = by_attributes.get(id(vars(caller))) if isinstance(caller, nn.Module) else None
         if path:
             found[path] = None

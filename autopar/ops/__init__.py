@@ -1,1 +1,1 @@
-"""Facts about ops, which rules, prices, passes and capture read: operands and names, FLOPs and bytes, the op of a mixture of experts."""
+"""Facts about ops for rules, prices, passes and capture: operands and names, FLOPs and bytes, the op of a mixture of experts."""

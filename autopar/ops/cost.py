@@ -1,7 +1,8 @@
-"""What one op costs: floating-point operations and bytes of device memory, at the shapes its node carries.
+"""The cost of one op: floating-point operations and bytes of device memory, at the shapes of its node.
 
-Matrix products, convolutions and attention count FLOPs; every other op is priced by the bytes it reads and writes, which is what bounds it;
-views cost nothing. Counts are those of the whole tensors of ``meta(node)["val"]``; the caller divides them among the devices of an axis.
+Matrix products, convolutions and attention count FLOPs; the price of every other op is the bytes that it reads and writes, which bound
+it; views cost nothing. Counts are those of the whole tensors of ``meta(node)["val"]``; the caller divides them among the devices of an
+axis.
 
 Conventions: a multiply-add is two operations; attention is flash-like (no score matrix in memory); *executed* FLOPs
 of causal attention are half, *model* FLOPs (for MFU) are those of the full square, as in Megatron's and nanotron's
@@ -37,12 +38,12 @@ def tensors(value: object) -> list[torch.Tensor]:
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:
-    """The nodes that ``node`` reads and that hold tensors, in ``all_input_nodes`` order."""
+    """The nodes that ``node`` reads and whose values are tensors, in ``all_input_nodes`` order."""
     return [n for n in node.all_input_nodes if tensors(meta(n).get("val"))]
 
 
 def is_attention(node: fx.Node) -> bool:
-    """Whether the op is attention, torch's or a custom op with attention in its name: its first three tensors are query, key and value."""
+    """Whether the op is attention, torch's or a custom op with attention in its name: its first three tensors are query, key, value."""
     return "attention" in facts(node).short and len(tensor_operands(node)) >= 3
 
 
@@ -69,14 +70,14 @@ def model_flops(node: fx.Node) -> float:
         return 0.0
     if is_attention(node):
         return _attention_flops(node)
-    if isinstance(node.target, Experts):  # of all chosen rows, which is what its body's shapes say
+    if isinstance(node.target, Experts):  # of all chosen rows, as in the shapes of its body
         return sum(model_flops(inner) for inner in node.target.body.graph.nodes)
     formula = _FLOPS.get(facts(node).kind)
     return float(formula(node)) if formula is not None else 0.0
 
 
 def backward_factor(node: fx.Node, needing_gradient: int, floating: int) -> float:
-    """Backward FLOPs over forward FLOPs, when ``needing_gradient`` of ``floating`` factors want a gradient."""
+    """Backward FLOPs over forward FLOPs, if ``needing_gradient`` of ``floating`` factors need a gradient."""
     if is_attention(node):
         return ATTENTION_BACKWARD if needing_gradient else 0.0
     return MATMUL_BACKWARD * min(1.0, needing_gradient / max(1, min(2, floating)))
@@ -88,7 +89,7 @@ def bytes_moved(node: fx.Node) -> int:
         return 0
     written = sum(t.nbytes for t in tensors(meta(node).get("val")))
     if facts(node).kind in (Kind.LOOKUP, Kind.GATHER):
-        # only the rows that are picked are read, not the table
+        # only the selected rows are read, not the table
         return 2 * written + sum(t.nbytes for n in tensor_operands(node)[1:] for t in tensors(meta(n)["val"]))
     return written + sum(t.nbytes for n in tensor_operands(node) for t in tensors(meta(n).get("val")))
 
@@ -135,7 +136,7 @@ def _einsum(node: fx.Node) -> float:
 
 _FLOPS: dict[Kind, Callable[[fx.Node], float]] = {
     Kind.PRODUCT: _product,
-    Kind.GROUPED_PRODUCT: _product,  # every row of the first operand meets one expert's matrix
+    Kind.GROUPED_PRODUCT: _product,  # every row of the first operand is multiplied with one expert's matrix
     Kind.EXPERTS_PRODUCT: _product,
     Kind.CONVOLUTION: _convolution,
     Kind.TRANSPOSED_CONVOLUTION: _convolution,

@@ -1,8 +1,8 @@
-"""Mixtures of experts as ops: the body that a model gives its experts, as a graph.
+"""Mixtures of experts as ops: the experts' body, which the model defines, as a graph.
 
 An ``Experts`` is the target of a graph's node, as ``aten.linear`` is of another: the node's operands are the tokens ``[..., h]``, the
 router's choices ``[..., k]`` and their weights ``[..., k]``, and the experts' parameters, each with the experts as dim 0. The body is a
-graph of ``(rows, counts, *parameters)`` over all chosen rows, sorted by expert; it treats rows alike, which is what lets tokens be sharded,
+graph of ``(rows, counts, *parameters)`` over all chosen rows, sorted by expert. It treats rows alike, so tokens can be sharded,
 permuted and sent to other ranks.
 """
 
@@ -19,10 +19,10 @@ from autopar.program import kernels_experts
 
 
 class Experts:
-    """A mixture's op. Two are equal if their bodies are the same graph at the same shapes."""
+    """The op of a mixture. Two are equal if their bodies are the same graph at the same shapes."""
 
     def __init__(self, body: fx.GraphModule, count: int) -> None:
-        self.__name__ = self.__qualname__ = "experts"  # what fx calls the node, and the table the op
+        self.__name__ = self.__qualname__ = "experts"  # fx's name for the node, and the table's for the op
         self.__module__ = kernels_experts.__name__
         self.body, self.count = body, count
         self._text = tuple(_described(body))
@@ -37,7 +37,7 @@ class Experts:
         return hash((self.count, self._text))
 
     def __deepcopy__(self, memo: Any) -> Experts:
-        return self  # nothing changes it
+        return self  # immutable
 
     def __repr__(self) -> str:
         return (
@@ -51,7 +51,7 @@ class Experts:
 
 
 def _described(body: fx.GraphModule) -> Iterator[tuple[Any, ...]]:
-    """The body's nodes: what equal bodies have equal."""
+    """Descriptions of the body's nodes; equal bodies have equal descriptions."""
     for node in body.graph.nodes:
         value = meta(node).get("val")
         shape = (tuple(value.shape), str(value.dtype)) if isinstance(value, Tensor) else None

@@ -1,7 +1,7 @@
-"""What each op is, in one table by name: its kind, and the facts that follow from its kind.
+"""Facts about each op, in one table by name: its kind, and the facts that follow from its kind.
 
-Rules, prices, passes, capture, emit and checks ask ``facts(node)`` instead of comparing names. An op that the table does not list is of the
-kind ``OTHER``. FLOPs and bytes depend on shapes, and are in ``autopar.ops.cost``.
+Rules, prices, passes, capture, emit and checks ask ``facts(node)`` instead of comparing names. An op that the table does not list is of
+the kind ``OTHER``. FLOPs and bytes depend on shapes, and are in ``autopar.ops.cost``.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _TORCHS_OWN = frozenset(("aten", "prim", "prims", "autopar", "profiler", "higher
 
 
 def aten_names(text: str) -> tuple[str, ...]:
-    """The full names of ATen ops that ``text`` lists by their short ones: ``"aten.view"`` and so on."""
+    """The full names of the ATen ops whose short names ``text`` lists: ``"aten.view"`` and so on."""
     return tuple(f"aten.{name}" for name in text.split())
 
 
 class Kind(Enum):
-    """What an op is; the value lists the ops by their full names."""
+    """The kind of an op; the value lists the ops by their full names."""
 
     ATTENTION = ("aten.scaled_dot_product_attention", "kernels.attention")
     PRODUCT = aten_names("linear matmul mm bmm mv addmm addbmm baddbmm")
@@ -48,7 +48,7 @@ class Kind(Enum):
     DRAW = ("kernels_random.uniform", "kernels_random.normal")  # seeded random numbers
     ARBITRARY = aten_names(
         "rand randn randint rand_like randn_like empty empty_like new_empty"
-    )  # no function of operands
+    )  # independent of operands
     ADDITION = aten_names("add sub")
     CAST = aten_names("to type_as _to_copy cpu cuda")
     DETACH = aten_names("detach")
@@ -71,18 +71,18 @@ _LINEAR = frozenset(
     (*aten_names("rsub neg sum mean cat stack"), "_operator.getitem", "kernels.reshape", "kernels.expand")
     + ("collectives.convert", "collectives.share", "localise_layer.scale")
 )
-# Pointwise ops that torch does not tag so.
+# Pointwise ops that torch does not tag as pointwise.
 _ALSO_POINTWISE = frozenset(aten_names("where to clamp clip logical_and logical_or"))
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """The facts about one op, whatever its overload, its arguments and its shapes.
+    """The facts about one op, for all its overloads, arguments and shapes.
 
     ``name`` is ``"aten.linear"`` for every overload of ``aten::linear``; for a Python function its module's last name and its own, as in
-    ``"kernels.cross_entropy_sum"`` and ``"_operator.getitem"``; empty for a node that is no call. ``seeded``: torch tags the op as one that
-    may draw random numbers. ``pointwise``: each element of the result depends on the operands' elements at the same (broadcast) place
-    alone.
+    ``"kernels.cross_entropy_sum"`` and ``"_operator.getitem"``; empty for a node that is no call. ``seeded``: torch tags the op as one
+    that may draw random numbers. ``pointwise``: each element of the result depends only on the operands' elements at the same (broadcast)
+    position.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Op:
 
     @property
     def is_attention(self) -> bool:
-        """Whether the op is attention with the arguments of torch's."""
+        """Whether the op is attention with the same arguments as torch's."""
         return self.kind is Kind.ATTENTION
 
     @property
@@ -107,14 +107,14 @@ class Op:
 
     @property
     def is_expensive(self) -> bool:
-        """Whether computing the result again takes more than keeping it in memory saves: selective recomputation keeps it."""
+        """Whether computing the result again costs more than the memory that it takes: selective recomputation keeps it."""
         return self.is_product or self.is_attention or self.kind is Kind.EINSUM
 
     @property
     def may_be_summed(self) -> bool:
-        """Whether selective recomputation keeps the sum of the result over devices, where the result is a term of one.
+        """Whether selective recomputation keeps the sum of the result over devices, if the result is a term of a sum.
 
-        Lookups in a table of which a device has some rows give terms of a sum, as products over slices do, and so does adding to these.
+        Lookups in a table of which a device has some rows give terms of a sum; so do products over slices, and additions to such terms.
         """
         return self.is_expensive or self.kind in (Kind.LOOKUP, Kind.ADDITION)
 
@@ -130,12 +130,12 @@ class Op:
 
     @property
     def is_view(self) -> bool:
-        """Whether the op moves no data, as far as its name tells (a reshape may copy: ``price.memory.trace`` sees it)."""
+        """Whether the op moves no data, judged by its name (a reshape may copy: ``price.memory.trace`` sees it)."""
         return self.kind in _VIEWS or self.name in _OTHER_VIEWS
 
     @property
     def is_strided(self) -> bool:
-        """Whether the op is a view whose elements may lie in another order, or apart from each other."""
+        """Whether the op is a view whose elements may be in another order in memory, or not contiguous."""
         return self.kind in _STRIDED
 
     @property
@@ -145,12 +145,12 @@ class Op:
 
     @property
     def looks_up(self) -> bool:
-        """Whether the op reads rows of a table, and may add them up."""
+        """Whether the op reads rows of a table, and possibly sums them."""
         return self.kind in (Kind.LOOKUP, Kind.BAG)
 
     @property
     def added_operand(self) -> int | None:
-        """The operand of a product, if any, that is only added to it."""
+        """The index of the operand that a product only adds, if any."""
         return {"aten.linear": 2, "aten.addmm": 0, "aten.addbmm": 0, "aten.baddbmm": 0}.get(self.name)
 
 
@@ -159,7 +159,7 @@ _NO_CALL = Op("", Kind.OTHER)
 
 @functools.lru_cache(maxsize=4096)
 def op_of(target: Any) -> Op:
-    """The facts about the op that a call's target is."""
+    """The facts about the op that is a call's target."""
     overload = overload_name(target)
     if overload is not None:
         name = overload.partition(".")[0].replace("::", ".")
@@ -195,7 +195,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether each element of the result depends on the operands' elements at the same (broadcast) place alone."""
+    """Whether each element of the result depends only on the operands' elements at the same (broadcast) position."""
     return facts(node).pointwise and not is_random(node)
 
 

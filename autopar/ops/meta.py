@@ -1,8 +1,8 @@
-"""The metadata of nodes and graphs: every key that autopar puts into ``fx.Node.meta`` and ``fx.GraphModule.meta``, and the keys of
-torch's that it reads.
+"""The metadata of nodes and graphs: every key that autopar writes into ``fx.Node.meta`` and ``fx.GraphModule.meta``, and torch's keys
+that it reads.
 
-``meta(node)`` is ``node.meta`` with these types: ``meta(node)["val"]``, ``"parameter" in meta(node)``. The type checker refuses a key that
-is not declared here.
+``meta(node)`` is ``node.meta`` with these types: ``meta(node)["val"]``, ``"parameter" in meta(node)``. The type checker refuses a key
+that is not declared here.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 class NodeMeta(TypedDict, total=False):
     """The metadata of a node."""
 
-    # of torch.export
+    # written by torch.export
     val: Any
-    """The value as a plain meta tensor, or a tuple of them: global shapes; in a local graph those of a rank."""
+    """The value as a plain meta tensor, or a tuple of them, with global shapes; in a local graph, with one rank's shapes."""
     nn_module_stack: dict[str, tuple[str, Any]]
-    """The modules of the user's model that the node was made in, outermost first."""
+    """The modules of the user's model around the node's code, outermost first."""
     stack_trace: str | None
-    """The lines of the user's code that made the node."""
+    """The lines of the user's code that created the node."""
 
     # of placeholders, from capture (export, constants) and cleaning (linear, functional): one of the first four
     parameter: Parameter
@@ -37,7 +37,7 @@ class NodeMeta(TypedDict, total=False):
     """The name of a folded constant."""
     lifted: bool
     shares: str
-    """The name of another parameter or buffer that lies in the same memory."""
+    """The name of another parameter or buffer that shares the node's memory."""
     state: bool
     """Present for buffers whose new values the graph returns."""
 
@@ -47,14 +47,14 @@ class NodeMeta(TypedDict, total=False):
     no_grad: bool
     """Present for calls under ``torch.no_grad``. Written and read by cleaning."""
     main: bool
-    """Whether the node depends on a parameter or a written buffer, is written to one, or draws random numbers. Written by
-    ``capture.segment``, as are the next two."""
+    """Whether the node depends on a parameter or a written buffer, is written to one, or draws random numbers. ``capture.segment`` writes
+    this key and the next two."""
     fed: bool
     """Whether the node depends on an input."""
     scalar: bool
     """Whether the node is a 0-d value of inputs that layers read: it is computed once, before the first layer."""
     scalar_name: str
-    """The name that a scalar gets. Written by the cleaning of losses."""
+    """The name of a scalar. Written by the cleaning of losses."""
     scalar_value: Value
     """The scalar as a value of the captured graph. Written by ``capture.layers``."""
 
@@ -62,7 +62,7 @@ class NodeMeta(TypedDict, total=False):
     types: tuple[SpmdType, ...]
     """The type on each axis. Written by ``passes.collectives``."""
     global_shape: tuple[int, ...]
-    """The shape before ``passes.localise_layer`` made it a rank's."""
+    """The global shape, which ``passes.localise_layer`` replaced by one rank's."""
     kept: bool
     """Whether selective recomputation keeps the result. Written by ``passes.keep``, read by ``emit``."""
     body: str
@@ -75,15 +75,15 @@ class GraphMeta(TypedDict, total=False):
     notes: list[str]
     """Sentences for the user."""
     unmicrobatchable: str
-    """Why the batch cannot be split in time."""
+    """The reason why the batch cannot be split in time."""
     local_batch_norm: bool
-    """Whether every part of the batch is normalised by its own statistics. Given by the user."""
+    """Whether every part of the batch is normalised by its own statistics. Set by the user."""
     updates: tuple[str, ...]
     """The names of the buffers whose new values follow the loss in the output. Written by ``functionalise_pass``."""
     valueless: dict[str, None]
-    """The names of the buffers whose values would be needed and are not there (the model is on meta)."""
+    """The names of the buffers whose values are needed but not available (the model is on meta)."""
     guards: tuple[Guard, ...]
-    """Questions that the model asked of its values, and the answers that the graph is captured for."""
+    """Questions that the model asked about its values, and the answers for which the graph is captured."""
 
 
 def meta(node: fx.Node) -> NodeMeta:

@@ -23,7 +23,7 @@ def is_tensor(node: fx.Node) -> bool:
 def operands(node: fx.Node) -> tuple[fx.Node, ...]:
     """The tensor operands in flattened order of the arguments, then of the keyword arguments, with duplicates.
 
-    ``mul(x, x)`` has two. Unlike ``node.all_input_nodes`` this aligns with the operands of the op's rule.
+    ``mul(x, x)`` has two. Unlike ``node.all_input_nodes``, this order matches the operands of the op's rule.
     """
     found: list[fx.Node] = []
 
@@ -38,9 +38,9 @@ def operands(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """The node's arguments by their names in the op's schema, in its order, defaults filled in.
+    """The node's arguments by their names in the op's schema, in the schema's order, with defaults filled in.
 
-    A Python function without a readable signature gives its positional arguments, named ``"0"``, ``"1"``, ...
+    For a Python function without a readable signature: its positional arguments, named ``"0"``, ``"1"``, ...
     """
     schema = overload_schema(node.target)
     if schema is not None:
@@ -57,7 +57,7 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def args_of(node: fx.Node) -> tuple[Any, ...]:
-    """The positional arguments; fx types them so widely that every use would need a cast."""
+    """The positional arguments as ``Any``; with fx's wide types every use would need a cast."""
     return node.args
 
 
@@ -74,14 +74,14 @@ def val(node: fx.Node) -> torch.Tensor:
 
 
 def first_tensor(node: fx.Node, index: int = 0) -> torch.Tensor:
-    """The node's meta tensor; the ``index``-th where the value is a tuple."""
+    """The node's meta tensor; the ``index``-th one if the value is a tuple."""
     value = meta(node)["val"]
     found: torch.Tensor = value[index] if isinstance(value, tuple | list) else value
     return found
 
 
 def shape_of(node: fx.Node, index: int = 0) -> tuple[int, ...]:
-    """The global shape of the node's value; of its ``index``-th tensor where the value is a tuple."""
+    """The global shape of the node's value; of its ``index``-th tensor if the value is a tuple."""
     return tuple(first_tensor(node, index).shape)
 
 

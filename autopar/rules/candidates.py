@@ -1,4 +1,4 @@
-"""What one mesh axis may do to one node: the candidates that its rule gives at its shapes."""
+"""How one mesh axis may run one node: the candidates that the node's rule gives at its shapes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Candidate:
     """Types in which a node may run on one axis.
 
     ``operands`` follows ``operands(node)``; ``result`` is the type of every output. ``letter`` is the letter of the rule that the
-    axis shards (``None``: none), ``extent`` its global size: the axis's size must divide it (0, which everything divides, where
+    axis shards (``None``: none), ``extent`` the letter's global size: the axis's size must divide it (0, which everything divides, if
     nothing is sharded). ``kernel`` names the function of ``autopar.program.kernels`` that replaces the op. ``linear`` marks
     the candidates in which a term of a sum passes through. A sharded or partial candidate divides the compute only if ``letter`` is set.
     """
@@ -39,7 +39,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A line at the shapes of one node: the letters of every dim, stars replaced, size-one dims bare."""
+    """A line at the shapes of one node: the letters of every dim, with stars replaced and no letters on dims of size one."""
 
     line: Line
     operands: tuple[tuple[Dim, ...], ...]
@@ -48,7 +48,7 @@ class Bound:
     fixed: frozenset[str]
 
     def place(self, dims: tuple[Dim, ...], letter: str) -> int | None:
-        """The dim that ``letter`` shards; ``None`` if it is absent, -1 if it stands where it may not be sharded."""
+        """The dim that ``letter`` shards; ``None`` if it is absent, -1 if it is in a position that may not be sharded."""
         places = [i for i, dim in enumerate(dims) if any(atom.letter == letter for atom in dim)]
         if not places:
             return None
@@ -57,7 +57,7 @@ class Bound:
 
 
 def line_of(node: fx.Node, table: Mapping[str, Entry] = TABLE) -> Line | None:
-    """The node's rule; ``None`` where the table has no line for its op or for these arguments."""
+    """The node's rule; ``None`` if the table has no line for its op or for these arguments."""
     entry = table.get(op_name(node))
     if entry is None:
         return None
@@ -66,14 +66,14 @@ def line_of(node: fx.Node, table: Mapping[str, Entry] = TABLE) -> Line | None:
 
 
 def has_rule(node: fx.Node) -> bool:
-    """Whether a line covers the node; without one it can only be replicated."""
+    """Whether a line covers the node; without a line, the node can only be replicated."""
     return line_of(node) is not None
 
 
 def candidates(node: fx.Node) -> tuple[Candidate, ...]:
     """Every way in which one axis may run the node.
 
-    All ``I`` and all ``R`` first (a node without tensor operands: ``R`` alone), then one per letter that may be
+    All ``I`` and all ``R`` first (a node without tensor operands: ``R`` alone), then one candidate per letter that may be
     sharded, then those in which terms of a sum pass through. Raises ``RuleError`` if the rule does not fit the shapes.
     """
     given = operands(node)
@@ -92,14 +92,14 @@ def candidates(node: fx.Node) -> tuple[Candidate, ...]:
 
 
 def operand_shapes(node: fx.Node) -> list[Shape]:
-    """The operands' global shapes; an element taken from a tuple has its own."""
+    """The operands' global shapes; for a ``getitem``, the shape of the tuple element that it takes."""
     if any(isinstance(meta(operand)["val"], tuple | list) for operand in operands(node)):
         return [shape_of(node)]
     return [shape_of(operand) for operand in operands(node)]
 
 
 def bind(line: Line, shapes: Sequence[Shape], result: Shape, name: str = "rule") -> Bound:
-    """Give the line's letters their sizes. Raises ``RuleError`` naming the op, the line and the shapes where they do not fit."""
+    """Give the line's letters their sizes. Raises ``RuleError``, with the op, the line and the shapes, if they do not fit."""
 
     def misfit(why: str) -> RuleError:
         text = ", ".join(map(str, shapes))
@@ -144,7 +144,7 @@ def _expand(operand: Operand, ndim: int, stars: int) -> tuple[Dim, ...] | None:
 
 
 def _size(dim: Dim, size: int, extents: dict[str, int]) -> bool:
-    """Record the sizes of the letters of one dim; whether they agree with the sizes that are known."""
+    """Record the sizes of the letters of one dim; return whether they agree with the known sizes."""
     if size == 1:
         if len(dim) == 1:
             extents.setdefault(dim[0].letter, 1)
@@ -191,7 +191,7 @@ def sharded(bound: Bound) -> list[Candidate]:
 
 
 def _joint(bound: Bound, letters: str, kernel: Kernel) -> Candidate | None:
-    """The candidate of a kernel for two letters that one axis shards: every operand along the one that it has."""
+    """The candidate of a kernel for two letters that one axis shards: each operand is sharded along its own one of the two."""
     first, plus, second = letters.partition("+")
     extent = math.gcd(bound.extents.get(first, 1), bound.extents.get(second, 1))
     if not plus or extent < 2 or {first, second} & bound.fixed:

@@ -1,25 +1,25 @@
 """The notation of sharding rules: one einsum-like line per op.
 
-A line names the dims of every tensor operand and of the result by letters, and so says what one mesh axis may do to the op::
+A line names the dims of every tensor operand and of the result by letters; this defines how one mesh axis may shard the op::
 
     * k, n k, +n -> * n ; linear 0 1         aten.linear
     v d, * -> * d ; v = masked_embedding     aten.embedding
     b (g=2 r=4) l e!, b g s! e!, b g s! v! -> b (g r) l v!
 
 ========= ==========================================================================================================
-``a``     an atomic dim. Sharded in one place it is sharded everywhere; a letter that the result lacks is summed over
-``*``     the leading dims, however many; several operands' are aligned from the right, as in broadcasting
+``a``     an atomic dim. An axis that shards it shards it everywhere; a letter that the result lacks is summed over
+``*``     any number of leading dims; those of several operands are aligned from the right, as in broadcasting
 ``a!``    a dim that may not be sharded (one mark fixes the letter everywhere)
 ``a~``    a dim that could be sharded with a halo; no kernel does so yet, so it may not be sharded, like ``a!``
 ``(a b)`` a product of dims, outermost first; only its outermost letter may be sharded. ``a=3`` gives a size
 ``1``     a dim of size one, or one without a letter: never sharded
-``+n``    (before an operand) an additive operand: where the result is a partial sum it must be a term of the sum too
-``; v = kernel`` or ``; v = kernel -> I``  sharding ``v`` replaces the op by this kernel (leaving ``P``, or the type named)
-``; t+e = kernel``  one axis that shards both letters, each operand along the one that it has, replaces the op by this kernel
+``+n``    (before an operand) an additive operand: if the result is a partial sum, it must be a term of the sum too
+``; v = kernel`` or ``; v = kernel -> I``  sharding ``v`` replaces the op by this kernel (result type ``P``, or the given type)
+``; t+e = kernel``  one axis that shards both letters, each operand along its own one of the two, replaces the op by this kernel
 ``; linear 0 1`` the op is linear in operand 0, and in operand 1, each with the others fixed; ``; linear 0+1`` in both jointly
 ========= ==========================================================================================================
 
-Dims of size one carry no letter, whatever the line says: that is broadcasting.
+Dims of size one have no letter, even if the line gives them one: that is broadcasting.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TOKEN = re.compile(r"\s*(?:(?P<atom>[A-Za-z]\w*)(?:=(?P<size>\d+))?(?P<mark>[!~
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """A letter in one place; ``size`` where the line gives it; ``fixed`` when it may not be sharded."""
+    """A letter in one position; ``size`` if the line gives it; ``fixed`` if it may not be sharded."""
 
     letter: str
     size: int | None = None
@@ -48,7 +48,7 @@ Dim = tuple[Atom, ...]
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """The dims of an operand or of the result; ``star`` is the index at which ``*`` stands, if it does."""
+    """The dims of an operand or of the result; ``star`` is the index of ``*``, if present."""
 
     dims: tuple[Dim, ...]
     star: int | None = None
@@ -57,7 +57,7 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What replaces the op when the letter is sharded, and the type that it leaves."""
+    """The kernel that replaces the op when the letter is sharded, and the type of its result."""
 
     name: str
     result: SpmdType = P
@@ -65,7 +65,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A parsed rule. ``linear`` lists groups of operands in which the op is jointly linear, the others fixed."""
+    """A parsed rule. ``linear`` lists groups of operands in which the op is jointly linear, with the others fixed."""
 
     text: str
     operands: tuple[Operand, ...]
@@ -75,7 +75,7 @@ class Line:
 
 
 def parse(text: str) -> Line:
-    """Parse a line. Raises ``RuleError`` with the place that does not parse."""
+    """Parse a line. Raises ``RuleError`` with the part that does not parse."""
     body, *clauses = (part.strip() for part in text.split(";"))
     left, arrow, right = body.partition("->")
     if not arrow:

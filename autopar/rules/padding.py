@@ -1,16 +1,16 @@
-"""Which dims of a layer may be padded, so that an axis whose size does not divide them can shard them all the same.
+"""Which dims of a layer may be padded, so that an axis whose size does not divide them can still shard them.
 
-A dim that parameters alone bring into a layer (a vocabulary, heads, a hidden width) need not be divisible: its parameters are
-stored with zeros behind their end, the local extent is rounded up, and nothing downstream may notice. All dims that the rules'
-letters tie together grow together: a **group**. Its ``count`` is the number of atomic pieces that every dim of the group is a
+A dim that only parameters bring into a layer (a vocabulary, heads, a hidden width) need not be divisible: its parameters are
+stored with zeros after their end, the local extent is rounded up, and no later result may change. All dims that the rules'
+letters tie together grow together: they form a **group**. Its ``count`` is the number of atomic pieces that every dim of the group is a
 multiple of (5 for five heads of width 8, although the projection's dim is 40), and whole pieces are added at the end.
 
-A group may be padded where every op that meets it gives the same numbers with padding; ``carried`` decides that op by op. What lies
-beyond the end is followed as one of two: zero, or merely finite. A product summed over the group needs one factor that is zero there.
-The numbers before the end are then those of the model, forward and backward. Gradients of a parameter's padding need not
-vanish (``sigmoid(0)`` does not), and the program sets them to zero before anything reads them.
+A group may be padded if every op on it gives the same results with padding; ``carried`` decides that op by op. The analysis tracks one of
+two states for the elements beyond the end: zero, or merely finite. A product summed over the group needs one factor that is zero there.
+The elements before the end are then those of the model, forward and backward. Gradients of a parameter's padding need not vanish
+(``sigmoid(0)`` does not), so the program sets them to zero before anything reads them.
 
-Batches and sequences are never padded, and a dim with a softmax, a norm or an unknown op on it is not either.
+Batches and sequences are never padded, and neither is a dim with a softmax, a norm or an unknown op on it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _KEEP = frozenset(
     gelu silu mish elu selu relu relu6 leaky_relu hardswish hardtanh hardshrink softshrink
 """)
 ) | {"_operator.getitem"}
-"""Ops that take zero to zero, with a finite derivative there."""
+"""Ops that map zero to zero, with a finite derivative there."""
 _BOUNDED = frozenset(aten_names("expand expand_as broadcast_to sigmoid hardsigmoid cos cosh softplus log_sigmoid erfc"))
-"""Ops that take finite to finite."""
+"""Ops that map finite values to finite values."""
 
 Place = tuple[str, int]
 """A dim of a value: the node's name and the dim."""
@@ -50,7 +50,7 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True)
 class Padding:
-    """The groups of a layer class that may be padded: the group of every dim in one, and every group's ``count``.
+    """The groups of a layer class that may be padded: the group of each of their dims, and every group's ``count``.
 
     ``reads`` gives the names of every node's tensor operands.
     """
@@ -60,7 +60,7 @@ class Padding:
     reads: dict[str, tuple[str, ...]]
 
     def multiples(self, axes: Sequence[Axis], types: Sequence[AxisTypes]) -> tuple[int, ...]:
-        """For every group, the product of the sizes of the axes that shard a dim of it, anywhere in the layer."""
+        """For every group, the product of the sizes of the axes that shard one of its dims, anywhere in the layer."""
         found = [1] * len(self.counts)
         for axis, solution in zip(axes, types, strict=True):
             for group in self.sharded(solution) if axis.size > 1 else ():
@@ -100,7 +100,7 @@ def padding(cls: LayerClass) -> Padding:
 
 
 class _Analysis:
-    """Ties dims into groups, then takes out those that an op does not bear."""
+    """Ties dims into groups, then removes the groups that an op does not allow to be padded."""
 
     def __init__(self, cls: LayerClass) -> None:
         self.cls = cls
@@ -109,7 +109,7 @@ class _Analysis:
         self.fixed: set[Place] = set()
         self.bounds: dict[str, Bound] = {}
         self.nodes = [node for node in cls.graph.graph.nodes if node.op != "output"]
-        self.zero: dict[Place, bool] = {}  # whether zero lies beyond the end
+        self.zero: dict[Place, bool] = {}  # whether the elements beyond the end are zero
 
     def result(self) -> Padding:
         for node in self.nodes:
@@ -146,7 +146,7 @@ class _Analysis:
         self.fixed |= {(node.name, dim) for dim in (range(len(shape_of(node))) if dims is None else dims)}
 
     def _borders(self) -> None:
-        """What does not come from parameters has a size that others see; so has what leaves the layer."""
+        """Fix the sizes that others see: those of values that do not come from parameters, and of values that leave the layer."""
         inputs = [node for node in self.nodes if node.op == "placeholder"]
         weights = inputs[len(inputs) - len(self.cls.parameters) :]
         output = self.cls.graph.graph.output_node()
@@ -156,7 +156,7 @@ class _Analysis:
             self.zero |= {(node.name, dim): True for dim in range(len(shape_of(node)))}
 
     def _tie(self, node: fx.Node) -> None:
-        """Dims that one letter names, outermost in each, grow together; an inner letter's dims may not grow."""
+        """Dims with the same outermost letter grow together; they may not grow if the letter is an inner letter anywhere."""
         line = line_of(node)
         if not operands(node) or line is None:
             for value in (node, *operands(node)):
@@ -180,7 +180,7 @@ class _Analysis:
         self.fixed |= {place for letter, place in first.items() if letter in inner or letter in bound.fixed}
 
     def _carry(self, node: fx.Node) -> None:
-        """Whether the node bears padding in each of its letters, and what then lies beyond the result's end."""
+        """Check whether the node allows padding in each of its letters, and record whether the result is zero beyond its end."""
         bound = self.bounds.get(node.name)
         if bound is None:
             return
@@ -200,10 +200,10 @@ class _Analysis:
 
 
 def carried(node: fx.Node, beyond: Sequence[bool | None], in_result: bool) -> bool | None:
-    """Whether zero lies beyond the result's end (``False``: something finite); ``None`` where the node does not bear padding.
+    """Whether the result is zero beyond its end (``False``: finite); ``None`` if the node does not allow padding.
 
-    ``beyond`` says for every operand whether zero lies beyond its end, or ``None`` where it lacks the dim. For an op
-    that sums over the dim any answer but ``None`` will do.
+    ``beyond`` says for every operand whether it is zero beyond its end, or ``None`` if it lacks the dim. For an op
+    that sums over the dim, ``True`` and ``False`` mean the same.
     """
     op = facts(node)
     name, kind = op.name, op.kind

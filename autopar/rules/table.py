@@ -1,8 +1,8 @@
 """The table: one line per op, or a function that writes the line from a node's arguments.
 
-Names are those of ``autopar.ops.facts.op_name``: one entry covers every overload. An op that is not here is replicated, and
-the plan says so by name. ``autopar.checks.samples`` holds arguments for every entry, and the tests execute each on shards.
-A letter, and linearity, are claimed where the type checker can follow them in the emitted program.
+Names are those of ``autopar.ops.facts.op_name``: one entry covers every overload. An op without an entry is replicated, and
+the plan names it. ``autopar.checks.samples`` has arguments for every entry, and the tests execute each entry on shards.
+An entry declares a letter, or linearity, only if the type checker can follow it in the emitted program.
 """
 
 from __future__ import annotations
@@ -126,11 +126,11 @@ TABLE: dict[str, Entry] = {
     # mixtures of experts, and the products in their bodies (where rows are sorted by expert, and so are not sharded)
     "kernels_experts.grouped_linear": "s! k, e! n k, e! -> s! n ; linear 0 1",
     "kernels_experts.of_rows": v.of_rows,
-    # made from nothing: the same on every rank
+    # created without operands: the same on every rank
     **dict.fromkeys(_FACTORIES, "-> *"),
     **dict.fromkeys(aten_names("new_zeros new_ones new_full new_empty"), v.made_anew),
 }
-"""Op name to its line, or to the function that writes it."""
+"""By op name: the op's line, or the function that writes it."""
 
 KERNELS: dict[str, Entry] = {"aten.scaled_dot_product_attention": v.ring_attention}
-"""A second line for an op: a kernel that shards it otherwise than its own line does."""
+"""A second line for an op: a kernel that shards it in another way than its first line."""

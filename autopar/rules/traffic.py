@@ -1,7 +1,7 @@
-"""What a kernel exchanges by itself: the collectives that no conversion between types shows.
+"""The exchanges inside kernels: collectives that no conversion between types shows.
 
-A kernel replaces an op where a letter is sharded (``candidates``), and may talk to the other ranks while it runs. The op-level
-optimum, the price and the structural check all ask here what it says and how much.
+A kernel replaces an op if a letter is sharded (``candidates``), and may communicate with the other ranks while it runs. The op-level
+optimum, the price and the structural check all ask this module which collectives a kernel runs, and with how many bytes.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from autopar.ops.operands import arguments, dtype_of, operands, shape_of
 from autopar.types import Collective
 
 OF_MICROBATCHES = frozenset(("step_statistics", "local_batch_norm"))
-"""Kernels that are meant for a part of the batch: the microbatches need not be there at one time."""
+"""Kernels for a part of the batch: they do not need all microbatches at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
     """One exchange over the axes on which a kernel runs.
 
-    Its bytes are ``times`` those of ``value`` (a node's tensor, whole: what of it the other axes divide is the caller's), with
+    Its bytes are ``times`` those of ``value`` (a node's whole tensor; the caller divides it by the other axes), with
     ``itemsize`` bytes per element, or the value's own (``None``). ``forward`` and ``backward`` are the collectives of the two passes.
-    With ``per_rank`` the bytes are what each rank contributes to a gather. ``overlapped`` says that the exchange runs beside the
+    With ``per_rank`` the bytes are each rank's contribution to a gather. ``overlapped`` says that the exchange runs concurrently with the
     kernel's own arithmetic.
     """
 
@@ -40,7 +40,8 @@ class Wire:
     overlapped: bool = False
 
     def bytes(self, element_bytes: float | None = None) -> float:
-        """Bytes of the whole; ``element_bytes`` are those of one element of ``value`` where they differ from the captured dtype's."""
+        """Bytes of the whole exchange; ``element_bytes`` are those of one element of ``value`` if they differ from the captured
+        dtype's."""
         tensor = meta(self.value)["val"]
         size = self.itemsize or (tensor.dtype.itemsize if element_bytes is None else element_bytes)
         return float(math.prod(tensor.shape) * size * self.times)
@@ -53,7 +54,7 @@ def kernel_traffic(kernel: str, node: fx.Node) -> tuple[Wire, ...]:
 
 
 def _wide(node: fx.Node) -> int:
-    """Bytes per element of what kernels add up in: float32 or wider."""
+    """Bytes per element of the dtype in which kernels accumulate: float32 or wider."""
     return max(4, int(dtype_of(node).itemsize))
 
 
@@ -68,8 +69,8 @@ def _vocabulary_loss(node: fx.Node) -> tuple[Wire, ...]:
 
 
 def _ring(node: fx.Node) -> tuple[Wire, ...]:
-    """Keys and values go round in both passes, their gradients once more, home included; in the balanced order of a causal
-    mask, every tensor that is sharded over the sequence also goes to its place and back."""
+    """Keys and values go around the ring in both passes, their gradients once more, back to their own ranks. In the balanced order of a
+    causal mask, every tensor that is sharded over the sequence also moves to its balanced position and back."""
     query, key, value = operands(node)[:3]
     rotate, shift, none = Collective.ROTATE, Collective.SHIFT, Collective.NONE
     found = []
@@ -78,18 +79,19 @@ def _ring(node: fx.Node) -> tuple[Wire, ...]:
         found.append(Wire(tensor, none, rotate, itemsize=_wide(tensor), overlapped=True))
         found.append(Wire(tensor, none, shift, itemsize=_wide(tensor)))
     if arguments(node)["is_causal"]:
-        # the result's gradient comes in as the result went out, and the operands' gradients go out as they came in
+        # the result's gradient arrives in the order in which the result left, and the operands' gradients leave in the operands' order
         found += [Wire(tensor, shift, shift) for tensor in (query, key, value, node)]
     return tuple(found)
 
 
 def _statistics(node: fx.Node) -> tuple[Wire, ...]:
-    """Every rank's means and variances are gathered; the gradient is reduced by the conversion behind."""
+    """Every rank's means and variances are gathered; the conversion that follows reduces the gradient."""
     return (Wire(node, Collective.ALL_GATHER, Collective.NONE, times=2 / 3, per_rank=True),)
 
 
 def _expert_exchange(node: fx.Node) -> tuple[Wire, ...]:
-    """Every token's row goes to each of its experts and comes back, and so does its gradient; before that, how many go where."""
+    """Every token's row goes to each of its experts and comes back, and so does its gradient; before that, ranks exchange the numbers of
+    rows."""
     tokens, index = operands(node)[:2]
     assert isinstance(node.target, Experts)
     counts = node.target.count / math.prod(shape_of(index))

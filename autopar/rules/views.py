@@ -1,6 +1,6 @@
 """Lines of the ops whose dims depend on shapes and arguments: views, reductions, concatenation, indexing.
 
-Each function takes a node and returns its line, or ``None`` where these arguments have none.
+Each function takes a node and returns its line, or ``None`` if there is no line for these arguments.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def unsharded(words: Words, dims: Sequence[int]) -> Words:
 def view(node: fx.Node) -> str:
     """view, reshape, flatten, unflatten, squeeze, unsqueeze: equal runs of dims, matched factor by factor."""
     left, right = factors(source(node), shape_of(node))
-    if not left:  # of a number
+    if not left:  # of a 0-d tensor
         left, right = ["*"], ["*", *right]
     return line([left, *(["1"] * len(shape_of(other)) for other in operands(node)[1:])], right, "linear 0")
 
@@ -64,8 +64,8 @@ def view(node: fx.Node) -> str:
 def factors(before: Sequence[int], after: Sequence[int]) -> tuple[Words, Words]:
     """Words for both sides of a reshape from ``before`` to ``after``.
 
-    Dims are consumed from the left; each step's letter is the largest factor that the two open dims share, which is outermost in
-    both of what is left. Where they share none, no letter may be sharded up to the next boundary common to both.
+    Dims are consumed from the left; each step's letter is the largest common factor of the two current dims, which is outermost in
+    both remainders. If they have no common factor, no letter may be sharded up to the next boundary common to both.
     """
     atoms: tuple[list[Words], list[Words]] = ([[] for _ in before], [[] for _ in after])
     open_dims = (
@@ -88,7 +88,7 @@ def factors(before: Sequence[int], after: Sequence[int]) -> tuple[Words, Words]:
             take(0, shared, letter)
             take(1, shared, letter)
             continue
-        products = [1, 1]  # of what is consumed on either side since the last common boundary
+        products = [1, 1]  # of the dims consumed on either side since the last common boundary
         while products[0] != products[1] or products[0] == 1:
             side = 0 if products[0] <= products[1] else 1
             factor = open_dims[side][0][1]
@@ -99,10 +99,10 @@ def factors(before: Sequence[int], after: Sequence[int]) -> tuple[Words, Words]:
 
 
 def expand(node: fx.Node) -> str:
-    """expand, broadcast_to: a dim that grows from one has a letter in the result alone, each rank makes its own share."""
+    """expand, broadcast_to: a dim that grows from one has a letter in the result alone; each rank creates its own share."""
     before, after = source(node), shape_of(node)
     right = names(len(after))
-    if not before:  # of a number
+    if not before:  # of a 0-d tensor
         return line([["*"], *(["1"] * len(shape_of(other)) for other in operands(node)[1:])], ["*", *right], "linear 0")
     left = right[len(after) - len(before) :]
     return line([left, *(["1"] * len(shape_of(other)) for other in operands(node)[1:])], right, "linear 0")
@@ -123,14 +123,14 @@ def permute(node: fx.Node) -> str:
 
 
 def select(node: fx.Node) -> str:
-    """select: the dim goes, and may not be sharded."""
+    """select: the dim disappears, and may not be sharded."""
     words = names(len(source(node)))
     dim = dims_of(arguments(node)["dim"], len(words))[0]
     return line([unsharded(words, [dim])], words[:dim] + words[dim + 1 :])
 
 
 def slice_(node: fx.Node) -> str:
-    """slice: the sliced dim may not be sharded unless the slice is the whole of it."""
+    """slice: the sliced dim may not be sharded unless the slice covers all of it."""
     before, after = source(node), shape_of(node)
     given = arguments(node)
     dim = dims_of(given["dim"], len(before))[0]
@@ -156,7 +156,7 @@ def same_but(*positions: str) -> Callable[[fx.Node], str]:
 
 
 def unbind(node: fx.Node) -> str:
-    """unbind: the dim goes."""
+    """unbind: the dim disappears."""
     words = names(len(source(node)))
     dim = dims_of(arguments(node)["dim"], len(words))[0]
     return line([unsharded(words, [dim])], words[:dim] + words[dim + 1 :])
@@ -177,13 +177,13 @@ def getitem(node: fx.Node) -> str | None:
 
 
 def cat(node: fx.Node) -> str:
-    """cat: the letters of the other dims; terms of sums pass if every part is one."""
+    """cat: the letters of the other dims; terms of sums pass through if every part is one."""
     linear = "linear " + "+".join(str(i) for i in range(len(operands(node))))
     parts = [shape_of(part) for part in operands(node)]
     words = names(len(shape_of(node)))
     dim = dims_of(arguments(node)["dim"], len(words))[0]
     words[dim] = "1"
-    # torch.cat skips one-dimensional empty parts whatever the others' rank
+    # torch.cat skips one-dimensional empty parts, for any rank of the others
     given = [words if len(part) == len(words) else ["1"] for part in parts]
     return line(given, words, linear)
 
@@ -198,8 +198,8 @@ def stack(node: fx.Node) -> str:
 
 
 def pad(node: fx.Node) -> str:
-    """pad, constant_pad_nd: padded dims may not be sharded, even one that is cut on the other side and keeps its size."""
-    dims, amounts = len(source(node)), arguments(node)["pad"]  # pairs, from the last dim on
+    """pad, constant_pad_nd: padded dims may not be sharded, not even one that is also cut on the other side and keeps its size."""
+    dims, amounts = len(source(node)), arguments(node)["pad"]  # pairs, starting with the last dim
     padded = {dims - 1 - i // 2 for i, amount in enumerate(amounts) if amount != 0}
     words = ["1" if dim in padded else word for dim, word in enumerate(names(dims))]
     return line([words], words)
@@ -218,7 +218,7 @@ def repeat_interleave(node: fx.Node) -> str | None:
 
 
 def repeat(node: fx.Node) -> str:
-    """repeat: dims repeated once keep their letters."""
+    """repeat: dims with one repetition keep their letters."""
     before, after = source(node), shape_of(node)
     words = names(len(after))
     grown = len(after) - len(before)
@@ -231,13 +231,13 @@ def repeat(node: fx.Node) -> str:
 
 
 def reduction(linear: bool) -> Callable[[fx.Node], str | None]:
-    """A reduction over ``dim`` with ``keepdim``: a linear one may be sharded over what it sums (and leaves terms), others not."""
+    """A reduction over ``dim`` with ``keepdim``: a linear one may be sharded over the summed dims (and gives terms), others not."""
 
     def build(node: fx.Node) -> str | None:
         if len(operands(node)) > 1:  # max(x, y)
             return "*, * -> *"
         words = names(len(source(node)))
-        if not words:  # of a number
+        if not words:  # of a 0-d tensor
             return line([["*"]], ["*"], *(["linear 0"] if linear else []))
         given = arguments(node)
         dims = dims_of(given.get("dim"), len(words))
@@ -249,7 +249,7 @@ def reduction(linear: bool) -> Callable[[fx.Node], str | None]:
 
 
 def logsumexp(node: fx.Node) -> str:
-    """logsumexp: as any reduction; with ``keepdim`` torch's own propagation misplaces the dims behind, which may not be sharded."""
+    """logsumexp: as any reduction; with ``keepdim`` torch's own propagation misplaces the dims after it, so they may not be sharded."""
     text = reduction(linear=False)(node)
     assert text is not None
     given = arguments(node)
@@ -265,7 +265,7 @@ def logsumexp(node: fx.Node) -> str:
 
 
 def matmul(node: fx.Node) -> str:
-    """matmul, by the ranks of its operands. Batch dims are letters, and one of them may be 1 or absent."""
+    """matmul, by the ranks of its operands. Batch dims are letters, and an operand may lack one of them, or have it with size 1."""
     left, right = (shape_of(operand) for operand in operands(node))
     text = {
         (True, True): "k, k -> ",
@@ -277,7 +277,7 @@ def matmul(node: fx.Node) -> str:
 
 
 def einsum(node: fx.Node) -> str | None:
-    """einsum: the notation's own case, if each letter stands once per operand and there is no ellipsis."""
+    """einsum: the notation's own case, if each letter appears once per operand and there is no ellipsis."""
     equation = str(arguments(node)["equation"]).replace(" ", "")
     left, arrow, right = equation.partition("->")
     parts = left.split(",")
@@ -290,7 +290,8 @@ def einsum(node: fx.Node) -> str | None:
 
 
 def attention(node: fx.Node) -> str:
-    """scaled_dot_product_attention: batch, heads (in groups where keys have fewer), and queries where they are not ordered."""
+    """scaled_dot_product_attention: batch, heads (in groups if there are fewer key heads), and queries if neither a causal mask nor
+    dropout depends on their order."""
     given = arguments(node)
     query, key = shape_of(given["query"]), shape_of(given["key"])
     lead = len(query) - 3
@@ -314,7 +315,7 @@ def attention(node: fx.Node) -> str:
 
 
 def diff(node: fx.Node) -> str:
-    """diff: its dim may not be sharded, nor those of the tensors that are put before and after."""
+    """diff: its dim may not be sharded, nor those of the tensors that are prepended and appended."""
     words = names(len(source(node)))
     dim = dims_of(arguments(node)["dim"], len(words))[0]
     words[dim] = "1"
@@ -322,7 +323,7 @@ def diff(node: fx.Node) -> str:
 
 
 def ring_attention(node: fx.Node) -> str | None:
-    """scaled_dot_product_attention with the sequence sharded in query, key and value alike: keys and values go round."""
+    """scaled_dot_product_attention with the sequence sharded in query, key and value alike: keys and values go around a ring."""
     given = arguments(node)
     query, key, value = (shape_of(given[name]) for name in ("query", "key", "value"))
     if len(query) < 3 or query[-2] != key[-2] or not query[:-3] == key[:-3] == value[:-3]:
@@ -342,20 +343,20 @@ def ring_attention(node: fx.Node) -> str | None:
 
 
 def layer_norm(node: fx.Node) -> str:
-    """layer_norm, rms_norm: the normalised dims may not be sharded; weight and bias have all of them."""
+    """layer_norm, rms_norm: the normalised dims may not be sharded; weight and bias have exactly these dims."""
     normalised = [f"d{i}!" for i in range(len(arguments(node)["normalized_shape"]))]
     return line([["*", *normalised], *([normalised] * (len(operands(node)) - 1))], ["*", *normalised])
 
 
 def group_norm(node: fx.Node) -> str:
-    """group_norm: examples alone (channels and places are normalised together)."""
+    """group_norm: examples alone (channels and positions are normalised together)."""
     words = names(len(source(node)))
     words = words[:1] + [w + "!" for w in words[1:]]
     return line([words, *([words[1]] for _ in operands(node)[1:])], words)
 
 
 def statistics(kernel: str) -> Callable[[fx.Node], str]:
-    """batch_statistics: channels; a kernel joins those of parts of the batch, or of places."""
+    """batch_statistics: channels; a kernel combines the statistics of parts of the batch, or of positions."""
 
     def build(node: fx.Node) -> str:
         words = names(len(source(node)))
@@ -366,13 +367,13 @@ def statistics(kernel: str) -> Callable[[fx.Node], str]:
 
 
 def normalise(node: fx.Node) -> str:
-    """normalise: elementwise, the rest per channel."""
+    """normalise: elementwise, with the other operands per channel."""
     words = names(len(source(node)))
     return line([words, *([words[1]] for _ in operands(node)[1:])], words)
 
 
 def local_batch_norm(node: fx.Node) -> str:
-    """local_batch_norm: channels, and examples where each part may be normalised by its own statistics."""
+    """local_batch_norm: channels, and examples if each part may be normalised by its own statistics."""
     words = unsharded(names(len(source(node))), range(2, len(source(node))))
     return line([words, *([words[1]] for _ in operands(node)[1:])], words, f"{words[0]} = local_batch_norm")
 
@@ -392,7 +393,7 @@ def convolution(node: fx.Node) -> str:
 
 
 def transposed_convolution(node: fx.Node) -> str:
-    """conv_transpose: examples (the type checker takes the output channels to be the weight's first dim, as in a convolution)."""
+    """conv_transpose: examples (the type checker assumes that the output channels are the weight's first dim, as in a convolution)."""
     rest = ["1"] * (len(source(node)) - 1)
     dims = [["n", *rest], ["1", *rest], ["1"]]
     return line(dims[: len(operands(node))], ["n", *rest])
@@ -422,9 +423,9 @@ def pool(node: fx.Node) -> str:
 
 
 def cross_entropy(node: fx.Node) -> str | None:
-    """cross_entropy_loss, nll_loss: examples, where the reduction does not count them; classes (dim 1) may not be sharded.
+    """cross_entropy_loss, nll_loss: examples, if the reduction does not count them; classes (dim 1) may not be sharded.
 
-    A mean divides by the number of labels that are not ignored, which no rank knows alone: no letter then.
+    A mean divides by the number of labels that are not ignored, which no rank knows alone: it has no letter.
     """
     given = arguments(node)
     logits = shape_of(operands(node)[0])
@@ -442,7 +443,8 @@ def cross_entropy(node: fx.Node) -> str | None:
 
 
 def pointwise_loss(node: fx.Node) -> str:
-    """mse_loss, kl_div, ...: elementwise, then kept, or summed (a mean is a sum times a constant). Weights align with the last dims."""
+    """mse_loss, kl_div, ...: elementwise, then unreduced or summed (a mean is a sum times a constant). Weights align with the last
+    dims."""
     if arguments(node)["reduction"] == 0:
         return line([["*"]] * len(operands(node)), ["*"])
     words = names(max(len(shape_of(operand)) for operand in operands(node)))
@@ -462,12 +464,12 @@ def cell(node: fx.Node) -> str:
 
 
 def embedding(node: fx.Node) -> str:
-    """embedding: a sharded vocabulary is the masked kernel's."""
+    """embedding: for a sharded vocabulary, the masked kernel."""
     return "v d, * -> * d ; v = masked_embedding"
 
 
 def index(node: fx.Node) -> str | None:
-    """x[:, i, j]: dims without an index keep their letters, indices broadcast among each other; boolean masks have no line."""
+    """x[:, i, j]: dims without an index keep their letters, indices broadcast against each other; boolean masks have no line."""
     given = arguments(node)
     indices = list(given["indices"])
     indices += [None] * (len(source(node)) - len(indices))
@@ -496,7 +498,7 @@ def index_select(node: fx.Node) -> str:
 
 
 def gather(node: fx.Node) -> str | None:
-    """gather and scatter: the dims other than ``dim``, where the index (and what it writes, if a tensor) spans them whole."""
+    """gather and scatter: the dims other than ``dim``, if the index (and the written value, if it is a tensor) spans them whole."""
     given = arguments(node)
     sizes = [shape_of(operand) for operand in operands(node)]
     dim = dims_of(given["dim"], len(sizes[0]))[0]
@@ -508,7 +510,7 @@ def gather(node: fx.Node) -> str | None:
 
 
 def one_hot(node: fx.Node) -> str | None:
-    """one_hot with its number of classes given."""
+    """one_hot with an explicit number of classes."""
     if int(arguments(node)["num_classes"]) < 0:
         return None
     words = names(len(source(node)))
@@ -527,7 +529,7 @@ def elementwise(*linear: str) -> Callable[[fx.Node], str]:
     def build(node: fx.Node) -> str:
         number = len(operands(node))
         clause = linear[:1] if number == 2 else linear[1:2]
-        if arguments(node).get("alpha", 1) != 1:  # written as an op that the type checker does not know to be linear
+        if arguments(node).get("alpha", 1) != 1:  # written as an op whose linearity the type checker does not know
             clause = ()
         return line([["*"]] * number, ["*"], *(c for c in clause if c))
 
@@ -542,7 +544,7 @@ def division(node: fx.Node) -> str:
 
 
 def sum_of_losses(node: fx.Node) -> str:
-    """kernels.cross_entropy_sum: examples and positions leave terms; the vocabulary is the vocabulary-parallel kernel's,
+    """kernels.cross_entropy_sum: examples and positions give terms; for the vocabulary, the vocabulary-parallel kernel,
     which takes no class weights.
     """
     if arguments(node)["weight"] is not None:
@@ -551,12 +553,12 @@ def sum_of_losses(node: fx.Node) -> str:
 
 
 def made_anew(node: fx.Node) -> str:
-    """new_zeros, new_ones, ...: the operand gives its dtype only; the result is whole."""
+    """new_zeros, new_ones, ...: the operand gives only its dtype; the result is whole."""
     return line([["1"] * len(source(node))], ["1"] * len(shape_of(node)))
 
 
 def addmm(node: fx.Node) -> str:
-    """addmm, baddbmm: the added operand broadcasts, and must be a term where the product is one."""
+    """addmm, baddbmm: the added operand broadcasts, and must be a term if the product is one."""
     batch = ["b"] if len(shape_of(node)) == 3 else []
     given = [*batch, "m", "n"]
     added = given[len(given) - len(source(node)) :]
@@ -572,7 +574,7 @@ def halved(node: fx.Node) -> str:
 
 
 def movedim(node: fx.Node) -> str:
-    """movedim: a permutation given by where dims go."""
+    """movedim: a permutation given by the dims' destinations."""
     words = names(len(source(node)))
     given = arguments(node)
     moved = dict(zip(dims_of(given["destination"], len(words)), dims_of(given["source"], len(words)), strict=True))
@@ -581,6 +583,6 @@ def movedim(node: fx.Node) -> str:
 
 
 def whole(node: fx.Node) -> str:
-    """Ops that run on whole tensors alone, although their leading dims could be sharded: the type checker does not know them."""
+    """Ops that run on whole tensors alone, although their leading dims could be sharded: the type checker does not know these ops."""
     words = ["1"] * len(source(node))
     return line([words], words)

@@ -1,4 +1,4 @@
-"""Sharding inside a layer: which type every value has on one axis, as an optimum over the rule table."""
+"""Sharding inside a layer: the type of every value on one axis, as an optimum over the rule table."""
 
 from autopar.shard.annotate import annotate
 from autopar.shard.conversions import conversions, layer_conversions

@@ -1,4 +1,4 @@
-"""What the rules know of a captured model and a plan should say: ops that stay replicated, layers that couple the batch."""
+"""Facts about a captured model that the rules know and a plan should report: ops that stay replicated, layers that couple the batch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from passes.clean.nodes import module_path
 
 
 def annotate(graph: Graph) -> Graph:
-    """The graph with ``replicated`` (ops that no rule covers, with the layers they are in) and ``unmicrobatchable`` filled."""
-    with without_function_modes():  # those that are active are about the model's own calls
+    """The graph with ``replicated`` (ops that no rule covers, with their layers) and ``unmicrobatchable`` filled."""
+    with without_function_modes():  # active modes concern the model's own calls
         return _annotated(graph)
 
 
@@ -48,7 +48,7 @@ def _annotated(graph: Graph) -> Graph:
 
 
 def _couples_batch(graph: Graph, index: int, cls: LayerClass) -> str:
-    """Why the batch cannot be split in time at this layer; empty when it can."""
+    """The reason why the batch cannot be split in time at this layer; empty if it can."""
     name = graph.layers[index].name
     types = role_types(graph, index, Role.DATA, 1)
     if types is None:
@@ -67,12 +67,12 @@ def _couples_batch(graph: Graph, index: int, cls: LayerClass) -> str:
 
 
 def _read(node: fx.Node, types: AxisTypes) -> list[tuple[str, SpmdType]]:
-    """The values that a node reads, and as what."""
+    """The values that a node reads, and the types in which it reads them."""
     return [(operand.name, t) for operand, t in zip(operands(node), types.needed[node.name], strict=True)]
 
 
 def _described(node: fx.Node) -> str:
-    """The op, its module, and the line of the model's code that it comes from; of what enters the layer, its first reader's."""
+    """The op, its module, and its line of the model's code; for a value that enters the layer, those of its first reader."""
     if node.op == "placeholder":
         node = next((reader for reader in node.users if reader.op == "call_function"), node)
     text = op_name(node).removeprefix("aten.") if node.op == "call_function" else f"the value {node.name}"

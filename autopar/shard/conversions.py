@@ -1,4 +1,4 @@
-"""The conversions that a solution implies: one per value and target type, however many operands read it."""
+"""The conversions that a solution implies: one per value and target type, for any number of operands that read it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _conversions(cls: LayerClass, types: AxisTypes) -> Iterator[tuple[str, SpmdT
 def layer_conversions(cls: LayerClass, types: AxisTypes, *, gradients_only: bool = True) -> list[str]:
     """The wire operations of the layer by name, forward then backward, such as ``forward all_reduce``.
 
-    With ``gradients_only`` the conversions of values without gradient, which move nothing backward, are left out.
+    With ``gradients_only`` the conversions of values without gradient, which move nothing backward, are omitted.
     """
 
     flow = gradient_flow(cls)

@@ -1,9 +1,9 @@
 """Exact optimum by variable elimination: one node after the other is minimised away over its neighbours.
 
 Bertele and Brioschi, *Nonserial Dynamic Programming* (1972), chapter 2. A transformer block's graph is nearly a chain, so the tables stay
-small: milliseconds. A value with several readers gets a variable of its own, (type as produced, set of types it is
-converted to), so that a conversion is paid once; sets of more than three types are left out. Raises ``TableTooLargeError``
-where the graph is too entangled.
+small: milliseconds. A value with several readers gets a separate variable, (type as produced, set of types it is
+converted to), so that a conversion is paid once; sets of more than three types are excluded. Raises ``TableTooLargeError``
+if the graph is too entangled.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def eliminate(problem: Problem) -> dict[str, int] | None:
     for conversions in range(MAX_CONVERSIONS, 0, -1):
         factors, sizes = _factors(problem, conversions)
         if 0 in sizes.values():
-            return None  # a value that can be had in no type that all its readers take
+            return None  # no type of some value satisfies all its readers
         try:
             return _eliminate(problem, factors, sizes)
         except TableTooLargeError:
@@ -92,8 +92,9 @@ Near = dict[str, set[str]]
 
 
 def _order(factors: list[_Factor], sizes: dict[str, int]) -> list[str]:
-    """In which order the variables go, by the first of three measures under which no table is too large: next is the one with the smallest
-    table to minimise over; the one that leaves the smallest behind; the one that ties the fewest variables to each other that were not."""
+    """The elimination order of the variables, by the first of three measures with which no table is too large. The next variable is the
+    one whose table to minimise over is smallest; the one that leaves the smallest table behind; or the one that newly ties the fewest
+    pairs of variables."""
     found = []
     for measure in (_table, _left, _ties):
         largest = _ordered(factors, sizes, measure)
@@ -121,14 +122,14 @@ def _ties(name: str, near: Near, entries: dict[str, int], sizes: dict[str, int])
 
 
 def _ordered(factors: list[_Factor], sizes: dict[str, int], measure: Measure) -> dict[str, int]:
-    """The variables in the order in which they go, with the entries of the table that each takes."""
+    """The variables in elimination order, with the number of entries of each one's table."""
     near: Near = {name: {name} for name in sizes}  # the variables that share a factor with each, itself among them
     for factor in factors:
         for name in factor.variables:
             near[name].update(factor.variables)
     entries = {name: math.prod(sizes[v] for v in group) for name, group in near.items()}
     measured = {name: measure(name, near, entries, sizes) for name in near}
-    waiting = [(found, name) for name, found in measured.items()]  # what has been measured anew since is passed over
+    waiting = [(found, name) for name, found in measured.items()]  # entries with an outdated measure are skipped
     heapq.heapify(waiting)
     largest: dict[str, int] = {}
     while near:
@@ -149,7 +150,7 @@ def _ordered(factors: list[_Factor], sizes: dict[str, int], measure: Measure) ->
 
 
 def _join(name: str, touching: list[_Factor], sizes: dict[str, int]) -> _Factor:
-    """The sum of the factors, ``name`` first."""
+    """The sum of the factors, with ``name`` as the first dim."""
     others = sorted({v for factor in touching for v in factor.variables} - {name})
     variables = (name, *others)
     shape = tuple(sizes[v] for v in variables)
@@ -179,7 +180,7 @@ def _factors(problem: Problem, conversions: int) -> tuple[list[_Factor], dict[st
 
 
 def _needs(problem: Problem, name: str, reader: str) -> list[frozenset[SpmdType]]:
-    """For every option of ``reader``, the types in which it takes the value."""
+    """For every option of ``reader``, the types in which it reads the value."""
     places = [index for who, index in problem.reads[name] if who == reader]
     return [frozenset(option.operands[i] for i in places) for option in problem.options[reader]]
 
@@ -196,7 +197,7 @@ def _single_reader(problem: Problem, name: str, reader: str) -> _Factor:
 
 
 def _distinct(values: list[_T]) -> tuple[list[_T], list[int]]:
-    """The distinct ones, and which of them each is."""
+    """The distinct values, and for each value its index among them."""
     index = {value: k for k, value in enumerate(dict.fromkeys(values))}
     return list(index), [index[value] for value in values]
 

@@ -3,8 +3,8 @@
 ::
 
     choose[v]:      sum_c x[v,c] = 1                               one option per node
-    convert[v,t,e]: sum_s y[v,s,t] >= sum_{c: c needs t at e} x[e,c]    every operand that reads v is served
-    source[v,s,t]:  y[v,s,t] <= sum_{c: c produces s} x[v,c]       and only from what was produced
+    convert[v,t,e]: sum_s y[v,s,t] >= sum_{c: c needs t at e} x[e,c]    every operand that reads v gets its type
+    source[v,s,t]:  y[v,s,t] <= sum_{c: c produces s} x[v,c]       and only from the type that was produced
     x binary, 0 <= y <= 1
 """
 
@@ -61,7 +61,7 @@ def solve_milp(problem: Problem) -> dict[str, int] | None:
         for target in problem.demands[name]:
             serve(name, target, [])
     parameters = pywraplp.MPSolverParameters()
-    # its default calls what is a ten-thousandth above the optimum optimal
+    # by default, SCIP accepts a solution one ten-thousandth above the optimum as optimal
     parameters.SetDoubleParam(pywraplp.MPSolverParameters.RELATIVE_MIP_GAP, 0.0)
     status = solver.Solve(parameters)
     if status == pywraplp.Solver.INFEASIBLE:

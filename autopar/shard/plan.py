@@ -1,4 +1,4 @@
-"""From a strategy to types: which solution each axis of the mesh uses in each layer."""
+"""From a strategy to types: the solution of each mesh axis in each layer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MICROBATCH = "microbatch"
 def role_types(graph: Graph, layer: int, role: Role, size: int) -> AxisTypes | None:
     """The solution of layer ``layer`` (an index) on axes in ``role`` whose sizes multiply to ``size``.
 
-    A parameter that several layers use has one layout in all of them: that of its last use (where it is multiplied with most).
+    A parameter that several layers use has one layout in all of them: that of its last use (which multiplies with it most).
     """
     this = graph.layers[layer]
     cls = graph.classes[this.cls]
@@ -48,7 +48,7 @@ def _parameter_type(graph: Graph, layer: int, name: str, types: AxisTypes) -> Sp
 def layer_sharding(
     graph: Graph, layer: int, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int
 ) -> Sharding | None:
-    """Types on the microbatch axis (first) and every axis of the mesh; ``None`` where a role has no solution."""
+    """Types on the microbatch axis (first) and every axis of the mesh; ``None`` if a role has no solution."""
     roles = (Role.DATA, *strategy.roles)
     axes = (Axis(MICROBATCH, graph.parts(microbatches), 0), *mesh)
     sizes: dict[Role, int] = {}
@@ -67,8 +67,8 @@ def plan_shardings(graph: Graph, plan: Plan) -> tuple[Sharding, ...]:
     """One sharding per layer of the plan.
 
     Raises:
-        UsageError: the graph is of another number of microbatches, a layer does not admit a role, its roles do not go together, or layers
-            that share a parameter would hold it differently.
+        UsageError: the graph has another number of microbatches, a layer does not admit a role, its roles cannot be combined, or layers
+            that share a parameter would store it differently.
     """
     if graph.accumulated not in (1, plan.microbatches):
         raise UsageError(
@@ -96,7 +96,7 @@ def plan_shardings(graph: Graph, plan: Plan) -> tuple[Sharding, ...]:
 
 
 def _refused(graph: Graph, plan: Plan, layer: int) -> str:
-    """The first role of the layer's strategy that it does not admit, and why."""
+    """The first role of the layer's strategy that the layer does not admit, and the reason."""
     strategy = plan.layers[layer].strategy
     for role in (Role.DATA, *strategy.roles):
         size = strategy.degree(plan.mesh, role) * (graph.parts(plan.microbatches) if role is Role.DATA else 1)
@@ -106,7 +106,7 @@ def _refused(graph: Graph, plan: Plan, layer: int) -> str:
 
 
 def _check_shapes(graph: Graph, index: int, sharding: Sharding) -> None:
-    """Raise unless what all axes together take of every value is whole."""
+    """Raise unless the axes together divide every value of the layer into whole shares."""
     layer = graph.layers[index]
     padded = padding(graph.classes[layer.cls]).groups
     for node in graph.classes[layer.cls].graph.graph.nodes:
@@ -125,7 +125,7 @@ def _check_shapes(graph: Graph, index: int, sharding: Sharding) -> None:
 
 
 def _check_borders(graph: Graph, shardings: list[Sharding]) -> None:
-    """Raise unless every value that goes from one layer to another is whole at every step of its conversion."""
+    """Raise unless every value that goes from one layer to another has whole shares at every step of its conversion."""
     made = {name: (i, k) for i, layer in enumerate(graph.layers) for k, name in enumerate(layer.outputs)}
     for reader, layer in enumerate(graph.layers):
         for name, placeholder in zip(layer.activations, placeholders(graph.classes[layer.cls]), strict=False):

@@ -1,4 +1,4 @@
-r"""The op-level optimum of one layer on one axis, stated: options, costs and what must hold.
+r"""The op-level optimum of one layer on one axis as a problem: options, costs and constraints.
 
 For a layer class, a role (which fixes the types at the layer's border) and an axis of size *n*::
 
@@ -7,15 +7,15 @@ For a layer class, a role (which fixes the types at the layer's border) and an a
 
 * an option is one of ``rules.candidates``: the letter that the axis shards, or replication as I or as R; a placeholder's options
   are the types in which it may enter;
-* ``needed(v)`` is the *set* of types in which the readers of ``v`` take it: a conversion is paid once per value and target type
-  however many operands want it (q, k and v share one all-reduce);
-* ``cost`` is the op's compute, divided by *n* where a letter is sharded, and what its kernel exchanges; for a stored
+* ``needed(v)`` is the *set* of types in which the readers of ``v`` read it: a conversion is paid once per value and target type,
+  for any number of operands that need it (q, k and v share one all-reduce);
+* ``cost`` is the op's compute, divided by *n* if a letter is sharded, plus its kernel's exchanges; for a stored
   parameter ``BYTE_HELD_S`` per byte in memory;
-* an option is legal where *n* divides what it shards, or where that may be padded (``rules.padding``): compute and bytes then grow;
-* ``conversion`` is the time on the wire, forward plus (where a gradient flows) backward; infinite where there is none.
+* an option is legal if *n* divides the dims that it shards, or if these may be padded (``rules.padding``): compute and bytes then grow;
+* ``conversion`` is the time on the wire, forward plus (if a gradient flows) backward; infinite if there is no such conversion.
 
-Times are of a reference device: they rank alternatives inside one layer; a plan's price is computed elsewhere. Costs are
-divided by the dearest one, so that solvers see numbers near 1 for tiny and huge layers alike.
+Times are those of a reference device: they rank alternatives inside one layer; a plan's price is computed elsewhere. Costs are
+divided by the highest one, so that solvers see numbers near 1 for tiny and huge layers alike.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from autopar.rules.traffic import kernel_traffic
 from autopar.shard.grid import admits, converts, gathers, stored
 from autopar.types import Collective, I, P, R, S, SpmdType, conversion, legal_in_time
 
-REFERENCE_FLOPS_PER_S = 4e14  # about what a matmul reaches on one H100 in bfloat16
-REFERENCE_BYTES_PER_S = 2e12  # device memory, likewise
-REFERENCE_LINK_BYTES_PER_S = 2e11  # NVLink all-reduce bandwidth seen on nodes of 8
-REFERENCE_AXIS = 8  # the axis size for which compute and wire are weighed
-# A parameter byte in memory costs as much as moving it over the link ten times: its gradient and optimizer state weigh seven
-# bytes more, and memory, not time, is what tensor parallelism is bought for. Layouts do not change between 2 and 50 on a
+REFERENCE_FLOPS_PER_S = 4e14  # roughly a matmul's rate on one H100 in bfloat16
+REFERENCE_BYTES_PER_S = 2e12  # device memory of the same GPU
+REFERENCE_LINK_BYTES_PER_S = 2e11  # NVLink all-reduce bandwidth observed on nodes of 8
+REFERENCE_AXIS = 8  # the axis size at which compute and wire are compared
+# A parameter byte in memory costs as much as moving it over the link ten times: its gradient and optimizer state add seven
+# bytes, and tensor parallelism is used to save memory, not time. Layouts do not change between 2 and 50 on a
 # Llama block; below 2 the embedding is replicated.
 BYTE_HELD_S = 10 / REFERENCE_LINK_BYTES_PER_S
 # Compilers fuse a chain of pointwise ops into one read and one write: the six ops of an RMSNorm, which read and write about
-# fifteen tensors one by one, take two or three. Priced unfused, splitting a norm over the axis would seem to pay for a gather.
+# fifteen tensors one by one, then read and write two or three. At the unfused price, sharding a norm would seem worth a gather.
 FUSED_SHARE = 0.2
-# Every collective waits for the slowest rank: at least this share of the layer's dearest item. A conversion that moves nothing still
-# costs a line of program; of equal optima the one with fewer is taken. A value zeroed on all ranks but one (I or R to P) counts as a
-# collective: it is legal and rarely wanted.
+# Every collective waits for the slowest rank: it costs at least this share of the layer's most expensive item. A conversion that moves
+# nothing still costs a line in the program; among equal optima the one with fewer conversions wins. Zeroing a value on all ranks but one
+# (I or R to P) counts as a collective: it is legal and rarely useful.
 COLLECTIVE_SHARE = 0.02
 CONVERSION_SHARE = 1e-6
 
@@ -71,15 +71,15 @@ _OWN_TOKENS = (
     Role.ULYSSES,
     Role.RING,
     Role.EXPERT,
-)  # every rank computes its own tokens, as under data, but for an exchange
+)  # every rank computes its own tokens, as in the role data, except for an exchange
 
 
 def boundary(cls: LayerClass, role: Role, value: Value) -> SpmdType | None:
-    """The type of an activation at a layer's border under ``role``; ``None`` when the value has no such dim.
+    """The type of an activation at a layer's border under ``role``; ``None`` if the value lacks the role's dim.
 
-    Dim 0 is the batch, dim 1 the sequence, which is how every captured layer hands its activations on. What has no batch
-    (T5's position bias) is computed from parameters alone, and has their type. A number (a layer's own loss) is a term of the whole
-    batch's where the batch is cut.
+    Dim 0 is the batch, dim 1 the sequence: every captured layer passes its activations on in this form. A value without a batch dim
+    (T5's position bias) is computed from parameters alone, and has their type. A 0-d value (a layer's own loss) is a term of the whole
+    batch's value if the batch is cut.
     """
     if not value.shape:
         return P if role.replicates_parameters else I
@@ -100,9 +100,9 @@ def update_type(role: Role) -> SpmdType:
 
 
 class Problem:
-    """Options, costs and readers of every node. ``feasible`` is false where some node has no option at all.
+    """Options, costs and readers of every node. ``feasible`` is false if some node has no option at all.
 
-    With ``in_time`` only what microbatches can do one after the other is allowed: no kernel, and no collective.
+    With ``in_time`` only options that microbatches allow one after the other are legal: no kernel, and no collective.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Problem:
         self._inputs = placeholders(cls)
         self._weights = {node.name for node in self._inputs[len(self._inputs) - len(cls.parameters) :]}
         self._replicated = self._from_weights() if role in _OWN_TOKENS else set()
-        # Of activations, one row of the batch: what a layer weighs against its parameters must not grow with the batch.
+        # For activations, one row of the batch: the weight of compute against parameters must not grow with the batch.
         self._row = 1.0 / max((v.shape[0] for v in (*cls.activations, *cls.inputs) if cls.batched(v)), default=1)
         self.nodes = {node.name: node for node in cls.graph.graph.nodes if node.op != "output"}
         self.options: dict[str, list[Candidate]] = {name: self._options(node) for name, node in self.nodes.items()}
@@ -160,13 +160,15 @@ class Problem:
         ]
 
     def _repetition(self, name: str, option: Candidate) -> float:
-        """A role under which parameters are whole divides nothing but activations: there every op done by all ranks counts as a dearest
-        one, lest small sizes, where collectives' waits outweigh arithmetic, find something else."""
+        """An extra cost for replicated ops, in roles with whole parameters: these roles divide only activations, so an op that all ranks
+        repeat costs as much as the most expensive item. Otherwise small sizes, where collectives' waits outweigh arithmetic, would find
+        another solution."""
         alone = option.letter is None and not option.linear and bool(option.operands)
         return 1.0 if self.role in _OWN_TOKENS and alone and self._flow[name] and name not in self._replicated else 0.0
 
     def conversion_cost(self, name: str, source: SpmdType, target: SpmdType) -> float:
-        """The cost of converting the node's value from ``source`` to ``target``, in units of the highest; infinite without a conversion."""
+        """The cost of converting the node's value from ``source`` to ``target``, in units of the highest; infinite if no conversion
+        exists."""
         if source == target:
             return 0.0
         key = name, source, target
@@ -198,7 +200,7 @@ class Problem:
         return seconds / self.dearest_s + waits * COLLECTIVE_SHARE + CONVERSION_SHARE
 
     def objective(self, chosen: dict[str, int]) -> float:
-        """The cost of a choice of one option (by index) per node, in units of the dearest."""
+        """The cost of a choice of one option (by index) per node, in units of the highest."""
         total = 0.0
         for name, index in chosen.items():
             produced = self.options[name][index].result
@@ -221,8 +223,8 @@ class Problem:
         return [option for option in found if self._whole(node, option) and self._plays(node, option)]
 
     def _from_weights(self) -> set[str]:
-        """The values that are computed from parameters alone. Roles under which these are whole do not slice them: gathering what they are
-        multiplied with would cost fewer collectives and more bytes, which small sizes cannot tell."""
+        """The values that are computed from parameters alone. Roles under which these are whole do not slice them: gathering the values
+        that they are multiplied with would cost fewer collectives and more bytes, which small sizes cannot tell."""
         found = set(self._weights)
         for node in self.cls.graph.graph.nodes:
             if node.op == "call_function" and operands(node) and all(value.name in found for value in operands(node)):
@@ -230,11 +232,11 @@ class Problem:
         return found
 
     def _plays(self, node: fx.Node, option: Candidate) -> bool:
-        """Whether the option is of the role's kind.
+        """Whether the role allows this kind of option.
 
-        Keys and values rotate under ``RING`` alone, and there always. Under Ulysses attention goes by heads. Neither takes the
-        batch for the sequence: exchanging the one for the other moves less in a layer, and is data parallelism, which the batch
-        has to be large enough for.
+        Keys and values rotate under ``RING`` alone, and there always. Under Ulysses, attention is sharded by heads. Neither role shards
+        the batch in place of the sequence: exchanging one for the other moves fewer bytes in a layer, but it is data parallelism, for
+        which the batch has to be large enough.
         """
         if self.role not in (Role.ULYSSES, Role.RING):
             return option.kernel != "ring_attention"
@@ -248,11 +250,11 @@ class Problem:
         return option.result.dim == len(shape_of(node)) - 3
 
     def _fits(self, name: str, shape: tuple[int, ...], t: SpmdType) -> bool:
-        """Whether the value may be sharded so, padded where that is allowed."""
+        """Whether the value may be sharded in this way, with padding where that is allowed."""
         return t.dim is None or shape[t.dim] % self.size == 0 or (name, t.dim) in self._padding.groups
 
     def _whole(self, node: fx.Node, option: Candidate) -> bool:
-        """Whether every rank's share of what the option shards is whole, padded where that is allowed."""
+        """Whether every rank's share of the sharded dims is whole, with padding where that is allowed."""
         if option.letter is None or option.extent % self.size == 0:
             return True
         types = (*option.operands, option.result)
@@ -260,7 +262,7 @@ class Problem:
         return all(dim is None or (name, dim) in self._padding.groups for name, dim in places)
 
     def _growth(self, name: str, option: Candidate) -> float:
-        """By which factor padding enlarges what the option shards."""
+        """The factor by which padding enlarges the dims that the option shards."""
         for value, t in zip((*self._padding.reads[name], name), (*option.operands, option.result), strict=True):
             group = None if t.dim is None else self._padding.groups.get((value, t.dim))
             if group is not None:
@@ -292,8 +294,8 @@ class Problem:
         return stored(role, shape, self.size, of_experts) or [I, *pieces]
 
     def _loss(self, name: str) -> None:
-        """The loss starts the backward pass with gradient 1 on every rank, which is right for P and I alone; where gradients of
-        replicated parameters are summed it must be a term of the sum, and a whole loss is kept on one rank."""
+        """The loss starts the backward pass with gradient 1 on every rank, which is right for P and I alone. If gradients of replicated
+        parameters are summed, the loss must be a term of the sum, so a whole loss is zeroed on all ranks but one."""
         if self.role.replicates_parameters:
             self.demands[name].add(P)
         else:
@@ -316,8 +318,8 @@ class Problem:
                 backward = wire.backward if self._flow[node.name] else Collective.NONE
                 share = _WIRE_FACTOR[wire.forward] + _WIRE_FACTOR[backward]
                 seconds += share * wire.bytes() / REFERENCE_LINK_BYTES_PER_S
-        # sequence-parallel borders are there to hold slices: gathering before a norm instead of after it costs the same on the wire,
-        # and a byte of activation in memory costs as much as one of a parameter
+        # sequence-parallel borders exist to keep only slices in memory: gathering before a norm instead of after it costs the same on the
+        # wire, and a byte of activation in memory costs as much as one of a parameter
         if self.role is Role.TENSOR_SEQUENCE and self._flow[node.name] and option.result in (I, R):
             seconds += BYTE_HELD_S * _bytes(node)
         return seconds * self._row

@@ -1,4 +1,4 @@
-"""Why a layer does not admit a role, in words."""
+"""The reason why a layer does not admit a role, in words."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def refusal(graph: Graph, layer: int, role: Role, size: int) -> str:
 
 
 def _attention(node: fx.Node, role: Role, size: int) -> str:
-    """What an attention lacks for a role that shards the sequence; empty where it lacks nothing."""
+    """The property that an attention op lacks for a role that shards the sequence; empty if it lacks none."""
     if not facts(node).is_attention:
         return ""
     query, key = (shape_of(operand) for operand in operands(node)[:2])

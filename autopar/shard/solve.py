@@ -1,4 +1,4 @@
-"""The op-level optimum of a layer class in a role: elimination where the tables fit, a mixed-integer program elsewhere."""
+"""The op-level optimum of a layer class in a role: elimination if the tables fit, else a mixed-integer program."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ def solve(cls: LayerClass, role: Role, size: int = 2, fixed: tuple[tuple[str, Sp
 
 @lru_cache(maxsize=4096)
 def _shares(cls: LayerClass, size: int, rules: int) -> tuple[float, ...]:
-    """What a ``Problem`` sees of an axis's size: which extents it divides, and by how much padding would enlarge the others.
+    """The only properties of an axis's size that a ``Problem`` uses: which extents it divides, and by how much padding would enlarge the
+    others.
 
-    Sizes that are alike in this have the same solution: costs are weighed at one size for all.
+    Sizes with equal properties have the same solution: costs are compared at one size for all.
     """
     groups = padding(cls).counts
     return (*(extent % size == 0 for extent in _extents(cls, rules)), *(padded(n, size) / n for n in groups))
@@ -55,8 +56,8 @@ def _extents(cls: LayerClass, rules: int) -> tuple[int, ...]:
 def _solve(
     cls: LayerClass, role: Role, size: int, fixed: tuple[tuple[str, SpmdType], ...], rules: int
 ) -> AxisTypes | None:
-    """``rules`` is a hash of the table: a rule that is registered later counts."""
-    if role is Role.DATA:  # microbatches have its types too: what they allow comes before what would be cheaper
+    """``rules`` is a hash of the table, so that the cache takes account of rules that are registered later."""
+    if role is Role.DATA:  # microbatches have these types too: options legal for them come before cheaper ones
         found = _optimum(Problem(cls, role, size, dict(fixed), in_time=True))
         if found is not None:
             return found

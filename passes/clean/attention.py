@@ -1,4 +1,4 @@
-"""Attention in the form that has a rule and a fast kernel: grouped-query heads are not repeated."""
+"""Attention in the form that has a rule and a fast kernel: without repeated grouped-query heads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from passes.clean.nodes import add, aten, calls, replace
 
 
 def grouped_query_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """Keys and values whose heads are repeated before attention are read unrepeated, with ``enable_gqa=True``.
+    """If the heads of keys and values are repeated before attention, attention reads them unrepeated, with ``enable_gqa=True``.
 
     Recognised: ``unsqueeze -> expand -> reshape`` (transformers' ``repeat_kv``) and ``repeat_interleave``, on the head dim of
     ``[batch, heads, sequence, head_dim]``, with the same repetition of key and value.

@@ -1,4 +1,4 @@
-"""Bags of embeddings of one length, as an embedding and a sum."""
+"""Embedding bags of equal length, as an embedding and a sum."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _OTHERWISE = {3: "scale_grad_by_freq", 5: "sparse", 7: "include_last_offset"}
 
 
 def bags_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """``embedding_bag`` of a table of indices, every row a bag, becomes ``embedding`` and a sum or mean over the row.
+    """``embedding_bag`` of a table of indices, each row of which is a bag, becomes ``embedding`` and a sum or mean over the row.
 
-    That is what ``nn.EmbeddingBag`` makes of a two-dimensional input: it flattens it, and gives offsets that count in steps of a
-    row. Bags of other lengths, and the largest of a bag (which sends its gradient to one of equals), stay torch's op, which no axis cuts.
+    ``nn.EmbeddingBag`` calls the op in this form for a two-dimensional input: it flattens the input, and passes offsets that count in
+    steps of a row. Bags of other lengths, and the maximum of a bag (which sends its gradient to one of equal elements), stay torch's op,
+    which no axis shards.
     """
     for node in calls(gm, aten.embedding_bag.padding_idx):
         weight, flat, offsets = args_of(node)[:3]
@@ -59,11 +60,11 @@ def _bags(node: fx.Node, weight: fx.Node, flat: fx.Node, length: int, mode: int)
     if mode == _SUM:
         return total
     count = add(node, aten.clamp_min.default, (add(node, aten.sum.dim_IntList, (held, [1], True)), 1.0))
-    return add(node, aten.div.Tensor, (total, count))  # a bag of padding alone is zero, as torch has it
+    return add(node, aten.div.Tensor, (total, count))  # a bag of padding alone is zero, as in torch
 
 
 def _length(offsets: fx.Node, count: int) -> int | None:
-    """The length of every bag where ``offsets`` count in equal steps that the ``count`` indices end with; ``None`` otherwise."""
+    """The length of every bag if ``offsets`` count in equal steps that divide the ``count`` indices; ``None`` otherwise."""
     if op_name(offsets) != "aten.arange" or offsets.target is not aten.arange.start_step:
         return None
     start, end, step = (*args_of(offsets), 1)[:3]

@@ -1,7 +1,7 @@
 """Batch norm in its parts: statistics of the batch, an elementwise op, and a write to two buffers.
 
-The statistics are an op of their own, because they alone need every example; its sharding rule names the kernel that joins the ranks'.
-Runs before the in-place ops go: running statistics are written with ``copy_``.
+The statistics are a separate op, because they alone need every example; the op's sharding rule names the kernel that combines the ranks'
+statistics. Runs before in-place ops are removed: running statistics are written with ``copy_``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from passes.clean.nodes import add, aten, calls, module_path, note, replace
 
 
 def batch_norm_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """Replace ``aten.batch_norm`` and ``aten.instance_norm``; say what couples the batch, or that the user let go of it."""
+    """Replace ``aten.batch_norm`` and ``aten.instance_norm``; note what couples the batch, or that the user gave up the coupling."""
     for node in calls(gm):
         if op_name(node) == "aten.batch_norm":
             replace(node, _replacement(gm, node))
@@ -49,7 +49,7 @@ def _replacement(gm: fx.GraphModule, node: fx.Node) -> fx.Node:
 
 
 def _by_example(node: fx.Node) -> fx.Node:
-    """Instance norm: group norm with a group for each channel."""
+    """Instance norm: group norm with one group per channel."""
     x, weight, bias, running_mean, running_var, own, _, eps, _ = node.args
     assert isinstance(x, fx.Node)
     if not own:

@@ -1,4 +1,4 @@
-"""Padding with what a tensor holds: reflected, repeated at the edges, or from the other end."""
+"""Padding with a tensor's own values: reflected, repeated at the edges, or from the other end."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from passes.clean.nodes import add, aten, calls, replace
 
 
 def borders_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """``pad(x, amounts, "reflect")``, ``"replicate"`` and ``"circular"`` become slices of ``x``, flipped or expanded, beside ``x``: the
-    dims that are not padded then keep their meaning, to the rules and to the type checker. Negative amounts cut, and stay torch's op.
+    """``pad(x, amounts, "reflect")``, ``"replicate"`` and ``"circular"`` become slices of ``x``, flipped or expanded, concatenated with
+    ``x``:
+    rules and type checker then still recognise the dims that are not padded. Negative amounts cut, and stay torch's op.
 
     Before: ``pad(x, [1, 1], "reflect")``. After: ``cat([flip(slice(x, 1, 2)), x, flip(slice(x, n - 2, n - 1))])``.
     """

@@ -20,7 +20,7 @@ def traced(
     blank: int,
     zero_infinity: bool,
 ) -> torch.Tensor:
-    """``kernels_ctc.ctc_loss`` as an op: torch's own says nothing about its result's shape without values."""
+    """``kernels_ctc.ctc_loss`` as an op: torch's own op cannot tell its result's shape without values."""
     return kernels_ctc.ctc_loss(scores, labels, frames, lengths, blank, zero_infinity)
 
 

@@ -1,4 +1,4 @@
-"""Drop what nobody reads: nodes without users, ``get_attr`` and placeholders that are not inputs of the batch."""
+"""Drop unread nodes: nodes without users, ``get_attr``, and placeholders that are not inputs of the batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autopar.ops.meta import meta
 
 
 def dead_code_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """Erase unread nodes from the end. Placeholders of the batch stay, so that its names do; random ops go like any other."""
+    """Erase unread nodes, the last ones first. Placeholders of the batch stay, and so do its names; unread random ops are erased, too."""
     for node in reversed(list(gm.graph.nodes)):
         if node.op == "output" or node.users or (node.op == "placeholder" and "input" in meta(node)):
             continue

@@ -1,8 +1,8 @@
 """Derivatives that a forward computes (``torch.autograd.grad``) as ordinary nodes, through which gradients flow once more.
 
-An exported graph has one call in the place of each: of ``autopar::derivative``, which says which tensors are differentiated by which.
-What lies between the two is differentiated by torch's autograd, on tensors without values, and what autograd calls is written into the
-graph. Values of the forward are read where the forward has them.
+An exported graph has one call of ``autopar::derivative`` for each: it names the tensors that are differentiated, and by which tensors.
+torch's autograd differentiates the nodes between the two, on tensors without values, and the ops that autograd calls are written into the
+graph. They read values of the forward from the forward's own nodes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ _SIMPLE = (
     *("tanh", "sigmoid", "softplus", "elu", "hardsigmoid", "hardtanh", "hardswish", "threshold", "leaky_relu", "gelu"),
     *("mish", "silu", "logit", "glu", "mse_loss", "smooth_l1_loss", "huber_loss"),
 )
-"""Whose ``*_backward`` is written out in ops of which the rules know more. They read the forward's operands and results alone: what else
-a forward hands to its backward (a layer norm's mean) has a derivative that only torch's own op knows of."""
+"""Ops whose ``*_backward`` is rewritten in simpler ops, for which there are more rules. These backwards read only the forward's operands
+and
+results: any other tensor that a forward saves for backward (a layer norm's mean) has a derivative that only torch's own op knows."""
 
 
 @torch.library.custom_op("autopar::derivative", mutates_args=())
 def derivative(outputs: Sequence[Tensor], inputs: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Tensor]:
-    """Stands for ``torch.autograd.grad(outputs, inputs, seeds)`` while a model is exported."""
+    """Replaces ``torch.autograd.grad(outputs, inputs, seeds)`` while a model is exported."""
     raise AssertionError("a derivative must be differentiated, not computed")
 
 
@@ -90,7 +91,7 @@ def _expand(gm: fx.GraphModule, marker: fx.Node) -> None:
 
 
 def _between(outputs: list[fx.Node], inputs: list[fx.Node]) -> list[fx.Node]:
-    """What is computed from ``inputs`` on the way to ``outputs``, in order."""
+    """The nodes that depend on ``inputs`` and that ``outputs`` depend on, in order."""
     leading = ancestors(outputs)
     found: dict[fx.Node, None] = {}
     reached = set(inputs)
@@ -124,7 +125,7 @@ def _traced(
     seeds: list[fx.Node],
     marker: fx.Node,
 ) -> tuple[fx.GraphModule, list[fx.Node]]:
-    """A graph from ``given`` to the derivatives and what of ``between`` is a tensor, which comes second."""
+    """A graph from ``given`` that returns the derivatives, and then the tensors among ``between``."""
     kept = [node for node in between if isinstance(meta(node)["val"], Tensor)]
 
     def compute(*values: Tensor) -> list[Tensor]:
@@ -141,7 +142,7 @@ def _traced(
             [y for y, _ in flowing],
             [env[node] for node in inputs],
             [seed for _, seed in flowing],
-            create_graph=True,  # some of autograd's formulas can be differentiated only where it is told so
+            create_graph=True,  # without it, some of autograd's formulas cannot be differentiated
             allow_unused=True,
         )
         gradients = [torch.zeros_like(env[n]) if g is None else g for g, n in zip(found, inputs, strict=True)]
@@ -168,13 +169,13 @@ def _traced(
 def _copied(
     traced: fx.GraphModule, results: list[fx.Node], known: dict[fx.Node, fx.Node], marker: fx.Node
 ) -> list[Any]:
-    """``results`` of ``traced`` in the marker's graph, before it; ``known`` are those of its nodes that are there already."""
+    """``results`` of ``traced``, copied into the marker's graph before the marker; ``known`` maps the nodes that are already there."""
     needed = ancestors((node for node in results if isinstance(node, fx.Node)), lambda node: node not in known)
     env = dict(known)
     for node in traced.graph.nodes:
         if node not in needed:
             continue
-        if node.target is aten.detach.default:  # a result that autograd saved: to its own derivative it is the result
+        if node.target is aten.detach.default:  # a saved result: its own derivative treats it as the result
             env[node] = env[node.args[0]]
             continue
         assert node.op == "call_function", node

@@ -1,9 +1,9 @@
 """Mixtures of experts as one op, whose body is the model's own.
 
 transformers' grouped implementation sorts the router's choices by expert, picks each choice's row, multiplies the groups by their
-experts' matrices, weighs the results, puts them back in order and adds each token's up. Recognised is that flow of data, whatever stands
-between the picked rows and the weighted ones: that is the body. What is left of grouped products afterwards (a body that does not treat
-rows alike) becomes our own function, which a program can carry with it.
+experts' matrices, weights the results, restores their order and sums the results of each token. The pass recognises this data flow; the
+nodes between the picked rows and the weighted rows are the body, whatever they are. Grouped products that remain afterwards (a body that
+does not treat rows alike) become autopar's own function, which a program can include.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def experts_pass(gm: fx.GraphModule) -> fx.GraphModule:
         op = Experts(fx.GraphModule(nn.Module(), graph, class_name="Body"), shape_of(region.counts)[0])
         new = add(node, op, (region.x, region.index, region.weights, *parameters))
         users = list(node.users)
-        if dtype_of(new) != dtype_of(node):  # the cast back to the tokens' dtype is the op's own
+        if dtype_of(new) != dtype_of(node):  # the cast back to the tokens' dtype is part of the op
             replace(users[0], new)
         else:
             node.replace_all_uses_with(new)
@@ -50,7 +50,7 @@ def experts_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """What a mixture is made of: its tokens, choices and weights, the picked rows and what the body makes of them, the choices in
+    """The parts of a mixture: its tokens, choices and weights, the picked rows and the body's result for them, the choices in
     order, and the node that says where each expert's rows are."""
 
     x: fx.Node
@@ -59,7 +59,7 @@ class _Region:
     rows: fx.Node
     result: fx.Node
     ids: fx.Node
-    counts: fx.Node  # before they are added up
+    counts: fx.Node  # before the cumulative sum
 
 
 def _region(node: fx.Node) -> _Region | None:
@@ -131,7 +131,7 @@ def _only_index(node: fx.Node) -> fx.Node | None:
 
 
 def _is_arange(node: fx.Node, extent: int) -> bool:
-    """``arange(extent)``, however its arguments are written."""
+    """``arange(extent)``, in any form of its arguments."""
     numbers = [a for a in node.args if isinstance(a, int)]
     return op_name(node) == "aten.arange" and numbers in ([extent], [0, extent], [0, extent, 1])
 
@@ -147,18 +147,18 @@ def _is_three_dimensional(node: fx.Node) -> bool:
 
 
 class _Body:
-    """Copies what lies between the picked rows and their results into a graph of ``(rows, counts, *parameters)``."""
+    """Copies the nodes between the picked rows and their results into a graph of ``(rows, counts, *parameters)``."""
 
     def __init__(self, region: _Region) -> None:
         self.region, self.graph = region, fx.Graph()
         self.rows, self.counts = self._placeholder("rows", region.rows), self._placeholder("counts", region.counts)
         meta(self.counts)["val"] = meta(region.counts)["val"].long()
         self.made: dict[fx.Node, fx.Node] = {region.rows: self.rows}
-        self.parameters: dict[fx.Node, fx.Node] = {}  # the model's placeholder to the body's
-        self.sorted: set[fx.Node] = {self.rows}  # what has a dim of rows
+        self.parameters: dict[fx.Node, fx.Node] = {}  # from the model's placeholder to the body's
+        self.sorted: set[fx.Node] = {self.rows}  # nodes that have a dim of rows
 
     def build(self) -> tuple[fx.Graph, dict[fx.Node, fx.Node]] | None:
-        """The graph and its parameters; ``None`` where the body reads anything else, or does not treat rows alike."""
+        """The graph and its parameters; ``None`` if the body reads anything else, or does not treat rows alike."""
         for node in self._between():
             new = self._copy(node)
             if new is None:
@@ -171,7 +171,7 @@ class _Body:
         return self.graph, self.parameters
 
     def _between(self) -> list[fx.Node]:
-        """What the result depends on, up to the picked rows and what says where they are, in order."""
+        """The nodes that the result depends on, back to the picked rows and the node that says where they are, in order."""
         stops = {self.region.rows, self.region.ids}
         found: set[fx.Node] = set()
         stack = [self.region.result]
@@ -213,7 +213,7 @@ class _Body:
             return self.parameters[node]
         if facts(node).kind is Kind.GROUPED_PRODUCT:
             weight = args_of(node)[1]
-            if _swaps_last(weight):  # stored [experts, out, in], as grouped_linear wants it
+            if _swaps_last(weight):  # stored as [experts, out, in], as grouped_linear requires
                 weight = self.made[args_of(weight)[0]]
             else:
                 weight = self._call(node, aten.transpose.int, (self.made[weight], 1, 2), of_rows=False)
@@ -235,7 +235,7 @@ class _Body:
         args, kwargs = map_arg((node.args, dict(node.kwargs)), self.made.__getitem__)
         name = op_name(node).rsplit(".", 1)[
             -1
-        ]  # not the number that the node has in the whole model: equal bodies are equal
+        ]  # not the node's number in the whole model, so that equal bodies compare equal
         new = self.graph.create_node("call_function", node.target, args, kwargs, name=name)
         new.meta = {key: value for key, value in node.meta.items() if key != "gradient"}
         if any(n in self.sorted for n in new.all_input_nodes):
@@ -248,7 +248,7 @@ class _Body:
 
 def add_to(graph: fx.Graph, target: Callable[..., object], args: tuple[object, ...]) -> fx.Node:
     """A new call at the end of ``graph``, with its ``meta["val"]``."""
-    anchor = graph.call_function(lambda: None)  # what `add` puts a node before
+    anchor = graph.call_function(lambda: None)  # `add` puts a node before it
     node = add(anchor, target, args)
     graph.erase_node(anchor)
     return node
@@ -262,7 +262,7 @@ def _swaps_last(node: fx.Node) -> bool:
 def _split_fused(graph: fx.Graph, parameters: dict[fx.Node, fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
     """One product per part where a product is read in slices that cover it, as ``fused_projections_pass`` does outside of mixtures.
 
-    Gives the graph and the model's placeholders for its parameters, in its order.
+    Returns the graph, and the model's placeholders for its parameters, in the graph's order.
     """
     outside = {inner: outer for outer, inner in parameters.items()}
     for node in [n for n in graph.nodes if n.target is grouped_linear]:
@@ -292,7 +292,7 @@ def _split_fused(graph: fx.Graph, parameters: dict[fx.Node, fx.Node]) -> tuple[f
 
 
 def _plain_product(node: fx.Node) -> None:
-    """A grouped product that is in no mixture: ours, from the same offsets."""
+    """Replace a grouped product outside of a mixture by autopar's own, with the same offsets."""
     rows, weight, offsets = args_of(node)[:3]
     start = add(node, aten.slice.Tensor, (offsets, 0, 0, shape_of(offsets)[0] - 1))
     start = add(node, aten.constant_pad_nd.default, (start, [1, 0]))

@@ -1,14 +1,14 @@
-"""Make the graph functional: every op that writes becomes its functional twin, and views of a written tensor are taken anew.
+"""Make the graph functional: every op that writes becomes its functional counterpart, and views of a written tensor are created again.
 
-The usual functionalisation: each tensor is a base or a chain of views of one (``passes.clean.views``). Which argument an op writes to
-is in its schema. A write to a view is carried back to its base through the chain (a write through ``slice`` is a ``cat`` of what stayed
-and what is new), the base gets a new value, and a view that was taken before the write is replayed on the new base when it is read again.
-A buffer's last value (batch norm's running statistics, a counter) becomes an output of the graph behind the loss; ``meta["updates"]``
-names the buffers in that order.
+This is the usual functionalisation: each tensor is a base or a chain of views of one (``passes.clean.views``). An op's schema says which
+argument it writes to. A write to a view is carried back to its base through the chain (a write through ``slice`` is a ``cat`` of the
+unchanged and the new parts), the base gets a new value, and a view that was created before the write is replayed on the new base when it
+is read again. A buffer's last value (batch norm's running statistics, a counter) becomes an output of the graph after the loss;
+``meta["updates"]`` names the buffers in that order.
 
-Gradients are autograd's: what is written with a gradient has one from then on, in the base and in all its views. A write that changes a
-value and leaves its gradient as it was (under ``no_grad``, or through ``detach``) is an op without functional form, and is refused; so is a
-write to a parameter, which is the optimizer's, and one through a view of unknown kind.
+Gradients follow autograd: after a write of a value with a gradient, the base and all its views have a gradient. A write that changes a
+value and leaves its gradient unchanged (under ``no_grad``, or through ``detach``) has no functional form, and is refused; so is a
+write to a parameter, which only the optimizer may change, and a write through a view of unknown kind.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _INSTEAD = (
 
 @dataclass(slots=True)
 class _Alias:
-    """A tensor as a chain of views of ``base``; ``version`` of the base that ``current`` was taken from.
+    """A tensor as a chain of views of ``base``; ``version`` is the base's version that ``current`` was created from.
 
-    ``lost`` says where a gradient was written through ``detach``: to this tensor, and not to its base.
+    ``lost`` names the line that wrote a gradient through ``detach``: this tensor has it, its base does not.
     """
 
     base: fx.Node
@@ -63,13 +63,13 @@ def functionalise_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 class _Functionaliser:
-    """One walk over the graph. ``newest`` is the value of each base that was written, and how often it was."""
+    """One walk over the graph. ``newest`` is the value of each written base, and the number of writes to it."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.gm = gm
         self.aliases: dict[fx.Node, _Alias] = {}
         self.newest: dict[fx.Node, tuple[fx.Node, int]] = {}
-        self.results: dict[fx.Node, list[tuple[fx.Node, View | None] | None]] = {}  # of ops with several
+        self.results: dict[fx.Node, list[tuple[fx.Node, View | None] | None]] = {}  # of ops with several results
         self.gradients: dict[fx.Node, bool] = {}
         self.detached: list[tuple[fx.Node, set[fx.Node], list[fx.Node]]] = []
 
@@ -109,7 +109,7 @@ class _Functionaliser:
             for alias, new, holder in zip(aliases, news, self._holders(node), strict=False):
                 version = (
                     self._version(alias.base) if len(news) == 1 else 0
-                )  # of several, one may have written to another
+                )  # one of several tensors may have written to another
                 self.aliases[holder] = _Alias(alias.base, alias.chain, new, version, alias.lost)
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ class _Functionaliser:
         return self.aliases.setdefault(node, _Alias(node, (), node, 0))
 
     def _origins(self, node: fx.Node) -> list[tuple[fx.Node, View | None] | None]:
-        """Asked before the operands are replaced: whose memory is shared depends on the strides that eager has."""
+        """Computed before the operands are replaced: which results share memory depends on the strides in eager."""
         if node.target is operator.getitem:
             call, item = args_of(node)
             return self.results.get(call, [None] * (item + 1))[item : item + 1]
@@ -150,7 +150,7 @@ class _Functionaliser:
         return self.newest[base][0] if base in self.newest else base
 
     def _read(self, node: fx.Node, reader: fx.Node) -> fx.Node:
-        """The node that holds what ``node`` holds when ``reader`` runs."""
+        """The node whose value is ``node``'s value at the time when ``reader`` runs."""
         alias = self.aliases.get(node)
         if alias is None:
             return node
@@ -199,7 +199,7 @@ class _Functionaliser:
                 other.lost = alias.lost
 
     def _detached(self, alias: _Alias, new: fx.Node, node: fx.Node) -> fx.Node:
-        """What the base gets by a write through ``detach``, which must not have a gradient that stays as it was."""
+        """The base's value after a write through ``detach``, which is refused if the base keeps a gradient."""
         value = self._value(alias.base)
         if self._gradient(value):
             raise _refused(
@@ -210,9 +210,7 @@ class _Functionaliser:
                 "gradient",
             )
         cut = next(view for view in alias.chain if view.detaches)
-        if not meta(cut.call).get(
-            "no_grad"
-        ):  # autograd itself refuses to go back through what is written under no_grad
+        if not meta(cut.call).get("no_grad"):  # autograd itself refuses to go back through values written under no_grad
             holders = {value} | {other.current for other in self.aliases.values() if other.base is alias.base}
             self.detached.append((node, holders, [user for holder in holders for user in holder.users]))
         if not self._gradient(new):
@@ -224,8 +222,8 @@ class _Functionaliser:
         return add(node, aten.detach.default, (new,))
 
     def _refuse_base(self, base: fx.Node, node: fx.Node) -> None:
-        """Trainable parameters are the optimizer's, and tensors that are in no ``state_dict`` nobody's. A frozen parameter that forward
-        writes (a momentum teacher's) is a buffer from here on."""
+        """Refuse a write to a trainable parameter, which only the optimizer may change, or to a tensor that is in no ``state_dict``. A
+        frozen parameter that forward writes (a momentum teacher's) counts as a buffer from here on."""
         parameter = meta(base).get("parameter")
         if parameter is not None and parameter.trainable:
             raise _refused(
@@ -251,7 +249,7 @@ class _Functionaliser:
             )
 
     def _twins(self, node: fx.Node, written: tuple[str, ...]) -> list[fx.Node]:
-        """The values that ``node`` leaves, in the shapes and dtypes of what it writes to."""
+        """The new values that ``node`` writes, in the shapes and dtypes of the tensors that it writes to."""
         targets = [_named(node, name) for name in written]
         new = _special(node) or drawn(node)
         if new is None:
@@ -280,7 +278,7 @@ class _Functionaliser:
         return new
 
     def _reshape(self, node: fx.Node, alias: _Alias) -> None:
-        """``unsqueeze_`` and its kin: the tensor is another view of its base from now on. ``detach_``: the base loses its gradient."""
+        """``unsqueeze_`` and similar ops: the tensor becomes another view of its base. ``detach_``: the base loses its gradient."""
         if op_name(node) == "aten.detach_":
             if alias.chain or any(other.base is alias.base and other.chain for other in self.aliases.values()):
                 raise _refused(node, "detaches a view, or a tensor with views, in place", "y = y.detach()")
@@ -304,7 +302,8 @@ class _Functionaliser:
         return self.gradients[node]
 
     def _refuse_late_detached(self) -> None:
-        """A write through ``.data`` is unseen by autograd, which then goes back through an earlier op with values that it did not have."""
+        """Refuse a late write through ``.data``: autograd does not see it, and goes back through an earlier op with values that the op
+        did not have."""
         if not self.detached:
             return
         reached = ancestors(self.gm.graph.output_node().all_input_nodes, self._gradient)
@@ -319,7 +318,7 @@ class _Functionaliser:
                     )
 
     def _give_out(self) -> None:
-        """Make the new values of buffers outputs; a buffer that is written is no constant (``meta["state"]``)."""
+        """Return the new values of buffers as outputs; a buffer that is written is no constant (``meta["state"]``)."""
         updates = {base: value for base, (value, _) in self.newest.items() if "buffer" in meta(base)}
         self.gm.graph.output_node().args = ((*returned(self.gm), *updates.values()),)
         graph_meta(self.gm)["updates"] = tuple(meta(buffer)["buffer"] for buffer in updates)
@@ -328,8 +327,8 @@ class _Functionaliser:
 
 
 def updates_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """A buffer that takes a constant, an input, another buffer's value or one that others read gets a copy: a layer computes the
-    value that it returns for a buffer, and returns it for that buffer alone."""
+    """If a buffer's new value is a constant, an input, another buffer's value or a value that others read, it is copied: a layer computes
+    the value that it returns for a buffer, and returns it for that buffer alone."""
     output, results = gm.graph.output_node(), returned(gm)
     first = len(results) - len(graph_meta(gm).get("updates", ()))
 
@@ -343,7 +342,7 @@ def updates_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _cut(alias: _Alias) -> tuple[View, ...]:
-    """The chain up to its last ``detach``."""
+    """The chain of views up to its last ``detach``."""
     last = max(index for index, view in enumerate(alias.chain) if view.detaches)
     return alias.chain[: last + 1]
 
@@ -355,7 +354,7 @@ def _named(node: fx.Node, name: str) -> Any:
 
 
 def _special(node: fx.Node) -> fx.Node | None:
-    """New values that are simpler than the functional op's: a constant, the copied tensor, ``where`` for a mask."""
+    """A new value that is simpler than the functional op's: a constant, the copied tensor, ``where`` for a mask."""
     name, written = op_name(node), args_of(node)[0] if node.args else None
     if name in ("aten.zero_", "aten.fill_"):
         fill = 0 if name == "aten.zero_" else args_of(node)[1]
@@ -373,7 +372,7 @@ def _special(node: fx.Node) -> fx.Node | None:
 
 
 def _diagonal_filled(node: fx.Node) -> fx.Node | None:
-    """``fill_diagonal_`` as ``where``; not where the diagonal of a tall matrix wraps around."""
+    """``fill_diagonal_`` as ``where``, except if the diagonal of a tall matrix wraps around."""
     x, fill = args_of(node)[:2]
     sizes = shape_of(x)
     rank = len(sizes)
@@ -387,7 +386,7 @@ def _diagonal_filled(node: fx.Node) -> fx.Node | None:
 
 
 def _masked(node: fx.Node) -> fx.Node | None:
-    """``x[mask] = value`` as ``where``, if the value does not depend on how many places the mask has."""
+    """``x[mask] = value`` as ``where``, if the value does not depend on the number of selected elements."""
     x, indices, value, *rest = args_of(node)
     used = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if len(used) != 1 or meta(used[0][1])["val"].dtype != torch.bool or any(rest) or node.kwargs.get("accumulate"):

@@ -1,5 +1,5 @@
-"""Indexing that is less than that: a broadcast (transformers pads masks by ``mask[batch_index, key_index]`` with ``arange`` indices), or
-one row of each example (``hidden[arange(batch), last]``)."""
+"""Indexing that a simpler op can replace: a broadcast (transformers pads masks by ``mask[batch_index, key_index]`` with ``arange``
+indices), or one row of each example (``hidden[arange(batch), last]``)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _DROPPED = -1
 
 
 def indexing_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """``index(x, [i0, i1, ...])`` where each ``i`` is ``arange`` over its dim, laid out along one output dim of its own, in
-    the same order, is ``x`` with dims of size 1 between: ``unsqueeze``. ``index(x, [arange, i])`` along one dim is a ``gather``, which
-    keeps the examples apart."""
+    """``index(x, [i0, i1, ...])``, where each ``i`` is ``arange`` over its dim and varies along a separate output dim, in
+    the same order, is ``x`` with dims of size 1 in between: ``unsqueeze``. ``index(x, [arange, i])`` along one dim is a ``gather``, which
+    does not mix examples."""
     for node in calls(gm, aten.index.Tensor):
         source, indices = args_of(node)
         assert isinstance(source, fx.Node) and isinstance(indices, list | tuple)
@@ -51,7 +51,7 @@ def _row_of_each(node: fx.Node, source: fx.Node, indices: Sequence[object]) -> f
     row = indices[1]
     if not isinstance(row, fx.Node) or shape_of(row) != sizes[:1] or dtype_of(row) not in (torch.int64, torch.int32):
         return None
-    counted = add(node, aten.remainder.Scalar, (row, sizes[1]))  # from the end, where it is negative
+    counted = add(node, aten.remainder.Scalar, (row, sizes[1]))  # a negative index counts from the end
     wide = add(node, aten.to.dtype, (counted, torch.int64))
     each = add(node, aten.view.default, (wide, [sizes[0]] + [1] * (len(sizes) - 1)))
     whole = add(node, aten.expand.default, (each, [sizes[0], 1, *sizes[2:]]))

@@ -1,4 +1,4 @@
-"""Every product with a parameter is ``aten.linear`` on plain dims, and a fused projection is one linear per part."""
+"""Rewrite every product with a parameter as ``aten.linear`` on plain dims, and a fused projection as one linear per part."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _is_parameter(node: fx.Node) -> bool:
 
 
 def _emit_linear(node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> None:
-    """Put the linear in ``node``'s place, outside of a reshape that flattens the leading dims and those that restore them."""
+    """Put the linear in place of ``node``; replace a reshape that flattens the leading dims, and the reshapes that restore them."""
     parameters = (weight,) if bias is None else (weight, bias)
     lead = _restored_dims(node, x)
     if lead is None:
@@ -137,7 +137,7 @@ def pieces(node: fx.Node) -> dict[tuple[int, int], list[fx.Node]] | None:
 
 
 def splittable(tensor: fx.Node, only_user: fx.Node) -> bool:
-    """A whole parameter that nobody else reads."""
+    """Whether the tensor is a whole parameter with no other reader."""
     parameter = meta(tensor).get("parameter")
     return parameter is not None and parameter.dim is None and list(tensor.users) == [only_user]
 

@@ -1,6 +1,6 @@
-"""Losses as a sum over the batch times what does not depend on the activations.
+"""Losses as a sum over the batch times a factor that does not depend on the activations.
 
-A mean over the batch is not a sum of the ranks' means when they hold different numbers of valid tokens. The sum is: it
+A mean over the batch is not a sum of the ranks' means when they have different numbers of valid tokens. The sum is: it
 stays exact under any split of the batch over ranks and microbatches, and the denominator is either a constant or a 0-d
 value of the inputs alone, which is computed for the whole batch before the first forward.
 """
@@ -24,11 +24,12 @@ _SUM = 2
 
 
 def cross_entropy_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """``cross_entropy_loss`` with integer labels becomes ``kernels.cross_entropy_sum`` (over the count of valid labels, if it was a mean).
+    """``cross_entropy_loss`` with integer labels becomes ``kernels.cross_entropy_sum`` (over the count of valid labels, if it was a
+    mean).
 
-    The flattening before it is undone, so that batch and sequence are plain dims: ``[b, s, v]`` and ``[b, s]``. With class weights
-    the mean is over the weights of the valid labels; they stay torch's op where a weight is trained, and so do class-probability
-    targets. All labels ignored gives 0/0 = nan, as in torch.
+    The flattening before it is undone, so that batch and sequence are plain dims: ``[b, s, v]`` and ``[b, s]``. With class weights the
+    mean divides by the weights of the valid labels. The loss stays torch's op if a class weight is trained, or if the targets are class
+    probabilities. If all labels are ignored, the result is 0/0 = nan, as in torch.
     """
     for node in calls(gm, aten.cross_entropy_loss.default):
         logits, labels = args_of(node)[:2]
@@ -60,7 +61,7 @@ def cross_entropy_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _widened(gm: fx.GraphModule, node: fx.Node, new: fx.Node) -> None:
-    """``new``, of a wider dtype, replaces ``node``, and the nodes computed from it get the dtype that follows."""
+    """Replace ``node`` by ``new``, of a wider dtype, and update the dtypes of the nodes computed from it."""
     replace(node, new)
     wider = {new}
     for each in gm.graph.nodes:
@@ -70,14 +71,14 @@ def _widened(gm: fx.GraphModule, node: fx.Node, new: fx.Node) -> None:
 
 
 def _is_loss(node: fx.Node) -> bool:
-    """Whether nothing but the loss is computed from the node, and that from numbers alone."""
+    """Whether only the loss is computed from the node, through 0-d values alone."""
     return all(
         user.op == "output" or (is_pointwise(user) and shape_of(user) == () and _is_loss(user)) for user in node.users
     )
 
 
 def wide_losses_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """The last sum of a loss of 16 bits is taken, and reported, in float32; its terms, and all gradients, keep their dtypes.
+    """The last sum of a 16-bit loss is computed, and reported, in float32; its terms, and all gradients, keep their dtypes.
 
     ``sum(x)`` of bfloat16 becomes ``sum(x, dtype=float32)``, ``mse_loss(x, y, sum)`` the sum of ``mse_loss(x, y, none)``.
     """
@@ -104,7 +105,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 def _plain_dims(node: fx.Node, logits: fx.Node, labels: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Logits with the classes last and labels, at the same leading dims, before any flattening."""
+    """Logits with the classes last, and labels, with the same leading dims, before any flattening."""
     if len(shape_of(logits)) == 1:
         return logits, labels
     if len(shape_of(logits)) > 2:  # torch's own layout: (batch, classes, dims...)

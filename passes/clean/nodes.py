@@ -1,6 +1,6 @@
-"""What the cleaning passes share: adding nodes whose ``meta["val"]`` is right from the start, and small questions about nodes.
+"""Shared functions of the cleaning passes: adding nodes whose ``meta["val"]`` is right from the start, and small questions about nodes.
 
-``autopar.ops.meta`` declares what else a node's ``meta`` holds.
+``autopar.ops.meta`` declares the other keys of a node's ``meta``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autopar.ops.meta import graph_meta, meta
 
 aten = torch.ops.aten
 
-# Meta keys that a node keeps when it is replaced: where in the user's model it came from.
+# Meta keys that a node keeps when it is replaced: they say where in the user's model it came from.
 ORIGIN = ("nn_module_stack", "stack_trace")
 
 
@@ -26,7 +26,7 @@ def like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-# What `evaluate` found, by op and described operands: the layers of a deep model ask the same again and again.
+# Cached results of `evaluate`, by op and described operands: the layers of a deep model need the same ones again and again.
 _FOUND: dict[Any, Any] = {}
 _FOUND_LIMIT = 4096
 
@@ -34,7 +34,7 @@ _FOUND_LIMIT = 4096
 def evaluate(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The node's value on the meta device, from its operands' ``meta["val"]``. Random ops draw nothing there.
 
-    A call without tensors is a factory, and is told to make its tensor on meta.
+    A call without tensors is a factory, and gets the meta device as an argument.
     """
     key = (target, described(args), described(kwargs))
     if key not in _FOUND:
@@ -45,7 +45,7 @@ def evaluate(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def described(value: Any) -> Any:
-    """A hashable description of an op's operands: equal where the op's result has equal shape, strides and dtype."""
+    """A hashable description of an op's operands: equal if the op's result has equal shape, strides and dtype."""
     if isinstance(value, fx.Node):
         value = meta(value)["val"]
     if isinstance(value, torch.Tensor):
@@ -88,7 +88,7 @@ def add(
     *,
     origin: fx.Node | None = None,
 ) -> fx.Node:
-    """A new call before ``anchor``, with its ``meta["val"]`` and ``origin``'s (default: ``anchor``'s) place in the model."""
+    """A new call before ``anchor``, with its ``meta["val"]``; it has the position in the model of ``origin`` (default: ``anchor``)."""
     with anchor.graph.inserting_before(anchor):
         node = anchor.graph.call_function(target, args, kwargs or {})
     meta(node)["val"] = evaluate(target, args, node.kwargs)
@@ -107,24 +107,25 @@ def module_path(node: fx.Node) -> str:
 
 
 def replace(node: fx.Node, new: fx.Node) -> None:
-    """Everyone who read ``node`` reads ``new``; ``node`` goes."""
+    """Let all readers of ``node`` read ``new``; erase ``node``."""
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)
 
 
 def calls(gm: fx.GraphModule, *targets: Callable[..., Any]) -> list[fx.Node]:
-    """The calls of ``targets``, in order (all calls without ``targets``); a list, so that the graph may change meanwhile."""
+    """The calls of ``targets``, in order (all calls without ``targets``); a list, so that the graph may change during iteration."""
     return [n for n in gm.graph.nodes if n.op == "call_function" and (not targets or n.target in targets)]
 
 
 def returned(gm: fx.GraphModule) -> list[Any]:
-    """What the graph returns, in order."""
+    """The values that the graph returns, in order."""
     results: Any = gm.graph.output_node().args[0]
     return list(results) if isinstance(results, tuple | list) else [results]
 
 
 def ancestors(nodes: Iterable[fx.Node], among: Callable[[fx.Node], bool] = lambda _: True) -> set[fx.Node]:
-    """Those of ``nodes``, and of the nodes that they are computed from, for which ``among`` holds; no path goes through others."""
+    """The nodes among ``nodes`` and the nodes that they are computed from, as far as ``among`` holds; no path goes through other
+    nodes."""
     found, waiting = set[fx.Node](), list(nodes)
     while waiting:
         node = waiting.pop()
@@ -135,7 +136,7 @@ def ancestors(nodes: Iterable[fx.Node], among: Callable[[fx.Node], bool] = lambd
 
 
 def source_line(node: fx.Node) -> str:
-    """The last line of the user's code that made the node, below its file and number; empty where it is not known."""
+    """The last line of the user's code that made the node, below its file and number; empty if unknown."""
     return "\n".join(str(meta(node).get("stack_trace") or "").strip().split("\n")[-2:])
 
 
@@ -153,7 +154,7 @@ def gradients_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def has_gradient(node: fx.Node, known: Callable[[fx.Node], bool]) -> bool:
-    """Whether a gradient flows through the node, if ``known`` says so of its operands."""
+    """Whether a gradient flows through the node; ``known`` answers this for its operands."""
     if node.op == "placeholder":
         parameter = meta(node).get("parameter")
         return parameter is not None and parameter.trainable

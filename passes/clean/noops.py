@@ -1,4 +1,4 @@
-"""Remove what computes nothing: device arguments, metadata assertions, aliases, identities, dropout that drops nothing."""
+"""Remove nodes that compute nothing: device arguments, metadata assertions, aliases, identities, dropout that drops nothing."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _BITWISE = {"aten.__and__": "bitwise_and", "aten.__or__": "bitwise_or", "aten.__
 
 
 def devices_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """Take the device out of the graph: it is the program's, not the model's.
+    """Remove devices from the graph: the program chooses them, not the model.
 
-    Factories lose ``device``, ``pin_memory`` and ``layout``; every form of ``to`` becomes ``to.dtype`` or goes;
-    ``zeros_like`` and its kin, which read a shape alone, become plain factories of that shape.
+    Factories lose ``device``, ``pin_memory`` and ``layout``; every form of ``to`` becomes ``to.dtype`` or disappears;
+    ``zeros_like`` and similar ops, which read only a shape, become plain factories of that shape.
     """
     for node in calls(gm):
         if any(key in node.kwargs for key in _PLACES) and op_name(node) != "aten.to":
@@ -37,7 +37,7 @@ def devices_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _like_factory(node: fx.Node) -> Any:
-    """The value that a ``*_like`` or ``new_*`` factory fills with; ``None`` for other nodes."""
+    """The fill value of a ``*_like`` or ``new_*`` factory; ``None`` for other nodes."""
     name = op_name(node).removeprefix("aten.")
     if name in ("zeros_like", "new_zeros", "empty_like", "new_empty"):
         return False if dtype_of(node) == torch.bool else 0
@@ -52,8 +52,8 @@ def _like_factory(node: fx.Node) -> Any:
 def noops_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """Remove nodes whose value is their operand's, and assertions about metadata that export has already checked.
 
-    ``contiguous`` and ``clone`` go as well: in a functional graph they change strides alone, and what depends on strides
-    (``view``) is settled afterwards by ``views_pass``. Attributes that transpose become ``permute``.
+    ``contiguous`` and ``clone`` disappear as well: in a functional graph they change strides alone, and ``views_pass`` later decides
+    everything that depends on strides (``view``). Attributes that transpose become ``permute``.
     """
     for node in calls(gm):
         name = op_name(node)
@@ -93,7 +93,7 @@ def _is_identity(node: fx.Node) -> bool:
 
 
 def dropout_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """Attention with dropout 0 says nothing about dropout, so that it looks the same however it was written."""
+    """Remove arguments of attention that equal their defaults, dropout 0 among them, so that all forms of such a call look the same."""
     for node in calls(gm, aten.scaled_dot_product_attention.default):
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
@@ -112,7 +112,7 @@ def dropout_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def views_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """``reshape`` where the strides need one, ``view`` where they do not, in one walk that also renews every ``meta["val"]``."""
+    """Use ``reshape`` where the strides need one, ``view`` where they do not, in one walk that also renews every ``meta["val"]``."""
     for node in calls(gm):
         if node.target in (aten.view.default, aten.reshape.default):
             source, sizes = val(args_of(node)[0]), args_of(node)[1]

@@ -1,7 +1,7 @@
-"""A fused projection that is unpacked by a view: ``linear(x).view(b, n, 3, h, d)``, permuted, then ``unbind``.
+"""A fused projection that a view unpacks: ``linear(x).view(b, n, 3, h, d)``, permuted, then ``unbind``.
 
-Each part becomes a slice of the projection with its own view, as if the model had said ``chunk``; the fused projection is then split like
-any other. Without this the view mixes parts and heads in one dim, and no head could be sharded.
+Each part becomes a slice of the projection with its own view, as if the model had called ``chunk``; the fused projection is then split
+like any other. Without this the view mixes parts and heads in one dim, and no head could be sharded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def packed_projections_pass(gm: fx.GraphModule) -> fx.GraphModule:
         source = args_of(node)[0]
         if not isinstance(source, fx.Node) or source.target is not aten.linear.default:
             continue
-        dim = len(shape_of(source)) - 1  # of the parts: the first of those that the view makes of the projection's last
+        dim = len(shape_of(source)) - 1  # of the parts: the first dim from the projection's last
         if len(shape_of(node)) < dim + 2 or shape_of(node)[:dim] != shape_of(source)[:dim] or shape_of(node)[dim] < 2:
             continue
         for user in list(node.users):
@@ -33,7 +33,7 @@ def packed_projections_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _unpack(source: fx.Node, view: fx.Node, dim: int, order: list[int], readers: list[fx.Node]) -> None:
-    """``readers`` take the view with its dims in ``order``; those that select one part get a view of that part's slice."""
+    """Let ``readers`` take the view with its dims in ``order``; a reader that selects one part gets a view of that part's slice."""
     sizes = list(shape_of(view))
     width = math.prod(sizes[dim + 1 :])
     kept = [d - (d > dim) for d in order if d != dim]

@@ -1,5 +1,5 @@
-"""Every random number as a function of a seed: what draws numbers becomes ``kernels_random.uniform`` or ``normal``, which are seeded like
-dropout. An op whose numbers no seed reaches is refused: its ranks would disagree, and a recomputation would draw others."""
+"""Every random number as a function of a seed: random ops become ``kernels_random.uniform`` or ``normal``, which are seeded like
+dropout. An op whose numbers cannot be seeded is refused: its ranks would disagree, and a recomputation would draw other numbers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from autopar.ops.operands import args_of, argument, dtype_of, shape_of
 from autopar.program import kernels_random
 from passes.clean.nodes import add, aten, calls, replace, source_line
 
-# Dropout and attention are seeded themselves; recurrent ops draw for dropout alone, which ``recurrent_pass`` has taken care of.
+# Dropout and attention have their own seeds; recurrent ops draw for dropout alone, which ``recurrent_pass`` has handled.
 _SEEDED = (Kind.DROPOUT, Kind.ATTENTION, Kind.RECURRENCE)
-_TRAINED = {"feature_dropout": 2, "alpha_dropout": 2, "feature_alpha_dropout": 2, "rrelu": 3}  # where `train` stands
+_TRAINED = {"feature_dropout": 2, "alpha_dropout": 2, "feature_alpha_dropout": 2, "rrelu": 3}  # position of `train`
 
 
 def randomness_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """Replace what draws random numbers; see the module's docstring.
+    """Replace ops that draw random numbers; see the module's docstring.
 
     Raises:
         CaptureError: an op that draws them in another way, with the line that calls it.
@@ -43,7 +43,7 @@ def randomness_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def drawn(node: fx.Node) -> fx.Node | None:
-    """The node's value as a function of seeded numbers; also of an in-place op, which writes it. ``None`` for other ops."""
+    """The node's value as a function of seeded numbers; for an in-place op, the value that it writes. ``None`` for other ops."""
     name = op_name(node).removeprefix("aten.").removesuffix("_")
     first = args_of(node)[0] if node.args else None
     if name in ("rand", "rand_like"):
@@ -86,7 +86,7 @@ def _exponential(node: fx.Node, rate: float) -> fx.Node:
     numbers = _uniform(node, shape_of(node), dtype_of(node))
     logarithms = add(node, aten.log1p.default, (add(node, aten.neg.default, (numbers,)),))
     scaled = add(node, aten.mul.Tensor, (logarithms, -1.0 / rate))
-    return add(node, aten.clamp_min.default, (scaled, torch.finfo(dtype_of(node)).tiny))  # as torch's, never zero
+    return add(node, aten.clamp_min.default, (scaled, torch.finfo(dtype_of(node)).tiny))  # never zero, as in torch
 
 
 def _chosen(node: fx.Node, sizes: tuple[int, ...], kind: torch.dtype, chance: Any) -> fx.Node:

@@ -1,4 +1,4 @@
-"""LSTM, GRU and plain RNN as one op with one result (``kernels_rnn.recurrent``), from which outputs and states are taken."""
+"""LSTM, GRU and plain RNN as one op with one result (``kernels_rnn.recurrent``), which contains outputs and states."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MODES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 def recurrent_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """Replace recurrent ops over padded sequences; those over packed ones, and LSTMs that project, stay as they are."""
+    """Replace recurrent ops over padded sequences; ops over packed sequences, and LSTMs with projections, stay unchanged."""
     for node in calls(gm):
         mode = op_name(node).removeprefix("aten.")
         if mode in _MODES and str(node.target).endswith(".input"):
@@ -35,7 +35,7 @@ def _replace(node: fx.Node, mode: str) -> None:
     if not batch_first:
         x = add(node, aten.transpose.int, (x, 0, 1))
     if all(op_name(state) in ("aten.zeros", "aten.new_zeros", "aten.zeros_like") for state in states):
-        states = []  # made where they are needed, with the rows that are there
+        states = []  # the kernel creates them, for the rows of its input
     options = (mode, biases, layers, dropout if train else 0.0, bidirectional)
     packed = add(node, kernels_rnn.recurrent, (x, states, weights, *options))
     time = shape_of(x)[1]

@@ -13,14 +13,14 @@ from autopar.ops.meta import meta
 from autopar.ops.operands import args_of
 from passes.clean.nodes import add, aten, copy_origin
 
-# name of the higher-order op: how many leading arguments come before the sub-graph
+# by the name of the higher-order op: the number of leading arguments before the sub-graph
 _REGIONS = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
 
 
 def inline_regions_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """Replace each region by its nodes.
 
-    What enters a no-grad region is detached, so that no gradient flows through it. Nested regions are inlined too.
+    Values that enter a no-grad region are detached, so that no gradient flows through them. Nested regions are inlined too.
     """
     while regions := [n for n in gm.graph.nodes if _region(n) is not None]:
         for node in regions:
@@ -60,7 +60,7 @@ def _inline(gm: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _copy(gm: fx.GraphModule, body: fx.GraphModule, anchor: fx.Node, operands: list[Any], no_grad: bool) -> list[Any]:
-    """Copy ``body``'s nodes before ``anchor``; the values of its outputs."""
+    """Copy ``body``'s nodes before ``anchor``; return the values of its outputs."""
     env: dict[fx.Node, Any] = {}
     placeholders = iter(operands)
     for inner in body.graph.nodes:
@@ -85,7 +85,7 @@ def _copy(gm: fx.GraphModule, body: fx.GraphModule, anchor: fx.Node, operands: l
 
 
 def _adopt(gm: fx.GraphModule, body: fx.GraphModule, inner: fx.Node) -> None:
-    """Give the outer module what an inner ``get_attr`` reads, under a name of its own."""
+    """Store the object that an inner ``get_attr`` reads in the outer module, under a unique name."""
     value = getattr(body, str(inner.target))
     name, k = str(inner.target), 0
     while hasattr(gm, name) and getattr(gm, name) is not value:

@@ -1,8 +1,8 @@
-"""Batch and sequence stay dims of their own: a ``reshape`` that flattens them moves down past ops that treat rows alike.
+"""Keep batch and sequence as separate dims: a ``reshape`` that flattens them moves down past ops that treat rows alike.
 
-Routers work on ``[batch * sequence, hidden]``. The rows of that are the batch's only if the sequence is whole, and a layer that hands
-such a tensor on has no batch to be cut along. Moved down, the reshape meets one that undoes it, or a sum over all rows, which is one
-over batch and sequence.
+Routers work on ``[batch * sequence, hidden]``. Its rows can be cut along the batch only if the sequence is whole, and the output of a
+layer that returns such a tensor has no batch dim to shard. Moved down, the reshape meets one that undoes it, or a sum over all rows,
+which becomes a sum over batch and sequence.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from passes.clean.nodes import add, aten, calls, replace
 
 
 def rows_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """Push every ``reshape`` that merges leading dims alone down; see the module's docstring."""
+    """Push down every ``reshape`` that only merges leading dims; see the module's docstring."""
     queue = [node for node in calls(gm, aten.reshape.default) if _lead(node)]
     while queue:
         node = queue.pop(0)
@@ -35,7 +35,7 @@ def rows_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _lead(node: object) -> tuple[int, ...]:
-    """The leading dims that the reshape merges into one; empty where it does anything else."""
+    """The leading dims that the reshape merges into one; empty if it does anything else."""
     if not isinstance(node, fx.Node) or node.target is not aten.reshape.default:
         return ()
     before, after = shape_of(args_of(node)[0]), shape_of(node)
@@ -44,7 +44,7 @@ def _lead(node: object) -> tuple[int, ...]:
 
 
 def _push(user: fx.Node, lead: tuple[int, ...], merged: fx.Node) -> list[fx.Node]:
-    """Let ``user`` work on unmerged dims; the reshapes that stand after it now."""
+    """Let ``user`` work on unmerged dims; return the reshapes that now follow it."""
     if user.op != "call_function":
         return []
     rewrite = _REWRITES.get(op_name(user))
@@ -76,7 +76,8 @@ def _push(user: fx.Node, lead: tuple[int, ...], merged: fx.Node) -> list[fx.Node
 
 
 def _unmerged(operand: fx.Node, lead: tuple[int, ...], anchor: fx.Node) -> fx.Node | None:
-    """The operand with its leading dims apart: behind the reshape, or anew for a constant; itself where it has no rows."""
+    """The operand with its leading dims unmerged: the reshape's source, or a new reshape of a constant; the operand itself if it has no
+    rows."""
     rows = prod(lead)
     if _lead(operand) == lead:
         return args_of(operand)[0]
@@ -92,7 +93,7 @@ Rewrite = Callable[[fx.Node, tuple[int, ...]], Any]
 
 
 def _along(position: int, name: str) -> Rewrite:
-    """Ops along ``dim``, if that is not the rows': counted from the end."""
+    """Ops along ``dim``, if that is not the rows' dim: the dim is then counted from the end."""
 
     def rewrite(node: fx.Node, lead: tuple[int, ...]) -> Any:
         del lead
@@ -106,7 +107,7 @@ def _along(position: int, name: str) -> Rewrite:
 
 
 def _reduced(node: fx.Node, lead: tuple[int, ...]) -> Any:
-    """A reduction over dims; over the rows it is one over all that were merged."""
+    """A reduction over dims; a reduction over the rows becomes one over all dims that were merged."""
     dims = argument(node, 1, "dim")
     if dims is None or len(node.args) < 2:
         return None
@@ -119,7 +120,7 @@ def _reduced(node: fx.Node, lead: tuple[int, ...]) -> Any:
 
 
 def _resized(node: fx.Node, lead: tuple[int, ...]) -> Any:
-    """A reshape or expand of what follows the rows."""
+    """A reshape or expand of the dims after the rows."""
     sizes = shape_of(node)
     if sizes[:1] != (prod(lead),) or len(sizes) < 2 or len(shape_of(args_of(node)[0])) > len(sizes) + 1:
         return None
@@ -127,7 +128,7 @@ def _resized(node: fx.Node, lead: tuple[int, ...]) -> Any:
 
 
 def _inserted(node: fx.Node, lead: tuple[int, ...]) -> Any:
-    """unsqueeze behind the rows."""
+    """unsqueeze after the rows."""
     del lead
     rank = len(shape_of(node))
     dim = args_of(node)[1] % rank

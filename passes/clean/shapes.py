@@ -14,7 +14,7 @@ from passes.clean.views import pieces
 
 
 def reshapes_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """Every flatten, unflatten, view and reshape becomes ``reshape`` with explicit sizes; chains collapse, identities go."""
+    """Every flatten, unflatten, view and reshape becomes ``reshape`` with explicit sizes; chains collapse, identities disappear."""
     for node in calls(gm):
         kind = facts(node).kind
         if kind is Kind.EXPANSION:
@@ -34,9 +34,9 @@ def reshapes_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def splits_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """``split``, ``chunk``, ``tensor_split`` become slices and ``unbind`` selects; slices say their end, indices are positive.
+    """``split``, ``chunk``, ``tensor_split`` become slices and ``unbind`` selects; slices have explicit ends, indices are positive.
 
-    ``broadcast_tensors`` becomes an ``expand`` of each operand, and ``repeat_interleave`` of a single element one, too."""
+    ``broadcast_tensors`` becomes an ``expand`` of each operand, and so does ``repeat_interleave`` of a single element."""
     for node in calls(gm):
         name = op_name(node)
         if facts(node).kind is Kind.SPLIT:
@@ -65,7 +65,8 @@ def splits_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _repeat(node: fx.Node) -> None:
-    """Every element a number of times, which says how large the result is, on a rank as well; of a single one, an ``expand``."""
+    """Remove ``output_size``: the number of repetitions gives the result's size, on a rank as well. A single element becomes an
+    ``expand``."""
     source, dim = args_of(node)[0], argument(node, 2, "dim")
     if dim is not None and shape_of(source)[dim] == 1:
         replace(node, add(node, aten.expand.default, (source, list(shape_of(node)))))

@@ -1,4 +1,4 @@
-"""``as_strided`` of a value's elements, whatever memory they lie in: what a program makes of a value has strides of its own."""
+"""``as_strided`` on a value's elements, independent of their memory: a program's value may have other strides."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def strided_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """``as_strided(x, size, stride)`` becomes ``kernels.strided(x.permute(...), size, stride)``: the operand in the order of its memory.
 
     Raises:
-        CaptureError: there is no such order, or elements are read that are not the operand's.
+        CaptureError: there is no such order, or the op reads elements that are not the operand's.
     """
     for node in calls(gm):
         if op_name(node) != "aten.as_strided":

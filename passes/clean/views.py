@@ -1,8 +1,8 @@
-"""Views: whose memory an op's result shares, how a view is taken anew, and how what is written through it reaches what it views.
+"""Views: which operand's memory an op's result shares, how a view is created again, and how a write through a view reaches its base.
 
-Whether a result is a view is not read off the op's name: ``reshape``, ``contiguous``, ``to`` or dropout in evaluation share their
-operand's memory for some strides and arguments, and copy it for others. The op is run on meta tensors of the operands' strides, and the
-memory of what comes out is compared with theirs.
+An op's name does not tell whether its result is a view: ``reshape``, ``contiguous``, ``to`` or dropout in evaluation share their
+operand's memory for some strides and arguments, and copy it for others. The op runs on meta tensors with the operands' strides, and the
+memory of its results is compared with theirs.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _DIAGONALS = ("aten.diagonal", "aten.linalg_diagonal")
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One step from a tensor to a view of it: the ``call`` that makes it, which of the call's operands it views (``place`` in the order of
-    the arguments), and which of its results it is (``None``: the only one)."""
+    """One step from a tensor to a view of it: the ``call`` that creates it, which of the call's operands it views (``place`` in the order
+    of the arguments), and which of the call's results it is (``None``: the only one)."""
 
     call: fx.Node
     place: int
@@ -51,8 +51,8 @@ class View:
 
 
 def origins(call: fx.Node) -> list[tuple[fx.Node, View | None] | None]:
-    """For every result of ``call`` the operand whose memory it shares, with the view that leads there: ``None`` where it is that very
-    tensor. ``None`` alone for a result with memory of its own."""
+    """For every result of ``call``, the operand whose memory it shares, with the view that leads there; the view is ``None`` if the
+    result is the operand itself. ``None`` alone for a result with its own memory."""
     value = meta(call).get("val")
     several = isinstance(value, tuple | list)
     operands = _operands(call)
@@ -72,13 +72,13 @@ def _operands(call: fx.Node) -> list[fx.Node]:
     return [value for value in values if isinstance(value, fx.Node)]
 
 
-# What `_sharing` found, by op and described operands: deep models ask the same again and again.
+# Cached results of `_sharing`, by op and described operands: deep models need the same ones again and again.
 _FOUND: dict[Any, tuple[tuple[int, bool] | None, ...]] = {}
 _FOUND_LIMIT = 4096
 
 
 def _sharing(call: fx.Node) -> tuple[tuple[int, bool] | None, ...]:
-    """For every result the place of the operand whose memory it shares, and whether it is the same tensor."""
+    """For every result, the position of the operand whose memory it shares, and whether it is the same tensor."""
     key = (call.target, described(call.args), described(call.kwargs))
     if key not in _FOUND:
         if len(_FOUND) >= _FOUND_LIMIT:
@@ -114,7 +114,7 @@ def _on_meta(name: str, value: Any) -> Any:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one memory are the same elements in the same places."""
+    """Whether two tensors in one memory have the same elements at the same positions."""
     return (a.shape, a.stride(), a.storage_offset(), a.dtype, a.is_conj(), a.is_neg()) == (
         *(b.shape, b.stride(), b.storage_offset(), b.dtype, b.is_conj(), b.is_neg()),
     )
@@ -135,7 +135,7 @@ def pieces(call: fx.Node) -> list[tuple[int, int, int]] | None:
 
 
 def replay(view: View, value: fx.Node, anchor: fx.Node) -> fx.Node | None:
-    """The view of ``value``, before ``anchor``; ``None`` for a view of memory as such, which ``value`` need not have in the same order."""
+    """The view of ``value``, before ``anchor``; ``None`` for a view of raw memory, which may be in another order for ``value``."""
     call = view.call
     if view.name in ("aten.as_strided", "aten._reshape_alias"):
         return None
@@ -161,7 +161,8 @@ def _again(view: View, value: fx.Node, anchor: fx.Node) -> fx.Node:
 
 
 def scatter(view: View, source: fx.Node, new: fx.Node, anchor: fx.Node) -> fx.Node | None:
-    """``source`` with what ``view`` sees of it replaced by ``new``; ``None`` where that is unknown, or an element shows twice."""
+    """``source`` with the elements that ``view`` shows replaced by ``new``; ``None`` if these are unknown, or the view shows an element
+    twice."""
     name, call, sizes = view.name, view.call, shape_of(source)
     kind = facts(call).kind
     if view.value.dtype != meta(source)["val"].dtype or view.value.is_conj() or view.value.is_neg():
@@ -172,7 +173,7 @@ def scatter(view: View, source: fx.Node, new: fx.Node, anchor: fx.Node) -> fx.No
         Kind.RESHAPE,
         Kind.SQUEEZE,
         Kind.EXPANSION,
-    ):  # the elements are in the same order, where there are as many
+    ):  # with equal numbers of elements, the elements are in the same order
         whole = view.value.numel() == meta(source)["val"].numel()
         return add(anchor, aten.reshape.default, (new, list(sizes))) if whole else None
     if name in ("aten.transpose", "aten.t"):
@@ -198,7 +199,7 @@ def scatter(view: View, source: fx.Node, new: fx.Node, anchor: fx.Node) -> fx.No
 
 
 def _region(view: View, sizes: Sequence[int]) -> tuple[int, int, int, int] | None:
-    """Dim, start, end and step of what a slice, a select or a part of a split shows; ``None`` for other views."""
+    """Dim, start, end and step of the elements that a slice, a select or a part of a split shows; ``None`` for other views."""
     call = view.call
     if view.item is not None:
         parts = pieces(call)
@@ -218,7 +219,7 @@ def _region(view: View, sizes: Sequence[int]) -> tuple[int, int, int, int] | Non
 
 
 def _order(call: fx.Node, rank: int) -> list[int]:
-    """For each dim of a permutation's result the operand's; found by permuting sizes that all differ."""
+    """For each dim of a permutation's result, the operand's dim; found by permuting sizes that all differ."""
     target: Any = call.target
     sizes = list(range(2, rank + 2))
     args = map_arg(call.args, lambda _: torch.empty(sizes, device="meta"))
@@ -228,7 +229,8 @@ def _order(call: fx.Node, rank: int) -> list[int]:
 def _strided(
     source: fx.Node, new: fx.Node, region: tuple[int, int, int, int], anchor: fx.Node
 ) -> tuple[int, int, fx.Node]:
-    """A write to every ``step``-th place as a write to all places from the first on, where the other places keep their values."""
+    """A write to every ``step``-th position as a write to all positions from the first on, where the other positions keep their
+    values."""
     dim, start, _, step = region
     sizes = shape_of(source)
     end = min(start + shape_of(new)[dim] * step, sizes[dim])
@@ -243,7 +245,8 @@ def _strided(
 
 
 def _diagonal(call: fx.Node, source: fx.Node, new: fx.Node, anchor: fx.Node) -> fx.Node:
-    """``where`` on the diagonal, which is the last dim of ``new``: that is laid along the rows, or below the main one along the columns."""
+    """``where`` on the diagonal, which is the last dim of ``new``: it is laid out along the rows, or below the main diagonal along the
+    columns."""
     sizes, last = shape_of(source), -1 if op_name(call) == "aten.linalg_diagonal" else 1
     rank = len(sizes)
     offset = argument(call, 1, "offset", 0)
@@ -271,7 +274,7 @@ def counted(extent: int, dim: int, rank: int, anchor: fx.Node) -> fx.Node:
 
 
 def single(value: fx.Node, anchor: fx.Node, rank: int | None = None) -> fx.Node | None:
-    """One element that broadcasts, where ``value`` is the same throughout; else ``None``."""
+    """One element that broadcasts, if all elements of ``value`` are equal; else ``None``."""
     if value.target is not aten.full.default:
         return None
     sizes = [1] * (len(shape_of(value)) if rank is None else rank)
