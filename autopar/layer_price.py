@@ -1,4 +1,4 @@
-"""The price of one layer under one strategy: what ``autopar.price`` computes and ``autopar.search`` minimises."""
+"""The price of one layer under one strategy: ``autopar.price`` computes it, and ``autopar.search`` minimises the sum."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LayerPrice:
-    """What one layer costs on one device of its pipeline stage: seconds and bytes.
+    """The cost of one layer on one device of its pipeline stage: seconds and bytes.
 
     Seconds are for one microbatch, exposed communication and recomputation included:
 
@@ -23,14 +23,14 @@ class LayerPrice:
 
     ===================  =============================================================================================
     ``saved_bytes``      saved for the backward pass, per microbatch in flight
-    ``fresh_bytes``      the gradients that the backward pass leaves in their place
+    ``fresh_bytes``      the gradients that exist after the backward pass, when ``saved_bytes`` are freed
     ``transient_bytes``  the peak while the layer runs, above all other memory listed here
-    ``border_bytes``     one activation tensor that a pipeline stage which begins or ends here receives or sends
+    ``border_bytes``     one activation tensor that a pipeline stage receives or sends if it begins or ends here
     ``waiting_bytes``    in addition to ``saved_bytes`` between the two parts of a split backward
-    ``host_bytes``       in the host's memory during the whole step
-    ``host_saved_bytes`` in the host's memory, per microbatch in flight
+    ``host_bytes``       in host memory during the whole step
+    ``host_saved_bytes`` in host memory, per microbatch in flight
     ``segment``          the number of consecutive layers that are recomputed as one
-    ``kept_bytes``       what the first layer of such a segment saves; ``saved_bytes`` is then one layer's share of it, rounded down,
+    ``kept_bytes``       saved by the first layer of such a segment; ``saved_bytes`` is then one layer's share of it, rounded down,
                          and ``transient_bytes`` the peak after all layers of the segment have run again
     ``flops``            the model's arithmetic for one microbatch, forward and backward, over all devices of the stage: replicated
                          work counts once, recomputation does not count

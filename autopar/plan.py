@@ -1,4 +1,4 @@
-"""The plan: plain frozen data, JSON in and out. The search decides it; the passes, the emitter and people read it."""
+"""The plan: plain frozen data, JSON in and out. The search creates it; the passes, the emitter and people read it."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from autopar.schedules import SPLIT, Schedule
 
 
 class Role(Enum):
-    """What one axis does for one layer; the value is the text form."""
+    """The use of one axis for one layer; the value is the text form."""
 
     DATA = "data"
     TENSOR = "tensor"
     TENSOR_SEQUENCE = "tensor+sequence"
     # on grids of devices, see autopar.shard.grid
-    TENSOR_WEIGHTS = "tensor+weights"  # activations cut along the batch, parameters gathered where they are used
-    TENSOR_HIDDEN = "tensor+hidden"  # activations cut along their last dim, gathered where they are multiplied
+    TENSOR_WEIGHTS = "tensor+weights"  # activations sharded along the batch, parameters gathered for use
+    TENSOR_HIDDEN = "tensor+hidden"  # activations sharded along their last dim, gathered for products
     TENSOR_ROWS = (
-        "tensor+rows"  # activations cut along their last dim, multiplied without gathering: partial sums are scattered
+        "tensor+rows"  # activations sharded along their last dim, not gathered for products: partial sums scattered
     )
-    ULYSSES = "ulysses"  # activations cut along the sequence, attention along the heads
-    RING = "ring"  # activations cut along the sequence, keys and values rotate
-    EXPERT = "expert"  # activations cut along the batch, experts distributed
+    ULYSSES = "ulysses"  # activations sharded along the sequence, attention along the heads
+    RING = "ring"  # activations sharded along the sequence, keys and values rotate
+    EXPERT = "expert"  # activations sharded along the batch, experts distributed
     IDLE = "idle"  # every rank of the axis does the same work
 
-    # prices are kept by strategy, and hashing the names of roles took a tenth of a search
+    # prices are cached by strategy, and hashing the names of roles took a tenth of a search
     __hash__ = object.__hash__
 
     @property
     def replicates_parameters(self) -> bool:
-        """Whether every parameter of the layer is R on the axis: ZeRO may spread it there, and the loss is a term of a sum."""
+        """Whether every parameter of the layer is R on the axis: ZeRO may shard it there, and the loss is a term of a sum."""
         return self in (Role.DATA, Role.ULYSSES, Role.RING)
 
     @property
@@ -42,12 +42,12 @@ class Role(Enum):
 
     @property
     def shards_batch(self) -> bool:
-        """Whether activations are cut along the batch between layers."""
+        """Whether activations are sharded along the batch between layers."""
         return self in (Role.DATA, Role.EXPERT, Role.TENSOR_WEIGHTS)
 
     @property
     def shards_sequence(self) -> bool:
-        """Whether activations are cut along the sequence between layers."""
+        """Whether activations are sharded along the sequence between layers."""
         return self in (Role.TENSOR_SEQUENCE, Role.ULYSSES, Role.RING)
 
 
@@ -56,10 +56,10 @@ NARROW_GRADIENTS = "bfloat16_gradients"
 NARROW_MOMENTS = "bfloat16_moments"
 NARROW = (NARROW_GRADIENTS, NARROW_MOMENTS)
 ALLOWED = (MICROBATCH_STATISTICS, *NARROW)
-"""What a user may allow a plan to give up of exactness. ``microbatch_statistics``: a loss that needs the whole batch (a router's auxiliary
-loss, batch norm, negatives of the same batch) is computed for each microbatch separately, and the step's loss is their mean. For
-parameters of 16 bits, whose master copies stay in float32: with ``bfloat16_gradients`` gradients are accumulated and reduced in 16 bits,
-with ``bfloat16_moments`` Adam's moments are in 16 bits."""
+"""The kinds of exactness that a user may allow a plan to give up. ``microbatch_statistics``: a loss that needs the whole batch (a
+router's auxiliary loss, batch norm, negatives of the same batch) is computed for each microbatch separately, and the step's loss is
+their mean. For parameters of 16 bits (their master copies stay in float32): with ``bfloat16_gradients`` gradients are accumulated and
+reduced in 16 bits, with ``bfloat16_moments`` Adam's moments are in 16 bits."""
 
 DEGREES = {
     "data": (Role.DATA,),
@@ -68,7 +68,7 @@ DEGREES = {
     "ulysses": (Role.ULYSSES,),
     "ring": (Role.RING,),
 }
-"""The degrees of a layer by name, with the roles of the axes whose sizes make each degree."""
+"""The parallel degrees of a layer by name, with the roles whose axes' sizes multiply to each degree."""
 
 REPLICATING = tuple(role for role in Role if role.replicates_parameters)
 BATCHES = tuple(role for role in Role if role.shards_batch)
@@ -77,7 +77,7 @@ SEQUENCES = tuple(role for role in Role if role.shards_sequence)
 RECOMPUTATIONS = ("none", "selective", "full")  # from most to least saved activations
 
 OFFLOADS = ("none", "optimizer", "activations", "both")
-"""What a layer offloads to the host's memory: optimizer states and master copies, activations saved for the backward, or both."""
+"""The tensors that a layer offloads to host memory: optimizer states and master copies, activations saved for the backward, or both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +91,13 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """For one layer: the role of each axis of the mesh (same order), the ZeRO stage over its data axes, recomputation, and what it
-    offloads to the host's memory (``OFFLOADS``).
+    """For one layer: the role of each axis of the mesh (same order), the ZeRO stage over its data axes, recomputation, and offloading to
+    host memory (``OFFLOADS``).
 
     With ``recompute`` only the layer's input is saved for the backward. With ``selective`` results that are expensive to compute are saved
-    as well (``passes.keep`` says which), and the rest is recomputed. ``segment`` is the number of consecutive layers, of one class and one
-    strategy in one stage, that are recomputed as one: only the first layer's input is saved. The last segment of a run may be shorter.
+    as well (``passes.keep`` selects them), and the rest is recomputed. ``segment`` is the number of consecutive layers, of one class and
+    one strategy in one stage, that are recomputed as one: only the first layer's input is saved. The last segment of a run may be
+    shorter.
     """
 
     roles: tuple[Role, ...]
@@ -131,7 +132,7 @@ class Strategy:
         return dataclasses.replace(self, roles=tuple(Role.DATA if r is Role.EXPERT else r for r in self.roles))
 
     def degree(self, mesh: tuple[Axis, ...], *roles: Role) -> int:
-        """The product of the sizes of the axes that play one of ``roles``."""
+        """The product of the sizes of the axes whose role is one of ``roles``."""
         n = 1
         for axis, role in zip(mesh, self.roles, strict=True):
             if role in roles:
@@ -165,8 +166,8 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """A pipeline stage: layers ``start`` to ``stop`` (exclusive), its devices, predicted memory against the limit and time
-    of one microbatch (forward plus backward, seconds). ``host_bytes`` is the memory that a device uses in its host."""
+    """A pipeline stage: layers ``start`` to ``stop`` (exclusive), its devices, predicted memory and its limit, and the time
+    of one microbatch (forward plus backward, seconds). ``host_bytes`` is the host memory that a device uses."""
 
     start: int
     stop: int
@@ -179,7 +180,7 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Seconds of one training step on the slowest device, split; throughput and utilisation."""
+    """Seconds of one training step on the slowest device, by part; throughput and utilisation."""
 
     step_time_s: float
     compute_s: float
@@ -192,7 +193,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class PinPrice:
-    """What a pin costs: the step time of the best plan found without it, with all other pins, and a lower bound of all such plans."""
+    """The cost of a pin: the step time of the best plan found without it, with all other pins, and a lower bound of all such plans."""
 
     pin: str
     value: int | str | bool
@@ -200,7 +201,7 @@ class PinPrice:
     bound_without_s: float
 
     def gain(self, step_time_s: float) -> tuple[float, float]:
-        """The share of ``step_time_s`` that is saved without the pin: by the plan that was found, and at most by any plan."""
+        """The share of ``step_time_s`` saved without the pin: by the plan found, and the upper limit for any plan."""
         return 1 - self.step_time_without_s / step_time_s, 1 - self.bound_without_s / step_time_s
 
 
@@ -209,18 +210,18 @@ class Plan:
     """Mesh, stages, schedule, microbatches and a strategy for every layer, with the prediction and the proved bound.
 
     The mesh is that of one stage; device ``rank = stage * prod(mesh) + position in the mesh`` (outermost axis first).
-    Where each device has several stages (``chunks``), ``Schedule.device`` gives a stage's device; a stage's memory is then the sum over its
+    If each device has several stages (``chunks``), ``Schedule.device`` gives a stage's device; a stage's memory is then the sum over its
     device's stages.
-    ``bound_s`` is a proved lower bound of the step time over the candidates that were searched; ``gap`` is ``1 - bound_s/step_time_s``.
-    ``pins`` are the user's decisions, where their prices were asked for. ``allow`` names what this plan gives up of exactness, which the
-    user allowed (some of ``ALLOWED``).
+    ``bound_s`` is a proved lower bound of the step time over the searched candidates; ``gap`` is ``1 - bound_s/step_time_s``.
+    ``pins`` are the user's decisions, if the user requested their prices. ``allow`` names the kinds of exactness that this plan gives
+    up, which the user allowed (some of ``ALLOWED``).
     """
 
     model: str
     devices: str
     mesh: tuple[Axis, ...]
     stages: tuple[StagePlan, ...]
-    schedule: str  # of ``autopar.schedules.SCHEDULES``
+    schedule: str  # one of ``autopar.schedules.SCHEDULES``
     microbatches: int
     global_batch: int
     precision: str
@@ -238,7 +239,7 @@ class Plan:
     chunks: int = 1
     pins: tuple[PinPrice, ...] = ()
     allow: tuple[str, ...] = ()
-    request: dict[str, Any] = field(default_factory=dict, hash=False)  # the command line's options, to ask it again
+    request: dict[str, Any] = field(default_factory=dict, hash=False)  # the command line's options, to repeat it
 
     def __post_init__(self) -> None:
         assert len(self.stages) % self.chunks == 0, (len(self.stages), self.chunks)
@@ -248,7 +249,7 @@ class Plan:
 
     @property
     def pipeline(self) -> int:
-        """The pipeline-parallel degree: stages over chunks."""
+        """The pipeline-parallel degree: the number of stages divided by ``chunks``."""
         return len(self.stages) // self.chunks
 
     @property
@@ -258,7 +259,7 @@ class Plan:
 
     @property
     def unwritten(self) -> str:
-        """Why no program of this plan is written, and the plan has a price only; empty where a program is written."""
+        """The reason why this plan can only be priced and has no program; empty if it has one."""
         if self.schedule in SPLIT:
             return f"the runtime cannot run {self.schedule} exactly yet"
         if any(layer.strategy.offloads_optimizer for layer in self.layers):

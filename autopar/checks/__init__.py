@@ -1,5 +1,5 @@
-"""Checks of what autopar made: its rules by execution on shards (``rules``), the types of an emitted program (``types``), and the
-collectives of a program against those that were decided and priced (``collectives``).
+"""Checks of autopar's own results: its rules by execution on shards (``rules``), the types of an emitted program (``types``), and the
+collectives of a program against the decided and priced ones (``collectives``).
 
-``python -m autopar.checks`` executes the whole table of rules and prints what it did.
+``python -m autopar.checks`` executes the whole table of rules and prints the counts.
 """

@@ -12,9 +12,9 @@ from autopar.rules.table import TABLE
 
 
 def main() -> None:
-    """Check the table; ends with a ``RuleError`` at the first line that does not hold.
+    """Check the table; raises ``RuleError`` at the first line that does not hold.
 
-    ``--dtensor FILE`` compares it with DTensor's rules instead, and writes the comparison.
+    ``--dtensor FILE`` compares the table with DTensor's rules instead, and writes the comparison to FILE.
     """
     given = samples()
     if sys.argv[1:2] == ["--dtensor"]:

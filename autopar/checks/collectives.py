@@ -1,13 +1,13 @@
-"""The structural check of an emitted program: what the search decided is there, and nothing else.
+"""The structural check of an emitted program: it contains the search's decisions, and nothing else.
 
-Two statements, for every layer and every border between layers, from the graphs that the emitter writes down:
+Two statements, for every layer and every border between layers, from the graphs that the emitter writes:
 
-* *types*: started from the types in which the search's solution produces each value, and changed by nothing but the conversions that
-  stand in the graph, every operand arrives in the type that its op needs, and every conversion starts from the type that is there;
-* *collectives*: the collectives that were priced (``price.moves``) and those in the graph are the same: the same number, of the same
-  values, over the same axes, with the same bytes on each device, forward and backward, kernels' own among them.
+* *types*: if the values start in the types of the search's solution, and only the conversions in the graph change them, then every
+  operand arrives in the type that its op needs, and every conversion starts from the actual type of its value;
+* *collectives*: the priced collectives (``price.moves``) and those in the graph are the same: equal in number, on the same
+  values, over the same axes, with the same bytes on each device, forward and backward, including those inside kernels.
 
-Equal layers share a graph and are checked once: milliseconds per layer class. A disagreement is a fault of autopar's, and is raised as
+Equal layers share a graph and are checked once: milliseconds per layer class. A disagreement is a bug in autopar, and raises
 ``ProgramError`` with the layer, the axes and the value.
 """
 
@@ -44,10 +44,10 @@ _KERNELS = kernels.__name__
 
 @dataclass(frozen=True, slots=True, order=True)
 class Exchange:
-    """One collective on one device: the value's name, the mesh axes (outermost first), what and in which pass, and bytes.
+    """One collective on one device: the value's name, the mesh axes (outermost first), the kind of collective, the pass, and bytes.
 
-    The bytes are those of the tensor that the axes make whole: all-gather's result, reduce-scatter's input, the tensor of an all-reduce,
-    and for all others the slices of all the axes' ranks together.
+    The bytes are those of the full tensor (not sharded over the axes): all-gather's result, reduce-scatter's input, the tensor of an
+    all-reduce, and for all others the slices of all the axes' ranks together.
     """
 
     value: str
@@ -62,9 +62,9 @@ class Exchange:
 
 
 def check_collectives(program: LocalProgram) -> int:
-    """Check every layer and border of the program; the number of collectives found (equal layers counted once).
+    """Check every layer and border of the program; returns the number of collectives (equal layers counted once).
 
-    Raises ``ProgramError`` naming the layer, the value and the axes where the program is not what was decided and priced.
+    Raises ``ProgramError`` naming the layer, the value and the axes if the program differs from the decided and priced one.
     """
     found = 0
     names = {id(layer): program.graph.layers[i].name for i, layer in reversed(list(enumerate(program.layers)))}
@@ -96,11 +96,11 @@ def _compare(expected: Counter[Exchange], found: Counter[Exchange], where: str) 
 _HINT = "this is a fault of autopar's, not of the model's: please report it with the plan"
 
 
-# -- what was priced --------------------------------------------------------------------------------------------------
+# -- priced collectives -----------------------------------------------------------------------------------------------
 
 
 def priced(layer: LocalLayer) -> Iterator[Exchange]:
-    """The collectives that the price of the layer is made of, at the captured dtypes."""
+    """The collectives that the price of the layer counts, at the captured dtypes."""
     nodes = [node for node in layer.cls.graph.graph.nodes if node.op != "output"]
     sizes = {n.name: sum(t.numel() * t.element_size() for t in tensors(meta(n).get("val"))) for n in nodes}
     for move in layer_moves(layer.cls, layer.sharding.types, sizes, gradient_flow(layer.cls)):
@@ -109,7 +109,7 @@ def priced(layer: LocalLayer) -> Iterator[Exchange]:
 
 def _crossing_moves(crossing: Crossing, program: LocalProgram) -> Iterator[Exchange]:
     if crossing.value is None:
-        return  # a batch's tensor is taken whole or in slices; neither moves anything, which the comparison holds it to
+        return  # a batch's tensor is taken whole or in slices: neither moves data, and the comparison checks that
     value, axes = crossing.value, (_time(program), *program.plan.mesh)
     maker = next(i for i, layer in enumerate(program.graph.layers) if value.name in layer.outputs)
     position = program.graph.layers[maker].outputs.index(value.name)
@@ -130,11 +130,11 @@ def _exchanges_of(move: Move, axes: tuple[Axis, ...]) -> Iterator[Exchange]:
             yield Exchange(move.value, names, collective.value, backward, size)
 
 
-# -- what is in the program -------------------------------------------------------------------------------------------
+# -- collectives in the program ---------------------------------------------------------------------------------------
 
 
 def exchanges(layer: LocalLayer) -> Iterator[Exchange]:
-    """The collectives in the layer's local graph: of its conversions and of its kernels."""
+    """The collectives in the layer's local graph: those of its conversions and of its kernels."""
     sizes = {axis.name: axis.size for axis in layer.sharding.axes}
     originals = {node.name: node for node in layer.cls.graph.graph.nodes}
     for node in layer.graph.graph.nodes:
@@ -167,7 +167,7 @@ def _conversion(
 
 
 def _kernel(node: fx.Node, original: fx.Node, axes: tuple[Axis, ...]) -> Iterator[Exchange]:
-    """What a kernel's call exchanges over the axes that it is given."""
+    """The collectives of a kernel's call over the axes that it gets."""
     assert callable(node.target)
     kernel = "expert_exchange" if node.kwargs.get("exchange") else node.target.__name__
     traffic = kernel_traffic(kernel, original)
@@ -231,7 +231,7 @@ def _bytes(node: fx.Node) -> int:
 
 
 def _origin(node: fx.Node) -> fx.Node:
-    """The value that conversions were made of."""
+    """The value from which the conversions started."""
     while node.target in (convert, share):
         value = node.args[0]
         assert isinstance(value, fx.Node)
@@ -299,12 +299,12 @@ def _arrives(
 
 def _same(types: Types, wanted: Types, gradient: bool, sharding: Sharding) -> bool:
     pairs = zip(sharding.axes, types, wanted, strict=True)
-    # on one microbatch all types are the whole value
+    # with one microbatch all types stand for the whole value
     return all(_alike(t, w, gradient) or (axis.name == MICROBATCH and axis.size == 1) for axis, t, w in pairs)
 
 
 def _alike(a: SpmdType, b: SpmdType, gradient: bool) -> bool:
-    """Without a gradient I and R say the same."""
+    """Whether two types are equal; without a gradient I and R are equivalent."""
     return a == b or (not gradient and {a, b} == {I, R})
 
 

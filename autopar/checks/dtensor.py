@@ -1,9 +1,9 @@
-"""Our rules against DTensor's: for every sample call, which placements each accepts on one axis of two ranks, and what comes out.
+"""Our rules against DTensor's: for every sample call, which placements each accepts on one axis of two ranks, and the type of the result.
 
-Both are asked the same: operands placed as ``R``, ``P`` or ``S(dim)``, may the op run on them as they are, and of what type is its
-result? DTensor is asked by running the call on DTensors over the fake process group, so that composite ops are
-decomposed as it would, with its redistribution of inputs refused. Where the two differ, execution decides: the call
-runs on two simulated ranks' operands, and the parts, put together by the claimed type, are the whole call's result or are not.
+Both get the same question: operands placed as ``R``, ``P`` or ``S(dim)``, may the op run on them directly, and of what type is its
+result? For DTensor's answer the call runs on DTensors over the fake process group, so that composite ops decompose
+as DTensor would decompose them, with its redistribution of inputs refused. If the two differ, execution decides: the call
+runs on two simulated ranks' operands, and the parts, combined by the claimed type, either equal the whole call's result or not.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from passes.localise import apply
 
 RANKS = 2
 MOST_WAYS = 64
-"""Calls with more ways to place their operands are asked about ours alone."""
+"""Calls with more ways to place their operands are checked only with our rules."""
 
 NOT_ASKED = frozenset((Kind.ARBITRARY, Kind.ATTENTION))
-"""Kinds of op that DTensor is not asked about. It knows attention's CUDA kernels; for the CPU's it searches placements through the
-decomposition, which takes many minutes a call."""
+"""Kinds of op that are not checked with DTensor. It knows attention's CUDA kernels; for the CPU kernels it searches placements through
+the decomposition, which takes many minutes a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One placement of one call's operands: the result's type by our rule and by DTensor, ``None`` where it is not accepted,
-    and for each of them whether execution bears it out (``None``: not executed)."""
+    """One placement of one call's operands: the result's type by our rule and by DTensor (``None`` if not accepted),
+    and for each of them whether execution confirms it (``None``: not executed)."""
 
     op: str
     operands: tuple[SpmdType, ...]
@@ -57,7 +57,7 @@ class Answer:
 
 
 def compare(samples: Iterable[Sample]) -> Iterator[Answer]:
-    """Ask both about every sample. Starts a fake process group of two ranks where there is none."""
+    """Compare both on every sample. Starts a fake process group of two ranks if there is none."""
     mine = not dist.is_initialized()
     if mine:
         dist.init_process_group("fake", rank=0, world_size=RANKS, store=fake_store())
@@ -108,7 +108,7 @@ def _placements(value: Value) -> list[SpmdType]:
 
 
 def _dtensor(node: fx.Node, values: Sequence[Value], operands: Sequence[SpmdType], mesh: Any) -> SpmdType | None:
-    """The type of the result on DTensors placed so, or ``None`` where DTensor would place them otherwise or has no rule."""
+    """The type of the result on DTensors placed so, or ``None`` if DTensor would place them otherwise or has no rule."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     places = {"R": Replicate(), "P": Partial()}
@@ -150,7 +150,7 @@ def _holds(
     result: SpmdType | None,
     mine: Candidate | None,
 ) -> bool | None:
-    """Whether the whole result is put together of the ranks' by ``result``: forward alone, DTensor does not say what a gradient is."""
+    """Whether the ranks' results combine by ``result`` to the whole result: forward only, as DTensor does not give a gradient's type."""
     if result is None:
         return None
     candidate = mine or Candidate(operands, result, extent=RANKS)
@@ -162,7 +162,7 @@ def _holds(
 
 
 def page(answers: Sequence[Answer], rules: int, calls: int) -> str:
-    """``docs/evidence/dtensor-check.md``."""
+    """The text of ``docs/evidence/dtensor-check.md``."""
     count = Counter(answer.verdict for answer in answers)
     executed = sum((a.ours_holds is not None) + (a.theirs_holds is not None) for a in answers)
     wrong_ours = [a for a in answers if a.ours_holds is False]

@@ -1,4 +1,4 @@
-"""The user's extension point: a rule for an op that the table does not know, checked on the spot."""
+"""The user's extension point: a rule for an op that the table does not know, checked at registration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopar.rules.notation import Operand, parse
 from autopar.rules.table import TABLE
 
 _EXTENTS = (6, 12)
-"""Extents of the letters of a made-up call: divisible by 2 and by 3, and not all equal, so that mixed-up letters show."""
+"""Extents of the letters of a made-up call: divisible by 2 and by 3, and not all equal, so that confused letters are noticed."""
 
 
 def register_rule(op: str, line: str, *arguments: Any, **keywords: Any) -> Report:
@@ -23,8 +23,8 @@ def register_rule(op: str, line: str, *arguments: Any, **keywords: Any) -> Repor
     float64 operands made from the line (extents 6 and 12); pass ``arguments`` (and ``keywords``), as the op takes them, if
     it needs numbers, integers or other extents. The op must be known to ``torch.ops``, and differentiable if its result is.
 
-    Returns what was executed. Raises ``RuleError`` if the op is unknown, the line does not parse or fit, or a shard's result or
-    gradient differs from the whole op's; the table is then as it was.
+    Returns a report of the executions. Raises ``RuleError`` if the op is unknown, the line does not parse or fit, or a shard's result or
+    gradient differs from the whole op's; the table is then unchanged.
     """
     parsed = parse(line)
     target = _target(op)

@@ -1,8 +1,8 @@
 """Checking a rule by execution: its candidates against the unsharded op, forward and gradient, on 2 and 3 shards.
 
 Ranks are simulated in one process. Operands are distributed by their types (slices, copies, random terms of the sum), every rank
-makes its localised call in float64, and the results and the gradients are put together by theirs: a gradient has the dual
-type. Candidates with a kernel communicate, and are tested on real process groups instead.
+makes its localised call in float64, and the results and the gradients are combined by their types: a gradient has the dual
+type. Candidates with a kernel communicate; they are tested on real process groups instead.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a check did: candidates executed, executions (one per candidate and number of shards), and the largest difference seen."""
+    """The counts of a check: candidates executed, executions (one per candidate and number of shards), and the largest difference."""
 
     candidates: int
     executions: int
@@ -59,7 +59,7 @@ def sample(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Sample:
 
 
 def held(given: Sample, *operands_: int) -> Sample:
-    """The sample with these tensor operands taken as constants."""
+    """The sample with these tensor operands treated as constants."""
     return replace(given, held=operands_)
 
 
@@ -145,7 +145,7 @@ def check_candidate(
 
 
 def _on_rank(node: fx.Node, values: Sequence[Value], candidate: Candidate, n: int, expected: Tensor) -> list[Tensor]:
-    """Make the localised call on one rank's operands, and hold the result's shape against the candidate's type."""
+    """Make the localised call on one rank's operands, and compare the result's shape with the candidate's type."""
     shape = list(expected.shape)
     if candidate.result.dim is not None:
         shape[candidate.result.dim] //= n
@@ -174,7 +174,7 @@ def _gradients(results: list[Tensor], values: Sequence[Value], cotangents: list[
 
 
 def _split(value: Value, t: SpmdType, n: int) -> list[Value]:
-    """What each of ``n`` ranks holds of a value of type ``t``."""
+    """The parts of a value of type ``t`` on each of ``n`` ranks."""
     if isinstance(value, tuple):
         return list(zip(*(_split(part, t, n) for part in value), strict=True))
     if t.kind == "S":
@@ -189,7 +189,7 @@ def _split(value: Value, t: SpmdType, n: int) -> list[Value]:
 
 
 def _combine(parts: Sequence[Tensor], t: SpmdType, what: str) -> Tensor:
-    """The value whose parts the ranks hold."""
+    """The whole value, combined from the ranks' parts."""
     if t.kind == "S":
         assert t.dim is not None
         return torch.cat(list(parts), t.dim)

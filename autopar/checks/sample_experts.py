@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def gated_experts(rows: int, width: int, inner: int = 12, count: int = 6) -> Experts:
-    """``down(silu(gate(x)) * up(x))`` for ``rows`` chosen rows, as most models have it."""
+    """``down(silu(gate(x)) * up(x))`` for ``rows`` chosen rows, as in most models."""
     graph = fx.Graph()
     x, counts = _inputs(graph, rows, width, count)
     gate, up = (_input(graph, name, count, inner, width) for name in ("gate", "up"))

@@ -360,7 +360,7 @@ def spatial() -> list[Sample]:
 
 
 def indexing() -> list[Sample]:
-    """Lookups, and tensors made from nothing."""
+    """Lookups, and ops that create tensors."""
     return [
         sample(aten.embedding.default, r(12, 6), n(12, 6, 4)),
         sample(aten.index.Tensor, r(6, 5, 12), [None, n(5, 6)]),

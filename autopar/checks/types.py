@@ -1,11 +1,11 @@
 """The type checker over an emitted program: every stage, with ``spmd_types``' global types, on a fake process group.
 
 No GPU, no second process: the fake group has as many ranks as the plan has devices, tensors are on the meta device, and the
-checker follows on every axis which dim is sharded. Most wrong gradients (a missing all-reduce, a bias added once per rank, a
-softmax over a sharded dim) fail here. What it cannot see are values; the exactness matrix does.
+checker follows which dim is sharded on every axis. Most errors that give wrong gradients (a missing all-reduce, a bias added once per
+rank, a softmax over a sharded dim) fail here. The checker cannot see values; the exactness matrix checks those.
 
-Layers of one class that are given the same types are followed once: what a call gives is a function of the class's code and of what goes
-in, so the others give the same.
+Layers of one class with inputs of equal types are followed once: the result of a call depends only on the class's code and its inputs, so
+the other layers have the same result.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ Progress = Callable[[str], None]
 
 
 def check_program(folder: str | Path, progress: Progress | None = None) -> int:
-    """Type-check every stage of the program in ``folder``; the number of stages checked.
+    """Type-check every stage of the program in ``folder``; returns the number of stages checked.
 
-    A process that has a default process group, or that ``torchrun`` started to have one, leaves it to a process of its own.
-    ``progress`` is told of each stage.
+    If the calling process has a default process group, or ``torchrun`` started it to have one, the check runs in a separate process.
+    ``progress`` is called for each stage.
 
-    Raises ``ProgramError`` with the checker's own message, the stage and the axis, or with what cannot be read or run.
+    Raises ``ProgramError`` with the checker's own message, the stage and the axis, or with the reason why a file cannot be read or run.
     """
     path = Path(folder).resolve()
     if dist.is_initialized() or "RANK" in os.environ:
@@ -70,7 +70,8 @@ def _check_here(path: Path, progress: Progress) -> int:
             try:
                 _check_stage(kind, [r for r in records if r["stage"] == index], plan, path, seen)
             except Exception as error:
-                # Besides the checker's own errors: torch's, of local shapes that do not fit, and whatever an edited file raises.
+                # Besides the checker's own errors: torch's errors for local shapes that do not fit, and any error that an edited file
+                # raises.
                 text = str(error) if isinstance(error, _ILL_TYPED) else f"{type(error).__name__}: {error}"
                 raise ProgramError(f"stage {index} of {path.name} is ill-typed: {text}", _HINT) from error
     return len(model.STAGES)
@@ -98,7 +99,7 @@ def _check_in_subprocess(path: Path) -> int:
     return int(answer["stages"])
 
 
-_Seen = dict[Any, Any]  # by layer class and what goes in: what a call gives
+_Seen = dict[Any, Any]  # layer class and inputs -> result of the call
 
 
 def _check_stage(kind: Any, records: list[dict[str, Any]], plan: dict[str, Any], path: Path, seen: _Seen) -> None:
@@ -141,7 +142,7 @@ def _check_stage(kind: Any, records: list[dict[str, Any]], plan: dict[str, Any],
 
 
 def _follow_once(layer: nn.Module, seen: _Seen) -> None:
-    """Let a layer's call give what an equal one gave before, without following its ops again."""
+    """Replace a layer's call by the result of an earlier equal call, without following its ops again."""
     forward, own = layer.forward, _described_module(layer)
     if own is None:
         return
@@ -163,7 +164,7 @@ def _follow_once(layer: nn.Module, seen: _Seen) -> None:
 
 
 def _described_module(layer: nn.Module) -> Any:
-    """Everything that a layer's forward can read of its module: equal where two layers do the same; ``None`` where that is not known."""
+    """All state of its module that a layer's forward can read: equal if two layers do the same; ``None`` if that is unknown."""
     usual = set(vars(nn.Module()))
     parts = []
     for name, module in layer.named_modules():
@@ -181,7 +182,7 @@ def _described_module(layer: nn.Module) -> Any:
 
 
 def _described(value: Any) -> Any:
-    """A value of a call, hashable: tensors by shape, dtype and types; ``None`` where there is something that has no such description."""
+    """A hashable description of a call's value: tensors by shape, dtype and types; ``None`` if a part cannot be described."""
     if isinstance(value, Tensor):
         if not value.is_meta or not spmd.has_local_type(value):
             return None
@@ -205,7 +206,7 @@ _TENSOR, _PLAIN = "tensor", "plain"
 
 
 def _made(description: Any) -> Any:
-    """A value of that description."""
+    """A value that fits the description."""
     if description[0] is tuple:
         return tuple(_made(item) for item in description[1])
     if description[0] == _PLAIN:
@@ -226,7 +227,7 @@ def _type(text: str) -> Any:
 
 
 def _assert(tensor: torch.Tensor, types: Mapping[str, str]) -> torch.Tensor:
-    """Assert the types; a dim that several axes shard is said as a partition, outermost axis first."""
+    """Assert the types; a dim that several axes shard is given as a partition, outermost axis first."""
     entries: list[Any] = [[] for _ in range(tensor.dim())]
     local = {}
     for axis, text in types.items():
@@ -241,7 +242,7 @@ def _assert(tensor: torch.Tensor, types: Mapping[str, str]) -> torch.Tensor:
     return tensor
 
 
-_declare = _assert  # on a tensor without types, asserting gives them
+_declare = _assert  # asserting sets the types of a tensor that has none
 
 
 @contextmanager
@@ -266,7 +267,7 @@ def _imported(path: Path) -> Iterator[ModuleType]:
 
 
 def _flattened(model: ModuleType, mesh: Any) -> AbstractContextManager[None]:
-    """The program's groups over several axes, known to the program's own copy of ``flattened``."""
+    """Register the program's groups over several axes with the program's own copy of ``flattened``."""
     axes = getattr(model, "FLATTENED", ())
     if not axes:
         return nullcontext()

@@ -1,4 +1,4 @@
-"""The lines of a method that computes what a graph does."""
+"""The lines of a method that computes a graph."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from autopar.ops.facts import facts
 from autopar.ops.meta import meta
 from passes.collectives import convert
 
-WIDTH = 110  # an expression that would make a line longer gets a name of its own
+WIDTH = 110  # a longer line is split: its expression gets a name
 
 
 def statements(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Names, watch: bool = False) -> list[str]:
-    """One line per value that is used twice, converted or too long to stand inside another expression; with ``watch`` per value.
+    """One line per value that is used twice, is converted, or is too long to stand inside another expression; with ``watch`` one per
+    value.
 
-    Where a part of the model ends, names that nothing reads any more are deleted: the backward pass keeps what it needs, and the rest
-    would be in memory until the method returns.
+    At the end of each part of the model, names that nothing reads any more are deleted: the backward pass keeps the tensors that it
+    needs, and the rest would otherwise stay in memory until the method returns.
     """
     lines: list[str] = []
     watched: list[str] = []
@@ -58,7 +59,7 @@ def statements(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Names, w
 
 
 def _with_deletions(lines: list[str], named: list[str], ends: list[int]) -> list[str]:
-    """``lines`` with a ``del`` before each of ``ends`` that some of the ``named`` values do not outlive."""
+    """``lines`` with a ``del`` before each of ``ends``, for the ``named`` values that are not read after it."""
     last = dict.fromkeys(named, 0)
     for index, line in enumerate(lines):
         if not line.lstrip().startswith("#"):
@@ -74,7 +75,7 @@ def _with_deletions(lines: list[str], named: list[str], ends: list[int]) -> list
 
 
 def _name(node: fx.Node) -> str:
-    """A conversion is named after its value and the type it now has: ``linear_3_i``."""
+    """The node's name; a conversion is named after its value and its new type: ``linear_3_i``."""
     if node.target is not convert:
         return node.name
     value, _, _, target = node.args
@@ -83,8 +84,8 @@ def _name(node: fx.Node) -> str:
 
 
 def _inline(node: fx.Node, text: Text) -> bool:
-    """Whether the expression may stand in its only reader: a conversion always gets a line, to be seen."""
-    # what stands inside of ``keep`` is kept: a product that is not gets a line of its own
+    """Whether the expression may stand in its only reader: a conversion always gets its own line, so that readers see it."""
+    # values inside ``keep`` are saved: a product that is not saved gets its own line
     if meta(node).get("kept") or ("kept" in meta(node) and facts(node).is_expensive):
         return False
     if node.target is convert or len(node.users) != 1 or len(text.text) > WIDTH // 2:

@@ -15,10 +15,10 @@ _HINT = (
 
 
 def custom_modules(graph: Graph) -> tuple[str, ...]:
-    """Names of the Python modules that define the ops of ``graph`` which are not torch's, in order.
+    """Sorted names of the Python modules that define those ops of ``graph`` that are not torch's.
 
     Raises:
-        ProgramError: an op that is not known to be defined in a module that can be imported.
+        ProgramError: an op for which no importable module is known.
     """
     nodes = [node for cls in graph.classes.values() for node in cls.graph.graph.nodes]
     nodes += [] if graph.prelude is None else list(graph.prelude.graph.nodes)

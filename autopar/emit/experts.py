@@ -1,4 +1,4 @@
-"""The body of a mixture of experts as a method of its layer's class: what an expert does to its rows, to be read and edited."""
+"""The body of a mixture of experts as a method of its layer's class: readable, editable code for what an expert computes on its rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAME = "expert_body"
 
 
 def name_bodies(nodes: list[fx.Node]) -> dict[Experts, str]:
-    """A method's name for every distinct body among the calls; each call's ``meta["body"]`` says its own."""
+    """A method's name for every distinct body among the calls; each call's ``meta["body"]`` names its method."""
     found: dict[Experts, str] = {}
     for node in nodes:
         if isinstance(node.target, Experts):

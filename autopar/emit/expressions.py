@@ -1,6 +1,6 @@
-"""Python text for one call of a graph, the way a person writes it: ``F.linear(x, w)``, ``x.transpose(1, 2)``, ``a + b``.
+"""Python text for one call of a graph, as a person would write it: ``F.linear(x, w)``, ``x.transpose(1, 2)``, ``a + b``.
 
-Built from the graph's own targets and arguments; nothing is evaluated. An op without a familiar form is written as
+Built from the graph's own targets and arguments; nothing is evaluated. An op without a familiar notation is written as
 ``torch.ops.aten.name.overload(...)``, which means the same.
 """
 
@@ -32,13 +32,13 @@ _MAX_INT = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """An expression and how tightly it binds."""
+    """An expression and its operator precedence."""
 
     text: str
     binds: int = ATOM
 
     def within(self, binds: int) -> str:
-        """The text as an operand of something that binds as tightly as ``binds``."""
+        """The text as an operand of an operator with precedence ``binds``."""
         return self.text if self.binds >= binds else f"({self.text})"
 
 
@@ -97,7 +97,7 @@ def literal(value: Any, texts: Texts) -> str:
 
 
 def kernel_module(node: fx.Node) -> str | None:
-    """The module of the program, a sibling of ``model.py``, whose function the node calls; ``None`` for torch's."""
+    """The module of the program, a sibling of ``model.py``, whose function the node calls; ``None`` for torch's functions."""
     package, _, module = str(getattr(node.target, "__module__", "")).rpartition(".")
     return module if package == program.__name__ else None
 
@@ -137,7 +137,7 @@ def _experts(node: fx.Node, op: Experts, texts: Texts) -> str:
 
 
 def _operand(node: fx.Node) -> fx.Node:
-    """The first argument, where it is a value."""
+    """The first argument, which must be a value."""
     first = node.args[0]
     assert isinstance(first, fx.Node), node.format_node()
     return first
@@ -155,7 +155,7 @@ def _call_arguments(node: fx.Node, texts: Texts) -> str:
 
 
 def _opaque(node: fx.Node, name: str, texts: Texts) -> str:
-    """A module that runs as it is written: nothing of it is sharded, and so its result has the shape that capture saw."""
+    """A module that runs as written: nothing in it is sharded, so its result has the captured shape."""
     inputs, tensors = (literal(arg, texts) for arg in node.args)
     value = meta(node)["val"]
     return f'opaque.call("{name}", {inputs}, {tensors}, {tuple(value.shape)}, {value.dtype})'
@@ -173,8 +173,8 @@ def _conversion(node: fx.Node, texts: Texts) -> str:
 
 
 def _strided(value: fx.Node) -> bool:
-    """Whether the value may not be contiguous when the program runs: a view, or what is laid out as its operand is, which on a rank need
-    not be as capture saw it."""
+    """Whether the value may be non-contiguous when the program runs: a view, or a value laid out like its operand, whose layout on a rank
+    may differ from the captured one."""
     op = facts(value)
     return op.is_strided or op.kind in (Kind.CONVOLUTION, Kind.TRANSPOSED_CONVOLUTION)
 
@@ -184,10 +184,11 @@ _ALL_REDUCES_BACKWARD = frozenset(("IR", "PR"))
 
 
 def conversion_text(value: str, axes: tuple[str, ...], source: str, target: str, dtype: torch.dtype | None) -> str:
-    """The call that converts ``value``: ``spmd_types``'s on one axis, ``flattened``'s on several. ``dtype`` is the value's if a gradient
-    flows through it.
+    """The call that converts ``value``: ``spmd_types``'s on one axis, ``flattened``'s on several. ``dtype`` is the value's dtype if a
+    gradient flows through it.
 
-    A gradient in reduced precision is reduced as it is, like the activations and as Megatron does; ``spmd_types`` wants that said.
+    A gradient in reduced precision is reduced in that precision, like the activations and as in Megatron; ``spmd_types`` requires an
+    explicit argument for it.
     """
     kinds = SpmdType.parse(source).kind + SpmdType.parse(target).kind
     call = {
@@ -229,14 +230,14 @@ def _familiar(node: fx.Node, name: str, texts: Texts) -> Text | None:
 
 
 def _flat_sizes(name: str, args: tuple[Any, ...]) -> list[Any]:
-    """``view(a, [2, 3])`` is written ``a.view(2, 3)``."""
+    """The sizes as separate arguments: ``view(a, [2, 3])`` is written ``a.view(2, 3)``."""
     if name in ("view", "reshape", "expand", "permute") and len(args) == 1 and isinstance(args[0], (list, tuple)):
         return list(args[0])
     return list(args)
 
 
 def _named_arguments(node: fx.Node, texts: Texts) -> str:
-    """Arguments of a functional: tensors by position, what follows by keyword, defaults left out."""
+    """Arguments of a functional: tensors by position, the following ones by keyword, defaults left out."""
     given = list(arguments(node).items())
     defaults = dict(overload_schema(node.target) or ())
     parts: list[str] = []
@@ -248,7 +249,7 @@ def _named_arguments(node: fx.Node, texts: Texts) -> str:
         if key in ("cudnn_enable", "cudnn_enabled"):
             by_position = False
             continue
-        # numbers may follow the first tensor by position; words (gelu's approximation) torch takes by keyword alone
+        # numbers may follow the first tensor by position; torch takes strings (gelu's approximation) by keyword only
         first = by_position and (isinstance(value, fx.Node) or (index < 2 and not isinstance(value, str)))
         parts.append(literal(value, texts) if first else f"{key}={literal(value, texts)}")
         by_position = first
@@ -261,7 +262,7 @@ def _infix(node: fx.Node, name: str, texts: Texts) -> Text | None:
     symbol, binds = _INFIX[name]
     left, right = node.args
     a = texts[left].within(binds) if isinstance(left, fx.Node) else literal(left, texts)
-    # The right operand of - and / needs parentheses at equal strength; for + and * they keep the order of rounding.
+    # The right operand of - and / needs parentheses at equal precedence; for + and * they keep the order of rounding.
     b = texts[right].within(binds + 1) if isinstance(right, fx.Node) else literal(right, texts)
     return Text(f"{a} {symbol} {b}", binds)
 

@@ -18,10 +18,10 @@ def layer_class(
 ) -> str:
     """The source of the class.
 
-    With ``watch`` every value gets a line, and ``self.watched`` holds them all by node name: to look for a wrong one.
+    With ``watch`` every value gets a line, and ``self.watched`` holds all values by node name, to find a wrong one.
 
-    ``uses`` says in words which layers it is and how they are split; ``shared`` are the indices (among the class's
-    parameters) of those that the stage owns, because several layers use them: they become arguments.
+    ``uses`` says in words which layers use the class and how they are sharded; ``shared`` are the indices (among the class's
+    parameters) of those that the stage owns because several layers use them: they become arguments.
     """
     lines = [f"class {name}(nn.Module):", f'    """{uses}"""', ""]
     lines += _constructor(layer, axes, shared)
@@ -36,14 +36,14 @@ def parameter_paths(layer: LocalLayer) -> dict[str, str]:
 
 
 def buffer_paths(layer: LocalLayer) -> dict[str, str]:
-    """The same for the buffers that the layer writes."""
+    """For every buffer that the layer writes, the attribute path that holds it."""
     names = tuple(parameter.name for parameter in layer.parameters)
     paths = attributes((*names, *(buffer.name for buffer in layer.cls.buffers)))
     return {buffer.name: paths[buffer.name] for buffer in layer.cls.buffers}
 
 
 def types_text(axes: tuple[str, ...], types: tuple[SpmdType, ...]) -> str:
-    """``S(0) on data, I on tensor``: a comment."""
+    """The types as a comment: ``S(0) on data, I on tensor``."""
     return ", ".join(f"{t} on {axis}" for axis, t in zip(axes, types, strict=True))
 
 
@@ -133,10 +133,10 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
 
 
 def _outer(layer: LocalLayer, arguments: list[str], held: list[str]) -> list[str]:
-    """What ``forward`` does around ``compute``, where it does; ``held`` are the arguments that are in memory anyway."""
+    """The ``forward`` that wraps ``compute``, if needed; ``held`` are the arguments that are in memory anyway."""
     call = ", ".join(["self.compute", *arguments])
     found: list[str] = []
-    if layer.strategy.recompute and layer.strategy.segment == 1:  # segments of several are the stage's
+    if layer.strategy.recompute and layer.strategy.segment == 1:  # the stage handles segments of several layers
         found = [
             "        # Recomputed in the backward pass: only the arguments are kept.",
             f"        return checkpoint({call}, use_reentrant=False, preserve_rng_state=False)",

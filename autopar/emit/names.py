@@ -9,13 +9,13 @@ from functools import lru_cache
 
 from torch import nn
 
-# What an emitted module defines or imports itself.
+# Names that an emitted module defines or imports itself.
 _RESERVED = frozenset(
     """self torch nn F spmd guards kernels kernels_ctc kernels_experts kernels_norm kernels_random kernels_ring kernels_rnn opaque segments
     selective checkpoint key""".split()  # noqa: SIM905  a list of words
 )
 
-# What a module has besides the user's attributes: nothing of theirs may take its place.
+# Attributes that every module has: the user's attributes may not replace them.
 _MODULE = frozenset(dir(nn.Module())) | {"compute", "number", "updates", "UPDATES", "expert_body"}
 
 
@@ -28,13 +28,13 @@ def identifier(text: str) -> str:
 
 
 class Names:
-    """Hands out identifiers, each once, and none of ``taken``."""
+    """A supply of identifiers: each is given once, and none is in ``taken``."""
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
         self._taken = set(taken)
 
     def fresh(self, text: str) -> str:
-        """An identifier like ``text``, numbered when it is taken."""
+        """An identifier like ``text``, with a number if it is taken."""
         base = identifier(text)
         name, n = base, 1
         while name in self._taken:
@@ -48,7 +48,7 @@ class Names:
 def attributes(paths: tuple[str, ...]) -> dict[str, str]:
     """The attribute paths of a module's parameters, by their dotted names: ``0.weight`` is at ``_0.weight``.
 
-    Siblings whose identifiers would be alike (``scale`` and ``_scale``) are numbered, and so is one called like a method.
+    Siblings whose identifiers would collide (``scale`` and ``_scale``) are numbered, and so is an attribute named like a method.
     """
     made = {"": ""}
     names: dict[str, Names] = {}

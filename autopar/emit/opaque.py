@@ -1,6 +1,6 @@
-"""The description of a graph's opaque modules, from which the program makes them again: ``opaque.json``.
+"""The description of a graph's opaque modules, from which the program rebuilds them: ``opaque.json``.
 
-Data only, no pickle: classes by name, attributes that JSON can hold. What cannot be said so is refused with its name.
+Data only, no pickle: classes by name, attributes that JSON can hold. Any other attribute is refused by name.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from autopar.precision import name_of
 from autopar.program import FILES
 from autopar.program.opaque import Applied
 
-# What the program's folder itself defines, next to which a user's module of the same name could not be imported.
+# Modules of the program's folder: a user's module of the same name could not be imported next to them.
 TAKEN = frozenset({"model", *(name.removesuffix(".py") for name in FILES)})
 
 _APPLIED = f":{Applied.__qualname__}"
-_OWN = frozenset(vars(nn.Module()))  # attributes of every module; all but ``training`` are described otherwise
+_OWN = frozenset(vars(nn.Module()))  # attributes of every module; all but ``training`` are described separately
 
 
 def describe_opaque(graph: Graph) -> dict[str, list[dict[str, Any]]]:
-    """By op name, the records of the module objects, the outermost first; empty for a graph without opaque modules.
+    """Per op name, the records of the module objects, outermost first; empty for a graph without opaque modules.
 
     Raises:
         ProgramError: a class that cannot be imported by name, or an attribute that is not plain data.
@@ -72,7 +72,7 @@ def _describe(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def _class(module: nn.Module, where: str) -> str:
-    """The name by which the program imports the module's class; a function's is that of the program's own class that applies it."""
+    """The name by which the program imports the module's class; for a function, the name of the program's class that applies it."""
     return _APPLIED if isinstance(module, Applied) else _named(type(module), where)
 
 

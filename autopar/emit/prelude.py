@@ -1,5 +1,5 @@
-"""The prelude as a function: scalars that depend on the batch alone, computed once a step for the whole global batch, and what must hold of
-its values."""
+"""The prelude as a function: scalars that depend only on the batch, computed once per step for the whole global batch, and checks of
+the batch's values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Writes the program folder: ``model.py``, ``plan.json``, ``layouts.json``, folded constants, and the support files as they are."""
+"""Writes the program folder: ``model.py``, ``plan.json``, ``layouts.json``, folded constants, and unchanged copies of the support
+files."""
 
 from __future__ import annotations
 
@@ -55,13 +56,13 @@ Each microbatch is a batch of its own, as microbatch_statistics allows: the step
 def emit(
     graph: Graph, plan: Plan, folder: str | Path, *, watch: bool = False, state: Mapping[str, Tensor] | None = None
 ) -> LocalProgram:
-    """Write the program of ``plan`` for the captured ``graph`` into ``folder`` (made if missing) and return what was written down.
+    """Write the program of ``plan`` for the captured ``graph`` into ``folder`` (created if missing) and return the local program.
 
-    With ``watch`` the layers keep every value that they compute (``layer_class``). ``state`` is the state dict of the user's model: what
-    the folder starts from. Without one, or with one on meta, the plan in the folder says that there are no values.
+    With ``watch`` the layers keep every value that they compute (``layer_class``). ``state`` is the state dict of the user's model: the
+    folder's initial values. Without one, or with one on meta, the plan in the folder says that there are no values.
 
     Raises:
-        UsageError: the model does not admit the plan, or it is one that can be priced only.
+        UsageError: the model does not admit the plan, or the plan can only be priced.
         ModelError: the model's constants have no values.
     """
     _refuse_priced(plan)
@@ -110,7 +111,7 @@ def emit(
 
 
 def _refuse_priced(plan: Plan) -> None:
-    """Raise ``UsageError`` for what has a price and no program."""
+    """Raise ``UsageError`` if the plan has a price but no program."""
     if plan.unwritten:
         nearest = default_schedule(plan.pipeline, plan.pipeline, plan.chunks)
         hint = (
@@ -122,7 +123,7 @@ def _refuse_priced(plan: Plan) -> None:
 
 
 def _refuse_float16(graph: Graph) -> None:
-    """Raise ``UsageError`` where gradients would be float16: small ones become zeros, large ones infinite, without loss scaling."""
+    """Raise ``UsageError`` if gradients would be float16: small ones become zeros, large ones infinite, without loss scaling."""
     found = [(p.original, p.dtype) for p in graph.parameters.values() if p.trainable]
     found += [(value.name, value.dtype) for value in graph.values.values() if value.requires_grad]
     for cls in graph.classes.values():
@@ -171,7 +172,7 @@ def model_source(program: LocalProgram, opaque: bool = False, watch: bool = Fals
 
 
 def _siblings(program: LocalProgram, opaque: bool) -> list[str]:
-    """The files of the program that its model calls."""
+    """The other files of the program that its model imports."""
     nodes = (node for layer in program.layers for node in layer.graph.graph.nodes)
     called = {name for node in nodes if (name := kernel_module(node)) is not None}
     others = {
@@ -262,7 +263,8 @@ def layouts(program: LocalProgram) -> list[dict[str, object]]:
 
 
 def buffers(program: LocalProgram) -> list[dict[str, object]]:
-    """The record of every buffer that the model writes, as JSON objects: where it is, and whether its new value comes from there."""
+    """The record of every buffer that the model writes, as JSON objects: its stage and name, and whether its new value comes from
+    there."""
     records: list[dict[str, object]] = []
     for stage in program.stages:
         for index in stage.layers:

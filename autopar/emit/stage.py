@@ -102,7 +102,7 @@ def _borders(borders: tuple[Border, ...]) -> str:
     entries = []
     for border in borders:
         dtype = name_of(border.value.dtype)
-        flows = "" if border.value.requires_grad else ", False"  # whether a gradient comes back
+        flows = "" if border.value.requires_grad else ", False"  # whether a gradient flows back
         entries.append(f'("{border.value.name}", {border.shape!r}, "{dtype}"{flows})')
     return "(" + "".join(f"{entry}, " for entry in entries).rstrip() + ")"
 
@@ -130,7 +130,7 @@ def _groups(program: LocalProgram, stage: Stage) -> str:
 
 
 def owned_attribute(name: str) -> str:
-    """The stage's attribute that holds a parameter which several of its layers use."""
+    """The stage's attribute that holds a parameter that several of its layers use."""
     return identifier(name)
 
 
@@ -165,7 +165,7 @@ def _gradient_dtype(value: Value) -> torch.dtype | None:
 
 
 class _Forward:
-    """Writes a stage's forward: a line per layer, a loop where a run of layers hands one value on."""
+    """Writes a stage's forward: a line per layer, a loop for a run of layers that pass one value on."""
 
     def __init__(self, program: LocalProgram, stage: Stage, class_names: dict[int, str]) -> None:
         self.program, self.stage, self.class_names = program, stage, class_names
@@ -213,7 +213,7 @@ class _Forward:
         return f"input {name}" if name in self.stage.inputs else f"scalar {name}"
 
     def _run(self, layers: list[int]) -> int:
-        """How many of ``layers``, from the first, are one class each handing its only value to the next."""
+        """How many of ``layers``, from the first, have one class and pass their only value to the next."""
         graph, program = self.program.graph, self.program
         first = graph.layers[layers[0]]
         count = 1
@@ -237,7 +237,7 @@ class _Forward:
         return count if count > 2 or self._segment(layers[0]) > 1 else 1
 
     def _segment(self, layer: int) -> int:
-        """The number of layers that are recomputed as one with this one; 1 where the layer sees to its recomputation itself."""
+        """The number of layers that are recomputed as one with this one; 1 if the layer handles its recomputation itself."""
         return self.program.layers[layer].strategy.segment
 
     def _readers(self, value: str) -> int:
@@ -255,7 +255,7 @@ class _Forward:
         dtypes = [_gradient_dtype(value) for value in local.cls.outputs]
         for position, name in enumerate(last.outputs):
             single = len(last.outputs) == 1 and name != graph.loss and self._readers(name) == 1
-            # "hidden" is written again by the next layer: what that one does not read has a name of its own
+            # the next layer overwrites "hidden": a value that it does not read gets another name
             following = layer + run
             passed = following not in self.stage.layers or name in graph.layers[following].activations
             text = "hidden" if single and passed else "loss" if name == graph.loss else self.names.fresh(name)
@@ -267,7 +267,7 @@ class _Forward:
             if results:
                 targets = ", ".join([*results, *(["*new"] if local.cls.updates else [])])
                 self.body.append(f"        {targets} = {call}")
-            else:  # nothing reads its outputs, and the buffers that it writes remain
+            else:  # nothing reads its outputs; only the buffers that it writes matter
                 self.body.append(f"        new = [{call}]" if len(local.cls.updates) == 1 else f"        new = {call}")
             if local.cls.updates:
                 self.body.append(f'        self.updates.append(("{attribute}", new))')

@@ -43,7 +43,7 @@ def parameter_server(size: float, nodes: int) -> Aggregation:
 
 
 def sequential(size: float, nodes: int) -> Aggregation:
-    """The whole sum passes from node to node, then the result takes the same way again."""
+    """The whole sum passes from node to node, then the result takes the same route again."""
     return Aggregation(2 * (nodes - 1), 2 * (nodes - 1) * size, size, 2 * (nodes - 1) * size)
 
 

@@ -1,8 +1,8 @@
 r"""Seconds of a collective: latency per hop plus bytes over bandwidth, per link level.
 
-A group has *n* members, *k* of them on each of *N = n / k* nodes. The *B* bytes of a collective are those of the tensor
-that the axis makes whole: all-gather's result, reduce-scatter's input, the tensor of an all-reduce or of an all-to-all
-(each rank holds *B / n* of it).
+A group has *n* members, *k* of them on each of *N = n / k* nodes. The *B* bytes of a collective are those of the full tensor
+(not sharded over the axis): all-gather's result, reduce-scatter's input, the tensor of an all-reduce or of an all-to-all
+(each rank has *B / n* of it).
 
 * A ring passes *B (n-1)/n* over every link, at the speed of the slowest. A link between nodes carries all *k* members'
   shares of the network, because the other members of the node run the same collective in their own groups::
@@ -13,13 +13,13 @@ that the axis makes whole: all-gather's result, reduce-scatter's input, the tens
       all-reduce                   twice the hops and the bytes, or a double binary tree, whichever is faster:
                                    t = c + 2 ((k-1) a_intra + ceil(log2 N) a_inter) + 2 B / beta
 
-* A rotation passes every rank's slice on *n - 1* times, as the ring does for an all-gather, and costs the same. A shift is one such
-  hop, *B / n* from every rank to some other, at the speed of the slowest link.
+* A rotation passes every rank's slice on *n - 1* times, as a ring all-gather does, and costs the same. A shift is one such
+  hop: *B / n* from every rank to another rank, at the speed of the slowest link.
 * An all-to-all sends *B (n-1)/n^2* from every rank, *(n-k)/n* of its *B / n* over its own share of the network, both levels
   at once.
 
 This is the textbook model that NCCL's own tuner uses (``src/graph/tuning.cc``), without its tables for message sizes, NVLink
-SHARP and PAT; calibration is left to measurements.
+SHARP and PAT; measurements calibrate it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from autopar.types import Collective
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The ranks that run a collective together: their number, the number of them on one node, and in one part of the cluster."""
+    """The ranks that run a collective together: their number, the number on one node, and the number in one part of the cluster."""
 
     size: int
     per_node: int
@@ -48,7 +48,7 @@ class Group:
 
 
 def group(axes: tuple[Axis, ...], cluster: Cluster) -> Group:
-    """The ranks that differ on ``axes`` alone. An axis of stride 0 (the microbatch) has no ranks."""
+    """The ranks that differ only in their coordinates on ``axes``. An axis of stride 0 (the microbatch) has no ranks."""
     size = per_node = per_part = 1
     part = min((each.count for each in cluster.parts), default=cluster.count)
     for axis in axes:
@@ -69,8 +69,8 @@ def group_time_s(
 ) -> float:
     """Seconds of ``collective`` on ``bytes_total`` over ``members``; zero for a group of one.
 
-    A ``batched`` collective is one of many in a row, such as the buckets of gradients, and hides its latency behind the others. A
-    ``sharded`` one is FSDP's, with the copies around it.
+    A ``batched`` collective is one of many in sequence, such as the buckets of gradients, and the others hide its latency. A
+    ``sharded`` collective is one of FSDP's, including the copies around it.
     """
     n = members.size
     if n == 1 or collective in (Collective.NONE, Collective.LOCAL):
@@ -78,7 +78,7 @@ def group_time_s(
     if (seen := _measured(collective, bytes_total, n, cluster, sharded)) is not None:
         return cluster.collective_s + seen
     if 0 < members.per_part < n and cluster.between is not None:
-        # the ring crosses from part to part over the link between them, if that is the slower one, which the members of a part share
+        # the ring crosses parts over the link between them, if that is the slower link; the members of a part share it
         share = 1 if collective is Collective.ALL_TO_ALL else members.per_part / members.per_node
         slow = Link(
             max(cluster.inter.latency_s, cluster.between.latency_s),
@@ -95,7 +95,7 @@ def group_time_s(
         hop_s = cluster.inter.latency_s if nodes > 1 else cluster.intra.latency_s
         return cluster.collective_s + hop_s + max(inside, outside)
     if network is not None and cluster.gpus_per_node > 1:
-        # bandwidth falls with the number of ranks in a ring, and the groups of a node's other GPUs share the node's
+        # bandwidth falls with the number of ranks in a ring, and the groups of the node's other GPUs share the node's bandwidth
         whole = network.bus(max(1.0, n / network.per_node), collective is Collective.ALL_REDUCE)
         beta = whole * (1.0 if nodes == 1 else k / network.per_node)
         hop_s = cluster.intra.latency_s if nodes == 1 else network.hop_s
@@ -110,8 +110,8 @@ def group_time_s(
         return (
             cluster.collective_s + hop_s + bytes_total / n / (cluster.inter if nodes > 1 else cluster.intra).bytes_per_s
         )
-    moving = ring(bytes_total, n).sequence_bytes / 2 / beta  # one of its two rounds
-    if network is not None:  # measured: slow steps and full links go together
+    moving = ring(bytes_total, n).sequence_bytes / 2 / beta  # one of the two rounds
+    if network is not None:  # measured: latency and transfer overlap
         moving = max(0.0 if batched else hops_s, moving)
         return cluster.collective_s + (2 if collective is Collective.ALL_REDUCE else 1) * moving
     round_s = hops_s * (not batched) + moving
@@ -122,7 +122,7 @@ def group_time_s(
 
 
 def _measured(collective: Collective, size: float, n: int, cluster: Cluster, sharded: bool) -> float | None:
-    """Seconds as ``autopar profile`` measured them; ``None`` where it did not."""
+    """Seconds that ``autopar profile`` measured; ``None`` if it measured none."""
     if cluster.wires is None:
         return None
     if collective in (Collective.SHIFT, Collective.ROTATE):

@@ -1,4 +1,4 @@
-"""The costs of a layer's ops before they become arrays (``table``): a model of another trainer may change them (``trainer``)."""
+"""The costs of a layer's ops before they become arrays (``table``); a model of another trainer may change them (``trainer``)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from autopar.ops.operands import operands
 from autopar.price.trace import OUTPUT, Saved, Trace
 
 Size = Callable[[torch.Tensor], int]
-"""Bytes of a tensor at the precision that is priced."""
+"""Bytes of a tensor at the priced precision."""
 
 
 @dataclass(slots=True)
 class Slot:
-    """One operand or result of one op: bytes that the op moves in its forward and backward, and the bytes of the gradient that is alive
-    while its backward runs. ``operand`` is the operand's number, ``OUTPUT`` or ``INTERNAL``; an ``INTERNAL`` tensor is alive both ways.
-    ``materialised`` is false where a kernel computes the value without writing it to memory."""
+    """One operand or result of one op: bytes that the op moves in its forward and backward, and the bytes of the gradient that is live
+    while its backward runs. ``operand`` is the operand's number, ``OUTPUT`` or ``INTERNAL``; an ``INTERNAL`` tensor is live in both
+    passes. ``materialised`` is false if a kernel computes the value without writing it to memory."""
 
     op: int
     operand: int
@@ -102,7 +102,7 @@ def _slots(index: int, node: fx.Node, run: Trace, size: Size) -> list[Slot]:
     if moves:
         silent = facts(node).passes_gradient_on and same_size
     else:
-        silent = same_size  # the gradient of a slice or an expand is padded or summed, that of any other view is a view
+        silent = same_size  # the gradient of a slice or an expand is padded or summed; the gradient of any other view is a view
     slots = []
     for i, (name, n, numel) in enumerate(read):
         wants = run.requires_grad[name]
@@ -111,14 +111,14 @@ def _slots(index: int, node: fx.Node, run: Trace, size: Size) -> list[Slot]:
         gradient = n if wants and differentiable and not (picks and i == 0) else 0.0
         slots.append(Slot(index, i, name, forward, backward, gradient, n, numel))
     backward = made if differentiable and not silent else 0.0
-    # a lookup reads only the rows that it picks: as many bytes as the result has
+    # a lookup reads only the rows that it selects: as many bytes as its result has
     written = (2 * made if picks else made) if moves else 0.0
     slots.append(Slot(index, OUTPUT, node.name, written, backward, made if differentiable else 0.0, made))
     return slots
 
 
 def _add_forks(ops: tuple[fx.Node, ...], run: Trace, slots: list[Slot]) -> None:
-    """Gradients of a value that several ops read are summed: two reads and a write for each reader after the first."""
+    """Add the sums of gradients of values that several ops read: two reads and a write for each reader after the first."""
     readers: Counter[str] = Counter()
     for slot in slots:
         if slot.operand == OUTPUT or not run.requires_grad[slot.value] or not run.requires_grad[ops[slot.op].name]:
@@ -129,7 +129,7 @@ def _add_forks(ops: tuple[fx.Node, ...], run: Trace, slots: list[Slot]) -> None:
 
 
 def _convert_operands(ops: tuple[fx.Node, ...], slots: list[Slot]) -> None:
-    """Products in 8 bits scale their operands and write them anew first."""
+    """Add the conversions of 8-bit products: they first scale their operands and write them again."""
     for slot in slots:
         if slot.operand != OUTPUT and cost.model_flops(ops[slot.op]) and not cost.is_attention(ops[slot.op]):
             slot.forward *= constants.FP8_PASSES.value
@@ -138,7 +138,7 @@ def _convert_operands(ops: tuple[fx.Node, ...], slots: list[Slot]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Flops:
-    """FLOPs of an op's forward and backward as executed, kernels of its backward, and the model's FLOPs of both passes."""
+    """FLOPs of an op's forward and backward as executed, the number of kernels of its backward, and the model's FLOPs of both passes."""
 
     forward: float
     backward: float
@@ -155,5 +155,5 @@ def _flops(node: fx.Node, run: Trace) -> _Flops:
     kernels = 0.0
     if differentiable and node.name not in run.views:
         kernels = float(max(1, wanting)) if forward else 1.0
-    # the model's FLOPs count a backward pass as two forward passes, and not that attention recomputes its scores
+    # the model's FLOPs count a backward pass as two forward passes, and do not count that attention recomputes its scores
     return _Flops(forward, forward * factor, kernels, cost.model_flops(node) * (1 + min(factor, cost.MATMUL_BACKWARD)))

@@ -1,15 +1,15 @@
 """The price of one layer class under one strategy, on one device.
 
-Three steps, each used by more prices than the next: ``build`` (per class: arrays), ``bind`` (per class and types of every
+Three steps, from general to specific: ``build`` (per class: arrays), ``bind`` (per class and types of every
 run of axes: flags, conversions, distinct saved storages), ``core`` (per sizes: seconds and bytes of one microbatch). ZeRO and
 recomputation are arithmetic on top (``assemble``). ``Pricer`` runs all steps and caches their results.
 
 Neighbouring axes of equal types are a *run*: one collective converts a value on all of them. A core depends on the number of parts into
-which each run divides its values, but hardly on the number of axes in the run or on the pipeline around the mesh, so that few cores serve
+which each run divides its values, but hardly on the number of axes in the run or on the pipeline around the mesh, so a few cores serve
 many prices.
 
 The time of an op combines FLOPs over rate with bytes over bandwidth (``Gpu.seconds``); a replicated op costs every device the same.
-Collectives of tensor parallelism are waited for. FSDP's gathers and reductions run beside the layer's compute; the excess is exposed.
+Collectives of tensor parallelism are not overlapped. FSDP's gathers and reductions overlap the layer's compute; the excess is exposed.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from autopar.sharding import AxisTypes
 from autopar.types import Collective
 
 Runs = tuple[tuple[Axis, ...], ...]
-"""The axes, those of microbatches first, in runs of equal types."""
+"""The axes, the microbatch axis first, in runs of equal types."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A class table with the types of every run of axes, that of microbatches first: everything but the sizes."""
+    """A class table with the types of every run of axes, the microbatch run first: everything but the sizes."""
 
     table: ClassTable
     rows: Rows
-    flags: tuple[AxisFlags, ...]  # the distinct ones
-    flag: tuple[int, ...]  # by run
+    flags: tuple[AxisFlags, ...]  # the distinct flags
+    flag: tuple[int, ...]  # by run: index in ``flags``
     moves: tuple[Move, ...]
-    ways: tuple[Over, ...]  # the distinct ones among the moves
+    ways: tuple[Over, ...]  # the distinct ones of all moves
     plain: tuple[int, ...]  # the saved entries, one per storage
-    selective: tuple[int, ...]  # the same under selective recomputation
+    selective: tuple[int, ...]  # the saved entries under selective recomputation
     selected: Selected
 
 
 Over = tuple[tuple[int, ...], tuple[int, ...]]
-"""The runs that a move is over, and the other runs that divide its value."""
+"""The runs over which a move communicates, and the other runs that divide its value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +78,9 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The devices that have the same parameters, over which ZeRO spreads them, with seconds of collectives over them.
+    """The devices with the same parameters, over which ZeRO shards them, with seconds of collectives over them.
 
-    ``gather_s`` and ``reduce_s`` have two figures: once per step (ZeRO 0 and 1), and around each pass of a layer (ZeRO 2 and 3).
+    ``gather_s`` and ``reduce_s`` have two values: once per step (ZeRO 0 and 1), and around each pass of a layer (ZeRO 2 and 3).
     ``flops`` are those of one microbatch, see ``LayerPrice``.
     """
 
@@ -98,31 +98,31 @@ class Core:
 
     forward_compute_s: float
     backward_compute_s: float
-    weight_compute_s: float  # the part of it that computes parameter gradients only
-    selective_compute_s: float  # of the ops that selective recomputation runs again; the next three too
+    weight_compute_s: float  # the part of the backward that computes only parameter gradients
+    selective_compute_s: float  # of the ops that selective recomputation runs again; so are the next three
     selective_wire_s: float
     selective_host_s: float
     selective_meetings: tuple[int, ...]
     forward_wire_s: float
     backward_wire_s: float
-    forward_beside_s: float  # the exposed part of collectives that run under their own op's arithmetic
+    forward_beside_s: float  # the exposed part of collectives that overlap their own op's arithmetic
     backward_beside_s: float
     forward_host_s: (
         float  # the host's time to launch kernels and collectives: a lower bound whatever the device's speed
     )
     backward_host_s: float
-    forward_meetings: tuple[int, ...]  # the groups' sizes of the collectives that are waited for
+    forward_meetings: tuple[int, ...]  # group sizes of the collectives that are not overlapped
     backward_meetings: tuple[int, ...]
     saved_bytes: float
-    waiting_bytes: float  # activation gradients that stay until parameter gradients are computed from them
-    selective_bytes: float  # saved under selective recomputation, and the peak while the layer runs again and backwards
+    waiting_bytes: float  # activation gradients live until the parameter gradients are computed
+    selective_bytes: float  # saved under selective recomputation, and the peak during recomputation and backward
     selective_working_bytes: float
     input_bytes: float
     output_bytes: float
     alive: Alive
     parameters: float
     trainable: float
-    largest: float  # of the trainable parameters, in elements
+    largest: float  # the largest trainable parameter, in elements
     tensors: int
 
 
@@ -133,12 +133,12 @@ def bind(
     axis_flags: tuple[AxisFlags, ...],
     trainer: Trainer,
 ) -> Bound:
-    """Combines the types of all runs of axes, that of microbatches first."""
+    """Combine the types of all runs of axes, the microbatch run first."""
 
     def distinct(which: Flags) -> tuple[int, ...]:
         seen: dict[tuple[int, tuple[bool, ...]], int] = {}
         for i, entry in enumerate(table.saved):
-            # a value that one op reads as it is and another gathered is saved twice; one that many ops read the same way, once
+            # a value that one op reads as it is and another op gathered is saved twice; one that many ops read the same way, once
             if which[i]:
                 seen.setdefault((entry.storage, tuple(bool(f.saved[i]) for f in axis_flags)), i)
         return tuple(seen.values())
@@ -154,7 +154,7 @@ def bind(
 
 
 def measure(bound: Bound, runs: Runs, cluster: Cluster) -> Sizes:
-    """The sizes that these axes give a bound class."""
+    """The sizes of a bound class on these axes."""
     sizes = [math.prod([axis.size for axis in run]) for run in runs]
     parts = [1] * len(bound.flags)
     for k, size in zip(bound.flag, sizes, strict=True):
@@ -255,7 +255,7 @@ def _left_s(
     ways: dict[Over, Way],
     cluster: Cluster,
 ) -> float:
-    """Seconds that collectives beside an op's arithmetic add to it."""
+    """Seconds that collectives overlapped with an op's arithmetic add to it."""
     found: dict[str, float] = {}
     for m in moves:
         if m.beside:
@@ -269,7 +269,7 @@ def _left_s(
 
 
 def _meetings(moves: tuple[Move, ...], ways: dict[Over, Way], side: str, beside: bool) -> tuple[int, ...]:
-    """The groups' sizes of the collectives, with or without those that run beside an op's arithmetic."""
+    """The group sizes of the collectives: all if ``beside``, otherwise only those that do not overlap an op's arithmetic."""
     groups = [
         ways[move.axes, move.sharded].meeting
         for move in moves
@@ -285,14 +285,14 @@ def _alive(
     saved: Floats,
     parameter_bytes: Floats,
 ) -> Alive:
-    """Peaks of live memory, forward and backward, above what the layer has saved at the end of its forward."""
+    """Peaks of live memory, forward and backward, above the bytes that the layer has saved at the end of its forward."""
     table, plain = bound.table, bound.plain
     live, ops = table.live, len(table.ops)
     if not ops:
         return Alive(0.0, 0.0, 0.0, 0.0)
     by_op = np.zeros(ops)
     np.add.at(by_op, live.saver[list(plain)], saved[list(plain)])
-    later = by_op.sum() - np.cumsum(by_op)  # saved by later ops
+    later = by_op.sum() - np.cumsum(by_op)  # bytes saved by later ops
     is_cut = np.any([f.loss for f, _ in cuts], axis=0)
     touched = (
         live.touched_forward + np.where(is_cut, live.cut_loss, 0.0),
@@ -365,7 +365,7 @@ def assemble(
     numbers: Precision,
     trainer: Trainer,
 ) -> LayerPrice:
-    """Adds ZeRO over the data axes, recomputation, and offloading to the host's memory."""
+    """Add ZeRO over the data axes, recomputation, and offloading to host memory."""
     data, zero = spread.size, strategy.zero if spread.size > 1 else 0
     trainable, offloaded = math.ceil(c.trainable), Offloaded.of(strategy, cluster)
     gather, reduce = spread.gather_s[zero >= 2], spread.reduce_s[zero >= 2]
@@ -419,7 +419,7 @@ def assemble(
         flops=spread.flops,
         fresh_bytes=trainable * numbers.fresh,
         border_bytes=math.ceil(trainer.border_bytes(c.input_bytes or c.output_bytes)),
-        # where launching from the host takes longer than the device, its time is divided in the same proportion
+        # if launching from the host takes longer than the device's work, its time is divided in the same proportion
         weight_s=weight_s / device_s * backward_compute_s if weight_s else 0.0,
         waiting_bytes=math.ceil(c.waiting_bytes + working - (0.0 if on_host else segment_bytes / strategy.segment)),
         segment=strategy.segment,
@@ -430,7 +430,7 @@ def assemble(
 
 
 def _wires_s(c: Core, strategy: Strategy, trainer: Trainer) -> tuple[float, float]:
-    """Seconds of communication that is waited for, forward and backward, that of recomputation included."""
+    """Seconds of exposed communication, forward and backward, recomputation's included."""
     forward_s = trainer.exposed_tensor_s(c.forward_wire_s) + c.forward_beside_s
     backward_s = trainer.exposed_tensor_s(c.backward_wire_s) + c.backward_beside_s
     if strategy.recompute:
@@ -441,21 +441,21 @@ def _wires_s(c: Core, strategy: Strategy, trainer: Trainer) -> tuple[float, floa
 
 
 def _gathers(strategy: Strategy) -> float:
-    """How often a backward gathers a layer's parameters under ZeRO 3: twice in a recomputed segment, once for its last layer."""
+    """How often a backward gathers a layer's parameters under ZeRO 3: twice in a recomputed segment, except once for its last layer."""
     return 2 - 1 / strategy.segment
 
 
 def _waits_s(
     c: Core, strategy: Strategy, shards: int, cluster: Cluster, forward_s: float, backward_s: float
 ) -> tuple[float, float]:
-    """Seconds that collectives wait for the slowest member of their group, forward and backward, where that was measured.
+    """Seconds that collectives wait for the slowest member of their group, forward and backward, if such waits were measured.
 
-    ``shards`` is the size of the group that gathers the layer's parameters and reduces its gradients, 1 where none does.
+    ``shards`` is the size of the group that gathers the layer's parameters and reduces its gradients; 1 if there is none.
     """
     if cluster.wires is None:
         return 0.0, 0.0
     gathers = (shards,) if shards > 1 else ()
-    again = strategy.segment > 1  # one more, except for the last layer of a segment
+    again = strategy.segment > 1  # one gather more, except for the last layer of a segment
     back = c.backward_meetings + gathers * (2 + again if strategy.zero == 3 else 1)
     if strategy.recompute:
         back += c.forward_meetings
@@ -478,7 +478,7 @@ def _bytes(
     parameters, trainable = math.ceil(c.parameters), math.ceil(c.trainable)
     stored, gradients, optimizer = state_bytes(parameters, trainable, data, zero, numbers, offloaded.optimizer)
     saved, working = _activations(c, strategy, strategy.segment)
-    if offloaded.activations:  # on the device: of the running layer, and of the next one, which are being copied
+    if offloaded.activations:  # on the device: those of the running layer and of the next, both being copied
         saved, working = (0.0, working + saved) if offloaded.separate else (saved, working + 2 * saved)
     share = Share(c.alive, saved, working, c.saved_bytes, parameters, trainable, c.largest, spread.microbatches)
     live, transient = trainer.live_bytes(share, gradients, data, zero, strategy, numbers)
@@ -487,10 +487,10 @@ def _bytes(
 
 
 def _activations(c: Core, strategy: Strategy, segment: int) -> tuple[float, float]:
-    """Activation bytes per microbatch in flight, and those while its backward pass runs.
+    """Activation bytes per microbatch in flight, and activation bytes while its backward pass runs.
 
-    In a segment of several layers: one layer's share of what the segment saves, and, while all its layers have run again, everything but
-    the other layers' shares.
+    In a segment of several layers: one layer's share of the bytes that the segment saves; and, once all its layers have run again, all
+    bytes but the other layers' shares.
     """
     saved = c.saved_bytes
     if strategy.recompute:
@@ -502,7 +502,7 @@ def _activations(c: Core, strategy: Strategy, segment: int) -> tuple[float, floa
 
 
 def beside_s(compute_s: float, wire_s: float, slowdown: float) -> float:
-    """Seconds that communication beside ``compute_s`` of arithmetic adds: its excess, and the slow-down that its hidden part causes."""
+    """Seconds that communication overlapped with ``compute_s`` adds: its exposed part, and the slow-down that its hidden part causes."""
     hidden_s = min(compute_s, wire_s)
     return wire_s - hidden_s + slowdown * hidden_s
 

@@ -1,19 +1,19 @@
-"""Live memory of a layer of an emitted program, besides its state at rest: activations, gathered parameters, gradients in flight.
+"""Live memory of a layer of an emitted program, besides its persistent state: activations, gathered parameters, gradients in flight.
 
-A price has three such figures: bytes per microbatch in flight (``saved``), bytes during the whole step (``gradients``), and the peak
+A price has three such values: bytes per microbatch in flight (``saved``), bytes during the whole step (``gradients``), and the peak
 while the layer runs, above all other memory (``transient``). The memory of a stage is then a sum over its layers plus a maximum, which
-a search can decide layer by layer. Under ZeRO 0 and 1 gradients are summed in a buffer, and what autograd makes is freed at once. Under
-ZeRO 2 and 3 each layer is an FSDP root of its own, and goes through these phases:
+a search can decide layer by layer. Under ZeRO 0 and 1 gradients are summed in a buffer, and the gradients that autograd makes are freed
+at once. Under ZeRO 2 and 3 each layer is a separate FSDP root, and goes through these phases:
 
     before     its activations, and under ZeRO 2 its gathered parameters
     gathered   the all-gather's result and the parameters copied out of it
-    running    the op that needs most, and the gradients made so far
+    running    the op that needs most memory, and the gradients made so far
     copied     whole gradients, and the reduction's input
     reduced    the reduction's input and its result
     after      the reduction's input, until the backward pass of the microbatch ends, and the shard of the gradients
 
-A layer's persistent figure is the larger of before and after: when the last layers are after their backward, the first are still before
-theirs. The shards of the gradients appear with the first microbatch's backward and are added to in later ones.
+A layer's persistent value is the larger of before and after: when the last layers have finished their backward, the first have not yet
+started theirs. The shards of the gradients appear with the first microbatch's backward; later microbatches add to them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from autopar.price.state import Precision
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """Peaks of live memory above what the layer saves for its backward; negative where it has not saved everything yet, or has freed it.
+    """Peaks of live memory above the bytes that the layer saves for its backward; negative if it has not saved all yet, or has freed
+    some.
 
-    ``forward``: in the forward pass. In the backward pass: ``backward`` without gradients of parameters, ``one_gradient`` with those
-    that the running op makes, ``all_gradients`` with those of all ops that have run.
+    ``forward``: in the forward pass. In the backward pass: ``backward`` without gradients of parameters, ``one_gradient`` with those of
+    the running op, ``all_gradients`` with those of all ops that have run.
     """
 
     forward: float
@@ -39,14 +40,14 @@ class Alive:
 
     @property
     def activations(self) -> float:
-        """Without gradients of parameters."""
+        """The peak of both passes without gradients of parameters."""
         return max(0.0, self.forward, self.backward)
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A layer's part on one device. ``saved_bytes`` are saved for a microbatch, ``working_bytes`` all of its activations while its
-    backward runs (of a segment of several layers, those of the whole segment), ``plain_bytes`` what it would save without recomputation.
+    """A layer's part on one device. ``saved_bytes``: saved for a microbatch. ``working_bytes``: all of its activations while its
+    backward runs (in a segment of several layers, those of the whole segment). ``plain_bytes``: saved without recomputation.
     Elements of its parameters: all of them, the trainable ones, the ``largest`` trainable parameter."""
 
     alive: Alive
@@ -80,7 +81,7 @@ def sharded_bytes(share: Share, data: int, strategy: Strategy, numbers: Precisio
     before = share.saved_bytes + (whole if strategy.zero == 2 else 0.0)
     after = sent + shard - earlier
     saving = not (strategy.recompute or strategy.selective)  # a recomputed forward finds its parameters gathered
-    again = strategy.zero == 3 and strategy.segment > 1  # all layers but the last, whose gathered parameters wait
+    again = strategy.zero == 3 and strategy.segment > 1  # for all layers but the last, whose gathered parameters stay
     phases = (
         share.working_bytes - share.plain_bytes + share.alive.forward + 3 * whole if again else 0.0,
         share.saved_bytes + 2 * whole,

@@ -1,4 +1,4 @@
-"""The collectives that a layer's types imply: those that are priced, and that a program must run (``autopar.checks.collectives``)."""
+"""The collectives that a layer's types imply: they are priced, and the program must run them (``autopar.checks.collectives``)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from passes.conversions import conversion_steps
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One collective over ``axes`` on a value of ``bytes`` globally; ``sharded`` are the other axes that divide the value.
+    """One collective over ``axes`` on a value of ``bytes`` globally; ``sharded`` are the other axes that shard the value.
 
-    With ``per_rank`` the bytes are those that each rank contributes to a gather. ``value`` is the value's name. ``beside`` is the op under
-    whose own arithmetic the collective runs, as a ring's rotations do; empty where the layer waits for it. ``op`` is the op whose kernel
+    With ``per_rank`` the bytes are those that each rank contributes to a gather. ``value`` is the value's name. ``beside`` is the op
+    whose arithmetic overlaps the collective, as with a ring's rotations; empty if the layer waits for it. ``op`` is the op whose kernel
     runs the collective; empty for a conversion between ops.
     """
 
@@ -57,7 +57,8 @@ Step = tuple[tuple[int, ...], tuple[int, ...], Collective, Collective]
 
 @functools.lru_cache(maxsize=65536)
 def _steps(source: tuple[SpmdType, ...], target: tuple[SpmdType, ...]) -> tuple[Step, ...]:
-    """The steps of a conversion, each with its axes, the other axes that divide the value at that point, and the two collectives."""
+    """The steps of a conversion, each with its axes, the other axes that shard the value at that point, and the two collectives (forward
+    and backward)."""
     current = list(source)
     steps = []
     for step in conversion_steps(source, target):
@@ -72,7 +73,7 @@ def _steps(source: tuple[SpmdType, ...], target: tuple[SpmdType, ...]) -> tuple[
 
 @functools.lru_cache(maxsize=256)
 def _reads(graph: fx.GraphModule) -> tuple[tuple[fx.Node, ...], tuple[tuple[str, int, str], ...]]:
-    """The graph's ops, and every read of one: the op's name, which operand, the operand's name."""
+    """The graph's ops, and every read by an op: the op's name, the operand's index, the operand's name."""
     ops = tuple(n for n in graph.graph.nodes if n.op == "call_function" and tensors(n.meta.get("val")))
     return ops, tuple((node.name, i, operand.name) for node in ops for i, operand in enumerate(operands(node)))
 
@@ -84,10 +85,10 @@ def layer_moves(
     gradient: Mapping[str, bool],
     converted: Callable[[list[Move], bool], list[Move]] = lambda moves, gradient: moves,
 ) -> tuple[Move, ...]:
-    """Every collective of the layer. A value is converted once per target, however many operands read it so.
+    """Every collective of the layer. A value is converted once per target type, however many operands read it in that type.
 
-    ``value_bytes`` are those of whole values by name; ``gradient`` tells through which of them a gradient flows back. ``converted`` may
-    change the collectives of one conversion (``Trainer.conversions``).
+    ``value_bytes`` are the bytes of whole values by name; ``gradient`` tells which values a gradient flows back through. ``converted``
+    may change the collectives of one conversion (``Trainer.conversions``).
     """
     ops, reads = _reads(cls.graph)
     needed = [t.needed for t in types]
@@ -107,7 +108,7 @@ def layer_moves(
 def _kernel_moves(
     ops: tuple[fx.Node, ...], types: tuple[AxisTypes, ...], value_bytes: Mapping[str, float]
 ) -> list[Move]:
-    """The collectives inside kernels, over the axes that run them."""
+    """The collectives that kernels run, over the axes that the kernels get."""
     moves = []
     run = {name for t in types for name in t.kernel}
     for node in ops if run else ():
@@ -127,7 +128,7 @@ def _kernel_moves(
 
 
 def _types_at(value: fx.Node, node: fx.Node, types: tuple[AxisTypes, ...]) -> tuple[SpmdType, ...]:
-    """The types in which ``node`` reads ``value``, or in which it leaves it."""
+    """The types in which ``node`` reads ``value``, or those of its result."""
     if value is node:
         return tuple(t.produced[node.name] for t in types)
     index = operands(node).index(value)

@@ -47,7 +47,7 @@ class Pricer:
     """Prices ``graph`` on ``cluster`` at ``precision_name``.
 
     ``solve(cls, role, size)`` returns the types of a layer class on axes in a role whose sizes multiply to ``size`` (1 for data and
-    microbatches, whose types depend on no size), or ``None`` where the role is inadmissible; the default is the op-level optimum.
+    microbatches, whose types depend on no size), or ``None`` if the role is inadmissible; the default is the op-level optimum.
     ``trainer`` is the program that runs the plan.
     """
 
@@ -72,7 +72,7 @@ class Pricer:
         self._cores: dict[tuple[int, Sizes, bool], Core | None] = {}
         self._placed: dict[tuple[str, int, tuple[Role, ...], int], tuple[Core, Spread, Cluster] | None] = {}
         self._layers: dict[tuple[str, int, Strategy, int], LayerPrice | None] = {}
-        self._meshes: dict[Mesh, int] = {}  # a number for each: hashing one takes longer than the rest of a look-up
+        self._meshes: dict[Mesh, int] = {}  # a number per mesh: hashing a mesh takes longer than the rest of a look-up
         self._latest: tuple[Mesh, int] = ((), -1)
         self._edges: dict[tuple[int, Mesh, tuple[Role, ...], tuple[Role, ...], int], float] = {}
         self._p2p: dict[tuple[int, Mesh, tuple[Role, ...], int], float] = {}
@@ -81,7 +81,8 @@ class Pricer:
         self._readers = self._find_readers()
 
     def on(self, cluster: Cluster) -> Pricer:
-        """The same graph on other devices, such as one stage's. Op-level layouts and tables do not depend on devices and are shared."""
+        """The pricer of the same graph on other devices, such as those of one stage. Op-level layouts and tables do not depend on
+        devices and are shared."""
         if _nameless(cluster) == _nameless(self.cluster):
             return self
         if _nameless(cluster) not in self._elsewhere:
@@ -92,7 +93,7 @@ class Pricer:
         return self._elsewhere[_nameless(cluster)]
 
     def layer(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
-        """The price of a layer class; ``None`` where a role is inadmissible or a local shape is not whole."""
+        """The price of a layer class; ``None`` if a role is inadmissible or a local shape is not whole."""
         key = (cls_name, self._number(mesh), strategy, microbatches)
         if key not in self._layers:
             found = self._place(cls_name, mesh, strategy.roles, microbatches)
@@ -104,7 +105,7 @@ class Pricer:
     def edge(self, layer_index: int, mesh: Mesh, left: Strategy, right: Strategy, microbatches: int) -> float:
         """Seconds of resharding between layer ``layer_index`` and the next: forward plus backward, one microbatch.
 
-        A value that skips layers is carried along in the types of the layer before its reader.
+        A value that skips layers is passed on in the types of the layer before its reader.
         """
         if left.roles == right.roles:
             return 0.0
@@ -122,9 +123,9 @@ class Pricer:
         return self._edges[key]
 
     def p2p(self, layer_index: int, mesh: Mesh, strategy: Strategy, microbatches: int) -> float:
-        """Seconds of sending to the next stage what later layers read: one microbatch, one direction.
+        """Seconds of sending to the next stage the values that later layers read: one microbatch, one direction.
 
-        With several nodes some stage's border lies between two of them, and the slowest border sets the pipeline's pace.
+        With several nodes some stage border lies between two nodes, and the slowest border sets the pipeline's pace.
         """
         key = (layer_index, mesh, strategy.roles, microbatches)
         if key not in self._p2p:
@@ -140,8 +141,8 @@ class Pricer:
         return self._p2p[key]
 
     def tied(self, layer_index: int, name: str, mesh: Mesh, strategy: Strategy) -> tuple[int, int, int]:
-        """Bytes of parameter, gradient and optimizer state of the layer's parameter ``name``: saved on a device that has it from another
-        layer already."""
+        """Bytes of parameter, gradient and optimizer state of the layer's parameter ``name``: they are not needed again on a device that
+        already has them from another layer."""
         layer = self.graph.layers[layer_index]
         table = self._table(layer.cls)[0]
         k = layer.parameters.index(name)
@@ -159,7 +160,7 @@ class Pricer:
         return state_bytes(numel, numel if table.trainable[k] else 0, copies.size, zero, self.numbers, offloaded)
 
     def types(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[AxisTypes, ...] | None:
-        """The types on the microbatch axis, then on every axis of the mesh; ``None`` where a role is inadmissible."""
+        """The types on the microbatch axis, then on every axis of the mesh; ``None`` if a role is inadmissible."""
         runs, found = self._runs(mesh, roles), self._solved(cls_name, mesh, roles)
         if found is None:
             return None
@@ -184,7 +185,7 @@ class Pricer:
     def _place(
         self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], microbatches: int
     ) -> tuple[Core, Spread, Cluster] | None:
-        """A price before ZeRO and recomputation; ``None`` where there is none."""
+        """A price before ZeRO and recomputation; ``None`` if there is none."""
         key = (cls_name, self._number(mesh), roles, microbatches)
         if key not in self._placed:
             self._placed[key] = None
@@ -194,14 +195,14 @@ class Pricer:
             cluster = self._seen_by(mesh)
             c = None if bound is None else self._core(bound, runs, cluster)
             if bound is not None and c is not None:
-                # where microbatches are batches of their own, flops are those of the graph
+                # if each microbatch is treated as a whole batch, the graph's flops are those of one microbatch
                 flops = bound.table.model_flops / parts
                 around = spread(c, mesh, roles, microbatches, flops, cluster, self.numbers, self.trainer)
                 self._placed[key] = c, around, cluster
         return self._placed[key]
 
     def _core(self, bound: Bound, runs: Runs, cluster: Cluster) -> Core | None:
-        """Shared by many meshes: of a pipeline of any length, with microbatches and data parallelism in any proportion."""
+        """A core, which many meshes share: pipelines of any length, with microbatches and data parallelism in any proportion."""
         given = measure(bound, runs, cluster)
         key = (id(bound), given, cluster is self.cluster)  # self._bound keeps them alive, so that ids stay unique
         if key not in self._cores:
@@ -224,7 +225,7 @@ class Pricer:
         return self._bound[key]
 
     def _padded_counts(self, cls_name: str, runs: Runs, types: tuple[AxisTypes, ...]) -> tuple[int, ...]:
-        """The sizes to which the class's groups of dims are padded; empty where the axes divide every dim that they shard."""
+        """The sizes to which the class's groups of dims are padded; empty if the axes divide every dim that they shard."""
         found = padding(self.graph.classes[cls_name])
         multiples = [1] * len(found.counts)
         for run, t in zip(runs, types, strict=True):
@@ -243,7 +244,7 @@ class Pricer:
     def _padded_table(
         self, cls_name: str, counts: tuple[int, ...], runs: Runs, types: tuple[AxisTypes, ...]
     ) -> tuple[tables.ClassTable, tables.Rows]:
-        """The table of the padded class: the program computes with padding, sends it and stores it. Model FLOPs are those without it."""
+        """The table of the padded class: the program computes on padding, sends it and stores it. Model FLOPs exclude padding."""
         if (cls_name, counts) not in self._tables:
             axes = [(axis, t) for run, t in zip(runs, types, strict=True) for axis in run]
             cls = pad_class(
@@ -265,12 +266,12 @@ class Pricer:
 
     @staticmethod
     def _runs(mesh: Mesh, roles: tuple[Role, ...]) -> Runs:
-        """The mesh's axes, neighbours of one role together."""
+        """The mesh's axes, neighbouring axes of one role grouped."""
         pairs = zip(mesh, roles, strict=True)
         return tuple(tuple(axis for axis, _ in run) for _, run in itertools.groupby(pairs, lambda pair: pair[1]))
 
     def _seen_by(self, mesh: Mesh) -> Cluster:
-        """The cluster as a stage on ``mesh`` sees it: with other stages to send to where the mesh is not the whole cluster."""
+        """The cluster as a stage on ``mesh`` sees it: with other stages to send to unless the mesh is the whole cluster."""
         if self.cluster.network is None or self.cluster.nodes == 1:
             return self.cluster
         return self._pipelined if math.prod(axis.size for axis in mesh) < self.cluster.count else self.cluster
@@ -279,7 +280,7 @@ class Pricer:
         return Axis(MICROBATCH, self.graph.parts(microbatches), 0), *mesh
 
     def _find_readers(self) -> dict[str, int]:
-        """The last layer that reads each value."""
+        """The index of the last layer that reads each value."""
         return {name: i for i, layer in enumerate(self.graph.layers) for name in layer.activations}
 
     def _value_bytes(self, name: str) -> float:
@@ -287,13 +288,13 @@ class Pricer:
         return float(value.numel * tables.element_bytes(value.dtype, self.graph.dtype, self.numbers))
 
     def _made_as(self, name: str, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[SpmdType, ...] | None:
-        """The types in which the value leaves its maker under ``roles``; ``None`` where these are inadmissible for the maker."""
+        """The types in which the layer that makes the value leaves it under ``roles``; ``None`` if the roles are inadmissible there."""
         maker, index = self._makers[name]
         types = self.types(self.graph.layers[maker].cls, mesh, roles)
         return None if types is None else tuple(t.outputs[index] for t in types)
 
     def _read_as(self, name: str, reader: int, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[SpmdType, ...] | None:
-        """The types in which layer ``reader`` wants the value under ``roles``."""
+        """The types in which layer ``reader`` needs the value under ``roles``; ``None`` if the roles are inadmissible there."""
         layer = self.graph.layers[reader]
         types = self.types(layer.cls, mesh, roles)
         placeholder = self._table(layer.cls)[0].activations[layer.activations.index(name)]

@@ -1,7 +1,7 @@
-"""Prices of selective recomputation: what it saves of a layer, and what it runs again.
+"""Prices of selective recomputation: the values of a layer that it saves, and the ops that it runs again.
 
-Emitted programs save what ``passes.keep`` decides. Whether that is a product's result or its sum over devices depends on the
-types, so a table has entries for both, and ``Selection.under`` chooses.
+Emitted programs save the values that ``passes.keep`` selects. Whether such a value is a product's result or its sum over devices depends
+on the types, so a table has entries for both, and ``Selection.under`` chooses.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Selected:
 
 @dataclass(frozen=True)
 class Selection:
-    """What selective recomputation saves whatever the types, by saved entry, and which ops run again.
+    """The values that selective recomputation saves whatever the types, by saved entry, and the ops that run again.
 
-    ``stays`` are the entries that may be saved. An entry with a ``maker`` (an op's index, else -1) is saved if that op's value is no
-    partial sum over devices, or, where ``summed``, if it is one. ``again`` are the ops that run again, except those of ``costly`` whose
+    ``stays`` are the entries that may be saved. An entry with a ``maker`` (an op's index, else -1) is saved if that op's value is not a
+    partial sum over devices, or, if ``summed``, if it is one. ``again`` are the ops that run again, except those of ``costly`` whose
     value is saved. The layer's ``inputs`` (storages) are saved too; collectives on the values ``read`` and in the ops that run again
-    are repeated, sums of the values ``sums`` are not.
+    are repeated; sums of the values ``sums`` are not.
     """
 
     stays: Flags
@@ -60,9 +60,9 @@ class Selection:
     def under(
         self, types: tuple[AxisTypes, ...], ops: Sequence[fx.Node], saved: Sequence[Saved], moves: tuple[Move, ...]
     ) -> Selected:
-        """What is saved and what runs again when the axes have these types, the microbatch axis first."""
+        """The saved entries and the repeated ops when the axes have these types, the microbatch axis first."""
         partial = np.zeros(len(ops), dtype=bool)
-        rotates = np.zeros(len(ops), dtype=bool)  # ring attention saves pieces of its own: it runs again as a whole
+        rotates = np.zeros(len(ops), dtype=bool)  # ring attention saves its own pieces: it runs again as a whole
         for i in {*self.costly, *self.maker[self.summed]}:
             name = ops[i].name
             partial[i] = any(t.produced[name].kind == "P" for t in types[1:])
@@ -73,7 +73,7 @@ class Selection:
             stays[k] = partial[i] == self.summed[k] and not rotates[i]
             if (
                 stays[k] and self.summed[k]
-            ):  # an op that reads the term itself, such as a sum of terms, does not need its sum
+            ):  # an op that reads the partial sum itself, such as an addition of partial sums, does not need the full sum
                 stays[k] = all(t.needed[entry.node][entry.operand].kind != "P" for t in types[1:])
         again = self.again.copy()
         for i in self.costly:
@@ -97,11 +97,11 @@ class Selection:
         ops: int,
         input_bytes: float,
     ) -> tuple[float, float]:
-        """What the layer saves, and the peak while it runs again.
+        """The bytes that the layer saves, and the peak while it runs again.
 
-        An op that runs again finds what was saved and saves what it saves without recomputation: the sum has the latter for ops before it
-        and the former for ops after it. ``plain`` are the indices of entries that are saved without recomputation, ``selected`` those
-        with it; ``saver`` is the op that saves each entry.
+        An op that runs again reads saved entries, and saves the entries that it would save without recomputation: the peak sums the
+        latter for ops before it and the former for ops after it. ``plain`` are the indices of entries that are saved without
+        recomputation, ``selected`` those with it; ``saver`` is the op that saves each entry.
         """
         saved = float(entry_bytes[selected].sum())
         again = np.bincount(saver[plain], weights=entry_bytes[plain], minlength=ops).cumsum()
@@ -114,7 +114,7 @@ class Selection:
 def select_emitted(
     cls: LayerClass, ops: Sequence[fx.Node], run: Trace, plain: Sequence[Saved]
 ) -> tuple[tuple[Saved, ...], Selection]:
-    """What an emitted program may save: ``plain`` and the entries added to it, and the selection among all of them."""
+    """The entries that an emitted program may save (``plain`` and the entries added to it), and the selection among them."""
     flow = gradient_flow(cls)
     count = len(recomputed(ops, lambda node: flow[node.name]))
     made = [(i, node) for i, node in enumerate(ops[:count])]
@@ -128,7 +128,7 @@ def select_emitted(
                 place = operands(reader).index(node)
                 found.append((Saved(storage, reader.name, place, *run.extent[storage]), i, True))
     at = {node.name: i for i, node in made}
-    # such as the logarithms of attention's sums; what a product saves of its own is a copy of an operand, and is made again
+    # such as the logarithms of attention's sums; values that a product alone saves are copies of an operand, and are made again
     inside = [
         at[e.node] if e.operand == INTERNAL and e.node in at and cost.is_attention(ops[at[e.node]]) else -1
         for e in plain

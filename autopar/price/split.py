@@ -1,11 +1,11 @@
 """A backward in two parts: I computes gradients of a layer's inputs, W computes gradients of its parameters only.
 
-Only the end of the step waits for W, so that schedules like zero bubble run it where a device would be idle. Op by op: the backward of a
+Only the end of the step waits for W, so schedules like zero bubble run it when a device would be idle. Op by op: the backward of a
 product has one product for each factor that requires a gradient, and those for parameters belong to W; an op on parameters alone (an
 embedding, a weight's cast) belongs to W entirely; attention is one kernel and belongs to I, as do views and all ops without a
 parameter; of other ops (norms, biases) W has a share by bytes. Recomputation and collectives belong to I.
 
-Between the two parts PyTorch keeps everything it has saved, recomputed values included, and the gradient of every op's result from which W
+Between the two parts PyTorch keeps all saved values, recomputed ones included, and the gradient of every op's result from which W
 computes a parameter's gradient.
 """
 
@@ -26,7 +26,7 @@ from autopar.price.trace import Trace
 def weight_shares(
     ops: tuple[fx.Node, ...], run: Trace, activations: tuple[str, ...], size: Callable[[torch.Tensor], int]
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """By op: the share of its backward that belongs to W, and whether W needs the gradient of its result."""
+    """Per op: the share of its backward that belongs to W, and whether W needs the gradient of its result."""
     flows = {name for name in activations if run.requires_grad[name]}  # values on the path of the inputs' gradients
     shares, waits = np.zeros(len(ops)), np.zeros(len(ops), dtype=bool)
     for i, node in enumerate(ops):

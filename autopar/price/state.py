@@ -1,4 +1,4 @@
-"""Bytes of a parameter's persistent state: the parameter, its gradient and what the optimizer stores, under each stage of ZeRO."""
+"""Bytes of a parameter's persistent state: the parameter, its gradient and the optimizer state, under each stage of ZeRO."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Precision:
     """Bytes of one element at a precision.
 
     ===============  =================================================================================================
-    ``width``        an activation's element, and a parameter's as it is computed with
+    ``width``        an activation's element, and a parameter's in computations
     ``gradient``     a gradient's, all copies that persist from microbatch to microbatch
-    ``optimizer``    Adam's two moments, and a float32 master copy where ``master``
-    ``shard``        the parameter at rest under ZeRO-3 where its shard is no master copy
-    ``at_rest``      the master copy where it is the shard under ZeRO-3; else 0
+    ``optimizer``    Adam's two moments, and a float32 master copy if ``master``
+    ``shard``        the stored parameter under ZeRO-3 if its shard is no master copy
+    ``at_rest``      the master copy if it is the shard under ZeRO-3; else 0
     ``accumulated``  memory traffic of adding one microbatch's gradient to those of earlier microbatches
     ``averaged``     a gradient's in a reduction without ZeRO
-    ``fresh``        the gradient that one backward pass leaves until it is added to the others
+    ``fresh``        the gradient from one backward pass, until it is added to the others
     ===============  =================================================================================================
     """
 
@@ -39,15 +39,15 @@ class Precision:
 
     @property
     def reduced(self) -> int:
-        """Bytes of a gradient in a reduction under ZeRO: of several copies the wide one."""
+        """Bytes of a gradient in a reduction under ZeRO: the wide copy, if there are several."""
         return min(self.gradient, 4) if self.master else self.gradient
 
 
 def precision(name: str, allow: Collection[str] = ()) -> Precision:
-    """The precision of that name in an emitted program.
+    """The precision called ``name`` in an emitted program.
 
-    Parameters of 16 bits have a float32 sum of gradients, a float32 master copy and float32 moments, except for what ``allow`` (of
-    ``plan.NARROW``) makes narrow. ``float8`` computes matrix products in 8 bits and stores everything as ``bfloat16`` does.
+    Parameters of 16 bits have a float32 sum of gradients, a float32 master copy and float32 moments, except for those that ``allow``
+    (some of ``plan.NARROW``) makes narrow. ``float8`` computes matrix products in 8 bits and stores everything as ``bfloat16`` does.
 
     Raises:
         UsageError: no such precision.
@@ -60,7 +60,7 @@ def precision(name: str, allow: Collection[str] = ()) -> Precision:
         return Precision(name, width, width, 2 * width, False, width, 0, 3 * width, width)
     gradient = width if NARROW_GRADIENTS in allow else 4
     moments = 2 * (2 if NARROW_MOMENTS in allow else 4)
-    # a wide sum is read and written, and the product's result is read; a narrow one costs the product another read and write
+    # a wide sum is read and written, and the product's result is read; for a narrow sum the product does another read and write
     accumulated = 2 * gradient + width if gradient > width else 3 * gradient
     return Precision(name, width, gradient, moments + 4, True, width, 4, accumulated, gradient)
 
@@ -73,9 +73,9 @@ def state_bytes(
     Args:
         parameters, trainable: elements on one device before ZeRO.
         data: the number of data-parallel devices that share them.
-        zero: 0 replicates; 1 shards the optimizer; 2 also the gradients; 3 also the parameters. Stage 2 has its parameters whole
-            from forward to backward, and, where the optimizer has no master copy, also a shard of them.
-        offloaded: the optimizer's states and master copies are in the host's memory.
+        zero: 0 replicates; 1 shards the optimizer; 2 also the gradients; 3 also the parameters. Under stage 2 the parameters are whole
+            from forward to backward, and, if the optimizer has no master copy, there is also a shard of them.
+        offloaded: the optimizer's states and master copies are in host memory.
     """
     state = -(-trainable // data) if zero >= 1 else trainable
     gradients = -(-trainable // data) if zero >= 2 else trainable

@@ -1,6 +1,6 @@
-"""A layer class as arrays: costs of its ops unsharded, and which of them each axis divides.
+"""A layer class as arrays: the unsharded costs of its ops, and which of them each axis divides.
 
-A search computes thousands of prices that differ in sizes alone. So everything that does not depend on sizes becomes
+A search computes thousands of prices that differ only in sizes. So everything that does not depend on sizes becomes
 arrays once: per op FLOPs and kernels, per *slot* (one operand or result of one op) the bytes it moves, per saved
 storage its bytes. An axis then contributes one flag per entry, and a price is a few products of small vectors.
 """
@@ -34,7 +34,7 @@ class ClassTable:
     """The size-independent part of a layer class's price at one precision. Bytes and FLOPs are those of the global batch.
 
     ``slot_*`` arrays have an entry per (op, operand) and per (op, result): the op's index, the operand's (or ``OUTPUT``), bytes
-    moved forward and backward, and bytes alive while the op's backward runs. ``value_*`` describe every value by name.
+    moved forward and backward, and live bytes while the op's backward runs. ``value_*`` describe every value by name.
     """
 
     cls: LayerClass
@@ -43,7 +43,7 @@ class ClassTable:
     backward_flops: Floats
     forward_kernels: Floats
     backward_kernels: Floats
-    kinds: NDArray[np.str_]  # by op, see ``devices.measured``
+    kinds: NDArray[np.str_]  # per op, see ``devices.measured``
     model_flops: float
     slot_op: NDArray[np.intp]
     slot_operand: tuple[int, ...]
@@ -54,7 +54,7 @@ class ClassTable:
     saved_bytes: Floats
     weight_share: Floats  # of each op's backward, see ``price.split``
     slot_waiting: Floats  # gradients that stay between the two parts of a backward
-    plain: Flags  # of ``saved``: what is saved without recomputation; these come first
+    plain: Flags  # per entry of ``saved``: saved without recomputation; these entries come first
     selection: Selection  # of selective recomputation
     parameters: tuple[str, ...]
     parameter_numel: Floats
@@ -68,7 +68,8 @@ class ClassTable:
 
 @dataclass(frozen=True)
 class AxisFlags:
-    """Which entries of a ``ClassTable`` one axis divides, and the dim it divides by row of ``Rows`` (``dims``: -1 for none)."""
+    """Which entries of a ``ClassTable`` one axis divides, and the dim that it divides for each row of ``Rows`` (``dims``: -1 for
+    none)."""
 
     op: Flags
     slot: Flags
@@ -83,14 +84,14 @@ class AxisFlags:
 
 @dataclass(frozen=True)
 class Rows:
-    """The shapes whose local sizes must be whole numbers: every value as produced, and every operand as needed."""
+    """The shapes whose local sizes must be whole numbers: every value as its op makes it, and every operand as its op needs it."""
 
     names: tuple[tuple[str, int], ...]  # (node, operand) or (node, OUTPUT)
     sizes: NDArray[np.int64]
 
 
 def element_bytes(dtype: torch.dtype, model_dtype: torch.dtype, numbers: Precision) -> int:
-    """Bytes of one element at run time: the model's own floating dtype becomes the precision that is priced, other dtypes stay."""
+    """Bytes of one element at run time: the model's own floating dtype becomes the priced precision, other dtypes stay."""
     return numbers.width if dtype == model_dtype else dtype.itemsize
 
 
@@ -103,7 +104,7 @@ def model_dtype(cls: LayerClass) -> torch.dtype:
 
 
 def build(cls: LayerClass, numbers: Precision, trainer: Trainer = EMITTED) -> tuple[ClassTable, Rows]:
-    """The arrays of ``cls``; runs it once on the meta device."""
+    """Build the arrays of ``cls``; runs the class once on the meta device."""
     run = trainer.trace(cls)
     nodes = [node for node in cls.graph.graph.nodes if node.op != "output"]
     ops = tuple(node for node in nodes if node.op == "call_function" and cost.tensors(node.meta.get("val")))
@@ -154,11 +155,11 @@ def build(cls: LayerClass, numbers: Precision, trainer: Trainer = EMITTED) -> tu
 
 @dataclass(frozen=True)
 class Live:
-    """Live memory while an op runs, in addition to what is saved for the backward pass.
+    """Live memory while an op runs, in addition to the tensors saved for the backward pass.
 
     ``touched_forward`` and ``touched_backward`` are bytes by slot: operands and results that no op saves, and their gradients. A loss
-    adds ``whole_loss`` to its backward, or ``cut_loss`` to both passes where an axis shards the vocabulary.
-    ``makers`` are the ops whose results later ops read; ``across[t, k]`` is true where the result of ``makers[k]`` is alive while op ``t``
+    adds ``whole_loss`` to its backward, or ``cut_loss`` to both passes if an axis shards the vocabulary.
+    ``makers`` are the ops whose results later ops read; ``across[t, k]`` is true where the result of ``makers[k]`` is live while op ``t``
     runs and does not read it, with ``waiting`` bytes of value and ``gradient`` bytes of gradient. ``saver`` is the op that saves each saved
     entry: entries of later ops do not exist yet in the forward, and are freed in the backward. ``reader`` is the last op that reads each
     parameter, hence the first of the backward to compute its gradient.
@@ -202,7 +203,7 @@ def live_ranges(costs: Draft, parameters: tuple[str, ...]) -> Live:
         if here and run.requires_grad[slot.value]:
             backward[k] = slot.gradient
             if facts(ops[slot.op]).is_cross_entropy and costs.torch_loss:
-                # the gradient of the log-probabilities, then that of the logits
+                # the gradient of the log-probabilities, then the gradient of the logits
                 whole[k] = slot.gradient
                 # with a sharded vocabulary, exponentials in float32 or wider are computed again, in place
                 cut[k] = 0.0 if slot.bytes >= 4 * slot.numel else 3 * slot.bytes
@@ -212,7 +213,7 @@ def live_ranges(costs: Draft, parameters: tuple[str, ...]) -> Live:
     across = np.zeros((len(ops), len(storages)), dtype=bool)
     for k, storage in enumerate(storages):
         across[first[storage] + 1 : last[storage], k] = True
-        for i, node in enumerate(ops):  # the ops that read it have it among their operands
+        for i, node in enumerate(ops):  # ops that read the value already count it as an operand
             if any(run.storage[o.name] == storage for o in operands(node)):
                 across[i, k] = False
     return Live(
@@ -244,7 +245,7 @@ def _rows(table: ClassTable, nodes: list[fx.Node]) -> Rows:
 
 
 def flags(table: ClassTable, rows: Rows, types: AxisTypes, trainer: Trainer) -> AxisFlags:
-    """What an axis with these types divides."""
+    """The entries that an axis with these types divides."""
     by_name = {node.name: node for node in table.ops}
 
     def dim(node: str, operand: int) -> int:

@@ -1,7 +1,7 @@
-"""What autograd saves of a layer for its backward pass.
+"""The tensors that autograd saves for the backward pass of a layer.
 
-``trace`` runs a layer class's graph once on meta tensors under ``saved_tensors_hooks``, so that the result is what PyTorch
-saves rather than a formula's estimate. Saved tensors are identified by their storage: a value that three ops save counts
+``trace`` runs a layer class's graph once on meta tensors under ``saved_tensors_hooks``, so the result is the set of tensors that PyTorch
+saves, not a formula's estimate. Saved tensors are identified by their storage: a value that three ops save counts
 once, and a view counts as the tensor that it views. Parameters, constants and the batch's own tensors are in memory anyway
 and are excluded. Attention does not run: on the meta device it would decompose into ops that save the scores. It is modelled as
 flash attention, which saves queries, keys, values, the result, and one float per row of scores.
@@ -21,8 +21,8 @@ from autopar.ops.cost import is_attention, tensors
 from autopar.ops.facts import Kind, facts
 from autopar.ops.operands import operands
 
-OUTPUT = -1  # Saved.operand of the node's own result
-INTERNAL = -2  # Saved.operand of a tensor that is neither operand nor result, such as a softmax's inside a loss
+OUTPUT = -1  # Saved.operand for the node's own result
+INTERNAL = -2  # Saved.operand for a tensor that is neither operand nor result, such as a softmax's inside a loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Trace:
     """One run of a layer class on meta tensors.
 
     ``views`` are the nodes whose result shares an operand's storage; ``requires_grad`` tells for every node whether a gradient
-    reaches its value. ``storage`` is the number of the storage of every node's first tensor, ``extent`` the elements and dtype of each
+    reaches its value. ``storage`` is the storage number of every node's first tensor, ``extent`` the elements and dtype of each
     numbered storage, and ``excluded`` the storages that are in memory anyway.
     """
 
@@ -54,7 +54,7 @@ class Trace:
 
 
 class _Tracer(fx.Interpreter):
-    """Runs the graph and records storages. Every value stays alive until the end, so that no storage's id is used again."""
+    """Runs the graph and records storages. Every value stays alive until the end, so that no storage id is reused."""
 
     def __init__(self, cls: LayerClass, borders: tuple[Value, ...], cpu: bool) -> None:
         super().__init__(cls.graph, garbage_collect_values=False)
@@ -121,12 +121,12 @@ class _Tracer(fx.Interpreter):
 
     def save(self, storage: int, node: fx.Node, operand: int, tensor: torch.Tensor) -> None:
         numel = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
-        # the meta device makes a dropout's mask in the value's dtype, a real one in bytes
+        # the meta device makes a dropout's mask in the value's dtype; other devices make it in bytes
         dtype = torch.bool if operand == INTERNAL and facts(node).kind is Kind.DROPOUT else tensor.dtype
         self.saved.setdefault((storage, node.name, operand), Saved(storage, node.name, operand, numel, dtype))
 
     def attention(self, n: fx.Node) -> torch.Tensor:
-        """Flash attention's result and what it saves, without its arithmetic."""
+        """Flash attention's result and its saved tensors, without the arithmetic."""
         read = [tensors(self.env[o])[0] for o in operands(n)]
         query, _, value = read[:3]
         shape = tuple(n.meta["val"].shape)
@@ -153,10 +153,10 @@ _traces: WeakKeyDictionary[fx.GraphModule, dict[_Run, Trace]] = WeakKeyDictionar
 
 
 def trace(cls: LayerClass, cpu: bool = False) -> Trace:
-    """Runs ``cls`` once on the meta device at global shapes (nothing is allocated) and reports what autograd saves.
+    """Run ``cls`` once on the meta device at global shapes (nothing is allocated) and return the tensors that autograd saves.
 
-    ``cpu``: with the memory layouts of PyTorch's CPU kernels. Results are cached across pricers: a trace takes half of the time in which a
-    new pricer prices a plan.
+    ``cpu``: with the memory layouts of PyTorch's CPU kernels. Results are cached across pricers: tracing takes half of the time in which
+    a new pricer prices a plan.
     """
     borders = (*cls.activations, *cls.inputs, *cls.constants, *cls.scalars, *cls.parameters)
     known, key = _traces.setdefault(cls.graph, {}), (borders, cpu)
@@ -177,7 +177,7 @@ def _trace(cls: LayerClass, borders: tuple[Value, ...], cpu: bool) -> Trace:
     }
     saved = []
     for entry in tracer.saved.values():
-        # a result is first seen while its op runs, before it has a name
+        # a result is first seen while its op runs, before its node is known
         own = entry.operand == INTERNAL and made_by.get(entry.storage) == entry.node
         saved.append(Saved(entry.storage, entry.node, OUTPUT, entry.numel, entry.dtype) if own else entry)
     storage, extent = {}, {}

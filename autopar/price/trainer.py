@@ -1,4 +1,5 @@
-"""The program that runs a plan's arithmetic, as far as prices depend on it; the extension point for models of other trainers."""
+"""The program that runs a plan's arithmetic, for the properties on which prices depend; the extension point for models of other
+trainers."""
 
 from __future__ import annotations
 
@@ -35,20 +36,20 @@ class Trainer:
         return precision(name, allow)
 
     def trace(self, cls: LayerClass) -> Trace:
-        """What autograd saves of the layer."""
+        """The tensors of the layer that autograd saves."""
         return trace(cls, self.cpu)
 
     def adapt(self, costs: Draft) -> None:
-        """Changes the costs of eager PyTorch ops where the trainer runs other kernels."""
+        """Change the costs of eager PyTorch ops if the trainer runs other kernels."""
 
     def selection(
         self, cls: LayerClass, ops: Sequence[fx.Node], run: Trace, saved: Sequence[Saved]
     ) -> tuple[tuple[Saved, ...], Selection]:
-        """What selective recomputation saves: ``saved`` with the entries that it may save besides, and the choice among all of them."""
+        """The entries that selective recomputation may save (``saved`` and additional ones), and the selection among them."""
         return select_emitted(cls, ops, run, saved)
 
     def saves_shard(self, types: AxisTypes, node: fx.Node, operand: int) -> bool:
-        """Whether an axis of these types divides a saved value; a value that is gathered for ``node`` is saved as ``node`` reads it."""
+        """Whether an axis of these types shards a saved value; a value gathered for ``node`` is saved as ``node`` reads it."""
         return is_sharded(types, node.name, operand)
 
     def conversions(self, moves: list[Move], gradient: bool) -> list[Move]:
@@ -60,7 +61,7 @@ class Trainer:
     ) -> float:
         """Seconds of a collective of data parallelism on ``size`` bytes of a layer's ``tensors`` parameters or gradients.
 
-        ``around_layer``: in every pass of the layer, as ZeRO 2 and 3 have it; otherwise once per step.
+        ``around_layer``: in every pass of the layer, as under ZeRO 2 and 3; otherwise once per step.
         """
         return group_time_s(collective, size, members, cluster, sharded=around_layer)
 
@@ -69,17 +70,17 @@ class Trainer:
         return communication_s
 
     def exposed_step_s(self, communication_s: float, compute_s: float, slowdown: float) -> float:
-        """What a collective that comes once per step adds to the step, where one microbatch of the layer computes for ``compute_s``."""
+        """The seconds that a once-per-step collective adds to the step, if one microbatch of the layer computes for ``compute_s``."""
         return communication_s
 
     def border_bytes(self, size: float) -> float:
-        """What a pipeline stage allocates to receive or send one activation of ``size`` bytes."""
+        """Bytes that a pipeline stage allocates to receive or send one activation of ``size`` bytes."""
         return size
 
     def live_bytes(
         self, share: Share, gradients: int, data: int, zero: int, strategy: Strategy, numbers: Precision
     ) -> tuple[float, float]:
-        """The layer's gradients (``gradients`` by the count of copies alone) and its transient, see ``live_memory``."""
+        """Bytes of the layer's gradients (``gradients`` counts only the copies) and its transient, see ``live_memory``."""
         if zero < 2:
             return gradients, replicated_transient(share, data, zero, numbers, self.cpu)
         return sharded_bytes(share, data, strategy, numbers, self.cpu)
@@ -89,8 +90,8 @@ EMITTED = Trainer()
 
 
 def is_sharded(types: AxisTypes, node: str, operand: int) -> bool:
-    """Whether an axis of these types divides a value of an op: an operand as it is read, the result (``OUTPUT``), or a tensor that the op
-    makes for itself (``INTERNAL``)."""
+    """Whether an axis of these types shards a value of an op: an operand as the op reads it, the result (``OUTPUT``), or a tensor that
+    the op allocates internally (``INTERNAL``)."""
     if operand == INTERNAL:
         return types.letter.get(node) is not None
     return (types.produced[node] if operand == OUTPUT else types.needed[node][operand]).sharded

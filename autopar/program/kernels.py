@@ -1,6 +1,6 @@
-"""Kernels: functions for the calls that are right on shards but beyond the type checker, and for sharded lookups and losses.
+"""Kernels: functions for calls that are correct on shards but that the type checker cannot follow, and for sharded lookups and losses.
 
-This file is copied into every emitted program; it needs torch and spmd-types alone. Each kernel runs its body in a local
+This file is copied into every emitted program; it needs only torch and spmd-types. Each kernel runs its body in a local
 region and declares the types of its result itself, after checking those of its operands, so that a program typed with
 ``typecheck(local=False)`` stays typed through it. An *axis* is a name on the current mesh
 (``spmd_types.set_current_mesh``) or a process group. A *partition* names, for every dim of the result, the axis that
@@ -41,7 +41,7 @@ def _places(x: Tensor) -> list[tuple[Any, ...]]:
 
 
 def _axes(partition: Partition) -> list[tuple[Any, ...]]:
-    """A partition's axes as the checker's own, those of size one left out."""
+    """A partition's axes in the checker's form, without axes of size one."""
     names = spmd.current_mesh_all_names() or {}
     entries = [() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in partition]
     axes = [tuple(names[axis] for axis in entry) for entry in entries]
@@ -49,7 +49,7 @@ def _axes(partition: Partition) -> list[tuple[Any, ...]]:
 
 
 def _declare(x: Tensor, places: Sequence[tuple[Any, ...]]) -> Tensor:
-    """Say which axes shard which dims of ``x``; the other axes keep what the local region found."""
+    """Declare which axes shard which dims of ``x``; the other axes keep the types from the local region."""
     if spmd.is_type_checking() and any(places):
         spec = PartitionSpec(*(entry if len(entry) > 1 else entry[0] if entry else None for entry in places))
         spmd.assert_type(x, spec, {})
@@ -57,7 +57,7 @@ def _declare(x: Tensor, places: Sequence[tuple[Any, ...]]) -> Tensor:
 
 
 def _terms(x: Tensor, axes: Sequence[Any]) -> Tensor:
-    """Declare that what varies over ``axes`` are the terms of a sum over them. Nothing moves, forward or backward."""
+    """Declare that the values that vary over ``axes`` are terms of a sum over them. No communication, forward or backward."""
     for axis in axes:
         x = spmd.reinterpret(x, axis, src=V, dst=P)
     return x
@@ -81,7 +81,7 @@ _meshes: list[DeviceMesh] = []
 
 @contextlib.contextmanager
 def on_mesh(mesh: DeviceMesh) -> Iterator[None]:
-    """Inside this, the collectives of ``spmd_types`` and the kernels find the axes of ``mesh`` by name."""
+    """Inside this context, the collectives of ``spmd_types`` and the kernels find the axes of ``mesh`` by name."""
     _meshes.append(mesh)
     try:
         with spmd.set_current_mesh(mesh):
@@ -91,7 +91,7 @@ def on_mesh(mesh: DeviceMesh) -> Iterator[None]:
 
 
 def _group(axis: Axis) -> dist.ProcessGroup:
-    """The ranks of an axis, for what is sent from one to another."""
+    """The process group of an axis, for point-to-point communication."""
     if not isinstance(axis, str):
         return axis
     assert _meshes, "a kernel that sends needs kernels.on_mesh"
@@ -105,7 +105,7 @@ def _split(axes: Axes) -> list[Axis]:
 
 
 def _start(axes: Sequence[Axis], extent: int, device: torch.device) -> Tensor:
-    """Where this rank's slice of ``extent`` begins: a tensor of one element, so that the device is not waited for."""
+    """The start of this rank's slice of ``extent``: a tensor of one element, so that nothing waits for the device."""
     start = torch.zeros(1, dtype=torch.long, device=device)
     for axis in reversed(axes):
         starts = torch.arange(0, _size(axis) * extent, extent, device=device)
@@ -118,10 +118,10 @@ def _start(axes: Sequence[Axis], extent: int, device: torch.device) -> Tensor:
 
 
 def reshape(x: Tensor, shape: Sequence[int], partition: Partition) -> Tensor:
-    """Reshape the local ``x`` to the local ``shape``, dims being split, merged or both.
+    """Reshape the local ``x`` to the local ``shape``: dims are split, merged or both.
 
-    An axis that shards dim i of ``x`` shards dim j of the result only if as many elements lie outside of j as of i: then a slice of the
-    one is a slice of the other. Raises ``SpmdTypeError`` (when types are checked) if ``partition`` says otherwise.
+    An axis that shards dim i of ``x`` may shard dim j of the result only if the dims before j have as many elements as those before i:
+    then a slice along i is a slice along j. Raises ``SpmdTypeError`` (when types are checked) if ``partition`` says otherwise.
     """
     with spmd.local():
         y = x.reshape(list(shape))
@@ -140,8 +140,8 @@ def reshape(x: Tensor, shape: Sequence[int], partition: Partition) -> Tensor:
 def expand(x: Tensor, shape: Sequence[int], partition: Partition) -> Tensor:
     """Expand the local ``x`` to the local ``shape``.
 
-    A dim of size one (or a new one) that grows may be sharded in the result: each rank makes its own share of a copy that it has, so
-    ``x`` is R there, and its gradient is the sum of the ranks' (P).
+    A dim of size one (or a new dim) that grows may be sharded in the result: each rank makes its own share from the copy that it has, so
+    ``x`` is R on that axis, and its gradient is a term of the sum over the ranks (P).
     """
     return _expand(x, shape, _axes(partition) if spmd.is_type_checking() else [])
 
@@ -163,9 +163,10 @@ def _expand(x: Tensor, shape: Sequence[int], places: Sequence[tuple[Any, ...]]) 
 
 
 def broadcast_matmul(a: Tensor, b: Tensor, partition: Partition) -> Tensor:
-    """``a @ b`` whose batch dims broadcast where ``partition``, the result's, shards them: an operand that lacks such a dim is R there.
+    """``a @ b`` whose batch dims broadcast, if ``partition`` (the result's) shards them: an operand that lacks such a dim is R on its
+    axis.
 
-    The dims are written out first, which ``torch.matmul`` does too.
+    The dims are expanded first, as in ``torch.matmul``.
     """
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     places = _axes(partition)[:-2] if spmd.is_type_checking() else []
@@ -187,7 +188,8 @@ spmd.register_local_autograd_function(_Dense)
 
 
 def dense_gradient(x: Tensor) -> Tensor:
-    """``x`` itself. Its gradient is made contiguous, as an all-reduce needs it: that of an expanded or a transposed value is not."""
+    """Return ``x``. Its gradient is made contiguous, as an all-reduce requires: the gradient of an expanded or transposed value is
+    not."""
     with spmd.no_typecheck():
         y = _Dense.apply(x)
     if spmd.is_type_checking():
@@ -199,13 +201,13 @@ def dense_gradient(x: Tensor) -> Tensor:
 
 
 def linear_partial_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """``x @ weight.T + bias`` summed over a sharded dim: P, where ``bias`` is P too (on one rank, zero elsewhere)."""
+    """``x @ weight.T + bias`` summed over a sharded dim: the result is P, and ``bias`` must be P too (on one rank, zero elsewhere)."""
     return F.linear(x, weight) + bias
 
 
 def linear_beside_ones(x: Tensor, weight: Tensor, ones: Sequence[int]) -> Tensor:
-    """``x @ weight.T``, with the dims ``ones`` of ``x``, all of size one (ascending), out of the way: the type checker reads the
-    stride of one that follows a sharded dim as that of another layout, and takes the product for one of batches."""
+    """``x @ weight.T``, with the dims ``ones`` of ``x``, all of size one (ascending), squeezed: if such a dim follows a sharded one, the
+    type checker mistakes its stride for another layout, and treats the product as a batched one."""
     y = F.linear(x.squeeze(list(ones)), weight)
     for dim in ones:
         y = y.unsqueeze(dim)
@@ -213,7 +215,8 @@ def linear_beside_ones(x: Tensor, weight: Tensor, ones: Sequence[int]) -> Tensor
 
 
 def addmm_partial_bias(bias: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
-    """``beta * bias + alpha * (a @ b)`` summed over a sharded dim: P, where ``bias`` is P too. ``a`` and ``b`` may be batched."""
+    """``beta * bias + alpha * (a @ b)`` summed over a sharded dim: the result is P, and ``bias`` must be P too. ``a`` and ``b`` may be
+    batched."""
     product = torch.matmul(a, b)
     return (product if alpha == 1 else product * alpha) + (bias if beta == 1 else bias * beta)
 
@@ -229,17 +232,17 @@ def attention(
     enable_gqa: bool = False,
     seed: int | None = None,
 ) -> Tensor:
-    """``scaled_dot_product_attention`` on ``[batch, heads, length, size]``, batch and heads sharded alike in the three.
+    """``scaled_dot_product_attention`` on ``[batch, heads, length, size]``, batch and heads sharded equally in all three operands.
 
-    Queries may be sharded over their length too where ``is_causal`` is false. ``seed`` makes the dropout a function of it. Raises
-    ``SpmdTypeError`` (when types are checked) for anything else, such as sharded keys, which would need every rank's.
+    Queries may also be sharded over their length if ``is_causal`` is false. With ``seed`` the dropout is a function of it. Raises
+    ``SpmdTypeError`` (when types are checked) for any other layout, such as sharded keys, which would need every rank's keys.
     """
     if spmd.is_type_checking():
         q, k, v = _places(query), _places(key), _places(value)
         rows = q[-2] if not is_causal else ()
         shared = [
             () if key.shape[i] == 1 and not k[i] else entry for i, entry in enumerate(q[:-2])
-        ]  # one head for all queries
+        ]  # one key head for all queries
         _require(
             shared == k[:-2] == v[:-2], f"attention: batch and heads are sharded as {q[:-2]}, {k[:-2]} and {v[:-2]}"
         )
@@ -270,7 +273,7 @@ def convolution(
     dilation: Sequence[int] = (1,),
     groups: int = 1,
 ) -> Tensor:
-    """conv1d, conv2d or conv3d (by ``x``'s dims) of one group: examples, output channels, or the input channels sharded.
+    """conv1d, conv2d or conv3d (by ``x``'s dims) of one group; the examples, the output channels or the input channels may be sharded.
 
     Input channels are summed over: the result is P on their axes, and ``bias`` must be P there too (it is added afterwards).
     """
@@ -295,7 +298,7 @@ def convolution(
 
 @contextlib.contextmanager
 def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Draw from ``seed`` inside, and leave the generators as they were."""
+    """A context that draws from ``seed``, and restores the generators afterwards."""
     if seed is None or device.type == "meta":
         yield
         return
@@ -306,11 +309,11 @@ def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
 
 
 def seed(key: Tensor, layer: int, op: int, axes: Sequence[str] = ()) -> int:
-    """The seed of one random op: a function of the microbatch's key, the layer, the op, and this rank's place on ``axes``.
+    """The seed of one random op: a function of the microbatch's key, the layer, the op, and this rank's coordinates on ``axes``.
 
-    ``axes`` are those that shard what the op works on: their ranks draw differently, ranks that hold the same draw the same; an axis
-    of size one counts for nothing, so that one device draws what replicas draw. A
-    recomputation asks with the same key and gets the same seed. ``key`` lives on the CPU, so that nothing waits for a device.
+    ``axes`` are those that shard the op's operand: their ranks draw differently, ranks with the same values draw the same; an axis
+    of size one does not count, so one device draws the same as replicas. A recomputation
+    passes the same key and gets the same seed. ``key`` is on the CPU, so that nothing waits for a device.
     """
     with spmd.no_typecheck():
         places = [torch.arange(_size(axis)) for axis in _split(axes)]
@@ -328,7 +331,7 @@ def seed(key: Tensor, layer: int, op: int, axes: Sequence[str] = ()) -> int:
 def dropout(x: Tensor, p: float, seed: int) -> Tensor:
     """Dropout whose mask is a function of ``seed`` and the local shape.
 
-    Ranks that hold the same ``x`` (I, R) must pass the same seed and then agree; ranks that hold slices should pass different ones. A
+    Ranks with the same ``x`` (I, R) must pass the same seed and then agree; ranks with slices should pass different seeds. A
     recomputation draws the same mask again.
     """
     if p == 0.0:
@@ -351,7 +354,7 @@ def dropout(x: Tensor, p: float, seed: int) -> Tensor:
 
 def masked_embedding(ids: Tensor, weight: Tensor, axis: Axes, padding_idx: int | None = None) -> Tensor:
     """Embedding with the rows of ``weight`` sharded over ``axis`` (or axes, outermost first): each rank looks up the ids that
-    it has, and gives zero for the others.
+    it has, and returns zero for the others.
 
     ``weight`` is ``[vocabulary / n, d]``, S(0) on ``axis``; ``ids`` are R there. The result ``[*ids, d]`` is P. ``padding_idx`` (a global
     id) gets no gradient.
@@ -372,7 +375,7 @@ def masked_embedding(ids: Tensor, weight: Tensor, axis: Axes, padding_idx: int |
 
 
 def strided(x: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """``as_strided`` of ``x``'s elements in their order, whatever memory they lie in."""
+    """``as_strided`` of ``x``'s elements in their logical order, whatever their memory layout."""
     return x.contiguous().as_strided(size, stride)
 
 
@@ -389,8 +392,8 @@ def cross_entropy_sum(
 
     ``weight [v]`` weighs the classes, as in torch.
 
-    ``partial_axes`` are the axes that shard the leading dims: there the result is a term of the sum (P). Of padded logits the first
-    ``vocabulary`` count. Losses of 16 bits are added up, and given back, in float32.
+    ``partial_axes`` are the axes that shard the leading dims: on them the result is a term of the sum (P). With padded logits only the
+    first ``vocabulary`` columns count. Losses of 16 bits are accumulated and returned in float32.
     """
     with spmd.local():
         logits = logits[..., :vocabulary]
@@ -409,7 +412,7 @@ def cross_entropy_sum(
 class _SoftmaxTerms(torch.autograd.Function):
     """One slice's terms of a cross entropy: ``sum exp(z)`` and ``on * z[target] + off * sum z``, with ``z = logits - shift``.
 
-    ``padding`` (or ``None``) says which columns are none. Keeps the logits alone and takes the exponential again in the
+    ``padding`` (or ``None``) marks the columns that are padding. Saves only the logits and recomputes the exponential in the
     backward: one tensor of their size instead of two.
     """
 
@@ -449,11 +452,11 @@ def vocab_parallel_cross_entropy_sum(
     partial_axes: Sequence[Axis] = (),
     vocabulary: int | None = None,
 ) -> Tensor:
-    """``cross_entropy_sum`` with the vocabulary sharded over ``axis`` (or axes, outermost first): I there.
+    """``cross_entropy_sum`` with the vocabulary sharded over ``axis`` (or axes, outermost first), on which the result is I.
 
-    ``logits`` are ``[..., v / n]``, S(last) on ``axis``; ``labels`` (global ids) are R there. Two small collectives: the
-    maxima are gathered, and the two sums of every token reduced in one call. The whole logits exist nowhere. Accumulates
-    in float32 or wider, and gives that back. Where padding makes the slices equal, ``vocabulary`` is the true size.
+    ``logits`` are ``[..., v / n]``, S(last) on ``axis``; ``labels`` (global ids) are R on it. Two small collectives: the
+    maxima are gathered, and the two sums of every token reduced in one call. The whole logits are never assembled. Accumulates
+    in float32 or wider, and returns that dtype. If padding makes the slices equal, ``vocabulary`` is the true size.
     """
     axes = _split(axis)
     with spmd.local():

@@ -1,4 +1,4 @@
-"""Connectionist temporal classification: a loss for every example, which may be sharded.
+"""Connectionist temporal classification: one loss per example; the examples may be sharded.
 
 This file is copied into every emitted program.
 """
@@ -18,7 +18,7 @@ def ctc_loss(
 ) -> Tensor:
     """The losses ``[batch]`` of ``scores [batch, time, classes]`` (logarithms of probabilities) for ``labels [batch, most]``.
 
-    ``frames [batch]`` and ``lengths [batch]`` say how much of the scores and the labels counts.
+    ``frames [batch]`` and ``lengths [batch]`` say how many of the scores and of the labels count.
     """
     if spmd.is_type_checking():
         rows = _places(scores)[0]
@@ -27,7 +27,7 @@ def ctc_loss(
         _require(_places(frames) == _places(lengths) == [rows], "ctc_loss: the lengths' batch is sharded differently")
         _require(P not in spmd.get_local_type(scores).values(), "ctc_loss: no loss of the terms of a sum")
     with spmd.local():
-        if scores.is_meta:  # where torch knows no shape
+        if scores.is_meta:  # torch cannot infer the shape on the meta device
             out = scores.new_empty(scores.shape[:1])
         else:
             out = F.ctc_loss(scores.transpose(0, 1), labels, frames, lengths, blank, "none", zero_infinity)

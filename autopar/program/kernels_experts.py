@@ -1,8 +1,8 @@
 """Mixtures of experts: every token's rows go to the experts that its router chose, and come back in the token's order.
 
-This file is copied into every emitted program; it needs torch and spmd-types alone. ``experts`` is the whole of a mixture but its router
-and its ``body``, which is the model's own: what an expert does to a row. The body is written with ``grouped_linear`` and ``of_rows``, which
-know where each expert's rows are. Three ways to share the work out, on different axes at once if need be:
+This file is copied into every emitted program; it needs only torch and spmd-types. ``experts`` is a whole mixture except its router
+and its ``body``, which is the model's own code: the computation of an expert on a row. The body is written with ``grouped_linear`` and
+``of_rows``, which know the rows of each expert. There are three ways to distribute the work, which may be combined on different axes:
 
 * each rank has other tokens, and all experts: nothing is exchanged;
 * each rank has the same tokens, and its own experts (or a slice of each): it computes their terms of the result, P;
@@ -10,7 +10,7 @@ know where each expert's rows are. Three ways to share the work out, on differen
   sizes the router decides (dropless, as in Gale et al. 2022, arXiv:2211.15841; expert parallelism is of Lepikhin et al. 2020,
   arXiv:2006.16668). Several such axes are one, flattened.
 
-How many rows each rank gets is known on the device alone, so each mixture waits for it once per exchange and once for the products.
+Only the device knows how many rows each rank gets, so each mixture waits for the device once per exchange and once for the products.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from autopar.program import flattened
 from autopar.program.kernels import Axis, _declare, _group, _places, _require, _size, _start, _terms
 
 Body = Callable[..., Tensor]
-"""``body(rows, counts, *parameters)``: ``rows`` ``[n, h]`` sorted by expert, ``counts`` ``[e]`` how many are each expert's; ``[n, h]``."""
+"""``body(rows, counts, *parameters)``: ``rows`` ``[n, h]`` sorted by expert, ``counts`` ``[e]`` rows of each expert; returns ``[n,
+h]``."""
 
 
-# -- what bodies are written with ------------------------------------------------------------------------------------
+# -- building blocks of bodies ---------------------------------------------------------------------------------------
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """``rows [n, k]`` times the transpose of each row's own ``weight [e, m, k]``: ``[n, m]``. The first ``counts[0]`` rows are
+    """``rows [n, k]`` times the transpose of the ``weight [e, m, k]`` of each row's expert: ``[n, m]``. The first ``counts[0]`` rows are
     expert 0's, and so on."""
     if rows.is_cuda and rows.dtype == torch.bfloat16 and hasattr(F, "grouped_mm"):
         return F.grouped_mm(rows, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
@@ -46,13 +47,13 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def of_rows(values: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
-    """Each of the ``rows``' own of ``values [e, ...]`` (a bias): ``[len(rows), ...]``."""
+    """For each of the ``rows``, the entry of ``values [e, ...]`` (a bias) of its expert: ``[len(rows), ...]``."""
     several = sizes(counts, len(rows))
     return torch.cat([own.expand(n, *own.shape) for n, own in zip(several, values.unbind(0), strict=True)])
 
 
 def sizes(counts: Tensor, total: int) -> list[int]:
-    """``counts`` as Python numbers, for which the device is waited for; on the meta device, which has none, even shares of ``total``."""
+    """``counts`` as Python numbers, which waits for the device; on the meta device, which has no values, even shares of ``total``."""
     if counts.is_meta:
         base, rest = divmod(total, len(counts))
         return [base + (i < rest) for i in range(len(counts))]
@@ -75,9 +76,9 @@ def experts(
 ) -> Tensor:
     """``sum_j weights[..., j] * expert[index[..., j]](x)`` for ``x`` ``[..., h]``, ``index`` and ``weights`` ``[..., k]``: ``[..., h]``.
 
-    ``parameters`` have the experts as dim 0, ``count`` of them globally. ``owners`` are the axes that deal them out, outermost first, and
-    ``exchange`` those of them whose ranks hold different tokens: there rows travel. ``partial_axes`` are the axes on
-    which the result is a term of a sum (P): the other owners, and those that shard another dim of the parameters.
+    ``parameters`` have the experts as dim 0, ``count`` of them globally. ``owners`` are the axes that distribute the experts, outermost
+    first, and ``exchange`` those of them whose ranks have different tokens: rows travel over these. ``partial_axes`` are the axes on
+    which the result is a term of a sum (P): the other owners, and the axes that shard another dim of the parameters.
     """
     if spmd.is_type_checking():
         places = _check(x, index, weights, parameters, owners)
@@ -101,7 +102,7 @@ def experts(
 def _check(
     x: Tensor, index: Tensor, weights: Tensor, parameters: Sequence[Tensor], owners: Sequence[Axis]
 ) -> list[tuple[object, ...]]:
-    """The places of the result: those of ``x``, whose tokens the router's choices must share."""
+    """The axes that shard each dim of the result: those of ``x``; the router's choices must be sharded like the tokens of ``x``."""
     places = _places(x)
     _require(not places[-1], f"experts: the last dim of the tokens is sharded over {places[-1]}")
     for name, choice in (("index", index), ("weights", weights)):
@@ -118,7 +119,7 @@ def _check(
 
 
 def _as_terms(parameter: Tensor) -> Tensor:
-    """A parameter that is added to a partial product is a term of a sum itself (P): here, the rank's own number."""
+    """Declare a parameter that is added to a partial product as a term of a sum (P): each rank has its own term."""
     if not spmd.is_type_checking() or P not in spmd.get_local_type(parameter).values():
         return parameter
     types: dict[Any, Any] = {axis: V if t is P else t for axis, t in spmd.get_local_type(parameter).items()}
@@ -129,11 +130,11 @@ def _as_terms(parameter: Tensor) -> Tensor:
 
 
 def _own(ids: Tensor, count: int, owners: Sequence[Axis], exchange: Sequence[Axis]) -> tuple[Tensor, Tensor]:
-    """The experts of all choices, those that are not this rank's to send on numbered behind all others, and how many rows each of the
-    rest gets.
+    """The experts of all choices, and how many rows each expert gets. Experts that this rank does not send rows to are numbered behind
+    all others, and are not counted.
 
-    With the experts distributed over several axes an expert's owner is a place on each; this rank sends on (or computes) those that
-    share its place on every axis that is not exchanged over.
+    If the experts are distributed over several axes, an expert's owner has a coordinate on each; this rank sends rows to (or computes)
+    the experts whose owners share its coordinate on every axis that is not exchanged over.
     """
     counts = torch.zeros(count, dtype=torch.long, device=ids.device).index_add(0, ids, torch.ones_like(ids))
     several = [_size(axis) for axis in owners]
@@ -151,13 +152,13 @@ def _own(ids: Tensor, count: int, owners: Sequence[Axis], exchange: Sequence[Axi
 
 
 def _travel(rows: Tensor, counts: Tensor, body: Body, parameters: Sequence[Tensor], exchange: Sequence[Axis]) -> Tensor:
-    """The body's result for ``rows``, sorted by expert, from the ranks that own those; ``counts`` are of all experts that ``exchange``
-    distributes."""
+    """The body's result for ``rows``, sorted by expert, from the ranks that own the experts; ``counts`` cover all experts that
+    ``exchange`` distributes."""
     if not exchange:
         return body(rows, counts, *parameters)
     n = prod(_size(axis) for axis in exchange)
-    theirs = counts.view(n, -1)  # for each rank, how many rows for each of its experts
-    ours = _Exchange.apply(theirs, exchange, [1] * n, [1] * n)  # from each rank, how many for each of ours
+    theirs = counts.view(n, -1)  # for each rank, the number of rows for each of its experts
+    ours = _Exchange.apply(theirs, exchange, [1] * n, [1] * n)  # from each rank, the number of rows for each of ours
     sent, taken = sizes(theirs.sum(1), len(rows)), sizes(ours.sum(1), len(rows))
     here = _Exchange.apply(rows, exchange, sent, taken)
     expert = torch.arange(ours.shape[1], device=rows.device).repeat(n)
@@ -167,11 +168,11 @@ def _travel(rows: Tensor, counts: Tensor, body: Body, parameters: Sequence[Tenso
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to every rank of the axes (flattened, if there are several), in order; their gradients travel back the same way."""
+    """Send rows to every rank of the axes (flattened, if there are several), in order; their gradients take the reverse route."""
 
     @staticmethod
     def forward(ctx, rows, axes, sent, taken):  # type: ignore[no-untyped-def]
-        # looked up here: on a GPU the backward runs in a thread that knows no current mesh
+        # looked up here: on a GPU the backward runs in a thread that has no current mesh
         group = None if rows.is_meta else flattened.group(axes) if len(axes) > 1 else _group(axes[0])
         ctx.group, ctx.sent, ctx.taken = group, sent, taken
         return _all_to_all(rows, group, sent, taken)
@@ -186,14 +187,14 @@ spmd.register_local_autograd_function(_Exchange)
 
 def _all_to_all(rows: Tensor, group: dist.ProcessGroup | None, sent: list[int], taken: list[int]) -> Tensor:
     out = rows.new_empty(sum(taken), *rows.shape[1:])
-    if group is not None:  # there is none on the meta device
+    if group is not None:  # the meta device has no group
         dist.all_to_all_single(out, rows.contiguous(), taken, sent, group=group)
     return out
 
 
 def _restore(rows: Tensor, order: Tensor, total: int) -> Tensor:
-    """``rows[i]`` at ``order[i]``, zero where no row is: ``total`` rows. A gather by the inverse permutation, since adding up in
-    place is not reproducible on a GPU."""
+    """``rows[i]`` at ``order[i]``, zero in all other rows: ``total`` rows. A gather by the inverse permutation, because in-place
+    accumulation is not reproducible on a GPU."""
     if len(rows) < total:
         rows = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
     inverse = torch.full((total,), len(rows) - 1, dtype=torch.long, device=rows.device)

@@ -1,9 +1,9 @@
-"""Kernels of batch normalisation: statistics of the whole batch where its examples (or places) are sharded.
+"""Kernels of batch normalisation: statistics of the whole batch when its examples (or positions) are sharded.
 
 This file is copied into every emitted program. Batch norm is two ops here: ``batch_statistics``, which needs every rank's rows, and
-``normalise``, which is elementwise. So the statistics cost one small collective each way (the rows of every rank are gathered, as
-torch's ``SyncBatchNorm`` does; the gradient is all-reduced by the conversion I to R that stands behind), and only the input is kept for
-the backward pass. Variances of parts are joined by Chan, Golub and LeVeque's formula (1979), which does not cancel.
+``normalise``, which is elementwise. So the statistics cost one small collective in each direction (the forward gathers every rank's
+statistics, as torch's ``SyncBatchNorm`` does; the conversion I to R that follows all-reduces the gradient), and only the input is saved
+for the backward pass. Variances of parts are combined by Chan, Golub and LeVeque's formula (1979), which avoids cancellation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopar.program.kernels import Axes, _axes, _declare, _places, _require, _s
 
 
 class _Moments(torch.autograd.Function):
-    """Mean and (biased) variance of every channel, in float32 or wider; keeps the input alone."""
+    """Mean and (biased) variance of every channel, in float32 or wider; saves only the input."""
 
     @staticmethod
     def forward(ctx, x):  # type: ignore[no-untyped-def]
@@ -40,7 +40,7 @@ class _Moments(torch.autograd.Function):
 
 
 class _Normalised(torch.autograd.Function):
-    """``(x - mean) / sqrt(var + eps) * weight + bias`` with gradients of all five; keeps ``x`` and what is as small as a channel."""
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` with gradients of all five; saves ``x`` and tensors of one value per channel."""
 
     @staticmethod
     def forward(ctx, x, mean, var, weight, bias, eps):  # type: ignore[no-untyped-def]
@@ -74,7 +74,7 @@ def _all_but_channels(x: Tensor) -> list[int]:
 
 
 def _per_channel(values: Tensor, x: Tensor) -> Tensor:
-    """``values [c]`` as they broadcast against ``x [n, c, ...]``."""
+    """``values [c]`` reshaped to broadcast against ``x [n, c, ...]``."""
     return values.view(-1, *[1] * (x.ndim - 2))
 
 
@@ -83,9 +83,10 @@ def _whole_terms(x: Tensor, name: str) -> None:
 
 
 def batch_statistics(x: Tensor, axis: Axes = ()) -> Tensor:
-    """Of every channel of ``x [n, c, ...]``: mean, variance, and unbiased variance, over the whole batch: ``[3, c]``.
+    """Mean, variance, and unbiased variance of every channel of ``x [n, c, ...]`` over the whole batch: ``[3, c]``.
 
-    ``axis`` (or axes, outermost first) shards dims of ``x`` other than the channels, evenly: the result is I there. In float32 or wider.
+    ``axis`` (or axes, outermost first) shards dims of ``x`` other than the channels, evenly: the result is I on it. Computed in float32
+    or wider.
     """
     axes = _split(axis)
     places: list[tuple[Any, ...]] = []
@@ -109,7 +110,7 @@ def batch_statistics(x: Tensor, axis: Axes = ()) -> Tensor:
 
 
 def step_statistics(x: Tensor, axis: Axes = ()) -> Tensor:
-    """``batch_statistics`` of one microbatch, for running statistics where each part of the batch is normalised by its own."""
+    """``batch_statistics`` of one microbatch, for running statistics if each part of the batch is normalised by its own statistics."""
     return batch_statistics(x, axis)
 
 
@@ -121,9 +122,9 @@ def normalise(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """``(x - mean) / sqrt(var + eps) * weight + bias`` for every channel of ``x [n, c, ...]``; the rest is ``[c]``.
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` for every channel of ``x [n, c, ...]``; all other operands are ``[c]``.
 
-    ``x`` may be sharded anywhere, and its channels' axes shard the others too.
+    ``x`` may be sharded on any dim; the axes that shard its channels shard the other operands too.
     """
     if spmd.is_type_checking():
         places = _places(x)
@@ -136,7 +137,8 @@ def normalise(
 
 
 def local_batch_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """Batch norm of ``x [n, c, ...]`` by the statistics of this rank's examples of this microbatch: not what one device computes."""
+    """Batch norm of ``x [n, c, ...]`` by the statistics of this rank's examples in this microbatch: the result differs from one
+    device's."""
     if spmd.is_type_checking():
         _whole_terms(x, "local_batch_norm")
     with spmd.local():

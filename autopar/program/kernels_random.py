@@ -1,6 +1,6 @@
 """Random numbers that a model draws in its forward pass (noise, stochastic depth), as functions of a seed.
 
-This file is copied into every emitted program; it needs torch and spmd-types alone.
+This file is copied into every emitted program; it needs only torch and spmd-types.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 def uniform(like: Tensor, low: float = 0.0, high: float = 1.0, seed: int | None = None) -> Tensor:
     """Numbers between ``low`` and ``high`` in the shape, dtype and types of ``like``.
 
-    They are a function of ``seed`` and the local shape. Ranks that hold the same ``like`` must pass the same seed and then agree; ranks
-    that hold slices should pass different ones. A recomputation draws the same again. Without a seed, torch's own generator is asked.
+    They are a function of ``seed`` and the local shape. Ranks with the same ``like`` must pass the same seed and then agree; ranks
+    with slices should pass different seeds. A recomputation draws the same numbers. Without a seed, torch's own generator draws.
     """
     with spmd.no_typecheck():
         drawn = _empty(like).uniform_(low, high, generator=_generator(like, seed))
@@ -23,7 +23,7 @@ def uniform(like: Tensor, low: float = 0.0, high: float = 1.0, seed: int | None 
 
 
 def normal(like: Tensor, mean: float = 0.0, std: float = 1.0, seed: int | None = None) -> Tensor:
-    """The same from the normal distribution."""
+    """Like ``uniform``, from the normal distribution."""
     with spmd.no_typecheck():
         drawn = _empty(like).normal_(mean, std, generator=_generator(like, seed))
     return _declared(drawn, like)

@@ -1,16 +1,16 @@
-"""Ring attention: the sequence is sharded over an axis, and keys and values go round it.
+"""Ring attention: the sequence is sharded over an axis, and keys and values travel around its ring of ranks.
 
 Every rank keeps its queries. Keys and values pass from rank to rank, each step's attention is folded into a running softmax, and the
-next block travels while one is worked on (Liu, Zaharia and Abbeel 2023). The backward sends keys and values round again, and with
-them their gradients, which end where they belong. Kept for it are query, key, value, result and the logarithm of the
-softmax's sum, no scores.
+next block travels while the present one is computed (Liu, Zaharia and Abbeel 2023). The backward sends keys and values around again, with
+their gradients, which end at the ranks of their keys and values. Saved for the backward: query, key, value, result and the logarithm of
+the softmax's sum, no scores.
 
-Under a causal mask a rank with late queries has more to do than one with early ones. The sequence is then cut into *2n* chunks and
-rank *r* works on chunks *r* and *2n - 1 - r*, so that every step costs every rank the same. That order exists inside of
-the kernel alone: what is sharded over the sequence is exchanged on the way in and on the way out, and nothing else in a
-program has to know. A local length that is odd is worked on in the order it has.
+Under a causal mask a rank with late queries has more work than one with early queries. The sequence is then cut into *2n* chunks and
+rank *r* computes chunks *r* and *2n - 1 - r*, so that every step costs every rank the same. That order exists only inside
+the kernel: values that are sharded over the sequence are exchanged on entry and on exit, and the rest of the
+program is unaffected. If the local length is odd, the original order is kept.
 
-An axis may be several, outermost first: blocks then go round the inner one before they move on the outer.
+An axis may be several axes, outermost first: blocks then travel around the inner ring before they move on the outer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 from autopar.program.kernels import Axes, _declare, _group, _places, _require, _split
 
 SCORES = 2**26
-"""Scores that exist at once: queries are worked on in runs of rows, as many as stay below."""
+"""The most scores that exist at once: queries are processed in runs of as many rows as stay below."""
 
 
 def ring_attention(
@@ -45,12 +45,12 @@ def ring_attention(
     enable_gqa: bool = False,
     seed: int | None = None,
 ) -> Tensor:
-    """``scaled_dot_product_attention`` on ``[..., heads, length / n, size]``, the length of all three S on ``axis`` (or axes, outermost
-    first); other axes may shard batch and heads, alike in the three.
+    """``scaled_dot_product_attention`` on ``[..., heads, length / n, size]``, the length of all three operands S on ``axis`` (or axes,
+    outermost first); other axes may shard batch and heads, equally in all three.
 
-    ``attn_mask`` is ``[..., length / n, length]`` (or broadcasts to it): its rows are sharded like the queries, its columns whole. Key
-    and value have as many heads as the query, or (``enable_gqa``) fewer. ``seed`` makes the dropout a function of it; it must
-    differ between the ranks of ``axis``. Adds up in float32 or wider.
+    ``attn_mask`` is ``[..., length / n, length]`` (or broadcasts to it): its rows are sharded like the queries, its columns are whole.
+    Key and value have as many heads as the query, or (``enable_gqa``) fewer. With ``seed`` the dropout is a function of it; it must
+    differ between the ranks of ``axis``. Accumulates in float32 or wider.
     """
     axes = _split(axis)
     if spmd.is_type_checking():
@@ -69,7 +69,7 @@ def ring_attention(
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, axes: Sequence[Any]) -> None:
-    """Raise ``SpmdTypeError`` unless the operands are sharded as the ring takes them."""
+    """Raise ``SpmdTypeError`` unless the operands are sharded as the ring requires."""
     q, k, v = _places(query), _places(key), _places(value)
     _require(q == k == v and not q[-1], f"ring_attention: operands are sharded as {q}, {k} and {v}")
     _require(len(q[-2]) == len(axes), f"ring_attention: lengths are sharded over {q[-2]}, the ring is {axes}")
@@ -83,12 +83,12 @@ def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, axes:
 # -- the ring ---------------------------------------------------------------------------------------------------------
 
 Arrival = tuple[list[Tensor], list[dist.Work]]
-"""Tensors that are on their way, and what to wait for."""
+"""Tensors that are being received, and the requests to wait for."""
 
 
 @dataclass(frozen=True)
 class Ring:
-    """The ranks of one or several axes in a row: the last axis varies fastest."""
+    """The ranks of one or several axes as one ring: the last axis varies fastest."""
 
     groups: tuple[dist.ProcessGroup, ...]
 
@@ -106,7 +106,7 @@ class Ring:
         return prod(self.sizes)
 
     def index(self, place: Sequence[int]) -> int:
-        """A rank's position in the row."""
+        """A rank's position in the ring."""
         at = 0
         for coordinate, size in zip(place, self.sizes, strict=True):
             at = at * size + coordinate
@@ -121,7 +121,7 @@ class Ring:
         return tuple(reversed(place))
 
     def hop(self, step: int) -> int:
-        """The axis along which blocks move on before step ``step`` (1 and up)."""
+        """The axis along which blocks move before step ``step`` (1 and up)."""
         axis, turns = len(self.sizes) - 1, self.sizes[-1]
         while step % turns == 0:
             axis -= 1
@@ -129,7 +129,7 @@ class Ring:
         return axis
 
     def origins(self) -> Iterator[tuple[int, ...]]:
-        """Of every step, the place of the rank whose block is here."""
+        """For every step, the coordinates of the rank whose block is here."""
         place = list(self.place)
         yield tuple(place)
         for step in range(1, self.size):
@@ -138,7 +138,7 @@ class Ring:
             yield tuple(place)
 
     def shift(self, tensors: Sequence[Tensor], axis: int, distance: int = 1) -> Arrival:
-        """Start sending ``tensors`` to the rank ``distance`` further on an axis, and receiving those of the rank as far behind."""
+        """Start sending ``tensors`` to the rank ``distance`` ahead on an axis, and receiving those of the rank ``distance`` behind."""
         group, n, here = self.groups[axis], self.sizes[axis], self.place[axis]
         arriving = [torch.empty_like(tensor) for tensor in tensors]
         operations = []
@@ -150,7 +150,7 @@ class Ring:
     def rearrange(
         self, parts: Sequence[Tensor], held: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]
     ) -> list[Tensor]:
-        """Exchange equal parts: rank i (in the row) holds those numbered ``held[i]``, in that order, and gets ``wanted[i]``."""
+        """Exchange equal parts: rank i of the ring has the parts ``held[i]``, in that order, and gets the parts ``wanted[i]``."""
         me = self.index(self.place)
         mine = dict(zip(held[me], (part.contiguous() for part in parts), strict=True))
         where = {part: self.at(i) for i, numbers in enumerate(held) for part in numbers}
@@ -183,12 +183,12 @@ def _received(arrival: Arrival) -> list[Tensor]:
     return arrival[0]
 
 
-# -- who works on what ------------------------------------------------------------------------------------------------
+# -- distribution of work ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Order:
-    """The chunks of the sequence that each rank of the row works on, ascending."""
+    """The chunks of the sequence that each rank of the ring computes, ascending."""
 
     ring: Ring
     chunks: tuple[tuple[int, ...], ...]
@@ -202,7 +202,7 @@ class _Order:
         return _Order(ring, tuple((i,) for i in range(n)), balanced=False)
 
     def enter(self, x: Tensor) -> Tensor:
-        """From the program's order, in which rank i has chunks 2i and 2i + 1, to this one."""
+        """Reorder from the program's order, in which rank i has chunks 2i and 2i + 1, to this order."""
         return self._exchange(x, forward=True)
 
     def leave(self, x: Tensor) -> Tensor:
@@ -219,8 +219,8 @@ class _Order:
 
 @dataclass(frozen=True)
 class _Block:
-    """One run of queries against the keys that it sees of one rank's: rows ``start`` to ``stop``, the first ``keys`` keys. ``offset`` is
-    how many keys the first row of the queries sees before its own place, ``None`` where every row sees all."""
+    """One run of queries against the keys of one rank that they may read: rows ``start`` to ``stop``, the first ``keys`` keys.
+    ``offset`` is the number of keys that the first query row reads before its own position; ``None`` if every row reads all keys."""
 
     start: int
     stop: int
@@ -229,7 +229,7 @@ class _Block:
 
 
 def _blocks(order: _Order, origin: int, causal: bool, length: int, scores_per_pair: int) -> Iterator[_Block]:
-    """What this rank computes against the block of the ``origin``-th rank."""
+    """The runs of queries that this rank computes against the block of the ``origin``-th rank."""
     mine, theirs = order.chunks[order.ring.index(order.ring.place)], order.chunks[origin]
     chunk = length // len(mine)
     for i, number in enumerate(mine):
@@ -248,7 +248,7 @@ def _blocks(order: _Order, origin: int, causal: bool, length: int, scores_per_pa
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
-    """``a @ b`` added up in ``wide``. On a GPU its factors are rounded to ``dtype`` first, as fused kernels do, to be fast."""
+    """``a @ b`` accumulated in ``wide``. On a GPU its factors are first rounded to ``dtype``, as in fused kernels, for speed."""
     if dtype == wide or a.device.type != "cuda":
         return a.to(wide) @ b.to(wide)
     lead = a.shape[:-2]
@@ -257,13 +257,13 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype, wide: torch.dtype) -> Ten
 
 
 def _grouped(x: Tensor, heads: int) -> Tensor:
-    """``[..., h, l, e]`` as ``[..., heads, h / heads * l, e]``: the queries that read one key."""
+    """``[..., h, l, e]`` as ``[..., heads, h / heads * l, e]``: the queries that read one key head."""
     return x.reshape(*x.shape[:-3], heads, -1, x.shape[-1])
 
 
 @dataclass(frozen=True)
 class _Scores:
-    """What scores are made of: shared by the two passes."""
+    """The operands of scores, shared by the two passes."""
 
     mask: Tensor | None
     scale: float
@@ -276,7 +276,7 @@ class _Scores:
         return _product(a, b, self.dtype, self.wide)
 
     def of(self, query: Tensor, key: Tensor, block: _Block, column: int) -> Tensor:
-        """``[..., h, l, s]``: a block's scores, with the mask; ``column`` is where its keys begin in the whole sequence."""
+        """``[..., h, l, s]``: a block's scores, with the mask; ``column`` is the position of its first key in the whole sequence."""
         heads = key.shape[-3]
         rows = _grouped(query[..., block.start : block.stop, :], heads)
         scores = self.product(rows, key[..., : block.keys, :].mT).mul_(self.scale)
@@ -295,7 +295,7 @@ class _Scores:
         return rows if mask.shape[-1] == 1 else rows[..., column : column + block.keys]
 
     def kept(self, scores: Tensor) -> Tensor | None:
-        """The next dropout mask, scaled; ``None`` without dropout. The passes must ask in the same order."""
+        """The next dropout mask, scaled; ``None`` without dropout. Both passes must request masks in the same order."""
         if self.generator is None:
             return None
         keep = torch.empty_like(scores).bernoulli_(1.0 - self.dropout_p, generator=self.generator)
@@ -303,7 +303,7 @@ class _Scores:
 
 
 class _RingAttention(torch.autograd.Function):
-    """The two passes. Tensors other than the result and the gradients are in the ring's order."""
+    """The forward and the backward pass. All tensors but the result and the gradients are in the ring's order."""
 
     @staticmethod
     def forward(ctx, query, key, value, mask, ring, causal, scale, dropout_p, seed):  # type: ignore[no-untyped-def]
@@ -343,7 +343,7 @@ def _generator(like: Tensor, dropout_p: float, seed: int | None) -> torch.Genera
 
 
 def _rotation(order: _Order, tensors: list[Tensor]) -> Iterator[tuple[int, int, list[Tensor]]]:
-    """Every step: its number, the rank in the row whose block is here, and the block; the next one is already on its way."""
+    """Every step: its number, the rank in the ring whose block is here, and the block; the next one is already on its way."""
     ring = order.ring
     for step, origin in enumerate(ring.origins()):
         last = step + 1 == ring.size
@@ -359,7 +359,8 @@ def _pairs(query: Tensor) -> int:
 def _forward(
     order: _Order, causal: bool, scores: _Scores, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The result and the logarithm of every row's sum; infinite for a row that sees nothing, whose result is zero."""
+    """The result and the logarithm of every row's sum, which is infinite for a row that reads no key; the result of such a row is
+    zero."""
     wide, length = scores.wide, query.shape[-2]
     top = query.new_full(query.shape[:-1], float("-inf"), dtype=wide)
     total = torch.zeros_like(top)

@@ -1,6 +1,6 @@
-"""Recurrent layers as one op with one result: examples may be sharded, everything else is whole on every rank.
+"""Recurrent layers as one op with one result: examples may be sharded, all other dims are whole on every rank.
 
-torch's ops give a tuple whose members hold the batch in different dims. Here the states follow the outputs along time: one tensor, of
+torch's ops return a tuple whose members have the batch in different dims. Here the states follow the outputs along time: one tensor of
 one type.
 This file is copied into every emitted program.
 """
@@ -30,9 +30,9 @@ def recurrent(
 ) -> Tensor:
     """An LSTM (``mode`` is "lstm"), a GRU ("gru") or a plain RNN ("rnn_tanh", "rnn_relu") in training, on padded sequences.
 
-    ``x`` is ``[batch, time, width]`` and each of ``states`` ``[layers * directions, batch, hidden]``, the batch sharded alike; without
+    ``x`` is ``[batch, time, width]`` and each of ``states`` ``[layers * directions, batch, hidden]``, the batch sharded equally; without
     ``states`` they are zeros. The result is ``[batch, time + layers * states, directions * hidden]``: the outputs, then the last hidden
-    states of the layers, then an LSTM's cell states. ``seed`` makes the dropout between layers a function of it.
+    states of the layers, then an LSTM's cell states. With ``seed`` the dropout between layers is a function of it.
     """
     if spmd.is_type_checking():
         rows = _places(x)[0]
@@ -61,5 +61,5 @@ def recurrent(
 
 
 def _beside(state: Tensor, layers: int) -> Tensor:
-    """``[layers * directions, batch, hidden]`` as ``[batch, layers, directions * hidden]``."""
+    """``[layers * directions, batch, hidden]`` reshaped to ``[batch, layers, directions * hidden]``."""
     return state.unflatten(0, (layers, -1)).permute(2, 0, 1, 3).flatten(2)

@@ -32,7 +32,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 def seeded(seed: int) -> Callable[[Layout], Tensor]:
     """Initial values that depend on the seed and the parameter's original name, not on the plan.
 
-    Matrices are normal with deviation 0.02, vectors named ``...weight`` are ones (a norm's scale), other vectors zeros.
+    Matrices are normal with standard deviation 0.02, vectors named ``...weight`` are ones (a norm's scale), other vectors zeros.
     """
 
     def value(layout: Layout) -> Tensor:
@@ -51,7 +51,7 @@ def seeded(seed: int) -> Callable[[Layout], Tensor]:
 
 
 def given(state: Mapping[str, Tensor]) -> Callable[[Layout], Tensor]:
-    """Initial values from a state dict of the user's model; any of a tied parameter's names will do."""
+    """Initial values from a state dict of the user's model; any name of a tied parameter works."""
 
     def value(layout: Layout) -> Tensor:
         for name in (layout.original, *layout.tied):
@@ -69,7 +69,7 @@ def given(state: Mapping[str, Tensor]) -> Callable[[Layout], Tensor]:
 class Master:
     """A tensor that the optimizer owns: this rank's slice of a parameter, or under ZeRO its piece of that slice.
 
-    ``alike`` are the axes whose ranks all hold the same values.
+    ``alike`` are the axes whose ranks all have the same values.
     """
 
     layout: Layout
@@ -91,7 +91,7 @@ class FlatGroup:
     """Parameters in one flat buffer whose gradients are reduced explicitly, once, after the schedule: ZeRO 0 and 1.
 
     ZeRO 0 all-reduces the gradients over the data axes. ZeRO 1 reduce-scatters them, the optimizer updates this rank's piece of the
-    buffer, and the pieces are all-gathered. Where masters are wider than what is computed in (float32 and bfloat16), gradients
+    buffer, and the pieces are all-gathered. If masters are wider than the computation (float32 and bfloat16), gradients
     add up in the masters' dtype.
     """
 
@@ -101,11 +101,11 @@ class FlatGroup:
         wide, compute = program.dtypes(layouts[0])
         trainable = layouts[0].trainable
         self.shared = layouts[0].shared
-        self._world, self._scattered = world, zero == 1 and trainable  # frozen ones stay as they are, whole
+        self._world, self._scattered = world, zero == 1 and trainable  # frozen parameters stay whole
         self._group = world.group(self._axes) if self._axes and trainable else None
         self._parts = dist.get_world_size(self._group) if self._scattered else 1
         shapes = [stage.get_parameter(layout.name).shape for layout in layouts]
-        piece = -(-sum(shape.numel() for shape in shapes) // self._parts)  # the last one is padded
+        piece = -(-sum(shape.numel() for shape in shapes) // self._parts)  # the last piece is padded
         index = dist.get_rank(self._group) if self._scattered else 0
         self._own = slice(index * piece, (index + 1) * piece)
         self._mixed = trainable and wide != compute
@@ -113,7 +113,7 @@ class FlatGroup:
         self._grads = torch.zeros(piece * self._parts if trainable else 0, dtype=wide, device=world.device)
         self._owned = torch.zeros(piece, dtype=wide, device=world.device) if self._mixed else self._values[self._own]
         self._slots: list[Slot] = []
-        self._unwritten: set[str] = set()  # the parameters whose gradients in the buffer are an earlier step's
+        self._unwritten: set[str] = set()  # the parameters whose gradients in the buffer are from an earlier step
         self.masters: list[Master] = []
         start = 0
         for layout, shape in zip(layouts, shapes, strict=True):
@@ -127,8 +127,8 @@ class FlatGroup:
 
     def _add_master(self, slot: Slot) -> None:
         grad = self._grads[slot.start : slot.stop].view(slot.param.shape)
-        # The hook holds neither this group nor the slot: a parameter's hooks are out of the garbage collector's sight, and with the
-        # group the process groups would live for ever.
+        # The hook references neither this group nor the slot: the garbage collector does not see a parameter's hooks, so the group, and
+        # with it the process groups, would never be freed.
         name, unwritten = slot.layout.name, self._unwritten
 
         def accumulate(param: Tensor) -> None:
@@ -141,8 +141,8 @@ class FlatGroup:
                 grad.add_(param.grad)
             param.grad = None
 
-        # Not param.grad = a view of the buffer: the first step of torch's schedules sets to None the gradients of all that is inside
-        # an FSDP module, and a tied copy may be there. Besides, the buffer may be of a wider dtype.
+        # Not param.grad = a view of the buffer: the first step of torch's schedules sets the gradients of everything inside an FSDP
+        # module to None, and a tied copy may be there. Besides, the buffer may have a wider dtype.
         slot.param.register_post_accumulate_grad_hook(accumulate)
         low, high = self._overlap(slot)
         if low == high:
@@ -161,7 +161,7 @@ class FlatGroup:
 
     @torch.no_grad()
     def load(self, source: Callable[[Layout], Tensor]) -> None:
-        """Fill with this rank's slices of the originals that ``source`` gives."""
+        """Fill the buffer with this rank's slices of the original parameters from ``source``."""
         for slot in self._slots:
             local = slot.layout.slice(source(slot.layout), self._world.coordinates).to(self._world.device)
             slot.param.copy_(local)
@@ -171,19 +171,19 @@ class FlatGroup:
                 self._owned[low - self._own.start : high - self._own.start].copy_(flat)
 
     def zero_grad(self) -> None:
-        """The first gradient of a step takes the place of the last step's, so that the buffer need not be filled with zeros."""
+        """Mark all gradients as old: the first gradient of a step overwrites the last step's, so the buffer is not filled with zeros."""
         if self._grads.numel():
             self._unwritten.update(slot.layout.name for slot in self._slots)
 
     def settle(self) -> None:
-        """What got no gradient in this step has none."""
+        """Set the gradients of parameters that got none in this step to zero."""
         for slot in self._slots:
             if slot.layout.name in self._unwritten:
                 self._grads[slot.start : slot.stop].zero_()
         self._unwritten.clear()
 
     def reduce_over_stages(self, others: Sequence[FlatGroup]) -> None:
-        """Sum a tied parameter's gradients over the stages that have a copy; ``others`` are those of this rank's besides this one."""
+        """Sum a tied parameter's gradients over the stages that have a copy; ``others`` are the other copies' groups on this rank."""
         if self.shared is None or not self._grads.numel():
             return
         for other in others:
@@ -194,7 +194,7 @@ class FlatGroup:
             other._grads.copy_(self._grads)
 
     def reduce(self) -> None:
-        """Sum the gradients over the data axes. Padding has none."""
+        """Sum the gradients over the data axes. Padding has no gradient."""
         for slot in self._slots if self._grads.numel() else ():
             for dim, start, length in slot.layout.beyond(self._world.coordinates):
                 self._grads[slot.start : slot.stop].view(slot.param.shape).narrow(dim, start, length).zero_()
@@ -207,7 +207,7 @@ class FlatGroup:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """After the optimizer's update: bring the masters to where the stage reads them."""
+        """After the optimizer's update: copy the masters into the parameters that the stage reads."""
         if self._scattered:
             all_gather(self._values, self._owned.to(self._values.dtype, copy=True), group=self._group)
         elif self._mixed:
@@ -218,7 +218,7 @@ class FlatGroup:
         return self._split(self._whole(self._owned) if self._mixed else self._values)
 
     def gradients(self) -> dict[str, Tensor]:
-        """The same for the reduced gradients of trainable parameters."""
+        """This rank's whole slice of every trainable parameter's reduced gradient, by its name in the stage."""
         return self._split(self._whole(self._grads[self._own])) if self._grads.numel() else {}
 
     def _whole(self, own: Tensor) -> Tensor:
@@ -235,7 +235,7 @@ class FlatGroup:
 class ShardedGroup:
     """One layer's parameters under FSDP2 over the layer's data axes: ZeRO 2 (kept gathered after forward) and 3 (not kept).
 
-    The layer is an FSDP root of its own: gradients are reduce-scattered, and added up, per microbatch.
+    The layer is a separate FSDP root: gradients are reduce-scattered, and accumulated, per microbatch.
     """
 
     shared = None  # tied copies are never here
@@ -246,7 +246,7 @@ class ShardedGroup:
         self._world = world
         wide, compute = program.dtypes(layouts[0])
         module = stage.get_submodule(child)
-        ignored = {param for param in module.parameters() if not param.is_meta}  # a flat group has them
+        ignored = {param for param in module.parameters() if not param.is_meta}  # these belong to a flat group
         for layout in layouts:
             shape = stage.get_parameter(layout.name).shape
             values = torch.zeros(shape, dtype=program.dtypes(layout)[0], device=world.device)
@@ -279,13 +279,13 @@ class ShardedGroup:
         for param in self._params.values():
             param.grad = None
         for master in self.masters:
-            master.tensor.grad = None  # a view of the same: the old gradients would live on beside the new ones
+            master.tensor.grad = None  # it is a view of the old gradients, which would stay live beside the new ones
 
     def settle(self) -> None:
         pass
 
     def reduce(self) -> None:
-        """FSDP2 has reduced them; the optimizer gets its views. Padding has none."""
+        """FSDP2 has reduced the gradients; the optimizer gets views of them. Padding has no gradient."""
         for master in self.masters:
             param = self._params[master.layout]
             grad = torch.zeros_like(master.tensor) if param.grad is None else _shard(param.grad)
@@ -323,7 +323,7 @@ def _shard(tensor: Tensor) -> Tensor:
 
 
 def _rows(param: Tensor, rows: int) -> tuple[int, int]:
-    """Which of the rows this rank's shard of a DTensor has: as ``torch.chunk`` divides; the last ranks may have fewer, or none."""
+    """The rows of this rank's shard of a DTensor: divided as by ``torch.chunk``; the last ranks may have fewer rows, or none."""
     assert isinstance(param, DTensor)
     index, share = param.device_mesh.get_local_rank(), -(-rows // param.device_mesh.size())
     return min(index * share, rows), min((index + 1) * share, rows)
@@ -355,7 +355,7 @@ def reduce_over_stages(groups: Sequence[Group]) -> None:
 
 
 def grouping(program: Program, stage: int) -> list[tuple[Layout, ...]]:
-    """A stage's parameters as they are held together; the same list on every rank.
+    """A stage's parameters, grouped as they are stored; the same list on every rank.
 
     Flat buffers first: FSDP2 must find them in place to leave them alone.
     """
@@ -363,7 +363,7 @@ def grouping(program: Program, stage: int) -> list[tuple[Layout, ...]]:
     for layout in program.layouts:
         if layout.stage == stage:
             child, zero, axes = program.group(layout)
-            kind = (layout.dtype, layout.trainable, layout.shared) if zero < 2 else ()  # a buffer holds one kind
+            kind = (layout.dtype, layout.trainable, layout.shared) if zero < 2 else ()  # one kind per buffer
             groups.setdefault((child, zero, axes, kind), []).append(layout)
     return [tuple(layouts) for _, layouts in sorted(groups.items(), key=lambda item: item[0][1])]
 
@@ -406,7 +406,7 @@ def _check_layout(layout: Layout, stage: nn.Module, world: World) -> None:
 
 
 def _run_in_mesh(module: nn.Module, world: World) -> None:
-    """Let the layer's forward know the axes by name in whatever thread it runs: autograd recomputes in threads of its own."""
+    """Let the layer's forward resolve axes by name in any thread: autograd recomputes layers in its own threads."""
     forward = module.forward
 
     def inside(*args: Any, **kwargs: Any) -> Any:

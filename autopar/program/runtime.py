@@ -1,8 +1,8 @@
 """The trainer: pipeline, loss, gradients, clipping, optimizer, state dicts.
 
-Gradients are sums, never means: the loss that a stage returns is a term of the whole batch's loss, and so the gradients of all
-ranks and microbatches add up to exactly those of one device. Where the plan allows ``microbatch_statistics`` each microbatch is a batch
-of its own, with scalars of its own: its loss is divided by their number, and what adds up is the mean.
+Gradients are sums, never means: the loss that a stage returns is a term of the whole batch's loss, so the gradients of all
+ranks and microbatches add up to exactly those of one device. If the plan allows ``microbatch_statistics``, each microbatch is treated as
+a separate batch, with its own scalars: its loss is divided by the number of microbatches, and the sum is the mean.
 
 Microbatch ``i`` is the ``i``-th chunk of the *global* batch, and the mesh's axes divide each microbatch (outermost first). The
 other order would be wrong where layers of one stage use different data axes.
@@ -36,16 +36,16 @@ __all__ = ["Trainer", "initial", "load", "read_state", "start", "wrong_state"]
 
 
 def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer where none is given."""
+    """The default optimizer."""
     return torch.optim.AdamW(params, lr=3e-4)
 
 
 class Trainer:
-    """This rank's share of the training: call its methods on every rank alike.
+    """This rank's share of the training: call its methods on every rank in the same order.
 
-    ``optimizer`` makes an optimizer of the list of the user's parameters (or of pairs with their names, where its argument is called
-    ``named_parameters``): stand-ins, in whose place come what this rank holds (see ``optimizers``). Initial values are
-    ``state`` (a state dict of the user's model) or drawn from ``seed``, whatever the plan. ``max_norm`` clips gradients in ``step``.
+    ``optimizer`` makes an optimizer from the list of the user's parameters (or from pairs with their names, if its argument is called
+    ``named_parameters``). These parameters are placeholders, which this rank's own tensors replace (see ``optimizers``). Initial values
+    are ``state`` (a state dict of the user's model) or drawn from ``seed``, whatever the plan. ``max_norm`` clips gradients in ``step``.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Trainer:
         self._seed, self._steps = seed, 0
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
-        """One update on the global ``batch`` (every rank gets the whole); the loss before the update, on every rank."""
+        """One update on the global ``batch`` (every rank gets the whole batch); returns the loss before the update, on every rank."""
         loss = self.forward_backward(batch)
         if self.max_norm is not None:
             self.clip_(self.max_norm)
@@ -82,7 +82,7 @@ class Trainer:
         return loss
 
     def update(self) -> None:
-        """Update the parameters by the gradients that ``forward_backward`` left, and the buffers that it computed."""
+        """Update the parameters by the gradients from ``forward_backward``, and the buffers by the values that it computed."""
         if self.optimizer is not None:
             self.optimizer.step()
         for group in self._groups:
@@ -91,7 +91,7 @@ class Trainer:
         self._steps += 1
 
     def forward_backward(self, batch: Mapping[str, Tensor]) -> float:
-        """The global batch's loss; leaves its gradients, summed over ranks, microbatches and tied copies."""
+        """Return the global batch's loss; leave its gradients, summed over ranks, microbatches and tied copies."""
         self._pipeline.check(batch)
         for group in self._groups:
             group.zero_grad()
@@ -104,9 +104,9 @@ class Trainer:
 
     @torch.no_grad()
     def clip_(self, max_norm: float) -> float:
-        """Scale all gradients so that their 2-norm over the whole model is at most ``max_norm``; the norm before.
+        """Scale all gradients so that their 2-norm over the whole model is at most ``max_norm``; returns the norm before scaling.
 
-        Each element counts once: of ranks that hold the same values the first speaks, of tied copies the first stage's.
+        Each element counts once: among ranks with the same values only the first counts, among tied copies only the first stage's.
         """
         squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
         masters = [master for group in self._groups for master in group.masters]
@@ -115,7 +115,7 @@ class Trainer:
                 squares += master.tensor.grad.double().square().sum()
         dist.all_reduce(squares)
         norm = float(squares.sqrt())
-        scale = min(1.0, max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+        scale = min(1.0, max_norm / (norm + 1e-6))  # as in torch.nn.utils.clip_grad_norm_
         for master in masters:
             if master.tensor.grad is not None:
                 master.tensor.grad.mul_(scale)
@@ -126,7 +126,8 @@ class Trainer:
         return dict(self._collect(lambda group: group.gradients(), lambda layout: layout.trainable))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The parameters and written buffers, whole, by original name (each of a tied one's), on the CPU of rank 0; nothing elsewhere."""
+        """The parameters and written buffers, whole, by original name (under every name of a tied one), on the CPU of rank 0; nothing
+        elsewhere."""
         state = dict(self._collect(lambda group: group.values(), lambda layout: True))
         for layout in self.program.layouts:
             if layout.original in state:
@@ -137,7 +138,7 @@ class Trainer:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Set parameters and buffers from a state dict of the user's model, given on every rank. Optimizer state stays.
 
-        Raises ``ValueError`` by name where it lacks something, has something that the model has not, or has another shape.
+        Raises ``ValueError`` with the name of an entry that is missing, is not in the model, or has another shape.
         """
         if wrong := wrong_state(self.program.records, state):
             raise ValueError(f"the state dict is not one of the model that was compiled: {wrong}")
@@ -159,7 +160,7 @@ class Trainer:
     def _collect(
         self, of: Callable[[Group], dict[str, Tensor]], wanted: Callable[[Layout], bool]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Originals put together from all stages' slices, one group at a time, on rank 0."""
+        """The user's parameters, assembled from all stages' slices, one group at a time, on rank 0."""
         fused: dict[str, Tensor] = {}
         for stage in range(len(self.program.model.STAGES)):
             for index, layouts in enumerate(grouping(self.program, stage)):
@@ -201,9 +202,10 @@ class Trainer:
 
 
 class _Microbatch(nn.Module):
-    """A stage as the schedule calls it: with the step's scalars (or the microbatch's, among its inputs), and outputs that can be sent.
+    """A stage as the schedule calls it: with the scalars of the step (or those of the microbatch, among its inputs), and sendable
+    outputs.
 
-    A schedule gives every stage the inputs of all of the rank's: a stage's own have its number before their names.
+    A schedule gives every stage the inputs of all stages of the rank: a stage's own inputs are prefixed with its number.
     """
 
     def __init__(self, index: int, stage: nn.Module, world: World) -> None:
@@ -221,9 +223,9 @@ class _Microbatch(nn.Module):
 
 
 class _Received(dict[int, Any]):
-    """What torch's stage receives a microbatch into, of ``depth`` microbatches only: the others take the place of one that is done.
+    """The receive buffers of torch's stage, for ``depth`` microbatches only: later microbatches reuse the buffers of finished ones.
 
-    torch makes a buffer for every microbatch of the step and keeps them all.
+    torch allocates a buffer for every microbatch of the step and keeps them all.
     """
 
     def __init__(self, depth: int) -> None:
@@ -254,8 +256,8 @@ class _Pipeline:
         schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[self.program.plan["schedule"]]
         (stage,) = stages
         if self.program.plan["schedule"] == "1f1b":
-            # A backward comes before the receipt of as many forwards later as are in flight. A gradient may be sent on as it was
-            # received, which has ended when the next but one is received.
+            # A stage's backward runs before the receipt of a forward that is later by the number of microbatches in flight. A received
+            # gradient may be sent on from its buffer; that send has ended when the next gradient but one is received.
             stage.args_recv_info = _Received(self.world.pipeline - self.world.stages[0])
             stage.grad_recv_info = _Received(2)
         return schedule(stage, self.microbatches, **options)
@@ -273,7 +275,7 @@ class _Pipeline:
         )
 
     def run(self, batch: Mapping[str, Tensor], key: int) -> float:
-        """Forward and backward of all microbatches; the whole batch's loss, on every rank.
+        """Run forward and backward of all microbatches; returns the whole batch's loss, on every rank.
 
         Microbatch ``i`` draws its random numbers from ``key + i``.
         """
@@ -292,7 +294,7 @@ class _Pipeline:
             if kind.RANDOM:
                 inputs[module.prefix + "key"] = torch.arange(key, key + self.microbatches)
         losses: list[Tensor] = []
-        # The current mesh is this thread's. The backward runs here too, not in a thread of the device's: it recomputes layers,
+        # The current mesh belongs to this thread. The backward must run here too, not in a thread of the device: it recomputes layers,
         # whose collectives name axes of that mesh.
         with self.world.in_mesh(), torch.autograd.set_multithreading_enabled(False):
             if self._schedule is None:
@@ -305,7 +307,7 @@ class _Pipeline:
             else:
                 target = torch.zeros(
                     self.microbatches, device=device
-                )  # the schedule wants one; the loss is in the stage
+                )  # the schedule requires a target; the stage computes the loss
                 self._schedule.step(target=target, losses=losses, return_outputs=False, **inputs)
         return self._sum(losses)
 
@@ -314,7 +316,7 @@ class _Pipeline:
         return loss / self.microbatches if self._apart else loss
 
     def _scalars(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the prelude computes: of the whole batch, or of every microbatch along dim 0."""
+        """The scalars that the prelude computes: for the whole batch, or for every microbatch along dim 0."""
         prelude = self.program.model.PRELUDE
         if prelude is None:
             return {}
@@ -329,7 +331,7 @@ class _Pipeline:
         return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
 
     def check(self, batch: Mapping[str, Tensor]) -> None:
-        """Raise ``ValueError`` where the batch is not one of the program's, or not the same on every rank."""
+        """Raise ``ValueError`` if the batch does not fit the program, or differs between ranks."""
         rows = int(self.program.plan["global_batch"])
         names = sorted({name for kind in self.program.model.STAGES for name in kind.INPUTS})
         for name in names:
@@ -364,7 +366,7 @@ class _Pipeline:
 
 
 def _metas(borders: Any) -> tuple[Tensor, ...]:
-    """Shapes of what crosses a stage's border: ``(name, shape, dtype)``, and ``False`` behind it where no gradient flows."""
+    """Meta tensors for the values that cross a stage's border: ``(name, shape, dtype)``, followed by ``False`` if no gradient flows."""
     metas = []
     for _, shape, dtype, *grad in borders:
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype

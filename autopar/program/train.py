@@ -64,7 +64,7 @@ def norm(text: str) -> float:
 
 
 def batches(data: str, rows: int) -> Iterator[dict[str, Tensor]]:
-    """Global batches of ``rows`` examples for ever, the same on every rank."""
+    """Global batches of ``rows`` examples without end, the same on every rank."""
     tensors: dict[str, Tensor] = torch.load(data, weights_only=True, mmap=True)
     count = min(len(tensor) for tensor in tensors.values())
     if count < rows:
@@ -75,7 +75,7 @@ def batches(data: str, rows: int) -> Iterator[dict[str, Tensor]]:
 
 
 def synthetic(shapes: dict[str, tuple[tuple[int, ...], str]], seed: int) -> Iterator[dict[str, Tensor]]:
-    """Normal numbers, and integers that are 0 or 1: such are tokens and labels of any vocabulary."""
+    """Normal numbers, and integers that are 0 or 1, which are valid tokens and labels for any vocabulary."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         batch = {}
@@ -87,7 +87,7 @@ def synthetic(shapes: dict[str, tuple[tuple[int, ...], str]], seed: int) -> Iter
 
 
 def start_values(args: argparse.Namespace, records: Mapping[str, Any]) -> dict[str, Tensor] | None:
-    """The state dict to start from; ``None`` where values are to be drawn."""
+    """The state dict to start from; ``None`` if the values are drawn at random."""
     if args.draw_init:
         if os.environ.get("RANK", "0") == "0":
             print("starts from drawn values, not from those of a model (--draw-init)", file=sys.stderr, flush=True)
@@ -138,7 +138,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # all is said and saved; taking gloo's threads down with the interpreter has aborted one exit in thirty on a busy machine
+    # all output is written and saved; normal interpreter shutdown with gloo's threads aborted one exit in thirty on a busy machine
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,6 +1,6 @@
 """The program's records, the processes, the mesh, and this rank's coordinates on the mesh.
 
-Words: an *axis* belongs to the mesh, a *dim* to a tensor. On each axis a parameter has a type: ``R`` (replicated, each rank's
+Terms: an *axis* belongs to the mesh, a *dim* to a tensor. On each axis a parameter has a type: ``R`` (replicated, each rank's
 gradient is a term of the sum), ``I`` (invariant, same gradient everywhere), ``S(d)`` (a slice of dim d).
 """
 
@@ -38,10 +38,10 @@ warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")
 class Layout:
     """The original of a stage's parameter, and the parameter's type on each axis.
 
-    ``name`` is the parameter's in its stage, ``original`` the user's; ``part`` is ``(dim, start, length)`` when it is a slice of a
-    fused original. ``shape`` is that of the whole part, ``padded`` its size as it is stored: zeros lie behind the end where the
-    axes do not divide it. ``sharded`` gives, outermost first, the axes that slice it, each with
-    its dim; ``replicated`` those on which it is ``R``. Copies in several stages of one tied parameter have the same ``shared`` key.
+    ``name`` is the parameter's name in its stage, ``original`` its name in the user's model; ``part`` is ``(dim, start, length)`` if it
+    is a slice of a fused original. ``shape`` is the shape of the whole part, ``padded`` its stored shape: if the axes do not divide the
+    part, it is followed by zeros. ``sharded`` gives, outermost first, the axes that slice it, each with
+    its dim; ``replicated`` the axes on which it is ``R``. Copies of one tied parameter in several stages have the same ``shared`` key.
     """
 
     stage: int
@@ -60,7 +60,7 @@ class Layout:
 
     @staticmethod
     def read(record: Mapping[str, Any], axes: Iterable[str]) -> Layout:
-        """From an entry of ``layouts.json``; ``axes`` are the mesh's, outermost first."""
+        """Read an entry of ``layouts.json``; ``axes`` are the mesh's axes, outermost first."""
         part, types = record["part"], record["types"]
         return Layout(
             stage=record["stage"],
@@ -79,7 +79,7 @@ class Layout:
         )
 
     def slice(self, full: Tensor, coordinates: Mapping[str, tuple[int, int]]) -> Tensor:
-        """This rank's slice of the original; ``coordinates`` gives its index on each axis, and the axis's size."""
+        """This rank's slice of the original; ``coordinates`` gives the rank's index on each axis, and the axis's size."""
         if tuple(full.shape) != self.original_shape:
             raise ValueError(f"{self.original} has shape {tuple(full.shape)}, the program {self.original_shape}")
         local = full if self.part is None else full.narrow(*self.part)
@@ -119,7 +119,7 @@ class Layout:
 class BufferRecord:
     """A buffer that the model writes: ``name`` in the stage, ``original`` in the user's model.
 
-    Several layers may have a copy; one of them makes the new value (``written``). ``persistent``: it is in the model's state dict.
+    Several layers may have a copy; one of them computes the new value (``written``). ``persistent``: it is in the model's state dict.
     """
 
     stage: int
@@ -132,7 +132,7 @@ class BufferRecord:
 
     @staticmethod
     def read(record: Mapping[str, Any]) -> BufferRecord:
-        """From an entry of ``layouts.json``."""
+        """Read an entry of ``layouts.json``."""
         return BufferRecord(**{**record, "shape": tuple(record["shape"]), "dtype": getattr(torch, record["dtype"])})
 
 
@@ -149,12 +149,12 @@ class Program:
     folder: Path = Path()
 
     def group(self, layout: Layout) -> tuple[str, int, tuple[str, ...]]:
-        """The stage's child that holds the parameter (``""``: the stage itself), its ZeRO stage, and the axes (larger than 1)
-        on which it is ``R`` and its gradient a term of the sum.
+        """The stage's child that has the parameter (``""``: the stage itself), its ZeRO stage, and the axes (larger than 1)
+        on which it is ``R`` and its gradient is a term of the sum.
 
         FSDP2 shards a layer's parameters over the layer's data axes. Other parameters are reduced explicitly after the schedule, with
-        ZeRO-1 at most: those that several layers or stages share, those that are ``R`` on other axes, scalars, and those of another dtype
-        than most of the layer. Tied copies all have the lowest ZeRO stage of their layers, so that their updates are the same.
+        ZeRO-1 at most: those that several layers or stages share, those that are ``R`` on other axes, scalars, and those of a dtype other
+        than that of most of the layer. Tied copies all have the lowest ZeRO stage of their layers, so that their updates are the same.
         """
         child, zero = self._home(layout)
         data = self.model.STAGES[layout.stage].GROUPS[child]["data_axes"]
@@ -190,7 +190,7 @@ class Program:
 
 
 def load(folder: str | os.PathLike[str]) -> Program:
-    """Read a program's folder and import its ``model.py``; the folder must be on ``sys.path`` (a script's own is)."""
+    """Read a program's folder and import its ``model.py``; the folder must be on ``sys.path`` (a script's own folder is)."""
     path = Path(folder).resolve()
     for name in ("plan.json", "layouts.json", "model.py"):
         if not (path / name).is_file():
@@ -228,8 +228,8 @@ class World:
     mesh: DeviceMesh  # all devices: "pipeline", then one stage's axes
     stage_mesh: DeviceMesh  # one stage's axes
     coordinates: Mapping[str, tuple[int, int]]  # axis: index, size
-    groups: Mapping[tuple[str, ...], dist.ProcessGroup]  # over several axes flattened, outermost first
-    # by tied parameter: the pipeline ranks that have a copy, where several have one
+    groups: Mapping[tuple[str, ...], dist.ProcessGroup]  # over one or several flattened axes, outermost first
+    # by tied parameter: the pipeline ranks that have a copy, if several have one
     shared: Mapping[str, dist.ProcessGroup]
 
     @contextmanager
@@ -242,7 +242,7 @@ class World:
         return self.mesh.get_group(axes[0]) if len(axes) == 1 else self.groups[axes]
 
     def first_on(self, axes: Iterable[str]) -> bool:
-        """Whether this rank is the first on each of ``axes``: of ranks with the same values, one is counted."""
+        """Whether this rank is the first on each of ``axes``: among ranks with the same values, only this one counts."""
         return all(self.coordinates[axis][0] == 0 for axis in axes)
 
 
@@ -250,7 +250,7 @@ def start(program: Program, *, device: str | None = None, timeout_s: float = 600
     """Join the other processes (``torchrun`` sets the environment) and build the plan's mesh.
 
     NCCL on GPUs, gloo on CPUs; ``device`` is ``"cuda"``, ``"cpu"`` or ``None``: GPUs if there is one for every local process.
-    Raises ``RuntimeError`` when the number of processes is not the plan's number of devices.
+    Raises ``RuntimeError`` if the number of processes is not the plan's number of devices.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     kind = device or ("cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= local else "cpu")
@@ -266,7 +266,7 @@ def start(program: Program, *, device: str | None = None, timeout_s: float = 600
     if not dist.is_initialized():
         _check_world(int(os.environ.get("WORLD_SIZE", "1")), axes, shape)
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
-            os.environ.setdefault(name, value)  # one process without torchrun
+            os.environ.setdefault(name, value)  # a single process without torchrun
         timeout = datetime.timedelta(seconds=timeout_s)
         dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=timeout)
     _check_world(dist.get_world_size(), axes, shape)
@@ -293,7 +293,7 @@ def _check_world(size: int, axes: Mapping[str, int], shape: Sequence[int]) -> No
 
 
 def _subgroups(ranks: Tensor) -> dist.ProcessGroup | None:
-    """Make a process group of every row of ``ranks``; the group of this rank. All ranks of the world must call this."""
+    """Make a process group of every row of ``ranks``; return the group of this rank. All ranks of the world must call this."""
     mine = None
     for row in ranks.tolist():
         group = dist.new_group(row)
@@ -327,7 +327,7 @@ def flat_groups(
 
 
 def _stage_groups(program: Program, ranks: Tensor) -> dict[str, dist.ProcessGroup]:
-    """A group for every tied parameter with copies on several devices of the line."""
+    """A group for every tied parameter with copies on several pipeline ranks."""
     places: dict[str, set[int]] = {}
     for layout in program.layouts:
         if layout.shared is not None:

@@ -1,4 +1,4 @@
-"""Pipeline schedules: all that is known of them, in one room.
+"""Pipeline schedules: names, orders of actions, memory and time, all in this package.
 
 ==================  =================  ===============  =============================================  ========
 name                stages per device  placed           backward                                       run
@@ -12,7 +12,7 @@ zbv                 2                  in a V           in two parts (torch's ZB
 dualpipev           2                  in a V           in two parts at both ends (torch's DualPipeV)  priced
 ==================  =================  ===============  =============================================  ========
 
-This module has the names, which device has which stage, and which sizes a schedule admits. ``orders`` has the list of actions of every
+This module has the names, the device of each stage, and the sizes that a schedule admits. ``orders`` has the list of actions of every
 device, ``memory`` the microbatches in flight and the live memory of a device, ``step_time`` the seconds of a step. Emitted programs
 read the name in ``plan.json`` and run torch's own schedule of that name (``autopar.program.runtime``).
 """
@@ -37,18 +37,19 @@ DUALPIPE_V = "dualpipev"
 SCHEDULES = (NO_PIPELINE, GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V)
 
 SPLIT = (ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V)
-"""Schedules that run a backward in two parts, of the inputs and of the weights. They are priced; the runtime has none of them yet."""
+"""Schedules that run a backward in two parts, of the inputs and of the weights. The search prices them; the runtime cannot run them
+yet."""
 
 SEVERAL_STAGES = (INTERLEAVED, *SPLIT)
 """Schedules that may give a device several stages."""
 
 V_SHAPED = (ZERO_BUBBLE_V, DUALPIPE_V)
-"""Schedules with two stages on each device: the line of devices is passed forth and back."""
+"""Schedules with two stages on each device: microbatches pass the pipeline ranks forth and back."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule at one size: ``pipeline`` devices in a line, ``chunks`` stages on each of them, ``microbatches`` of a step."""
+    """A schedule at one size: ``pipeline`` devices, ``chunks`` stages on each device, ``microbatches`` per step."""
 
     name: str
     pipeline: int
@@ -66,13 +67,13 @@ class Schedule:
 
     @property
     def interleaved(self) -> bool:
-        """Whether the schedule is one of those that may give a device several stages."""
+        """Whether the schedule may give a device several stages."""
         return self.name in SEVERAL_STAGES
 
     @cached_property
     def device(self) -> tuple[int, ...]:
-        """The place in the line of the device that has each stage: the line is passed once for each chunk, and every other time
-        backwards where the schedule is a V."""
+        """The pipeline rank of each stage: the stages of each chunk take the ranks in ascending order; if the schedule is a V, every
+        second chunk takes them in descending order."""
         line = tuple(range(self.pipeline))
         back = line[::-1] if self.name in V_SHAPED else line
         return tuple(d for chunk in range(self.chunks) for d in (back if chunk % 2 else line))
@@ -87,9 +88,10 @@ class Schedule:
 
     @cached_property
     def links(self) -> tuple[int | None, ...]:
-        """The border of the line over which each stage but the last sends; ``None`` where the next stage is on the same device.
+        """The link between neighbouring pipeline ranks over which each stage but the last sends; ``None`` if the next stage is on the
+        same device.
 
-        An interleaved pipeline sends from the last device to the first; the last border stands for that way.
+        An interleaved pipeline also sends from the last device to the first; the last link represents that connection.
         """
         pairs = itertools.pairwise(self.device)
         return tuple(None if a == b else min(a, b) if abs(a - b) == 1 else self.pipeline - 2 for a, b in pairs)
@@ -100,20 +102,20 @@ class Schedule:
 
 
 def default_schedule(pipeline: int, microbatches: int, chunks: int = 1) -> str:
-    """1F1B where it can be: with fewer microbatches than stages it has no advantage over GPipe, and torch's refuses them."""
+    """1F1B if possible: with fewer microbatches than stages it has no advantage over GPipe, and torch's 1F1B refuses them."""
     if chunks > 1:
         return INTERLEAVED
     return NO_PIPELINE if pipeline == 1 else ONE_F_ONE_B if microbatches >= pipeline else GPIPE
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Raise ``UsageError`` where a schedule does not admit its number of devices, chunks or microbatches."""
+    """Raise ``UsageError`` if a schedule does not admit its number of devices, chunks or microbatches."""
     if (why := refusal(schedule)) is not None:
         raise UsageError(*why)
 
 
 def refusal(schedule: Schedule) -> tuple[str, str] | None:
-    """The message and the hint of the error that ``check_schedule`` raises; ``None`` for a schedule that is possible."""
+    """The message and the hint of the error that ``check_schedule`` raises; ``None`` for a possible schedule."""
     name, pipeline, chunks, microbatches = schedule.name, schedule.pipeline, schedule.chunks, schedule.microbatches
     if name not in SCHEDULES:
         return f"there is no schedule {name!r}", f"the schedules are {', '.join(SCHEDULES)}"

@@ -1,10 +1,11 @@
 """Microbatches in flight, tensors between stages, and the live memory of a device through a step.
 
-A forward saves its microbatch's activations, which the backward of the same stage and microbatch frees at its end. Where a backward is in
-two parts, the second part frees them, with what the first part has added. While an action runs, its stage's transients are there besides.
+A forward saves its microbatch's activations; the backward of the same stage and microbatch frees them at its end. If a backward is in
+two parts, the second part frees them, together with the bytes that the first part has added. While an action runs, its stage's transients
+are live too.
 
-A schedule of whole backwards holds most when its device first runs backward: the forwards before that are in flight. Where backwards are
-in two parts, each moment of the order may be the fullest, depending on what the stages save.
+A schedule of whole backwards has most live memory when its device first runs backward: the microbatches of all earlier forwards are in
+flight. If backwards are in two parts, each moment of the order may be the fullest, depending on the bytes that the stages save.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Fullest:
-    """The moment at which each device has most microbatches: those in flight and those between the two parts of their backward by stage,
-    and the stage at work by device."""
+    """The moment at which each device has most microbatches: those in flight and those between the two parts of their backward per stage,
+    and the running stage per device."""
 
     in_flight: tuple[int, ...]
     waiting: tuple[int, ...]
@@ -55,9 +56,9 @@ def fullest(schedule: Schedule) -> Fullest:
 
 @functools.lru_cache(maxsize=512)
 def moments(schedule: Schedule, device: int) -> tuple[Indices, Indices]:
-    """The moments at which a device's memory may peak: the microbatches in flight of each of its stages ``[moment, stage]``, and which of
-    its stages is at work ``[moment]``. Where backwards are in two parts, the columns behind those of the stages are the microbatches that
-    are between the two parts. A moment with less of everything than another is left out."""
+    """The moments at which a device's memory may peak: the microbatches in flight of each of its stages ``[moment, stage]``, and the
+    index of the running stage ``[moment]``. If backwards are in two parts, further columns after those of the stages count the
+    microbatches between the two parts. A moment that has no more of anything than another is left out."""
     own, chunks = schedule.own(device), schedule.chunks
     place = {stage: k for k, stage in enumerate(own)}
     order = list(device_order(schedule, device))
@@ -66,11 +67,11 @@ def moments(schedule: Schedule, device: int) -> tuple[Indices, Indices]:
     change = np.zeros((len(order), 2 * chunks), dtype=np.int64)
     number = np.arange(len(order))
     change[number, chunk] = (kind == "F") * 1 - np.isin(kind, ("B", "W"))
-    apart = chunk if own[0] else np.where(chunk == 0, -1, chunk)  # stage 0 runs its backward whole, as its W
+    apart = chunk if own[0] else np.where(chunk == 0, -1, chunk)  # stage 0 runs its whole backward as its W
     change[number[apart >= 0], chunks + apart[apart >= 0]] = ((kind == "I") * 1 - (kind == "W"))[apart >= 0]
     if not schedule.split:
         change = change[:, :chunks]
-    held = np.cumsum(change, axis=0) - np.minimum(change, 0)  # while a backward runs, what it frees is still there
+    held = np.cumsum(change, axis=0) - np.minimum(change, 0)  # a running backward's bytes are still live
     rows = np.unique(np.column_stack([chunk, held]), axis=0)
     keep = np.ones(len(rows), dtype=bool)
     for i, row in enumerate(rows):
@@ -81,7 +82,7 @@ def moments(schedule: Schedule, device: int) -> tuple[Indices, Indices]:
 
 
 def most_in_flight(schedule: Schedule, device: int) -> int:
-    """The most microbatches that are ever in flight in the stages of a device together."""
+    """The largest number of microbatches that are ever in flight in all stages of a device together."""
     if schedule.split:
         counts, _ = moments(schedule, device)
         return int(counts[:, : schedule.chunks].sum(axis=1).max())
@@ -90,8 +91,8 @@ def most_in_flight(schedule: Schedule, device: int) -> int:
 
 @functools.lru_cache(maxsize=512)
 def passing(schedule: Schedule) -> tuple[int, ...]:
-    """Tensors of a border's size that torch's pipeline keeps at each stage besides what the layers save: outputs until their backward,
-    buffers that gradients and later inputs are received into (see ``program.runtime`` for 1F1B), the last gradient that was sent. Between
+    """Tensors of a border's size that torch's pipeline keeps at each stage besides the layers' saved activations: outputs until their
+    backward, receive buffers for gradients and later inputs (see ``program.runtime`` for 1F1B), the last gradient that was sent. Between
     two stages of one device nothing is sent or received."""
     m, found, links = schedule.microbatches, [], (None, *schedule.links, None)
     for s, n in enumerate(fullest(schedule).in_flight):
@@ -106,14 +107,14 @@ def passing(schedule: Schedule) -> tuple[int, ...]:
 
 
 def passing_by(schedule: Schedule, device: int) -> int:
-    """``passing`` of all stages of a device: it is there whichever of them is at work."""
+    """The sum of ``passing`` over the stages of a device: these tensors are live whichever stage runs."""
     return sum(passing(schedule)[s] for s in schedule.own(device))
 
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """The bytes of the stages of one device, stage by stage: saved by a microbatch, added to that between the two parts of its backward,
-    and transients of one action."""
+    """The bytes of the stages of one device, stage by stage: bytes that a microbatch saves, bytes added between the two parts of its
+    backward, and transients of one action."""
 
     saved: tuple[int, ...]
     waiting: tuple[int, ...]
@@ -121,20 +122,20 @@ class StageBytes:
 
 
 def levels(order: Sequence[Action], own: Sequence[int], stages: StageBytes) -> tuple[Indices, Indices]:
-    """Bytes of activations and of transients while each action of a device runs: a forward's own are there, a backward's still are.
-    ``own`` are the stages of the device."""
+    """Bytes of activations and of transients while each action of a device runs: the activations that a forward saves and those that a
+    backward frees count as live. ``own`` are the stages of the device."""
     at = np.array([own.index(stage) for _, stage, _ in order], dtype=np.intp)
     saved, transients = np.array(stages.saved, dtype=np.int64), np.array(stages.transients, dtype=np.int64)
     waiting = np.array(stages.waiting, dtype=np.int64) * (
         np.array(own) > 0
-    )  # stage 0 runs its backward whole, as its second part
+    )  # stage 0 runs its whole backward as its second part
     kind, waits = np.array([kind for kind, _, _ in order]), waiting[at]
     change = np.select([kind == "F", kind == "B", kind == "I"], [saved[at], -saved[at], waits], -saved[at] - waits)
     return np.cumsum(change) - np.minimum(change, 0), transients[at]
 
 
 def peak(schedule: Schedule, device: int, stages: StageBytes) -> tuple[int, int, int]:
-    """Bytes of activations and of transients at a device's fullest moment, and its number among ``moments``."""
+    """Bytes of activations and of transients at a device's fullest moment, and that moment's index in ``moments``."""
     if not schedule.interleaved:  # one stage, one moment
         return fullest(schedule).in_flight[device] * stages.saved[0], stages.transients[0], 0
     counts, at_work = moments(schedule, device)

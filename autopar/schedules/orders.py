@@ -1,12 +1,12 @@
-"""What each device of a pipeline does, in order: the very action lists that ``torch.distributed.pipelining`` runs.
+"""The ordered actions of each device of a pipeline: exactly the lists that ``torch.distributed.pipelining`` runs.
 
 An action is ("F", "B", "I" or "W", stage, microbatch): a forward, a whole backward, or one in two parts, of the inputs (I) and of the
-weights (W). GPipe, 1F1B and interleaved 1F1B run whole ones. ``zero-bubble`` is interleaved 1F1B (or 1F1B) that puts W where a device would
-wait; ``zbv`` and ``dualpipev`` have two stages on each device, in a V: the first device has the first and the last stage. The latter gives
-some forwards and backwards to be overlapped as pairs; torch 2.13 runs the two one after the other, and sends what the forward has made when
-both are done.
+weights (W). GPipe, 1F1B and interleaved 1F1B run whole backwards. ``zero-bubble`` is interleaved 1F1B (or 1F1B) that runs W when a device
+would otherwise wait; ``zbv`` and ``dualpipev`` have two stages on each device, in a V: the first device has the first and the last stage.
+``dualpipev`` pairs some forwards and backwards for overlap; torch 2.13 runs the two one after the other, and sends the forward's result
+when both are done.
 
-Of stage 0 nobody wants the inputs' gradients: torch does nothing at its I, and all of its backward at its W.
+The gradients of stage 0's inputs are not needed: torch does nothing at its I, and runs all of its backward at its W.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Group = tuple[Action, ...]
 
 
 def device_order(schedule: Schedule, rank: int) -> Iterator[Action]:
-    """The actions of the device at place ``rank`` of the line, in order."""
+    """The actions of the device at pipeline rank ``rank``, in order."""
     return (action for group in device_groups(schedule, rank) for action in group)
 
 
 def device_groups(schedule: Schedule, rank: int) -> Iterator[Group]:
-    """``device_order``, pairs together."""
+    """The actions of ``device_order``, with overlapped pairs grouped."""
     line, chunks, m = schedule.pipeline, schedule.chunks, schedule.microbatches
     if schedule.name == DUALPIPE_V:
         return _dualpipe(rank, line, m)
@@ -52,7 +52,7 @@ def warm_forwards(schedule: Schedule, rank: int) -> int:
 
 
 def _plain(stage: int, warm: int, microbatches: int) -> Iterator[Action]:
-    """One stage: ``warm`` forwards, then a backward and a forward in turn."""
+    """One stage: ``warm`` forwards, then backwards and forwards in turn."""
     for i in range(warm):
         yield "F", stage, i
     for i in range(microbatches):
@@ -62,7 +62,8 @@ def _plain(stage: int, warm: int, microbatches: int) -> Iterator[Action]:
 
 
 def _round(line: int, microbatches: int) -> int:
-    """Microbatches that go through a chunk before the next: as many as devices, or a few more, so that all rounds are equal."""
+    """The number of microbatches that go through a chunk before the next chunk: the number of devices, or a few more so that all rounds
+    are equal."""
     return microbatches // max(1, microbatches // line)
 
 
@@ -89,7 +90,7 @@ def _interleaved(rank: int, line: int, chunks: int, microbatches: int) -> Iterat
 
 
 def _zero_bubble(rank: int, line: int, chunks: int, microbatches: int) -> Iterator[Action]:
-    """Torch's ``ScheduleInterleavedZeroBubble``: a device's W are as many behind its I as there are devices before it."""
+    """Torch's ``ScheduleInterleavedZeroBubble``: a device's W lag behind its I by the number of devices before it."""
     forwards = _rounds(line, chunks, microbatches)
     backwards = [((chunks - 1 - chunk) * line + rank, i) for chunk, i in forwards]
     warm = min((chunks - 1) * _round(line, microbatches) + line - 1 - rank, len(forwards))
@@ -107,7 +108,7 @@ def _zero_bubble(rank: int, line: int, chunks: int, microbatches: int) -> Iterat
 
 
 def _zbv(rank: int, line: int, microbatches: int) -> Iterator[Action]:
-    """Torch's ``ScheduleZBVZeroBubble``, which is one of at least ``2 line - 1`` microbatches: of fewer, the others are left out."""
+    """Torch's ``ScheduleZBVZeroBubble``, which has at least ``2 line - 1`` microbatches: with fewer, the surplus ones are left out."""
     first, second = rank, 2 * line - 1 - rank
     count = dict.fromkeys(((kind, stage) for kind in "FIW" for stage in (first, second)), 0)
 
@@ -137,7 +138,7 @@ def _zbv(rank: int, line: int, microbatches: int) -> Iterator[Action]:
 
 
 def _dualpipe(rank: int, line: int, microbatches: int) -> Iterator[Group]:
-    """Torch's ``ScheduleDualPipeV``; DeepSeek's, where every step is explained."""
+    """Torch's ``ScheduleDualPipeV``, that is DeepSeek's DualPipeV, whose source explains every step."""
     first, second = rank, 2 * line - 1 - rank
     count = dict.fromkeys(((kind, stage) for kind in "FB" for stage in (first, second)), 0)
     later: deque[tuple[int, int]] = deque()
@@ -164,7 +165,7 @@ def _dualpipe(rank: int, line: int, microbatches: int) -> Iterator[Group]:
         yield (run("F", second),)
     for i in range(microbatches - 2 * line + rank + 1):
         pair = run("F", first), run("B", second)
-        if i == 0 and rank == line - 1:  # overlapped, these would wait for each other
+        if i == 0 and rank == line - 1:  # an overlapped pair would wait for itself here
             yield from ((action,) for action in pair)
         else:
             yield pair
@@ -172,7 +173,7 @@ def _dualpipe(rank: int, line: int, microbatches: int) -> Iterator[Group]:
     for _ in range(line - rank - 1):
         yield (run("B", second),)
         yield run("F", second), run("B", first)
-    for i in range(rank + 1):  # the second half of these in two parts
+    for i in range(rank + 1):  # backwards of the second half run in two parts
         half = (rank + 1) // 2
         yield (run("I" if i > half or (i == half and rank % 2) else "B", second),)
         yield (run("I" if i >= half else "B", first),)

@@ -1,10 +1,11 @@
-"""The time of a pipelined step: each device runs its list of actions in order, each waiting for its neighbour.
+"""The time of a pipelined step: each device runs its list of actions in order, and an action waits for its input from the neighbouring
+stage.
 
-Exact for the very action lists that ``torch.distributed.pipelining`` runs (``schedules``). A step is the longest path through those
+Exact for the action lists that ``torch.distributed.pipelining`` runs (``schedules``). A step is the longest path through those
 actions, so it never falls when a stage gets slower. ``lower_bound`` gives linear bounds of that path for the solvers.
 
-*Parts* are the seconds of stages in rows: forwards and backwards; or, where backwards are in two, forwards, inputs' gradients and
-weights' gradients.
+*Parts* are the seconds of stages in rows: forwards and backwards; or, if backwards are in two parts, forwards, gradients of inputs and
+gradients of weights.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Span:
 
 @dataclass(frozen=True)
 class _Program:
-    """A schedule's actions, each behind those that it waits for: (its kind and stage, as a row of ``_seconds``; the device's action before
-    it; the action whose result it takes), and its microbatch. Actions are -1 where there is none."""
+    """A schedule's actions in dependency order: (its kind and stage, as a row of ``_seconds``; the previous action of the device; the
+    action whose result it takes), and its microbatch. A missing action is -1."""
 
     waits: list[tuple[int, int, int]]
     microbatch: list[int]
@@ -52,7 +53,7 @@ def _program(schedule: Schedule) -> _Program:
     groups = [list(device_groups(schedule, rank)) for rank in range(line)]
     device = [*schedule.device, -1]
     slot = {(kind, s): k * stages + s for k, kind in enumerate(KINDS) for s in range(stages)}
-    # behind which action the result of a forward (rows of stages), and of a backward (as many rows more), has been sent
+    # the action after which the result of a forward (rows of stages) or of a backward (the following rows) has been sent
     sent: list[list[int | None]] = [[None] * microbatches for _ in range(2 * stages)]
     nothing: list[int | None] = [-1] * microbatches
     source = {("F", s): sent[s - 1] if s else nothing for s in range(stages)}
@@ -88,7 +89,7 @@ def _program(schedule: Schedule) -> _Program:
 
 
 def _seconds(parts: Array) -> Array:
-    """By kind and stage, from ``parts[part, stage, ...]``. Stage 0 runs its backward whole, as its W."""
+    """Seconds by kind and stage, from ``parts[part, stage, ...]``. Stage 0 runs its whole backward as its W."""
     forward, inputs = parts[:2]
     weights = parts[2] if len(parts) > 2 else np.zeros_like(inputs)
     whole = inputs + weights
@@ -98,7 +99,7 @@ def _seconds(parts: Array) -> Array:
 
 
 def counted(schedule: Schedule, counts: Array) -> Array:
-    """How often a path has each part of each stage; ``counts[..., kind, stage]`` is how often it has each action. ``_seconds``' dual."""
+    """How often a path contains each part of each stage; ``counts[..., kind, stage]`` counts its actions. The dual of ``_seconds``."""
     forward, whole, inputs, weights = np.moveaxis(counts, -2, 0)
     inputs = np.where(np.arange(counts.shape[-1]) == 0, weights, inputs)
     return np.stack([forward, whole + inputs, *([whole + weights] if schedule.split else [])])
@@ -107,7 +108,8 @@ def counted(schedule: Schedule, counts: Array) -> Array:
 def parts_of(
     schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float], weight_s: Sequence[float]
 ) -> Array:
-    """``weight_s`` is the part of ``backward_s`` that is the weights'; it counts where the schedule runs it apart."""
+    """The parts of the stages. ``weight_s`` is the part of ``backward_s`` for the weights; it counts if the schedule runs it
+    separately."""
     if not schedule.split:
         return np.array([forward_s, backward_s], dtype=np.float64)
     inputs = np.subtract(backward_s, weight_s) if len(weight_s) else backward_s
@@ -127,7 +129,7 @@ def timeline(
 
 
 def longest_path(schedule: Schedule, parts: Array) -> Array:
-    """How often the longest path has each of ``parts``: with other seconds the step is no shorter than that path."""
+    """How often the longest path contains each of ``parts``: with other seconds the step is no shorter than that path."""
     waits = _program(schedule).waits
     done = _ends(waits, _seconds(parts).tolist())
     counts = [0] * (len(KINDS) * schedule.stages)
@@ -140,7 +142,7 @@ def longest_path(schedule: Schedule, parts: Array) -> Array:
 
 
 def _ends(waits: list[tuple[int, int, int]], seconds: list[float]) -> list[float]:
-    """When each of the actions ends; the last entry, -1, is the start of those that wait for nothing."""
+    """The time at which each action ends; the last entry, index -1, is the start time of actions that wait for nothing."""
     done = [0.0] * (len(waits) + 1)
     for number, (slot, own, taken) in enumerate(waits):
         a, b = done[own], done[taken]
@@ -149,7 +151,7 @@ def _ends(waits: list[tuple[int, int, int]], seconds: list[float]) -> list[float
 
 
 def simulate_parts(schedule: Schedule, parts: Array) -> float:
-    """``simulate`` of a schedule that may have several stages on each device: ``parts[part, stage]``."""
+    """``simulate`` for a schedule that may have several stages on each device: ``parts[part, stage]``."""
     return max(_ends(_program(schedule).waits, _seconds(parts).tolist()))
 
 
@@ -178,7 +180,7 @@ def simulate(
         return total + (microbatches - 1) * (max(forward_s) + max(backward_s))
     warm = [warm_forwards(schedule, s) for s in range(stages)]
     clock = [0.0] * stages
-    forward = [[0.0] * microbatches for _ in range(stages)]  # when stage s has finished F i
+    forward = [[0.0] * microbatches for _ in range(stages)]  # the time at which stage s finishes F i
     for i in range(warm[0]):
         for s in range(stages):
             if i < warm[s]:
@@ -186,11 +188,11 @@ def simulate(
                 forward[s][i] = clock[s]
     for i in range(microbatches):
         ready = 0.0
-        for s in range(stages - 1, -1, -1):  # B i of every stage, from the last one back
+        for s in range(stages - 1, -1, -1):  # B i of every stage, from the last stage to the first
             clock[s] = ready = max(clock[s], ready) + backward_s[s]
         for s in range(
             stages
-        ):  # then each stage's next forward; its input is of an earlier round: warm falls by one a stage
+        ):  # then each stage's next forward; its input is from an earlier round: warm falls by one per stage
             j = warm[s] + i
             if j < microbatches:
                 clock[s] = max(clock[s], forward[s - 1][j] if s else 0.0) + forward_s[s]
@@ -199,19 +201,19 @@ def simulate(
 
 
 def warm_up(schedule: Schedule) -> tuple[int, ...]:
-    """By stage: its forwards before its first backward, of which the path ``round`` of ``textbook_paths`` counts one. GPipe hides none: its
-    forwards and its backwards are two pipelines, one after the other."""
+    """Per stage: the number of forwards before its first backward; the path ``round`` of ``textbook_paths`` counts one of them. GPipe
+    hides none: its forwards and its backwards are two pipelines, one after the other."""
     return (1,) * schedule.stages if schedule.name == GPIPE else fullest(schedule).in_flight
 
 
 def repeats(schedule: Schedule) -> tuple[int, ...]:
-    """By stage: how often the path ``twice`` of ``textbook_paths`` has its time more than once; 0 where there is no such path."""
+    """Per stage: how many extra times the path ``twice`` of ``textbook_paths`` contains its time; 0 if there is no such path."""
     m, own = schedule.microbatches, fullest(schedule).in_flight
     return tuple(max(m - n, 0) if schedule.name == ONE_F_ONE_B else 0 for n in own)
 
 
 def lower_bound(schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float]) -> float:
-    """The longest of ``textbook_paths`` of GPipe and 1F1B, without making them; of GPipe it is the step itself."""
+    """The longest of ``textbook_paths`` of GPipe and 1F1B, computed without building them; for GPipe it is the step itself."""
     t = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
     total, m, stages = sum(t), schedule.microbatches, len(t)
     if schedule.name == GPIPE:
@@ -228,22 +230,23 @@ def lower_bound(schedule: Schedule, forward_s: Sequence[float], backward_s: Sequ
 
 @functools.lru_cache(maxsize=64)
 def textbook_paths(schedule: Schedule) -> Array:
-    """Paths through the schedule of every device, which no step is shorter than: how often each has each part of each stage
+    """Paths through the schedule, for every device; no step is shorter than any of them. The result counts each part of each stage
     ``[part, path, stage]``. ``n_s`` is how often stage ``s`` runs forward before its device, whose stages are ``own``, first runs backward:
 
         upto[d]    sum_{s < d} t_s + m sum_{own} t_s
         round[d]   sum_s f_s + sum_{s > (v-1)p + d} b_s + sum_{own} (m b_s + (m - n_s) f_s) + sum_{s < d} b_s
-        twice[d]   sum_s t_s + (m - n_d) t_d + sum_{s > d} t_s                                             1F1B, where m > n_d
+        twice[d]   sum_s t_s + (m - n_d) t_d + sum_{s > d} t_s                                             1F1B, if m > n_d
 
-    Device ``d`` begins with stage ``d``, after one forward of each stage before it, has all of its own work to do, and ends with a backward
-    of stage ``d``, which those of the stages before it follow: ``upto``. Its first backward is of stage ``(v-1)p + d``, after a forward of
-    every stage and a backward of each later one; then come the rest of its own actions, and again the stages before ``d``: ``round``. Under
-    1F1B its last forward is followed, too, by one forward and one backward of all later stages, and it has done m - n_d backwards before
-    that: ``twice``, which gives uniform stages their (m + p - 1) t. The textbook's ``sum t + (m-1) max t`` is no bound for uneven stages:
-    with p=2, t_1 small, the step is m t_0, as t_1 hides under stage 0.
+    ``upto``: device ``d`` begins with stage ``d``, after one forward of each earlier stage, does all of its own work, and ends with a
+    backward of stage ``d``, followed by the backwards of the earlier stages. ``round``: its first backward is of stage ``(v-1)p + d``,
+    after a forward of every stage and a backward of each later one; then come the rest of its own actions, and again the stages before
+    ``d``.
+    ``twice``: under 1F1B its last forward, too, is followed by one forward and one backward of all later stages, and before it the device
+    has done m - n_d backwards; this gives uniform stages their (m + p - 1) t. The textbook's ``sum t + (m-1) max t`` is no bound for
+    uneven stages: with p=2, t_1 small, the step is m t_0, as t_1 hides under stage 0.
 
-    Where backwards are in two parts ``upto`` and ``round`` hold for forwards and inputs' gradients, and each of the two may also end with
-    all that the device does: its weights' gradients may come last of all.
+    If backwards are in two parts, ``upto`` and ``round`` hold for forwards and gradients of inputs, and each of the two may also end with
+    all work of the device: its weights' gradients may come last of all.
     """
     if schedule.split:
         return _split_paths(schedule)
@@ -280,5 +283,5 @@ def _split_paths(schedule: Schedule) -> Array:
             path[2, turn + 1 if start else schedule.stages :] = 1  # and the gradients on the way back
             np.add.at(path, tuple(np.array(order[start:stop]).T), 1)
             path[2, : order[last][1] if stop <= last + 1 else 0] += 1
-    # the gradient of a stage that runs its backward whole counts no less in two parts
+    # the gradient of a stage that runs its whole backward at once counts no less in two parts
     return counted(schedule, paths).reshape(-1, 4 * schedule.pipeline, schedule.stages)

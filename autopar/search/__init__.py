@@ -1,7 +1,7 @@
 """The search: prices and a cluster in, a plan with its bound and gap out.
 
-``search`` finds a plan, ``price_pins`` says what the user's decisions cost, ``evaluate`` prices a plan that is given, ``manual_plan``
-writes one down without prices.
+``search`` finds a plan, ``price_pins`` computes what the user's pins cost, ``evaluate`` prices a given plan, and ``manual_plan`` writes a
+plan without prices.
 """
 
 from autopar.search.driver import price_pins, search

@@ -1,4 +1,4 @@
-"""What of exactness plans may give up where the user allows it, and the best plan over all ways to do so."""
+"""The kinds of exactness that plans may give up if the user allows it, and the best plan over all combinations."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from autopar.search.options import SearchOptions
 
 @dataclass(frozen=True, slots=True)
 class Concession:
-    """What one plan gives up of exactness.
+    """The exactness that one plan gives up.
 
-    ``narrow`` names what is in 16 bits (some of ``NARROW``). Each of ``microbatches`` has its own statistics and loss; of one, which is
-    the whole batch, they are exact.
+    ``narrow`` names what is in 16 bits (some of ``NARROW``). Each of ``microbatches`` computes its own statistics and loss; with one
+    microbatch, the whole batch, they are exact.
     """
 
     narrow: tuple[str, ...] = ()
@@ -26,7 +26,7 @@ class Concession:
 
     @staticmethod
     def of(plan: Plan) -> Concession:
-        """What ``plan`` gives up."""
+        """The exactness that ``plan`` gives up."""
         narrow = tuple(name for name in NARROW if name in plan.allow)
         return Concession(narrow, plan.microbatches if MICROBATCH_STATISTICS in plan.allow else 1)
 
@@ -34,7 +34,7 @@ class Concession:
 def concessions(graph: Graph, options: SearchOptions) -> list[Concession]:
     """Every combination that the user allows and that may gain something for the graph, the smallest concession first.
 
-    A batch whose examples are independent is exact in microbatches, and parameters of more than 16 bits concede no precision.
+    If the examples of a batch are independent, microbatches are exact; parameters wider than 16 bits concede no precision.
     """
     names = [name for name in NARROW if name in options.allow and graph.dtype.itemsize == 2]
     narrow = [some for count in range(len(names) + 1) for some in itertools.combinations(names, count)]
@@ -52,10 +52,11 @@ def best_plan(
     find: Callable[[Concession, SearchOptions], Plan],
     refused: Callable[[str], None],
 ) -> Plan:
-    """The fastest of the plans that ``find`` gives for each concession, in shares of the time limit; the bound is the least of theirs.
+    """The fastest of the plans that ``find`` gives for each concession, each with a share of the time limit; the bound is the smallest
+    of all.
 
-    More precision is given up only for more than the gap at which a search stops. ``refused`` is told why there is no graph of some
-    microbatches. With several candidates pins are not priced.
+    A concession with less precision wins only by more than the gap at which a search stops. ``refused`` receives the reason why a number
+    of microbatches has no graph. With several candidates pins are not priced.
     """
     if len(candidates) == 1:
         return find(candidates[0], options)
@@ -68,7 +69,7 @@ def best_plan(
         except CaptureError as error:  # a batch norm cannot have one row
             refused(f"not as {concession.microbatches} microbatches: {error.message}")
         except InfeasibleError as error:
-            why = error  # in the end that of the smallest microbatches, which need the least memory
+            why = error  # the last error is that of the smallest microbatches, which need the least memory
     if not plans:
         assert why is not None
         raise why

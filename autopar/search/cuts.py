@@ -1,4 +1,4 @@
-"""Cuts of a chain whose stages are placed on the devices in turn."""
+"""Cuts of a chain of layers whose stages are placed on the devices in turn."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from autopar.search.pareto import Array
 
 
 def balanced_cuts(shares: Sequence[Array], device: Sequence[int]) -> tuple[int, ...]:
-    """Cuts that make the largest device small; ``shares[device]`` is what the first layers count for on it, from none to all of them, and
-    ``device`` says which one has each stage.
+    """Cuts that keep the largest share of a device small; ``shares[device]`` are the sums over the first layers on it, from none to all
+    of them, and ``device`` is the device of each stage.
 
-    Bisection over the largest device's share: stages are filled one after the other, up to what their device may have by then.
+    Bisection over the largest share: stages are filled one after the other, up to the share that their device may have by then.
     """
     stages, line, count = len(device), len(shares), len(shares[0]) - 1
     chunks = stages // line
@@ -22,7 +22,7 @@ def balanced_cuts(shares: Sequence[Array], device: Sequence[int]) -> tuple[int, 
     average = sum(share[-1] for share in sums) / line**2
     even = 1 / sum(
         1 / max(share[-1], 1e-300) for share in sums
-    )  # what each device has where layers could be divided at will
+    )  # each device's share if layers could be divided at will
     largest = max(max(np.diff(share)) for share in shares)
     best: tuple[float, tuple[int, ...]] = (np.inf, ())
 
@@ -50,7 +50,7 @@ def balanced_cuts(shares: Sequence[Array], device: Sequence[int]) -> tuple[int, 
 
 
 def by_share(shares: Array, wanted: Array, device: Sequence[int]) -> tuple[int, ...]:
-    """Cuts whose stages count for about ``wanted``; ``shares`` and ``device`` as for ``balanced_cuts``."""
+    """Cuts whose stages have shares of about ``wanted``; ``shares`` and ``device`` as for ``balanced_cuts``."""
     stages, count = len(wanted), shares.shape[1] - 1
     scale = float(shares[:, -1].mean()) / float(wanted.sum())
     bounds, owed = [0], 0.0
@@ -64,10 +64,11 @@ def by_share(shares: Array, wanted: Array, device: Sequence[int]) -> tuple[int, 
 
 
 def in_rounds(layers: Sequence[int], chunks: int, ends: tuple[bool, bool], order: Sequence[int]) -> tuple[int, ...]:
-    """Cuts that give device ``d`` ``layers[d]`` layers, in even chunks; which of them have one more, if any, is said by ``order``.
+    """Cuts that give device ``d`` ``layers[d]`` layers, in chunks as even as possible; ``order`` decides which chunks have one layer
+    more.
 
-    Where all devices have it in the same chunk none waits for another. ``ends``: the first layer, the last layer is of a kind of its own,
-    and the stage that has it may have no other.
+    If all devices have their extra layer in the same chunk, none waits for another. ``ends``: whether the first layer and the last layer
+    are of other kinds, so that their stages may have no other layer.
     """
     line = len(layers)
     sizes = np.zeros((chunks, line), dtype=np.int64)
@@ -86,7 +87,7 @@ def in_rounds(layers: Sequence[int], chunks: int, ends: tuple[bool, bool], order
 
 def moved_by_one(bounds: Sequence[int], own: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """The cuts with one layer moved: from a stage of the slowest device to any other stage, then over each cut. ``own`` are the stages of
-    every device, the slowest's last; a stage's last layer stays."""
+    every device, the slowest device's last. The only layer of a stage stays."""
     stages, at = len(bounds) - 1, np.array(bounds)
     pairs = [(a, b) for others in own for b in others for a in own[-1] if a != b]
     pairs += [(s, s + 1) for s in range(stages - 1)] + [(s + 1, s) for s in range(stages - 1)]

@@ -1,13 +1,14 @@
 """Best-first search over the outer choices: prices and a cluster in, a plan with its proved bound out.
 
-Every choice starts with a cheap bound (``fewest_seconds``). The one with the lowest bound goes one step further (``steps``): a dearer
-bound, a solution, a proof. A step is worth its time only while no other choice looks better, so each is made when the choice comes up
-again. The search ends when no open choice's bound, and no closed one's, is further than the target gap below the incumbent, or when time
-is up. The bound that is reported is the smallest of the open choices' bounds, of the closed ones', and of the incumbent's time.
+Every choice starts with a cheap bound (``fewest_seconds``). The choice with the lowest bound takes the next step (``steps``): a more
+expensive bound, a solution, a proof. A step is worth its time only while no other choice looks better, so each step runs when the choice
+has the lowest bound again. The search ends when no choice, open or closed, has a bound further than the target gap below the incumbent,
+or when the time limit is reached. The reported bound is the smallest of the open choices' bounds, the closed choices' bounds, and the
+incumbent's time.
 
-Once the choices with one stage on each device are settled, or half of the time is gone, the pipeline of the best plan is tried with several
-where it waits long (``_in_chunks``). Of these, as where they are pinned, the next number of chunks is priced when the one before comes
-up: the cheap bound rises with it.
+Once the choices with one stage on each device are settled, or half of the time is spent, and the best plan's pipeline waits long, the
+same pipeline is tried with several stages on each device (``_in_chunks``). For such choices, pinned or not, the next number of chunks is
+priced only when the previous one has the lowest bound: the cheap bound rises with the number of chunks.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from autopar.search.steps import ONE_STAGE, advance, decided, engine_of, nothing
 from autopar.search.tables import Instance, Prices
 
 WAITING = 0.2
-"""The share of the step that the best plan waits for, from which on its pipeline is tried with several stages on each device."""
+"""If the best plan's devices wait for this share of the step or more, its pipeline is tried with several stages on each device."""
 
 
 def search(graph: Graph, cluster: Devices, pricer: Pricer, options: SearchOptions | None = None) -> Plan:
@@ -51,13 +52,14 @@ def search(graph: Graph, cluster: Devices, pricer: Pricer, options: SearchOption
 def price_pins(
     graph: Graph, cluster: Devices, pricer: Pricer, options: SearchOptions, plan: Plan, time_limit_s: float
 ) -> Plan:
-    """``plan``, found with ``options``, with the price of each pin: what would be gained if it alone were left to the search.
+    """``plan``, found with ``options``, with the price of each pin: the time saved if that pin alone were left to the search.
 
-    Each is a search of its own, ``time_limit_s`` for all together; what a search had no time to settle stands between the two figures.
+    Each pin needs its own search, with ``time_limit_s`` for all together; the part that a search had no time to settle lies between the
+    two figures.
     """
     priced: list[PinPrice] = []
     deadline = time.monotonic() + time_limit_s
-    pins = {key: value for key, value in options.pins.items() if value != ANY}  # which decides nothing
+    pins = {key: value for key, value in options.pins.items() if value != ANY}  # ANY decides nothing
     for number, (key, value) in enumerate(pins.items()):
         left = max(deadline - time.monotonic(), 0.0) / (len(pins) - number)
         if options.progress is not None:
@@ -69,7 +71,7 @@ def price_pins(
 
 
 def explore(graph: Graph, cluster: Devices, pricer: Pricer, options: SearchOptions, known_s: float = np.inf) -> State:
-    """The search itself. ``known_s`` is the step time of a plan that is known to be possible: only faster ones are looked for."""
+    """The search itself. ``known_s`` is the step time of a plan known to be possible: only faster plans are searched for."""
     if cluster.count < 1:
         raise UsageError(f"a plan needs at least one device, not {cluster.count}")
     deadline = time.monotonic() + options.time_limit_s
@@ -112,7 +114,7 @@ def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Instance]:
 
 
 def _by_mesh(found: list[Choice]) -> list[tuple[Choice, tuple[Choice, ...]]]:
-    """The choices, and with each that has several stages on each device those that differ from it in having more."""
+    """The choices with the fewest stages on each device; with each of them, the choices that differ from it only in having more."""
     groups: dict[Choice, list[Choice]] = {}
     for choice in found:
         groups.setdefault(replace(choice, schedule=replace(choice.schedule, chunks=0)), []).append(choice)
@@ -131,8 +133,9 @@ def _no_price(graph: Graph, state: State) -> InfeasibleError:
 
 
 def _spares(state: State, instance: Instance, solution: Solution, stage: int) -> bool:
-    """Whether pairs of the layers that a stage recomputes in full would hold less: one input less of each pair, but two layers' saved
-    values at once in place of one's, which what a layer needs at work stands for. Longer segments pay where pairs do."""
+    """Whether pairs of the layers that a stage fully recomputes would keep less memory: each pair saves one input, but two layers' saved
+    values, instead of one layer's, are live at once; the layer's transient stands for a layer's saved values. Longer segments pay if
+    pairs do."""
     n, _, place, _ = instance.regime(stage)
     spared, more = 0.0, np.inf
     for i in range(*solution.bounds[stage : stage + 2]):
@@ -144,7 +147,7 @@ def _spares(state: State, instance: Instance, solution: Solution, stage: int) ->
 
 
 def _in_segments(state: State) -> bool:
-    """At what would be the end: where the best plan recomputes many layers in full, memory is what it lacks, and segments spare it some."""
+    """Called when the search would end: if the best plan fully recomputes many layers, it lacks memory, and segments save some."""
     if state.best is None or state.widened == state.best[0].choice or not engine_of(state.best[0]).segments:
         return False
     chosen, solution = state.best
@@ -159,8 +162,8 @@ def _in_segments(state: State) -> bool:
 
 
 def _in_place_of_offloading(state: State) -> bool:
-    """At what would be the end: a choice of which nothing fits without segments may be faster with them where its layers offload, and its
-    bound, which counts the copies, says nothing of that."""
+    """Called when the search would end: a choice for which nothing fits without segments may be faster with segments in the layers that
+    it offloads, and its bound, which counts the copies, does not show that."""
     for node in [*state.heap, *state.later]:
         choice = node.instance.choice
         if not node.instance.offloaded or choice in state.offloaded:
@@ -175,8 +178,8 @@ def _in_place_of_offloading(state: State) -> bool:
 
 
 def _in_chunks(state: State, instances: list[Instance]) -> bool:
-    """The pipeline of the best plan with several stages on each device, and one of half as many devices and microbatches, where nothing is
-    pinned that says how many: they wait less then."""
+    """Try the pipeline of the best plan with several stages on each device, and one with half as many devices and microbatches, if no pin
+    decides the number of stages: their devices wait less."""
     if state.best is None or state.in_chunks or state.options.schedule is not None or state.options.chunks is not None:
         return False
     state.in_chunks = True
@@ -196,7 +199,7 @@ def _in_chunks(state: State, instances: list[Instance]) -> bool:
 
 
 def _waits(instance: Instance, solution: Solution) -> float:
-    """The share of the step in which the device with most to do has nothing to do."""
+    """The share of the step for which the busiest device is idle."""
     found, line = cost(instance, solution), instance.schedule.pipeline
     seconds = np.array([found.forward_s, found.backward_s]).sum(axis=0) * instance.schedule.microbatches
     busy = np.bincount(instance.device, seconds + np.array(found.per_step_s), minlength=line)

@@ -47,8 +47,8 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Per stage: seconds of one microbatch (forward, backward, the latter's part that may run apart, communication in both), seconds per
-    step; and the step."""
+    """Per stage: seconds of one microbatch (forward; backward; the part of the backward that may run apart; communication in both) and
+    once-per-step seconds. Also the step time."""
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
@@ -68,8 +68,8 @@ def step_cost(
 ) -> Cost:
     """``edges[i]`` and ``sends[i]`` are the seconds of resharding and of a send after layer ``i``.
 
-    Resharding at a cut is done by the stage that receives. A send is paid by the stage that sends: forward to the next stage,
-    backward to the one before. Of a step that is not below ``below_s`` only that is found: its time is then a lower bound.
+    The stage that receives does the resharding at a cut. The stage that sends pays for a send: forward to the next stage,
+    backward to the previous one. For a step that is not below ``below_s`` only a lower bound of its time is computed.
     """
     forward, backward, weight, moved, steps = [], [], [], [], []
     last = len(bounds) - 2
@@ -99,13 +99,13 @@ def cost(instance: Instance, solution: Solution, below_s: float = np.inf) -> Cos
 
 
 def prices_of(instance: Instance, solution: Solution) -> list[LayerPrice]:
-    """The price of each layer where it is."""
+    """The price of each layer on the devices of its stage."""
     places = (instance.layout.place[s] for s, (i, j) in enumerate(pairwise(solution.bounds)) for _ in range(i, j))
     return [instance.table(i, place).prices[solution.pick[i]] for i, place in enumerate(places)]
 
 
 def ways(instance: Instance, solution: Solution) -> tuple[list[float], list[float]]:
-    """Seconds of resharding after each layer but the last, and of the sends after those that end a stage."""
+    """Seconds of resharding after each layer but the last, and of the send after each layer that ends a stage."""
     pick, place = solution.pick, instance.layout.place
     edges: list[float] = []
     sends = [0.0] * (instance.layers - 1)
@@ -117,7 +117,7 @@ def ways(instance: Instance, solution: Solution) -> tuple[list[float], list[floa
 
 
 def memories(instance: Instance, solution: Solution) -> list[Memory]:
-    """Memory by device of the line."""
+    """Memory per pipeline rank."""
     return _memories(instance, solution.bounds, prices_of(instance, solution))
 
 
@@ -126,16 +126,17 @@ def _memories(instance: Instance, bounds: Sequence[int], prices: Sequence[LayerP
 
 
 def stage_bytes(instance: Instance, first: int, stage: int, pick: Sequence[int]) -> float:
-    """What a stage of layers from ``first`` on needs with such candidates."""
+    """Bytes that a stage needs if its layers, from ``first`` on, have the candidates ``pick``."""
     place = instance.layout.place[stage]
     prices = [instance.table(first + a, place).prices[k] for a, k in enumerate(pick)]
     return float(Device(instance.schedule, stage, [prices]).most().total)
 
 
 def in_turn(instance: Instance, first: int, pick: Sequence[int]) -> tuple[int, ...]:
-    """The candidates of a stage's layers from ``first`` on, equal ones next to each other, so that segments of several layers are whole.
+    """The candidates of a stage's layers from ``first`` on, equal candidates next to each other, so that segments of several layers are
+    whole.
 
-    Layers of one kind change places with each other where their layouts are equal, which costs and saves nothing else.
+    Layers of one kind exchange candidates if their layouts are equal, which has no other effect on time or memory.
     """
     places: dict[tuple[int, int], list[int]] = {}
     for a, k in enumerate(pick):
@@ -149,7 +150,7 @@ def in_turn(instance: Instance, first: int, pick: Sequence[int]) -> tuple[int, .
 
 
 def all_in_turn(instance: Instance, solution: Solution) -> Solution:
-    """The same for every stage, where any layers may be recomputed several as one."""
+    """``in_turn`` for every stage, if any candidate recomputes several layers as one."""
     if not instance.segmented:
         return solution
     runs = (in_turn(instance, i, solution.pick[i:j]) for i, j in pairwise(solution.bounds))
@@ -157,7 +158,7 @@ def all_in_turn(instance: Instance, solution: Solution) -> Solution:
 
 
 def leaving_room(instance: Instance, solution: Solution) -> Instance:
-    """The instance with its limits lowered by the bytes that the solution lacks: a solution by its layers' shares may then fit."""
+    """The instance with its limits lowered by the bytes that the solution lacks: a solution chosen by its layers' shares may then fit."""
     held = memories(instance, solution)
     limits = (limit - max(m.total - limit, 0.0) for m, limit in zip(held, instance.layout.limit, strict=True))
     return replace(instance, layout=replace(instance.layout, limit=tuple(limits)))
@@ -181,7 +182,7 @@ def _fits_hosts(instance: Instance, bounds: Sequence[int], prices: Sequence[Laye
 
 
 def host_bytes(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> list[int]:
-    """Bytes of each device of the line in its host's memory; of several chunks all in flight are taken to be of the one that saves most."""
+    """Host memory of each pipeline rank, in bytes; with several chunks, all microbatches in flight count as the chunk that saves most."""
     found = []
     for d in range(schedule.pipeline):
         mine = [stages[s] for s in schedule.own(d)]
@@ -191,7 +192,7 @@ def host_bytes(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> li
 
 
 def coalesce(mesh: Mesh, strategies: Sequence[Strategy]) -> tuple[Mesh, list[Strategy]]:
-    """Neighbouring axes that no layer distinguishes, as one; axes named after the one use that all layers make of them."""
+    """Merge neighbouring axes that no layer distinguishes; name an axis after its use if all layers use it for the same."""
     roles = [tuple(s.roles[a] for s in strategies) for a in range(len(mesh))]
     groups: list[list[int]] = []
     for a in range(len(mesh)):
@@ -206,7 +207,7 @@ def coalesce(mesh: Mesh, strategies: Sequence[Strategy]) -> tuple[Mesh, list[Str
             name = "tensor"
         elif len(used) == 1:
             name = next(iter(used)).value
-        elif used == {Role.EXPERT, Role.DATA}:  # the layers that have no experts take data there
+        elif used == {Role.EXPERT, Role.DATA}:  # layers without experts use the axis for data
             name = "expert"
         else:
             name = "inner"
@@ -220,7 +221,7 @@ def coalesce(mesh: Mesh, strategies: Sequence[Strategy]) -> tuple[Mesh, list[Str
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The search's record of a plan: a lower bound, the solvers, remarks."""
+    """Facts about how the search proved a plan: a lower bound, the solvers, remarks."""
 
     bound_s: float
     gap: float
@@ -244,7 +245,7 @@ def make_plan(
     proof: Proof,
     twice: Sequence[State] = (),
 ) -> Plan:
-    """The record of a priced choice, its mesh coalesced. ``twice`` is what ``counted_twice`` says."""
+    """The record of a priced choice, its mesh coalesced. ``twice`` is the result of ``counted_twice``."""
     mesh, strategies = coalesce(choice.mesh, strategies)
     size = int(np.prod([axis.size for axis in mesh]))
     runs = list(pairwise(bounds))
@@ -294,9 +295,9 @@ def make_plan(
 def counted_twice(
     graph: Graph, pricer: Pricer, choice: Choice, bounds: Sequence[int], strategies: Sequence[Strategy]
 ) -> list[State]:
-    """By device of the line, the bytes that its layers' prices count more than once: parameters that several layers of a stage share.
+    """Per pipeline rank, the bytes that its layers' prices count more than once: parameters that several layers of a stage share.
 
-    Each stage holds its own copy, also where a device has several.
+    Each stage keeps its own copy, even if a device has several stages.
     """
     found = []
     spans = list(pairwise(bounds))
@@ -314,18 +315,18 @@ def counted_twice(
 def device_memories(
     schedule: Schedule, stages: Sequence[Sequence[LayerPrice]], twice: Sequence[State] = ()
 ) -> list[Memory]:
-    """The bytes of each device of the line at its fullest moment; ``stages`` are the layers of each stage."""
+    """The bytes of each pipeline rank at its fullest moment; ``stages`` are the layers of each stage."""
     most = [device.most() for device in devices(schedule, stages)]
     return [less(m, state) for m, state in zip(most, twice, strict=True)] if twice else most
 
 
 def devices(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> Iterator[Device]:
-    """The devices of the line with the layers of their stages."""
+    """The pipeline ranks with the layers of their stages."""
     return (Device(schedule, d, [stages[s] for s in schedule.own(d)]) for d in range(schedule.pipeline))
 
 
 def fullest_moments(instance: Instance, solution: Solution) -> list[Counts]:
-    """Of each device: the microbatches in flight when its memory peaks."""
+    """For each device, the microbatches in flight when its memory peaks."""
     prices = prices_of(instance, solution)
     stages = [prices[i:j] for i, j in pairwise(solution.bounds)]
     return [device.fullest_moment() for device in devices(instance.schedule, stages)]
@@ -338,7 +339,7 @@ def less(held: Memory, state: State) -> Memory:
 
 
 def memory_timeline(graph: Graph, cluster: Devices, pricer: Pricer, plan: Plan) -> tuple[tuple[Moment, ...], ...]:
-    """Of each device of the line, what it holds at each action of a step of ``plan``; the largest is its predicted memory.
+    """For each pipeline rank, its live memory at each action of a step of ``plan``; the largest is its predicted memory.
 
     Raises:
         InfeasibleError: a layer has no price.
@@ -395,8 +396,8 @@ def evaluate(
 ) -> Plan:
     """The price of a plan that was written by hand: nothing is searched, so ``bound_s`` is 0, ``gap`` 1 and ``solver`` "given".
 
-    ``stage_bounds`` are (0, first layer of stage 1, ..., number of layers); ``strategies`` has one per layer. Memory over the limit is
-    not an error here, but is noted.
+    ``stage_bounds`` are (0, first layer of stage 1, ..., number of layers); ``strategies`` has one per layer. Memory above the limit is
+    a note here, not an error.
 
     Raises:
         InfeasibleError: a layer has no price under its strategy (an inadmissible role, an indivisible size).
@@ -455,16 +456,16 @@ def _price(graph: Graph, pricer: Pricer, index: int, mesh: Mesh, strategy: Strat
 
 
 def _effort(strategy: Strategy) -> tuple[int, int, int, int]:
-    """The offload, the ZeRO stage and the recomputation, as ranks: of equally fast strategies the plan states the lowest."""
+    """The offload, the ZeRO stage and the recomputation, as ranks: among equally fast strategies the plan states the lowest."""
     how = RECOMPUTATIONS.index(strategy.recomputation), strategy.segment
     return OFFLOADS.index(strategy.offload), strategy.zero, *how
 
 
 def tidy(instance: Instance, solution: Solution) -> tuple[list[Strategy], list[LayerPrice], Cost]:
-    """The same plan or a faster one in simpler words: no recomputation and no higher ZeRO stage than it has a use for.
+    """The same plan, or a faster one, simplified: no recomputation and no higher ZeRO stage than needed.
 
-    Optima are rarely unique; a strategy that gains nothing only makes readers wonder. All layers of a kind that have the same
-    strategy change together, to any candidate of the same roles, dominated ones included, if that fits and is no slower.
+    Optima are rarely unique; a strategy that gains nothing confuses readers. All layers of a kind that have the same
+    strategy change together, to any candidate of the same roles, dominated ones included, if it fits and is no slower.
     """
     pick = solution.pick
     strategies = [instance.table(i).strategies[k] for i, k in enumerate(pick)]
@@ -503,7 +504,7 @@ def tidy(instance: Instance, solution: Solution) -> tuple[list[Strategy], list[L
 def in_segments(
     graph: Graph, instance: Instance, solution: Solution, strategies: Sequence[Strategy], prices: Sequence[LayerPrice]
 ) -> tuple[list[Strategy], list[LayerPrice], Cost]:
-    """The same plan; a segment that its stage cuts short is stated with the layers that it really has."""
+    """The same plan; a segment that the end of its stage cuts short states the layers that it really has."""
     choice = instance.choice
     told, priced = shortened(graph, strategies, solution.bounds), list(prices)
     for s, (start, stop) in enumerate(pairwise(solution.bounds)):

@@ -1,8 +1,8 @@
-"""Exact solvers of one outer choice: labels (small; resharding and schedule included), SCIP (large; without resharding).
+"""Exact solvers of one outer choice: the label method (small choices; with resharding and schedule), SCIP (large ones; no resharding).
 
-The label method works out every undominated way to run layers i..j-1 as one stage, layer by layer, then tries the combinations of such
-stages, as long as the step that is left possible is below the best one. A label has the seconds of its stage by part, those once a step,
-and the memory. Where a device has one stage and one fullest moment, its limit is checked right there, and the memory is dropped; else the
+The label method computes every undominated way to run layers i..j-1 as one stage, layer by layer, then tries the combinations of such
+stages while the least possible step is below the best one. A label has the seconds of its stage by part, the once-per-step seconds,
+and the memory. If a device has one stage and one fullest moment, its limit is checked at once and the memory is dropped; otherwise the
 memory of a device is checked when its stages are combined.
 """
 
@@ -31,12 +31,12 @@ VARIABLES = 60_000  # beyond it Python needs longer to build the integer model t
 
 
 class TooLargeError(Exception):
-    """The label method met more labels than it can handle: internal, never seen by a user."""
+    """The label method met more labels than it can handle: internal, users never see it."""
 
 
 class _Regime(NamedTuple):
-    """What makes two stages alike: the place, the tensors that the pipeline keeps on the device; for a device of one stage and one fullest
-    moment the microbatches in flight and the memory limit, else nothing."""
+    """What makes two stages equivalent: the place, and the tensors that the pipeline keeps on the device; also, for a device with one
+    stage and one fullest moment, the microbatches in flight and the memory limit."""
 
     place: int
     passing: int
@@ -56,14 +56,14 @@ _Spans = dict[tuple[int, int, _Regime], _Ways]
 
 
 def solve_labels(instance: Instance, cutoff_s: float, deadline: float) -> tuple[float, Solution | None]:
-    """The optimum below ``cutoff_s`` (``None``: there is none), by enumeration of undominated stages.
+    """The optimum below ``cutoff_s`` (``None`` if there is none), by enumeration of undominated stages.
 
     Raises:
         TooLargeError: too many labels, combinations or seconds.
     """
     stages, count = instance.schedule.stages, instance.layers
     regimes = _regimes(instance)
-    wanted: dict[tuple[int, _Regime], int] = {}  # the last layer that a stage from some layer on may have
+    wanted: dict[tuple[int, _Regime], int] = {}  # by first layer and regime: the last layer that the stage may have
     for s, regime in enumerate(regimes):
         stop = count if s == stages - 1 else count - (stages - s - 1)
         for i in [0] if s == 0 else range(s, count - (stages - s) + 1):
@@ -75,7 +75,7 @@ def solve_labels(instance: Instance, cutoff_s: float, deadline: float) -> tuple[
 
 
 def _regimes(instance: Instance) -> list[_Regime]:
-    """By stage."""
+    """The regime of each stage."""
     found = []
     for s, d in enumerate(instance.device.tolist()):
         alone = not instance.schedule.interleaved
@@ -85,10 +85,10 @@ def _regimes(instance: Instance) -> list[_Regime]:
 
 
 class _Labels:
-    """The stages that begin with layer ``first``. A label is the seconds of each part, those once a step, and
+    """The stages that begin with layer ``first``. A label is the seconds of each part, the once-per-step seconds, and
 
-    - of a device of one stage: bytes held, the transient, and bytes in the host's memory where any candidate has some there,
-    - else: bytes of weights, saved, waiting, the transient.
+    - for a device of one stage: live bytes, the transient, and bytes in host memory if any candidate has some,
+    - otherwise: bytes of weights, saved, waiting, the transient.
     """
 
     def __init__(self, instance: Instance, first: int, regime: _Regime) -> None:
@@ -109,11 +109,11 @@ class _Labels:
         return np.stack([*seconds, t.weights + n * t.saved, t.at_work(passing), *host], axis=1)
 
     def ways(self, stop: int, deadline: float) -> _Spans:
-        """By the end j of layers ``first``..j-1, up to ``stop``."""
+        """The undominated ways by the end j of layers ``first``..j-1, up to ``stop``."""
         instance, place, n = self.instance, self.regime.place, self.regime.in_flight
         table = instance.table(self.first)
         label, picks = self._columns(self.first), np.arange(len(table), dtype=np.int32)[:, None]
-        joinable = table.segment - 1  # layers that may yet join the last one's segment
+        joinable = table.segment - 1  # layers that may still join the last one's segment
         if self.alone:
             label[:, self.seconds] += n * (table.at(place).kept - table.at(place).saved)
         found: _Spans = {}
@@ -145,7 +145,7 @@ class _Labels:
     def _extended(
         self, label: Array, last: NDArray[np.int32], joinable: Indices, layer: int, more: Array
     ) -> tuple[Array, Indices]:
-        """The labels with each candidate of one more layer, and how many layers may yet join its segment."""
+        """Each label extended by each candidate of one more layer, and how many layers may still join its segment."""
         instance, place = self.instance, self.regime.place
         halves = instance.edge(layer - 1, place)[last].ravel() / 2
         old, new = np.repeat(label, len(more), axis=0), np.tile(more, (len(label), 1))
@@ -169,9 +169,9 @@ class _Labels:
 def _joined(
     instance: Instance, layer: int, place: int, last: NDArray[np.int32], joinable: Indices
 ) -> tuple[Array, Indices]:
-    """The bytes that a microbatch of a layer keeps over its share, and how many layers may yet join its segment; by the label before
-    it (its last candidate, and how many layers may join that one's segment) and by the layer's own candidates. A layer that joins keeps
-    nothing, one that begins a segment keeps all of the segment's."""
+    """The bytes that a microbatch of a layer keeps beyond its share, and how many layers may still join its segment; indexed by the
+    previous label (its last candidate, and how many layers may join that candidate's segment) and by the layer's own candidates. A layer
+    that joins keeps nothing; a layer that begins a segment keeps all of the segment's bytes."""
     before, here = instance.table(layer - 1, place), instance.table(layer, place)
     alike = np.array([[a is b and b.segment > 1 for b in here.prices] for a in before.prices])
     joins = alike[last] & (joinable > 0)[:, None]
@@ -180,7 +180,7 @@ def _joined(
 
 
 class _Enumeration:
-    """Stages one after the other, each in every undominated way, while the step that is left possible is below the best one."""
+    """Stages one after the other, each in every undominated way, while the least possible step is below the best one."""
 
     def __init__(
         self, instance: Instance, regimes: list[_Regime], spans: _Spans, cutoff_s: float, deadline: float
@@ -189,12 +189,12 @@ class _Enumeration:
         self.instance, self.regimes, self.spans, self.deadline = instance, regimes, spans, deadline
         self.parts = len(instance.kinds[0].seconds)
         self.nothing = [0.0] * (self.parts + 1 + 4 * schedule.interleaved)
-        self.columns = [self.nothing] * schedule.stages  # of the stages so far, and zeros behind them
+        self.columns = [self.nothing] * schedule.stages  # those of the stages so far, then zeros
         self.best_s, self.visited = cutoff_s, 0
         self.found: Solution | None = None
         if schedule.interleaved:
             self.paths = textbook_paths(schedule)
-            # of the layers from i on, on the average device
+            # seconds of the layers from i on, on the average device
             rest = np.append(np.cumsum(instance.least("time")[::-1])[::-1], 0.0)
             self.rest = rest * schedule.microbatches / schedule.pipeline
 
@@ -232,12 +232,12 @@ class _Enumeration:
         return [column[part] for column in self.columns]
 
     def _once(self) -> float:
-        """Seconds once a step of the device that has most."""
+        """The largest once-per-step seconds of a device."""
         steps = self._side(self.parts)
         return max(steps if self.schedule.chunks == 1 else self.schedule.by_device(steps))
 
     def _least(self, done: int) -> float:
-        """What the step takes at least, layers from ``done`` on taking their best times."""
+        """A lower bound of the step, if layers from ``done`` on take their best times."""
         if not self.schedule.interleaved:
             return lower_bound(self.schedule, self._side(0), self._side(1)) + self._once()
         parts = np.array(self.columns)[:, : self.parts]
@@ -246,8 +246,8 @@ class _Enumeration:
         return max(path, work) + self._once()
 
     def _fits(self, s: int) -> bool:
-        """Whether the device of stage ``s`` can hold what it has so far."""
-        if not self.schedule.interleaved:  # worked out within its limit
+        """Whether the device of stage ``s`` has memory for its stages so far."""
+        if not self.schedule.interleaved:  # its ways were computed within the limit
             return True
         d = int(self.instance.device[s])
         own = np.array(self.columns)[list(self.schedule.own(d)), self.parts + 1 :]
@@ -267,7 +267,7 @@ class _Enumeration:
 def solve_scip(
     instance: Instance, at_least_s: float, cutoff_s: float, time_limit_s: float, gap: float
 ) -> tuple[float, Solution | None]:
-    """SCIP on the integer model: (a proved bound in seconds, a solution if it found one better than ``cutoff_s``).
+    """Solve the integer model with SCIP: (a proved bound in seconds, a solution if SCIP found one better than ``cutoff_s``).
 
     The model leaves resharding out, so the bound holds for the true cost, and the solution's true cost may be above the model's.
     """
@@ -285,13 +285,13 @@ def solve_scip(
     if status == pywraplp.Solver.INFEASIBLE:
         return cutoff_s, None  # nothing below the cutoff (infinite: nothing at all)
     if status not in (pywraplp.Solver.OPTIMAL, pywraplp.Solver.FEASIBLE):
-        return at_least_s, None  # time ran out without a solution, or numerical trouble: nothing is claimed
+        return at_least_s, None  # time ran out without a solution, or numerical trouble: nothing was proved
     bound = solver.Objective().BestBound() * model.scale_s * (1 - TOLERANCE)
     return max(at_least_s, min(bound, cutoff_s)), _decode(instance, model)
 
 
 def _decode(instance: Instance, model: Model) -> Solution:
-    """Counts to layers: within a stage, the layers of a run are ordered by layout, so that each layout is entered once."""
+    """Turn counts into layers: within a stage, the layers of a run are ordered by layout, so that each layout occurs once."""
     pick, bounds = [0] * instance.layers, [0]
     at = [group.first for group in model.groups]
     for stage in model.x:

@@ -1,9 +1,9 @@
-"""Stages of whole layers: the least cost of a stage, exactly, resharding inside it apart.
+"""Stages of whole layers: the exact least cost of a stage, without the resharding inside it.
 
-Layers of one kind have one table, so a stage is a number of layers of each kind, and what it does is how many of them take each
-candidate: a knapsack. Of the ways to run k layers of a kind only those matter that no other beats in both cost and memory held, and
-those of k layers are made from those of k - 1. The transients of a stage count once, by the largest: for each level that they may
-reach, the candidates below it are combined, and the rest of the memory is theirs.
+Layers of one kind have one table, so a stage is a number of layers of each kind, and its cost depends on how many of them take each
+candidate: a knapsack. Of the ways to run k layers of a kind only those matter that no other beats in both cost and live memory, and
+the ways for k layers are made from those for k - 1. The transients of a stage count once, by the largest: for each level that they may
+reach, the candidates below it are combined within the rest of the memory.
 
 The relaxations of ``bounds`` let a fraction of a layer recompute, which makes a stage of four layers up to a tenth cheaper
 than it can be.
@@ -20,22 +20,23 @@ from autopar.search.pareto import Array, Indices, falling
 from autopar.search.tables import Instance, Regime, Roles, Table
 
 WAYS = 400
-"""Ways to run some layers that are told apart; more are thinned out."""
+"""The most ways to run some layers that are kept apart; more are thinned out."""
 
 TABLES = 3
-"""Different layers of a stage, up to which it is worked out: more make too many ways, and are enough layers that a fraction of one is
-little."""
+"""The largest number of different layers of a stage for which the least cost is computed: more layers have too many ways, and among many
+layers a fraction of one matters little."""
 
 
 @dataclass(frozen=True)
 class Front:
-    """Ways to run some layers: bytes held, rising, and cost, falling. A way is a way of each of two parts, or one layer's candidate."""
+    """Ways to run some layers: live bytes, rising, and cost, falling. A way combines a way of each of two parts, or is one candidate of
+    one layer."""
 
     held: Array
     cost: Array
-    made: Indices  # of two parts: the way of the first times the ways of the second, plus the way of the second; else the candidate
+    made: Indices  # two parts: (way of the first) * (number of ways of the second) + way of the second; else the candidate
     parts: tuple[Front, Front] | None = None
-    table: int = 0  # of a candidate; 0 of no layer at all
+    table: int = 0  # the candidate's table; 0 if there is no layer
 
     def __len__(self) -> int:
         return len(self.held)
@@ -53,8 +54,8 @@ NOTHING = Front(np.zeros(1), np.zeros(1), np.zeros(1, dtype=np.int64))
 
 
 def merged(a: Front, b: Front, limit: float, bound: bool) -> Front:
-    """The ways to run the layers of both in a limit. Of more than ``WAYS`` some are left out, or (``bound``) neighbours are merged into one
-    that is as cheap as the one and holds as little as the other."""
+    """The ways to run the layers of both within a limit. Above ``WAYS`` some are left out, or (``bound``) neighbours are merged into one
+    that is as cheap as the cheaper and keeps as little live as the smaller."""
     held, cost = np.add.outer(a.held, b.held).ravel(), np.add.outer(a.cost, b.cost).ravel()
     keep = falling(held, cost)
     keep = keep[: int(np.searchsorted(held[keep], limit, side="right"))]
@@ -65,13 +66,13 @@ def merged(a: Front, b: Front, limit: float, bound: bool) -> Front:
 
 
 def only(table: Table, roles: Roles) -> Indices:
-    """The table's candidates of one layout; all of them, if it has none."""
+    """The table's candidates of one layout; all candidates, if it has none of that layout."""
     here = np.array([i for i, s in enumerate(table.strategies) if s.roles == roles], dtype=np.int64)
     return here if len(here) else np.arange(len(table))
 
 
 Weights = tuple[float, float, float]
-"""The costs of a second of one microbatch's time, a second of its forward and a second of the work once a step."""
+"""The costs of one second of a microbatch's time, of its forward, and of once-per-step work."""
 
 Layers = Sequence[tuple[Table, int]]
 """The layers of a stage: tables and the number of layers of each."""
@@ -82,11 +83,11 @@ Part = tuple[int, int, int]
 
 @dataclass
 class Knapsacks:
-    """The stages of one regime under one cost, worked out as they are asked for.
+    """The stages of one regime under one cost, computed on demand.
 
-    ``bound``: where ways are too many, neighbours are merged into one that is as cheap as the one and holds as little as the other, so
-    that every answer is a lower bound; otherwise some are left out, so that every answer is a stage. ``roles``: the one layout that may
-    be used, by the layers that have it.
+    ``bound``: if there are too many ways, neighbours are merged into one that is as cheap as the cheaper and keeps as little live as the
+    smaller, so that every answer is a lower bound; otherwise some are left out, so that every answer is a real stage. ``roles``: the one
+    layout that may be used, for the layers that have it.
     """
 
     regime: Regime
@@ -95,7 +96,7 @@ class Knapsacks:
     roles: Roles | None = None
     _levels: dict[int, list[tuple[float, Front]]] = field(default_factory=dict)
     _fronts: dict[tuple[Part, ...], Front] = field(default_factory=dict)
-    _tables: list[Table] = field(default_factory=list)  # kept, so that their numbers stay theirs
+    _tables: list[Table] = field(default_factory=list)  # kept alive, so that their ids stay unique
 
     def _single(self, table: Table) -> list[tuple[float, Front]]:
         """One layer's ways, by the level of the transients."""
@@ -135,7 +136,8 @@ class Knapsacks:
         return self._fronts[parts]
 
     def _levelled(self, layers: Layers) -> list[tuple[float, list[Part]]]:
-        """For each level that the transients of such a stage may reach: the memory that is left, and the parts that stay below it."""
+        """For each level that the transients of such a stage may reach: the remaining memory, and the parts whose transients stay below
+        it."""
         some = [(id(table), number, self._single(table)) for table, number in layers]
         floor = max(levels[0][0] for _, _, levels in some)
         found = []
@@ -158,11 +160,11 @@ class Knapsacks:
         return best
 
     def least(self, layers: Layers) -> float:
-        """The least cost of a stage with these layers that fits; ``inf`` where none does."""
+        """The least cost of a stage with these layers that fits; ``inf`` if none does."""
         return self._best(layers)[0]
 
     def picks(self, layers: Layers) -> list[list[int]] | None:
-        """By table, the candidates of that stage's layers; ``None`` where none fits."""
+        """Per table, the candidates of that stage's layers; ``None`` if no stage fits."""
         found = self._best(layers)[1]
         if found is None:
             return None
@@ -176,7 +178,7 @@ class Knapsacks:
 def knapsacks(
     instance: Instance, regime: Regime, weights: Weights, *, bound: bool, roles: Roles | None = None
 ) -> Knapsacks:
-    """Those that the instance's search has worked with before, or new ones."""
+    """The knapsacks that the instance's search has used before, or new ones."""
     key = regime, weights, bound, roles
     if key not in instance.known:
         instance.known[key] = Knapsacks(regime, weights, bound, roles)
@@ -188,17 +190,17 @@ ByRoles = dict[Roles, float]
 
 
 class Sends:
-    """Lower bounds of what a stage spends on its neighbours and on layers of different layouts.
+    """Lower bounds of the time that a stage spends on sends and on resharding between layers of different layouts.
 
-    A stage whose layers all have one layout sends in that layout; what it sends back arrived in it, or was resharded. In any other stage
-    two neighbouring layers differ.
+    A stage whose layers all have one layout sends in that layout; the gradients that it sends back arrived in it or were resharded. In
+    any other stage two neighbouring layers differ in layout.
     """
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
         stages, last = instance.schedule.pipeline, instance.layers - 1
         place = instance.layout.place
-        borders = {self._border(i): i for i in range(last)}.values()  # one of each
+        borders = {self._border(i): i for i in range(last)}.values()  # one of each kind of border
         self.forward: list[ByRoles] = []
         self.back: list[ByRoles] = []
         self.mixed: list[float] = []
@@ -222,13 +224,13 @@ class Sends:
         return ways.border[i], int(self.instance.kind[i]), int(self.instance.kind[i + 1])
 
     def _send(self, i: int, s: int) -> Array:
-        """By layout of layer ``i``, a send over the border of stages ``s`` and the next."""
+        """Per layout of layer ``i``, the seconds of a send over the border between stage ``s`` and the next."""
         way = self.instance.layout.way[s]
         assert way is not None, self.instance.choice
         return self.instance.layout.across[way].p2p(i, self.instance.choice, self.instance.table(i).layouts)
 
     def least(self, s: int, layers: Layers, weights: Weights) -> float:
-        """A lower bound of the cost of a stage with such layers, with what it sends; ``weights`` cost forwards and backwards alike."""
+        """A lower bound of the cost of a stage with such layers, sends included; ``weights`` cost forwards and backwards alike."""
         if len(layers) > TABLES:
             return 0.0
         instance, regime = self.instance, self.instance.regime(s)
@@ -255,7 +257,7 @@ class Sends:
             time, forward, step = weights
             here, keep = table.at(place), only(table, roles)
             cost = time * here.time + forward * here.forward + step * here.step
-            self.instance.known[key] = float(cost[keep].min()), table  # kept, so that its number stays its own
+            self.instance.known[key] = float(cost[keep].min()), table  # kept alive, so that its id stays unique
         least: float = self.instance.known[key][0]
         return least
 

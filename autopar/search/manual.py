@@ -1,6 +1,6 @@
-"""Manual plans: a mesh, roles and cuts that somebody wrote down, without prices.
+"""Manual plans: a mesh, roles and cuts given by hand, without prices.
 
-Tests, examples and people who know what they want start here. ``manual_plan`` fills a ``Plan`` whose prediction is all
+For tests, examples and users who already know their plan. ``manual_plan`` fills a ``Plan`` whose prediction is all
 zeros; ``autopar.search.evaluate`` prices it.
 """
 
@@ -52,7 +52,7 @@ def grid_mesh(dimensions: int, side: int, depth: int = 1) -> tuple[Axis, ...]:
 
 
 def even_cuts(layers: int, stages: int) -> tuple[int, ...]:
-    """The first layers of stages 1.. when ``layers`` are distributed evenly, earlier stages taking the remainder."""
+    """The first layers of stages 1, 2, ... when ``layers`` are distributed evenly; earlier stages take the remainder."""
     base, rest = divmod(layers, stages)
     cuts, at = [], 0
     for stage in range(stages - 1):
@@ -73,17 +73,17 @@ def manual_plan(
 ) -> Plan:
     """A plan in which every layer has the same strategy, except those that ``strategies`` gives by index.
 
-    ``pins`` are decisions of the plan and of every layer (``autopar.pins``). A degree that is left out is 1, ZeRO is stage 0, and nothing
-    is recomputed or offloaded; ``zero`` takes effect where a layer has a data axis of more than one device. ``sequence`` cuts activations
-    between tensor-parallel regions along the sequence. ``cuts`` are the first layers of the stages after the first (default: even
-    numbers).
+    ``pins`` are decisions for the plan and for every layer (``autopar.pins``). A degree that is left out is 1, ZeRO is stage 0, and
+    nothing is recomputed or offloaded; ``zero`` takes effect if a layer has a data axis of more than one device. ``sequence`` shards
+    activations between tensor-parallel regions along the sequence. ``cuts`` are the first layers of the stages after the first (default:
+    layers distributed evenly).
 
-    Without ``mesh`` a stage's mesh is ("data", "expert", "ring", "ulysses", "tensor"), outermost first, and axes of size 1 are left out (a
-    single axis ("data", size 1) stands when all are). With ``mesh`` those five degrees are not used: an axis takes the role that its
+    Without ``mesh`` a stage's mesh is ("data", "expert", "ring", "ulysses", "tensor"), outermost first, and axes of size 1 are left out
+    (a single axis ("data", size 1) stands when all are). With ``mesh`` those five degrees are not used: an axis takes the role that its
     name begins with (``tensor0``, ``ring``, ``sequence``; ``weights``, ``hidden`` and ``rows`` of ``grid_mesh``), or data.
 
     Raises:
-        UsageError: pins that cannot be, cuts that do not cut the layers into the stages, a schedule that the pipeline cannot have, or
+        UsageError: impossible pins, cuts that do not cut the layers into the stages, a schedule that the pipeline does not admit, or
             strategies for layers that do not exist.
         BatchError: a global batch that the microbatches and the data axes do not divide.
     """
@@ -129,7 +129,7 @@ def manual_plan(
 
 
 def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins) -> Strategy:
-    """The strategy of all layers; ZeRO where there are copies of the parameters."""
+    """The strategy of all layers; ZeRO if there are copies of the parameters."""
     segment, offload = given.segment or 1, given.offload or "none"
     if offload == ANY:
         raise UsageError(
@@ -148,7 +148,7 @@ def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins) ->
 
 
 def _roles(mesh: tuple[Axis, ...], sequence: bool) -> tuple[Role, ...]:
-    """The role that each axis's name begins with; data where it begins with none."""
+    """The role that each axis's name begins with; data if it begins with none."""
     named = {
         "tensor": Role.TENSOR_SEQUENCE if sequence else Role.TENSOR,
         "sequence": Role.TENSOR_SEQUENCE,
@@ -185,7 +185,7 @@ def _bounds(count: int, stages: int, cuts: tuple[int, ...] | None) -> tuple[int,
 
 
 def _check_strategy(graph: Graph, mesh: tuple[Axis, ...], microbatches: int, index: int, strategy: Strategy) -> None:
-    """Raise if a layer's strategy does not fit the mesh, or the batch its data axes."""
+    """Raise if a layer's strategy does not fit the mesh, or if its data axes do not divide the batch."""
     if len(strategy.roles) != len(mesh):
         raise UsageError(
             f"the strategy of layer {index} has {len(strategy.roles)} roles for a mesh of {len(mesh)} axes"

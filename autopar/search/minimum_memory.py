@@ -1,4 +1,4 @@
-"""The least memory a choice can do with: decides feasibility exactly, and explains what does not fit."""
+"""The least memory that a choice needs: decides feasibility exactly, and explains why a choice does not fit."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from autopar.units import gigabytes
 
 
 def least_memory(instance: Instance) -> tuple[float, Solution]:
-    """The largest share of a device's memory limit that is needed, and a solution that needs no more. With one stage on each device it is
-    the least possible, with several a good one, not proved the best."""
+    """The largest share of a device's memory limit that the choice needs, and a solution that needs no more. With one stage on each
+    device the share is the least possible; with several stages it is good, but not proved the least."""
     solution = _several_stages(instance) if instance.schedule.interleaved else _one_stage(instance)
     return max(shares_of_limits(instance, solution)), solution
 
@@ -34,13 +34,14 @@ def shares_of_limits(instance: Instance, solution: Solution) -> list[float]:
 
 
 def first_moments(instance: Instance) -> list[Counts]:
-    """What each device has in flight when it has most."""
+    """The microbatches that each device has in flight when it has most of them."""
     saved, waiting = instance.in_flight.tolist(), instance.waiting.tolist()
     return [tuple((saved[s], waiting[s]) for s in instance.schedule.own(d)) for d in range(instance.schedule.pipeline)]
 
 
 def _several_stages(instance: Instance) -> Solution:
-    """The best of a few: first of the moment at which most is in flight, then of the one at which the memory is largest."""
+    """The best of a few solutions: first for the moment with the most microbatches in flight, then for the moment with the most
+    memory."""
     found = [_least_at(instance, first_moments(instance))]
     for _ in range(2 if instance.schedule.split else 0):
         found.append(_least_at(instance, fullest_moments(instance, found[-1])))
@@ -48,7 +49,7 @@ def _several_stages(instance: Instance) -> Solution:
 
 
 def _least_at(instance: Instance, moments: Sequence[Counts]) -> Solution:
-    """Of every device the candidates with the least memory at a moment, and cuts that fill all devices alike."""
+    """The candidates with the least memory of every device at a moment, and cuts that fill all devices equally."""
     picks, shares = [], []
     for d, moment in enumerate(moments):
         tables = instance.at(instance.layout.place[d])
@@ -66,8 +67,8 @@ def _one_stage(instance: Instance) -> Solution:
     """The smallest possible maximum of the stages' memory, as a multiple of their limits.
 
     For each level that the transients may reach, every layer takes its least ``weights + n saved`` among the candidates below that
-    level, where several layers are recomputed as one every run the least of its segments; a stage takes the best level, and dynamic
-    programming cuts the layers. With tied layers undecided this is a relaxation.
+    level (if several layers are recomputed as one, every run takes the least of its segments); a stage takes the best level, and dynamic
+    programming cuts the layers. While tied layers are undecided this is a relaxation.
     """
     count, stages = instance.layers, instance.schedule.pipeline
     spans = {regime: _least_memory(instance, regime) for regime in instance.regimes}
@@ -89,7 +90,7 @@ def _one_stage(instance: Instance) -> Solution:
 
 
 def _least_memory(instance: Instance, regime: Regime) -> tuple[Array, Array, list[_Ways]]:
-    """``[i, j]``: the least bytes of a stage of layers i..j-1, and the level that has it; the ways to be below each level."""
+    """``[i, j]``: the least bytes of a stage of layers i..j-1, and its transient level; the ways to stay below each level."""
     _, passing, place, _ = regime
     working = [table.at_work(passing) for table in instance.at(place)]
     levels = sorted({float(v) for each in working for v in each})
@@ -108,18 +109,18 @@ def _least_memory(instance: Instance, regime: Regime) -> tuple[Array, Array, lis
 
 
 class _Ways:
-    """The least that runs of layers hold with some candidates of every kind (``allowed``), transients excluded.
+    """The least memory of runs of layers with some candidates of every kind (``allowed``), transients excluded.
 
-    A segment of s layers holds their weights and what its first layer keeps; a chain is cut into such segments by dynamic programming.
-    Layers that follow each other are of one chain if they have a candidate of several layers in common, as layers of one class have that
-    are pinned differently.
+    A segment of s layers has the layers' weights and keeps the bytes of its first layer; dynamic programming cuts a chain into such
+    segments. Consecutive layers belong to one chain if they have a candidate of several layers in common, such as differently pinned
+    layers of one class.
     """
 
     def __init__(self, instance: Instance, regime: Regime, allowed: list[NDArray[np.bool_]]) -> None:
         self.n, _, place, _ = regime
         self.instance, self.tables, self.allowed = instance, instance.at(place), allowed
-        self.costs: list[Array] = []  # by kind: of a segment of s + 1 layers
-        self.which: list[Indices] = []  # and its candidate
+        self.costs: list[Array] = []  # per kind: bytes of a segment of s + 1 layers
+        self.which: list[Indices] = []  # and that segment's candidate
         for table, some in zip(self.tables, allowed, strict=True):
             sizes = np.arange(1, int(table.segment.max()) + 1)[:, None]
             held = np.where(some & (sizes <= table.segment), sizes * table.weights + self.n * table.kept, np.inf)
@@ -134,7 +135,7 @@ class _Ways:
 
     @cached_property
     def held(self) -> Array:
-        """``[i, j]``: bytes of layers i..j-1; ``inf`` where some have no candidate, and for empty runs."""
+        """``[i, j]``: bytes of layers i..j-1; ``inf`` if a layer has no candidate, and for empty runs."""
         instance, counts = self.instance, np.arange(self.instance.layers + 1)
         i, j = counts[:, None], counts[None, :]
         alone = np.array([cost[0] if len(cost) == 1 else 0.0 for cost in self.costs])
@@ -168,7 +169,7 @@ class _Ways:
         return found
 
     def _common(self, kinds: Collection[int]) -> list[dict[int, int]]:
-        """The candidates of several layers that all of these kinds have: of each what its number is by kind."""
+        """The several-layer candidates that all of these kinds have: for each candidate, its index by kind."""
         by_price = [
             {id(price): k for k, price in enumerate(self.tables[kind].prices) if price.segment > 1} for kind in kinds
         ]
@@ -177,7 +178,7 @@ class _Ways:
         return sorted(numbers, key=lambda each: sorted(each.items()))
 
     def _segment(self, kinds: tuple[int, ...]) -> tuple[float, dict[int, int]]:
-        """The least that one segment of layers of these kinds holds, and its candidate's number by kind."""
+        """The least bytes of one segment of layers of these kinds, and its candidate's index by kind."""
         size, different = len(kinds), frozenset(kinds)
         if len(different) == 1:
             kind = kinds[0]
@@ -201,7 +202,7 @@ class _Ways:
         return self._mixed[key]
 
     def _cut(self, kinds: tuple[int, ...]) -> tuple[Array, list[int]]:
-        """The least of the first 0, 1, ... layers of such kinds, and how many the last segment of each has."""
+        """The least bytes of the first 0, 1, ... layers of these kinds, and the number of layers of the last segment of each."""
         different = set(kinds)
         longest = max(len(self.costs[kind]) for kind in different)
         least, last = np.zeros(len(kinds) + 1), [0]
@@ -216,7 +217,7 @@ class _Ways:
         return least, last
 
     def pick(self, i: int, j: int) -> list[int]:
-        """The candidates of layers i..j-1; of a chain of one kind, equal ones next to each other."""
+        """The candidates of layers i..j-1; in a chain of one kind, equal candidates are next to each other."""
         found = [int(self.which[kind][0]) for kind in self.instance.kind[i:j].tolist()]
         for first, kinds in self._chains:
             start = max(i, first)
@@ -264,7 +265,8 @@ def explain(graph: Graph, instance: Instance, solution: Solution) -> InfeasibleE
 
 
 def explain_host(instance: Instance, solution: Solution) -> InfeasibleError:
-    """The error for a search in which whatever fits the devices asks too much of their hosts; ``solution`` needs least of the devices."""
+    """The error for a search in which every plan that fits the devices exceeds the host memory; ``solution`` needs the least device
+    memory."""
     spans = [prices_of(instance, solution)[i:j] for i, j in pairwise(solution.bounds)]
     offloaded, places = host_bytes(instance.schedule, spans), instance.layout.place
     limits = [instance.layout.host[places[d]] for d in range(len(offloaded))]

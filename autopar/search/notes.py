@@ -1,4 +1,4 @@
-"""What a plan's reader should know besides its figures, as sentences."""
+"""Notes of a plan: sentences that a reader needs besides its figures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autopar.search.problem import Choice, Mesh
 
 
 def notes_of(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh: Mesh) -> tuple[str, ...]:
-    """What a plan makes of the model, and what it cannot make of it."""
+    """Notes on how the plan runs the model, and on what it could not do."""
     notes = []
     idle = [s.degree(mesh, Role.IDLE) for s in strategies]
     if max(idle) > 1:
@@ -44,7 +44,7 @@ def notes_of(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh:
 
 
 def host_notes(offloaded: Sequence[int], limits: Sequence[int]) -> tuple[str, ...]:
-    """What the devices of a line have in their hosts' memory, in bytes, against their shares of it."""
+    """A note on the bytes that each pipeline rank offloads to host memory, against its share of that memory."""
     if not max(offloaded):
         return ()
     d = max(range(len(offloaded)), key=lambda d: offloaded[d] / max(limits[d], 1))

@@ -1,4 +1,4 @@
-"""What the user decides: pins, limits, what may be given up, how long to look. ``autopar.pins`` has the table of pins."""
+"""The user's decisions: pins, limits, allowed concessions, search time. ``autopar.pins`` has the table of pins."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from autopar.plan import ALLOWED, RECOMPUTATIONS, Role
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions(PlanPins):
-    """What the user pins, and how long to look. ``None`` leaves a choice to the search.
+    """The user's pins, and how long to search. ``None`` leaves a choice to the search.
 
-    ``pin`` takes pins by key; those of all layers and of the plan become fields, those of named layers stay. ``roles`` are the roles that
-    may be used without being pinned, besides data; if left out, tensor parallelism, expert parallelism where there are experts, and
-    Ulysses and ring attention where the sequence is long. ``allow`` names what of exactness may be given up (some of ``ALLOWED``).
-    The search stops once the gap is ``target_gap``, or at the time limit. With ``pin_time_s`` the pins are priced besides, in about this
-    time. ``progress`` is called with a short text whenever the incumbent or the bound has moved.
+    ``pin`` takes pins by key; pins of all layers and of the plan become fields, pins of named layers stay in it. ``roles`` are the roles
+    that the search may use without a pin, besides data; by default tensor parallelism, expert parallelism if there are experts, and
+    Ulysses and ring attention if the sequence is long. ``allow`` names the kinds of exactness that may be given up (some of ``ALLOWED``).
+    The search stops once the gap is ``target_gap``, or at the time limit. With ``pin_time_s`` the search also prices the pins, in about
+    this time. ``progress`` is called with a short text whenever the incumbent or the bound improves.
 
     Raises:
         UsageError: an unknown key, a value that a pin cannot have, a pin with two different values, an unknown name in ``allow``.
@@ -75,7 +75,7 @@ class SearchOptions(PlanPins):
 
 
 def check_allowed(allow: Collection[str]) -> None:
-    """Raise ``UsageError`` where ``allow`` is not a set of the names in ``ALLOWED``."""
+    """Raise ``UsageError`` if ``allow`` is not a set of names in ``ALLOWED``."""
     if isinstance(allow, str) or not set(allow) <= set(ALLOWED):
         raise UsageError(f"allow={allow!r} is not known", f"it is a set of: {', '.join(ALLOWED)}")
 
@@ -128,7 +128,7 @@ def pins_by_layer(graph: Graph, options: SearchOptions) -> tuple[LayerPins, ...]
 
 
 def _of_experts(graph: Graph, layer: int, pins: LayerPins) -> LayerPins:
-    """The layer's pins; where it has no experts, ``expert`` multiplies the data-parallel degree."""
+    """The layer's pins; if the layer has no experts, ``expert`` multiplies the data-parallel degree."""
     experts = graph.classes[graph.layers[layer].cls].experts
     if pins.expert is None or experts:
         return pins

@@ -9,16 +9,17 @@ Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
 PAIRS = 256
-"""Up to this many rows all are compared with all, whatever their group."""
+"""Up to this many rows, all rows are compared with all, whatever their group."""
 
 BLOCK = 64
-"""Of more rows, those of a group that are compared with each other at once."""
+"""Above that, the number of rows of a group that are compared with each other at once."""
 
 
 def undominated(columns: Array, group: Indices | None = None, enough: int | None = None) -> Indices:
-    """The rows that no other row of their group equals or beats in every column; of equal rows the first. Sorted by group, then by columns.
+    """The rows that no other row of their group equals or beats in every column; among equal rows the first. Sorted by group, then by
+    columns.
 
-    Ends early once more than ``enough`` rows are kept.
+    Stops early once more than ``enough`` rows are kept.
     """
     group = np.zeros(len(columns), dtype=np.int64) if group is None else group
     if len(columns) <= PAIRS:
@@ -26,7 +27,7 @@ def undominated(columns: Array, group: Indices | None = None, enough: int | None
         later = np.tri(len(columns), dtype=bool)  # [i, j]: i is j, or comes after it
         left = np.flatnonzero(~(no_worse & ~(no_worse.T & later)).any(axis=0))
         return left[np.lexsort((*columns[left].T[::-1], group[left]))]
-    order = np.lexsort((*columns.T[::-1], group))  # so that a row is beaten by rows before it alone
+    order = np.lexsort((*columns.T[::-1], group))  # only earlier rows can beat a row
     rows, groups = columns[order], group[order]
     kept: list[Indices] = []
     number = start = 0
@@ -54,7 +55,7 @@ def _no_worse(some: Array, others: Array) -> NDArray[np.bool_]:
 
 
 def falling(held: Array, cost: Array) -> Indices:
-    """The ways that none beats in both bytes held and cost, by the bytes."""
+    """The ways that no other way beats in both live bytes and cost, sorted by bytes."""
     order = np.argsort(held, kind="stable")
     cost = cost[order]
     keep = np.ones(len(order), dtype=bool)

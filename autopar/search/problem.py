@@ -1,4 +1,4 @@
-"""What the search is given: the pricer's and the cluster's interface, the options, and the outer choices.
+"""The inputs of the search: the interfaces of pricer and cluster, the options, and the outer choices.
 
 The problem, for one outer choice (mesh of a stage, pipeline degree ``P``, microbatches ``m``, schedule):
 
@@ -6,28 +6,28 @@ The problem, for one outer choice (mesh of a stage, pipeline degree ``P``, micro
     minimise step = schedule(f, b, m) + max_s g_s
     where    f_s  = sum_{i in s} forward(i, k(i)) + resharding/2 inside and at the entry of s + p2p to s+1
              b_s  = sum_{i in s} backward(i, k(i)) + resharding/2 inside and at the entry of s + p2p to s-1
-             g_s  = sum_{i in s} step(i, k(i))                      gradient reduction and optimizer, once a step
+             g_s  = sum_{i in s} step(i, k(i))                      gradient reduction and optimizer, once per step
     subject to
       memory[s]   sum_{i in s} (weights + n_s * saved)(i, k(i)) + max_{i in s} (transient + b_s * border)(i, k(i)) <= limit
       host[s]     sum_{i in s} (host + n_s * host_saved)(i, k(i)) <= a device's share of its host's memory
       nonempty[s] c_s < c_{s+1}
       tied[p]     layers that share parameter p: equal roles, equal ZeRO stage
 
-Where stages run on different devices every price and the limit also depend on ``s``; the candidates do not.
-``b_s`` counts the tensors that the pipeline itself holds (``schedules.memory.passing``), and
+If stages run on different devices, every price and the limit also depend on ``s``; the candidates do not.
+``b_s`` (the factor of ``border``) counts the tensors that the pipeline itself keeps (``schedules.memory.passing``), and
 ``n_s`` is the number of microbatches in flight: ``m`` under GPipe, ``min(m, P - s)`` under 1F1B, 1 without a pipeline.
 ``schedule(f, b, m)`` is the longest path through the schedule's actions (``schedules.step_time``), which never falls when an ``f_s`` or a
-``b_s`` rises. ``bounds`` has lower bounds, the linear relaxation among them; ``exact`` solves.
+``b_s`` rises. ``bounds`` has lower bounds, among them the linear relaxation; ``exact`` solves.
 
-Under interleaved 1F1B each of ``P`` devices has ``v`` chunks: stage ``s`` of ``P v`` is on device ``s mod P`` (``Schedule.device``), which
-pays the sum of its stages' ``g`` and holds all of them; of activations the most that its actions ever have at once
-(``schedules.memory.moments``). Such choices have bounds and a constructor of their own (``steps`` says which).
+Under interleaved 1F1B each of ``P`` devices has ``v`` chunks: stage ``s`` of ``P v`` is on device ``s mod P`` (``Schedule.device``). The
+device pays the sum of its stages' ``g`` and keeps the weights of all of them; its live activations are the most that its actions ever
+need at once (``schedules.memory.moments``). Such choices have separate bounds and a separate constructor (``steps`` selects them).
 
-So have those whose backwards are in two parts (``schedules.SPLIT``), even with one chunk: ``b_s`` is then two prices, the second one
-is the sum of ``weight(i, k(i))``, and a microbatch that is between the two holds ``waiting`` besides ``saved``.
+The same holds for schedules with two-part backwards (``schedules.SPLIT``), even with one chunk: ``b_s`` is then two prices, the second
+one is the sum of ``weight(i, k(i))``, and a microbatch between the two parts keeps ``waiting`` live besides ``saved``.
 
-1F1B never has more in flight than GPipe, and was never slower on tens of thousands of random stages (observed, and a test holds
-it; not proved), so GPipe is planned only where it is asked for and the bound does not cover it.
+1F1B never has more microbatches in flight than GPipe, and was never slower on tens of thousands of random stages (observed, and a test
+checks it; not proved), so GPipe is planned only if it is pinned, and the bound does not cover it.
 """
 
 from __future__ import annotations
@@ -65,25 +65,25 @@ Mesh = tuple[Axis, ...]
 TENSOR_ROLES = (Role.TENSOR, Role.TENSOR_SEQUENCE)
 SEQUENCE_ROLES = (Role.ULYSSES, Role.RING)
 MOST_CHUNKS = 8
-"""Chunks of a device that are tried where their number is not pinned. All pipelines are tried with several where the schedule that is
-pinned needs several stages on each device, else that of the best plan with one stage on each device, and its half: there are many such
-choices, their bounds are some per cent looser, and what interleaving gains is what that plan loses waiting."""
+"""Numbers of chunks of a device that are tried if no pin decides. All pipelines are tried with several chunks if the pinned schedule
+needs several stages on each device; otherwise only the pipeline of the best plan with one stage on each device, and half of it: there are
+many such choices, their bounds are some per cent looser, and interleaving gains only the time that that plan waits."""
 SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of layers that are tried as one segment of recomputation."""
 
 LONG_SEQUENCE = 16384
-"""Sequences from here on are cut without being asked to: attention then outweighs the gathers for it."""
+"""Sequences of at least this length are sharded without a pin: attention then outweighs the gathers for it."""
 
 
 class Pricer(Protocol):
-    """Prices of layers and of the ways between them. ``edge`` and ``p2p`` depend on a strategy's roles alone."""
+    """Prices of layers, and of resharding and sends between them. ``edge`` and ``p2p`` depend on a strategy's roles alone."""
 
     def on(self, cluster: Any) -> Pricer:
         """The prices on other devices, such as those of one stage."""
         ...
 
     def layer(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
-        """``None`` where a role is inadmissible or a size indivisible."""
+        """The layer's price; ``None`` if a role is inadmissible or a size indivisible."""
         ...
 
     def edge(self, layer_index: int, mesh: Mesh, left: Strategy, right: Strategy, microbatches: int) -> float:
@@ -102,7 +102,7 @@ class Pricer(Protocol):
 class Devices(Protocol):
     """The part of a cluster that the search reads. ``str()`` of it names it in the plan. Equal devices have equal prices.
 
-    ``stages`` are what each stage of a pipeline runs on, ``borders`` what each but the last sends over to the next.
+    ``stages`` are the devices that each stage of a pipeline runs on; ``borders`` are the links over which each stage but the last sends.
     """
 
     def stages(self, pipeline: int) -> Sequence[Devices]: ...
@@ -125,8 +125,8 @@ Tie = tuple[int, tuple[Role, ...], int]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An outer choice: a stage's mesh, the schedule with its numbers of devices, chunks and microbatches, the decisions made for tied
-    layers, and whether several layers may be recomputed as one without being pinned to it."""
+    """An outer choice: a stage's mesh; the schedule with its numbers of devices, chunks and microbatches; the decisions for tied
+    layers; and whether several layers may be recomputed as one without a pin."""
 
     mesh: Mesh
     schedule: Schedule
@@ -161,10 +161,10 @@ def prime_factors(n: int) -> list[int]:
 
 
 def meshes(devices: int, every_order: bool = False) -> list[Mesh]:
-    """The meshes to try for one stage: its prime factors as axes, small ones innermost, and (where it differs) outermost.
+    """The meshes to try for one stage: its prime factors as axes, small factors innermost, and (if it differs) small factors outermost.
 
-    The order decides which degrees a prefix or a suffix of the axes can have: 6 as 3x2 has tensor degree 2, as 2x3 data degree 2.
-    ``every_order`` gives all of them, for pinned degrees that only one may have.
+    The order decides which degrees a prefix or a suffix of the axes can have: 6 as 3x2 allows tensor degree 2, as 2x3 data degree 2.
+    ``every_order`` gives all orders, for pinned degrees that only one order may allow.
     """
     factors = prime_factors(devices) or [1]
     orders: list[tuple[int, ...]] = [tuple(factors[::-1]), tuple(factors)]
@@ -174,7 +174,7 @@ def meshes(devices: int, every_order: bool = False) -> list[Mesh]:
 
 
 def _distinct_orders(factors: list[int]) -> list[tuple[int, ...]]:
-    """Every order of ``factors``, equal ones told apart by nothing."""
+    """Every distinct order of ``factors``; equal factors are interchangeable."""
     if not factors:
         return [()]
     found = []
@@ -194,12 +194,13 @@ def strategies(
     experts: int = 0,
     sizes_of_segments: Sequence[int] = (1,),
 ) -> list[Strategy]:
-    """Every candidate for a layer on ``mesh`` that ``pins`` (default: those of every layer) allow, for a microbatch of ``batch`` samples.
+    """Every candidate for a layer on ``mesh`` that ``pins`` (default: the pins of every layer) allow, for a microbatch of ``batch``
+    samples.
 
-    Data takes the longest prefix of the axes that divides the batch (or the pinned one), other roles a suffix; what lies between is idle.
-    Data being a prefix for every layer, the batch dim is gathered from its innermost axis outwards, and each slice stays contiguous.
-    A layer that has ``experts`` may distribute them over a degree that divides their number, right inside of the data axes. So many layers
-    may be recomputed as one as ``sizes_of_segments`` say.
+    Data takes the longest prefix of the axes that divides the batch (or the pinned prefix), other roles a suffix; axes in between are
+    idle. Since data is a prefix for every layer, the batch dim is gathered from its innermost axis outwards, and each slice stays
+    contiguous. A layer with ``experts`` may distribute them over a degree that divides their number, directly inside the data axes.
+    ``sizes_of_segments`` are the numbers of layers that may be recomputed as one.
     """
     pins = options.common if pins is None else pins
     sizes = [axis.size for axis in mesh]
@@ -208,7 +209,7 @@ def strategies(
         outer = len(sizes) - len(suffix)
         ways = [_product(sizes[:j]) for j in range(outer + 1)]
         prefixes = [j for j, n in enumerate(ways) if batch % n == 0 and pins.data in (None, n)]
-        if owning := suffix.count(Role.EXPERT):  # they take other samples, too
+        if owning := suffix.count(Role.EXPERT):  # ranks of the expert axes take different samples, too
             owners = _product(sizes[outer : outer + owning])
             prefixes = [j for j in prefixes if j == outer and batch % (ways[j] * owners) == 0]
         if not prefixes:
@@ -223,8 +224,8 @@ def strategies(
 def _activations(pins: LayerPins, sizes_of_segments: Sequence[int]) -> Iterator[tuple[bool, bool, str, int]]:
     """The ways to treat activations: recomputation (full, selective), offload, layers of a segment.
 
-    Nothing is there unless it is asked for. What selective recomputation keeps, and what a segment of several layers does, has no way
-    there.
+    Nothing is offloaded unless a pin allows it. Values that selective recomputation keeps, and values inside
+    a segment of several layers, cannot be offloaded.
     """
     asked = OFFLOADS if pins.offload == ANY else (pins.offload or "none",)
     for again, offload in itertools.product(pins.recomputations, asked):
@@ -237,10 +238,11 @@ def _activations(pins: LayerPins, sizes_of_segments: Sequence[int]) -> Iterator[
 def _suffixes(
     mesh: Mesh, gpus_per_node: int, roles: tuple[Role, ...], pinned: LayerPins, experts: int
 ) -> Iterator[tuple[Role, ...]]:
-    """The roles of the innermost axes, besides data: experts outside of ring attention, that outside of Ulysses and tensor parallelism.
+    """The roles of the innermost axes, besides data: experts outside ring attention, ring attention outside Ulysses and tensor
+    parallelism.
 
-    A tensor degree may span at most four nodes unless it is pinned: all-reduce on the slow links costs more than it saves long before
-    that. Experts, ring and Ulysses stand alone, beside degrees that are pinned, or beside one node of tensor parallelism.
+    A tensor degree may span at most four nodes unless it is pinned: long before that, all-reduce on the slow links costs more than
+    it saves. Experts, ring and Ulysses are tried alone, beside pinned degrees, or beside one node of tensor parallelism.
     """
     tensor_roles = tuple(role for role in roles if role in TENSOR_ROLES)
     pins = {
@@ -258,13 +260,13 @@ def _suffixes(
         if sum(numbers) > len(mesh):
             continue
         for role in tensor_roles if tensor else (Role.TENSOR,):
-            # Ulysses exchanges the heads that tensor parallelism has left, so it is inside of it; of a sequence that both cut, outside
+            # Ulysses exchanges the heads that tensor parallelism leaves, so it is inside; if both shard the sequence, it is outside
             inside = [Role.TENSOR, Role.ULYSSES] if role is Role.TENSOR else [Role.ULYSSES, Role.TENSOR]
             suffix = tuple(each for each in (Role.EXPERT, Role.RING, *inside) for _ in range(counts[each]))
             inner = mesh[len(mesh) - len(suffix) :]
             degrees = {each: Strategy(suffix).degree(inner, each) for each in counts}
             if any(counts[each] and degrees[each] == 1 for each in counts):
-                continue  # a mesh of one device has no suffix worth naming
+                continue  # a mesh of one device needs no suffix
             if counts[Role.EXPERT] and experts % degrees[Role.EXPERT]:
                 continue
             if all(_wanted(each, degrees, pins, roles, gpus_per_node) for each in counts):
@@ -286,10 +288,10 @@ def _wanted(
 
 
 def sizes_of_segments(chain: int, pins: LayerPins, several: bool) -> tuple[int, ...]:
-    """How many layers may be recomputed as one, of a class of which ``chain`` may be at most.
+    """The numbers of layers that may be recomputed as one, for a class with at most ``chain`` such layers.
 
-    ``several``: some are tried without being pinned. The live memory is least at about the square root of a stage's layers: they end at
-    twice that of the chain.
+    ``several``: some are tried without a pin. The live memory is smallest at about the square root of a stage's layers: the numbers end
+    at twice the square root of the chain.
     """
     if pins.segment is not None:
         return (min(pins.segment, chain),)
@@ -304,7 +306,7 @@ def _zeros(replicas: int, pins: LayerPins) -> tuple[int, ...]:
 
 
 def for_sequence(options: SearchOptions, length: int) -> SearchOptions:
-    """The options with the roles that a sequence of ``length`` is worth: below ``LONG_SEQUENCE`` the search has enough to do."""
+    """The options with the roles that pay for a sequence of ``length``: below ``LONG_SEQUENCE`` they would only slow the search."""
     if options.roles is not None:
         return options
     return replace(options, roles=(*TENSOR_ROLES, Role.EXPERT, *(SEQUENCE_ROLES if length >= LONG_SEQUENCE else ())))
@@ -320,10 +322,10 @@ def _product(sizes: list[int]) -> int:
 def choices(
     graph: Graph, devices: int, options: SearchOptions, pinned: Sequence[LayerPins] | None = None
 ) -> list[Choice]:
-    """Every outer choice that the pins allow; ``pinned`` are those of every layer where some differ.
+    """Every outer choice that the pins allow; ``pinned`` are each layer's pins, if some differ.
 
     Raises:
-        UsageError: a pinned number that does not divide what it has to.
+        UsageError: a pinned number that does not divide the number that it must divide.
     """
     pinned = tuple(dict.fromkeys(pinned or [options.common]))
     pipelines = _pipelines(len(graph.layers), devices, options, pinned)
@@ -358,9 +360,9 @@ def choices(
 
 
 def schedules(layers: int, pipeline: int, microbatches: int, name: str | None, chunks: int | None) -> list[Schedule]:
-    """The schedules of a pipeline of that many devices that the pins ``name`` and ``chunks`` allow, few chunks first.
+    """The schedules of a pipeline of ``pipeline`` devices that the pins ``name`` and ``chunks`` allow, fewest chunks first.
 
-    Without a pin a device has one stage; with the name alone of a schedule that admits several, as many as are tried.
+    Without a pin a device has one stage; if only ``name`` is pinned and that schedule admits several, all ``CHUNKS`` are tried.
     """
     several = name in SEVERAL_STAGES
     if pipeline == 1 and not several:
@@ -372,10 +374,11 @@ def schedules(layers: int, pipeline: int, microbatches: int, name: str | None, c
 
 
 def in_chunks(choice: Choice, layers: int) -> list[Choice]:
-    """The choice with several stages on each device, as few as possible first; no pins of schedule and chunks are asked for.
+    """The choice with several stages on each device, as few as possible first; pins of schedule and chunks are not checked.
 
-    All stages are to have equally many layers, the first and the last apart (an embedding and a head are no blocks), as in Megatron
-    (arXiv:2104.04473, section 2.2): a schedule goes at the pace of its longest stage, and no bound sees how much uneven ones cost.
+    All stages must have equally many layers, apart from the first and the last layer (an embedding and a head are no blocks), as in
+    Megatron (arXiv:2104.04473, section 2.2): a schedule runs at the pace of its longest stage, and no bound shows how much uneven stages
+    cost.
     """
     line, m = choice.schedule.pipeline, choice.schedule.microbatches
     if line == 1 or m == 1:  # one microbatch passes all stages one after the other, wherever they are placed
@@ -388,7 +391,7 @@ def in_chunks(choice: Choice, layers: int) -> list[Choice]:
 
 
 def _no_schedule(layers: int, pipelines: Sequence[int], counts: Sequence[int], options: SearchOptions) -> UsageError:
-    """Why no pipeline can have the pinned schedule and chunks."""
+    """The error that explains why no pipeline can have the pinned schedule and chunks."""
     pipeline, chunks = min((p for p in pipelines if p > 1), default=1), options.chunks
     if options.schedule in SEVERAL_STAGES or (chunks or 1) > 1:
         schedule = options.schedule or INTERLEAVED

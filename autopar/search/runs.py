@@ -1,7 +1,7 @@
-"""Runs of layers by what they are made of.
+"""Runs of layers, grouped by their composition.
 
-Layers of one kind have one table, so what a stage may cost or hold, resharding apart, depends only on how many layers of each kind it has.
-A chain of L layers has L (L+1) / 2 runs, but where blocks repeat only a few of these compositions: prices are worked out by
+Layers of one kind have one table, so the cost or memory of a stage, resharding apart, depends only on how many layers of each kind it
+has. A chain of L layers has L (L+1) / 2 runs, but if blocks repeat, only a few of these compositions: prices are computed per
 composition and then spread over the runs.
 """
 
@@ -19,14 +19,14 @@ from autopar.search.tables import Instance, Table
 
 @dataclass(frozen=True)
 class Compositions:
-    """Every composition of a chain's runs."""
+    """All distinct compositions of a chain's runs."""
 
-    counts: Array  # [composition, kind]: layers of that kind
-    has: NDArray[np.bool_]  # [composition, kind]
+    counts: Array  # [composition, kind]: number of layers of that kind
+    has: NDArray[np.bool_]  # [composition, kind]: whether there are any
     at: Indices  # [i, j]: the composition of layers i..j-1; one past the last for empty runs
 
     def layers(self, instance: Instance, composition: int) -> list[tuple[Table, int]]:
-        """The tables that a composition's layers choose from, and how many each."""
+        """The tables of a composition's layers, and the number of layers of each."""
         counts = self.counts[composition]
         return [(instance.kinds[kind], int(counts[kind])) for kind in np.flatnonzero(counts)]
 
@@ -35,7 +35,8 @@ class Compositions:
         return np.concatenate([values, np.full((*values.shape[:-1], 1), np.inf)], axis=-1)[..., self.at]
 
     def most(self, values: Array) -> Array:
-        """``[..., composition]``: the largest of ``values[..., kind]`` among the kinds that a composition has; values are not negative."""
+        """``[..., composition]``: the largest of ``values[..., kind]`` among the kinds that a composition has; values are not
+        negative."""
         return np.where(self.has, values[..., None, :], 0.0).max(axis=-1)
 
 

@@ -21,8 +21,8 @@ class Node:
     bound_s: float
     number: int
     instance: Instance = field(compare=False)
-    more: tuple[Choice, ...] = field(default=(), compare=False)  # of more chunks; their bounds are no lower
-    done: int = field(default=0, compare=False)  # how many steps of its engine it has had
+    more: tuple[Choice, ...] = field(default=(), compare=False)  # with more chunks; their bounds are no lower
+    done: int = field(default=0, compare=False)  # how many steps of its engine have run
 
 
 @dataclass
@@ -34,7 +34,7 @@ class State:
     pricer: Pricer
     deadline: float
     heap: list[Node] = field(default_factory=list)
-    later: list[Node] = field(default_factory=list)  # those whose next step is dear, while others are left
+    later: list[Node] = field(default_factory=list)  # choices with an expensive next step, while others remain
     closed_s: float = np.inf
     step_s: float = np.inf
     best: tuple[Instance, Solution] | None = None
@@ -42,14 +42,14 @@ class State:
     opened: int = 0
     solvers: set[str] = field(default_factory=set)
     unpriced: int = 0
-    rest: list[Choice] = field(default_factory=list)  # those that are priced when one of fewer chunks comes up
+    rest: list[Choice] = field(default_factory=list)  # priced when the choice with fewer chunks comes up
     offloaded: set[Choice] = field(
         default_factory=set
-    )  # those for which segments in place of offloading were looked for
-    widened: Choice | None = None  # the latest best choice that segments were looked for in
-    in_chunks: bool = False  # whether it was decided where to look for several stages on each device
-    chunked: set[int] = field(default_factory=set)  # the pipelines of which they were looked for
-    floor_s: float = 0.0  # the model's arithmetic at the devices' peak: what also holds for choices without a price
+    )  # the choices for which segments in place of offloading were tried
+    widened: Choice | None = None  # the latest best choice in which segments were tried
+    in_chunks: bool = False  # whether several stages on each device were considered
+    chunked: set[int] = field(default_factory=set)  # the pipelines for which they were tried
+    floor_s: float = 0.0  # the model's arithmetic at the devices' peak; also a bound for choices without a price
 
     @property
     def bound_s(self) -> float:
@@ -61,14 +61,14 @@ class State:
     @property
     def enough_s(self) -> float:
         """A choice whose bound is at least this cannot improve the incumbent by more than the target."""
-        rounded = 1 + 1e-12  # so that the gap of such a bound is no more than the target
+        rounded = 1 + 1e-12  # so that the gap to such a bound is at most the target
         return self.step_s * (1 - max(self.options.target_gap, 1e-9)) * rounded
 
     def push(self, instance: Instance, bound_s: float, done: int = 0, more: tuple[Choice, ...] = ()) -> None:
         heapq.heappush(self.heap, Node(bound_s, next(self.counter), instance, more, done))
 
     def pop(self) -> Node | None:
-        """The choice with the lowest bound; ``None`` where no bound is low enough to go on."""
+        """The choice with the lowest bound; ``None`` if no bound is low enough to continue."""
         if self.later and (not self.heap or self.heap[0].bound_s >= self.enough_s):
             self.heap, self.later = self.heap + self.later, []
             heapq.heapify(self.heap)
@@ -77,7 +77,7 @@ class State:
         node = heapq.heappop(self.heap)
         if node.more:
             following = self.prices.instance(node.more[0])
-            if following is not None:  # else a layer has no candidate, whatever the number of chunks
+            if following is not None:  # otherwise a layer has no candidate, whatever the number of chunks
                 self.push(following, max(node.bound_s, fewest_seconds(following)), more=node.more[1:])
         return node
 

@@ -1,8 +1,8 @@
-"""The steps that an outer choice goes through, one each time that its bound is the lowest: bounds, solutions, then a proof.
+"""The steps of an outer choice: bounds, solutions, then a proof. One step runs each time that the choice's bound is the lowest.
 
-An ``Engine`` is such a sequence. Choices with one stage on each device are bounded before a solution is looked for: their bounds are tight,
-and most choices need no solution. With several stages on each device bounds are dear and looser, and a solution comes first: the better the
-incumbent, the fewer choices need them.
+An ``Engine`` is such a sequence. Choices with one stage on each device get bounds before solutions: their bounds are tight,
+and most choices need no solution. With several stages on each device bounds are expensive and looser, and a solution comes first: the
+better the incumbent, the fewer choices need such bounds.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ LABEL_LAYERS = 16
 """Up to this many layers the label method is tried before SCIP."""
 
 MARGIN = 0.15
-"""How far above a choice's bound a plan is looked for while none is known."""
+"""How far above a choice's bound a plan is searched for while no plan is known."""
 
 FEW = 16
-"""Layers of a device up to which devices of whole layers are mixed rather than layers: the more there are, the less it gains."""
+"""Up to this many layers of a device, devices of whole layers are mixed rather than layers: with more layers it gains less."""
 
 PRICES = (0.0, 0.03, 0.3)
-"""Prices of memory at which tied layers are decided, in units of a stage's least time per device memory."""
+"""Prices of memory with which tied layers are decided, in units of a stage's least time per device memory."""
 
 Step = Callable[[State, Node], None]
 Bound = Callable[[State, Node], float]
@@ -48,7 +48,7 @@ class Engine:
     """How the choices of one family are solved.
 
     ``estimate``: a bound by which the ways to decide a tie are compared. ``segments``: whether several layers may be recomputed as one
-    without being pinned to it. ``integer``: whether SCIP decides what labels cannot.
+    without a pin. ``integer``: whether SCIP decides choices that the label method cannot.
     """
 
     steps: tuple[Step, ...]
@@ -63,12 +63,12 @@ def engine_of(instance: Instance) -> Engine:
 
 
 def advance(state: State, node: Node) -> None:
-    """The next step of a choice."""
+    """Run the next step of a choice."""
     engine_of(node.instance).steps[node.done](state, node)
 
 
 def _bounding(bound: Bound) -> Step:
-    """A step that raises a choice's bound, or finds that nothing of it fits."""
+    """A step that raises a choice's bound, or proves that no plan of the choice fits."""
 
     def step(state: State, node: Node) -> None:
         found = bound(state, node)
@@ -81,15 +81,15 @@ def _bounding(bound: Bound) -> Step:
 
 
 def not_possible(state: State, node: Node) -> None:
-    """Nothing of a choice fits: take it up again with segments of several layers, which need less memory and are never faster, but in place
-    of offloading."""
+    """No plan of a choice fits: try it again with segments of several layers, which need less memory and are never faster, except in
+    place of offloading."""
     instance = segmented(state, node.instance)
     if instance is not None:
         state.push(instance, fewest_seconds(instance) if instance.offloaded else node.bound_s)
 
 
 def nothing_fits(instance: Instance, deadline: float) -> bool:
-    """Whether it is proved that no plan of a choice fits into the devices, and, where layers offload, into the hosts as well."""
+    """Whether it is proved that no plan of a choice fits in device memory and, if layers offload, in host memory as well."""
     if least_memory(instance)[0] > 1:
         return True
     if not instance.offloaded or instance.layers > LABEL_LAYERS:
@@ -101,7 +101,7 @@ def nothing_fits(instance: Instance, deadline: float) -> bool:
 
 
 def segmented(state: State, instance: Instance) -> Instance | None:
-    """The same choice with segments of several layers among its candidates; ``None`` where there are none besides."""
+    """The same choice with segments of several layers among its candidates; ``None`` if there are no such candidates."""
     choice = instance.choice
     if choice.segments or not engine_of(instance).segments:
         return None
@@ -114,12 +114,12 @@ def segmented(state: State, instance: Instance) -> Instance | None:
 
 
 def _coarse(state: State, node: Node) -> None:
-    """Coarse first: most choices are far from the best."""
+    """Coarse bounds first: most choices are far from the best."""
     bound = bottleneck_bound(node.instance, node.bound_s, state.enough_s, GRIDS[:1])
     if not np.isfinite(bound):
         not_possible(state, node)
     elif state.best is None and state.left_s() < 0.5 * state.options.time_limit_s:
-        _construct(state, replace(node, bound_s=bound, more=()))  # a plan first
+        _construct(state, replace(node, bound_s=bound, more=()))  # find a plan first
     else:
         state.push(node.instance, bound, node.done + 1)
 
@@ -143,12 +143,12 @@ def _even(state: State, node: Node) -> float:
 
 
 def _devices(state: State, node: Node) -> float:
-    """Devices of whole layers, each for itself."""
+    """``devices_bound``: whole layers, each device separately."""
     return devices_bound(node.instance, node.bound_s, state.enough_s)
 
 
 def _mixed(state: State, node: Node) -> float:
-    """All devices together."""
+    """``mixed_bound`` or ``columns_bound``: all devices together."""
     instance, bound = node.instance, node.bound_s
     if instance.layers <= FEW * instance.schedule.pipeline:
         state.solvers.add("CLP")
@@ -168,7 +168,7 @@ def _construct(state: State, node: Node) -> None:
 
 
 def _first(state: State, node: Node) -> None:
-    """A solution before dearer bounds; these wait while other choices are left."""
+    """A solution before more expensive bounds; the bounds wait while other choices are left."""
     if node.bound_s < state.enough_s:
         state.opened += 1
         _look(state, node.instance)
@@ -176,14 +176,14 @@ def _first(state: State, node: Node) -> None:
 
 
 def _second(state: State, node: Node) -> None:
-    """Another one, now that it is known how a relaxation shares the layers out."""
+    """A second solution, now that a relaxation gives the number of layers of each device."""
     if node.bound_s < state.enough_s:
         _look(state, node.instance)
     state.push(node.instance, node.bound_s, node.done + 1)
 
 
 def _look(state: State, instance: Instance) -> bool:
-    """Whether a solution of the choice was found."""
+    """Search for a solution of the choice; whether one was found."""
     decided = _dive(state, instance)
     found = engine_of(instance).construct(decided, state.deadline) if decided is not None else None
     if decided is None or found is None:
@@ -193,7 +193,8 @@ def _look(state: State, instance: Instance) -> bool:
 
 
 def _dive(state: State, instance: Instance) -> Instance | None:
-    """The instance with every tie decided in the way that looks best: where a solution is looked for before ties are branched on."""
+    """The instance with every tie decided in the way that looks best: a solution is searched for in it before the search branches on
+    ties."""
     while (group := state.undecided(instance.choice)) is not None:
         children = list(decided(state, instance, group))
         if not children:
@@ -206,7 +207,7 @@ def _dive(state: State, instance: Instance) -> Instance | None:
 
 
 def decided(state: State, instance: Instance, group: int) -> Iterator[Instance]:
-    """The instances in which the tie of ``group`` is decided, each in its own way."""
+    """The instances in which the tie of ``group`` is decided, one for each possible decision."""
     for roles, zero in state.prices.ties(instance.choice, group):
         child = state.prices.instance(replace(instance.choice, ties=(*instance.choice.ties, (group, roles, zero))))
         if child is not None:
@@ -227,7 +228,7 @@ def _close(state: State, node: Node) -> None:
 
 
 def _labels(state: State, node: Node) -> bool:
-    """Whether the label method has solved the choice."""
+    """Run the label method; whether it solved the choice."""
     instance, deadline = node.instance, time.monotonic() + min(state.left_s(), 3.0)
     try:
         value, solution = solve_labels(instance, state.step_s, deadline)
@@ -243,10 +244,10 @@ def _labels(state: State, node: Node) -> bool:
 
 
 def _integer(state: State, node: Node) -> float:
-    """SCIP's bound; a solution is offered."""
+    """SCIP's bound; SCIP's solution, if any, is offered as incumbent."""
     instance = node.instance
     state.solvers.add("SCIP")
-    # what it does not close soon it hardly ever closes
+    # a choice that SCIP does not close soon it hardly ever closes
     budget = min(state.left_s(), max(2.0, 0.1 * state.options.time_limit_s))
     gap = max(state.options.target_gap / 4, 1e-9)
     bound, solution = solve_scip(instance, node.bound_s, state.step_s, budget, gap)

@@ -1,8 +1,8 @@
 """Prices as arrays: one table per layer class and outer choice, Pareto-pruned, and an ``Instance`` that binds them to the layers.
 
 Dominated candidates are dropped twice. Within a layout (the roles) a candidate that is no better in any of (forward, backward,
-step, weights, saved, transient) cannot be in every optimum, for resharding and p2p depend on the layout alone. For bounds, which leave
-resharding out, the same holds across layouts.
+step, weights, saved, transient) is not needed for an optimum, because resharding and p2p depend on the layout alone. For bounds, which
+leave resharding out, the same holds across layouts.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ Roles = tuple[Role, ...]
 class Table:
     """The candidates of one layer class: strategies and, in the same order, their prices (seconds, bytes) at one place.
 
-    A place is what a stage runs on. ``elsewhere`` are the same candidates at the instance's other places.
+    A place is a distinct kind of device that a stage runs on. ``elsewhere`` are the same candidates at the instance's other places.
     """
 
     strategies: tuple[Strategy, ...]
     prices: tuple[LayerPrice, ...]
     forward: Array
-    backward: Array  # of the inputs alone where backwards are in two parts
-    weight: Array  # of the weights then, or nothing
+    backward: Array  # of the inputs alone, if backwards are in two parts
+    weight: Array  # the backward of the weights then; otherwise 0
     step: Array
     weights: Array  # parameters, gradients and optimizer state
     saved: Array
-    waiting: Array  # what comes to it between the two parts of a backward, or nothing
+    waiting: Array  # bytes added between the two parts of a backward; otherwise 0
     transient: Array
     border: Array
-    host: Array  # bytes in the host's memory, and those for each microbatch in flight
+    host: Array  # bytes in host memory, and those per microbatch in flight
     host_saved: Array
     everything: tuple[tuple[Strategy, LayerPrice], ...] = ()  # dominated candidates included
     elsewhere: tuple[Table, ...] = ()
@@ -96,11 +96,12 @@ class Table:
 
     @property
     def seconds(self) -> tuple[Array, ...]:
-        """The parts of ``time``: two of them, or three."""
+        """The two or three parts of ``time``."""
         return (self.forward, self.backward, *([self.weight] if self.split else []))
 
     def held(self, in_flight: float, waiting: float = 0.0) -> Array:
-        """Bytes of weights and of the activations of ``in_flight`` microbatches."""
+        """Live bytes: weights and the activations of ``in_flight`` microbatches, ``waiting`` of them between the two parts of a
+        backward."""
         return self.weights + in_flight * self.saved + waiting * self.waiting
 
     @cached_property
@@ -110,7 +111,7 @@ class Table:
 
     @cached_property
     def kept(self) -> Array:
-        """What the first layer of a candidate's segment keeps of a microbatch; of one layer, what it saves."""
+        """Bytes that the first layer of a candidate's segment keeps of a microbatch; for a single layer, the bytes that it saves."""
         return np.where(self.segment > 1, np.array([float(p.kept_bytes) for p in self.prices]), self.saved)
 
     @cached_property
@@ -126,7 +127,7 @@ class Table:
 
     @cached_property
     def offloaded(self) -> bool:
-        """Whether any candidate has something in the host's memory."""
+        """Whether any candidate has bytes in host memory."""
         return any(bool(t.host.any() or t.host_saved.any()) for t in self.places)
 
     @cached_property
@@ -140,12 +141,12 @@ class Table:
         return np.stack(found, axis=1)
 
     def at_work(self, passing: int) -> Array:
-        """The transient bytes of a layer at work, with ``passing`` tensors of a border's size that the pipeline keeps at its stage."""
+        """The transient bytes of a running layer, with ``passing`` tensors of a border's size that the pipeline keeps at its stage."""
         return self.transient + passing * self.border
 
     @cached_property
     def bounding(self) -> Indices:
-        """The candidates that matter when the layout does not."""
+        """The candidates that no other dominates across layouts."""
         return np.sort(undominated(self.columns))
 
 
@@ -154,7 +155,7 @@ def make_table(
 ) -> Table:
     """A table without the candidates that another of the same layout (and, for tied layers, ZeRO stage) dominates at every place.
 
-    ``prices`` are those of each candidate at each place. ``split``: backwards are in two parts.
+    ``prices`` are each candidate's prices at each place. ``split``: backwards are in two parts.
     """
     first, *others = (_one_place(candidates, list(at), split) for at in zip(*prices, strict=True))
     table = replace(first, elsewhere=tuple(others))
@@ -191,10 +192,10 @@ def _one_place(candidates: list[Strategy], prices: list[LayerPrice], split: bool
 
 @dataclass(frozen=True)
 class Layout:
-    """What the stages of a pipeline run on: the place of each, the place that each but the last sends over, and each one's memory limit.
+    """Where the stages of a pipeline run: the place of each stage, the link over which each but the last sends, and its memory limit.
 
-    Places and ways are numbers of distinct devices; no way is one to a stage of the same device. ``host`` is what a device may have in its
-    host's memory, by place.
+    Places and links (``way``) are numbers of distinct devices and links; a send to a stage on the same device has no link. ``host`` is
+    a device's share of its host's memory, by place.
     """
 
     place: tuple[int, ...]
@@ -207,22 +208,22 @@ class Layout:
 
 
 Regime = tuple[int, int, int, float]
-"""What makes two stages alike: microbatches in flight, tensors that the pipeline holds, the place, the memory limit."""
+"""The properties that make stages equivalent: microbatches in flight, tensors that the pipeline keeps, the place, the memory limit."""
 
 
 @dataclass(frozen=True)
 class Instance:
-    """One outer choice with its prices: ``kinds`` are the tables, ``kind[i]`` says which one layer ``i`` chooses from."""
+    """One outer choice with its prices: ``kinds`` are the tables, ``kind[i]`` is the table of layer ``i``."""
 
     choice: Choice
     kinds: tuple[Table, ...]
     kind: Indices
     layout: Layout
     matrices: dict[tuple[object, ...], Array] = field(default_factory=dict, compare=False)
-    paths: list[Array] = field(default_factory=list, compare=False)  # through the schedule, met so far: [part, stage]
+    paths: list[Array] = field(default_factory=list, compare=False)  # found in the schedule: [part, stage]
     known: dict[tuple[object, ...], Any] = field(
         default_factory=dict, compare=False
-    )  # what ``knapsacks`` and bounds have worked out
+    )  # cached results of ``knapsacks`` and of bounds
     shares: list[Array] = field(default_factory=list, compare=False)  # seconds of each stage in the latest relaxation
 
     @property
@@ -240,12 +241,12 @@ class Instance:
 
     @cached_property
     def offloaded(self) -> bool:
-        """Whether any candidate has something in the host's memory, so that its limit counts."""
+        """Whether any candidate has bytes in host memory, so that its limit counts."""
         return any(table.offloaded for table in self.kinds)
 
     @cached_property
     def segmented(self) -> bool:
-        """Whether some candidates are recomputed several layers as one: what they hold is then not a sum over the layers."""
+        """Whether some candidates recompute several layers as one: their live memory is then not a sum over the layers."""
         return any(bool((table.segment > 1).any()) for table in self.kinds)
 
     @cached_property
@@ -258,7 +259,7 @@ class Instance:
 
     @cached_property
     def device(self) -> Indices:
-        """The device of the line that has each stage."""
+        """The pipeline rank of each stage."""
         return np.array(self.schedule.device, dtype=np.int64)
 
     def regime(self, stage: int) -> Regime:
@@ -267,11 +268,11 @@ class Instance:
     @cached_property
     def _by_stage(self) -> tuple[Regime, ...]:
         held = self.in_flight.tolist(), passing(self.schedule)
-        return tuple(zip(*held, self.layout.place, self.layout.limit, strict=False))  # of a device's stages, the first
+        return tuple(zip(*held, self.layout.place, self.layout.limit, strict=False))  # for each device, its first stage
 
     @cached_property
     def regimes(self) -> tuple[Regime, ...]:
-        """The distinct ones, by the first stage that has each."""
+        """The distinct regimes, in the order of their first stages."""
         return tuple(dict.fromkeys(self._by_stage))
 
     def at(self, place: int) -> tuple[Table, ...]:
@@ -282,11 +283,11 @@ class Instance:
         return self.kinds[self.kind[layer]].at(place)
 
     def least(self, name: str) -> Array:
-        """By layer: the least of a price among its candidates, wherever it may be."""
+        """Per layer, the smallest price among its candidates, over all places."""
         return np.array([min(float(getattr(t, name).min()) for t in table.places) for table in self.kinds])[self.kind]
 
     def edge(self, layer: int, place: int) -> Array:
-        """Seconds of resharding after ``layer``, by the candidates of it and of the next layer, which is at ``place``."""
+        """Seconds of resharding after ``layer``, indexed by its candidates and by those of the next layer, which is at ``place``."""
         ways = self.layout.inside[place]
         key = (place, ways.border[layer], int(self.kind[layer]), int(self.kind[layer + 1]))
         if key not in self.matrices:
@@ -296,7 +297,7 @@ class Instance:
         return self.matrices[key]
 
     def p2p(self, layer: int, stage: int) -> Array:
-        """Seconds of sending ``layer``'s outputs from ``stage`` to the next, by its candidates."""
+        """Seconds of sending ``layer``'s outputs from ``stage`` to the next stage, indexed by its candidates."""
         way = self.layout.way[stage]
         if way is None:
             return np.zeros(len(self.table(layer)))
@@ -320,7 +321,7 @@ class Instance:
 
 
 class Ways:
-    """Seconds between layers, asked of the pricer once per border and pair of layouts."""
+    """Seconds between layers; the pricer computes them once per border and pair of layouts."""
 
     def __init__(self, border: list[int], pricer: Pricer) -> None:
         self._pricer, self.border = pricer, border
@@ -350,8 +351,8 @@ class Ways:
 
 
 def _borders(graph: Graph) -> list[int]:
-    """A number per layer, equal where what lies on both sides is: the classes, and of every value that crosses its shape, which output of
-    which class it is, and whether the next layer reads it."""
+    """A number per layer's border, equal for borders with equal sides: the classes, and for every value that crosses it, its shape, which
+    output of which class it is, and whether the next layer reads it."""
     last: dict[str, int] = {}
     for i, layer in enumerate(graph.layers):
         for name in layer.activations:
@@ -392,10 +393,10 @@ class Prices:
         self._candidates: dict[tuple[object, ...], tuple[Strategy, ...]] = {}
         self._lists: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = {}
         self._known: dict[tuple[object, ...], Any] = {}
-        self.refused: dict[int, int] = {}  # layer: choices for which it had no price
+        self.refused: dict[int, int] = {}  # layer: number of choices in which it had no price
 
     def layout(self, choice: Choice) -> Layout:
-        """What the stages of a choice run on."""
+        """Where the stages of a choice run."""
         schedule = choice.schedule
         key = schedule.pipeline, schedule.device
         if key not in self._interleaved:
@@ -409,7 +410,7 @@ class Prices:
         return self._interleaved[key]
 
     def _line(self, pipeline: int) -> Layout:
-        """The devices of a line, and the borders between them."""
+        """The devices of a pipeline, and the links between them."""
         if pipeline not in self._lines:
             stages, borders = self._cluster.stages(pipeline), self._cluster.borders(pipeline)
             places, ways = list(dict.fromkeys(stages)), list(dict.fromkeys(borders))
@@ -429,7 +430,7 @@ class Prices:
         return self._lines[pipeline]
 
     def table(self, layer: int, choice: Choice, tied: bool) -> Table | None:
-        """The candidates of a layer; ``None`` where nothing has a price. Layers of one class and equal pins share it."""
+        """The candidates of a layer; ``None`` if none has a price. Layers of one class and equal pins share it."""
         cls, pins, m = self._graph.layers[layer].cls, self.pins[layer], choice.schedule.microbatches
         pricers = self._line(choice.schedule.pipeline).pricers
         sizes = sizes_of_segments(self._graph.chains[cls], pins, choice.segments)
@@ -437,9 +438,9 @@ class Prices:
         alike = choice.mesh, batch, pins, experts, tuple(sizes)
         if alike not in self._candidates:
             found = strategies(choice.mesh, batch, self._cluster.gpus_per_node, self._options, pins, experts, sizes)
-            self._candidates[alike] = self._lists.setdefault(tuple(found), tuple(found))  # one of each
+            self._candidates[alike] = self._lists.setdefault(tuple(found), tuple(found))  # one copy of each list
         candidates = self._candidates[alike]
-        # the pricers and the candidates live as long as this; pins that come to the same have one table
+        # the pricers and the candidates live as long as this object, so ids are unique; pins with equal candidates share one table
         key = (cls, id(candidates), choice.mesh, m, tied, choice.schedule.split, *map(id, pricers))
         if key not in self._tables:
             kept, prices = [], []
@@ -452,13 +453,13 @@ class Prices:
         return self._tables[key]
 
     def chain(self, layer: int) -> int:
-        """How many layers of a layer's class may be recomputed as one."""
+        """The largest number of layers of this layer's class that may be recomputed as one."""
         return self._graph.chains[self._graph.layers[layer].cls]
 
     def instance(self, choice: Choice) -> Instance | None:
-        """The choice with its tables; ``None`` where a layer has no candidate left."""
+        """The choice with its tables; ``None`` if a layer has no candidate left."""
         layout = self.layout(choice)
-        # choices that differ in the rest of the schedule follow each other, and have equal tables
+        # consecutive choices differ only in the rest of the schedule, and have equal tables
         schedule = choice.schedule
         alike = choice.mesh, schedule.pipeline, schedule.microbatches, schedule.split, choice.ties, choice.segments
         if self._latest is None or self._latest[0] != alike:
@@ -470,11 +471,11 @@ class Prices:
         return Instance(choice, kinds, kind, layout, matrices, known=self._known)
 
     def _bind(self, choice: Choice) -> tuple[tuple[Table, ...], Indices] | None:
-        """The tables of a choice, and which of them each layer has."""
+        """The tables of a choice, and the index of each layer's table."""
         fixed = {index: (roles, zero) for index, roles, zero in choice.ties}
         group_of = {i: g for g, layers in enumerate(self.groups) for i in layers}
         index: dict[tuple[str, LayerPins, int | None], int] = {}
-        same: dict[tuple[int, int | None], int] = {}  # the kind of a table; in a tied group it is the group's
+        same: dict[tuple[int, int | None], int] = {}  # the kind of a table; tied groups have separate kinds
         kinds: list[Table] = []
         kind: list[int] = []
         for i, layer in enumerate(self._graph.layers):
@@ -509,6 +510,6 @@ class Prices:
 
 
 def _only(table: Table, tie: tuple[Roles, int]) -> Table:
-    """The table whose dominated candidates are those of one decision for tied layers."""
+    """The table reduced to the candidates of one decision for tied layers."""
     pairs = tuple(c for c in table.everything if (c[0].roles, c[0].zero) == tie)
     return replace(table, everything=pairs, elsewhere=tuple(_only(t, tie) for t in table.elsewhere))

@@ -1,9 +1,9 @@
-"""The live memory of one device through a step: bytes by part at each action of its schedule. Its maximum is the figure of a plan.
+"""The live memory of one device through a step: bytes by part at each action of its schedule. Its maximum is a plan's memory figure.
 
-Parameters, gradients and optimizer state are there all along (gradients from the first backward on, but their room is never anyone
-else's). A forward saves its microbatch's activations, which the backward of the same stage and microbatch frees at its end. Where that
-is in two parts, the second one frees them, with what the first has added. While an action runs, its stage's transients are there
-besides.
+Parameters, gradients and optimizer state are live throughout (gradients only from the first backward on, but nothing else ever uses
+their room). A forward saves its microbatch's activations; the backward of the same stage and microbatch frees them at its end. If that
+backward is in two parts, the second part frees them, together with the bytes that the first has added. While an action runs, its stage's
+transients are live too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar.schedules.memory import StageBytes, levels, moments, passing_by, pe
 from autopar.schedules.orders import device_order
 
 Counts = tuple[tuple[float, float], ...]
-"""Microbatches in flight of each stage of a device, and the microbatches of these that are between the two parts of their backward."""
+"""For each stage of a device: the microbatches in flight, and how many of these are between the two parts of their backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Moment:
 
 
 class Device:
-    """The live memory of the device at place ``device`` of the line; ``layers`` are those of each of its stages."""
+    """The live memory of the device at pipeline rank ``device``; ``layers`` are those of each of its stages."""
 
     def __init__(self, schedule: Schedule, device: int, layers: Sequence[Sequence[LayerPrice]]) -> None:
         self.schedule, self.device = schedule, device
@@ -49,11 +49,11 @@ class Device:
         )
 
     def most(self) -> Memory:
-        """At the fullest moment."""
+        """The memory at the fullest moment."""
         return Memory(*self.state, *peak(self.schedule, self.device, self.stages)[:2])
 
     def fullest_moment(self) -> Counts:
-        """The microbatches in flight then."""
+        """The microbatches in flight at the fullest moment."""
         number, chunks = peak(self.schedule, self.device, self.stages)[2], self.schedule.chunks
         row = moments(self.schedule, self.device)[0][number].tolist()
         return tuple(zip(row[:chunks], row[chunks:] or [0] * chunks, strict=True))
@@ -69,8 +69,8 @@ class Device:
 
 
 def kept(prices: Sequence[LayerPrice]) -> list[int]:
-    """Bytes that each of a stage's layers keeps of a microbatch. Of layers that are recomputed as one, the first keeps them all: equal
-    neighbours have one price, and make segments from the first of them on, of which the last may be shorter."""
+    """Bytes that each of a stage's layers keeps of a microbatch. If layers are recomputed as one, the first keeps the bytes of all: equal
+    neighbours have one price and form segments, starting at the first of them; the last segment may be shorter."""
     if all(price.segment == 1 for price in prices):
         return [int(price.saved_bytes) for price in prices]
     found, at = [], 0
@@ -82,9 +82,10 @@ def kept(prices: Sequence[LayerPrice]) -> list[int]:
 
 
 def transients(prices: Sequence[LayerPrice], passing: int = 0) -> int:
-    """The most that an action of these layers holds besides what its microbatch saves, tensors between stages included.
+    """The most bytes that are live while an action of these layers runs, besides those that its microbatch saves; tensors between stages
+    are included.
 
-    While the backward of a layer runs, later layers' activations are gone, and their fresh gradients are there in their place.
+    While the backward of a layer runs, the activations of later layers are freed, and their fresh gradients are live in their place.
     """
     most = after = 0
     for price, saved in zip(reversed(prices), reversed(kept(prices)), strict=True):

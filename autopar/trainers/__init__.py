@@ -1,4 +1,4 @@
-"""Models of other trainers than the programs that autopar emits: prices of a plan as Megatron-LM, FSDP or DeepSpeed would run it."""
+"""Models of trainers other than autopar's emitted programs: prices of a plan as Megatron-LM, FSDP or DeepSpeed would run it."""
 
 from autopar.trainers.model import OtherTrainer
 

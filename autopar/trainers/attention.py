@@ -30,14 +30,14 @@ def with_scores(run: Trace, nodes: Sequence[fx.Node]) -> Trace:
 
 
 def unfuse_attention(costs: Draft) -> None:
-    """Charges attention for its products over the whole square of scores, and for passing the scores from step to step."""
+    """Charge attention for its products over the full matrix of scores, and for passing the scores from step to step."""
     for i, node in enumerate(costs.ops):
         if cost.is_attention(node):
             wanting = sum(costs.run.requires_grad[o.name] for o in cost.factors(node))
             differentiable = costs.run.requires_grad[node.name]
             factor = cost.backward_factor(node, wanting, len(cost.factors(node))) if differentiable else 0.0
             costs.forward_flops[i] = cost.model_flops(node)
-            costs.backward_flops[i] = cost.model_flops(node) * min(factor, cost.MATMUL_BACKWARD)  # no scores again
+            costs.backward_flops[i] = cost.model_flops(node) * min(factor, cost.MATMUL_BACKWARD)  # scores are saved
             costs.kinds[i] = PRODUCT
             costs.slots.append(_slot(costs, i, node, differentiable))
 
@@ -56,7 +56,7 @@ def _slot(costs: Draft, index: int, node: fx.Node, differentiable: bool) -> Slot
 
 
 def _scores(node: fx.Node) -> list[torch.Tensor]:
-    """What attention saves of its scores, on meta: the probabilities, and with dropout its mask and the dropped probabilities."""
+    """The tensors of scores that attention saves, on meta: the probabilities, and with dropout its mask and the dropped probabilities."""
     query, key = (operand.meta["val"] for operand in cost.tensor_operands(node)[:2])
     shape = (*node.meta["val"].shape[:-1], key.shape[-2])
     scores = torch.empty(shape, dtype=query.dtype, device="meta")

@@ -2,8 +2,8 @@
 
 Every op gets a *depth*: the number of heavy ops (products, attention, lookups, losses) on the longest path before it. Pointwise ops and
 reductions of equal depth that pass values to each other are one kernel: no path between two of them leads through a heavy op, so
-that the kernels have an order. A kernel reads each value from outside once and writes what others read. Instead of what its ops would
-save for the backward pass it saves what it read or wrote; its backward kernel computes the rest from that.
+the kernels have an order. A kernel reads each value from outside once and writes the values that others read. For the backward pass it
+saves the values that it read or wrote, instead of those that its ops would save; its backward kernel computes the rest from them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
 
 @dataclass(frozen=True)
 class Fusion:
-    """``group[name]`` numbers the kernel of a pointwise op; ``source[name]`` is the op (or placeholder) whose storage a value lies in;
+    """``group[name]`` numbers the kernel of a pointwise op; ``source[name]`` is the op (or placeholder) whose storage a value uses;
     ``written`` are the fused ops whose result leaves their kernel; ``saved`` are the saved entries."""
 
     group: dict[str, int]
@@ -32,7 +32,8 @@ class Fusion:
 
 
 def merge(costs: Draft) -> None:
-    """Charges a fused kernel for what it reads and writes, not for what its ops pass to each other, and for one launch."""
+    """Charge a fused kernel for the values that it reads and writes, not for those that its ops pass to each other, and for one
+    launch."""
     ops, run, slots = costs.ops, costs.run, costs.slots
     forward, backward = costs.forward_kernels, costs.backward_kernels
     fused = fuse(ops, run, costs.saved)
@@ -65,7 +66,7 @@ def merge(costs: Draft) -> None:
             backs = (storage in saved or storage in run.excluded) + run.requires_grad[slot.value]
             slot.backward = slot.bytes * backs if slot.backward else 0.0
             first = read.setdefault((group, maker), slot)
-            if first is not slot:  # another view of a value that is read already: no more than the whole of it
+            if first is not slot:  # another view of a value that is already read: together at most the whole value
                 whole = run.extent[storage][0] if storage in run.extent else 0
                 if whole and first.bytes >= whole:
                     slot.forward = slot.backward = slot.gradient = 0.0
@@ -75,7 +76,7 @@ def merge(costs: Draft) -> None:
 
 
 def fuse(ops: Sequence[fx.Node], run: Trace, saved: Sequence[Saved]) -> Fusion:
-    """Groups the pointwise ops of a traced layer."""
+    """Group the pointwise ops of a traced layer."""
     source: dict[str, fx.Node] = {}
     depth: dict[str, int] = {}
     parent: dict[str, str] = {}
@@ -108,7 +109,7 @@ def fuse(ops: Sequence[fx.Node], run: Trace, saved: Sequence[Saved]) -> Fusion:
 
 
 def heavy(node: fx.Node) -> bool:
-    """Whether the op is a kernel of its own."""
+    """Whether the op is a separate kernel."""
     op = facts(node)
     return op.is_cross_entropy or op.looks_up or cost.model_flops(node) > 0
 
@@ -117,7 +118,7 @@ def _written(ops: Sequence[fx.Node], group: dict[str, int], origin: Callable[[fx
     """The fused ops whose results other kernels read."""
     written = set()
     for node in ops:
-        reads = node.name in group or origin(node) is node  # a view of a value does not take it anywhere
+        reads = node.name in group or origin(node) is node  # a view of a value is not a read
         for maker in (origin(o).name for o in operands(node)):
             if maker in group and reads and group.get(node.name) != group[maker]:
                 written.add(maker)

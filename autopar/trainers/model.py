@@ -32,27 +32,28 @@ from autopar.types import Collective
 
 @dataclass(frozen=True)
 class OtherTrainer(Trainer):
-    """A trainer by its kernels, copies and overlaps.
+    """A trainer, described by its kernels, gradient copies and overlaps.
 
-    All of them hide the latency of data parallelism's collectives behind each other, allocate nothing at stage borders, replace PyTorch's
-    cross entropy, and under ZeRO 2 and 3 fetch the next layer's parameters ahead.
+    All such trainers hide the latency of data parallelism's collectives behind each other, allocate nothing at stage borders, replace
+    PyTorch's cross entropy, and under ZeRO 2 and 3 prefetch the next layer's parameters.
 
     ==================  ==============================================================================================
-    ``fused``           a chain of pointwise ops and reductions is one kernel and saves only what it read, as hand-written kernels
+    ``fused``           a chain of pointwise ops and reductions is one kernel and saves only its inputs, as hand-written kernels
                         and ``torch.compile`` do
     ``flash``           flash attention, which saves no scores
-    ``gradient_bytes``  of a 16-bit parameter's gradient, all copies that persist from microbatch to microbatch: 2 for a single copy, 4
-                        for a float32 sum, 6 with DDP's buckets, 10 with another flat float32 copy
-    ``fresh_bytes``     of the gradient that a backward leaves until it is added to those: it exists while activations do not
-    ``fsdp``            under ZeRO-3 the shard at rest is the float32 parameter itself, and there is no other master copy
+    ``gradient_bytes``  bytes of a 16-bit parameter's gradient, all copies that persist from microbatch to microbatch: 2 for a single
+    copy,
+                        4 for a float32 sum, 6 with DDP's buckets, 10 with another flat float32 copy
+    ``fresh_bytes``     bytes of the gradient from one backward, until it is added to those: it exists while activations do not
+    ``fsdp``            under ZeRO-3 the stored shard is the float32 parameter itself, and there is no other master copy
     ``loss_copies``     tensors as large as the logits that the loss's backward makes in addition to its result: 1 in PyTorch's cross
                         entropy (the gradient of the log-probabilities), 2 in its loss parallel, 0 where probabilities turn into
                         the gradient in place
-    ``products_add``    a product adds to its parameter's gradient itself, so that no pass over memory follows
-    ``regather``        a sharded value that a product reads whole is saved sharded, and gathered again in the backward
+    ``products_add``    a product adds to its parameter's gradient itself, so no extra pass over memory is needed
+    ``regather``        a sharded value that a product reads gathered is saved sharded, and gathered again in the backward
     ``by_parameter``    ZeRO gathers parameters one by one, not a layer at a time
-    ``overlap_data``    the number of microbatches that hide collectives of data parallelism: a layer's gradients are reduced under
-                        their backward, its parameters gathered under their forward
+    ``overlap_data``    the number of microbatches that hide collectives of data parallelism: a layer's gradients are reduced during
+                        their backward, its parameters gathered during their forward
     ``overlap_tensor``  the fraction of tensor-parallel communication that is hidden under matrix products
     ==================  ==============================================================================================
     """
@@ -78,12 +79,12 @@ class OtherTrainer(Trainer):
         narrow = NARROW_GRADIENTS in allow
         gradient, fresh = (own.width, 0) if narrow else (self.gradient_bytes, self.fresh_bytes)
         reduced = min(gradient, 4)
-        copies = fresh > 0 or gradient > reduced  # both in 16 bits and as a wide sum
+        copies = fresh > 0 or gradient > reduced  # gradients both in 16 bits and as a wide sum
         if self.products_add:
             accumulated = 0
         elif copies:  # the sum is read and written, the backward's own result written and read
             accumulated = 2 * reduced + 2 * own.width
-        else:  # to a wide sum that is alone the product itself adds, under its arithmetic
+        else:  # the product itself adds to a single wide sum, hidden under its arithmetic
             accumulated = 0 if reduced > own.width else 3 * reduced
         return dataclasses.replace(
             own,
@@ -91,7 +92,7 @@ class OtherTrainer(Trainer):
             fresh=fresh,
             at_rest=0,
             accumulated=accumulated,
-            averaged=own.width if copies else reduced,  # DDP reduces the copy in 16 bits
+            averaged=own.width if copies else reduced,  # DDP reduces the 16-bit copy
         )
 
     def trace(self, cls: LayerClass) -> Trace:
@@ -150,7 +151,7 @@ class OtherTrainer(Trainer):
         self, share: Share, gradients: int, data: int, zero: int, strategy: Strategy, numbers: Precision
     ) -> tuple[float, float]:
         transient = share.working_bytes - share.saved_bytes + share.alive.activations
-        if zero >= 2:  # a gradient being filled and the one before being reduced; parameters of this layer and the next
+        if zero >= 2:  # one gradient filled and the last one reduced; parameters of this layer and the next
             gathered = share.parameters * numbers.width if zero == 3 else 0
             transient += 2 * share.trainable * numbers.gradient + 2 * gathered
         return gradients, transient

@@ -1,4 +1,4 @@
-"""Selective recomputation as published runs have it."""
+"""Selective recomputation as in published runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.sharding import AxisTypes
 
 
 class PublishedSelection(Selection):
-    """The same entries whatever the types. Published figures count what remains of the plain run, and no collective is repeated."""
+    """The same entries whatever the types. Published memory counts the remaining entries of the plain run; no collective is repeated."""
 
     def under(
         self, types: tuple[AxisTypes, ...], ops: Sequence[fx.Node], saved: Sequence[Saved], moves: tuple[Move, ...]
@@ -41,10 +41,10 @@ class PublishedSelection(Selection):
 def select_published(
     ops: Sequence[fx.Node], run: Trace, plain: Sequence[Saved], flash: bool
 ) -> tuple[tuple[Saved, ...], Selection]:
-    """What published runs save.
+    """The entries that published runs save, and the selection among them.
 
-    Without flash attention, the scores are recomputed and all else is saved (arXiv:2205.05198). With it, torchtitan's policy by op:
-    attention and every second matrix product save their results, the rest runs again.
+    Without flash attention, the scores are recomputed and everything else is saved (arXiv:2205.05198). With it, torchtitan's per-op
+    policy: attention and every second matrix product save their results, the rest runs again.
     """
     attention = {node.name for node in ops if cost.is_attention(node)}
     found = list(plain)

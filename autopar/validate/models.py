@@ -1,8 +1,8 @@
-"""From an architecture's sizes to a captured graph, as for a model of the zoo, but with few blocks captured and then repeated.
+"""From an architecture's sizes to a captured graph, as for a zoo model, but with only a few captured blocks, which are then repeated.
 
 A model of 105 equal blocks is captured with three: the first, one in the middle, the last. If the middle one has the class of
-its neighbours, a model of any depth is the same graph with the middle layer repeated (``deepen``): the graph that capture itself
-would find, in a fraction of the time.
+its neighbours, a model of any depth is the same graph with the middle layer repeated (``deepen``): the graph that capturing the whole
+model would give, in a fraction of the time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.validate.rows import Architecture, RowError
 from autopar.zoo.hf import build_config
 
 _CAPTURED = 3
-_HEAD_DIM, _TOKENS = 64, 2048  # of ``textbook``
+_HEAD_DIM, _TOKENS = 64, 2048  # sizes of ``textbook``
 
 
 def config_of(a: Architecture, layers: int) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def config_of(a: Architecture, layers: int) -> dict[str, Any]:
         rate = 0.1 if a.dropout else 0.0
         return {
             "model_type": "gpt2",
-            "activation_function": "gelu_pytorch_tanh",  # one op, as trainers have it
+            "activation_function": "gelu_pytorch_tanh",  # one op, as in trainers
             "architectures": ["GPT2LMHeadModel"],
             "n_embd": a.hidden,
             "n_layer": layers,
@@ -78,10 +78,10 @@ def graph_of(a: Architecture, global_batch: int) -> Graph:
 
 
 def textbook(a: Architecture) -> Architecture:
-    """The same architecture at modest sizes, at which the op-level optimum is the layout of the textbook.
+    """The same architecture at modest sizes, at which the op-level optimum is the textbook layout.
 
     A published run has the layout that its trainer's authors wrote, whatever its sizes. For longer sequences and wider blocks the optimum
-    can be another layout that is better or equal.
+    can be another layout that is equal or better.
     """
     width = min(a.hidden // a.heads, _HEAD_DIM)
     inner, odd = divmod(a.ffn * width * a.heads, a.hidden)
@@ -106,7 +106,7 @@ def textbook_types(graph: Graph, plain: Graph) -> Solve:
             return role_types(graph, layer, role, size)
         if {node.name for node in cls.graph.graph.nodes if node.op != "output"} <= found.produced.keys():
             return found
-        # long sequences are captured with other constants: then the parameters have the types of ``plain``, and the rest is solved
+        # long sequences are captured with other constants: then the parameters take the types of ``plain``, and the rest is solved
         there, here = placeholders(plain.classes[plain.layers[at].cls]), placeholders(cls)
         stored = [found.produced[node.name] for node in there[len(there) - len(cls.parameters) :]]
         names = [node.name for node in here[len(here) - len(cls.parameters) :]]
@@ -116,11 +116,11 @@ def textbook_types(graph: Graph, plain: Graph) -> Solve:
 
 
 def deepen(graph: Graph, blocks: int) -> Graph:
-    """``graph`` with the middle one of its ``_CAPTURED`` blocks repeated until there are ``blocks`` of them."""
+    """``graph`` with the middle one of its ``_CAPTURED`` blocks repeated until it has ``blocks`` blocks."""
     more = blocks - _CAPTURED
     if more <= 0:
         return graph
-    middle = len(graph.layers) - _CAPTURED  # lookup, three blocks, head: the second block
+    middle = len(graph.layers) - _CAPTURED  # the layers are lookup, three blocks, head: this is the second block
     kinds = [layer.cls for layer in graph.layers]
     if len(kinds) != _CAPTURED + 2 or kinds[middle] not in (kinds[middle - 1], kinds[middle + 1]):
         raise RowError(f"the model's blocks are not alike: {', '.join(kinds)}")

@@ -1,7 +1,7 @@
 """A row of a file of measurements: the model, the machines, the trainer's setting, and the measurements.
 
 Rows are JSON objects with the fields of ``docs/evidence/validation.md``. A field that is missing or ``null`` has the default in the
-table there; a row without a field that has no default is refused, and the error names the field.
+table there; a row that lacks a field without a default is refused, and the error names the field.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from autopar.precision import FLOAT8, SPELLINGS
 
 
 class RowError(UsageError):
-    """A row that cannot be priced; the message says which field is to blame."""
+    """A row that cannot be priced; the message names the field that prevents it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A decoder-only transformer by its sizes. Rows of equal architectures share one capture."""
+    """A decoder-only transformer, described by its sizes. Rows of equal architectures share one capture."""
 
     layers: int
     hidden: int
@@ -40,7 +40,7 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Degrees and recipe. ``facts`` are words found in the row's prose, such as ``"eager"`` (see ``_FACTS``)."""
+    """Parallel degrees and training recipe. ``facts`` are words found in the row's prose, such as ``"eager"`` (see ``_FACTS``)."""
 
     data: int
     tensor: int
@@ -59,7 +59,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The row's machines, with names as in the row."""
+    """The row's machines, with the names that the row uses."""
 
     gpu: str
     devices: int
@@ -69,7 +69,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds of a step and peak bytes, ``None`` where the row has none; whether the run failed."""
+    """Seconds of a step and peak bytes, ``None`` if the row has none; whether the run failed."""
 
     step_s: float | None
     memory_bytes: float | None
@@ -105,13 +105,13 @@ _FACTS = {
     "unfused attention": r"(unfused|no flash|without flash|non-flash)",
     "flash attention": r"(?<!no )(?<!non-)(?<!without )flash",
 }
-_LARGEST = 2**40  # of any number in a row
-_DEEPEST = 10_000  # layers
+_LARGEST = 2**40  # the largest allowed number in a row
+_DEEPEST = 10_000  # the largest allowed number of layers
 _PRECISIONS = SPELLINGS | {"tf32": "float32"} | dict.fromkeys(("fp8", "float8", "mxfp8", "nvfp8"), FLOAT8)
 
 
 def labels(data: Mapping[str, Any], number: int) -> tuple[str, str, str]:
-    """The row's id, source and group: for reports alone."""
+    """The row's id, source and group, which only reports use."""
     source = data.get("source")
     if isinstance(source, Mapping):
         source = source.get("title") or source.get("name") or source.get("url") or "?"
@@ -119,10 +119,10 @@ def labels(data: Mapping[str, Any], number: int) -> tuple[str, str, str]:
 
 
 def read_row(data: Mapping[str, Any], number: int) -> Row:
-    """The row as records.
+    """Read the row into records.
 
     Raises:
-        RowError: a field that no default can replace is missing or makes no sense.
+        RowError: a field without a default is missing, or a value makes no sense.
     """
     name, source, group = labels(data, number)
     setting = _setting(data)
@@ -130,7 +130,7 @@ def read_row(data: Mapping[str, Any], number: int) -> Row:
 
 
 def _integer(data: Mapping[str, Any], *keys: str, default: int | None = None, least: int = 0) -> int:
-    """The first of ``keys`` that is given, a whole number of at least ``least``."""
+    """The value of the first of ``keys`` that the row has, a whole number of at least ``least``."""
     for key in keys:
         value = data.get(key)
         if value is None:
@@ -158,7 +158,7 @@ def _architecture(data: Mapping[str, Any], setting: Setting) -> Architecture:
     if gated is None:
         gated = any(word in family for word in ("llama", "mistral", "mixtral", "qwen", "gemma", "deepseek"))
     dropout = model.get("dropout")
-    if dropout is None:  # the recipes of the float16 years trained with dropout 0.1, today's do without
+    if dropout is None:  # float16-era recipes trained with dropout 0.1, today's train without
         dropout = 0.1 if setting.precision == "float16" and not gated else 0.0
     tied = model.get("tied_embeddings")
     if hidden % heads:
@@ -170,7 +170,7 @@ def _architecture(data: Mapping[str, Any], setting: Setting) -> Architecture:
     if layers > _DEEPEST:
         raise RowError(f"n_layers = {layers} is more than {_DEEPEST}")
     vocabulary = _integer(model, "vocab", "vocab_size", least=1)
-    if vocabulary % setting.tensor:  # as Megatron pads it
+    if vocabulary % setting.tensor:  # padded as in Megatron
         part = 128 * setting.tensor
         vocabulary = -(-vocabulary // part) * part
     experts = _integer(model, "n_experts", "num_experts", "experts", default=0)
@@ -202,7 +202,7 @@ def _setting(data: Mapping[str, Any]) -> Setting:
     if devices % group:
         raise RowError(f"tp * pp * cp = {group} does not divide n_gpus = {devices}")
     degree = devices // group
-    if degree % expert:  # experts are distributed over devices that have other samples
+    if degree % expert:  # experts are distributed over devices that have different samples
         raise RowError(f"ep = {expert} does not divide dp = {degree}")
     prose = " ".join(
         str(data.get(key) or "") for key in ("schedule", "recompute", "precision", "interconnect", "notes", "quote")
@@ -265,7 +265,7 @@ def _hardware(data: Mapping[str, Any]) -> Hardware:
 
 
 def measured(data: Mapping[str, Any]) -> Measured:
-    """The row's measurements: a step time as printed, or from the tokens per second, or as derived by the file's author."""
+    """The row's measurements: a step time as published, or computed from the tokens per second, or as derived by the file's author."""
     printed, derived = data.get("measured") or {}, data.get("derived") or {}
 
     def number(value: object) -> float | None:

@@ -18,12 +18,12 @@ from autopar.validate.models import graph_of, textbook, textbook_types
 from autopar.validate.rows import Architecture, Measured, Row, labels, measured, read_row
 from autopar.validate.setting import cluster_of, instrument, trainer_of, write
 
-_ROWS = 8  # sequences in the batch of the graph that layouts are taken from
+_ROWS = 8  # sequences in the batch of the graph that gives the layouts
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One row: its measurements, and the predictions or the reason why there are none."""
+    """One row: its measurements, and the predictions, or the reason why there are none."""
 
     id: str
     source: str
@@ -33,8 +33,8 @@ class Outcome:
     memory_bytes: int | None
     feasible: bool | None
     reason: str = ""
-    refused: str = ""  # why the plan cannot run, other than for its memory
-    roomy: bool = False  # whether it stays below the memory limit of plans, which is lower than a device's capacity
+    refused: str = ""  # a reason other than memory for which the plan cannot run
+    roomy: bool = False  # whether memory stays below the limit of plans, which is lower than a device's capacity
 
     @property
     def priced(self) -> bool:
@@ -49,10 +49,10 @@ class Report:
 
 
 def validate(path: str | Path, progress: Callable[[int, int], None] | None = None) -> Report:
-    """Prices every row of the JSON Lines file.
+    """Price every row of the JSON Lines file.
 
     Raises:
-        UsageError: no such file, or not a line of it is a JSON object.
+        UsageError: no such file, or no line of it is a JSON object.
     """
     rows = read_file(path)
     bench = Bench()
@@ -65,7 +65,7 @@ def validate(path: str | Path, progress: Callable[[int, int], None] | None = Non
 
 
 def read_file(path: str | Path) -> list[Mapping[str, Any] | str]:
-    """The file's rows; a line that is no JSON object is given back as the reason why."""
+    """The file's rows; a line that is no JSON object becomes the text of the reason."""
     try:
         lines = Path(path).read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

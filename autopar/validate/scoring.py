@@ -16,8 +16,8 @@ from autopar.validate.run import Outcome, Report, of_groups
 class Score:
     """The scores of a set of rows. ``spearman`` and ``regret`` compare layouts of one group; over several groups they are means.
 
-    ``regret`` is the measured speed of the best layout over that of the layout which is predicted to be fastest (of those called
-    feasible, where any is), minus one. Errors are relative to the measurement; ``None`` where there is none.
+    ``regret`` is the measured speed of the best layout over that of the layout that is predicted to be fastest (among those predicted
+    feasible, if there are any), minus one. Errors are relative to the measurement; ``None`` if there is none.
     """
 
     n_rows: int
@@ -87,7 +87,7 @@ def spearman(outcomes: Sequence[Outcome]) -> float | None:
 
 
 def regret(outcomes: Sequence[Outcome]) -> float | None:
-    """The loss of the layout that is predicted to be fastest against the fastest one; ``None`` for fewer than two rows."""
+    """The loss of speed of the layout predicted fastest against the one measured fastest; ``None`` for fewer than two rows."""
     pairs = _timed(outcomes)
     if len(pairs) < 2:
         return None
@@ -110,7 +110,7 @@ def _quantile(values: Sequence[float], q: float) -> float | None:
 
 
 def scores(report: Report) -> dict[str, Any]:
-    """``overall``, ``sources`` and ``groups`` by name, each a ``Score``."""
+    """The scores as JSON: ``overall``, ``sources`` and ``groups`` by name, each a ``Score``."""
     return {
         "overall": score(report.outcomes),
         "sources": {name: score(rows) for name, rows in of_groups(report.outcomes, lambda o: o.source).items()},

@@ -29,7 +29,7 @@ class Written:
 
 
 def write(graph: Graph, s: Setting, context: Role) -> Written:
-    """The plan that the row describes; ``context`` is the role of the axis of context parallelism."""
+    """The plan that the row describes; ``context`` is the role of the context-parallel axis."""
     mesh = make_mesh(("data", s.data // s.expert), ("expert", s.expert), ("context", s.context), ("tensor", s.tensor))
     role = {
         "data": Role.DATA,
@@ -43,10 +43,10 @@ def write(graph: Graph, s: Setting, context: Role) -> Written:
         recompute=s.recompute == "full",
         selective=s.recompute == "selective",
     )
-    # where there are no experts their axis has copies of the parameters too
+    # if there are no experts, their axis has copies of the parameters too
     dense = dataclasses.replace(strategy.dense, zero=s.zero if s.data * s.context > 1 else 0)
-    # the ends of the model are never recomputed: the head's logits are its last values, the lookup saves nothing. They are the root of
-    # FSDP's tree of units, whose parameters stay gathered from forward to backward
+    # the first and last layer are never recomputed: the head's logits are its last values, and the lookup saves nothing. They form the
+    # root of FSDP's tree of units, whose parameters stay gathered from forward to backward
     ends = dataclasses.replace(
         dense, recompute=False, selective=False, zero=2 if is_fsdp(s) and dense.zero else dense.zero
     )
@@ -59,9 +59,9 @@ def write(graph: Graph, s: Setting, context: Role) -> Written:
 
 
 def cuts(graph: Graph, s: Setting) -> tuple[int, ...]:
-    """The bounds of the stages: equal numbers of blocks, the lookup with the first, the head with the last.
+    """The bounds of the stages: equal numbers of blocks; the lookup is in the first stage, the head in the last.
 
-    Rows do not tell which blocks each stage had. If the number of blocks does not divide, or the head costs as much as several blocks,
+    Rows do not say which blocks each stage had. If the number of blocks does not divide, or the head costs as much as several blocks,
     stages are assumed to have equal arithmetic.
     """
     stages = s.pipeline * (s.chunks if s.pipeline > 1 else 1)
@@ -81,18 +81,18 @@ def cuts(graph: Graph, s: Setting) -> tuple[int, ...]:
 
 
 def balanced(blocks: int, head: float, stages: int) -> tuple[int, ...]:
-    """Stage bounds whose running arithmetic first passes each stage's share; every stage gets a layer."""
+    """Stage bounds: each cut is where the running sum of arithmetic first passes the stage's share; every stage gets a layer."""
     total = blocks + head
     bounds = [0]
     for stage in range(1, stages):
         share = total * stage / stages
-        at = 1 + min(blocks, int(share) + 1)  # the block that crosses the share stays before the cut
+        at = 1 + min(blocks, int(share) + 1)  # the block that crosses the share comes before the cut
         bounds.append(min(max(at, bounds[-1] + 1), blocks + 2 - (stages - stage)))
     return (*bounds, blocks + 2)
 
 
 def head_weight(graph: Graph) -> float:
-    """The last layer's parameters over a block's: their arithmetic, to a good approximation."""
+    """The ratio of the last layer's parameters to a block's: a good approximation of the ratio of their arithmetic."""
     size = {
         layer.name: sum(v.numel for p in layer.parameters if len((v := graph.parameters[p].value).shape) > 1)
         for layer in graph.layers
@@ -106,7 +106,7 @@ def is_fsdp(s: Setting) -> bool:
 
 
 def trainer_of(s: Setting, cluster: Cluster) -> OtherTrainer:
-    """The model of the trainer that ran the row: by the row's words, else what was usual with the row's precision."""
+    """The model of the trainer that ran the row: according to the row's words, otherwise the usual trainer for the row's precision."""
     old = s.precision == "float16"
     early = cluster.gpu.name.startswith(("V100", "A100")) and s.zero < 3
     megatron = old or s.chunks > 1 or "Megatron" in s.facts or (s.precision == "float8" and s.zero < 3)
@@ -114,7 +114,7 @@ def trainer_of(s: Setting, cluster: Cluster) -> OtherTrainer:
     alone = "overlap off" in s.facts
     if old:
         overlap_data = int(s.pipeline == 1)
-    else:  # under the cool-down of the pipeline there is time as well
+    else:  # the pipeline's cool-down hides some communication as well
         overlap_data = s.pipeline if not alone and (s.chunks > 1 or "overlapped gradients" in s.facts) else 0
     if old or alone or (fsdp and "overlapped tensor" not in s.facts):
         overlap_tensor = 0.0
@@ -140,7 +140,7 @@ def _gradient_bytes(s: Setting, megatron: bool, fsdp: bool) -> int:
     """Bytes of a parameter's gradient, all copies together."""
     if "16-bit gradients" in s.facts:
         return int(figures.RECIPE_GRADIENT_BYTES.value)
-    if megatron or fsdp:  # products add to the float32 sum; the shard is float32
+    if megatron or fsdp:  # Megatron: products add to the float32 sum; FSDP: the shard is float32
         return 4
     if "DeepSpeed" in s.facts:
         return int(figures.DEEPSPEED_GRADIENT_BYTES.value)
@@ -148,7 +148,7 @@ def _gradient_bytes(s: Setting, megatron: bool, fsdp: bool) -> int:
 
 
 def instrument(s: Setting, memory: int) -> float:
-    """The reading of the row's instrument for ``memory`` allocated bytes: the allocator's reserve, or the driver's count."""
+    """The value that the row's memory instrument shows for ``memory`` allocated bytes: the allocator's reserve, or the driver's count."""
     if "device memory" in s.facts:
         return memory * constants.ALLOCATOR_RESERVE.value + constants.DEVICE_OVERHEAD.value
     return memory * constants.ALLOCATOR_RESERVE.value if "reserved memory" in s.facts else float(memory)
@@ -158,7 +158,7 @@ def cluster_of(hardware: Hardware) -> Cluster:
     """The machines of the row.
 
     Raises:
-        DeviceError: a GPU that is not known.
+        DeviceError: an unknown GPU.
     """
     per_node = min(hardware.per_node, hardware.devices)
     if hardware.devices % per_node:

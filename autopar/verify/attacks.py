@@ -1,7 +1,7 @@
-"""Batches and modes that may show what the user's own batch does not: a constant that was baked in, a mask that was taken for another.
+"""Batches and modes that may reveal errors that the user's own batch does not: a constant that was baked in, a mask mistaken for another.
 
-Attacks are made from the user's batch. Those of the same shapes run through the graph that is there, and through plans of it;
-another number of rows and another mode are captured anew. Eager PyTorch is asked first: what it refuses, or answers with a NaN, is
+Attacks are made from the user's batch. Attacks of the same shapes run through the existing graph, and through plans of it;
+other numbers of rows and other modes are captured again. Eager PyTorch runs first: an attack that it refuses, or answers with a NaN, is
 skipped, and the report says so.
 """
 
@@ -29,19 +29,20 @@ from autopar.program.guards import GuardError
 from autopar.verify.subject import Subject, make_subject, with_batch
 
 IGNORED = -100
-"""What cross entropy ignores by default among the labels."""
+"""The label that cross entropy ignores by default."""
 
 MOST_ROWS = 64
-"""Of a batch that has as many rows as its sequences have places."""
+"""The most rows of the attack in which a batch has as many rows as its sequences have positions."""
 
 LARGE = 100.0
 
 
 @dataclass
 class Attacks:
-    """What was tried on one device, by name, with its error; what was skipped, with the reason; what broke, with what was said.
+    """The attacks on one device, by name, each with its error; the skipped ones, with the reason; the broken ones, with the error's
+    message.
 
-    ``subjects`` are the batches of the same shapes, for plans.
+    ``subjects`` are the batches of the same shapes, to be run through plans.
     """
 
     tried: dict[str, Error] = field(default_factory=dict)
@@ -51,11 +52,11 @@ class Attacks:
 
 
 class _SkippedError(Exception):
-    """Eager PyTorch does not run the attack, or its numbers are not finite."""
+    """Eager PyTorch does not run the attack, or its results are not finite."""
 
 
 def attack(model: nn.Module, loss_fn: Callable[..., Any] | None, subject: Subject) -> Attacks:
-    """Try everything on one device: the captured graph against eager PyTorch. ``subject`` was made of ``model``."""
+    """Try all attacks on one device: the captured graph against eager PyTorch. ``subject`` was made from ``model``."""
     found = Attacks()
     graph, structure = subject.graph, subject.graph.structure
     assert isinstance(structure, BatchStructure)
@@ -86,7 +87,7 @@ def attack(model: nn.Module, loss_fn: Callable[..., Any] | None, subject: Subjec
 
 @contextlib.contextmanager
 def _attempt(found: Attacks, name: str) -> Iterator[None]:
-    """What the attack raises becomes its outcome."""
+    """Turn an error that the attack raises into the attack's outcome."""
     try:
         yield
     except _SkippedError as skipped:
@@ -96,7 +97,7 @@ def _attempt(found: Attacks, name: str) -> Iterator[None]:
     except AutoparError as refused:
         found.skipped[name] = f"capture refuses it: {refused.message}"
     except (AssertionError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        # autopar's own faults: the report should say which attack brought them up
+        # errors of autopar itself, too: the report should name the attack that caused them
         found.broken[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
@@ -104,7 +105,7 @@ def _asked(given: Subject, model: nn.Module, tensors: dict[str, Tensor], loss_fn
     """The subject with another batch of the same shapes. Raises ``_SkippedError``."""
     try:
         subject = with_batch(given, model, tensors, loss_fn)
-    except Exception as error:  # of the user's code, on a batch that it was not written for
+    except Exception as error:  # raised by the user's code, on a batch that it was not written for
         raise _SkippedError(_eager_words(error)) from error
     _finite(subject)
     return subject
@@ -120,7 +121,7 @@ def _finite(subject: Subject) -> None:
 
 
 def _captured(model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None) -> Subject:
-    """A subject of its own, once eager PyTorch has run it."""
+    """A separate subject for the batch, after eager PyTorch has run it."""
     copied = prepared(model, loss_fn)
     structure = describe_batch(model, batch, loss_fn, torch.float64)
     try:
@@ -139,7 +140,7 @@ def _captured(model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None) 
 
 
 def hold(subject: Subject) -> Error:
-    """The captured graph against the subject: the loss, every gradient, every buffer that is written."""
+    """Compare the captured graph with the subject: the loss, every gradient, every written buffer."""
     written: dict[str, Tensor] = {}
     loss, gradients = _graph_step(subject.graph, subject.state, subject.batch, written)
     error = compare(loss, gradients, subject.loss, subject.gradients)
@@ -174,7 +175,8 @@ def _graph_step(
 
 
 def _two_steps(model: nn.Module, loss_fn: Callable[..., Any] | None, subject: Subject) -> Error:
-    """The second of two steps on the same values of parameters, and all that the forward passes wrote: parameters must stay."""
+    """The error of the second of two steps with unchanged parameters, and of all buffers that the forward passes write: parameters must
+    not change."""
     graph, structure = subject.graph, subject.graph.structure
     assert isinstance(structure, BatchStructure)
     if graph.accumulated > 1:
@@ -199,7 +201,7 @@ def _two_steps(model: nn.Module, loss_fn: Callable[..., Any] | None, subject: Su
 
 
 def _same_shapes(batch: Mapping[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor] | None, str]]:
-    """(name, the batch, why there is none): batches of the same shapes with other values."""
+    """(name, the batch, the reason if there is none): batches of the same shapes with other values."""
     given = dict(batch)
     masks = {n: t for n, t in given.items() if t.numel() and bool(((t == 0) | (t == 1)).all())}
     integers = {n: t for n, t in given.items() if n not in masks and not t.is_floating_point() and not t.is_complex()}
@@ -219,7 +221,7 @@ def _same_shapes(batch: Mapping[str, Tensor]) -> Iterator[tuple[str, dict[str, T
 
 
 def _uneven(tensor: Tensor) -> Tensor:
-    """Half of the first row, and all of the last."""
+    """A mask that keeps half of the first row, and all of the last."""
     tensor = tensor.clone()
     if tensor.dim() > 1:
         tensor[0, : (tensor.shape[1] + 1) // 2] = IGNORED
@@ -249,7 +251,7 @@ def _extremes(tensor: Tensor) -> Tensor:
 
 
 def _other_rows(batch: Mapping[str, Tensor]) -> Iterator[tuple[str, int, str]]:
-    """(name, rows, why there are none): batches of another number of rows."""
+    """(name, number of rows, the reason if there are none): batches with another number of rows."""
     rows = len(next(iter(batch.values())))
     yield "another number of rows", 3 if rows != 3 else 2, ""
     name = "as many rows as places in a sequence"

@@ -21,8 +21,8 @@ from autopar.verify.subject import Subject
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The largest error over the loss, every gradient and every buffer after a step, and the number of stages that type-check (0: not
-    asked for). ``attacked`` is the error of the loss and the gradients of another batch, where one was given."""
+    """The largest error over the loss, every gradient and every buffer after a step, and the number of stages that type-check (0: the
+    check was not requested). ``attacked`` is the error of the loss and the gradients of another batch, if one was given."""
 
     error: Error
     stages_typed: int
@@ -32,11 +32,11 @@ class Outcome:
 def check_plan(
     subject: Subject, plan: Plan, pool: WorkerPool, *, typed: bool = True, attack: Subject | None = None
 ) -> Outcome:
-    """Emit, type-check and run the plan's program, and compare it with the subject, then with ``attack``: the graph with another batch.
+    """Emit, type-check and run the plan's program, and compare it with the subject, then with ``attack``, the graph with another batch.
 
     Raises:
         UsageError: the model does not admit the plan.
-        ProgramError: the program is not what was priced, or does not type-check.
+        ProgramError: the program differs from the priced one, or does not type-check.
         LaunchError: a rank raised, died or hung.
     """
     assert plan.device_count == pool.count, (plan.device_count, pool.count)
@@ -56,9 +56,9 @@ def check_plan(
 
 
 def compare_step(subject: Subject, loss: float, gradients: dict[str, Tensor], after: dict[str, Tensor]) -> Error:
-    """The largest error of a step: the loss, every gradient, every buffer, and how much every parameter was updated by.
+    """The largest error of a step: the loss, every gradient, every buffer, and the update of every parameter.
 
-    The update is of plain SGD, and so the gradient again, by way of the optimizer and of what ZeRO shards and gathers.
+    The update is of plain SGD, so it gives the gradient again, after the optimizer and ZeRO's sharding and gathering.
     """
     error = compare(loss, gradients, subject.loss, subject.gradients)
     moved = {n: _update(subject.state[n], after[n], g) for n, g in subject.gradients.items() if n in after}
@@ -69,8 +69,8 @@ def compare_step(subject: Subject, loss: float, gradients: dict[str, Tensor], af
 
 
 def _update(before: Tensor, after: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient as the update tells it; ``gradient`` itself where the two differ by less than the last digit of the parameter, which an
-    update cannot show: a loss that is as good as zero has gradients of 1e-20."""
+    """The gradient, computed from the update; ``gradient`` itself if the two differ by less than the last digit of the parameter, which
+    an update cannot show: a loss near zero has gradients of 1e-20."""
     found = (before - after) / UPDATE_LR
     digit = torch.maximum(before.abs(), after.abs()).double() * torch.finfo(torch.float64).eps / UPDATE_LR
     return torch.where((found - gradient).abs() <= digit, gradient, found)

@@ -1,6 +1,6 @@
-"""Kinds of plans: each way to parallelize, alone and with others, as a plan for any model that admits it.
+"""Kinds of plans: each way to parallelize, alone and combined, as a plan for any model that admits it.
 
-A kind asks for roles, degrees and a schedule; how many microbatches it takes follows from the model and the batch. What a model
+A kind sets roles, degrees and a schedule; the number of microbatches follows from the model and the batch. A plan that a model
 does not admit raises ``UsageError`` with the reason.
 """
 
@@ -25,7 +25,7 @@ DEGREES = ("pipeline", "data", "expert", "ring", "ulysses", "tensor")
 class Kind:
     """A kind of plan for ``devices``: ``options`` for ``manual_plan``, or ``mixed``, which makes a plan whose layers differ.
 
-    ``options["microbatches"]`` is a wish: as many of them are taken as the model and its batch admit.
+    ``options["microbatches"]`` is an upper limit: the plan has as many as the model and its batch admit.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Kind:
         """The plan for a captured and annotated model.
 
         Raises:
-            UsageError: the model or its batch does not admit it, and why.
+            UsageError: the model or its batch does not admit it; the message says why.
         """
         plan = self.mixed(graph) if self.mixed is not None else manual_plan(graph, **self._fitted(graph))
         assert plan.device_count == self.devices, (self, plan.device_count)
@@ -49,7 +49,7 @@ class Kind:
         return self.options | {"microbatches": microbatches(graph, wanted, self._ways())}
 
     def _ways(self) -> int:
-        """Into how many shares the roles cut a microbatch along the batch."""
+        """The number of shards into which the roles divide a microbatch along the batch."""
         mesh = self.options.get("mesh")
         if mesh is None:
             return math.prod(self.options.get(name, 1) for name in ("data", "expert"))
@@ -61,14 +61,15 @@ class Kind:
 
 
 def microbatches(graph: Graph, wanted: int, ways: int = 1) -> int:
-    """The most microbatches up to ``wanted`` that the model admits and its batch divides into, on ``ways`` data-parallel devices."""
+    """The largest number of microbatches, up to ``wanted``, that the model admits and that divides its batch on ``ways`` data-parallel
+    devices."""
     if graph.unmicrobatchable:
         return graph.accumulated
     return next((m for m in range(wanted, 1, -1) if graph.batch_size % (m * ways) == 0), 1)
 
 
 def kind(name: str, **options: Any) -> Kind:
-    """A kind in which all layers have the same strategy, by the options of ``manual_plan``."""
+    """A kind in which all layers have the same strategy, given by the options of ``manual_plan``."""
     if "mesh" in options:
         return Kind(name, math.prod(axis.size for axis in options["mesh"]) * options.get("pipeline", 1), options)
     return Kind(name, math.prod(options.get(degree, 1) for degree in DEGREES), options)
@@ -92,7 +93,7 @@ def _single(n: int) -> tuple[Kind, ...]:
         kind(f"expert {n}", expert=n),
         kind(f"pipeline {n}", pipeline=n, microbatches=4 if n <= 4 else n, schedule=ONE_F_ONE_B),
         kind(f"pipeline {n}, gpipe", pipeline=n, microbatches=2, schedule=GPIPE),
-        # more devices than three would ask for models of many layers
+        # more than three devices would require models of many layers
         *((kind(f"pipeline {n} of 2 chunks", pipeline=n, chunks=2, microbatches=4),) if n <= 3 else ()),
         kind(f"recompute, data {n}, zero 3", data=n, zero=3, recompute=True),
         kind(f"recompute, tensor {n}", tensor=n, recompute=True, microbatches=2),
@@ -137,7 +138,7 @@ def _combined(n: int) -> tuple[Kind, ...]:
 
 
 def _grids(n: int) -> tuple[Kind, ...]:
-    """Tensor parallelism on grids of devices, as far as ``n`` is one: 2D, 2.5D and 3D."""
+    """Tensor parallelism on grids of devices, if ``n`` devices form one: 2D, 2.5D and 3D."""
     found = []
     for side in range(2, math.isqrt(n) + 1):
         depth, rest = divmod(n, side**2)

@@ -1,8 +1,8 @@
-"""Where a program first computes something else than the model: the layer, the node, its types and shapes.
+"""The first place where a program's values differ from the model's: the layer, the node, its types and shapes.
 
-The program runs once more, on real processes, with its layers' outputs kept. They are put together from the ranks' parts by their
-types and compared with the captured graph's on one device: values in the order of the forward pass, then, if all of those are
-right, gradients in the order of the backward pass. In the first layer that differs every node is compared in the same way.
+The program runs again, on real processes, and keeps its layers' outputs. These are combined from the ranks' parts by their
+types and compared with the captured graph's values on one device, in the order of the forward pass; then, if all values are
+right, gradients are compared in the order of the backward pass. In the first layer that differs every node is compared in the same way.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ Records = list[dict[str, dict[str, list[Any]]]]  # of every rank, see remote.wat
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first thing that differs: a ``value`` of the forward pass, or a ``gradient`` that arrives at a value in the backward pass.
+    """The first difference: a ``value`` of the forward pass, or a ``gradient`` that arrives at a value in the backward pass.
 
-    ``types`` names the value's type on every axis, the microbatches' included; shapes are one rank's and one microbatch's, and the
+    ``types`` names the value's type on every axis, the microbatch axis included; shapes are those of one rank and microbatch, and of the
     whole; ``difference`` is relative to the largest element.
     """
 
@@ -63,11 +63,11 @@ class Difference:
 
 
 def locate(subject: Subject, plan: Plan, pool: WorkerPool, error: Error) -> Difference | None:
-    """The first difference of a program whose largest ``error`` is known; ``None`` where none shows when the program runs again, and
-    where each microbatch is a batch of its own, of which the captured graph is one.
+    """The first difference of a program whose largest ``error`` is known; ``None`` if the repeated run shows none, and
+    if each microbatch is a batch of its own, since the captured graph is then a single microbatch.
 
-    Where every value and every gradient between nodes is right, what is wrong is how the gradient of the parameter at ``error.where`` is
-    summed over the axes. Raises what running the program raises.
+    If every value and every gradient between nodes is right, the error is in how the gradient of the parameter at ``error.where`` is
+    summed over the axes. Raises the errors of running the program.
     """
     if subject.graph.accumulated > 1:
         return None
@@ -107,7 +107,7 @@ class _Search:
         return next((d for layer in reversed(layers) if (d := self._inside(layer, "gradient")) is not None), None)
 
     def _readers_of(self, layer: int, position: int) -> Difference | None:
-        """A gradient that arrives wrong at an output was made wrong in a layer that reads it: the first wrong one there, from the end."""
+        """A wrong gradient that arrives at an output comes from a layer that reads it: the first wrong gradient there, from the end."""
         name = self.graph.layers[layer].outputs[position]
         readers = [i for i, other in enumerate(self.graph.layers) if name in other.activations]
         return next((d for i in reversed(readers) if (d := self._inside(i, "gradient")) is not None), None)
@@ -117,7 +117,7 @@ class _Search:
         return self._differs(records, layer, str(position), node, node, types, what)
 
     def _inside(self, layer: int, what: str) -> Difference | None:
-        """The first node of the layer that differs, in the order of the pass in question."""
+        """The first node of the layer that differs, in the order of the forward or backward pass."""
         records = self.watch(layer_attribute(self.program, layer))
         whole = {node.name: node for node in self.graph.classes[self.graph.layers[layer].cls].graph.graph.nodes}
         nodes = [node for node in self.program.layers[layer].graph.graph.nodes if node.op == "call_function"]
@@ -136,7 +136,7 @@ class _Search:
     ) -> Difference | None:
         want = self.values.get((layer, whole.name))
         if what == "gradient" and want is not None:
-            # where another node reads the value in other types, the gradients here are only some of the terms
+            # if another node reads the value in other types, the gradients here are only some of the terms
             want = want.grad if node.target is not convert and want.requires_grad else None
         parts = self._parts(records, layer, key, 0 if what == "value" else 1)
         if want is None or parts is None:
@@ -166,7 +166,7 @@ class _Search:
 
 
 def _parameter(program: LocalProgram, error: Error) -> Difference | None:
-    """The parameter whose gradient has the error, as its first layer holds it."""
+    """The parameter whose gradient has the error, as its first layer stores it."""
     axes = [axis.name for axis in program.plan.mesh]
     for layer, local in zip(program.graph.layers, program.layers, strict=True):
         for name, held in zip(layer.parameters, local.parameters, strict=True):
@@ -205,7 +205,7 @@ def _reference(subject: Subject) -> dict[tuple[int, str], Tensor]:
 
 
 def _assemble(parts: Sequence[Tensor], sizes: Sequence[int], types: Types) -> tuple[Tensor, float]:
-    """The value whose parts the ranks hold (outermost axis slowest), and how far ranks that should agree are apart."""
+    """The value combined from the ranks' parts (outermost axis slowest), and the difference between ranks that should agree."""
     assert len(parts) == math.prod(sizes), (len(parts), sizes)
     current, apart = list(parts), 0.0
     for size, t in zip(reversed(sizes), reversed(types), strict=True):
@@ -221,7 +221,7 @@ def _assemble(parts: Sequence[Tensor], sizes: Sequence[int], types: Types) -> tu
 
 
 def _difference(got: Tensor, want: Tensor) -> float:
-    """The largest difference relative to the largest element; what is padded at the end of a dim is not compared."""
+    """The largest difference relative to the largest element; padding at the end of a dim is not compared."""
     if got.dim() != want.dim() or any(a < b for a, b in zip(got.shape, want.shape, strict=True)):
         return math.inf
     got = got[tuple(slice(0, size) for size in want.shape)]

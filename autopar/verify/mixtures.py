@@ -1,7 +1,7 @@
 """Plans drawn at random: a mesh, cuts, a schedule, microbatches, and for every layer its roles, ZeRO stage and recomputation.
 
-People find the combinations they think of; a seeded draw finds the others. What is drawn is admitted by the model, by construction:
-a draw that is not is drawn again.
+People test the combinations that they think of; a seeded draw finds others. Every plan returned is admitted by the model:
+a draw that the model does not admit is repeated.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from autopar.schedules import GPIPE, default_schedule
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.shard import layer_sharding, plan_shardings
 
-_TRIES = 200  # most draws of a model with ordinary sizes are admitted; a model that admits none of 200 admits hardly anything
-_PALETTE = 3  # strategies in one plan: layers of one kind, of another, and the ends
+_TRIES = 200  # most draws of a model with ordinary sizes are admitted; a model that admits none of 200 admits hardly any plan
+_PALETTE = 3  # strategies in one plan: for two kinds of layers, and for the ends
 _AXES = ("outer", "middle", "inner")
 
 
 def draw(graph: Graph, devices: int, rng: random.Random) -> Plan:
-    """A plan of ``graph`` (annotated) for ``devices``, from the generator's state alone.
+    """A plan of ``graph`` (annotated) for ``devices``, which depends only on the generator's state.
 
     Raises:
         UsageError: no draw was admitted.
@@ -121,7 +121,7 @@ def _strategy(mesh: tuple[Axis, ...], rng: random.Random) -> Strategy:
 
 
 def _tied(graph: Graph) -> list[list[int]]:
-    """The layers in groups that must be alike because they share parameters, in the order of their first layers."""
+    """The groups of layers that must have equal strategies because they share parameters, in the order of their first layers."""
     home = list(range(len(graph.layers)))
     for uses in graph.shared_parameters.values():
         first = min(home[i] for i in uses)

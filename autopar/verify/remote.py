@@ -1,4 +1,4 @@
-"""What verification asks of its worker processes."""
+"""The functions that verification calls in its worker processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from autopar.run import remote
 
 UPDATE_LR = 2.0**20
-"""Of the update that is compared: so large that a parameter's own size is no rounding error beside its gradient's, and exact."""
+"""Learning rate of the compared update: so large that a parameter's size causes no rounding error in its gradient, and a power of two."""
 
 
 def open_trainer(folder: str, state: str) -> Any:
@@ -37,7 +37,7 @@ def gradients(folder: str, state: str, batch: dict[str, Tensor]) -> tuple[float,
 def gradients_twice(
     folder: str, state: str, batch: dict[str, Tensor], other: dict[str, Tensor]
 ) -> tuple[tuple[float, dict[str, Tensor], dict[str, Tensor]], tuple[float, dict[str, Tensor]]]:
-    """``gradients`` of one batch; then, with the values of ``state`` again, the loss and the gradients of another."""
+    """``gradients`` of one batch; then, again from the values of ``state``, the loss and the gradients of another batch."""
     trainer = open_trainer(folder, state)
     loss, found = remote.perform(trainer, "gradients", batch)
     trainer.update()
@@ -47,11 +47,11 @@ def gradients_twice(
 
 
 def watch(folder: str, state: str, batch: dict[str, Tensor], layer: str | None) -> dict[str, dict[str, list[Any]]]:
-    """What this rank's layers compute in one step: values and their gradients, one of each for every microbatch.
+    """The values of this rank's layers in one step and their gradients, one of each for every microbatch.
 
-    The program was emitted with ``watch``. By layer (its attribute in the stage) and name: the outputs of every layer (``"0"``,
-    ``"1"``), or all values of ``layer`` by node name. Each entry is ``[value of microbatch 0, its gradient or None, value of microbatch
-    1, ...]``.
+    The program was emitted with ``watch``. The result is indexed by layer (its attribute in the stage) and name: the outputs of every
+    layer (``"0"``, ``"1"``), or all values of ``layer`` by node name. Each entry is ``[value of microbatch 0, its gradient or None,
+    value of microbatch 1, ...]``.
     """
     trainer = open_trainer(folder, state)
     found: dict[str, dict[str, list[Any]]] = {}

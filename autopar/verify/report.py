@@ -1,4 +1,4 @@
-"""What a verification found, as a record and as JSON."""
+"""The result of a verification, as a record and as JSON."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from autopar.verify.locate import Difference
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """One plan that was run: its kind, the largest error of the loss and all gradients, where, and the stages that type-check. ``attack``
-    names a second batch that it was run with, and ``attack_error`` is that batch's."""
+    """One plan that ran: its kind, the largest error of the loss and all gradients, the location, and the number of stages that
+    type-check. ``attack`` names a second batch with which it ran, and ``attack_error`` is that batch's error."""
 
     kind: str
     plan: str
@@ -26,7 +26,7 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class Attacked:
-    """One attack on the captured graph on one device: its name, the largest error, and where (see ``autopar.verify.attacks``)."""
+    """One attack on the captured graph on one device: its name, the largest error, and the location (see ``autopar.verify.attacks``)."""
 
     name: str
     error: float
@@ -35,7 +35,7 @@ class Attacked:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One plan that is not exact, is ill-typed or does not run; ``first`` is the first node that differs, where one was found."""
+    """One plan that is not exact, is ill-typed or does not run; ``first`` is the first node that differs, if one was found."""
 
     kind: str
     plan: str
@@ -49,8 +49,8 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A model's verification. ``skipped`` gives kinds that the model does not admit with the reason; ``notes`` what was changed for the
-    comparison (dropout, sizes). ``attacks`` are what was tried on one device, ``attacks_skipped`` what was not, with the reason."""
+    """A model's verification. ``skipped`` gives the kinds that the model does not admit, with the reason; ``notes`` the changes made for
+    the comparison (dropout, sizes). ``attacks`` are those tried on one device, ``attacks_skipped`` the others, with the reason."""
 
     model: str
     devices: int
@@ -65,18 +65,18 @@ class Report:
 
     @property
     def exact(self) -> bool:
-        """Whether something was checked, and all of it equals one device."""
+        """Whether any plan was checked, and all results equal those of one device."""
         return bool(self.checked) and not self.failures and self.max_relative_difference <= EXACT
 
     @property
     def max_relative_difference(self) -> float:
-        """Of plans and attacks; infinite where no plan was checked, and where one is no number."""
+        """The largest difference of plans and attacks; infinite if no plan was checked, or if a difference is NaN."""
         errors = [error for check in self.checked for error in (check.error, check.attack_error)]
         errors += [attack.error for attack in self.attacks]
         return max(errors) if self.checked and not any(map(math.isnan, errors)) else math.inf
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; a difference that is no number, or nothing checked, is ``null`` there."""
+        """A JSON object; a difference that is not finite, or that does not exist, is ``null`` there."""
         worst = self.max_relative_difference
         return {
             "exact": self.exact,

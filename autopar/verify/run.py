@@ -1,4 +1,4 @@
-"""``verify``: a model, its plans, and what came out."""
+"""``verify``: runs a model's plans and reports the results."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from autopar.verify.subject import Subject, make_subject
 from autopar.workload import Workload
 
 MEMORY_BYTES = 8 * 10**9
-"""What a verification may take by default: on a laptop, half of the memory."""
+"""The default memory limit of a verification: half of a laptop's memory."""
 
 MICROBATCHES = 2
-"""Of plans for a model whose microbatches are to be batches of their own."""
+"""Number of microbatches in plans for a model whose microbatches are treated as separate batches."""
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being checked, how many plans are done, and how many there are."""
+"""Called with the name of the current check, the number of finished plans, and the number of plans."""
 
 PlanOf = Callable[[Graph], Plan]
 
@@ -56,18 +56,18 @@ def verify(
 ) -> Report:
     """Compare the model's distributed programs with eager PyTorch on one device: the loss and every gradient, in float64.
 
-    The model runs at the size it has, in ``devices`` local gloo processes, with dropout off. Without ``plan`` one plan of every kind of
-    parallelism that it admits is checked. With one, that plan: where it is for more devices, its axes are shrunk to fit, and
-    the program at the plan's own size is type-checked only. Every program is type-checked.
+    The model runs at its own size, in ``devices`` local gloo processes, with dropout off. Without ``plan`` one plan of every kind of
+    parallelism that the model admits is checked. With ``plan``, only that plan: if it is for more devices, its axes are shrunk to fit,
+    and the program at the plan's own size is only type-checked. Every program is type-checked.
 
-    With ``allow={"microbatch_statistics"}``, or a plan that was made so, a model that couples the examples of a batch is run in
-    microbatches and compared with one device that accumulates the mean over the same ones.
+    With ``allow={"microbatch_statistics"}``, or a plan made with it, a model that couples the examples of a batch is run in
+    microbatches and compared with one device that accumulates the mean over the same microbatches.
 
-    Before that the captured graph is attacked on one device with batches that are made of the user's, and in other modes
-    (``autopar.verify.attacks``); plans are run with one of those batches, too.
+    Before that the captured graph is attacked on one device with batches made from the user's batch, and in other modes
+    (``autopar.verify.attacks``); plans also run with one of those batches.
 
     Args:
-        model: a module on the CPU, see ``compile``; it is copied, not touched.
+        model: a module on the CPU, see ``compile``; it is copied, not changed.
         batch: one global batch, with values.
         loss_fn: see ``compile``.
 
@@ -95,7 +95,7 @@ def verify_workload(
     allow: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Report:
-    """``verify`` for a workload. ``real`` is the captured model that ``plan`` was made for, where the workload is a smaller one."""
+    """``verify`` for a workload. ``real`` is the captured model that ``plan`` was made for, if the workload is a smaller one."""
     if dist.is_initialized():
         raise UsageError(
             "this process has a process group, and verification starts processes of its own",
@@ -127,7 +127,8 @@ def verify_workload(
 
 
 def _own(given: Plan | None, real: Graph | None, allow: Collection[str]) -> int:
-    """How many microbatches are batches of their own, where the model asks for it: the plan's, or two where its batch is shrunk."""
+    """The number of microbatches that are treated as separate batches, if the model requires it: the plan's, or two if its batch is
+    shrunk."""
     if given is None:
         return MICROBATCHES if MICROBATCH_STATISTICS in allow else 1
     if MICROBATCH_STATISTICS not in given.allow:
@@ -136,9 +137,9 @@ def _own(given: Plan | None, real: Graph | None, allow: Collection[str]) -> int:
 
 
 def check_size(model: nn.Module, devices: int, memory_limit_bytes: int) -> None:
-    """Raise ``UsageError`` where the model is too large to be verified in the given memory.
+    """Raise ``UsageError`` if the model is too large to be verified in the given memory.
 
-    Parameters and gradients in float64: once for eager PyTorch, twice for what is sent, and once for each process.
+    Parameters and gradients in float64: once for eager PyTorch, twice for the data that is sent, and once for each process.
     """
     elements = sum(p.numel() for p in model.parameters())
     needed = elements * 8 * (2 + 2 + 2 * devices)
@@ -178,7 +179,7 @@ class _Run:
         try:
             outcome = check_plan(self.subject, plan, pool, attack=attacked)
         except (AutoparError, AssertionError, RuntimeError, ValueError, TypeError, KeyError, IndexError) as error:
-            # of autopar's own faults too, the report should say on which plan they came up
+            # errors of autopar itself, too: the report should name the plan that caused them
             self._fail(kind, plan, _sentence(error), None)
             return
         self._typechecked += 1
@@ -201,7 +202,7 @@ class _Run:
             self._fail(kind, plan, message, self._locate(plan, pool, other, attacked))
 
     def _next_attack(self) -> tuple[str, Subject | None]:
-        """Each plan has one, in turn."""
+        """The next attack: plans take the attacks in turn."""
         names = list(self.attacks.subjects)
         if not names:
             return "", None
@@ -209,7 +210,7 @@ class _Run:
         return name, self.attacks.subjects[name]
 
     def check_types(self, plan: Plan, graph: Graph, processes: int) -> None:
-        """The type checker over the program of the plan as it is; its numbers are those of ``processes``."""
+        """Type-check the program of the unshrunk plan; its numerical results are those of the plan for ``processes``."""
         with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
             try:
                 emit(graph, plan, folder)
@@ -227,7 +228,7 @@ class _Run:
         try:
             return locate(subject or self.subject, plan, pool, error)
         except LaunchError:
-            return None  # the numbers are wrong, and that is said; only where could not be found out
+            return None  # the report says that the numbers are wrong; only the location is unknown
 
     def _fail(self, kind: str, plan: Plan, message: str, first: Difference | None) -> None:
         self._failures.append(Failure(kind, describe(plan), message, first))

@@ -1,4 +1,4 @@
-"""Smaller things of the same structure: a configuration for a laptop, a plan for a few processes."""
+"""Smaller versions with the same structure: a configuration for a laptop, a plan for a few processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH = 8  # of one attention head
 HEADS = 8
 VOCABULARY = 96
 
-# Sizes that are set outright, by their names in transformers configurations and in the zoo's own.
+# Sizes that are set directly, by their names in transformers configurations and in the zoo's.
 _SMALL: dict[str, Any] = {
     **dict.fromkeys(("n_layer", "num_hidden_layers", "num_layers", "num_decoder_layers"), LAYERS),
     **dict.fromkeys(("n_head", "num_attention_heads", "num_heads"), HEADS),
@@ -42,7 +42,7 @@ _SMALL: dict[str, Any] = {
     "layer_sizes": [32, 16],
 }
 _DEFAULTS: dict[str, tuple[str, ...]] = {
-    # what a configuration may leave to its class, whose default is large
+    # entries that a configuration may leave to its class, whose defaults are large
     "gpt2": ("n_layer", "n_head", "n_embd"),
     "resnet": ("embedding_size", "hidden_sizes", "depths", "num_labels"),
 }
@@ -71,8 +71,9 @@ def shrink_config(config: dict[str, Any]) -> dict[str, Any]:
 def shrink_plan(plan: Plan, graph: Graph, devices: int) -> Plan:
     """A plan of ``graph`` for at most ``devices`` with the given plan's structure.
 
-    It is the plan itself where it fits. Otherwise axes and stages of more than one become two, and one again from the outermost until
-    they fit (data axes first); layers take the strategy of the layer in the same place; the microbatches are as many as the batch admits.
+    A plan that fits is returned unchanged. Otherwise axes and stages of more than one become two, and then one, starting from the
+    outermost, until they fit (data axes first); layers take the strategy of the layer at the same relative position; there are as many
+    microbatches as the batch admits.
     """
     count = len(graph.layers)
     if plan.device_count <= devices and len(plan.layers) == count and plan.global_batch == graph.batch_size:
@@ -129,12 +130,12 @@ def _strategy(plan: Plan, layer: int, kept: list[int]) -> Strategy:
 
 
 def _place(index: int, count: int, other: int) -> int:
-    """The index among ``other`` in the place of ``index`` among ``count``: first to first, last to last."""
+    """The index among ``other`` at the same relative position as ``index`` among ``count``: first to first, last to last."""
     return round(index * (other - 1) / max(1, count - 1))
 
 
 def _rising(cuts: list[int], count: int) -> tuple[int, ...]:
-    """Cuts that leave every stage a layer."""
+    """Cuts that leave every stage at least one layer."""
     fixed: list[int] = []
     for number, cut in enumerate(cuts):
         low, high = (fixed[-1] if fixed else 0) + 1, count - (len(cuts) - number)

@@ -1,4 +1,4 @@
-"""A model with what one device computes for its batch, in float64: what every program of it must equal."""
+"""A model and the results of one device for its batch, in float64: every program of the model must reproduce them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from autopar.shard import annotate
 class Subject:
     """The captured graph, the state dict, the batch by input name, and eager PyTorch's loss and gradients by parameter name.
 
-    ``dropout`` says whether the model has dropout, which is off here. ``buffers`` are those that the forward pass writes, after it.
+    ``dropout``: whether the model has dropout, which is off here. ``buffers`` are the written ones, after the forward pass.
     """
 
     graph: Graph
@@ -43,10 +43,10 @@ def make_subject(
     name: str | None = None,
     microbatches: int = 1,
 ) -> Subject:
-    """Capture a copy of ``model`` in float64 and run it eagerly, forward and backward. ``model`` itself is not touched.
+    """Capture a copy of ``model`` in float64 and run it eagerly, forward and backward. ``model`` itself is not changed.
 
-    Where the model couples the examples of a batch and ``microbatches`` are more than one, each is a batch of its own
-    (``autopar.capture.apart``): one device then accumulates over the same microbatches, and their mean is the loss.
+    If the model couples the examples of a batch and ``microbatches`` is more than one, each microbatch is treated as a separate batch
+    (``autopar.capture.apart``): one device then accumulates over the same microbatches, and the mean of their losses is the loss.
 
     Raises:
         ModelError: parameters or buffers on meta, which have no values; random numbers other than dropout.
@@ -73,7 +73,7 @@ def make_subject(
             raise BatchError("the batch is on meta and has no values", "give one on the CPU")
         _refuse_random(graph)
         tensors = {n: tensor.detach().cpu() for n, tensor in tensors.items()}
-        state = {n: tensor.detach().clone() for n, tensor in model.state_dict().items()}  # before statistics move
+        state = {n: tensor.detach().clone() for n, tensor in model.state_dict().items()}  # before statistics change
         loss, gradients, after = _eager(model, graph, loss_fn, tensors, state)
     return Subject(graph, state, tensors, loss, gradients, off.seen or copied.dropout or switched_off, after)
 
@@ -81,7 +81,7 @@ def make_subject(
 def with_batch(
     subject: Subject, model: nn.Module, tensors: dict[str, Tensor], loss_fn: Callable[..., Any] | None
 ) -> Subject:
-    """The subject of ``model`` with another batch of the same shapes, by input name. Raises what the model raises."""
+    """The subject of ``model`` with another batch of the same shapes, by input name. Raises any error that the model raises."""
     copied = prepared(model, loss_fn)
     with WholeFloat64(), WithoutDropout():
         loss, gradients, after = _eager(copied.model, subject.graph, copied.loss_fn, tensors, subject.state)
@@ -89,8 +89,8 @@ def with_batch(
 
 
 def _without_dropout(model: nn.Module) -> bool:
-    """Give every dropout module of ``model`` probability 0; whether any had another. A module that is kept whole runs by itself, where
-    ``WithoutDropout`` does not see what it asks for."""
+    """Set the probability of every dropout module of ``model`` to 0; whether any had another. A module that is captured whole runs by
+    itself, and ``WithoutDropout`` does not see its dropout calls."""
     found = [module for module in model.modules() if isinstance(module, _DROPOUT) and module.p]
     for module in found:
         module.p = 0.0
@@ -107,7 +107,7 @@ def _eager(
     tensors: dict[str, Tensor],
     state: dict[str, Tensor],
 ) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
-    """The loss, the gradients of parameters that have one, and the persistent buffers that the graph writes, after a step."""
+    """The loss, the existing gradients of parameters, and the persistent buffers that the graph writes, after a step."""
     structure = graph.structure
     assert isinstance(structure, BatchStructure)
     parts = list(zip(*(tensor.chunk(graph.accumulated) for tensor in tensors.values()), strict=True))
@@ -115,7 +115,7 @@ def _eager(
     for part in parts:
         with torch.no_grad():
             for name, tensor in model.state_dict().items():
-                tensor.copy_(state[name])  # each begins with the buffers that the step began with
+                tensor.copy_(state[name])  # each microbatch starts with the buffers from the start of the step
         term = call_model(model, structure, loss_fn, part) / len(parts)
         term.backward()
         loss += float(term.detach())
@@ -126,12 +126,12 @@ def _eager(
 
 
 def _mean(values: list[Tensor]) -> Tensor:
-    """What a step writes of the new values of its microbatches: their mean, or of counts, which agree, the last."""
+    """The buffer value of a step from those of its microbatches: their mean, or for counts, which are equal, the last."""
     return torch.stack(values).mean(0) if values[0].is_floating_point() and len(values) > 1 else values[-1]
 
 
 def _refuse_random(graph: Graph) -> None:
-    """Two runs of a model that draws random numbers differ with or without autopar."""
+    """Raise ``ModelError`` for a model that draws random numbers: two runs of it differ with or without autopar."""
     for layer in graph.layers:
         for node in graph.classes[layer.cls].graph.graph.nodes:
             if facts(node).kind is Kind.DRAW:

@@ -1,6 +1,6 @@
 """The zoo: published models at their published sizes, for planning without a line of code.
 
-``models()`` lists the entries, plain data that needs neither torch nor transformers. ``build(name, ...)`` makes one on the
+``models()`` lists the entries, plain data that needs neither torch nor transformers. ``build(name, ...)`` builds one on the
 meta device, where 405 billion parameters take no memory.
 """
 
@@ -17,7 +17,7 @@ __all__ = ["CATALOGUE", "ZooModel", "build", "find", "models"]
 
 
 def models() -> tuple[str, ...]:
-    """The names of the zoo, families together, small before large."""
+    """The names of the zoo, grouped by family, small before large."""
     return tuple(entry.name for entry in CATALOGUE)
 
 
@@ -28,7 +28,7 @@ def build(
     precision: str = "bfloat16",
     device: str = "meta",
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The model ``name`` and one global batch for it, labels included, so that the module returns the loss.
+    """The model ``name`` and one global batch for it, with labels, so that the module returns the loss.
 
     ``seq`` is the sequence length in tokens (image models have none) and ``global_batch`` the number of sequences or images;
     both default to the published training setting. On a device other than meta the parameters are random and real.

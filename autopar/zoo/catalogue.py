@@ -1,7 +1,7 @@
-"""What is in the zoo. Each entry is a configuration, of transformers or of a module in ``zoo.modules``, with the size its authors
-published and where.
+"""The entries of the zoo. Each is a configuration, of transformers or of a module in ``zoo.modules``, with the published size
+and its source.
 
-Dropout is off in all of them: the large ones train without, and a plan hardly depends on it. Give a configuration file
+Dropout is off in all of them: the large ones train without it, and a plan hardly depends on it. Pass a configuration file
 instead of a name to plan with dropout.
 """
 
@@ -24,7 +24,7 @@ _BERT_TABLE = "transformers documentation, pretrained models"
 class ZooModel:
     """``parameters`` is the published count, ``seq`` and ``global_batch`` the published (or usual) training setting.
 
-    ``seq`` is 0 for models without sequences. ``config`` is what the model's ``config.json`` would hold; one with a ``"module"`` has the
+    ``seq`` is 0 for models without sequences. ``config`` is the content of the model's ``config.json``; one with a ``"module"`` has the
     arguments of that module.
     """
 
@@ -191,7 +191,7 @@ _DIT_XL2 = {
     "hidden_size": 1152,
     "num_hidden_layers": 28,
     "num_attention_heads": 16,
-    "image_size": 32,  # of the latents of images of 256 places
+    "image_size": 32,  # of the latents of images with 256 x 256 pixels
     "patch_size": 2,
     "num_labels": 1000,
 }

@@ -1,7 +1,7 @@
-"""Builds a model from a configuration, of transformers or of ``zoo.modules``, on the meta device, with one global batch to match.
+"""Builds a model from a configuration, of transformers or of ``zoo.modules``, on the meta device, with a matching global batch.
 
-On meta only the parameters are there: small tables such as rotary frequencies and the buffers of batch norm are made on the
-CPU with their true values, because a program that is emitted later needs them.
+Only the parameters are on meta: small tables such as rotary frequencies and the buffers of batch norm are made on the
+CPU with their real values, because an emitted program needs them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _SOURCE_PER_TARGET = (
     4  # a seq2seq batch has seq/4 target tokens: T5's span corruption makes 114 of 512 (arXiv:1910.10683)
 )
 _GLOBAL_BATCH = 8
-_LONGEST = 2048  # tokens of a sequence whose length nobody gives
-_IMAGE_SIZE = 224  # what a convolutional classifier, which takes any size, is trained on
-_IGNORED = -100  # a label that the loss leaves out
+_LONGEST = 2048  # tokens of a sequence without a given length
+_IMAGE_SIZE = 224  # the training size for convolutional classifiers, which take any size
+_IGNORED = -100  # a label that the loss ignores
 
 
 _INITIALISERS = frozenset(
@@ -43,7 +43,7 @@ _INITIALISERS = frozenset(
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Inside, ``torch.empty``, with which layers make their large parameters, gives meta tensors, which nothing initialises."""
+    """A context in which ``torch.empty``, with which layers allocate their large parameters, returns uninitialised meta tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -89,7 +89,7 @@ def build_config(
 def batch_for(
     class_name: str, hf_config: Any, seq: int | None, global_batch: int | None, dtype: torch.dtype, device: str
 ) -> dict[str, torch.Tensor]:
-    """A batch for a transformers model that somebody else built. Arguments, defaults and errors are those of ``build_config``."""
+    """A batch for a transformers model that the caller built. Arguments, defaults and errors are those of ``build_config``."""
     kind = _kind(class_name)
     seq, global_batch = _check_sizes(hf_config, kind, seq, global_batch)
     return _batch(kind, hf_config, seq, global_batch, dtype, device)
@@ -100,7 +100,7 @@ def _batch(
 ) -> dict[str, torch.Tensor]:
     if kind == "image":
         return _image(hf_config, global_batch, dtype, device, torch.Generator().manual_seed(0))
-    made_on = "meta" if device == "meta" else "cpu"  # where the seed means the same for every device
+    made_on = "meta" if device == "meta" else "cpu"  # so that the seed gives the same batch on every device
     generator = torch.Generator().manual_seed(0) if made_on == "cpu" else None
     with torch.device(made_on):
         batch = _TEXT_BATCHES[kind](hf_config.vocab_size, global_batch, seq, generator)
@@ -151,7 +151,7 @@ def _build_module(auto: Any, hf_config: Any, dtype: torch.dtype, device: str) ->
     try:
         with _EmptyOnMeta() if device == "meta" else contextlib.nullcontext():
             model: nn.Module = auto.from_config(hf_config, dtype=dtype)
-    except Exception as error:  # whatever a model's own code raises for sizes that do not go together
+    except Exception as error:  # any error that a model's code raises for inconsistent sizes
         raise ModelError(
             f"transformers cannot build the model (model_type {hf_config.model_type!r}): {error}",
             "its sizes must go together: transformers alone must build it",
@@ -187,7 +187,7 @@ def _build_plain(
 
 
 def _placed(model: nn.Module, device: str) -> nn.Module:
-    """The model on ``device``; on meta its parameters alone, tied ones still tied."""
+    """The model on ``device``; for meta only its parameters move, and tied parameters stay tied."""
     if device != "meta":
         return model.to(device).train()
     moved: dict[int, nn.Parameter] = {}
@@ -214,7 +214,7 @@ def _check_sizes(hf_config: Any, kind: str, seq: int | None, global_batch: int |
         seq = min(longest or _LONGEST, _LONGEST)
     if seq < 2:
         raise BatchError(f"a sequence of {seq} tokens has no next token to learn", "--seq takes a number from 2 up")
-    # rotary and relative positions go on past the length a model was made for; a learned table of positions ends
+    # rotary and relative positions extend past the length for which a model was made; a learned table of positions ends
     learned = hf_config.model_type in ("gpt2", "bert", "roberta", "opt", "gpt_neo")
     if learned and longest and seq > longest:
         raise BatchError(
@@ -226,7 +226,7 @@ def _check_sizes(hf_config: Any, kind: str, seq: int | None, global_batch: int |
 
 def _causal(vocabulary: int, batch: int, seq: int, g: torch.Generator | None) -> dict[str, torch.Tensor]:
     ids = torch.randint(0, vocabulary, (batch, seq), generator=g)
-    # two tensors: one given twice would be read from one placeholder
+    # two tensors: if one tensor were passed twice, both inputs would become one placeholder
     return {"input_ids": ids, "labels": ids.clone()}
 
 
@@ -250,7 +250,7 @@ def _image(config: Any, batch: int, dtype: torch.dtype, device: str, g: torch.Ge
     size = getattr(config, "image_size", _IMAGE_SIZE)
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
     shape = (batch, config.num_channels, height, width)
-    # a batch of a few thousand images is gigabytes: planning reads its shape alone
+    # a batch of a few thousand images is gigabytes: planning reads only its shape
     pixels = (
         torch.empty(shape, dtype=dtype, device="meta")
         if device == "meta"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 
 class DoubleConv(nn.Sequential):
-    """Two convolutions of 3 x 3 places, each with batch norm and ReLU."""
+    """Two 3 x 3 convolutions, each with batch norm and ReLU."""
 
     def __init__(self, before: int, after: int) -> None:
         super().__init__(
@@ -33,7 +33,7 @@ class DoubleConv(nn.Sequential):
 
 
 class Down(nn.Module):
-    """Half the places, twice the channels."""
+    """Half the resolution, twice the channels."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Down(nn.Module):
 
 
 class Up(nn.Module):
-    """Twice the places, half the channels, beside those that the way down left."""
+    """Twice the resolution, half the channels, concatenated with those of the same level of the downward path."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -58,7 +58,8 @@ class Up(nn.Module):
 
 class UNet(nn.Module):
     """Ronneberger, Fischer and Brox (arXiv:1505.04597, figure 1), with padded convolutions and batch norm; long skips from each level
-    of the way down to the same level of the way up. ``pixel_values`` is (b, 3, h, w), ``labels`` a class for each place (b, h, w)."""
+    of the downward path to the same level of the upward path. ``pixel_values`` is (b, 3, h, w), ``labels`` a class per pixel (b, h,
+    w)."""
 
     def __init__(self, channels: int, depth: int, num_labels: int, image_size: int) -> None:
         super().__init__()
@@ -83,7 +84,7 @@ class UNet(nn.Module):
 
 
 class TimestepEmbedder(nn.Module):
-    """The step of the diffusion as sines and cosines, then as a vector."""
+    """The diffusion step as sines and cosines, then as an embedding vector."""
 
     def __init__(self, width: int, frequencies: int = 256) -> None:
         super().__init__()
@@ -154,7 +155,7 @@ class DiT(nn.Module):
         self.embed = nn.Conv2d(4, hidden_size, patch_size, stride=patch_size)
         self.position = nn.Parameter(torch.empty(1, self.side**2, hidden_size), requires_grad=False)
         self.step = TimestepEmbedder(hidden_size)
-        self.label = nn.Embedding(num_labels + 1, hidden_size)  # the last: no label, for guidance
+        self.label = nn.Embedding(num_labels + 1, hidden_size)  # the last row: no label, for guidance
         self.blocks = nn.ModuleList(DiTBlock(hidden_size, num_attention_heads) for _ in range(num_hidden_layers))
         self.norm = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
         self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 2 * hidden_size))
@@ -249,14 +250,14 @@ def _tower(num_embeddings: int, width: int, layer_sizes: list[int]) -> nn.Sequen
     return nn.Sequential(*layers)
 
 
-# -- their batches ----------------------------------------------------------------------------------------------------
+# -- batches for modules ----------------------------------------------------------------------------------------------
 
 STEPS = 1000  # of DiT's diffusion
 
 
 @dataclass(frozen=True, slots=True)
 class _Maker:
-    """Makes tensors of ``rows`` rows on the CPU; large floating ones are on meta where the model is."""
+    """Makes tensors of ``rows`` rows on the CPU; large floating ones are on meta if the model is."""
 
     config: dict[str, Any]
     rows: int
@@ -266,7 +267,7 @@ class _Maker:
     generator: torch.Generator
 
     def normal(self, *sizes: int) -> Tensor:
-        if self.meta:  # a batch of a few thousand images is gigabytes: planning reads its shape alone
+        if self.meta:  # a batch of a few thousand images is gigabytes: planning reads only its shape
             return torch.empty((self.rows, *sizes), dtype=self.dtype, device="meta")
         return torch.randn((self.rows, *sizes), generator=self.generator).to(self.dtype)
 
@@ -316,7 +317,7 @@ def module_and_batch(
 ) -> tuple[nn.Module, Batch]:
     """The module of a configuration, on the CPU in float32, and its batch on ``device`` with floating tensors in ``dtype``.
 
-    ``seq`` is the sequence length in tokens, which modules of images do not read.
+    ``seq`` is the sequence length in tokens, which image modules ignore.
     """
     arguments = {key: value for key, value in config.items() if key != "module"}
     build, batch = MODULES[config["module"]]

@@ -1,24 +1,24 @@
-"""A bound that knows both the memory of each stage and that stages are whole runs of layers.
+"""A bound that uses the memory of each stage and the fact that stages are contiguous runs of layers.
 
-For any stage s of layers i..j-1, any cost c and any price of memory lambda >= 0,
+For any stage s of layers i..j-1, any cost c and any price of memory lambda >= 0:
 
     c(i, j) >= sum_{layers} min_k (c_k + lambda (weights_k + n_s saved_k)) - lambda (limit - z),   z = max_{layers} min_k transient_k
 
-because a stage that fits uses no more than the limit. The largest value over a ladder of lambdas is almost the linear relaxation of that
-stage's choice; ``knapsacks`` has its integer optimum. With P stages, and max_s g_s >= sum_s g_s / P, take as costs
+because a stage that fits uses no more than the limit. The largest value over a ladder of lambdas is close to the linear relaxation of
+that stage's choice; ``knapsacks`` has its integer optimum. With P stages, and max_s g_s >= sum_s g_s / P, the costs are
 
     time     t                        total    t + g/P
     round    m t - (w_s - 1) f + g/P
 
-A step of no more than T seconds has no path of more (``textbook_paths``), so of each of its stages
+If a step takes at most T seconds, so does each of its paths (``textbook_paths``). Each of its stages therefore satisfies
 
     ahead(i) + round(i, j) + behind(j) <= T
     ahead(i) + total(i, j) + (m - w_s) time(i, j) + behind(j) + twice(j) <= T        (GPipe: with m - 1 and without the last term)
 
 where ahead, behind (of total) and twice (of time) are the least sums over the stages before and after, found by dynamic programming over
-the cuts. Stages that break this are dropped, which raises the sums, and so on; where no cuts are left T is a bound of the step.
+the cuts. Stages that violate an inequality are dropped, which raises the sums, and so on; if no cuts remain, T is a bound of the step.
 
-GLOP's relaxation couples the stages better but may split layers between them, which costs it most where stages are few layers long; the
+GLOP's relaxation couples the stages better but may split layers between stages, which loosens it most if stages have few layers; the
 two bounds complement each other.
 """
 
@@ -43,15 +43,15 @@ LADDER = (0.0, *np.geomspace(1e-4, 1e4, 41).tolist())
 
 
 GRIDS = (tuple(np.geomspace(1.15, 3.0, 8) - 1), tuple(np.arange(1, 17) * 0.01), tuple(np.arange(1, 17) * 0.001))
-"""Step times that are tried at once, as multiples above the best bound so far, from coarse to fine."""
+"""Step times that are tested together, as multiples above the best bound so far, from coarse to fine."""
 
 ROUNDS = 3
-"""How often the stages that a step time allows are narrowed down."""
+"""How many times the stages that a step time allows are narrowed down."""
 
 
 @dataclass(frozen=True)
 class _Stages:
-    """By stage and composition: lower bounds of the time, of ``total`` and of ``round``, all with the cheapest sends."""
+    """Per stage and composition: lower bounds of the time, of ``total`` and of ``round``, all with the cheapest sends."""
 
     time: list[Array]
     total: list[Array]
@@ -59,8 +59,8 @@ class _Stages:
 
 
 def _weights(instance: Instance, s: int, send: float) -> tuple[tuple[Weights, float], ...]:
-    """The costs of the module's docstring for stage ``s``, ``time``, ``total`` and ``round``: of its layers, and of its sends, each of
-    which takes ``send`` at least."""
+    """The costs of the module's docstring for stage ``s``: ``time``, ``total`` and ``round``, of its layers and of its sends. Each send
+    takes at least ``send`` seconds."""
     m, stages = instance.schedule.microbatches, instance.schedule.pipeline
     if stages == 1:
         return ((float(m), 0.0, 1.0), 0.0), ((float(m), 0.0, 1.0), 0.0), ((float(m), 0.0, 1.0), 0.0)
@@ -75,7 +75,7 @@ def _weights(instance: Instance, s: int, send: float) -> tuple[tuple[Weights, fl
 
 
 def _relaxed(instance: Instance) -> _Stages:
-    """The bounds from the ladder."""
+    """The bounds from the ladder of memory prices."""
     stages = instance.schedule.pipeline
     ladder = np.array(LADDER) * (float(instance.least("time").sum()) / stages / instance.limit)
     known: dict[tuple[Regime, Weights], Array] = {}
@@ -96,12 +96,12 @@ def _relaxed(instance: Instance) -> _Stages:
 def bottleneck_bound(
     instance: Instance, at_least_s: float = 0.0, cutoff_s: float = np.inf, grids: Sequence[Sequence[float]] = GRIDS
 ) -> float:
-    """The bound of the module's docstring in seconds; ``inf`` where no cuts fit. None of more than ``cutoff_s`` is looked for."""
+    """The bound of the module's docstring in seconds; ``inf`` if no cuts fit. No bound above ``cutoff_s`` is searched for."""
     return max(at_least_s, _least_step(instance, _relaxed(instance), at_least_s, cutoff_s, grids) * (1 - TOLERANCE))
 
 
 def whole_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> float:
-    """The same from stages of whole layers (``knapsacks``), as far as they may be part of a step of less than ``cutoff_s``."""
+    """The same bound from stages of whole layers (``knapsacks``); only stages that a step below ``cutoff_s`` may contain are computed."""
     costs = _relaxed(instance)
     runs, sends, send = compositions(instance), Sends(instance), cheapest_send(instance)
     for s, wanted in enumerate(_wanted(runs, costs, cutoff_s)):
@@ -112,7 +112,7 @@ def whole_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> float
 
 
 def _wanted(runs: Compositions, costs: _Stages, cutoff_s: float) -> list[list[int]]:
-    """By stage, the compositions that may be part of a step of less than ``cutoff_s``."""
+    """Per stage, the compositions that a step below ``cutoff_s`` may contain."""
     count = len(runs.at) - 1
     ends = np.arange(count + 1)
     through = [runs.spread(t) for t in costs.total]
@@ -133,12 +133,12 @@ def _wanted(runs: Compositions, costs: _Stages, cutoff_s: float) -> list[list[in
 def _least_step(
     instance: Instance, costs: _Stages, at_least_s: float, cutoff_s: float, grids: Sequence[Sequence[float]]
 ) -> float:
-    """The largest step time found, up to ``cutoff_s``, for which no cuts exist; ``inf`` if there are none for any."""
+    """The largest step time found, up to ``cutoff_s``, for which no cuts exist; ``inf`` if no step time has cuts."""
     runs, stages = compositions(instance), instance.schedule.pipeline
     if stages == 1:
         return float(costs.total[0][runs.at[0, instance.layers]])
     paths = _Paths(instance, costs)
-    cutoff_s *= 1 + 2 * TOLERANCE  # so that it is still reached when the bound is lowered by the tolerance
+    cutoff_s *= 1 + 2 * TOLERANCE  # the bound still reaches it after being lowered by the tolerance
     low = max(at_least_s, paths.floor_s)
     for grid in grids:
         while 0 < low < cutoff_s:
@@ -155,7 +155,7 @@ def _least_step(
 
 
 class _Paths:
-    """Which step times the paths of the module's docstring leave room for."""
+    """Tests for which step times the paths of the module's docstring allow any cuts."""
 
     def __init__(self, instance: Instance, costs: _Stages) -> None:
         self.runs, self.count = compositions(instance), instance.layers
@@ -163,13 +163,13 @@ class _Paths:
         m = schedule.microbatches
         self.time, self.total, self.round = costs.time, costs.total, costs.round
         warm = warm_up(schedule)
-        # of a stage alone, what it does between the two ways through the later stages
+        # the part of a stage's time on its own path that lies between the two passes through the later stages
         self.between = [(m - w) * t if m > w else np.zeros_like(t) for w, t in zip(warm, self.time, strict=True)]
         self.twice = [more > 0 for more in repeats(schedule)]
         self.floor_s = max(float(t.min()) for t in self.round)
 
     def possible(self, steps: Array) -> NDArray[np.bool_]:
-        """For each step time, whether there are cuts of which no path is longer."""
+        """For each step time, whether there are cuts for which no path takes longer."""
         count, runs = self.count, self.runs
         some = np.min(self.round, axis=0) <= float(steps.max())
         longest = int(runs.counts[some].sum(axis=1).max(initial=1))
@@ -186,7 +186,7 @@ class _Paths:
         for number in range(ROUNDS + 1):
             ahead, paths = np.tile(np.where(at[:, 0] == 0, 0.0, np.inf), (len(open_), 1)), []
             for cost in masked:
-                # [step, j, more]: the way up to the first layer of such a stage
+                # [step, j, more]: the path up to the first layer of such a stage
                 padded = np.concatenate([np.full((len(open_), longest), np.inf), ahead[:, :-1]], axis=1)
                 paths.append(sliding_window_view(padded, longest, axis=1)[:, :, ::-1])
                 ahead = (paths[-1] + cost).min(axis=2)
@@ -197,7 +197,7 @@ class _Paths:
             limit = steps[open_][:, None, None]
             rest = twice = np.tile(np.where(at[:, 0] == count, 0.0, np.inf), (len(open_), 1))
             later = np.full((len(open_), count + 1 + longest, longest), np.inf)
-            # [step, i, more] of the view: the stage that starts at i and ends more + 1 later
+            # [step, i, more] of the view: the stage that starts at i and ends more + 1 layers later
             step, row, column = later.strides
             stages = as_strided(later[:, 1:], (len(open_), count + 1, longest), (step, row, row + column))
             for s in range(len(total) - 1, -1, -1):
@@ -216,9 +216,9 @@ class _Paths:
 
 
 def _by_composition(instance: Instance, costs: list[Array], regime: Regime, ladder: Array) -> Array:
-    """By composition: a lower bound of the cost of its layers as one stage of that regime, ``inf`` where they never fit.
+    """Per composition: a lower bound of the cost of its layers as one stage of that regime; ``inf`` if they never fit.
 
-    ``costs`` are those of each table's ``bounding`` candidates.
+    ``costs`` are the costs of each table's ``bounding`` candidates.
     """
     n, passing, place, limit = regime
     runs = compositions(instance)

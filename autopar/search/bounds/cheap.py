@@ -8,16 +8,16 @@ from autopar.schedules import GPIPE
 from autopar.search.pareto import Array
 from autopar.search.tables import Instance
 
-TOLERANCE = 1e-7  # the solvers' feasibility tolerance, relative: a bound is lowered by it before it is believed
+TOLERANCE = 1e-7  # the solvers' feasibility tolerance, relative: every bound is lowered by it before use
 
 
 def fewest_seconds(instance: Instance) -> float:
-    """The bound of any choice."""
+    """A lower bound of the step time of any choice, in seconds."""
     return _several_stages(instance) if instance.schedule.interleaved else _one_stage(instance)
 
 
 def _one_stage(instance: Instance) -> float:
-    """Of devices of one stage: what the textbook's paths take with the least possible slowest stage."""
+    """For one stage on each device: the time of the textbook paths with the least possible slowest stage."""
     schedule, kind = instance.schedule, instance.kind
     m, stages = schedule.microbatches, schedule.pipeline
     if stages == 1:
@@ -35,11 +35,11 @@ def _one_stage(instance: Instance) -> float:
 
 
 def _several_stages(instance: Instance) -> float:
-    """Of devices of several stages: the mean over devices of the path ``upto``."""
+    """For several stages on each device: the mean over devices of the path ``upto``."""
     line, m = instance.schedule.pipeline, instance.schedule.microbatches
     time = instance.least("time")
     work = max((float(time.sum()) + float(sends(instance).sum())) / line, float(time.max()))
-    # device d begins after at least d layers: a stage has one or more
+    # device d begins after at least d layers: each stage has at least one
     fill = float((np.arange(line - 1, 0, -1) * outside(instance)[: line - 1]).sum()) / line
     return m * work + fill + float(instance.least("step").sum()) / line
 
@@ -61,18 +61,19 @@ def cheapest_send(instance: Instance) -> float:
     if instance.schedule.pipeline == 1:
         return 0.0
     layout, kind = instance.layout, instance.kind.tolist()
-    stages = {way: s for s, way in enumerate(layout.way) if way is not None}  # one for each way
+    stages = {way: s for s, way in enumerate(layout.way) if way is not None}  # one stage for each link
     borders = {way: zip(layout.across[way].border, kind[:-1], strict=False) for way in stages}
     layers = {way: dict(zip(some, range(len(kind) - 1), strict=True)).values() for way, some in borders.items()}
     return min(float(instance.p2p(i, s).min()) for way, s in stages.items() for i in layers[way])
 
 
 def sends(instance: Instance) -> Array:
-    """Seconds that each stage sends at least, forward and backward: ``[2, stage]``."""
+    """The least seconds that each stage spends on sends, forward and backward: ``[2, stage]``."""
     crosses = np.array([0, *(link is not None for link in instance.schedule.links), 0]) * cheapest_send(instance)
     return np.stack([crosses[1:], crosses[:-1]])
 
 
 def outside(instance: Instance) -> Array:
-    """By layer: the least that it takes before a later device begins and, unless weights' gradients come last, after it ends."""
+    """Per layer: the least time that it adds before a later device begins and, unless weight gradients come last, after that device
+    ends."""
     return instance.least("forward" if instance.schedule.split else "time")

@@ -2,11 +2,11 @@
 
 The paths are those of ``schedules.step_time.textbook_paths``.
 
-``linear``: the step is at least any mixture of paths plus the mean of the devices' seconds once a step, and memory may be priced. Such a
-sum is one over layers, each of which takes its cheapest candidate for the stage that it is in, and the cuts that make it least are found by
-dynamic programming over the stages: the minimum of a prefix sum's rest. The weights of paths and the prices of memory that make it
-largest come from column generation: a small linear model mixes the stages met so far, its duals are the next weights, and the longest
-path through the schedule of the mixture is the next path. Every value met on the way is a bound.
+``linear``: the step is at least any weighted mean of paths plus the mean of the devices' once-per-step seconds, and memory may have a
+price. Such a sum runs over layers, each of which takes its cheapest candidate for its stage; the cuts that minimise it are found by
+dynamic programming over the stages, as the minimum of the rest of a prefix sum. Column generation finds the weights of paths and the
+prices of memory that make the sum largest: a small linear model mixes the stages found so far, its duals are the next weights, and the
+longest path through the schedule of the mixture is the next path. Every value computed on the way is a bound.
 
 Resharding is left out, as everywhere in bounds.
 """
@@ -26,25 +26,26 @@ from autopar.search.pareto import Array, Indices
 from autopar.search.tables import Instance
 
 ROUNDS = 100
-"""How often the weights of ``linear`` are moved."""
+"""How many times the weights of ``linear`` are changed."""
 
 NEAR = 0.8
-"""How near to the best weights so far the next ones are: those of the model alone jump to and fro."""
+"""How close the next weights stay to the best weights so far: the weights of the model alone oscillate."""
 
 
 def even_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
-    """The larger of ``packed_bound`` and of ``linear`` with all paths alike; ``inf`` where nothing fits. ``enough_s`` is enough."""
+    """The larger of ``packed_bound`` and of ``linear`` with equal weights on all paths; ``inf`` if nothing fits. Stops at
+    ``enough_s``."""
     found = max(at_least_s, packed_bound(instance, at_least_s, enough_s))
     return max(found, _Linear(instance).first()) if found < enough_s else found
 
 
 def columns_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
-    """``linear`` with the weights that make it largest, as far as ``enough_s``, never below ``at_least_s``."""
+    """``linear`` with the weights that make it largest; stops at ``enough_s``, and is never below ``at_least_s``."""
     return max(at_least_s, _Linear(instance).best(enough_s))
 
 
 class _Linear:
-    """``linear`` of one instance."""
+    """The bound ``linear`` of one instance."""
 
     def __init__(self, instance: Instance) -> None:
         schedule = instance.schedule
@@ -54,11 +55,11 @@ class _Linear:
         self.device = instance.device
         least = float(instance.least("transient").min())
         self.room = np.array([space(instance, d) for d in range(self.line)])
-        # of the stage that is at work when a device holds most, the largest transient is at least its layers' mean
+        # for the stage that runs when a device's live memory is largest: its largest transient is at least the mean of its layers'
         self.transient = np.zeros(self.stages)
         self.transient[list(fullest(schedule).at_work)] = 1 / (instance.layers - self.stages + 1)
-        self.latest = np.zeros((len(self.paths), self.stages))  # the parts of the stages that were cheapest last
-        self.pick = np.zeros((self.stages, len(instance.kinds)), dtype=np.intp)  # the candidates of every kind in them
+        self.latest = np.zeros((len(self.paths), self.stages))  # the parts of the latest cheapest stages
+        self.pick = np.zeros((self.stages, len(instance.kinds)), dtype=np.intp)  # each kind's candidate in these stages
         self.best_s = 0.0
         self.centre = np.zeros(self.paths.shape[1]), np.zeros(self.line)  # the weights that have the best value
         self.send = np.zeros_like(self.latest)
@@ -68,7 +69,7 @@ class _Linear:
             for place in sorted(set(instance.layout.place))
         ]
         widest = max(len(table.bounding) for table in instance.kinds)
-        # [place, price, kind, candidate]; what there is fewer of is repeated
+        # [place, price, kind, candidate]; shorter lists are padded by repetition
         self.prices = np.array(
             [
                 [
@@ -87,7 +88,7 @@ class _Linear:
         )
 
     def first(self) -> float:
-        """The bound of all textbook paths alike, memory priced where it binds; ``inf`` where all devices together have too little of it."""
+        """The bound with equal weights on all textbook paths, memory priced if it binds; ``inf`` if all devices together lack memory."""
         count = self.paths.shape[1]
         if (self.room <= 0).any() or self._solve(np.zeros(count), 0.0, np.ones(self.line))[0] > 0:
             return np.inf
@@ -102,7 +103,7 @@ class _Linear:
         return self.best_s * (1 - TOLERANCE)
 
     def _try(self, mixture: Array, price: Array) -> Array:
-        """``_solve``, and whether it is the best value so far; what each device holds."""
+        """Run ``_solve`` and return whether its value is the best so far, and the live bytes of each device."""
         value, used = self._solve(mixture, 1.0, price)
         if value > self.best_s:
             self.best_s, self.centre = value, (mixture, price)
@@ -137,7 +138,7 @@ class _Linear:
         return self.best_s * (1 - TOLERANCE)
 
     def _longer(self, master: _Master, mean: Array, least_s: float) -> bool:
-        """Add the longest path through the schedule of these stages, if it is longer than those that are known."""
+        """Add the longest path through the schedule of these stages, if it is longer than the known paths."""
         counts = longer_path(self.instance, mean, least_s)
         if counts is None:
             return False
@@ -146,7 +147,7 @@ class _Linear:
         return True
 
     def _solve(self, mixture: Array, once: float, price: Array) -> tuple[float, Array]:
-        """The least cost under these weights, and what every device holds then; ``latest`` are the stages that have it."""
+        """The least cost under these weights, and each device's live bytes at that cost; ``latest`` becomes its stages."""
         weights = np.einsum("i,pis->ps", mixture, self.paths)
         per_byte = price[self.device]
         kinds = self.prices.shape[2]
@@ -168,7 +169,7 @@ class _Linear:
         return value, self._outcome(bounds, pick)
 
     def _even(self) -> Indices:
-        """Cuts that give all devices about as much to do."""
+        """Cuts that give all devices about equal work."""
         least = [
             np.array([float(table.time.min()) for table in self.instance.at(p)])
             for p in self.instance.layout.place[: self.line]
@@ -192,7 +193,7 @@ class _Linear:
 
 
 def longer_path(instance: Instance, mean: Array, least_s: float) -> Array | None:
-    """The longest path through the schedule of stages of ``mean`` seconds ``[part, stage]``, where it takes longer than ``least_s``."""
+    """The longest path through the schedule of stages of ``mean`` seconds ``[part, stage]``, if it takes longer than ``least_s``."""
     schedule = instance.schedule
     if schedule.stages * schedule.microbatches > CUT_ACTIONS:
         return None
@@ -201,7 +202,8 @@ def longer_path(instance: Instance, mean: Array, least_s: float) -> Array | None
 
 
 class _Master:
-    """The mixture of stages met so far whose longest path is shortest, within the devices' memory; its duals price paths and bytes."""
+    """The mixture of the stages found so far whose longest path is shortest, within the devices' memory; its duals price paths and
+    bytes."""
 
     def __init__(self, scale_s: float, room: Array) -> None:
         self.scale_s, self.room = scale_s, room
@@ -212,7 +214,7 @@ class _Master:
         self.solver.Minimize(self.total)
         self.once = self.solver.Constraint(1, 1)
         self.memory = [self.solver.Constraint(-infinity, 1) for _ in room]
-        for row in self.memory:  # more memory than there is costs time, so that there always is a solution
+        for row in self.memory:  # exceeding the memory costs time, so a solution always exists
             short = self.solver.NumVar(0, infinity, "")
             row.SetCoefficient(short, -1)
             self.solver.Objective().SetCoefficient(short, 100)
@@ -222,7 +224,7 @@ class _Master:
         self.stages: list[Array] = []
 
     def add_path(self, path: Array) -> None:
-        """``path``: how often it has each part of each stage."""
+        """``path``: how often the path contains each part of each stage."""
         row = self.solver.Constraint(0, self.infinity)
         row.SetCoefficient(self.total, 1)
         for share, stages in zip(self.shares, self.stages, strict=True):
@@ -231,7 +233,7 @@ class _Master:
         self.paths.append(path)
 
     def add_stages(self, stages: Array, used: Array) -> None:
-        """``stages``: the parts of each one's seconds; ``used``: bytes of each device."""
+        """``stages``: the parts of each stage's seconds; ``used``: bytes of each device."""
         share = self.solver.NumVar(0, self.infinity, "")
         self.once.SetCoefficient(share, 1)
         for row, path in zip(self.rows, self.paths, strict=True):
@@ -255,7 +257,7 @@ class _Master:
 
 
 def _cheapest_cuts(cost: Array) -> tuple[float, Indices]:
-    """The cuts of a chain into stages, none of them empty, that cost least, where ``cost[stage, layer]`` adds up."""
+    """The cheapest cuts of a chain into non-empty stages; a stage costs the sum of ``cost[stage, layer]`` over its layers."""
     stages, count = cost.shape
     prefix = np.zeros((stages, count + 1))
     np.cumsum(cost, axis=1, out=prefix[:, 1:])

@@ -1,19 +1,19 @@
 """``devices_bound``: a bound for choices with several stages on each device, from devices of whole layers.
 
 If a step takes no more than T seconds, no path through the schedule does. So for each device ``d`` (notation of ``textbook_paths``; ``g``
-are the seconds once a step, ``n_s`` the microbatches in flight of stage ``s``)
+are the once-per-step seconds, ``n_s`` the microbatches in flight of stage ``s``)
 
     upto[d]    m sum_own t + g_d + sum_{s < d} t_s <= T
     round[d]   sum_own (m b_s + (m - n_s) f_s) + g_d + sum_s f_s + sum_{s > (v-1)p + d} b_s + sum_{s < d} b_s <= T
 
-Stages of other devices have a layer or more, at its best price. The device's own layers are a number of each kind, and what they take is
-how many of them take each candidate, within its memory: a knapsack, solved exactly (``knapsacks``). Each of its stages has a layer;
-the other layers are where they keep least and where the path counts them least. This gives the most layers of a device within T; where
-all devices together cannot have all layers (their order is dropped, but for the first layer and the last, which are the first and the
-last device's), T is a bound.
+Each stage of another device has at least one layer, at its best price. The device's own layers are a number of each kind; their time
+depends on how many of them take each candidate, within the device's memory: a knapsack, solved exactly (``knapsacks``). Each of its
+stages has a layer; the other layers are placed in the stages that keep the least memory and that the path counts the least. This gives
+the largest number of layers of a device within T; if all devices together cannot have all layers (in any order, except that the first
+layer is on the first device and the last layer on the last), T is a bound.
 
-The relaxations of ``columns`` recompute a fraction of a layer and give a device a fraction of a layer, which is cheap
-where each has few of them.
+The relaxations of ``columns`` recompute a fraction of a layer and give a device a fraction of a layer, which makes them loose if
+each device has few layers.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from autopar.search.pareto import falling
 from autopar.search.tables import Instance
 
 SETS = 16
-"""Numbers of the less frequent kinds that a device may have, up to which it is worked out."""
+"""The largest number of combinations of the less frequent kinds on a device for which the bound is computed."""
 
 LAYERS = 64
-"""Layers of a device, up to which it is worked out: of many layers a fraction of one is little."""
+"""The largest number of layers of a device for which the bound is computed: among many layers a fraction of one matters little."""
 
 HALVINGS = 12
 
 Slot = tuple[int, int, int | None]
-"""Microbatches that a layer holds; how many of its forwards the path leaves out; if it is at work when most is held, what the pipeline
-holds then."""
+"""Microbatches of which a layer keeps activations; how many of its forwards the path leaves out; and, if the layer runs when memory
+peaks, the tensors that the pipeline itself keeps at that moment."""
 
 Stage = tuple[int, int | None, bool]
-"""Microbatches held; what the pipeline holds, if it is at work then; whether the first or the last layer is here and of another kind."""
+"""Live microbatches; the pipeline's own tensors, if it runs at the peak; whether the first or last layer is here and of another kind."""
 
 Others = tuple[int, ...]
-"""Layers of each less frequent kind."""
+"""The number of layers of each less frequent kind."""
 
 
 def devices_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
-    """The bound of the module's docstring, between ``at_least_s`` and ``enough_s``, which is as good as more."""
+    """The bound of the module's docstring, not below ``at_least_s``; the search for a larger bound stops at ``enough_s``."""
     line = Line(instance)
     if not line.small:
         return at_least_s
@@ -67,13 +67,13 @@ def devices_bound(instance: Instance, at_least_s: float, enough_s: float) -> flo
 
 
 def layers_of_devices(instance: Instance) -> tuple[int, ...] | None:
-    """How many layers each device may have in the least time that ``devices_bound`` cannot exclude; ``None`` where it was not asked."""
+    """How many layers each device may have in the least time that ``devices_bound`` cannot exclude; ``None`` if it was not computed."""
     found: tuple[int, ...] | None = instance.known.get(("layers of devices", instance.choice))
     return found
 
 
 class Line:
-    """How many layers fit on the devices of a line if no path may be longer than a limit."""
+    """How many layers fit on the devices of a pipeline if no path may take longer than a limit."""
 
     def __init__(self, instance: Instance) -> None:
         schedule = instance.schedule
@@ -91,7 +91,7 @@ class Line:
         self.fixed = [_constants(instance, d) for d in range(self.line)]
 
     def _sets(self, d: int) -> Iterator[Others]:
-        """What device ``d`` may have of the less frequent kinds."""
+        """The numbers of layers of the less frequent kinds that device ``d`` may have."""
         mine = [
             (a * (d == 0) + b * (d == self.line - 1), n - a * (d != 0) - b * (d != self.line - 1))
             for a, b, n in zip(self.first, self.last, self.counts, strict=True)
@@ -99,7 +99,7 @@ class Line:
         return itertools.product(*(range(low, high + 1) for low, high in mine))
 
     def _paths(self, d: int, others: Others) -> list[tuple[float, _Device]]:
-        """Device ``d`` beside other kinds' layers under each path, and the seconds of the path that are not of its own layers."""
+        """Device ``d`` with these layers of other kinds under each path, and the seconds of the path outside the device's own layers."""
         instance, schedule = self.instance, self.instance.schedule
         at_work, passing = fullest(schedule).at_work[d], passing_by(schedule, d)
         ends = {0: any(self.first), schedule.stages - 1: any(self.last)}
@@ -116,15 +116,15 @@ class Line:
         return found
 
     def _most(self, d: int, others: Others, limit_s: float) -> int:
-        """How many layers of the most frequent kind device ``d`` may have beside others; -1 where not even those."""
+        """How many layers of the most frequent kind device ``d`` may have beside the others; -1 if not even the others fit."""
         most = self.wanted
         for fixed, device in self._paths(d, others):
             most = min(most, device.most(limit_s - fixed, most))
         return most
 
     def ranges(self, limit_s: float) -> list[tuple[int, int]] | None:
-        """How few and how many layers of the most frequent kind each device may have within the limit, where others are the first layer
-        and the last alone (else ``None``); empty where they are not enough."""
+        """The smallest and largest number of layers of the most frequent kind on each device within the limit, if only the first and the
+        last layer are of other kinds (otherwise ``None``); empty if the numbers do not suffice for all layers."""
         sets = [list(self._sets(d)) for d in range(self.line)]
         if any(len(each) > 1 for each in sets):
             return None
@@ -133,7 +133,7 @@ class Line:
         return [(max(n - spare, 0), n) for n in most] if spare >= 0 and min(most) >= 0 else []
 
     def _seconds(self, d: int, others: Others, common: int) -> float:
-        """The longer of the paths of device ``d`` with ``common`` layers of the most frequent kind, which it can have."""
+        """The longer of the paths of device ``d`` with ``common`` layers of the most frequent kind, a number that fits."""
         paths = self._paths(d, others)
         return max(
             (fixed + device.least[common - device.fewest] for fixed, device in paths if common >= device.fewest),
@@ -141,7 +141,7 @@ class Line:
         )
 
     def enough(self, limit_s: float) -> bool:
-        """Whether all layers could be on devices none of which has a longer path."""
+        """Whether the devices can have all layers without a path longer than the limit."""
         reached: dict[Others, int] = {tuple(0 for _ in self.others): 0}
         for d in range(self.line):
             after: dict[Others, int] = {}
@@ -157,17 +157,17 @@ class Line:
         return reached.get(tuple(self.counts), -1) >= self.wanted
 
     def counted(self, limit_s: float) -> tuple[int, ...] | None:
-        """Layers of each device within the limit, where the less frequent kinds are the first layer and the last."""
+        """Layers of each device within the limit, if only the first and the last layer are of the less frequent kinds."""
         sets = [list(self._sets(d)) for d in range(self.line)]
         if any(len(each) > 1 for each in sets):
             return None
         fit = [self._most(d, others, limit_s) for d, (others,) in enumerate(sets)]
-        while sum(fit) > self.wanted:  # the slowest has one less
+        while sum(fit) > self.wanted:  # the slowest device gives up one layer
             fit[max(range(self.line), key=lambda d: self._seconds(d, sets[d][0], fit[d]))] -= 1
         return tuple(n + sum(others) for n, (others,) in zip(fit, sets, strict=True))
 
     def front(self, kind: int, place: int, slot: Slot, path: bool) -> Front:
-        """The ways to run one layer; the transient of a layer at work counts as live memory."""
+        """The ways to run one layer; the transient of a running layer counts as live memory."""
         n, hidden, at_work = slot
         key = kind, place, n, hidden if path else 0, at_work, path
         if key not in self.fronts:
@@ -184,13 +184,13 @@ class Line:
 
 
 def _constants(instance: Instance, d: int) -> tuple[float, float]:
-    """The seconds of ``upto`` and ``round`` outside of the device's own layers."""
+    """The seconds of ``upto`` and ``round`` outside the device's own layers."""
     m, line, stages = instance.schedule.microbatches, instance.schedule.pipeline, instance.schedule.stages
     time, forward, backward = (instance.least(name) for name in ("time", "forward", "backward"))
     send = cheapest_send(instance)
     own = np.array(instance.schedule.own(d))
     hidden = instance.in_flight[own]
-    forwards, backwards = own < stages - 1, own > 0  # those that send
+    forwards, backwards = own < stages - 1, own > 0  # the stages that send
     upto = m * (forwards.sum() + backwards.sum()) + d + max(d - 1, 0)
     later = line - 1 - d
     through = (stages - 1) + ((m - hidden) * forwards).sum() + m * backwards.sum() + later + max(d - 1, 0)
@@ -199,7 +199,7 @@ def _constants(instance: Instance, d: int) -> tuple[float, float]:
 
 
 class _Device:
-    """The least seconds of a number of layers on one device, under one path: worked out as it is asked for."""
+    """The least seconds of a number of layers on one device, under one path; computed on demand."""
 
     def __init__(
         self, line: Line, stages: Sequence[Stage], place: int, limit: float, others: Others, path: bool
@@ -208,7 +208,7 @@ class _Device:
         instance, held = line.instance, [n for n, _, _ in stages]
         self.free: Slot = min(held), max(held), None
         kinds = [k for k, n in zip(line.others, others, strict=True) for _ in range(n)]
-        # a stage that is not the first or the last layer's has a layer of the most frequent kind, unless it has one of those that are left
+        # a stage without the first and the last layer has a layer of the most frequent kind, unless it has one of the remaining others
         slots = [(n, n, at_work) for n, at_work, ends in stages if not ends]
         loose = len(kinds) - (len(stages) - len(slots))
         if loose or not any(at_work is not None for _, _, at_work in slots):
@@ -234,7 +234,7 @@ class _Device:
         return float(self.ways.cost[-1]) if len(self.ways) else np.inf
 
     def most(self, limit_s: float, enough: int) -> int:
-        """How many layers of the most frequent kind stay within the limit, as far as ``enough``; -1 where the fewest do not."""
+        """How many layers of the most frequent kind stay within the limit, at most ``enough``; -1 if the smallest number does not."""
         while self.least[-1] <= limit_s and self.fewest + len(self.least) <= enough:
             self._add(self.line.common, self.free)
             self.least.append(self._least())

@@ -1,7 +1,7 @@
-"""``mixed_bound``: the bound of ``columns`` from devices of whole layers, each of which fits on its own.
+"""``mixed_bound``: the bound of ``columns`` from devices of whole layers, each of which fits by itself.
 
-A way to run a device is a number of layers of the most frequent kind, the stages that they are in, and a candidate for each, within the
-device's memory. The linear model mixes such ways, device by device, so that they have all layers together and the longest path through
+A way to run a device is a number of layers of the most frequent kind, their stages, and a candidate for each, within the device's
+memory. The linear model mixes such ways, device by device, so that together they have all layers and the longest path through
 the schedule is shortest:
 
     minimise   T + G
@@ -10,9 +10,9 @@ the schedule is shortest:
     one        sum_w x[d, w] = 1                           for every device d
     layers     sum_{d, w} x[d, w] layers(w) = L
 
-Its duals weigh paths, devices' seconds once a step, and layers; the cheapest way of every device under them is a knapsack, solved exactly
-(``knapsacks``). Their cost together, and the weight of all layers, is a bound for every weights. Ways that make a device slower than the
-step that is looked for (``devices``) are left out, so that the bound is one of steps below that.
+Its duals weigh paths, devices' once-per-step seconds, and layers; the cheapest way of every device under them is a knapsack, solved
+exactly (``knapsacks``). The cost of the cheapest ways together, plus the weight of all layers, is a bound for any weights. Ways that
+make a device slower than the target step (``devices``) are left out, so the bound holds for steps below that target.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from autopar.search.pareto import Array, falling
 from autopar.search.tables import Instance
 
 ROUNDS = 40
-"""How often the weights are moved."""
+"""How many times the weights are changed."""
 
 NEAR = 0.5
-"""How near to the best weights so far the next ones are."""
+"""How close the next weights stay to the best weights so far."""
 
 MARGIN = 1.05
-"""How far above a bound steps are looked for: the fewer layers a device may have, the fewer ways there are."""
+"""How far above a bound steps are considered: the fewer layers a device may have, the fewer ways there are."""
 
 
 def mixed_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
-    """The bound of the module's docstring, between ``at_least_s`` and ``enough_s``, which is as good as more, or ``MARGIN`` above the
-    former, which it is itself where such layers are not looked at."""
+    """The bound of the module's docstring: at least ``at_least_s``, and at most the smaller of ``enough_s`` and ``MARGIN`` above
+    ``at_least_s``. It is ``at_least_s`` itself if such layers are not supported."""
     cutoff_s = min(enough_s, MARGIN * at_least_s)
     line = Line(instance)
     ranges = line.ranges(cutoff_s) if line.small else None
@@ -69,7 +69,7 @@ class _Ways:
         self.first = [ends.get(int(s), common) for s in self.own]  # the kind of a layer that each stage has
 
     def _single(self, kind: int, at: int, weights: Array, once: float, first: bool) -> Front:
-        """One layer in one of the stages. ``made`` is the stage and the candidate."""
+        """The ways to run one layer in one of the stages. ``made`` is the stage and the candidate."""
         table = self.instance.kinds[kind]
         some, table = table.bounding, table.at(self.place)
         s = int(self.own[at])
@@ -81,7 +81,7 @@ class _Ways:
         return Front(held[best], cost[best], at * len(table) + some[best], table=kind + 1)
 
     def cheapest(self, weights: Array, once: float) -> Iterator[tuple[int, Front]]:
-        """By number of layers of the most frequent kind, the ways that may be cheapest: the last one of each is."""
+        """Per number of layers of the most frequent kind, the ways that may be cheapest: the last way of each is the cheapest."""
         ways = NOTHING
         for at, kind in enumerate(self.first):
             ways = merged(ways, self._single(kind, at, weights, once, True), self.limit, bound=True)
@@ -96,7 +96,8 @@ class _Ways:
                 ways = merged(ways, free, self.limit, bound=True)
 
     def column(self, ways: Front) -> tuple[Array, float]:
-        """Of the cheapest way: seconds of each of the device's stages ``[forward and backward, stage]``, and the seconds once a step."""
+        """For the cheapest way: seconds of each of the device's stages ``[forward and backward, stage]``, and the once-per-step
+        seconds."""
         seconds, once = np.zeros((2, len(self.own))), 0.0
         for kind, made in ways.picks(len(ways) - 1):
             table = self.instance.kinds[kind - 1].at(self.place)
@@ -113,7 +114,7 @@ class _Mixture:
         self.instance, self.wanted, self.scale_s = instance, line.wanted, scale_s
         self.devices = [_Ways(instance, line.common, d, low, high) for d, (low, high) in enumerate(ranges)]
         self.sends = sends(instance)
-        self.solver = pywraplp.Solver.CreateSolver("CLP")  # GLOP gives up on some of these
+        self.solver = pywraplp.Solver.CreateSolver("CLP")  # GLOP fails on some of these models
         self.infinity = self.solver.infinity()
         self.total, self.step = (self.solver.NumVar(0, self.infinity, name) for name in "TG")
         self.solver.Minimize(self.total + self.step)
@@ -125,7 +126,7 @@ class _Mixture:
         self.one = [self.solver.Constraint(1, 1) for _ in self.devices]
         self.layers = self.solver.Constraint(self.wanted, self.wanted)
         more, less = self.solver.NumVar(0, self.infinity, ""), self.solver.NumVar(0, self.infinity, "")
-        for variable, sign in ((more, 1), (less, -1)):  # so that there always is a solution
+        for variable, sign in ((more, 1), (less, -1)):  # so that a solution always exists
             self.layers.SetCoefficient(variable, sign)
             self.solver.Objective().SetCoefficient(variable, 10)
         self.columns: list[tuple[pywraplp.Variable, int, Array]] = []
@@ -157,7 +158,7 @@ class _Mixture:
         self.columns.append((variable, d, seconds))
 
     def _price(self, mixture: Array, once: Array, layer_s: float) -> float:
-        """The bound of such weights; the cheapest ways under them are added."""
+        """The bound of these weights; the cheapest ways under them are added to the model."""
         paths = np.array(self.paths[: len(mixture)])
         weights = np.einsum("i,ips->ps", mixture, paths)
         value = float((weights * self.sends).sum()) + layer_s * self.wanted
@@ -172,7 +173,7 @@ class _Mixture:
         return value
 
     def best(self, enough_s: float) -> float:
-        """The largest bound that was met, as far as ``enough_s``; ``inf`` where a device has no way to run."""
+        """The largest bound found, at most ``enough_s``; ``inf`` if a device has no way to run."""
         count = len(self.devices)
         centre = (
             np.full(len(self.rows), 1 / len(self.rows)),
@@ -189,7 +190,7 @@ class _Mixture:
                 break
             layer_s = self.layers.dual_value() * self.scale_s
             least_s = self.solver.Objective().Value() * self.scale_s
-            longer = self._longer()  # a new row ends the solver's solution
+            longer = self._longer()  # a new row invalidates the solver's solution
             if found >= least_s * (1 - 1e-3) and not longer:
                 break
             old, duals = (np.append(w, np.zeros(len(self.rows) - len(w))) for w in (centre[0], duals / duals.sum()))
@@ -204,7 +205,7 @@ class _Mixture:
         return found * (1 - TOLERANCE)
 
     def _longer(self) -> bool:
-        """Add the longest path through the schedule of the mixture's stages, if it is longer than those that are known."""
+        """Add the longest path through the schedule of the mixture's stages, if it is longer than the known paths."""
         mean, total_s = np.array(self.sends), self.total.solution_value() * self.scale_s
         for variable, d, seconds in self.columns:
             mean[:, self.devices[d].own] += variable.solution_value() * seconds

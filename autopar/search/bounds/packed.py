@@ -1,7 +1,7 @@
-"""``packed_bound``: whole layers on devices of several stages, their order dropped.
+"""``packed_bound``: whole layers on devices of several stages, in any order.
 
-If no device may take longer than a limit, it has room for a number of layers of the most frequent kind beside given numbers of the
-others; where all devices together cannot have all layers, the limit is a bound.
+If no device may take longer than a limit, each has room for a number of layers of the most frequent kind beside given numbers of the
+others; if all devices together cannot have all layers, the limit is a bound.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ LADDER = np.geomspace(1e-4, 1e4, 33)
 """Prices of memory, in units of a device's least time per device memory."""
 
 PACKED = 128
-"""Up to this many combinations of the less frequent kinds the devices are packed."""
+"""The devices are packed for at most this many combinations of the less frequent kinds."""
 
 
 def space(instance: Instance, device: int) -> float:
-    """What a device has for weights and activations at most, besides the least that an action and the pipeline hold."""
+    """The most bytes that a device has for weights and activations, besides the least that an action and the pipeline keep live."""
     borders = 0.0
     if device != instance.schedule.device[-1]:  # the last layer sends nothing
         kinds = np.unique(instance.kind[:-1])
@@ -33,8 +33,8 @@ def space(instance: Instance, device: int) -> float:
 
 
 def packed_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
-    """The bound of the module's docstring, by bisection between ``at_least_s`` and ``enough_s``; ``inf`` where memory has no room for all
-    layers."""
+    """The bound of the module's docstring, by bisection between ``at_least_s`` and ``enough_s``; ``inf`` if all layers together do not
+    fit in memory."""
     counts = np.bincount(instance.kind, minlength=len(instance.kinds))
     common = int(counts.argmax())
     others = [k for k in range(len(counts)) if k != common and counts[k]]
@@ -54,7 +54,7 @@ def packed_bound(instance: Instance, at_least_s: float, enough_s: float) -> floa
 
 
 class _Room:
-    """How many layers fit on the devices of a line if none of them may take longer than a limit."""
+    """How many layers fit on the devices of a pipeline if no device may take longer than a limit."""
 
     def __init__(self, instance: Instance, common: int, others: list[int], counts: Indices) -> None:
         m = instance.schedule.microbatches
@@ -65,7 +65,7 @@ class _Room:
         time, beyond = instance.least("time"), outside(instance)
         sending = np.bincount(instance.device, sends(instance).sum(axis=0))
         ladder = np.array([0.0, *LADDER * (m * float(time.sum()) / self.line / instance.limit)])
-        # by device: seconds that are not its layers'; (per common layer, per set, room) by price of memory
+        # per device: seconds outside its layers; (per common layer, per set, room) by price of memory
         self.fixed: list[float] = []
         self.rows: list[tuple[Array, Array, Array]] = []
         regimes: dict[tuple[float, float, int, float], tuple[Array, Array, Array]] = {}
@@ -78,7 +78,7 @@ class _Room:
                 regimes[regime] = self._regime(instance, common, others, ladder, *regime)
             self.rows.append(regimes[regime])
         digits = np.array([*np.cumprod((counts[others] + 1)[::-1])[::-1][1:], 1], dtype=np.int64)[: len(others)]
-        # which set is left of ``whole`` when another is taken out of it, and whether it can be
+        # which set remains of ``whole`` without another set, and whether ``whole`` contains that set
         difference = self.sets[:, None, :] - self.sets[None, :, :]
         self.possible = (difference >= 0).all(axis=2)
         self.rest = np.where(self.possible, difference @ digits, 0) if others else np.zeros((1, 1), dtype=np.int64)
@@ -94,7 +94,7 @@ class _Room:
         place: int,
         room: float,
     ) -> tuple[Array, Array, Array]:
-        """Per layer of the common kind, per set of others, and the room: by price of memory, and last of memory alone."""
+        """Per layer of the common kind, per set of others, and the room: by price of memory, the last price standing for memory alone."""
         m, least = instance.schedule.microbatches, []
         tables = instance.at(place)
         for table in tables:
@@ -105,10 +105,10 @@ class _Room:
         return cost[common], self.sets @ cost[others], np.append(ladder * room, room)
 
     def enough(self, limit_s: float) -> bool:
-        """Whether all layers could be on devices none of which takes longer."""
+        """Whether the devices can have all layers without a device that takes longer than the limit."""
         most = np.where(
             np.arange(len(self.sets)) == 0, 0.0, -np.inf
-        )  # by set of others placed so far: how many common ones beside them
+        )  # per set of others placed so far: how many common layers beside them
         for fixed, (each, some, room) in zip(self.fixed, self.rows, strict=True):
             spare = room.copy()
             spare[:-1] += max(limit_s - fixed, 0.0) if np.isfinite(limit_s) else np.inf

@@ -1,4 +1,4 @@
-"""``relaxation``: a lower bound that couples all stages, of a choice with one stage on each device; and the model that GLOP and SCIP solve.
+"""``relaxation``: a lower bound that couples all stages, for one stage on each device; and the model that GLOP and SCIP solve.
 
 Notation as in ``problem``: stages s, in-flight n_s, and ``t_s = f_s + b_s``. A group r is a kind of layer (relaxation: contiguity is
 dropped) or a run of equal layers (the integer model); x[s, r, k] is how many layers of r stage s has under strategy k.
@@ -16,8 +16,8 @@ dropped) or a run of equal layers (the integer model); x[s, r, k] is how many la
                       GPipe      sum t + (m-1)(F + B),  F >= f_s, B >= b_s     (exact)
                       others     ``textbook_paths``, and the longest paths of earlier solutions
 
-The step is the longest of all paths, so each is a cut: the relaxation is solved, the longest path for its ``f`` and ``b`` is added, and so
-on (Kelley's cutting planes) until the schedule's time of the relaxation's stages is its own.
+The step is the longest of all paths, so each path is a cut: the relaxation is solved, the longest path for its ``f`` and ``b`` is added,
+and so on (Kelley's cutting planes) until the relaxation's T equals the schedule's time for the relaxation's stages.
 
 Resharding is left out (it is never negative), so every value here bounds the true cost from below.
 """
@@ -37,20 +37,20 @@ from autopar.search.pareto import Array, Indices
 from autopar.search.tables import Instance, Table
 
 CUTS = 16
-"""How often the relaxation is solved again with a path that it had not met."""
+"""How many times the relaxation is solved again with a new path."""
 
 CUT_ACTIONS = 40_000
-"""Microbatches times stages, up to which paths are looked for: a path is found in Python, action by action."""
+"""The largest number of microbatches times stages for which paths are searched: Python finds a path action by action."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that the model counts together: the table's indices that it may use, and how many layers."""
+    """Layers that the model counts together: the indices of the table that they may use, and the number of layers."""
 
     table: Table
     use: Indices
     count: int
-    first: int  # the first layer, for a run
+    first: int  # the index of the first layer, for a run
 
 
 class Model:
@@ -166,7 +166,7 @@ class Model:
             self.add(path)
 
     def add(self, path: Array) -> None:
-        """One more path that the step is at least as long as."""
+        """Add a path: the step is at least as long as it."""
         seconds = [*zip(self.forward, path[0], strict=True), *zip(self.backward, path[1], strict=True)]
         self._row(0.0, self.infinity, [(self.total, 1.0), *((v, -float(n)) for v, n in seconds if n)], "path")
 
@@ -186,9 +186,9 @@ class Model:
 
 
 def relaxation(instance: Instance, at_least_s: float, time_limit_s: float) -> float:
-    """GLOP's bound in seconds (``inf``: proved infeasible), never below ``at_least_s``; the instance keeps the paths that it met."""
+    """GLOP's bound in seconds (``inf``: proved infeasible), never below ``at_least_s``; the instance keeps the paths found."""
     size = instance.schedule.pipeline * sum(len(t.bounding) for t in instance.kinds)
-    if size > 150_000:  # building the model in Python would take longer than it is worth
+    if size > 150_000:  # building the model in Python would take too long
         return at_least_s
     deadline = time.monotonic() + time_limit_s
     schedule, bound = instance.schedule, at_least_s

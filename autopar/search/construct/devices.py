@@ -1,12 +1,12 @@
-"""Solutions of a choice with several stages on each device (interleaved 1F1B, zero bubble): constructed.
+"""Constructed solutions of a choice with several stages on each device (interleaved 1F1B, zero bubble).
 
-1. ``balanced_cuts`` cuts the layers so that the device with the largest share has little more than the mean: bisection over that largest
-   share, stages being filled one after the other up to what their device may have by then.
-2. The cuts are moved by single layers, from a stage to a neighbour or from the slowest device to any stage, while the schedule itself,
+1. ``balanced_cuts`` cuts the layers so that the largest share of a device is little more than the mean: bisection over that largest
+   share; stages are filled one after the other up to the share that their device may have by then.
+2. Single layers move over the cuts, from a stage to a neighbour or from the slowest device to any stage, while the schedule itself,
    simulated for all such moves at once, gets shorter.
-3. Each device's layers are chosen again with resharding in the costs, under its memory.
+3. Each device's candidates are chosen again with resharding in the costs, under its memory.
 
-Where ``bounds.devices`` says how many layers each device should have, even chunks of that many are tried before 1.
+If ``bounds.devices`` gives the number of layers of each device, even chunks of that many layers are tried before 1.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ from autopar.search.tables import Instance
 from autopar.search.timeline import Counts
 
 ACTIONS = 2_000_000
-"""Actions of all moves of one step of 2 together; where one move has more than half of that, there is no such step."""
+"""Most actions of all moves of one round of step 2 together; if one move alone has more than half of that, step 2 is skipped."""
 
 STEPS, LONGEST = 12, 200_000
-"""Steps of 2 at most, and actions of a schedule in all of them."""
+"""Most rounds of step 2, and most actions of a schedule in all of them."""
 
 TRIES = 6
-"""How often a device's layers are chosen anew because another moment of the schedule holds more than the one that was planned for."""
+"""How many times a device's candidates are chosen again because another moment of the schedule has more live memory than the planned
+one."""
 
 DRAFTS, REFINED, ROUNDED = 6, 3, 2
-"""Choices of candidates that are cut, drafts that get to step 3, and choices that even cuts are tried with."""
+"""Choices of candidates that are cut, drafts that reach step 3, and choices for which even cuts are tried."""
 
 
 def _picks(instance: Instance) -> list[tuple[float, tuple[Indices, ...], list[int]]]:
-    """Of each mode the fastest candidates of all kinds, and the fastest that the devices have room for together: seconds of a device's work
-    where it is even (times the excess of memory), the mode, the candidates; the fastest first."""
+    """For each mode the fastest candidates of all kinds, and the fastest that together fit on the devices: the seconds of an evenly
+    loaded device (times the excess of memory), the mode, the candidates; the fastest first."""
     counts = np.bincount(instance.kind, minlength=len(instance.kinds))
     n, q, line = float(instance.in_flight.mean()), float(instance.waiting.mean()), instance.schedule.pipeline
     room = float(sum(instance.layout.limit[:line]))
@@ -87,8 +88,8 @@ class _Draft:
         self.bounds, self.estimate_s = self.cuts[0], np.inf  # until ``_drafts`` has simulated them
 
     def _sums(self, place: int) -> tuple[Array, Array]:
-        """Sums over the first layers, from none to all: of each part of the time with a share of the seconds once a step, and of bytes
-        held."""
+        """Sums over the first layers, from none to all: of each part of the time with a share of the once-per-step seconds, and of live
+        bytes."""
         tables, kind = self.instance.at(place), self.instance.kind
         n, q = float(self.instance.in_flight.mean()), float(self.instance.waiting.mean())
         chosen = list(zip(tables, self.pick, strict=True))
@@ -102,18 +103,18 @@ class _Draft:
 
     @property
     def too_much(self) -> float:
-        """The bytes that the fullest device would hold, over its limit."""
+        """The live bytes of the fullest device, as a multiple of its limit."""
         _, held = self._by_stage(np.array([self.bounds]), self.held)
         return max(float(x) / limit for x, limit in zip(held[0], self.instance.layout.limit, strict=False))
 
     def _by_stage(self, bounds: Indices, sums: Array) -> tuple[Array, Array]:
-        """Of many cuts ``[set, ...]``: what each stage has ``[set, stage]``, and each device ``[set, device]``."""
+        """For many cuts ``[set, ...]``: the sums of each stage ``[set, stage]``, and of each device ``[set, device]``."""
         device = self.instance.device
         values = sums[device, bounds[:, 1:]] - sums[device, bounds[:, :-1]]
         return values, values @ (device[:, None] == np.arange(self.line))
 
     def stages(self, cuts: Sequence[tuple[int, ...]]) -> Array:
-        """The parts of the stages of many cuts: ``[part, stage, set]``."""
+        """Seconds of each part of the stages of many cuts: ``[part, stage, set]``."""
         bounds = np.array(cuts)
         parts = np.array([self._by_stage(bounds, self.parts[:, i])[0].T for i in range(self.parts.shape[1])])
         parts[:2] += self.sends[:, :, None]
@@ -134,7 +135,7 @@ class _Draft:
             self.bounds, self.estimate_s = moves[best], float(steps[best])
 
     def _moves(self) -> list[tuple[int, ...]]:
-        """The cuts with one layer moved."""
+        """All cuts that differ from the present ones by one moved layer."""
         _, seconds = self._by_stage(np.array(self.bounds)[None], self.seconds)
         return moved_by_one(self.bounds, [self.instance.schedule.own(int(d)) for d in np.argsort(seconds[0])])
 
@@ -151,7 +152,7 @@ def _drafts(instance: Instance, picks: list[tuple[float, tuple[Indices, ...], li
 
 
 def _rounds(instance: Instance) -> list[tuple[int, ...]]:
-    """Cuts in which every device has as many layers as ``devices_bound`` says, in chunks as even as can be."""
+    """Cuts that give every device the number of layers from ``devices_bound``, in chunks as even as possible."""
     layers, chunks = layers_of_devices(instance), instance.schedule.chunks
     if layers is None:
         return []
@@ -173,7 +174,7 @@ class _Tries:
         self.cache: dict[tuple[object, ...], tuple[int, ...] | None] = {}
 
     def take(self, solution: Solution | None) -> bool:
-        """Whether it is better than those before."""
+        """Keep the solution if it is the best so far; whether it is."""
         if solution is None or (step := cost(self.instance, solution).step_time_s) >= self.step_s:
             return False
         self.step_s, self.solution = step, solution
@@ -184,12 +185,12 @@ class _Tries:
             self.allowed = allowed
 
     def refined(self, bounds: tuple[int, ...]) -> Solution | None:
-        """With the candidates of the best."""
+        """The solution for these cuts, with the candidates of the best one."""
         return _refined(self.instance, self.allowed, bounds, self.cache)
 
 
 def construct_devices(instance: Instance, deadline: float = np.inf) -> tuple[float, Solution] | None:
-    """The best solution found, with its true step time; ``None`` where nothing that was tried fits."""
+    """The best solution found, with its true step time; ``None`` if nothing that was tried fits."""
     picks, tries = _picks(instance)[:DRAFTS], _Tries(instance)
     for bounds in _rounds(instance):
         for allowed in {id(allowed): allowed for _, allowed, _ in picks[:ROUNDED]}.values():
@@ -221,7 +222,7 @@ def _refined(
     bounds: tuple[int, ...],
     cache: dict[tuple[object, ...], tuple[int, ...] | None],
 ) -> Solution | None:
-    """The candidates of every device's layers for these cuts; ``None`` where none that were found fit."""
+    """The candidates of every device's layers for these cuts; ``None`` if none that were found fit."""
     line, kind = instance.schedule.pipeline, instance.kind
     border = instance.layout.inside[0].border
     rooms, moments = [1.0] * line, first_moments(instance)
@@ -247,7 +248,7 @@ def _refined(
         solution = Solution(bounds, tuple(pick))
         if fits(instance, solution):
             return solution
-        # another moment of the schedule holds more than the one that was planned for
+        # another moment of the schedule has more live memory than the planned one
         full = shares_of_limits(instance, solution)
         if instance.schedule.split:
             _turn(moments, seen, rooms, full, fullest_moments(instance, solution))
@@ -263,7 +264,8 @@ def _turn(
     full: Sequence[float],
     fullest: Sequence[Counts],
 ) -> None:
-    """Turn the devices that hold too much to the moment at which they do; from the third on to the mean of all, in less room."""
+    """For devices over their limit, plan for the moment at which they are; from the third try on, for the mean of all such moments with
+    less room."""
     for d, (share, moment) in enumerate(zip(full, fullest, strict=True)):
         if share > 1:
             seen[d].append(moment)

@@ -1,6 +1,6 @@
-"""The candidates of the layers of one stage, or of one device: the cheapest that fit, resharding between neighbours included.
+"""The cheapest candidates that fit for the layers of one stage or one device, resharding between neighbours included.
 
-Viterbi's algorithm with a price of memory in the costs, found by bisection; the memory that is left is spent where a byte saves most.
+Viterbi's algorithm with a price of memory in the costs, found by bisection; the remaining memory is spent where a byte saves most time.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ LADDER = (0.0, *np.geomspace(1e-3, 1e3, 13).tolist(), 1e9)
 """Prices of memory to try, in units of a stage's time per device memory; the last one is "memory alone"."""
 
 PRESSURES = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Prices of the host's memory to try beside one of the device's, both as shares of their limits: the first that lets a stage fit."""
+"""Prices of host memory to try beside a price of device memory, both as shares of their limits: the first that lets a stage fit is
+used."""
 
 
 def seconds_of(instance: Instance, t: Table) -> Array:
-    """Seconds per microbatch that a candidate counts for: its time, and its share of the seconds once a step."""
+    """Seconds per microbatch that count for a candidate: its time, and its share of the once-per-step seconds."""
     return t.time + t.step / instance.schedule.microbatches
 
 
@@ -32,15 +33,15 @@ def memory_scale(instance: Instance) -> float:
 
 
 class Selection:
-    """The layers of one place that choose together, in order. ``in_flight`` is how many microbatches of each are live, and how many of
-    these are between the two parts of their backward; ``passing`` as in ``schedules.memory``.
+    """The layers, in order, whose candidates are chosen together under one memory limit. ``in_flight`` is how many microbatches of each
+    are live, and how many of these are between the two parts of their backward; ``passing`` as in ``schedules.memory``.
 
-    ``offloaded`` are the bytes of each candidate in the host's memory, if any has some.
+    ``offloaded`` are the bytes of each candidate in host memory, if any candidate has some.
     """
 
     offloaded: Sequence[Array] = ()
-    room = np.inf  # in the host's memory
-    pressure = 0.0  # what a byte there costs beside one of the device's
+    room = np.inf  # bytes in host memory
+    pressure = 0.0  # the price of a byte there, relative to a byte of device memory
 
     def __init__(
         self,
@@ -95,21 +96,21 @@ class Selection:
         return pick
 
     def host_fits(self, pick: tuple[int, ...]) -> bool:
-        """Whether what such candidates put into the host's memory is no more than there is room for."""
+        """Whether the bytes that these candidates offload fit in host memory."""
         return self._room_for([int(np.searchsorted(keep, k)) for keep, k in zip(self.keep, pick, strict=True)])
 
     def _room_for(self, pick: list[int]) -> bool:
         return not self.offloaded or float(sum(h[k] for h, k in zip(self.offloaded, pick, strict=True))) <= self.room
 
     def improved(self, pick: tuple[int, ...]) -> tuple[int, ...]:
-        """Such candidates, or better ones that differ from them layer by layer."""
+        """These candidates, or better ones found by changing single layers."""
         at = [int(np.searchsorted(keep, k)) for keep, k in zip(self.keep, pick, strict=True)]
         if not self._fits(at):
             return pick
         return tuple(int(self.keep[a][k]) for a, k in enumerate(self._spend(at)))
 
     def seconds(self, pick: tuple[int, ...]) -> float:
-        """What such candidates take, resharding between them included."""
+        """Seconds of these candidates, resharding between them included."""
         at = [int(np.searchsorted(keep, k)) for keep, k in zip(self.keep, pick, strict=True)]
         own = sum(float(w[k]) for w, k in zip(self.weight, at, strict=True))
         return own + sum(float(edge[a, b]) for edge, (a, b) in zip(self.edges, pairwise(at), strict=True))
@@ -120,7 +121,7 @@ class Selection:
         return needs <= self.limit and self._room_for(pick)
 
     def _viterbi(self, price: float) -> list[int]:
-        # a share of the transient is priced too: only the stage's largest counts, and which that is is not known yet
+        # a share of the transient is priced too: only the stage's largest counts, and it is not known yet
         local = [
             w + price * (h + t / len(self.held)) for w, h, t in zip(self.weight, self.held, self.transient, strict=True)
         ]
@@ -137,7 +138,7 @@ class Selection:
         return pick[::-1]
 
     def _spend(self, pick: list[int]) -> list[int]:
-        """Change single layers while that saves time and fits, the most seconds per byte first."""
+        """Change single layers while a change saves time and fits, most seconds per byte first."""
         pick = list(pick)
         held = float(sum(h[k] for h, k in zip(self.held, pick, strict=True)))
         highest = max(float(t[k]) for t, k in zip(self.transient, pick, strict=True))
@@ -159,7 +160,7 @@ class Selection:
         return pick
 
     def _move(self, pick: list[int], a: int, held: float, highest: float) -> tuple[float, int]:
-        """The best other candidate of layer ``a``: (seconds saved per byte, or 0 where none saves and fits; the candidate)."""
+        """The best other candidate of layer ``a``: (seconds saved per byte, 0 if no candidate saves time and fits; the candidate)."""
         total = self.weight[a].copy()
         if a > 0:
             total += self.edges[a - 1][pick[a - 1]]

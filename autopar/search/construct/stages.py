@@ -1,14 +1,15 @@
-"""Good solutions fast: dynamic programming over the cuts on Lagrangian layer choices, then each stage is refined with resharding.
+"""Fast, good solutions: dynamic programming over the cuts on Lagrangian layer choices, then each stage is refined with resharding.
 
 1. For a price of memory lambda (seconds per byte), every layer takes its cheapest candidate of ``t + g/m + lambda (weights + n saved)``.
    A ladder of lambdas gives each possible stage its cheapest choice that fits, interpolated towards the next one that does not.
-2. Dynamic programming cuts the layers, minimising the sum of the stages' times under a cap on what a step takes besides; several caps are
-   tried, from the least possible one.
-3. Each stage of the best cuts is chosen again by Viterbi's algorithm with resharding in the costs (lambda by bisection), and what memory
-   is left is spent where a byte saves most.
-4. Neighbouring cuts of the best are tried in the same way as long as that helps: the schedule's own time decides, which 2 estimates.
+2. Dynamic programming cuts the layers: it minimises the sum of the stages' times under a cap on the rest of a step; several caps are
+   tried, from the smallest possible one.
+3. The candidates of each stage of the best cuts are chosen again by Viterbi's algorithm with resharding in the costs (lambda by
+   bisection), and the remaining memory is spent where a byte saves most.
+4. Neighbouring cuts of the best are tried in the same way as long as that helps: the schedule's own time decides, of which step 2 is an
+   estimate.
 
-All of it is done for all layouts at once and for each layout alone, since mixing layouts costs resharding that step 1 does not see.
+All steps run for all layouts together and for each layout alone, since mixing layouts costs resharding that step 1 does not see.
 """
 
 from __future__ import annotations
@@ -30,40 +31,41 @@ from autopar.search.runs import compositions
 from autopar.search.tables import Instance, Regime, Roles, Table
 
 CAPS = (1.0, 1.01, 1.02, 1.05, 1.15, np.inf)
-"""Caps on what a step takes besides one forward and one backward of every stage, as multiples of the least possible one."""
+"""Caps on the part of a step besides one forward and one backward of every stage, as multiples of the smallest possible cap."""
 
 BISECTIONS = 10
-"""Steps towards the least possible cap."""
+"""Steps of the search for the smallest possible cap."""
 
 WHOLE = 4
 """Modes whose drafts are made again from stages of whole layers."""
 
 WINDOW = 1.3
-"""How much slower than the least bottleneck stages of whole layers are worked out."""
+"""Stages of whole layers are computed up to this multiple of the smallest bottleneck."""
 
 REFINED = 6
 """Cuts per outer choice that are refined with resharding."""
 
 ROOMS = 8
-"""How often a stage is chosen again with more memory left free, where segments of several layers hold more than their layers' shares."""
+"""How many times a stage is chosen again with more free memory, if segments of several layers keep more than their layers' shares."""
 
 RELIEF, NEAR = 12, 1.003
-"""Steps of taking from the stages what all wait for once a step, and how far from the best a solution may be that this is done for."""
+"""Rounds of reducing the once-per-step work that all stages wait for; and how far from the best a solution may be for these rounds to
+run."""
 
 LADEN = 0.97
-"""The share of the most that a stage has to do once a step, from which it is relieved of some."""
+"""A stage is relieved if it has this share or more of the largest once-per-step work of a stage."""
 
 MOVES, NEIGHBOURS = 12, 300
-"""Steps of the descent over neighbouring cuts, and how many neighbours there may be before only the nearest are looked at."""
+"""Steps of the descent over neighbouring cuts, and the number of neighbours above which only the nearest are tried."""
 
 
 _Cache = dict[tuple[object, ...], tuple[int, ...] | None]
-"""Candidates of stages that were worked out."""
+"""Candidates of stages computed so far."""
 
 
 @dataclass(frozen=True)
 class Mode:
-    """The candidates that may be used: all, or those of one layout, by the kinds that have it."""
+    """The candidates that may be used: all, or those of one layout for the kinds that have that layout."""
 
     roles: Roles | None
     allowed: tuple[Indices, ...]  # by kind
@@ -77,11 +79,11 @@ class _Draft:
 
 
 def construct_stages(instance: Instance, deadline: float = np.inf) -> tuple[float, Solution] | None:
-    """The best solution found, with its true step time; ``None`` where nothing fits. After ``deadline`` no further layout is tried."""
+    """The best solution found, with its true step time; ``None`` if nothing fits. After ``deadline`` no further layout is tried."""
     found: tuple[float, Solution] | None = None
 
     def offer(solution: Solution, near: float = 1.0) -> float:
-        """The true step time if it is up to ``near`` times the best; something longer elsewhere."""
+        """The true step time if it is at most ``near`` times the best; otherwise some longer time."""
         nonlocal found
         if not fits(instance, solution):
             return np.inf
@@ -132,7 +134,7 @@ def construct_stages(instance: Instance, deadline: float = np.inf) -> tuple[floa
 
 
 def _neighbours(bounds: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The cuts with one layer moved from a stage to another: over one cut, or over a run of them."""
+    """The cuts with one layer moved from one stage to another: over one cut, or over several adjacent cuts."""
     found = []
     inner = range(1, len(bounds) - 1)
     for first in inner:
@@ -149,10 +151,10 @@ def _neighbours(bounds: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _relieved(instance: Instance, solution: Solution, cache: _Cache) -> Iterator[Solution]:
-    """The solution with less and less that is done once a step in the stages that have most of it, which all others wait for.
+    """The solution with less and less once-per-step work in the stages that have most of it and that all others wait for.
 
-    A stage's time counts as often as there are microbatches only where it is the slowest. Elsewhere less of its gradients may be reduced
-    at the end, and more of them beside the microbatches; what more memory that takes others of its layers give.
+    A stage's time counts once per microbatch only if the stage is the slowest. In other stages fewer gradients may be reduced
+    at the end of the step, and more during the microbatches; other layers of the stage give up the memory that this needs.
     """
     spans = list(pairwise(solution.bounds))
     stages = [solution.pick[i:j] for i, j in spans]
@@ -176,8 +178,8 @@ def _relieved(instance: Instance, solution: Solution, cache: _Cache) -> Iterator
 
 
 def _lighter(regime: Regime, tables: list[Table], stage: tuple[int, ...]) -> tuple[int, ...] | None:
-    """One layer's candidate changed for one of its layout with less to do once a step, at the least price in time, and others' for those
-    that make room for it; ``None`` where there is none."""
+    """Change one layer's candidate to one of the same layout with less once-per-step work, at the lowest price in time, and change other
+    layers' candidates to make room for it; ``None`` if there is none."""
     n, passing, _, limit = regime
     pick = list(stage)
 
@@ -208,7 +210,7 @@ def _lighter(regime: Regime, tables: list[Table], stage: tuple[int, ...]) -> tup
 
 
 def modes_of(instance: Instance) -> list[Mode]:
-    """The candidates of every kind: all, then those of one layout (all, for a kind that does not have it)."""
+    """The candidates of every kind: all, then those of one layout at a time (all candidates, for a kind that lacks that layout)."""
     every = _every(instance)
     layouts = dict.fromkeys(roles for t in instance.kinds for roles in t.layouts)
     modes = [Mode(None, every)]
@@ -218,7 +220,7 @@ def modes_of(instance: Instance) -> list[Mode]:
 
 
 def _distinct(drafts: list[_Draft]) -> list[_Draft]:
-    """Without repeated cuts of the same mode, and at least one draft in two from different modes."""
+    """The best drafts without repeated cuts of a mode; where possible about half of them are from different modes."""
     seen: set[tuple[object, ...]] = set()
     first: list[_Draft] = []
     rest: list[_Draft] = []
@@ -235,7 +237,7 @@ def _distinct(drafts: list[_Draft]) -> list[_Draft]:
 
 
 def tied_cost(instance: Instance, layers: Sequence[int], price: float) -> float:
-    """Of the cheapest candidates of some layers: what they take, and what they hold at a price in units of ``memory_scale``."""
+    """The cost of the cheapest candidates of some layers: their time, and their live bytes at a price in units of ``memory_scale``."""
     n, total = float(instance.in_flight.max()), 0.0
     for layer in layers:
         t = instance.table(layer)
@@ -245,7 +247,7 @@ def tied_cost(instance: Instance, layers: Sequence[int], price: float) -> float:
 
 
 def _drafts(instance: Instance, mode: Mode, whole: bool = False) -> list[_Draft]:
-    """Cuts for a mode, one for each cap; ``whole``: from stages of whole layers, which are dearer to work out."""
+    """Cuts for a mode, one for each cap; ``whole``: from stages of whole layers, which are more expensive to compute."""
     stages, m = instance.schedule.pipeline, instance.schedule.microbatches
     spans = {regime: _stage_costs(instance, mode, regime) for regime in instance.regimes}
     by_stage = [spans[instance.regime(s)] for s in range(stages)]
@@ -276,15 +278,15 @@ def _drafts(instance: Instance, mode: Mode, whole: bool = False) -> list[_Draft]
 def _cut(
     by_stage: list[Array], alone: list[Array], twice: list[int], cap: float
 ) -> tuple[float, tuple[int, ...]] | None:
-    """The cuts with the least sum of the stages' times of which no path (``round``, ``twice``) takes over ``cap`` besides.
+    """The cuts with the least sum of the stages' times for which no path (``round``, ``twice``) adds more than ``cap`` to that sum.
 
-    With them that sum and the longest of those paths, together.
+    Also returns that sum plus the longest of those paths.
     """
     count = len(by_stage[0]) - 1
     rest = np.where(np.arange(count + 1) == count, 0.0, np.inf)
     went, most = [], []
     for span, own, more in zip(reversed(by_stage), reversed(alone), reversed(twice), strict=True):
-        with np.errstate(invalid="ignore"):  # more of nothing that is possible
+        with np.errstate(invalid="ignore"):  # 0 * inf, if no stage is possible
             besides = np.maximum(own, more * span + rest[None, :]) if more else own
         through = np.where(besides <= cap, span + rest[None, :], np.inf)
         went.append(through.argmin(axis=1))
@@ -300,7 +302,7 @@ def _cut(
 
 
 def _bottleneck(by_stage: list[Array], burden: list[float]) -> float:
-    """The least that the slowest stage can be, by its share of the time."""
+    """The least possible time of the slowest stage, each stage's time weighted by ``burden``."""
     count = len(by_stage[0]) - 1
     slowest = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
     for span, share in zip(by_stage, burden, strict=True):
@@ -309,7 +311,7 @@ def _bottleneck(by_stage: list[Array], burden: list[float]) -> float:
 
 
 def _wholes(instance: Instance, mode: Mode, by_stage: list[Array], burden: list[float], most_s: float) -> list[Array]:
-    """The stages' seconds from whole layers; ``inf`` for those of more than ``most_s``."""
+    """The stages' seconds from whole layers; ``inf`` for stages above ``most_s``."""
     runs = compositions(instance)
     weights = (1.0, 0.0, 1 / instance.schedule.microbatches)
     found = []
@@ -326,7 +328,7 @@ def _wholes(instance: Instance, mode: Mode, by_stage: list[Array], burden: list[
 
 
 def _stage_costs(instance: Instance, mode: Mode, regime: Regime) -> Array:
-    """``[i, j]``: seconds of the cheapest stage of layers i..j-1 on the ladder that fits, interpolated; ``inf`` where none does."""
+    """``[i, j]``: seconds of the cheapest stage of layers i..j-1 on the ladder that fits, interpolated; ``inf`` if none does."""
     n, passing, place, limit = regime
     ladder = np.array(LADDER) * memory_scale(instance)
     runs = compositions(instance)
@@ -351,7 +353,8 @@ def _stage_costs(instance: Instance, mode: Mode, regime: Regime) -> Array:
 
 
 def _refined(instance: Instance, draft: _Draft, cache: _Cache) -> tuple[int, ...] | None:
-    """Each stage's candidates, from the first stage to the last: what a layer sends decides what the next stage starts from."""
+    """Each stage's candidates, from the first stage to the last: the layout that a stage sends decides the layout that the next one
+    starts from."""
     pick: list[int] = []
     layout = instance.layout
     for s, (i, j) in enumerate(pairwise(draft.bounds)):
@@ -371,7 +374,7 @@ def _refined(instance: Instance, draft: _Draft, cache: _Cache) -> tuple[int, ...
 
 
 def _stage(instance: Instance, mode: Mode, i: int, j: int, s: int, before: int | None) -> tuple[int, ...] | None:
-    """The candidates of a stage's layers. What segments of several layers hold over the layers' shares is made room for."""
+    """The candidates of a stage's layers, with room for the bytes that segments of several layers keep beyond their layers' shares."""
     full = stage_of(instance, _every(instance), i, j, s, before)
     chosen = stage_of(instance, mode.allowed, i, j, s, before).solve()
     whole = _whole(instance, mode, i, j, instance.regime(s))
@@ -384,7 +387,7 @@ def _stage(instance: Instance, mode: Mode, i: int, j: int, s: int, before: int |
 def _in_segments(
     instance: Instance, mode: Mode, full: Selection, i: int, s: int, before: int | None, found: list[tuple[int, ...]]
 ) -> tuple[int, ...] | None:
-    """The best of ``found``, and of choices with some memory left free, that fits with all that its segments keep."""
+    """The best of ``found``, and of choices with some memory left free, that fits with all bytes that its segments keep."""
     fit: list[tuple[int, ...]] = []
     low, high, spare = 0.0, np.inf, 0.0
     for _ in range(ROOMS):
@@ -408,7 +411,7 @@ def _every(instance: Instance) -> tuple[Indices, ...]:
 
 
 def _whole(instance: Instance, mode: Mode, i: int, j: int, regime: Regime) -> tuple[int, ...] | None:
-    """The best candidates of a stage's layers where resharding costs nothing, those of one layout together."""
+    """The best candidates of a stage's layers if resharding cost nothing, those of one layout together."""
     runs = compositions(instance)
     weights = (1.0, 0.0, 1 / instance.schedule.microbatches)
     sacks = knapsacks(instance, regime, weights, bound=False, roles=mode.roles)

@@ -1,8 +1,8 @@
-"""Cuts for schedules whose devices hold unequal numbers of microbatches, as those with backwards in two parts do.
+"""Cuts for schedules with unequal numbers of live microbatches on the devices, such as those with two-part backwards.
 
-Cuts that give all devices as much to do leave some without the memory for it. So cuts between those that are even in seconds and those
-that are even in bytes are tried, and single layers of the best are moved, each time with every device's layers chosen again, as long as
-the step gets shorter.
+Cuts that give all devices equal work leave some devices without enough memory. So cuts between the even ones in seconds and the even ones
+in bytes are tried, and single layers of the best cuts are moved as long as the step gets shorter; each time every device's candidates are
+chosen again.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from autopar.search.pareto import Array
 from autopar.search.tables import Instance
 
 MIXTURES = (0.25, 0.5, 0.75, 1.0)
-"""Shares of bytes, beside seconds, that cuts are made even in."""
+"""Weights of bytes, relative to seconds, with which cuts are made even."""
 
 MOVES, ACTIONS = 64, 300_000
-"""Moves of a layer that are tried at most, and actions of the schedules that are simulated for them."""
+"""The most moves of a layer that are tried, and the most actions of the schedules that are simulated for them."""
 
 Refine = Callable[[tuple[int, ...]], Solution | None]
 
@@ -36,7 +36,7 @@ def uneven_cuts(instance: Instance, pick: Sequence[int], seconds: Array) -> list
         means = {(float(n), float(q)) for n, q in counts.reshape(len(counts), 2, schedule.chunks).mean(axis=2)}
         chosen = list(zip(instance.at(layout.place[d]), pick, strict=True))
         ways = [np.array([float(t.held(n, q)[k]) for t, k in chosen]) for n, q in sorted(means)]
-        each = max(ways, key=lambda held: float(number @ held))  # of the moment at which such layers hold most
+        each = max(ways, key=lambda held: float(number @ held))  # the moment at which such layers need most
         held[d, 1:] = np.cumsum(each[instance.kind]) / layout.limit[d]
     share = seconds / float(seconds[:, -1].mean()) * len(held)
     cuts = [balanced_cuts(list((1 - mix) * share + mix * held), instance.schedule.device) for mix in MIXTURES]
