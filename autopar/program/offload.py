@@ -1,7 +1,8 @@
 """Activation offloading: tensors saved for a layer's backward pass are in the host's memory between forward and backward.
 
-``saved`` is the context of a layer's arithmetic, or of the call that recomputes the layer. Each storage is copied once, even if several
-saved tensors share it. Parameters and other tensors that stay in memory anyway are not offloaded. On a GPU each direction has a stream
+``saved`` is the context of a layer's arithmetic, or of the call that recomputes the layer. Saved tensors of the same memory share one copy.
+A tensor is copied when it is saved, and its own elements alone: kernels such as a GRU's write parts of a storage after others were saved.
+Parameters and other tensors that stay in memory anyway are not offloaded. On a GPU each direction has a stream
 of its own: the copy to the host overlaps the next layer's forward, which waits for the copy at its end; the copy to the device overlaps
 the backward of the layer after, whose first read also fetches the layer before it. The device so has the saved tensors of at most two
 layers. On a CPU the copies are made as well, and save no memory. This file has not run on a GPU yet.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +43,7 @@ def _settle() -> None:
     """Make the device wait until the latest call's tensors are in the host's memory, and free the device's copies."""
     global _going
     if _going is not None:
-        for _, storage in _going.begun.values():
+        for _, _, storage in _going.begun.values():
             storage.wait()
         _going.begun.clear()
         _going = None
@@ -52,16 +54,21 @@ class _Call:
 
     def __init__(self, before: weakref.ref[_Call] | None) -> None:
         self.before = before
-        self.begun: dict[int, tuple[Tensor, _Storage]] = {}  # until the copy has ended, so that no address is reused
+        # by memory: the sources, until the copy has ended, so that no address is reused, and the copy
+        self.begun: dict[tuple[Any, ...], tuple[Tensor, Tensor, _Storage]] = {}
         self.storages: list[weakref.ref[_Storage]] = []
 
     def put(self, tensor: Tensor) -> _Saved:
-        address = tensor.untyped_storage().data_ptr()
-        if address not in self.begun:
-            storage = _Storage(tensor, self)
-            self.begun[address] = tensor, storage
+        steps, span = tensor.stride(), _span(tensor)
+        dense = span <= tensor.numel()  # else there are gaps between its elements, which are copied without them
+        place = (tensor.storage_offset(), span) if dense else (tensor.storage_offset(), tensor.size(), steps)
+        key = (tensor.untyped_storage().data_ptr(), tensor.dtype, *place)
+        if key not in self.begun:
+            packed = tensor if dense else tensor.contiguous()
+            storage = _Storage(packed, self)
+            self.begun[key] = tensor, packed, storage
             self.storages.append(weakref.ref(storage))
-        return _Saved(self.begun[address][1], tensor)
+        return _Saved(self.begun[key][2], tensor, steps if dense else None)
 
     def fetch(self) -> None:
         """Start to copy all storages that are still needed to the device."""
@@ -71,12 +78,20 @@ class _Call:
                 storage.fetch()
 
 
+def _span(tensor: Tensor) -> int:
+    """The elements from the first to the last one of a tensor in its storage."""
+    steps = zip(tensor.size(), tensor.stride(), strict=True)
+    return 1 + sum((extent - 1) * step for extent, step in steps) if tensor.numel() else 0
+
+
 class _Storage:
-    """The bytes of a storage in the host's memory, and after ``fetch`` in the device's memory as well."""
+    """The bytes of a tensor's memory in the host's memory, and after ``fetch`` in the device's memory as well."""
 
     def __init__(self, tensor: Tensor, call: _Call) -> None:
         self.call, self.device = call, tensor.device
-        there = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        width = tensor.element_size()
+        there = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        there = there.set_(tensor.untyped_storage(), tensor.storage_offset() * width, (_span(tensor) * width,), (1,))
         self.host = torch.empty(there.numel(), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         self.back: Tensor | None = None
         self.ready = _copy(self.host, there, self.device)
@@ -107,18 +122,21 @@ class _Storage:
 
 
 class _Saved:
-    """A saved tensor, as a view of an offloaded storage."""
+    """A saved tensor, as a view of an offloaded copy; ``steps`` are its strides, ``None`` where the copy is contiguous."""
 
-    def __init__(self, storage: _Storage, tensor: Tensor) -> None:
-        self.storage, self.dtype = storage, tensor.dtype
-        self.place = tensor.storage_offset(), tensor.size(), tensor.stride()
+    def __init__(self, storage: _Storage, tensor: Tensor, steps: tuple[int, ...] | None) -> None:
+        self.storage, self.dtype, self.size = storage, tensor.dtype, tensor.size()
+        self.steps = steps
 
 
 def _take(kept: Tensor | _Saved) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
     back = kept.storage.take()
-    return torch.empty(0, dtype=kept.dtype, device=back.device).set_(back.untyped_storage(), *kept.place)
+    made = torch.empty(0, dtype=kept.dtype, device=back.device)
+    if kept.steps is None:
+        return made.set_(back.untyped_storage()).view(kept.size)
+    return made.set_(back.untyped_storage(), 0, kept.size, kept.steps)
 
 
 def _copy(
