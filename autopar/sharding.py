@@ -19,7 +19,7 @@ class AxisTypes:
     """One axis's solution for one layer class.
 
     ``produced[node]`` is the type of the node's value as its op produces it (a placeholder's: as it enters the layer).
-    ``needed[node][i]`` is the type in which the node reads its i-th tensor operand (``rules.operands(node)`` order); if it differs
+    ``needed[node][i]`` is the type in which the node reads its i-th tensor operand (``ops.operands.operands(node)`` order); if it differs
     from the produced type, a conversion stands between. ``outputs[i]`` is the type of the layer's i-th output after its last
     conversion; the new values of buffers follow. ``letter[node]`` is the letter of its rule that the axis shards (absent: none),
     ``kernel[node]`` the kernel that replaces its op. Values without gradient never have type ``I``: ``R`` means the same for them.

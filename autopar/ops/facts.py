@@ -130,7 +130,7 @@ class Op:
 
     @property
     def is_view(self) -> bool:
-        """Whether the op moves no data, judged by its name (a reshape may copy: ``price.memory.trace`` sees it)."""
+        """Whether the op moves no data, judged by its name (a reshape may copy: ``price.trace`` finds out)."""
         return self.kind in _VIEWS or self.name in _OTHER_VIEWS
 
     @property

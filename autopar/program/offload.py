@@ -25,8 +25,8 @@ from torch import Tensor, nn
 def saved(layer: nn.Module, *here: Tensor) -> Iterator[None]:
     """A context that offloads all tensors that autograd saves inside it, except the layer's parameters and ``here``."""
     global _latest, _going
-    held = (*layer.parameters(), *layer.buffers(), *here)
-    stay = {0, *(tensor.untyped_storage().data_ptr() for tensor in held)}  # 0: nothing is there
+    resident = (*layer.parameters(), *layer.buffers(), *here)
+    stay = {0, *(tensor.untyped_storage().data_ptr() for tensor in resident)}  # 0: nothing is there
     call = _Call(_latest)
 
     def put(tensor: Tensor) -> Tensor | _Saved:
