@@ -12,7 +12,8 @@ published numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -22,10 +23,10 @@ from autopar.ops.facts import Kind, facts
 from autopar.ops.meta import meta
 from autopar.ops.operands import arguments, operands, shape_of, val
 
-# Backward FLOPs of one op over its forward FLOPs, when every floating operand needs a gradient. Matrix products: one
-# product of the same size per operand. Flash attention: five products (one recomputes the scores) for forward's two.
-MATMUL_BACKWARD = 2.0
+# Backward FLOPs of attention over its forward FLOPs: flash attention has five products (one recomputes the scores) for forward's two.
 ATTENTION_BACKWARD = 2.5
+ATTENTION_BACKWARD_KERNELS = 2  # the row sums of gradient times result, then the gradients of query, key and value
+SAVED_ATTENTION_BACKWARD = 2.0  # if the scores are saved, and by the convention of model FLOPs
 
 
 def tensors(value: object) -> list[torch.Tensor]:
@@ -76,11 +77,42 @@ def model_flops(node: fx.Node) -> float:
     return float(formula(node)) if formula is not None else 0.0
 
 
-def backward_factor(node: fx.Node, needing_gradient: int, floating: int) -> float:
-    """Backward FLOPs over forward FLOPs, if ``needing_gradient`` of ``floating`` factors need a gradient."""
-    if is_attention(node):
-        return ATTENTION_BACKWARD if needing_gradient else 0.0
-    return MATMUL_BACKWARD * min(1.0, needing_gradient / max(1, min(2, floating)))
+@dataclass(frozen=True, slots=True)
+class GradientProduct:
+    """A product of an op's backward: its FLOPs, and the name of the op's operand that its result is a gradient of.
+
+    In a mixture of experts the gradient of a value between two products is on the way to the tokens' gradient.
+    """
+
+    flops: float
+    operand: str
+
+
+def gradient_products(node: fx.Node, wants: Mapping[str, bool]) -> tuple[GradientProduct, ...]:
+    """The products of the backward of an op other than attention: one for each factor that needs a gradient, as large as the forward's.
+
+    ``wants`` says of every value whether it needs a gradient.
+    """
+    if isinstance(node.target, Experts):
+        return tuple(_experts_gradient_products(node, node.target, wants))
+    flops = model_flops(node)
+    return tuple(GradientProduct(flops, o.name) for o in factors(node) if flops and wants[o.name])
+
+
+def _experts_gradient_products(node: fx.Node, experts: Experts, wants: Mapping[str, bool]) -> Iterator[GradientProduct]:
+    tokens, _, _, *parameters = operands(node)
+    rows = next(n for n in experts.body.graph.nodes if n.op == "placeholder")
+    outer = {rows: tokens} | dict(zip(experts.parameters, parameters, strict=True))
+    wanting = {inner for inner, operand in outer.items() if wants[operand.name]}
+    for inner in experts.body.graph.nodes:
+        if inner.op != "call_function":
+            continue
+        if any(read in wanting for read in inner.all_input_nodes):
+            wanting.add(inner)
+        if flops := model_flops(inner):
+            for factor in factors(inner):
+                if factor in wanting:
+                    yield GradientProduct(flops, outer.get(factor, tokens).name)
 
 
 def bytes_moved(node: fx.Node) -> int:

@@ -147,13 +147,14 @@ class _Flops:
 
 
 def _flops(node: fx.Node, run: Trace) -> _Flops:
-    factors = cost.factors(node)
-    wanting = sum(run.requires_grad[o.name] for o in factors)
+    forward, model = cost.executed_flops(node), cost.model_flops(node)
     differentiable = run.requires_grad[node.name]
-    factor = cost.backward_factor(node, wanting, len(factors)) if differentiable else 0.0
-    forward = cost.executed_flops(node)
-    kernels = 0.0
-    if differentiable and node.name not in run.views:
-        kernels = float(max(1, wanting)) if forward else 1.0
-    # the model's FLOPs count a backward pass as two forward passes, and do not count that attention recomputes its scores
-    return _Flops(forward, forward * factor, kernels, cost.model_flops(node) * (1 + min(factor, cost.MATMUL_BACKWARD)))
+    if cost.is_attention(node):
+        backward = cost.ATTENTION_BACKWARD * forward * differentiable
+        # the model's FLOPs do not count that attention recomputes its scores
+        counted = cost.SAVED_ATTENTION_BACKWARD * model * differentiable
+        return _Flops(forward, backward, float(cost.ATTENTION_BACKWARD_KERNELS * differentiable), model + counted)
+    products = cost.gradient_products(node, run.requires_grad) if differentiable else ()
+    kernels = float(max(1, len(products))) if differentiable and node.name not in run.views else 0.0
+    backward = sum(product.flops for product in products)
+    return _Flops(forward, backward, kernels, model + backward)

@@ -40,17 +40,22 @@ def weight_shares(
         flows.add(node.name)
         own = {o.name for o in wanting if o.name not in flows}
         if own and not cost.is_attention(node):
-            shares[i], waits[i] = _share(node, read, {o.name for o in wanting}, own, size), True
+            products = cost.gradient_products(node, run.requires_grad)
+            shares[i], waits[i] = _share(node, read, products, {o.name for o in wanting}, own, size), True
     return shares, waits
 
 
 def _share(
-    node: fx.Node, read: tuple[fx.Node, ...], wanting: set[str], own: set[str], size: Callable[[torch.Tensor], int]
+    node: fx.Node,
+    read: tuple[fx.Node, ...],
+    products: tuple[cost.GradientProduct, ...],
+    wanting: set[str],
+    own: set[str],
+    size: Callable[[torch.Tensor], int],
 ) -> float:
     """W's share for an op that reads parameters (``own``) and values on the path of the inputs' gradients."""
-    if cost.model_flops(node):
-        among = [o.name for o in cost.factors(node) if o.name in wanting] or list(wanting)
-        return sum(name in own for name in among) / len(among)
+    if products:
+        return sum(p.flops for p in products if p.operand in own) / sum(p.flops for p in products)
 
     def moved(node: fx.Node) -> float:
         return float(sum(map(size, cost.tensors(node.meta["val"]))))

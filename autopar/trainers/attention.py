@@ -33,11 +33,9 @@ def unfuse_attention(costs: Draft) -> None:
     """Charge attention for its products over the full matrix of scores, and for passing the scores from step to step."""
     for i, node in enumerate(costs.ops):
         if cost.is_attention(node):
-            wanting = sum(costs.run.requires_grad[o.name] for o in cost.factors(node))
             differentiable = costs.run.requires_grad[node.name]
-            factor = cost.backward_factor(node, wanting, len(cost.factors(node))) if differentiable else 0.0
             costs.forward_flops[i] = cost.model_flops(node)
-            costs.backward_flops[i] = cost.model_flops(node) * min(factor, cost.MATMUL_BACKWARD)  # scores are saved
+            costs.backward_flops[i] = cost.model_flops(node) * cost.SAVED_ATTENTION_BACKWARD * differentiable
             costs.kinds[i] = PRODUCT
             costs.slots.append(_slot(costs, i, node, differentiable))
 
