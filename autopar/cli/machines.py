@@ -44,6 +44,11 @@ def kind_figures(name: str) -> list[dict[str, Any]]:
         ("memory bandwidth", gpu.memory_bytes_per_s, "bytes/s, peak", sources.get("hbm", "")),
         ("sustained copies", gpu.bytes_per_s, "bytes/s", _of("MEMORY_EFFICIENCY")),
         ("link in a node", intra.bytes_per_s, "bytes/s", intra.source),
+        *(
+            [("NVLink domain", domain, "GPUs", sources["nvlink_domain"])]
+            if (domain := hardware.nvlink_domain(name))
+            else ()
+        ),
         ("share of the network", inter.bytes_per_s, "bytes/s per GPU", inter.source),
         ("link to the host", host.link_bytes_per_s, "bytes/s per GPU, peak", sources["host"]),
         ("memory of the host", host.memory_bytes, "bytes per node", host.source),

@@ -116,7 +116,8 @@ class Cluster:
     ``intra`` links devices of a node (NVLink, PCIe, gloo), ``inter`` is one device's share of its node's network,
     all devices of the node sending at once. ``collective_s`` is the fixed cost of starting a collective. ``local``
     means that the devices are this machine's; ``devices`` names them where the user did. ``wires`` are measurements of collectives.
-    ``host`` is the memory of a node's processors, ``None`` where it is the devices' memory.
+    ``host`` is the memory of a node's processors, ``None`` where it is the devices' memory. ``nvlink_domain`` is the number of GPUs that
+    NVLink connects if that is more than a node (72 in a rack of GB200 NVL72), otherwise 0.
     """
 
     name: str
@@ -141,6 +142,7 @@ class Cluster:
     parts: tuple[Cluster, ...] = ()
     between: Link | None = None  # one device's share of the link from part to part
     host: Host | None = None
+    nvlink_domain: int = 0
 
     def __post_init__(self) -> None:
         assert self.nodes > 0 and self.gpus_per_node > 0 and self.kind in ("cuda", "cpu"), self
@@ -149,6 +151,23 @@ class Cluster:
     def count(self) -> int:
         """The number of devices."""
         return sum(part.count for part in self.parts) if self.parts else self.nodes * self.gpus_per_node
+
+    @property
+    def linked_gpus(self) -> int:
+        """The number of devices that the ``intra`` link connects: a node's, or those of an NVLink domain."""
+        return max(self.gpus_per_node, min(self.nvlink_domain, self.count))
+
+    def linked(self, size: int, stride: int) -> int:
+        """The members of a group of ``size`` ranks at distance ``stride`` that ``intra`` connects to each other; at least 1.
+
+        Groups begin at multiples of their extent. A domain whose size is no multiple of it, such as 72, divides some groups: the
+        smallest possible share of a divided group counts, since the slowest group sets the pace.
+        """
+        if self.linked_gpus == self.gpus_per_node or self.count <= self.nvlink_domain:
+            near = self.linked_gpus
+        else:
+            near = math.gcd(self.nvlink_domain, size * stride)
+        return max(1, min(size, near // stride))
 
     @property
     def memory_limit_bytes(self) -> int:
@@ -249,6 +268,7 @@ def joined(name: str, parts: Sequence[Cluster], between: Link | None, across: bo
         parts=tuple(parts),
         between=between,
         host=_scarcest([part.host for part in parts]),
+        nvlink_domain=min(min(part.nvlink_domain, part.count) for part in parts),  # no domain reaches into another part
     )
 
 

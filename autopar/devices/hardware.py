@@ -214,6 +214,11 @@ def links(name: str, gpus_per_node: int) -> tuple[Link, Link]:
     return intra, inter_link(default.value, default.source)
 
 
+def nvlink_domain(name: str) -> int:
+    """The number of GPUs that NVLink connects across nodes; 0 if it ends at the node."""
+    return int(table()[name].get("nvlink_domain", 0))
+
+
 def host(name: str) -> Host:
     """The host of that GPU's node, with low estimates where the file has no figures."""
     entry = table()[name]

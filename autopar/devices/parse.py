@@ -14,6 +14,7 @@ A TOML file has these keys, all but ``gpu`` optional for a GPU that is known; fo
     name = "our cluster"
     nodes = 16
     gpus_per_node = 8
+    nvlink_domain = 72           # GPUs that NVLink connects, if those of several nodes
     gpu = "H100-80GB"
     memory_gb = 80               # as in the GPU's name
     memory_gb_per_s = 3350       # peak, GB = 1e9 bytes
@@ -65,7 +66,7 @@ from autopar.errors import DeviceError
 _FORMS = (
     'write 4, "8xH100-80GB", "128x8xH100-80GB" (nodes x GPUs x kind), the path of a TOML file, or a list of devices'
 )
-_INTEGERS = ("nodes", "gpus_per_node")
+_INTEGERS = ("nodes", "gpus_per_node", "nvlink_domain")
 _NUMBERS = (
     "memory_gb",
     "memory_gb_per_s",
@@ -153,7 +154,8 @@ def _from_text(text: str) -> Cluster:
 
 def _described(text: str, nodes: int, per_node: int, name: str) -> Cluster:
     intra, inter = hardware.links(name, per_node)
-    return Cluster(text, nodes, per_node, "cuda", hardware.gpu(name), intra, inter, host=hardware.host(name))
+    host, domain = hardware.host(name), hardware.nvlink_domain(name)
+    return Cluster(text, nodes, per_node, "cuda", hardware.gpu(name), intra, inter, host=host, nvlink_domain=domain)
 
 
 def described(gpu: str, nodes: int, per_node: int, network: str = "") -> Cluster:
@@ -283,6 +285,7 @@ def _part(path: Path, data: dict[str, Any]) -> Cluster:
         local=data.get("local", False),
         memory_override_bytes=int(limit * 1e9) if limit is not None else None,
         host=_host(path, data),
+        nvlink_domain=data.get("nvlink_domain", _known_domain(data["gpu"])),
     )
 
 
@@ -350,6 +353,13 @@ def _host(path: Path, data: dict[str, Any]) -> Host:
     }
     changes: dict[str, Any] = {key: value for key, value in given.items() if value}
     return dataclasses.replace(found, **changes, source=str(path)) if changes else found
+
+
+def _known_domain(gpu: str) -> int:
+    try:
+        return hardware.nvlink_domain(hardware.find(gpu))
+    except DeviceError:  # a GPU that the file describes
+        return 0
 
 
 def _links(path: Path, data: dict[str, Any], per_node: int) -> tuple[Link, Link]:

@@ -229,6 +229,8 @@ def spec_of(cluster: Cluster) -> str | None:
         return None
     if hardware.links(name, cluster.gpus_per_node) != (cluster.intra, cluster.inter):
         return None
+    if hardware.nvlink_domain(name) != cluster.nvlink_domain:
+        return None
     return f"{cluster.nodes}x{cluster.gpus_per_node}x{name}"
 
 

@@ -36,7 +36,8 @@ from autopar.types import Collective
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The ranks that run a collective together: their number, the number on one node, and the number in one part of the cluster."""
+    """The ranks that run a collective together: their number, the number on one node (or in one NVLink domain), and the number in one
+    part of the cluster."""
 
     size: int
     per_node: int
@@ -54,7 +55,7 @@ def group(axes: tuple[Axis, ...], cluster: Cluster) -> Group:
     for axis in axes:
         if axis.stride > 0:
             size *= axis.size
-            per_node *= max(1, min(axis.size, cluster.gpus_per_node // axis.stride))
+            per_node *= cluster.linked(axis.size, axis.stride)
             per_part *= max(1, min(axis.size, part // axis.stride))
     return Group(size, per_node, per_part if cluster.parts else 0)
 

@@ -125,7 +125,7 @@ class Pricer:
     def p2p(self, layer_index: int, mesh: Mesh, strategy: Strategy, microbatches: int) -> float:
         """Seconds of sending to the next stage the values that later layers read: one microbatch, one direction.
 
-        With several nodes some stage border lies between two nodes, and the slowest border sets the pipeline's pace.
+        With several nodes (or NVLink domains) some stage border lies between two of them, and the slowest border sets the pipeline's pace.
         """
         key = (layer_index, mesh, strategy.roles, microbatches)
         if key not in self._p2p:
@@ -137,7 +137,7 @@ class Pricer:
                     sent += self._value_bytes(name) / math.prod(
                         a.size for a, t in zip(axes, types, strict=False) if t.sharded
                     )
-            self._p2p[key] = p2p_s(sent, self.cluster, crosses_node=self.cluster.nodes > 1)
+            self._p2p[key] = p2p_s(sent, self.cluster, crosses_node=self.cluster.count > self.cluster.linked_gpus)
         return self._p2p[key]
 
     def tied(self, layer_index: int, name: str, mesh: Mesh, strategy: Strategy) -> tuple[int, int, int]:

@@ -54,6 +54,19 @@ def test_h100_figures_are_the_files():
     assert dict(cluster.gpu.sources)["bf16"].startswith("stas00/ml-engineering")
 
 
+def test_nvlink_connects_the_nodes_of_a_domain(tmp_path):
+    known = parse("64xGB200")
+    assert (known.nodes, known.gpus_per_node, known.nvlink_domain, known.linked_gpus) == (16, 4, 72, 64)
+    assert parse("288xGB200").linked_gpus == 72
+    assert parse("64xH100").linked_gpus == 8
+    path = tmp_path / "rack.toml"
+    path.write_text('nodes = 16\ngpus_per_node = 4\ngpu = "H100"\nnvlink_domain = 32\n')
+    assert (parse(str(path)).linked_gpus, parse(str(path)).gpus_per_node) == (32, 4)
+    # two groups of one kind are in two domains
+    path.write_text("".join('[[group]]\nnodes = 4\ngpus_per_node = 4\ngpu = "GB200"\n' for _ in range(2)))
+    assert parse(str(path)).linked_gpus == 16
+
+
 def test_a_gpu_without_bfloat16_or_nvlink_has_its_own_figures():
     assert parse("4xV100-32GB").gpu.peak_flops["bfloat16"] == 125e12 / 8
     assert parse("4xL40S").intra.bytes_per_s == pytest.approx(31e9 * 0.65)

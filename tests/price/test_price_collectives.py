@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 from price_models import time_s
@@ -32,6 +34,35 @@ TOY = Cluster("toy", 4, 8, "cuda", GPU, Link(2e-6, 1e11, ""), Link(1e-5, 5e9, ""
 )
 def test_members_per_node(size, stride, expected):
     assert group((Axis("a", size, stride),), TOY) == expected
+
+
+def rack(trays: int) -> Cluster:
+    """Nodes of 4 devices in NVLink domains of 72."""
+    return replace(TOY, nodes=trays, gpus_per_node=4, nvlink_domain=72)
+
+
+@pytest.mark.parametrize(
+    ("trays", "size", "stride", "expected"),
+    [
+        (16, 64, 1, Group(64, 64)),  # all in one domain
+        (16, 8, 8, Group(8, 8)),
+        (36, 8, 1, Group(8, 8)),  # 72 is a multiple of 8: no group of 8 is divided
+        (36, 2, 36, Group(2, 2)),
+        (36, 2, 72, Group(2, 1)),
+        (36, 16, 1, Group(16, 8)),  # ranks 64 to 79 are divided after the eighth
+        (36, 2, 8, Group(2, 1)),
+        (4, 4, 4, Group(4, 4)),
+    ],
+)
+def test_members_per_nvlink_domain(trays, size, stride, expected):
+    assert group((Axis("a", size, stride),), rack(trays)) == expected
+    first = range(0, 4 * trays, size * stride)
+    worst = min(
+        min(Counter((start + stride * i) // 72 for i in range(size)).values())
+        for start in first
+        if start + size * stride <= 4 * trays
+    )
+    assert group((Axis("a", size, stride),), rack(trays)).per_node <= worst
 
 
 def test_axes_that_are_not_neighbours_make_one_group():
