@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.plan import Axis, Plan, Role, Strategy
+from autopar.plan import FULL, NONE, SELECTIVE, Axis, Plan, Role, Strategy
 from autopar.schedules import GPIPE, default_schedule
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.shard import layer_sharding, plan_shardings
@@ -53,11 +53,8 @@ def _runs(plan: Plan) -> list[tuple[str, int]]:
     for layer in plan.layers:
         s = layer.strategy
         text = "/".join(role.value for role in s.roles)
-        text += (f" zero {s.zero}" if s.zero else "") + {
-            "none": "",
-            "selective": " recomputed in part",
-            "full": " recomputed",
-        }[s.recomputation]
+        text += f" zero {s.zero}" if s.zero else ""
+        text += f" {s.recomputation}" if s.recomputation is not NONE else ""
         if runs and runs[-1][0] == text:
             runs[-1] = (text, runs[-1][1] + 1)
         else:
@@ -117,7 +114,7 @@ def _strategy(mesh: tuple[Axis, ...], rng: random.Random) -> Strategy:
     roles = tuple(rng.choice(list(Role)) for _ in mesh)
     replicated = math.prod(a.size for a, r in zip(mesh, roles, strict=True) if r.replicates_parameters) > 1
     zero, drawn = rng.randrange(4) if replicated else 0, rng.random()
-    return Strategy(roles, zero, recompute=drawn < 0.3, selective=0.3 <= drawn < 0.5)
+    return Strategy(roles, zero, FULL if drawn < 0.3 else SELECTIVE if drawn < 0.5 else NONE)
 
 
 def _tied(graph: Graph) -> list[list[int]]:
