@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
 from autopar.errors import UsageError
-from autopar.plan import DEGREES, OFFLOADS, RECOMPUTATIONS
+from autopar.plan import DEGREES, OFFLOADS, RECOMPUTATIONS, Recomputation
 from autopar.schedules import SCHEDULES
 
 Value = int | str | bool
@@ -96,12 +96,24 @@ class LayerPins:
         "how many consecutive layers are recomputed as one; more than one is full recomputation", "segment=4"
     )
 
-    @property
-    def recomputations(self) -> tuple[str, ...]:
-        """The ways to recompute that are left, of ``RECOMPUTATIONS``."""
-        if self.recompute is None:
-            return RECOMPUTATIONS[-1:] if (self.segment or 1) > 1 else RECOMPUTATIONS
-        return (str(self.recompute),)
+    def recomputations(self, segments: Sequence[int] = (1,)) -> tuple[Recomputation, ...]:
+        """The recomputations that the pins allow. ``segments`` are the numbers of layers to recompute as one where no pin decides."""
+        kinds = RECOMPUTATIONS if self.recompute is None else (str(self.recompute),)
+        if self.segment is not None:
+            segments = (self.segment,)
+            kinds = ("full",) if self.segment > 1 else kinds
+        return tuple(Recomputation(kind, n) for kind in kinds for n in (segments if kind == "full" else (1,)))
+
+    def check_segment(self, layer: str) -> None:
+        """Raise ``UsageError`` where another pin of ``layer`` contradicts its segment."""
+        against = [f"recompute={self.recompute}"] if self.recompute in ("none", "selective") else []
+        against += [f"offload={self.offload}"] if self.offload in ("activations", "both") else []
+        if (self.segment or 1) > 1 and against:
+            raise UsageError(
+                f"a segment of {self.segment} layers is recomputed in full from an input on the device, and {layer} is pinned to "
+                f"{' and '.join(against)}",
+                "leave one of the two out",
+            )
 
     @property
     def degrees(self) -> dict[str, int]:

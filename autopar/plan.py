@@ -74,10 +74,48 @@ REPLICATING = tuple(role for role in Role if role.replicates_parameters)
 BATCHES = tuple(role for role in Role if role.shards_batch)
 SEQUENCES = tuple(role for role in Role if role.shards_sequence)
 
-RECOMPUTATIONS = ("none", "selective", "full")  # from most to least saved activations
+RECOMPUTATIONS = ("none", "selective", "full")
+"""The kinds of recomputation, from most to least saved activations."""
 
 OFFLOADS = ("none", "optimizer", "activations", "both")
 """The tensors that a layer offloads to host memory: optimizer states and master copies, activations saved for the backward, or both."""
+
+
+_recomputations: dict[tuple[str, int], Recomputation] = {}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recomputation:
+    """The part of a layer's forward that its backward pass runs again.
+
+    ``kind`` is one of ``RECOMPUTATIONS``: ``selective`` saves the results that are expensive to compute (``passes.keep`` selects them) and
+    runs the rest again, ``full`` saves only the layer's input. ``layers`` is the number of consecutive layers, of one class and one
+    strategy in one stage, that are recomputed as one segment: only the first layer's input is saved. The last segment of a run may be
+    shorter.
+
+    Equal values are one object. Prices are cached by strategy, and an object's own hash costs less than that of its fields.
+    """
+
+    kind: str
+    layers: int = 1
+
+    def __new__(cls, kind: str, layers: int = 1) -> Recomputation:
+        return _recomputations.setdefault((kind, layers), object.__new__(cls))
+
+    def __post_init__(self) -> None:
+        assert self.kind in RECOMPUTATIONS, self.kind
+        assert self.layers == 1 or (self.layers > 1 and self.kind == "full"), self
+
+    def __reduce__(self) -> tuple[type[Recomputation], tuple[str, int]]:
+        return Recomputation, (self.kind, self.layers)  # a copy is the same object
+
+    def __str__(self) -> str:
+        """``"recomputed in segments of 4 layers"``; empty where nothing is recomputed."""
+        how = {"none": "", "selective": "recomputed in part", "full": "recomputed"}[self.kind]
+        return f"{how} in segments of {self.layers} layers" if self.layers > 1 else how
+
+
+NONE, SELECTIVE, FULL = (Recomputation(kind) for kind in RECOMPUTATIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,31 +130,17 @@ class Axis:
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """For one layer: the role of each axis of the mesh (same order), the ZeRO stage over its data axes, recomputation, and offloading to
-    host memory (``OFFLOADS``).
-
-    With ``recompute`` only the layer's input is saved for the backward. With ``selective`` results that are expensive to compute are saved
-    as well (``passes.keep`` selects them), and the rest is recomputed. ``segment`` is the number of consecutive layers, of one class and
-    one strategy in one stage, that are recomputed as one: only the first layer's input is saved. The last segment of a run may be
-    shorter.
-    """
+    host memory (``OFFLOADS``)."""
 
     roles: tuple[Role, ...]
     zero: int = 0
-    recompute: bool = False
-    selective: bool = False
+    recomputation: Recomputation = NONE
     offload: str = "none"
-    segment: int = 1
 
     def __post_init__(self) -> None:
         assert self.zero in (0, 1, 2, 3), self.zero
         assert self.offload in OFFLOADS, self.offload
-        assert not (self.recompute and self.selective), self
-        assert self.segment == 1 or (self.segment > 1 and self.recompute and not self.offloads_activations), self
-
-    @property
-    def recomputation(self) -> str:
-        """One of ``RECOMPUTATIONS``."""
-        return "full" if self.recompute else "selective" if self.selective else "none"
+        assert self.recomputation.layers == 1 or not self.offloads_activations, self
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -297,10 +321,8 @@ class Plan:
                     "expert": s.degree(self.mesh, Role.EXPERT),
                     "sequence": s.degree(self.mesh, *SEQUENCES),
                     "zero": s.zero,
-                    "recompute": s.recompute,
-                    "selective": s.selective,
+                    "recomputation": dataclasses.asdict(s.recomputation),
                     "offload": s.offload,
-                    "segment": s.segment,
                     "roles": [role.value for role in s.roles],
                 }
             )
@@ -372,10 +394,8 @@ class Plan:
                     Strategy(
                         tuple(Role(role) for role in layer["roles"]),
                         layer["zero"],
-                        layer["recompute"],
-                        layer.get("selective", False),
-                        offload=layer.get("offload", "none"),
-                        segment=layer.get("segment", 1),
+                        Recomputation(**layer["recomputation"]),
+                        layer.get("offload", "none"),
                     ),
                 )
                 for layer in data["layers"]

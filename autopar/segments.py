@@ -1,7 +1,7 @@
 """Which layers are recomputed together, as one segment.
 
 A run consists of consecutive layers of one class in a stage, with equal strategies, each of which passes its only value to the next.
-Starting with its first layer, a run is cut into segments of ``Strategy.segment`` layers; the last may be shorter. A segment saves its
+Starting with its first layer, a run is cut into segments of ``Recomputation.layers`` layers; the last may be shorter. A segment saves its
 first layer's input. Its backward runs its forward again, and then everything that its layers save is in memory at once: for chains of n
 layers, segments of about the square root of n need least memory (Chen et al., "Training deep nets with sublinear memory cost",
 arXiv:1604.06174).
@@ -14,14 +14,15 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from autopar.graph import Graph
-from autopar.plan import Strategy
+from autopar.plan import Recomputation, Strategy
 
 
 def segments(graph: Graph, strategies: Sequence[Strategy], bounds: Sequence[int]) -> list[range]:
     """The layers of the whole model, one range per segment. ``bounds`` are (0, first layer of stage 1, ..., number of layers)."""
     found = []
     for run in _runs(graph, strategies, bounds):
-        found += [run[at : at + strategies[run[0]].segment] for at in range(0, len(run), strategies[run[0]].segment)]
+        segment = strategies[run[0]].recomputation.layers
+        found += [run[at : at + segment] for at in range(0, len(run), segment)]
     return found
 
 
@@ -30,8 +31,9 @@ def shortened(graph: Graph, strategies: Sequence[Strategy], bounds: Sequence[int
     found: list[Strategy] = []
     for run in _runs(graph, strategies, bounds):
         strategy = strategies[run[0]]
-        fit = min(strategy.segment, len(run))
-        found += [strategy if fit == strategy.segment else dataclasses.replace(strategy, segment=fit)] * len(run)
+        if strategy.recomputation.layers > len(run):
+            strategy = dataclasses.replace(strategy, recomputation=Recomputation("full", len(run)))
+        found += [strategy] * len(run)
     return found
 
 
@@ -42,7 +44,7 @@ def _runs(graph: Graph, strategies: Sequence[Strategy], bounds: Sequence[int]) -
         first = start
         for i in range(start + 1, stop + 1):
             cls, strategy = graph.layers[first].cls, strategies[first]
-            several = strategy.segment > 1 and graph.chains[cls] > 1
+            several = strategy.recomputation.layers > 1 and graph.chains[cls] > 1
             if i < stop and several and graph.layers[i].cls == cls and strategies[i] == strategy:
                 continue
             yield range(first, i)

@@ -9,7 +9,7 @@ from torch import fx
 from autopar.flow import gradient_flow, placeholders
 from autopar.graph import LayerClass
 from autopar.ops.meta import meta
-from autopar.plan import Strategy
+from autopar.plan import SELECTIVE, Strategy
 from autopar.sharding import Sharding, local_shape
 from autopar.types import SpmdType
 from passes.collectives import MICROBATCH, convert, insert_collectives_pass
@@ -99,7 +99,7 @@ def local_layer(cls: LayerClass, sharding: Sharding, strategy: Strategy) -> Loca
             ("fuse_bias", fuse_bias_pass),
         ],
     )
-    if strategy.selective:
+    if strategy.recomputation is SELECTIVE:
         gm = run(gm, [("keep", lambda gm: keep_pass(gm, [axis.name for axis in sharding.axes]))])
     nodes = placeholders(cls)[len(placeholders(cls)) - len(cls.parameters) :]
     local = tuple(

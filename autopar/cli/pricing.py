@@ -245,8 +245,8 @@ def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
     def degree(plan: Plan, *roles: Role) -> int:
         return max(layer.strategy.degree(plan.mesh, *roles) for layer in plan.layers)
 
-    def count(plan: Plan, recomputation: str) -> int:
-        return sum(layer.strategy.recomputation == recomputation for layer in plan.layers)
+    def count(plan: Plan, kind: str) -> int:
+        return sum(layer.strategy.recomputation.kind == kind for layer in plan.layers)
 
     def largest(plan: Plan, part: str) -> int:
         return max(getattr(stage.memory, part) for stage in plan.stages)
@@ -266,7 +266,7 @@ def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
     found.append(("ZeRO", *(max(layer.strategy.zero for layer in plan.layers) for plan in (a, b)), ""))  # type: ignore[arg-type]
     for words, how in (("layers recomputed", "full"), ("layers recomputed in part", "selective")):
         found.append((words, count(a, how), count(b, how), ""))
-    longest = [max(layer.strategy.segment for layer in plan.layers) for plan in (a, b)]
+    longest = [max(layer.strategy.recomputation.layers for layer in plan.layers) for plan in (a, b)]
     found.append(("layers of a segment", longest[0], longest[1], ""))
     for words, part in (("layers' optimizer states", "optimizer"), ("layers' activations", "activations")):
         counts = (sum(getattr(layer.strategy, f"offloads_{part}") for layer in plan.layers) for plan in (a, b))

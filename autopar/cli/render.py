@@ -103,9 +103,9 @@ def _layers(plan: Plan) -> RenderableType:
             _degree(s.degree(plan.mesh, Role.TENSOR, Role.TENSOR_SEQUENCE)),
             _degree(s.degree(plan.mesh, *SEQUENCES)),
             str(s.zero) if s.degree(plan.mesh, Role.DATA) > 1 else "-",
-            f"{s.segment} as one"
-            if s.segment > 1
-            else {"none": "-", "selective": "in part", "full": "yes"}[s.recomputation],
+            f"{s.recomputation.layers} as one"
+            if s.recomputation.layers > 1
+            else {"none": "-", "selective": "in part", "full": "yes"}[s.recomputation.kind],
             *([s.offload if s.offload != "none" else "-"] if offloads else []),
         )
     return table

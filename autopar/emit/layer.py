@@ -9,6 +9,7 @@ from autopar.emit.experts import body_method, name_bodies
 from autopar.emit.expressions import Text
 from autopar.emit.names import Names, attributes
 from autopar.ops.meta import meta
+from autopar.plan import FULL, SELECTIVE
 from autopar.types import SpmdType
 from passes.layer import LocalLayer
 
@@ -136,12 +137,12 @@ def _outer(layer: LocalLayer, arguments: list[str], held: list[str]) -> list[str
     """The ``forward`` that wraps ``compute``, if needed; ``held`` are the arguments that are in memory anyway."""
     call = ", ".join(["self.compute", *arguments])
     found: list[str] = []
-    if layer.strategy.recompute and layer.strategy.segment == 1:  # the stage handles segments of several layers
+    if layer.strategy.recomputation is FULL:  # the stage handles segments of several layers
         found = [
             "        # Recomputed in the backward pass: only the arguments are kept.",
             f"        return checkpoint({call}, use_reentrant=False, preserve_rng_state=False)",
         ]
-    elif layer.strategy.selective:
+    elif layer.strategy.recomputation is SELECTIVE:
         found = [
             "        # Recomputed in the backward pass, but for what is kept.",
             f"        return selective.selectively({call})",

@@ -21,7 +21,7 @@ from autopar.emit.stage import layer_attribute, owned_attribute, stage_class
 from autopar.errors import ModelError, UsageError
 from autopar.graph import Graph
 from autopar.ops.meta import meta
-from autopar.plan import Plan
+from autopar.plan import SELECTIVE, Plan
 from autopar.precision import name_of
 from autopar.program import copy_runtime
 from autopar.program.state import write_initial
@@ -181,8 +181,8 @@ def _siblings(program: LocalProgram, opaque: bool) -> list[str]:
         "kernels": True,
         "offload": any(layer.strategy.offloads_activations for layer in program.layers),
         "opaque": opaque,
-        "segments": any(layer.strategy.segment > 1 for layer in program.layers),
-        "selective": any(layer.strategy.selective for layer in program.layers),
+        "segments": any(layer.strategy.recomputation.layers > 1 for layer in program.layers),
+        "selective": any(layer.strategy.recomputation is SELECTIVE for layer in program.layers),
     }
     return sorted(called | {name for name, used in others.items() if used})
 
@@ -214,10 +214,9 @@ def _uses(program: LocalProgram, index: int) -> str:
     which = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} layers)"
     strategy = program.layers[index].strategy
     roles = ", ".join(f"{role.value} on {a.name}" for a, role in zip(program.plan.mesh, strategy.roles, strict=True))
-    recompute = {"none": "", "full": ", recomputed", "selective": ", recomputed in part"}[strategy.recomputation]
-    recompute += f" in segments of {strategy.segment} layers" if strategy.segment > 1 else ""
-    aside = ", saved in the host's memory" if strategy.offloads_activations else ""
-    return f"{which}: {roles}; ZeRO {strategy.zero}{recompute}{aside}."
+    parts = [f"ZeRO {strategy.zero}", str(strategy.recomputation)]
+    parts.append("saved in the host's memory" if strategy.offloads_activations else "")
+    return f"{which}: {roles}; {', '.join(filter(None, parts))}."
 
 
 def layouts(program: LocalProgram) -> list[dict[str, object]]:

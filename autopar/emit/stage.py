@@ -238,7 +238,7 @@ class _Forward:
 
     def _segment(self, layer: int) -> int:
         """The number of layers that are recomputed as one with this one; 1 if the layer handles its recomputation itself."""
-        return self.program.layers[layer].strategy.segment
+        return self.program.layers[layer].strategy.recomputation.layers
 
     def _readers(self, value: str) -> int:
         return sum(value in layer.activations for layer in self.program.graph.layers)

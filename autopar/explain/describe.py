@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from autopar.plan import DEGREES, MICROBATCH_STATISTICS, NARROW, REPLICATING, Plan, Strategy
+from autopar.plan import DEGREES, FULL, MICROBATCH_STATISTICS, NARROW, REPLICATING, SELECTIVE, Plan, Strategy
 
 
 def main_strategy(plan: Plan) -> Strategy:
@@ -28,12 +28,12 @@ def describe(plan: Plan) -> str:
     parts.append(f"{plan.microbatches} microbatches" if plan.microbatches > 1 else "1 microbatch")
     if MICROBATCH_STATISTICS in plan.allow:
         parts[-1] += f" with losses of their own ({MICROBATCH_STATISTICS}: not exact)"
-    for name in ("recompute", "selective"):
-        count = sum(getattr(layer.strategy, name) for layer in plan.layers)
-        if count:
-            how = "recomputed" if name == "recompute" else "recomputed in part"
-            parts.append(f"{'all' if count == len(plan.layers) else f'{count} of {len(plan.layers)}'} layers {how}")
-            if name == "recompute" and (sizes := sorted({a.strategy.segment for a in plan.layers} - {1})):
+    for kind in (FULL, SELECTIVE):
+        again = [a.strategy.recomputation for a in plan.layers if a.strategy.recomputation.kind == kind.kind]
+        if again:
+            count = "all" if len(again) == len(plan.layers) else f"{len(again)} of {len(plan.layers)}"
+            parts.append(f"{count} layers {kind}")
+            if sizes := sorted({a.layers for a in again} - {1}):
                 parts[-1] += f" (in segments of {' to '.join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))})"
     for name, what in (("offloads_optimizer", "optimizer states"), ("offloads_activations", "activations")):
         count = sum(getattr(layer.strategy, name) for layer in plan.layers)

@@ -91,7 +91,7 @@ def obeys(plan: Plan, pins: Pins) -> bool:
             return {s.zero for s in strategies if s.degree(plan.mesh, *REPLICATING) > 1}
         if name in OF_PLAN:
             return {getattr(plan, name)}
-        return {s.recomputation if name == "recompute" else s.offload for s in strategies}
+        return {s.recomputation.kind if name == "recompute" else s.offload for s in strategies}
 
     return all(values(name) <= {value} for name, value in pins.items())
 

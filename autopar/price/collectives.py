@@ -30,7 +30,6 @@ from dataclasses import dataclass, replace
 from autopar.devices import Cluster
 from autopar.devices.cluster import Link
 from autopar.plan import Axis
-from autopar.price.aggregation import ring
 from autopar.types import Collective
 
 
@@ -111,7 +110,7 @@ def group_time_s(
         return (
             cluster.collective_s + hop_s + bytes_total / n / (cluster.inter if nodes > 1 else cluster.intra).bytes_per_s
         )
-    moving = ring(bytes_total, n).sequence_bytes / 2 / beta  # one of the two rounds
+    moving = (n - 1) / n * bytes_total / beta  # a ring's reduce-scatter or all-gather; an all-reduce is both
     if network is not None:  # measured: latency and transfer overlap
         moving = max(0.0 if batched else hops_s, moving)
         return cluster.collective_s + (2 if collective is Collective.ALL_REDUCE else 1) * moving

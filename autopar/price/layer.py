@@ -14,6 +14,7 @@ Collectives of tensor parallelism are not overlapped. FSDP's gathers and reducti
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ import numpy as np
 from autopar.devices import Cluster
 from autopar.devices.measured import Floats
 from autopar.layer_price import LayerPrice
-from autopar.plan import Axis, Role, Strategy
+from autopar.plan import SELECTIVE, Axis, Role, Strategy
 from autopar.price.collectives import Group, group, group_time_s
 from autopar.price.host import Offloaded, host_state_bytes, host_update_s, waited_s
 from autopar.price.live_memory import Alive, Share
@@ -369,14 +370,12 @@ def assemble(
     data, zero = spread.size, strategy.zero if spread.size > 1 else 0
     trainable, offloaded = math.ceil(c.trainable), Offloaded.of(strategy, cluster)
     gather, reduce = spread.gather_s[zero >= 2], spread.reduce_s[zero >= 2]
-
-    def beside(compute_s: float, wire_s: float) -> float:
-        return beside_s(compute_s, wire_s, cluster.overlap_slowdown)
+    beside = functools.partial(beside_s, slowdown=cluster.overlap_slowdown)
 
     def exposed(wire_s: float, compute_s: float) -> float:
         return trainer.exposed_step_s(wire_s, compute_s, cluster.overlap_slowdown)
 
-    again, part = float(strategy.recompute), float(strategy.selective)
+    again, part = float(strategy.recomputation.kind == "full"), float(strategy.recomputation is SELECTIVE)
     forward_wire_s, backward_wire_s = _wires_s(c, strategy, trainer)
     forward_compute_s = max(c.forward_compute_s, c.forward_host_s - forward_wire_s)
     gradient = trainable / (data if zero >= 2 else 1)
@@ -390,6 +389,7 @@ def assemble(
     back_s = (reduce if zero >= 2 else 0.0) + (_gathers(strategy) * gather if zero == 3 else 0.0)
     backward_exposed = beside(backward_compute_s, back_s)
 
+    segment = strategy.recomputation.layers
     segment_bytes, working = _activations(c, strategy, 1)
     if offloaded.activations:
         forward_exposed += waited_s(segment_bytes, forward_compute_s, cluster)
@@ -421,8 +421,8 @@ def assemble(
         border_bytes=math.ceil(trainer.border_bytes(c.input_bytes or c.output_bytes)),
         # if launching from the host takes longer than the device's work, its time is divided in the same proportion
         weight_s=weight_s / device_s * backward_compute_s if weight_s else 0.0,
-        waiting_bytes=math.ceil(c.waiting_bytes + working - (0.0 if on_host else segment_bytes / strategy.segment)),
-        segment=strategy.segment,
+        waiting_bytes=math.ceil(c.waiting_bytes + working - (0.0 if on_host else segment_bytes / segment)),
+        segment=segment,
         kept_bytes=math.ceil(segment_bytes),
         host_bytes=host_state_bytes(math.ceil(updated), numbers) if offloaded.optimizer else 0,
         host_saved_bytes=math.ceil(segment_bytes) if on_host else 0,
@@ -433,16 +433,16 @@ def _wires_s(c: Core, strategy: Strategy, trainer: Trainer) -> tuple[float, floa
     """Seconds of exposed communication, forward and backward, recomputation's included."""
     forward_s = trainer.exposed_tensor_s(c.forward_wire_s) + c.forward_beside_s
     backward_s = trainer.exposed_tensor_s(c.backward_wire_s) + c.backward_beside_s
-    if strategy.recompute:
+    if strategy.recomputation.kind == "full":
         backward_s += forward_s
-    elif strategy.selective:
+    elif strategy.recomputation is SELECTIVE:
         backward_s += trainer.exposed_tensor_s(c.selective_wire_s)
     return forward_s, backward_s
 
 
 def _gathers(strategy: Strategy) -> float:
     """How often a backward gathers a layer's parameters under ZeRO 3: twice in a recomputed segment, except once for its last layer."""
-    return 2 - 1 / strategy.segment
+    return 2 - 1 / strategy.recomputation.layers
 
 
 def _waits_s(
@@ -455,11 +455,11 @@ def _waits_s(
     if cluster.wires is None:
         return 0.0, 0.0
     gathers = (shards,) if shards > 1 else ()
-    again = strategy.segment > 1  # one gather more, except for the last layer of a segment
+    again = strategy.recomputation.layers > 1  # one gather more, except for the last layer of a segment
     back = c.backward_meetings + gathers * (2 + again if strategy.zero == 3 else 1)
-    if strategy.recompute:
+    if strategy.recomputation.kind == "full":
         back += c.forward_meetings
-    elif strategy.selective:
+    elif strategy.recomputation is SELECTIVE:
         back += c.selective_meetings
     return cluster.wires.wait_s(c.forward_meetings + gathers, forward_s), cluster.wires.wait_s(back, backward_s)
 
@@ -477,13 +477,14 @@ def _bytes(
     """Bytes of parameters, gradients, optimizer state, saved activations of one microbatch, and transients."""
     parameters, trainable = math.ceil(c.parameters), math.ceil(c.trainable)
     stored, gradients, optimizer = state_bytes(parameters, trainable, data, zero, numbers, offloaded.optimizer)
-    saved, working = _activations(c, strategy, strategy.segment)
+    segment = strategy.recomputation.layers
+    saved, working = _activations(c, strategy, segment)
     if offloaded.activations:  # on the device: those of the running layer and of the next, both being copied
         saved, working = (0.0, working + saved) if offloaded.separate else (saved, working + 2 * saved)
     share = Share(c.alive, saved, working, c.saved_bytes, parameters, trainable, c.largest, spread.microbatches)
     live, transient = trainer.live_bytes(share, gradients, data, zero, strategy, numbers)
     gradients = math.ceil(live)
-    return stored, gradients, optimizer, math.ceil(saved) if strategy.segment == 1 else int(saved), math.ceil(transient)
+    return stored, gradients, optimizer, math.ceil(saved) if segment == 1 else int(saved), math.ceil(transient)
 
 
 def _activations(c: Core, strategy: Strategy, segment: int) -> tuple[float, float]:
@@ -493,10 +494,10 @@ def _activations(c: Core, strategy: Strategy, segment: int) -> tuple[float, floa
     bytes but the other layers' shares.
     """
     saved = c.saved_bytes
-    if strategy.recompute:
+    if strategy.recomputation.kind == "full":
         share = c.input_bytes / segment
         return share, max(c.input_bytes, segment * saved) - (c.input_bytes - share)
-    if strategy.selective:
+    if strategy.recomputation is SELECTIVE:
         return c.selective_bytes, max(c.selective_bytes, c.selective_working_bytes, saved)
     return saved, saved
 

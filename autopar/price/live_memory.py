@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.plan import Strategy
+from autopar.plan import NONE, Strategy
 from autopar.price.state import Precision
 
 
@@ -80,8 +80,9 @@ def sharded_bytes(share: Share, data: int, strategy: Strategy, numbers: Precisio
     earlier = shard if share.microbatches > 1 else 0.0  # the shards of earlier microbatches
     before = share.saved_bytes + (whole if strategy.zero == 2 else 0.0)
     after = sent + shard - earlier
-    saving = not (strategy.recompute or strategy.selective)  # a recomputed forward finds its parameters gathered
-    again = strategy.zero == 3 and strategy.segment > 1  # for all layers but the last, whose gathered parameters stay
+    saving = strategy.recomputation is NONE  # a recomputed forward finds its parameters gathered
+    # a segment gathers the parameters of all its layers but the last again
+    again = strategy.zero == 3 and strategy.recomputation.layers > 1
     phases = (
         share.working_bytes - share.plain_bytes + share.alive.forward + 3 * whole if again else 0.0,
         share.saved_bytes + 2 * whole,

@@ -6,10 +6,9 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
 
 from autopar.devices import Cluster
-from autopar.graph import Graph, LayerClass
+from autopar.graph import Graph
 from autopar.layer_price import LayerPrice
 from autopar.plan import Axis, Role, Strategy
 from autopar.price import table as tables
@@ -33,22 +32,18 @@ from autopar.price.moves import wire
 from autopar.price.state import state_bytes
 from autopar.price.trainer import EMITTED, Trainer
 from autopar.rules.padding import padded, padding
-from autopar.shard import role_types
-from autopar.shard.plan import MICROBATCH
+from autopar.shard.plan import MICROBATCH, LayerTypes, Solve
 from autopar.sharding import AxisTypes, Sharding
 from autopar.types import SpmdType
 from passes.pad import pad_class
 
-Solve = Callable[[LayerClass, Role, int], AxisTypes | None]
 Mesh = tuple[Axis, ...]
 
 
 class Pricer:
     """Prices ``graph`` on ``cluster`` at ``precision_name``.
 
-    ``solve(cls, role, size)`` returns the types of a layer class on axes in a role whose sizes multiply to ``size`` (1 for data and
-    microbatches, whose types depend on no size), or ``None`` if the role is inadmissible; the default is the op-level optimum.
-    ``trainer`` is the program that runs the plan.
+    ``solve`` gives the types of layer classes (``shard.LayerTypes``); ``trainer`` is the program that runs the plan.
     """
 
     def __init__(
@@ -63,10 +58,9 @@ class Pricer:
         self.trainer = dataclasses.replace(trainer, cpu=True) if cluster.kind == "cpu" else trainer
         self.numbers = trainer.precision(precision_name, graph.allow)
         self._pipelined = dataclasses.replace(cluster, pipelined=True)
-        self._solve = solve or self._optimum
+        self._types = LayerTypes(graph, solve)
         self._tables: dict[tuple[str, tuple[int, ...]], tuple[tables.ClassTable, tables.Rows]] = {}
         self._sharded: dict[tuple[str, int], frozenset[int]] = {}
-        self._types: dict[tuple[str, Role, int], AxisTypes | None] = {}
         self._flags: dict[tuple[str, int], tables.AxisFlags] = {}
         self._bound: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Bound] = {}
         self._cores: dict[tuple[int, Sizes, bool], Core | None] = {}
@@ -161,26 +155,8 @@ class Pricer:
 
     def types(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[AxisTypes, ...] | None:
         """The types on the microbatch axis, then on every axis of the mesh; ``None`` if a role is inadmissible."""
-        runs, found = self._runs(mesh, roles), self._solved(cls_name, mesh, roles)
-        if found is None:
-            return None
-        return found[0], *(t for run, t in zip(runs, found[1:], strict=True) for _ in run)
-
-    def _solved(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[AxisTypes, ...] | None:
-        """The types on the microbatch axis, then on every run of axes in one role."""
-        sizes: dict[Role, int] = {Role.DATA: 1}
-        for axis, role in zip(mesh, roles, strict=True):
-            sizes[role] = sizes.get(role, 1) * axis.size
-        found = []
-        for role in (Role.DATA, *(role for role, _ in itertools.groupby(roles))):
-            key = (cls_name, role, sizes[role] if role.shards_parameters or role.shards_sequence else 1)
-            if key not in self._types:
-                self._types[key] = self._solve(self.graph.classes[cls_name], role, key[2])
-            types = self._types[key]
-            if types is None:
-                return None
-            found.append(types)
-        return tuple(found)
+        found = self._types.by_role(cls_name, mesh, roles)
+        return None if found is None else (found[Role.DATA], *(found[role] for role in roles))
 
     def _place(
         self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], microbatches: int
@@ -210,9 +186,10 @@ class Pricer:
         return self._cores[key]
 
     def _bind(self, cls_name: str, runs: Runs, mesh: Mesh, roles: tuple[Role, ...]) -> Bound | None:
-        types = self._solved(cls_name, mesh, roles)
-        if types is None:
+        by_role = self._types.by_role(cls_name, mesh, roles)
+        if by_role is None:
             return None
+        types = (by_role[Role.DATA], *(by_role[role] for role, _ in itertools.groupby(roles)))
         counts = self._padded_counts(cls_name, runs, types)
         key = (cls_name, counts, tuple(id(t) for t in types))  # self._types keeps them alive
         if key not in self._bound:
@@ -254,10 +231,6 @@ class Pricer:
             table = dataclasses.replace(table, model_flops=self._table(cls_name)[0].model_flops)
             self._tables[cls_name, counts] = table, rows
         return self._tables[cls_name, counts]
-
-    def _optimum(self, cls: LayerClass, role: Role, size: int) -> AxisTypes | None:
-        layer = next(i for i, layer in enumerate(self.graph.layers) if layer.cls == cls.name)
-        return role_types(self.graph, layer, role, size)
 
     def _number(self, mesh: Mesh) -> int:
         if mesh is not self._latest[0]:

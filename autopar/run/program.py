@@ -25,6 +25,7 @@ from autopar.checks.types import check_program
 from autopar.devices import Cluster
 from autopar.errors import BatchError, LaunchError, UsageError
 from autopar.graph import Graph
+from autopar.keywords import Training
 from autopar.plan import Plan
 from autopar.program.optimizers import RefusedOptimizerError, checked
 from autopar.program.state import INITIAL, has_values, initial, write_initial, wrong_state
@@ -35,6 +36,7 @@ from autopar.run.processes import Processes
 from autopar.run.worker import is_consequence, resolve
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+_DEFAULT = Training()
 
 
 class Program:
@@ -73,14 +75,14 @@ class Program:
         *,
         cluster: Cluster | None = None,
         state: Mapping[str, Tensor] | None = None,
-        optimizer: Optimizer | str | None = None,
-        lr: float = 3e-4,
-        seed: int = 0,
-        max_norm: float | None = None,
-        port: int = 0,
+        optimizer: Optimizer | str | None = _DEFAULT.optimizer,
+        lr: float = _DEFAULT.lr,
+        seed: int = _DEFAULT.seed,
+        max_norm: float | None = _DEFAULT.max_norm,
+        port: int = _DEFAULT.port,
         timeout_s: float = 600,
         type_check: bool = True,
-        draw_init: bool = False,
+        draw_init: bool = _DEFAULT.draw_init,
     ) -> None:
         if not 0 <= lr < math.inf:
             raise UsageError(f"lr is {lr}, and a learning rate is a number from 0 up", "3e-4 is the default")

@@ -457,8 +457,8 @@ def _price(graph: Graph, pricer: Pricer, index: int, mesh: Mesh, strategy: Strat
 
 def _effort(strategy: Strategy) -> tuple[int, int, int, int]:
     """The offload, the ZeRO stage and the recomputation, as ranks: among equally fast strategies the plan states the lowest."""
-    how = RECOMPUTATIONS.index(strategy.recomputation), strategy.segment
-    return OFFLOADS.index(strategy.offload), strategy.zero, *how
+    again = strategy.recomputation
+    return OFFLOADS.index(strategy.offload), strategy.zero, RECOMPUTATIONS.index(again.kind), again.layers
 
 
 def tidy(instance: Instance, solution: Solution) -> tuple[list[Strategy], list[LayerPrice], Cost]:

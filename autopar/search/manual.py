@@ -130,20 +130,13 @@ def manual_plan(
 
 def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins) -> Strategy:
     """The strategy of all layers; ZeRO if there are copies of the parameters."""
-    segment, offload = given.segment or 1, given.offload or "none"
-    if offload == ANY:
+    if given.offload == ANY:
         raise UsageError(
             f"offload={ANY} leaves the decision to a search, and a manual plan is not searched",
             f"write {', '.join(OFFLOADS)}",
         )
-    if segment > 1 and (given.recompute == "selective" or offload in ("activations", "both")):
-        other = "recompute is selective" if given.recompute == "selective" else f"offload is {offload}"
-        raise UsageError(
-            f"a segment of {segment} layers is recomputed in full from what stays on the device, and {other}",
-            "leave one of the two out",
-        )
-    full = given.recompute == "full" or segment > 1
-    common = Strategy(roles, 0, full, given.recompute == "selective", offload, segment)
+    given.check_segment("every layer")
+    common = Strategy(roles, 0, given.recomputations()[0], given.offload or "none")  # the least that the pins allow
     return replace(common, zero=given.zero or 0) if common.degree(mesh, *REPLICATING) > 1 else common
 
 

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.pins import OF_LAYER, PINS, LayerPins, PlanPins, Value, checked
-from autopar.plan import ALLOWED, RECOMPUTATIONS, Role
+from autopar.plan import ALLOWED, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +112,7 @@ def pins_by_layer(graph: Graph, options: SearchOptions) -> tuple[LayerPins, ...]
                 f"{layer.name}: selective recomputation saves activations on the device, and offload={pins.offload} moves them to the host",
                 "pin recompute=full or recompute=none, or offload=optimizer",
             )
-        against = [f"recompute={pins.recompute}"] if pins.recompute in RECOMPUTATIONS[:-1] else []
-        against += [f"offload={pins.offload}"] if pins.offload in ("activations", "both") else []
-        if (pins.segment or 1) > 1 and against:
-            raise UsageError(
-                f"a segment of {pins.segment} layers is recomputed in full from an input on the device, and {layer.name} is pinned to "
-                f"{' and '.join(against)}",
-                "leave one of the two out",
-            )
+        pins.check_segment(layer.name)
     return (
         tuple(_of_experts(graph, i, pins) for i, pins in enumerate(found))
         if any(p.expert for p in found)

@@ -42,9 +42,12 @@ from autopar.graph import Graph
 from autopar.layer_price import LayerPrice
 from autopar.pins import ANY, LayerPins
 from autopar.plan import (
+    FULL,
+    NONE,
     OFFLOADS,
     REPLICATING,
     Axis,
+    Recomputation,
     Role,
     Strategy,
 )
@@ -192,7 +195,7 @@ def strategies(
     options: SearchOptions,
     pins: LayerPins | None = None,
     experts: int = 0,
-    sizes_of_segments: Sequence[int] = (1,),
+    tried: Sequence[Recomputation] | None = None,
 ) -> list[Strategy]:
     """Every candidate for a layer on ``mesh`` that ``pins`` (default: the pins of every layer) allow, for a microbatch of ``batch``
     samples.
@@ -200,10 +203,11 @@ def strategies(
     Data takes the longest prefix of the axes that divides the batch (or the pinned prefix), other roles a suffix; axes in between are
     idle. Since data is a prefix for every layer, the batch dim is gathered from its innermost axis outwards, and each slice stays
     contiguous. A layer with ``experts`` may distribute them over a degree that divides their number, directly inside the data axes.
-    ``sizes_of_segments`` are the numbers of layers that may be recomputed as one.
+    ``tried`` are the recomputations (default: those that ``pins`` allow, every layer by itself).
     """
     pins = options.common if pins is None else pins
     sizes = [axis.size for axis in mesh]
+    hows = _activations(pins, pins.recomputations() if tried is None else tried)
     found: list[Strategy] = []
     for suffix in _suffixes(mesh, gpus_per_node, options.roles or TENSOR_ROLES, pins, experts):
         outer = len(sizes) - len(suffix)
@@ -217,22 +221,22 @@ def strategies(
         prefix = prefixes[-1]
         roles = (Role.DATA,) * prefix + (Role.IDLE,) * (outer - prefix) + suffix
         for zero in _zeros(Strategy(roles).degree(mesh, *REPLICATING), pins):
-            found += [Strategy(roles, zero, *how) for how in _activations(pins, sizes_of_segments)]
+            found += [Strategy(roles, zero, *how) for how in hows]
     return found
 
 
-def _activations(pins: LayerPins, sizes_of_segments: Sequence[int]) -> Iterator[tuple[bool, bool, str, int]]:
-    """The ways to treat activations: recomputation (full, selective), offload, layers of a segment.
+def _activations(pins: LayerPins, recomputations: Sequence[Recomputation]) -> list[tuple[Recomputation, str]]:
+    """The ways to treat activations: recomputation and offload.
 
-    Nothing is offloaded unless a pin allows it. Values that selective recomputation keeps, and values inside
+    Nothing is offloaded unless a pin allows it. Values that selective recomputation saves, and values inside
     a segment of several layers, cannot be offloaded.
     """
-    asked = OFFLOADS if pins.offload == ANY else (pins.offload or "none",)
-    for again, offload in itertools.product(pins.recomputations, asked):
-        stays = offload in ("none", "optimizer")
-        for segment in sizes_of_segments if again == "full" else (1,):
-            if stays or (again != "selective" and segment == 1):
-                yield again == "full", again == "selective", offload, segment
+    offloads = OFFLOADS if pins.offload == ANY else (pins.offload or "none",)
+    return [
+        (again, offload)
+        for again, offload in itertools.product(recomputations, offloads)
+        if offload in ("none", "optimizer") or again in (NONE, FULL)
+    ]
 
 
 def _suffixes(
@@ -287,16 +291,14 @@ def _wanted(
     return degree == 1 or (role in roles and beside in ([], node))
 
 
-def sizes_of_segments(chain: int, pins: LayerPins, several: bool) -> tuple[int, ...]:
-    """The numbers of layers that may be recomputed as one, for a class with at most ``chain`` such layers.
+def recomputations(chain: int, pins: LayerPins, several: bool) -> tuple[Recomputation, ...]:
+    """The recomputations to try for a class of which at most ``chain`` layers may be recomputed as one.
 
-    ``several``: some are tried without a pin. The live memory is smallest at about the square root of a stage's layers: the numbers end
-    at twice the square root of the chain.
+    ``several``: segments are tried without a pin. The live memory is smallest at about the square root of a stage's layers: the segments
+    end at twice the square root of the chain.
     """
-    if pins.segment is not None:
-        return (min(pins.segment, chain),)
     tried = [n for n in SEGMENTS if n <= chain and n * n <= 4 * chain] if several else []
-    return (1, *tried)
+    return tuple(Recomputation(r.kind, min(r.layers, chain)) for r in pins.recomputations((1, *tried)))
 
 
 def _zeros(replicas: int, pins: LayerPins) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from autopar.search.problem import (
     Mesh,
     Pricer,
     for_sequence,
-    sizes_of_segments,
+    recomputations,
     strategies,
     tied_groups,
 )
@@ -433,11 +433,11 @@ class Prices:
         """The candidates of a layer; ``None`` if none has a price. Layers of one class and equal pins share it."""
         cls, pins, m = self._graph.layers[layer].cls, self.pins[layer], choice.schedule.microbatches
         pricers = self._line(choice.schedule.pipeline).pricers
-        sizes = sizes_of_segments(self._graph.chains[cls], pins, choice.segments)
+        tried = recomputations(self._graph.chains[cls], pins, choice.segments)
         batch, experts = self._graph.batch_size // m, self._graph.classes[cls].experts
-        alike = choice.mesh, batch, pins, experts, tuple(sizes)
+        alike = choice.mesh, batch, pins, experts, tried
         if alike not in self._candidates:
-            found = strategies(choice.mesh, batch, self._cluster.gpus_per_node, self._options, pins, experts, sizes)
+            found = strategies(choice.mesh, batch, self._cluster.gpus_per_node, self._options, pins, experts, tried)
             self._candidates[alike] = self._lists.setdefault(tuple(found), tuple(found))  # one copy of each list
         candidates = self._candidates[alike]
         # the pricers and the candidates live as long as this object, so ids are unique; pins with equal candidates share one table

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from autopar.errors import UsageError
 from autopar.flow import placeholders
-from autopar.graph import Graph
+from autopar.graph import Graph, LayerClass
 from autopar.ops.operands import is_tensor, operands, shape_of
 from autopar.plan import Axis, Plan, Role, Strategy
 from autopar.rules.padding import padding
@@ -17,6 +18,7 @@ from autopar.types import SpmdType
 from passes.conversions import conversion_steps
 
 MICROBATCH = "microbatch"
+Solve = Callable[[LayerClass, Role, int], AxisTypes | None]
 
 
 def role_types(graph: Graph, layer: int, role: Role, size: int) -> AxisTypes | None:
@@ -45,22 +47,59 @@ def _parameter_type(graph: Graph, layer: int, name: str, types: AxisTypes) -> Sp
     return types.produced[placeholders(cls)[first + index].name]
 
 
+def role_sizes(mesh: tuple[Axis, ...], roles: tuple[Role, ...]) -> dict[Role, int]:
+    """The size that decides the types of each role, microbatches' (data) first: the product of the role's axes. The types of data and of
+    idle axes depend on no size, which is 1 here."""
+    sizes = {Role.DATA: 1}
+    for axis, role in zip(mesh, roles, strict=True):
+        counted = axis.size if role.shards_parameters or role.shards_sequence else 1
+        sizes[role] = sizes.get(role, 1) * counted
+    return sizes
+
+
+class LayerTypes:
+    """The types of a graph's layer classes, each solved once. Prices and programs both read them here, so that they have the same.
+
+    ``solve(cls, role, size)`` returns the types of a layer class on axes in a role with the size of ``role_sizes``, or ``None`` if the role
+    is inadmissible; the default is the op-level optimum.
+    """
+
+    def __init__(self, graph: Graph, solve: Solve | None = None) -> None:
+        self.graph = graph
+        self._solve = solve or self._optimum
+        self._found: dict[tuple[str, Role, int], AxisTypes | None] = {}
+
+    def on(self, cls_name: str, role: Role, size: int) -> AxisTypes | None:
+        """The types of a layer class in one role; ``None`` if it is inadmissible."""
+        key = cls_name, role, size
+        if key not in self._found:
+            self._found[key] = self._solve(self.graph.classes[cls_name], role, size)
+        return self._found[key]
+
+    def by_role(self, cls_name: str, mesh: tuple[Axis, ...], roles: tuple[Role, ...]) -> dict[Role, AxisTypes] | None:
+        """The types in every role of ``roles``, and on the microbatch axis (data); ``None`` if a role is inadmissible."""
+        found = {}
+        for role, size in role_sizes(mesh, roles).items():
+            types = self.on(cls_name, role, size)
+            if types is None:
+                return None
+            found[role] = types
+        return found
+
+    def _optimum(self, cls: LayerClass, role: Role, size: int) -> AxisTypes | None:
+        layer = next(i for i, layer in enumerate(self.graph.layers) if layer.cls == cls.name)
+        return role_types(self.graph, layer, role, size)
+
+
 def layer_sharding(
-    graph: Graph, layer: int, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int
+    types: LayerTypes, layer: int, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int
 ) -> Sharding | None:
-    """Types on the microbatch axis (first) and every axis of the mesh; ``None`` if a role has no solution."""
-    roles = (Role.DATA, *strategy.roles)
-    axes = (Axis(MICROBATCH, graph.parts(microbatches), 0), *mesh)
-    sizes: dict[Role, int] = {}
-    for role, axis in zip(roles, axes, strict=True):
-        sizes[role] = sizes.get(role, 1) * axis.size
-    found = []
-    for role in roles:
-        types = role_types(graph, layer, role, sizes[role])
-        if types is None:
-            return None
-        found.append(types)
-    return Sharding(axes, tuple(found))
+    """Types on the microbatch axis (first) and every axis of the mesh; ``None`` if a role is inadmissible."""
+    found = types.by_role(types.graph.layers[layer].cls, mesh, strategy.roles)
+    if found is None:
+        return None
+    axes = (Axis(MICROBATCH, types.graph.parts(microbatches), 0), *mesh)
+    return Sharding(axes, (found[Role.DATA], *(found[role] for role in strategy.roles)))
 
 
 def plan_shardings(graph: Graph, plan: Plan) -> tuple[Sharding, ...]:
@@ -75,33 +114,33 @@ def plan_shardings(graph: Graph, plan: Plan) -> tuple[Sharding, ...]:
             f"the model is captured as {graph.accumulated} microbatches, each with its own statistics, and not as {plan.microbatches}",
             "capture it for the plan's number of microbatches",
         )
+    types = LayerTypes(graph)
     found = []
     for index, layer in enumerate(plan.layers):
-        sharding = layer_sharding(graph, index, plan.mesh, layer.strategy, plan.microbatches)
+        sharding = layer_sharding(types, index, plan.mesh, layer.strategy, plan.microbatches)
         if sharding is None:
-            raise UsageError(_refused(graph, plan, index), "give the layer another role, or fewer devices")
+            raise UsageError(_refused(types, plan, index), "give the layer another role, or fewer devices")
         _check_shapes(graph, index, sharding)
         found.append(sharding)
     _check_borders(graph, found)
     for name, uses in graph.shared_parameters.items():
-        types = {layer: _stored(graph, layer, name, found[layer]) for layer in uses}
-        other = next((layer for layer in uses if types[layer] != types[uses[0]]), None)
+        stored = {layer: _stored(graph, layer, name, found[layer]) for layer in uses}
+        other = next((layer for layer in uses if stored[layer] != stored[uses[0]]), None)
         if other is not None:
             raise UsageError(
                 f"{graph.layers[uses[0]].name} and {graph.layers[other].name} share the parameter {name}, which one would "
-                f"hold as {_texts(types[uses[0]])} and the other as {_texts(types[other])}",
+                f"hold as {_texts(stored[uses[0]])} and the other as {_texts(stored[other])}",
                 "give them the same roles",
             )
     return tuple(found)
 
 
-def _refused(graph: Graph, plan: Plan, layer: int) -> str:
+def _refused(types: LayerTypes, plan: Plan, layer: int) -> str:
     """The first role of the layer's strategy that the layer does not admit, and the reason."""
     strategy = plan.layers[layer].strategy
-    for role in (Role.DATA, *strategy.roles):
-        size = strategy.degree(plan.mesh, role) * (graph.parts(plan.microbatches) if role is Role.DATA else 1)
-        if role_types(graph, layer, role, size) is None:
-            return refusal(graph, layer, role, size)
+    for role, size in role_sizes(plan.mesh, strategy.roles).items():
+        if types.on(plan.layers[layer].cls, role, size) is None:
+            return refusal(types.graph, layer, role, size)
     raise AssertionError(f"layer {layer} admits every role of {strategy}")
 
 

@@ -14,8 +14,8 @@ from autopar.capture import capture
 from autopar.flow import placeholders
 from autopar.graph import Graph, Layer, LayerClass
 from autopar.plan import Role
-from autopar.price.pricer import Solve
 from autopar.shard import annotate, role_types
+from autopar.shard.plan import Solve
 from autopar.shard.solve import solve as solve_class
 from autopar.sharding import AxisTypes
 from autopar.validate.rows import Architecture, RowError

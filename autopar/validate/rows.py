@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.errors import UsageError
+from autopar.plan import FULL, NONE, RECOMPUTATIONS, Recomputation
 from autopar.precision import FLOAT8, SPELLINGS
 
 
@@ -50,7 +51,7 @@ class Setting:
     chunks: int
     sequence: bool
     zero: int
-    recompute: str  # "none", "full" or "selective"
+    recomputation: Recomputation
     precision: str  # "bfloat16", "float16", "float32" or "float8"
     global_batch: int
     microbatch: int
@@ -222,7 +223,7 @@ def _setting(data: Mapping[str, Any]) -> Setting:
         chunks=max(1, _integer(data, "vp", default=1)),
         sequence=tensor > 1 and (sequence is None or bool(sequence)),
         zero=_zero(data),
-        recompute=_recompute(data.get("recompute")),
+        recomputation=_recomputation(data.get("recompute")),
         precision=_precision(data.get("precision")),
         global_batch=batch,
         microbatch=microbatch,
@@ -237,13 +238,13 @@ def _zero(data: Mapping[str, Any]) -> int:
     return stage
 
 
-def _recompute(value: object) -> str:
+def _recomputation(value: object) -> Recomputation:
     text = str(value or "none").lower()
-    for known in ("full", "selective", "none"):
-        if text.startswith(known):
-            return known
+    for kind in RECOMPUTATIONS:
+        if text.startswith(kind):
+            return Recomputation(kind)
     if text in ("true", "false"):
-        return "full" if text == "true" else "none"
+        return FULL if text == "true" else NONE
     raise RowError(f"recompute = {value!r} is neither none, selective nor full")
 
 

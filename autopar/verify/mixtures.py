@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.plan import Axis, Plan, Role, Strategy
+from autopar.plan import FULL, NONE, SELECTIVE, Axis, Plan, Role, Strategy
 from autopar.schedules import GPIPE, default_schedule
 from autopar.search.manual import make_mesh, manual_plan
-from autopar.shard import layer_sharding, plan_shardings
+from autopar.shard.plan import LayerTypes, layer_sharding, plan_shardings
 
 _TRIES = 200  # most draws of a model with ordinary sizes are admitted; a model that admits none of 200 admits hardly any plan
 _PALETTE = 3  # strategies in one plan: for two kinds of layers, and for the ends
@@ -53,11 +53,8 @@ def _runs(plan: Plan) -> list[tuple[str, int]]:
     for layer in plan.layers:
         s = layer.strategy
         text = "/".join(role.value for role in s.roles)
-        text += (f" zero {s.zero}" if s.zero else "") + {
-            "none": "",
-            "selective": " recomputed in part",
-            "full": " recomputed",
-        }[s.recomputation]
+        text += f" zero {s.zero}" if s.zero else ""
+        text += f" {s.recomputation}" if s.recomputation is not NONE else ""
         if runs and runs[-1][0] == text:
             runs[-1] = (text, runs[-1][1] + 1)
         else:
@@ -75,8 +72,9 @@ def _draw(graph: Graph, devices: int, rng: random.Random) -> Plan:
     microbatches = rng.choice(counts)
     palette = [_strategy(mesh, rng) for _ in range(_PALETTE)]
     strategies: dict[int, Strategy] = {}
+    types = LayerTypes(graph)
     for group in _tied(graph):
-        fit = [s for s in palette if all(_admits(graph, i, mesh, s, microbatches) for i in group)]
+        fit = [s for s in palette if all(_admits(types, i, mesh, s, microbatches) for i in group)]
         if not fit:
             raise UsageError("no strategy of the palette suits a layer")
         strategies.update(dict.fromkeys(group, rng.choice(fit)))
@@ -117,7 +115,7 @@ def _strategy(mesh: tuple[Axis, ...], rng: random.Random) -> Strategy:
     roles = tuple(rng.choice(list(Role)) for _ in mesh)
     replicated = math.prod(a.size for a, r in zip(mesh, roles, strict=True) if r.replicates_parameters) > 1
     zero, drawn = rng.randrange(4) if replicated else 0, rng.random()
-    return Strategy(roles, zero, recompute=drawn < 0.3, selective=0.3 <= drawn < 0.5)
+    return Strategy(roles, zero, FULL if drawn < 0.3 else SELECTIVE if drawn < 0.5 else NONE)
 
 
 def _tied(graph: Graph) -> list[list[int]]:
@@ -130,5 +128,8 @@ def _tied(graph: Graph) -> list[list[int]]:
     return [[i for i, h in enumerate(home) if h == first] for first in sorted(set(home))]
 
 
-def _admits(graph: Graph, layer: int, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> bool:
-    return layer_sharding(graph, layer, mesh, strategy, microbatches) is not None
+def _admits(types: LayerTypes, layer: int, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> bool:
+    parts = types.graph.parts(microbatches) * strategy.degree(mesh, Role.DATA)
+    return (
+        types.graph.batch_size % parts == 0 and layer_sharding(types, layer, mesh, strategy, microbatches) is not None
+    )

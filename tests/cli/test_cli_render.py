@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from autopar.cli.render import print_plan, runs
-from autopar.plan import Axis, LayerPlan, Memory, Plan, Prediction, Role, StagePlan, Strategy
+from autopar.plan import FULL, Axis, LayerPlan, Memory, Plan, Prediction, Role, StagePlan, Strategy
 
 MESH = (Axis("outer", 4, 8), Axis("inner", 8, 1))
-BLOCK = Strategy((Role.DATA, Role.TENSOR_SEQUENCE), zero=1, recompute=True)
+BLOCK = Strategy((Role.DATA, Role.TENSOR_SEQUENCE), zero=1, recomputation=FULL)
 EDGE = Strategy((Role.DATA, Role.DATA), zero=3)
 
 

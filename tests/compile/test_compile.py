@@ -122,6 +122,17 @@ def test_files_that_hold_no_plan(tmp_path, text):
         read_plan(tmp_path / "nothing.json")
 
 
+def test_a_plan_with_the_former_fields_of_recomputation_is_refused(tmp_path):
+    data = make_plan("1")[1].to_json()
+    for layer in data["layers"]:
+        del layer["recomputation"]
+        layer |= {"recompute": True, "selective": False, "segment": 2}
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(UsageError, match=r"holds no plan \(it has no 'recomputation'\)"):
+        read_plan(path)
+
+
 def test_a_batch_that_is_not_one():
     module, _ = small()
     with pytest.raises(BatchError):

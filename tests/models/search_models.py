@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from autopar.graph import Graph, Layer, LayerClass, Value
 from autopar.layer_price import LayerPrice
-from autopar.plan import OFFLOADS, RECOMPUTATIONS, Axis, Role, Strategy
+from autopar.plan import OFFLOADS, RECOMPUTATIONS, Axis, Recomputation, Role, Strategy
 from autopar.schedules import SPLIT, Schedule
 from autopar.schedules.memory import fullest
 from autopar.schedules.orders import device_order
@@ -86,6 +86,15 @@ def chain(
     )  # fmt: skip
 
 
+def _drawn(key: object) -> str:
+    """The text by which a price is drawn. A strategy's is that of the seeds in ``docs/evidence``; its segment's layers draw nothing."""
+    if not isinstance(key, Strategy):
+        return repr(key)
+    kind, offload = key.recomputation.kind, f", offload={key.offload!r}" if key.offload != "none" else ""
+    full, part = kind == "full", kind == "selective"
+    return f"Strategy(roles={key.roles!r}, zero={key.zero}, recompute={full}, selective={part}{offload})"
+
+
 class RandomPricer:
     """Prices drawn once per question. ``density`` is the share of strategies that have a price at all."""
 
@@ -96,11 +105,10 @@ class RandomPricer:
         return type(self)(self.graph, self.seed, self.density, self.edges, cluster.slower)
 
     def _rng(self, *key: object) -> random.Random:
-        # fields that strategies have got since leave the draws as they were
-        return random.Random(f"{self.seed} {key}".replace(", offload='none'", "").replace(", segment=1", ""))
+        return random.Random(f"{self.seed} ({', '.join(map(_drawn, key))})")
 
     def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> LayerPrice | None:
-        rng = self._rng(cls, mesh, replace(strategy, segment=1), microbatches)
+        rng = self._rng(cls, mesh, strategy, microbatches)
         if rng.random() > self.density:
             return None
         part = self.slower / microbatches
@@ -115,11 +123,12 @@ class RandomPricer:
             found = replace(found, saved_bytes=0, host_saved_bytes=int(rng.randint(1, 40) / microbatches))
         weight_s = found.backward_s * rng.choice([0.0, 0.5, rng.random()])
         found = replace(found, weight_s=weight_s, waiting_bytes=int(rng.randint(0, 40) / microbatches))
-        if strategy.segment == 1:
+        segment = strategy.recomputation.layers
+        if segment == 1:
             return found
-        more = (strategy.segment - 1) * rng.randint(1, 10)
+        more = (segment - 1) * rng.randint(1, 10)
         return replace(
-            found, segment=strategy.segment, kept_bytes=found.saved_bytes, saved_bytes=found.saved_bytes // strategy.segment,
+            found, segment=segment, kept_bytes=found.saved_bytes, saved_bytes=found.saved_bytes // segment,
             transient_bytes=found.transient_bytes + more,
         )  # fmt: skip
 
@@ -230,7 +239,11 @@ def pairs_spare(
     """Whether some stage recomputes so many layers in full that one input less of each two is more than one of them needs at work."""
     for s, (i, j) in enumerate(itertools.pairwise(bounds)):
         at = pricer.on(cluster.stages(choice.schedule.pipeline)[s % choice.schedule.pipeline])
-        again = [a for a in range(i, j) if ways[a].recompute and longest_run(graph, graph.layers[a].cls) > 1]
+        again = [
+            a
+            for a in range(i, j)
+            if ways[a].recomputation.kind == "full" and longest_run(graph, graph.layers[a].cls) > 1
+        ]
         prices = [at.layer(graph.layers[a].cls, choice.mesh, ways[a], choice.schedule.microbatches) for a in again]
         inputs = sum(p.saved_bytes for p in prices if p is not None)
         least = min((p.transient_bytes for p in prices if p is not None), default=0)
@@ -319,13 +332,12 @@ def candidates(
                 continue
             for zero, again in itertools.product((0, 1, 2, 3) if ways > 1 else (0,), RECOMPUTATIONS):
                 if again == pins.get("recompute", again) and (ways == 1 or zero == pins.get("zero", zero)):
-                    full = again == "full"
                     asked = pins.get("offload", "none")
                     for offload, n in itertools.product(
-                        OFFLOADS if asked == "any" else (asked,), sizes if full else [1]
+                        OFFLOADS if asked == "any" else (asked,), sizes if again == "full" else [1]
                     ):
                         if offload in ("none", "optimizer") or (again != "selective" and n == 1):
-                            found.append(Strategy(roles, zero, full, again == "selective", offload, n))
+                            found.append(Strategy(roles, zero, Recomputation(again, n), offload))
     return found
 
 
@@ -493,14 +505,15 @@ class TransformerPricer:
         ways = 0.0 if tensor == 1 else 8 * tokens * self.hidden / (fast if tensor <= 8 else slow) + 2e-5
         gather = 2 * p / tensor / slow if zero == 3 else 0.0
         scatter = 2 * p / tensor / slow if zero >= 2 else 0.0
-        again = compute + ways / 2 if strategy.recompute else 0.0
+        full = strategy.recomputation.kind == "full"
+        again = compute + ways / 2 if full else 0.0
         step = (4 * p / tensor / slow if zero < 2 else 0.0) + p / tensor * 14 / 3e12 / (data if zero else 1)
         held = tokens * self.hidden * (34 / tensor if sequence or tensor == 1 else 10 + 24 / tensor)
-        saved = tokens * self.hidden * 2 / (tensor if sequence else 1) if strategy.recompute else held
+        saved = tokens * self.hidden * 2 / (tensor if sequence else 1) if full else held
         return LayerPrice(
             compute + ways / 2 + gather, 2 * compute + ways / 2 + gather + scatter + again, ways, step,
             int(2 * p / tensor / (data if zero == 3 else 1)), int(2 * p / tensor / (data if zero >= 2 else 1)),
-            int(12 * p / tensor / (data if zero else 1)), int(saved), int(held if strategy.recompute else 0.3 * held),
+            int(12 * p / tensor / (data if zero else 1)), int(saved), int(held if full else 0.3 * held),
             3 * flops * data,
         )  # fmt: skip
 

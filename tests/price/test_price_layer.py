@@ -14,7 +14,7 @@ from autopar.devices import constants, parse
 from autopar.errors import UsageError
 from autopar.layer_price import LayerPrice
 from autopar.ops.cost import executed_flops, model_flops, op_cost
-from autopar.plan import NARROW_GRADIENTS, Axis, Role, Strategy
+from autopar.plan import FULL, NARROW_GRADIENTS, NONE, Axis, Recomputation, Role, Strategy
 from autopar.price.state import Precision, precision, state_bytes
 from autopar.price.table import ClassTable, build
 from autopar.price.trace import trace
@@ -33,7 +33,7 @@ def price(
     sizes: tuple[int, ...] = (1,),
     microbatches: int = 1,
     zero: int = 0,
-    recompute: bool = False,
+    recomputation: Recomputation = NONE,
     dtype: str = "bfloat16",
     cluster=H100,
     trainer: Trainer = EMITTED,
@@ -45,7 +45,7 @@ def price(
     mesh = tuple(Axis(f"a{i}", n, s) for i, (n, s) in enumerate(zip(sizes, strides, strict=True)))
     sharding = Sharding((*mesh, Axis("microbatch", microbatches, 0)), (*map(mlp_types, roles), mlp_types(DATA)))
     cls = mlp(B, SEQ, H, F, getattr(torch, dtype))
-    return price_layer(cls, sharding, Strategy(roles, zero, recompute), cluster, dtype, trainer)
+    return price_layer(cls, sharding, Strategy(roles, zero, recomputation), cluster, dtype, trainer)
 
 
 class Narrow(Trainer):
@@ -166,7 +166,7 @@ def test_a_value_that_is_gathered_is_kept_at_its_gathered_size():
 
 
 def test_recomputation_keeps_the_input_alone_and_pays_a_forward():
-    plain, again = must(price((SEQUENCE,), (4,))), must(price((SEQUENCE,), (4,), recompute=True))
+    plain, again = must(price((SEQUENCE,), (4,))), must(price((SEQUENCE,), (4,), recomputation=FULL))
     assert again.saved_bytes == 2 * B * SEQ * H // 4 < plain.saved_bytes
     assert again.transient_bytes == plain.transient_bytes + plain.saved_bytes - again.saved_bytes
     assert again.backward_s == pytest.approx(plain.backward_s + plain.forward_s)

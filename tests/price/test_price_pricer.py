@@ -9,7 +9,7 @@ import pytest
 from price_models import chain, llama_block, mlp, mlp_types, price_layer, replicated, solve_mlp, time_s
 
 from autopar.devices import parse
-from autopar.plan import Axis, Role, Strategy
+from autopar.plan import FULL, NONE, Axis, Role, Strategy
 from autopar.price import Pricer, edge_s, trace
 from autopar.price.collectives import p2p_s
 from autopar.search import evaluate
@@ -31,8 +31,8 @@ def pricer() -> Pricer:
 def test_a_pricers_layer_is_price_layers(pricer):
     cls = pricer.graph.classes["mlp"]
     for roles in ((DATA, TENSOR, TENSOR), (DATA, DATA, SEQUENCE), (TENSOR, DATA, DATA)):
-        for zero, recompute in ((0, False), (3, True)):
-            strategy = Strategy(roles, zero, recompute)
+        for zero, again in ((0, NONE), (3, FULL)):
+            strategy = Strategy(roles, zero, again)
             sharding = Sharding((*MESH, Axis("microbatch", 2, 0)), (*map(mlp_types, roles), mlp_types(DATA)))
             assert pricer.layer("mlp", MESH, strategy, 2) == price_layer(cls, sharding, strategy, CLUSTER, "bfloat16")
 
@@ -62,7 +62,7 @@ def test_the_solver_is_asked_once_for_each_role_and_size():
 
 def test_resharding_between_layers(pricer):
     same = Strategy((DATA, DATA, TENSOR))
-    assert pricer.edge(0, MESH, same, Strategy((DATA, DATA, TENSOR), 3, True), 1) == 0
+    assert pricer.edge(0, MESH, same, Strategy((DATA, DATA, TENSOR), 3, FULL), 1) == 0
     # S(0) to I on the middle axis: a gather forward, a slice backward; one microbatch of two, halved by the outer axis
     whole = BYTES / 2 / 2
     to_tensor = pricer.edge(0, MESH, same, Strategy((DATA, TENSOR, TENSOR)), 2)
@@ -137,7 +137,7 @@ def test_a_call_is_fast_once_a_class_is_known(pricer):
     for microbatches in (1, 2, 4, 8):
         for roles in ((DATA, TENSOR, TENSOR), (DATA, DATA, SEQUENCE), (TENSOR, DATA, DATA), (SEQUENCE,) * 3):
             for zero in range(4):
-                for recompute in (False, True):
-                    pricer.layer("mlp", MESH, Strategy(roles, zero, recompute), microbatches)
+                for again in (NONE, FULL):
+                    pricer.layer("mlp", MESH, Strategy(roles, zero, again), microbatches)
                     calls += 1
     assert (time.process_time() - start) / calls < 1e-3

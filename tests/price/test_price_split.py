@@ -12,7 +12,7 @@ from price_models import Builder, aten, gpt_block, mlp, mlp_types, price_layer, 
 from autopar.devices import parse
 from autopar.graph import LayerClass
 from autopar.layer_price import LayerPrice
-from autopar.plan import Axis, Role, Strategy
+from autopar.plan import FULL, Axis, Role, Strategy
 from autopar.price.state import precision
 from autopar.price.table import build
 from autopar.sharding import Sharding
@@ -75,7 +75,7 @@ def test_what_is_made_of_parameters_alone_is_weights_whole():
 def test_until_then_results_gradients_are_kept():
     """And what recomputation has made anew."""
     cls = mlp(B, SEQ, H, F)
-    plain, again = price(cls), price(cls, Strategy((), recompute=True))
+    plain, again = price(cls), price(cls, Strategy((), recomputation=FULL))
     assert plain.waiting_bytes == 2 * B * SEQ * (F + H)
     assert again.saved_bytes + again.waiting_bytes == plain.saved_bytes + plain.waiting_bytes
     assert again.weight_s == pytest.approx(plain.weight_s) and again.backward_s > plain.backward_s

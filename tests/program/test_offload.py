@@ -24,7 +24,7 @@ from autopar.devices import parse
 from autopar.emit import emit
 from autopar.errors import InfeasibleError, UsageError
 from autopar.layer_price import LayerPrice
-from autopar.plan import OFFLOADS, Plan, Role, Strategy
+from autopar.plan import FULL, NONE, OFFLOADS, Plan, Recomputation, Role, Strategy
 from autopar.price import Pricer
 from autopar.program.offload import _Storage, saved
 from autopar.search import SearchOptions, evaluate, make_mesh, manual_plan, price_pins, search, steps
@@ -65,9 +65,9 @@ GRAPH, MESH = chain(mlp(B, S, H, F), 4), make_mesh(("data", 8))
 TRAINABLE = 2 * H * F
 
 
-def price(offload: str, zero: int = 0, devices: str = "8xH100-80GB", recompute: bool = False) -> LayerPrice:
+def price(offload: str, zero: int = 0, devices: str = "8xH100-80GB", again: Recomputation = NONE) -> LayerPrice:
     pricer = Pricer(GRAPH, parse(devices), "bfloat16", solve_mlp)
-    found = pricer.layer("mlp", MESH, Strategy((Role.DATA,), zero, recompute, offload=offload), 1)
+    found = pricer.layer("mlp", MESH, Strategy((Role.DATA,), zero, again, offload=offload), 1)
     assert found is not None
     return found
 
@@ -115,7 +115,7 @@ def test_what_a_slow_link_does_not_hide_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_recomputed_layer_puts_its_input_aside() -> None:
-    here, there = price("none", recompute=True), price("both", recompute=True)
+    here, there = price("none", again=FULL), price("both", again=FULL)
     assert here.saved_bytes == there.host_saved_bytes == 2 * S * H
     assert there.saved_bytes == 0 and there.transient_bytes == here.transient_bytes + 2 * here.saved_bytes
     assert there.host_bytes == 18 * TRAINABLE

@@ -19,12 +19,12 @@ from autopar.devices import parse
 from autopar.emit.program import model_source
 from autopar.errors import InfeasibleError, UsageError
 from autopar.layer_price import LayerPrice
-from autopar.plan import Plan, Role, Strategy
+from autopar.plan import FULL, NONE, SELECTIVE, Plan, Recomputation, Role, Strategy
 from autopar.price import Pricer
 from autopar.program.segments import as_one
 from autopar.search import SearchOptions, evaluate, make_mesh, manual_plan, search
 from autopar.search.options import pins_by_layer
-from autopar.search.problem import sizes_of_segments, strategies
+from autopar.search.problem import recomputations, strategies
 from autopar.search.timeline import kept
 from autopar.segments import segments, shortened
 from autopar.shard import plan_shardings
@@ -38,7 +38,7 @@ MESH = make_mesh(("data", 1))
 
 
 def full(segment: int) -> Strategy:
-    return Strategy((Role.DATA,), recompute=True, segment=segment)
+    return Strategy((Role.DATA,), recomputation=Recomputation("full", segment))
 
 
 def priced(segment: int, schedule: str = "gpipe") -> Plan:
@@ -56,13 +56,12 @@ class TestWhichLayers:
 
     def test_a_segment_is_no_longer_than_its_run(self) -> None:
         told = shortened(GRAPH, [full(4)] * LAYERS, (0, 3, LAYERS))
-        assert [way.segment for way in told] == [3] * 3 + [4] * 7
+        assert [way.recomputation.layers for way in told] == [3] * 3 + [4] * 7
 
     def test_embeddings_and_heads_are_alone(self) -> None:
         graph = subject("llama").graph
         plan = manual_plan(graph, segment=3)
-        assert [layer.strategy.segment for layer in plan.layers] == [1, 3, 3, 3, 3, 1]
-        assert all(layer.strategy.recompute for layer in plan.layers)
+        assert [layer.strategy.recomputation for layer in plan.layers] == [FULL, *[Recomputation("full", 3)] * 4, FULL]
         assert Plan.from_json(plan.to_json()) == plan
 
     def test_layers_that_read_more_than_the_layer_before_are_never_one(self) -> None:
@@ -141,12 +140,16 @@ class TestText:
 class TestPins:
     def test_several_layers_mean_full_recomputation(self) -> None:
         pinned = pins_by_layer(GRAPH, SearchOptions(pin={"layers.0-3.segment": 2}))
-        assert pinned[0].recomputations == ("full",) and len(pinned[4].recomputations) == 3
+        assert pinned[0].recomputations() == (Recomputation("full", 2),) and pinned[4].recomputations() == (
+            NONE,
+            SELECTIVE,
+            FULL,
+        )
         plan = search(GRAPH, CLUSTER, PRICER, SearchOptions(segment=2, precision="bfloat16"))
         runs = [layer.strategy for layer in plan.layers]
-        assert all(way.recompute and way.segment == 2 for way in runs)
+        assert all(way.recomputation is Recomputation("full", 2) for way in runs)
         free = search(GRAPH, CLUSTER, PRICER, SearchOptions(pin={"segment": 1}, precision="bfloat16"))
-        assert not any(layer.strategy.recompute for layer in free.layers)
+        assert not any(layer.strategy.recomputation is FULL for layer in free.layers)
 
     @pytest.mark.parametrize("how", ["none", "selective"])
     def test_other_recomputation_contradicts_it(self, how: str) -> None:
@@ -158,18 +161,19 @@ class TestPins:
     def test_what_it_keeps_stays_on_the_device(self) -> None:
         with pytest.raises(UsageError, match="pinned to offload=both"):
             pins_by_layer(GRAPH, SearchOptions(segment=2, offload="both"))
-        for options in ({"recompute": "selective"}, {"offload": "activations"}):
+        for options in ({"recompute": "none"}, {"recompute": "selective"}, {"offload": "activations"}):
             with pytest.raises(UsageError, match="segment of 2 layers is recomputed in full"):
                 manual_plan(GRAPH, segment=2, **options)  # type: ignore[arg-type]
-        tried = strategies(MESH, BATCH, 8, SearchOptions(segment=2, offload="any"), sizes_of_segments=(2,))
+        tried = strategies(MESH, BATCH, 8, SearchOptions(segment=2, offload="any"))
         assert {way.offload for way in tried} == {"none", "optimizer"}
 
     def test_sizes_end_at_twice_the_square_root(self) -> None:
         options = SearchOptions()
-        assert sizes_of_segments(32, options.common, True) == (1, 2, 3, 4, 6, 8)
-        assert sizes_of_segments(32, options.common, False) == (1,)
-        assert sizes_of_segments(1, SearchOptions(segment=4).common, True) == (1,)
-        assert sizes_of_segments(32, SearchOptions(segment=5).common, False) == (5,)
+        segmented = tuple(Recomputation("full", n) for n in (1, 2, 3, 4, 6, 8))
+        assert recomputations(32, options.common, True) == (NONE, SELECTIVE, *segmented)
+        assert recomputations(32, options.common, False) == (NONE, SELECTIVE, FULL)
+        assert recomputations(1, SearchOptions(segment=4).common, True) == (FULL,)
+        assert recomputations(32, SearchOptions(segment=5).common, False) == (Recomputation("full", 5),)
 
 
 class KeepingPricer(RandomPricer):
@@ -179,8 +183,8 @@ class KeepingPricer(RandomPricer):
         drawn = super().layer(cls, mesh, strategy, microbatches)
         if drawn is None:
             return None
-        rng, segment = self._rng("kept", cls, mesh, replace(strategy, segment=1), microbatches), strategy.segment
-        saved = rng.randint(20, 50) if strategy.recompute else rng.randint(50, 120)
+        rng, segment = self._rng("kept", cls, mesh, strategy, microbatches), strategy.recomputation.layers
+        saved = rng.randint(20, 50) if strategy.recomputation.kind == "full" else rng.randint(50, 120)
         return replace(
             drawn, parameters_bytes=drawn.parameters_bytes // 4, gradients_bytes=drawn.gradients_bytes // 4,
             optimizer_bytes=drawn.optimizer_bytes // 8, saved_bytes=saved // segment, kept_bytes=saved * (segment > 1),
@@ -227,7 +231,7 @@ def test_same_optimum_and_same_infeasible_set_as_brute_force() -> None:
             continue
         assert best is not None and plan.prediction.step_time_s == pytest.approx(best, rel=1e-9), seed
         assert plan.gap <= 1e-6, seed
-        if any(layer.strategy.segment > 1 for layer in plan.layers):
+        if any(layer.strategy.recomputation.layers > 1 for layer in plan.layers):
             pinned += "segment" in str(options.pins)
             found += "segment" not in str(options.pins)
     assert pinned > 3 and found > 3 and nothing > 3
@@ -241,6 +245,6 @@ def test_what_fits_in_segments_alone_is_found() -> None:
     need = int(re.search(r"\((\d+) bytes\)", error.value.hint or "")[1])  # type: ignore[index]
     found = search(GRAPH, CLUSTER, PRICER, replace(options, memory_limit_bytes=need - 1))
     assert all(stage.memory.total < need for stage in found.stages)
-    assert any(layer.strategy.segment > 1 for layer in found.layers)
+    assert any(layer.strategy.recomputation.layers > 1 for layer in found.layers)
     enough = search(GRAPH, CLUSTER, PRICER, replace(options, memory_limit_bytes=need))
-    assert not any(layer.strategy.segment > 1 for layer in enough.layers)  # what fits without does without
+    assert not any(layer.strategy.recomputation.layers > 1 for layer in enough.layers)  # what fits without does without

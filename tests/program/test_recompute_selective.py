@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.devices import parse
 from autopar.errors import UsageError
-from autopar.plan import RECOMPUTATIONS, Plan, Role, Strategy
+from autopar.plan import FULL, NONE, RECOMPUTATIONS, SELECTIVE, Plan, Role, Strategy
 from autopar.price import Pricer
 from autopar.program.selective import keep, selectively
 from autopar.search import SearchOptions, manual_plan
@@ -80,7 +80,7 @@ def test_the_price_counts_the_bytes_that_the_program_keeps(model: str, role: Rol
     mesh = make_mesh(("axis", 2))
     index = len(graph.layers) // 2
     layer = graph.layers[index]
-    strategy = Strategy((role,), selective=True)
+    strategy = Strategy((role,), recomputation=SELECTIVE)
     pricer = Pricer(graph, parse("1x2xH100-80GB"), "float64")
     price = pricer.layer(layer.cls, mesh, strategy, 1)
     try:
@@ -111,8 +111,7 @@ def test_it_lies_between_none_and_full(role: Role) -> None:
     mesh, layer = make_mesh(("axis", 2)), graph.layers[len(graph.layers) // 2]
     pricer = Pricer(graph, parse("1x2xH100-80GB"), "float64")
     none, part, full = (
-        pricer.layer(layer.cls, mesh, Strategy((role,), recompute=full, selective=part), 1)
-        for full, part in ((False, False), (False, True), (True, False))
+        pricer.layer(layer.cls, mesh, Strategy((role,), recomputation=how), 1) for how in (NONE, SELECTIVE, FULL)
     )
     assert none is not None and part is not None and full is not None
     assert none.forward_s == part.forward_s == full.forward_s
@@ -132,5 +131,5 @@ def test_every_spelling_is_one_pin() -> None:
 
 def test_the_plan_says_it_and_reads_it_back() -> None:
     plan = manual_plan(subject("llama").graph, data=2, recompute="selective")
-    assert all(layer["selective"] and layer["recompute"] is False for layer in plan.to_json()["layers"])
+    assert all(layer["recomputation"] == {"kind": "selective", "layers": 1} for layer in plan.to_json()["layers"])
     assert Plan.from_json(plan.to_json()) == plan

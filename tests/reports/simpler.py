@@ -32,7 +32,7 @@ from autopar.errors import AutoparError
 from autopar.explain import describe
 from autopar.graph import Graph
 from autopar.pins import LayerPins
-from autopar.plan import Plan, Role, Strategy
+from autopar.plan import FULL, NONE, Plan, Recomputation, Role, Strategy
 from autopar.price import Pricer
 from autopar.schedules import default_schedule
 from autopar.search import SearchOptions, evaluate, make_mesh, search
@@ -81,7 +81,7 @@ class Uniform:
     tensor: int = 1
     sequence: bool = False
     zero: int = 0
-    recompute: bool = False
+    recomputation: Recomputation = NONE
     microbatches: int = 1
 
 
@@ -97,7 +97,7 @@ def price(problem: Problem, choice: Uniform) -> Plan | None:
     mesh = make_mesh(("data", rest), ("tensor", choice.tensor))
     inner = Role.TENSOR_SEQUENCE if choice.sequence else Role.TENSOR
     roles = tuple(inner if axis.name == "tensor" else Role.DATA for axis in mesh)
-    strategy = Strategy(roles, choice.zero if rest > 1 else 0, choice.recompute)
+    strategy = Strategy(roles, choice.zero if rest > 1 else 0, choice.recomputation)
     cuts = (0, *even_cuts(len(graph.layers), choice.pipeline), len(graph.layers))
     return written(problem, mesh, cuts, [strategy] * len(graph.layers), choice.microbatches)
 
@@ -144,7 +144,7 @@ def greedy(problem: Problem) -> Plan | None:
             replace(now, microbatches=now.microbatches * 2),
             replace(now, microbatches=max(1, now.microbatches // 2)),
             replace(now, sequence=not now.sequence),
-            replace(now, recompute=not now.recompute),
+            replace(now, recomputation=NONE if now.recomputation is FULL else FULL),
             *(replace(now, zero=zero) for zero in range(4)),
         ]
         tried = [(step, price(problem, step)) for step in dict.fromkeys(steps) if step != now]
@@ -163,13 +163,13 @@ def megatron(problem: Problem) -> Plan | None:
     tensors = divisors(node)
     pipelines = [p for p in divisors(problem.cluster.count // node) if p <= len(problem.graph.layers)]
     ladder = [(t, 1) for t in tensors] + [(node, p) for p in pipelines if p > 1]
-    for recompute in (False, True):
+    for again in (NONE, FULL):
         for tensor, pipeline in ladder:
             found = None
             for m in divisors(problem.graph.batch_size):
                 if pipeline > 1 and m < pipeline:
                     continue
-                plan = price(problem, Uniform(pipeline, tensor, tensor > 1, 1, recompute, m))
+                plan = price(problem, Uniform(pipeline, tensor, tensor > 1, 1, again, m))
                 if plan is not None and not over(problem, plan) and better(problem, plan, found):
                     found = plan
             if found is not None:
@@ -193,9 +193,9 @@ def every_uniform(problem: Problem) -> Iterator[Uniform]:
             for m in divisors(problem.graph.batch_size):
                 if pipeline > 1 and m < pipeline:
                     continue
-                for sequence, zero, recompute in itertools.product((False, True), range(4), (False, True)):
+                for sequence, zero, again in itertools.product((False, True), range(4), (NONE, FULL)):
                     if not (sequence and tensor == 1):
-                        yield Uniform(pipeline, tensor, sequence, zero, recompute, m)
+                        yield Uniform(pipeline, tensor, sequence, zero, again, m)
 
 
 def bucketed(problem: Problem) -> Plan | None:

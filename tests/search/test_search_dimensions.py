@@ -8,12 +8,12 @@ import pytest
 from price_models import chain, mlp, solve_mlp
 
 from autopar.devices import parse
-from autopar.plan import NARROW, OFFLOADS, RECOMPUTATIONS, Axis, Plan, Role, Strategy
+from autopar.plan import FULL, NARROW, NONE, OFFLOADS, SELECTIVE, Axis, Plan, Recomputation, Role, Strategy
 from autopar.price import Pricer
 from autopar.schedules import INTERLEAVED, SPLIT, ZERO_BUBBLE, Schedule
 from autopar.search import SearchOptions, evaluate, make_mesh, search
 from autopar.search.manual import even_cuts
-from autopar.search.problem import choices, sizes_of_segments, strategies
+from autopar.search.problem import choices, recomputations, strategies
 
 LAYERS, BATCH = 8, 32
 GRAPH = chain(mlp(BATCH, 128, 256, 1024), LAYERS)
@@ -34,16 +34,14 @@ class Written:
     mesh: tuple[Axis, ...] = make_mesh(("outer", 2), ("inner", 2))
     roles: tuple[Role, ...] = (D, T)
     zero: int = 1
-    recompute: str = "none"
+    recomputation: Recomputation = NONE
     offload: str = "none"
-    segment: int = 1
     cuts: tuple[int, ...] | None = None
     allow: tuple[str, ...] = ()
 
     @property
     def strategy(self) -> Strategy:
-        full, part = self.recompute == "full", self.recompute == "selective"
-        return Strategy(self.roles, self.zero, full, part, self.offload, self.segment)
+        return Strategy(self.roles, self.zero, self.recomputation, self.offload)
 
     def priced(self) -> Plan:
         cuts = even_cuts(LAYERS, self.pipeline * self.chunks) if self.cuts is None else self.cuts
@@ -64,8 +62,8 @@ DIMENSIONS: dict[str, list[Written]] = {
     "mesh factorisation": [PLAIN, replace(PLAIN, mesh=make_mesh(("inner", 4)), roles=(T,), zero=0)],
     "roles": [replace(PLAIN, roles=roles) for roles in ((D, T), (D, Role.TENSOR_SEQUENCE), (D, D))],
     "ZeRO": [replace(PLAIN, zero=zero) for zero in (0, 1, 2, 3)],
-    "recomputation": [replace(PLAIN, recompute=how) for how in RECOMPUTATIONS],
-    "layers of a segment": [replace(PLAIN, recompute="full", segment=n) for n in (1, 2, 3, 4)],
+    "recomputation": [replace(PLAIN, recomputation=how) for how in (NONE, SELECTIVE, FULL)],
+    "layers of a segment": [replace(PLAIN, recomputation=Recomputation("full", n)) for n in (1, 2, 3, 4)],
     "offload": [replace(PLAIN, offload=what) for what in OFFLOADS],
     "precision": [replace(PLAIN, allow=allow) for allow in ALLOW],
 }
@@ -91,10 +89,10 @@ def test_the_search_tries_these_values() -> None:
     candidates = strategies(PLAIN.mesh, BATCH // PLAIN.microbatches, CLUSTER.gpus_per_node, SearchOptions())
     for written in (w for name in ("roles", "ZeRO", "recomputation") for w in DIMENSIONS[name]):
         assert written.strategy in candidates, written
-    assert all(candidate.offload == "none" and candidate.segment == 1 for candidate in candidates)
-    sizes = sizes_of_segments(GRAPH.chains[GRAPH.layers[0].cls], SearchOptions().common, True)
+    assert all(candidate.offload == "none" and candidate.recomputation.layers == 1 for candidate in candidates)
+    again = recomputations(GRAPH.chains[GRAPH.layers[0].cls], SearchOptions().common, True)
     candidates = strategies(
-        PLAIN.mesh, BATCH // PLAIN.microbatches, CLUSTER.gpus_per_node, SearchOptions(), None, 0, sizes
+        PLAIN.mesh, BATCH // PLAIN.microbatches, CLUSTER.gpus_per_node, SearchOptions(), None, 0, again
     )
     assert all(written.strategy in candidates for written in DIMENSIONS["layers of a segment"])
     asked = SearchOptions(offload="any")
@@ -109,7 +107,7 @@ def test_a_long_chain_is_faster_in_segments() -> None:
     options = SearchOptions(precision="bfloat16", memory_limit_bytes=160_000_000, microbatches=2)
     alone = search(graph, CLUSTER, pricer, replace(options, segment=1))
     several = search(graph, CLUSTER, pricer, options)
-    assert all(layer.strategy.recompute for layer in alone.layers)
-    assert any(layer.strategy.segment > 1 for layer in several.layers)
+    assert all(layer.strategy.recomputation is FULL for layer in alone.layers)
+    assert any(layer.strategy.recomputation.layers > 1 for layer in several.layers)
     assert several.prediction.step_time_s < 0.7 * alone.prediction.step_time_s
     assert several.bound_s <= several.prediction.step_time_s

@@ -12,7 +12,7 @@ from search_models import Devices, RandomPricer, TransformerPricer, chain, rando
 from autopar.errors import BatchError, InfeasibleError, UsageError
 from autopar.graph import Graph
 from autopar.layer_price import LayerPrice
-from autopar.plan import Axis, Plan, Role, Strategy
+from autopar.plan import FULL, NONE, Axis, Plan, Role, Strategy
 from autopar.schedules import Schedule
 from autopar.schedules.step_time import longest_path, lower_bound, simulate, textbook_paths, timeline
 from autopar.search import SearchOptions, evaluate, manual_plan, search
@@ -159,7 +159,7 @@ class TestPlans:
         for layer in plan.layers:
             strategy = layer.strategy
             assert strategy.degree(plan.mesh, T, TS) == 2 and strategy.degree(plan.mesh, D) == 2
-            assert strategy.zero == 1 and strategy.recompute
+            assert strategy.zero == 1 and strategy.recomputation is FULL
 
     def test_1f1b_has_a_microbatch_for_every_stage(self) -> None:
         graph, cluster = chain(["a", "b", "b", "a"], 8), Devices(4, 10_000)
@@ -220,7 +220,7 @@ class TestByHand:
         plan = manual_plan(graph, pipeline=2, data=2, tensor=2, sequence=True, zero=3, recompute=True, microbatches=2)
         assert plan.mesh == (Axis("data", 2, 2), Axis("tensor", 2, 1)) and plan.schedule == "1f1b"
         assert [(s.start, s.stop, s.devices) for s in plan.stages] == [(0, 3, (0, 4)), (3, 5, (4, 4))]
-        assert plan.layers[0].strategy == Strategy((D, TS), 3, True)
+        assert plan.layers[0].strategy == Strategy((D, TS), 3, FULL)
         assert Plan.from_json(plan.to_json()) == plan
         assert manual_plan(graph, pipeline=2, cuts=(1,), zero=2).mesh == (Axis("data", 1, 1),)
 
@@ -295,16 +295,16 @@ class FlatPricer(RandomPricer):
     """Recomputation and ZeRO save bytes and cost nothing: only readers can tell the optima apart."""
 
     def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> LayerPrice | None:
-        saved = 5 if strategy.recompute else 10
+        saved = 5 if strategy.recomputation is FULL else 10
         return LayerPrice(1.0, 2.0, 0.0, 0.5, 10 - strategy.zero, 10, 20, saved, 1, 1e12)
 
 
 def test_of_equal_optima_the_simplest_is_told() -> None:
     graph = chain(["a", "b", "a"], 4)
     plan = search(graph, Devices(2, 10_000), FlatPricer(graph, 0, 1.0, 0.0))
-    assert {(layer.strategy.zero, layer.strategy.recompute) for layer in plan.layers} == {(0, False)}
+    assert {(layer.strategy.zero, layer.strategy.recomputation) for layer in plan.layers} == {(0, NONE)}
     tight = search(graph, Devices(2, 10_000), FlatPricer(graph, 0, 1.0, 0.0), SearchOptions(recompute=True, zero=3))
-    assert all(layer.strategy.recompute for layer in tight.layers)
+    assert all(layer.strategy.recomputation is FULL for layer in tight.layers)
 
 
 class TestMixedDevices:

@@ -17,14 +17,18 @@ from exactness import subject
 from sketch import Sketch
 
 from autopar.capture import capture
+from autopar.devices import parse
 from autopar.flow import placeholders
 from autopar.graph import Graph, LayerClass
-from autopar.plan import Axis, Role
-from autopar.shard import conversions, layer_conversions, role_types, solve
+from autopar.plan import Axis, Role, Strategy
+from autopar.price import Pricer
+from autopar.search.manual import make_mesh
+from autopar.shard import conversions, layer_conversions, layer_sharding, role_types, solve
 from autopar.shard import eliminate as elimination
 from autopar.shard import problem as problem_module
 from autopar.shard.eliminate import eliminate
 from autopar.shard.milp import solve_milp
+from autopar.shard.plan import LayerTypes
 from autopar.shard.problem import Problem
 from autopar.shard.solve import _solve
 from autopar.sharding import AxisTypes, Sharding
@@ -335,6 +339,23 @@ def test_the_head_uses_the_vocabulary_parallel_loss(llama7b: Graph, role: Role) 
     assert set(types.kernel.values()) == {"vocab_parallel_cross_entropy_sum"}
     assert parameter_types(cls, types) == {"model.norm.weight": "I", "lm_head.weight": "S(0)"}
     assert types.outputs == (I,)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "three uses", "t5", "mixtral"])
+def test_layers_of_one_class_have_the_same_types(name: str) -> None:
+    """Types are derived once for a class, whatever its layers share with other layers."""
+    graph = subject(name).graph
+    first = {layer.cls: index for index, layer in reversed(list(enumerate(graph.layers)))}
+    for (index, layer), role in itertools.product(enumerate(graph.layers), Role):
+        assert role_types(graph, index, role, 2) == role_types(graph, first[layer.cls], role, 2), (layer.name, role)
+
+
+def test_prices_and_programs_have_the_same_types() -> None:
+    graph, mesh = subject("gpt2").graph, make_mesh(("outer", 2), ("inner", 2))
+    pricer, types = Pricer(graph, parse("4xH100-80GB"), "float32"), LayerTypes(graph)
+    for (index, layer), roles in itertools.product(enumerate(graph.layers), itertools.product(Role, repeat=2)):
+        sharding = layer_sharding(types, index, mesh, Strategy(roles), 2)
+        assert pricer.types(layer.cls, mesh, roles) == (None if sharding is None else sharding.types)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
