@@ -25,7 +25,7 @@ from autopar.graph import Graph
 from autopar.pins import ANY
 from autopar.plan import PinPrice, Plan
 from autopar.search.bounds.cheap import fewest_seconds
-from autopar.search.evaluation import Proof, Solution, cost, counted_twice, in_segments, make_plan, tidy
+from autopar.search.evaluation import Proof, Solution, cost, in_segments, make_plan, tidy
 from autopar.search.minimum_memory import explain, explain_host, least_memory
 from autopar.search.options import SearchOptions
 from autopar.search.problem import Choice, Devices, Pricer, choices, in_chunks
@@ -249,10 +249,10 @@ def _last_resort(graph: Graph, state: State, instances: list[Instance]) -> None:
 def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Plan:
     assert state.best is not None
     instance, solution = state.best
-    strategies, prices, found = tidy(instance, solution)
+    priced = tidy(instance, solution)
     if instance.segmented:
-        strategies, prices, found = in_segments(graph, instance, solution, strategies, prices)
-    state.step_s = found.step_time_s
+        priced = in_segments(graph, instance, solution, priced)
+    state.step_s = priced.cost.step_time_s
     bound = min(state.bound_s, state.step_s)
     notes = []
     if state.unpriced:
@@ -277,13 +277,9 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
     return make_plan(
         graph,
         cluster,
-        instance.choice,
-        solution.bounds,
-        strategies,
-        prices,
-        found,
+        state.pricer,
+        priced,
         precision=state.options.precision,
         limits=instance.layout.limit,
         proof=proof,
-        twice=counted_twice(graph, state.pricer, instance.choice, solution.bounds, strategies),
     )
