@@ -50,6 +50,12 @@ class Front:
         return [*first.picks(made // len(second)), *second.picks(made % len(second))]
 
 
+def front(held: Array, cost: Array, candidates: Indices, table: int) -> Front:
+    """The ways to run one layer that no other way beats, among candidates with these live bytes and costs."""
+    best = falling(held, cost)
+    return Front(held[best], cost[best], candidates[best], table=table)
+
+
 NOTHING = Front(np.zeros(1), np.zeros(1), np.zeros(1, dtype=np.int64))
 
 
@@ -111,9 +117,9 @@ class Knapsacks:
             levels: list[tuple[float, Front]] = []
             for level in np.unique(transient).tolist():
                 some = np.flatnonzero(transient <= level)
-                best = some[falling(held[some], cost[some])]
-                if not levels or not np.array_equal(keep[best], levels[-1][1].made):
-                    levels.append((level, Front(held[best], cost[best], keep[best], table=id(table))))
+                ways = front(held[some], cost[some], keep[some], id(table))
+                if not levels or not np.array_equal(ways.made, levels[-1][1].made):
+                    levels.append((level, ways))
             self._levels[id(table)] = levels
         return self._levels[id(table)]
 

@@ -22,6 +22,7 @@ from itertools import pairwise
 import numpy as np
 
 from autopar.schedules.step_time import repeats, warm_up
+from autopar.search.bounds.cheap import smallest_bottleneck
 from autopar.search.construct.selection import LADDER, Selection, memory_scale, seconds_of, stage_of
 from autopar.search.evaluation import Solution, cost, fits, in_turn, stage_bytes
 from autopar.search.knapsacks import TABLES, knapsacks, only
@@ -253,14 +254,12 @@ def _drafts(instance: Instance, mode: Mode, whole: bool = False) -> list[_Draft]
     by_stage = [spans[instance.regime(s)] for s in range(stages)]
     # 1F1B hides part of an early stage's forwards in the warm-up; a forward is a third of the time
     burden = [1 - (n - 1) / (3 * max(m - 1, 1)) for n in warm_up(instance.schedule)]
-    least = _bottleneck(by_stage, burden)
+    least = smallest_bottleneck([share * span for share, span in zip(burden, by_stage, strict=True)])
+    if whole and np.isfinite(least):
+        by_stage = _wholes(instance, mode, by_stage, burden, WINDOW * least)
+        least = smallest_bottleneck([share * span for share, span in zip(burden, by_stage, strict=True)])
     if not np.isfinite(least):
         return []
-    if whole:
-        by_stage = _wholes(instance, mode, by_stage, burden, WINDOW * least)
-        least = _bottleneck(by_stage, burden)
-        if not np.isfinite(least):
-            return []
     alone = [
         np.where(np.isfinite(span), (m - 1) * share, 1.0) * span for share, span in zip(burden, by_stage, strict=True)
     ]
@@ -299,15 +298,6 @@ def _cut(
         bounds.append(int(after[bounds[-1]]))
     longest = max(float(b[i, j]) for b, (i, j) in zip(reversed(most), pairwise(bounds), strict=True))
     return float(rest[0]) + longest, tuple(bounds)
-
-
-def _bottleneck(by_stage: list[Array], burden: list[float]) -> float:
-    """The least possible time of the slowest stage, each stage's time weighted by ``burden``."""
-    count = len(by_stage[0]) - 1
-    slowest = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
-    for span, share in zip(by_stage, burden, strict=True):
-        slowest = np.maximum(slowest[:, None], share * span).min(axis=0)
-    return float(slowest[count])
 
 
 def _wholes(instance: Instance, mode: Mode, by_stage: list[Array], burden: list[float], most_s: float) -> list[Array]:
