@@ -118,11 +118,12 @@ def ways(instance: Instance, solution: Solution) -> tuple[list[float], list[floa
 
 def memories(instance: Instance, solution: Solution) -> list[Memory]:
     """Memory per pipeline rank."""
-    return _memories(instance, solution.bounds, prices_of(instance, solution))
+    return device_memories(instance.schedule, by_stage(prices_of(instance, solution), solution.bounds))
 
 
-def _memories(instance: Instance, bounds: Sequence[int], prices: Sequence[LayerPrice]) -> list[Memory]:
-    return device_memories(instance.schedule, [prices[i:j] for i, j in pairwise(bounds)])
+def by_stage(prices: Sequence[LayerPrice], bounds: Sequence[int]) -> list[Sequence[LayerPrice]]:
+    """The prices of the layers of each stage."""
+    return [prices[i:j] for i, j in pairwise(bounds)]
 
 
 def stage_bytes(instance: Instance, first: int, stage: int, pick: Sequence[int]) -> float:
@@ -169,16 +170,14 @@ def fits(instance: Instance, solution: Solution) -> bool:
 
 
 def _fit(instance: Instance, bounds: Sequence[int], prices: Sequence[LayerPrice]) -> bool:
-    held = _memories(instance, bounds, prices)
-    if not all(m.total <= limit for m, limit in zip(held, instance.layout.limit, strict=False)):
+    layout, stages = instance.layout, by_stage(prices, bounds)
+    memory = device_memories(instance.schedule, stages)
+    if not all(m.total <= limit for m, limit in zip(memory, layout.limit, strict=False)):
         return False
-    return not instance.offloaded or _fits_hosts(instance, bounds, prices)
-
-
-def _fits_hosts(instance: Instance, bounds: Sequence[int], prices: Sequence[LayerPrice]) -> bool:
-    offloaded = host_bytes(instance.schedule, [prices[i:j] for i, j in pairwise(bounds)])
-    limits = (instance.layout.host[place] for place in instance.layout.place)
-    return all(size <= limit for size, limit in zip(offloaded, limits, strict=False))
+    if not instance.offloaded:
+        return True
+    limits = (layout.host[place] for place in layout.place)
+    return all(size <= limit for size, limit in zip(host_bytes(instance.schedule, stages), limits, strict=False))
 
 
 def host_bytes(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> list[int]:
@@ -256,8 +255,7 @@ def make_plan(
     choice, found = priced.choice, priced.cost
     mesh, strategies = coalesce(choice.mesh, priced.strategies)
     size = int(np.prod([axis.size for axis in mesh]))
-    spans = list(pairwise(priced.bounds))
-    runs = [priced.prices[i:j] for i, j in spans]
+    runs = by_stage(priced.prices, priced.bounds)
     twice = counted_twice(graph, pricer, choice, priced.bounds, priced.strategies)
     memory = [less(m, state) for m, state in zip(device_memories(choice.schedule, runs), twice, strict=True)]
     offloaded = host_bytes(choice.schedule, runs)
@@ -271,7 +269,7 @@ def make_plan(
             found.forward_s[s] + found.backward_s[s],
             offloaded[device],
         )
-        for s, ((i, j), device) in enumerate(zip(spans, choice.schedule.device, strict=True))
+        for s, ((i, j), device) in enumerate(zip(pairwise(priced.bounds), choice.schedule.device, strict=True))
     )
     layers = tuple(LayerPlan(a.name, a.cls, b) for a, b in zip(graph.layers, strategies, strict=True))
     peak = cluster.peak_flops(precision)
@@ -334,8 +332,7 @@ def devices(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> Itera
 
 def fullest_moments(instance: Instance, solution: Solution) -> list[Counts]:
     """For each device, the microbatches in flight when its memory peaks."""
-    prices = prices_of(instance, solution)
-    stages = [prices[i:j] for i, j in pairwise(solution.bounds)]
+    stages = by_stage(prices_of(instance, solution), solution.bounds)
     return [device.fullest_moment() for device in devices(instance.schedule, stages)]
 
 
