@@ -82,7 +82,7 @@ def explore(graph: Graph, cluster: Devices, pricer: Pricer, options: SearchOptio
             _in_chunks(state, instances)
         if (node := state.pop()) is not None:
             advance(state, node)
-        elif not (_in_segments(state) or _in_place_of_offloading(state) or _in_chunks(state, instances)):
+        elif not (_in_segments(state) or _where_nothing_fits(state) or _in_chunks(state, instances)):
             break
     if state.best is None and not np.isfinite(known_s):
         _last_resort(graph, state, instances + [i for choice in state.rest if (i := state.prices.instance(choice))])
@@ -161,18 +161,22 @@ def _in_segments(state: State) -> bool:
     return state.heap[0].bound_s < state.enough_s
 
 
-def _in_place_of_offloading(state: State) -> bool:
-    """Called when the search would end: a choice for which nothing fits without segments may be faster with segments in the layers that
-    it offloads, and its bound, which counts the copies, does not show that."""
+def _where_nothing_fits(state: State) -> bool:
+    """Called when the search would end: a choice for which nothing fits without segments may be faster with segments than its bound says,
+    which counts the recomputation or the copies that would make room."""
     for node in [*state.heap, *state.later]:
-        choice = node.instance.choice
-        if not node.instance.offloaded or choice in state.offloaded:
+        plain = node.instance
+        if not engine_of(plain).segments or plain.choice.segments or plain.choice in state.tried:
             continue
-        state.offloaded.add(choice)
-        instance = segmented(state, node.instance)
+        if fewest_seconds(plain) >= state.enough_s:
+            continue
+        state.tried.add(plain.choice)
+        if not plain.offloaded and least_memory(plain)[0] <= 1:
+            continue
+        instance = segmented(state, plain)
         if instance is None or (bound := fewest_seconds(instance)) >= state.enough_s:
             continue
-        if nothing_fits(node.instance, state.deadline):
+        if nothing_fits(plain, state.deadline):
             state.push(instance, bound)
     return bool(state.heap) and state.heap[0].bound_s < state.enough_s
 
