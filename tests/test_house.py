@@ -186,8 +186,6 @@ MANY_PARAMETERS = {
     "autopar.program.kernels_ring.forward": "an op of the emitted program: its operands and numbers",
     "autopar.program.kernels_ring.ring_attention": "an op of the emitted program: its operands and numbers",
     "autopar.program.kernels_rnn.recurrent": "an op of the emitted program: its operands and numbers",
-    "autopar.search.evaluation.evaluate": "the parts of a plan that is not made yet",
-    "autopar.search.evaluation.make_plan": "the parts of a plan that is not made yet",
 }
 
 

@@ -216,10 +216,8 @@ def price_plan(graph: Graph, cluster: Cluster, plan: Plan, pricer: Pricer) -> Pl
         mesh=plan.mesh,
         stage_bounds=[stage.start for stage in plan.stages] + [len(plan.layers)],
         strategies=[layer.strategy for layer in plan.layers],
-        microbatches=plan.microbatches,
-        schedule=plan.schedule,
+        schedule=plan.sized_schedule,
         precision=pricer.numbers.name,
-        chunks=plan.chunks,
     )
     return dataclasses.replace(priced, notes=(*priced.notes, *cluster.notes))
 

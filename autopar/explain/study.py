@@ -85,10 +85,8 @@ class Study:
             mesh=plan.mesh,
             stage_bounds=[stage.start for stage in plan.stages] + [len(plan.layers)],
             strategies=[layer.strategy for layer in plan.layers],
-            microbatches=plan.microbatches,
-            schedule=plan.schedule,
+            schedule=plan.sized_schedule,
             precision=plan.precision,
-            chunks=plan.chunks,
         )
 
     def sized(self, **sizes: Any) -> Graph:

@@ -25,7 +25,7 @@ from autopar.graph import Graph
 from autopar.pins import ANY
 from autopar.plan import PinPrice, Plan
 from autopar.search.bounds.cheap import fewest_seconds
-from autopar.search.evaluation import Proof, Solution, cost, counted_twice, in_segments, make_plan, tidy
+from autopar.search.evaluation import Proof, Solution, cost, in_segments, make_plan, tidy
 from autopar.search.minimum_memory import explain, explain_host, least_memory
 from autopar.search.options import SearchOptions
 from autopar.search.problem import Choice, Devices, Pricer, choices, in_chunks
@@ -82,7 +82,7 @@ def explore(graph: Graph, cluster: Devices, pricer: Pricer, options: SearchOptio
             _in_chunks(state, instances)
         if (node := state.pop()) is not None:
             advance(state, node)
-        elif not (_in_segments(state) or _in_place_of_offloading(state) or _in_chunks(state, instances)):
+        elif not (_in_segments(state) or _where_nothing_fits(state) or _in_chunks(state, instances)):
             break
     if state.best is None and not np.isfinite(known_s):
         _last_resort(graph, state, instances + [i for choice in state.rest if (i := state.prices.instance(choice))])
@@ -161,18 +161,22 @@ def _in_segments(state: State) -> bool:
     return state.heap[0].bound_s < state.enough_s
 
 
-def _in_place_of_offloading(state: State) -> bool:
-    """Called when the search would end: a choice for which nothing fits without segments may be faster with segments in the layers that
-    it offloads, and its bound, which counts the copies, does not show that."""
+def _where_nothing_fits(state: State) -> bool:
+    """Called when the search would end: a choice for which nothing fits without segments may be faster with segments than its bound says,
+    which counts the recomputation or the copies that would make room."""
     for node in [*state.heap, *state.later]:
-        choice = node.instance.choice
-        if not node.instance.offloaded or choice in state.offloaded:
+        plain = node.instance
+        if not engine_of(plain).segments or plain.choice.segments or plain.choice in state.tried:
             continue
-        state.offloaded.add(choice)
-        instance = segmented(state, node.instance)
+        if fewest_seconds(plain) >= state.enough_s:
+            continue
+        state.tried.add(plain.choice)
+        if not plain.offloaded and least_memory(plain)[0] <= 1:
+            continue
+        instance = segmented(state, plain)
         if instance is None or (bound := fewest_seconds(instance)) >= state.enough_s:
             continue
-        if nothing_fits(node.instance, state.deadline):
+        if nothing_fits(plain, state.deadline):
             state.push(instance, bound)
     return bool(state.heap) and state.heap[0].bound_s < state.enough_s
 
@@ -249,10 +253,10 @@ def _last_resort(graph: Graph, state: State, instances: list[Instance]) -> None:
 def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Plan:
     assert state.best is not None
     instance, solution = state.best
-    strategies, prices, found = tidy(instance, solution)
+    priced = tidy(instance, solution)
     if instance.segmented:
-        strategies, prices, found = in_segments(graph, instance, solution, strategies, prices)
-    state.step_s = found.step_time_s
+        priced = in_segments(graph, instance, solution, priced)
+    state.step_s = priced.cost.step_time_s
     bound = min(state.bound_s, state.step_s)
     notes = []
     if state.unpriced:
@@ -277,13 +281,9 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
     return make_plan(
         graph,
         cluster,
-        instance.choice,
-        solution.bounds,
-        strategies,
-        prices,
-        found,
+        state.pricer,
+        priced,
         precision=state.options.precision,
         limits=instance.layout.limit,
         proof=proof,
-        twice=counted_twice(graph, state.pricer, instance.choice, solution.bounds, strategies),
     )

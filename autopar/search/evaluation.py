@@ -118,11 +118,12 @@ def ways(instance: Instance, solution: Solution) -> tuple[list[float], list[floa
 
 def memories(instance: Instance, solution: Solution) -> list[Memory]:
     """Memory per pipeline rank."""
-    return _memories(instance, solution.bounds, prices_of(instance, solution))
+    return device_memories(instance.schedule, by_stage(prices_of(instance, solution), solution.bounds))
 
 
-def _memories(instance: Instance, bounds: Sequence[int], prices: Sequence[LayerPrice]) -> list[Memory]:
-    return device_memories(instance.schedule, [prices[i:j] for i, j in pairwise(bounds)])
+def by_stage(prices: Sequence[LayerPrice], bounds: Sequence[int]) -> list[Sequence[LayerPrice]]:
+    """The prices of the layers of each stage."""
+    return [prices[i:j] for i, j in pairwise(bounds)]
 
 
 def stage_bytes(instance: Instance, first: int, stage: int, pick: Sequence[int]) -> float:
@@ -169,16 +170,14 @@ def fits(instance: Instance, solution: Solution) -> bool:
 
 
 def _fit(instance: Instance, bounds: Sequence[int], prices: Sequence[LayerPrice]) -> bool:
-    held = _memories(instance, bounds, prices)
-    if not all(m.total <= limit for m, limit in zip(held, instance.layout.limit, strict=False)):
+    layout, stages = instance.layout, by_stage(prices, bounds)
+    memory = device_memories(instance.schedule, stages)
+    if not all(m.total <= limit for m, limit in zip(memory, layout.limit, strict=False)):
         return False
-    return not instance.offloaded or _fits_hosts(instance, bounds, prices)
-
-
-def _fits_hosts(instance: Instance, bounds: Sequence[int], prices: Sequence[LayerPrice]) -> bool:
-    offloaded = host_bytes(instance.schedule, [prices[i:j] for i, j in pairwise(bounds)])
-    limits = (instance.layout.host[place] for place in instance.layout.place)
-    return all(size <= limit for size, limit in zip(offloaded, limits, strict=False))
+    if not instance.offloaded:
+        return True
+    limits = (layout.host[place] for place in layout.place)
+    return all(size <= limit for size, limit in zip(host_bytes(instance.schedule, stages), limits, strict=False))
 
 
 def host_bytes(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> list[int]:
@@ -231,37 +230,46 @@ class Proof:
     peak_memory_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """An outer choice with its stage bounds, the strategy and the price of each layer, and the cost of a step."""
+
+    choice: Choice
+    bounds: Sequence[int]
+    strategies: Sequence[Strategy]
+    prices: Sequence[LayerPrice]
+    cost: Cost
+
+
 def make_plan(
     graph: Graph,
     cluster: Devices,
-    choice: Choice,
-    bounds: Sequence[int],
-    strategies: Sequence[Strategy],
-    prices: Sequence[LayerPrice],
-    found: Cost,
+    pricer: Pricer,
+    priced: Priced,
     *,
     precision: str,
     limits: Sequence[float],
     proof: Proof,
-    twice: Sequence[State] = (),
 ) -> Plan:
-    """The record of a priced choice, its mesh coalesced. ``twice`` is the result of ``counted_twice``."""
-    mesh, strategies = coalesce(choice.mesh, strategies)
+    """The record of a priced choice, its mesh coalesced. ``limits`` are the memory limits of the pipeline ranks in bytes."""
+    choice, found = priced.choice, priced.cost
+    mesh, strategies = coalesce(choice.mesh, priced.strategies)
     size = int(np.prod([axis.size for axis in mesh]))
-    runs = list(pairwise(bounds))
-    held = device_memories(choice.schedule, [prices[i:j] for i, j in runs], twice)
-    offloaded = host_bytes(choice.schedule, [prices[i:j] for i, j in runs])
+    runs = by_stage(priced.prices, priced.bounds)
+    twice = counted_twice(graph, pricer, choice, priced.bounds, priced.strategies)
+    memory = [less(m, state) for m, state in zip(device_memories(choice.schedule, runs), twice, strict=True)]
+    offloaded = host_bytes(choice.schedule, runs)
     stages = tuple(
         StagePlan(
             i,
             j,
             (device * size, size),
-            held[device],
+            memory[device],
             int(limits[device]),
             found.forward_s[s] + found.backward_s[s],
             offloaded[device],
         )
-        for s, ((i, j), device) in enumerate(zip(runs, choice.schedule.device, strict=True))
+        for s, ((i, j), device) in enumerate(zip(pairwise(priced.bounds), choice.schedule.device, strict=True))
     )
     layers = tuple(LayerPlan(a.name, a.cls, b) for a, b in zip(graph.layers, strategies, strict=True))
     peak = cluster.peak_flops(precision)
@@ -275,7 +283,7 @@ def make_plan(
         global_batch=graph.batch_size,
         precision=precision,
         layers=layers,
-        prediction=_prediction(graph, cluster, choice, prices, found, peak),
+        prediction=_prediction(graph, cluster, priced, peak),
         bound_s=proof.bound_s,
         gap=proof.gap,
         solver=proof.solver,
@@ -312,12 +320,9 @@ def counted_twice(
     return found
 
 
-def device_memories(
-    schedule: Schedule, stages: Sequence[Sequence[LayerPrice]], twice: Sequence[State] = ()
-) -> list[Memory]:
+def device_memories(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> list[Memory]:
     """The bytes of each pipeline rank at its fullest moment; ``stages`` are the layers of each stage."""
-    most = [device.most() for device in devices(schedule, stages)]
-    return [less(m, state) for m, state in zip(most, twice, strict=True)] if twice else most
+    return [device.most() for device in devices(schedule, stages)]
 
 
 def devices(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> Iterator[Device]:
@@ -327,8 +332,7 @@ def devices(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> Itera
 
 def fullest_moments(instance: Instance, solution: Solution) -> list[Counts]:
     """For each device, the microbatches in flight when its memory peaks."""
-    prices = prices_of(instance, solution)
-    stages = [prices[i:j] for i, j in pairwise(solution.bounds)]
+    stages = by_stage(prices_of(instance, solution), solution.bounds)
     return [device.fullest_moment() for device in devices(instance.schedule, stages)]
 
 
@@ -358,17 +362,16 @@ def memory_timeline(graph: Graph, cluster: Devices, pricer: Pricer, plan: Plan) 
     )
 
 
-def _prediction(
-    graph: Graph, cluster: Devices, choice: Choice, prices: Sequence[LayerPrice], found: Cost, peak: float
-) -> Prediction:
-    m, of_device = choice.schedule.microbatches, choice.schedule.by_device
+def _prediction(graph: Graph, cluster: Devices, priced: Priced, peak: float) -> Prediction:
+    schedule, found = priced.choice.schedule, priced.cost
+    m, of_device = schedule.microbatches, schedule.by_device
 
     work = [f + b for f, b in zip(of_device(found.forward_s), of_device(found.backward_s), strict=True)]
     slowest = max(range(len(work)), key=lambda d: work[d])
     busy = m * work[slowest]
     moving = m * of_device(found.communication_s)[slowest]
     optimizer = max(of_device(found.per_step_s))
-    flops = m * sum(p.flops for p in prices)
+    flops = m * sum(p.flops for p in priced.prices)
     step = found.step_time_s
     return Prediction(
         step_time_s=step,
@@ -389,10 +392,8 @@ def evaluate(
     mesh: Mesh,
     stage_bounds: Sequence[int],
     strategies: Sequence[Strategy],
-    microbatches: int,
-    schedule: str,
+    schedule: Schedule,
     precision: str,
-    chunks: int = 1,
 ) -> Plan:
     """The price of a plan that was written by hand: nothing is searched, so ``bound_s`` is 0, ``gap`` 1 and ``solver`` "given".
 
@@ -402,33 +403,28 @@ def evaluate(
     Raises:
         InfeasibleError: a layer has no price under its strategy (an inadmissible role, an indivisible size).
     """
-    choice = Choice(mesh, Schedule(schedule, (len(stage_bounds) - 1) // chunks, microbatches, chunks))
     strategies = shortened(graph, strategies, stage_bounds)
-    stages, borders = cluster.stages(choice.schedule.pipeline), cluster.borders(choice.schedule.pipeline)
+    stages, borders = cluster.stages(schedule.pipeline), cluster.borders(schedule.pipeline)
     prices: list[LayerPrice] = []
-    last, links = len(graph.layers) - 1, choice.schedule.links
+    last, links, microbatches = len(graph.layers) - 1, schedule.links, schedule.microbatches
     edges, sends = [0.0] * last, [0.0] * last
     for s, (start, stop) in enumerate(pairwise(stage_bounds)):
-        here = pricer.on(stages[choice.schedule.device[s]])
+        here = pricer.on(stages[schedule.device[s]])
         for i in range(start, stop):
             prices.append(_price(graph, here, i, mesh, strategies[i], microbatches))
             if i:
                 edges[i - 1] = here.edge(i - 1, mesh, strategies[i - 1], strategies[i], microbatches)
         if stop <= last and (link := links[s]) is not None:
             sends[stop - 1] = pricer.on(borders[link]).p2p(stop - 1, mesh, strategies[stop - 1], microbatches)
-    found = step_cost(stage_bounds, prices, edges, sends, choice.schedule)
+    found = step_cost(stage_bounds, prices, edges, sends, schedule)
     plan = make_plan(
         graph,
         cluster,
-        choice,
-        stage_bounds,
-        strategies,
-        prices,
-        found,
+        pricer,
+        Priced(Choice(mesh, schedule), stage_bounds, strategies, prices, found),
         precision=precision,
         limits=[stage.memory_limit_bytes for stage in stages],
         proof=Proof(0.0, 1.0, "given"),
-        twice=counted_twice(graph, pricer, choice, stage_bounds, strategies),
     )
     over = [s for s, stage in enumerate(plan.stages) if stage.memory.total > stage.memory_limit_bytes]
     if not over:
@@ -461,7 +457,7 @@ def _effort(strategy: Strategy) -> tuple[int, int, int, int]:
     return OFFLOADS.index(strategy.offload), strategy.zero, RECOMPUTATIONS.index(again.kind), again.layers
 
 
-def tidy(instance: Instance, solution: Solution) -> tuple[list[Strategy], list[LayerPrice], Cost]:
+def tidy(instance: Instance, solution: Solution) -> Priced:
     """The same plan, or a faster one, simplified: no recomputation and no higher ZeRO stage than needed.
 
     Optima are rarely unique; a strategy that gains nothing confuses readers. All layers of a kind that have the same
@@ -498,19 +494,17 @@ def tidy(instance: Instance, solution: Solution) -> tuple[list[Strategy], list[L
                 prices, best = trial, found
                 strategies = [strategy if c else s for c, s in zip(change, strategies, strict=True)]
                 break
-    return strategies, prices, best
+    return Priced(instance.choice, solution.bounds, strategies, prices, best)
 
 
-def in_segments(
-    graph: Graph, instance: Instance, solution: Solution, strategies: Sequence[Strategy], prices: Sequence[LayerPrice]
-) -> tuple[list[Strategy], list[LayerPrice], Cost]:
+def in_segments(graph: Graph, instance: Instance, solution: Solution, plain: Priced) -> Priced:
     """The same plan; a segment that the end of its stage cuts short states the layers that it really has."""
     choice = instance.choice
-    told, priced = shortened(graph, strategies, solution.bounds), list(prices)
+    told, prices = shortened(graph, plain.strategies, solution.bounds), list(plain.prices)
     for s, (start, stop) in enumerate(pairwise(solution.bounds)):
         pricer = instance.layout.pricers[instance.layout.place[s]]
         for i in range(start, stop):
-            if told[i] != strategies[i]:
-                priced[i] = _price(graph, pricer, i, choice.mesh, told[i], choice.schedule.microbatches)
-    found = step_cost(solution.bounds, priced, *ways(instance, solution), instance.schedule)
-    return told, priced, found
+            if told[i] != plain.strategies[i]:
+                prices[i] = _price(graph, pricer, i, choice.mesh, told[i], choice.schedule.microbatches)
+    found = step_cost(solution.bounds, prices, *ways(instance, solution), instance.schedule)
+    return replace(plain, strategies=told, prices=prices, cost=found)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +22,7 @@ from autopar.search.bounds.cheap import TOLERANCE
 from autopar.search.bounds.relaxation import Model
 from autopar.search.evaluation import Solution
 from autopar.search.pareto import Array, Indices, undominated
-from autopar.search.tables import Instance
+from autopar.search.tables import Instance, Regime
 
 LABELS = 4_000  # per stage and layer: beyond it the label method gives up, SCIP takes over
 NODES = 200_000  # combinations of stages
@@ -34,16 +33,6 @@ class TooLargeError(Exception):
     """The label method met more labels than it can handle: internal, users never see it."""
 
 
-class _Regime(NamedTuple):
-    """What makes two stages equivalent: the place, and the tensors that the pipeline keeps on the device; also, for a device with one
-    stage and one fullest moment, the microbatches in flight and the memory limit."""
-
-    place: int
-    passing: int
-    in_flight: int
-    limit: float
-
-
 @dataclass(frozen=True)
 class _Ways:
     """Every undominated way to run some layers as one stage: the columns of its label, and the candidates."""
@@ -52,7 +41,7 @@ class _Ways:
     picks: list[list[int]]
 
 
-_Spans = dict[tuple[int, int, _Regime], _Ways]
+_Spans = dict[tuple[int, int, Regime], _Ways]
 
 
 def solve_labels(instance: Instance, cutoff_s: float, deadline: float) -> tuple[float, Solution | None]:
@@ -63,7 +52,7 @@ def solve_labels(instance: Instance, cutoff_s: float, deadline: float) -> tuple[
     """
     stages, count = instance.schedule.stages, instance.layers
     regimes = _regimes(instance)
-    wanted: dict[tuple[int, _Regime], int] = {}  # by first layer and regime: the last layer that the stage may have
+    wanted: dict[tuple[int, Regime], int] = {}  # by first layer and regime: the last layer that the stage may have
     for s, regime in enumerate(regimes):
         stop = count if s == stages - 1 else count - (stages - s - 1)
         for i in [0] if s == 0 else range(s, count - (stages - s) + 1):
@@ -74,14 +63,13 @@ def solve_labels(instance: Instance, cutoff_s: float, deadline: float) -> tuple[
     return _Enumeration(instance, regimes, spans, cutoff_s, deadline).solve()
 
 
-def _regimes(instance: Instance) -> list[_Regime]:
-    """The regime of each stage."""
-    found = []
-    for s, d in enumerate(instance.device.tolist()):
-        alone = not instance.schedule.interleaved
-        own = (int(instance.in_flight[s]), instance.layout.limit[s]) if alone else (0, 0.0)
-        found.append(_Regime(instance.layout.place[s], passing_by(instance.schedule, d), *own))
-    return found
+def _regimes(instance: Instance) -> list[Regime]:
+    """The regime of each stage; if a device may have several stages, its memory is checked later, and stages differ only in the tensors
+    that the pipeline keeps and in the place."""
+    schedule, place = instance.schedule, instance.layout.place
+    if not schedule.interleaved:
+        return [instance.regime(s) for s in range(schedule.stages)]
+    return [(0, passing_by(schedule, d), place[s], 0.0) for s, d in enumerate(schedule.device)]
 
 
 class _Labels:
@@ -91,16 +79,17 @@ class _Labels:
     - otherwise: bytes of weights, saved, waiting, the transient.
     """
 
-    def __init__(self, instance: Instance, first: int, regime: _Regime) -> None:
+    def __init__(self, instance: Instance, first: int, regime: Regime) -> None:
         self.instance, self.first, self.regime = instance, first, regime
+        self.in_flight, self.passing, self.place, self.limit = regime
         self.alone = not instance.schedule.interleaved
         self.single = instance.schedule.pipeline == 1  # seconds add up to one number, and fewer labels are undominated
         self.seconds = len(instance.table(first).seconds) + 1
         self.transient = self.seconds + (1 if self.alone else 3)
 
     def _columns(self, layer: int) -> Array:
-        place, passing, n, _ = self.regime
-        t, m = self.instance.table(layer, place), self.instance.schedule.microbatches
+        n, passing = self.in_flight, self.passing
+        t, m = self.instance.table(layer, self.place), self.instance.schedule.microbatches
         zero = np.zeros(len(t))
         seconds = [t.time + t.step / m, zero, zero] if self.single else [*t.seconds, t.step]
         if not self.alone:
@@ -110,7 +99,7 @@ class _Labels:
 
     def ways(self, stop: int, deadline: float) -> _Spans:
         """The undominated ways by the end j of layers ``first``..j-1, up to ``stop``."""
-        instance, place, n = self.instance, self.regime.place, self.regime.in_flight
+        instance, place, n = self.instance, self.place, self.in_flight
         table = instance.table(self.first)
         label, picks = self._columns(self.first), np.arange(len(table), dtype=np.int32)[:, None]
         joinable = table.segment - 1  # layers that may still join the last one's segment
@@ -146,7 +135,7 @@ class _Labels:
         self, label: Array, last: NDArray[np.int32], joinable: Indices, layer: int, more: Array
     ) -> tuple[Array, Indices]:
         """Each label extended by each candidate of one more layer, and how many layers may still join its segment."""
-        instance, place = self.instance, self.regime.place
+        instance, place = self.instance, self.place
         halves = instance.edge(layer - 1, place)[last].ravel() / 2
         old, new = np.repeat(label, len(more), axis=0), np.tile(more, (len(label), 1))
         label = old + new
@@ -156,13 +145,13 @@ class _Labels:
         if not (self.alone and instance.segmented):
             return label, np.zeros(len(label), dtype=np.int64)
         held, joinable = _joined(instance, layer, place, last, joinable)
-        label[:, self.seconds] += self.regime.in_flight * held
+        label[:, self.seconds] += self.in_flight * held
         return label, joinable
 
     def _fits(self, label: Array) -> NDArray[np.bool_]:
-        ok = label[:, self.seconds] + label[:, self.transient] <= self.regime.limit
+        ok = label[:, self.seconds] + label[:, self.transient] <= self.limit
         if self.instance.offloaded:
-            ok &= label[:, -1] <= self.instance.layout.host[self.regime.place]
+            ok &= label[:, -1] <= self.instance.layout.host[self.place]
         return ok
 
 
@@ -183,7 +172,7 @@ class _Enumeration:
     """Stages one after the other, each in every undominated way, while the least possible step is below the best one."""
 
     def __init__(
-        self, instance: Instance, regimes: list[_Regime], spans: _Spans, cutoff_s: float, deadline: float
+        self, instance: Instance, regimes: list[Regime], spans: _Spans, cutoff_s: float, deadline: float
     ) -> None:
         schedule = self.schedule = instance.schedule
         self.instance, self.regimes, self.spans, self.deadline = instance, regimes, spans, deadline

@@ -50,6 +50,12 @@ class Front:
         return [*first.picks(made // len(second)), *second.picks(made % len(second))]
 
 
+def front(held: Array, cost: Array, candidates: Indices, table: int) -> Front:
+    """The ways to run one layer that no other way beats, among candidates with these live bytes and costs."""
+    best = falling(held, cost)
+    return Front(held[best], cost[best], candidates[best], table=table)
+
+
 NOTHING = Front(np.zeros(1), np.zeros(1), np.zeros(1, dtype=np.int64))
 
 
@@ -111,9 +117,9 @@ class Knapsacks:
             levels: list[tuple[float, Front]] = []
             for level in np.unique(transient).tolist():
                 some = np.flatnonzero(transient <= level)
-                best = some[falling(held[some], cost[some])]
-                if not levels or not np.array_equal(keep[best], levels[-1][1].made):
-                    levels.append((level, Front(held[best], cost[best], keep[best], table=id(table))))
+                ways = front(held[some], cost[some], keep[some], id(table))
+                if not levels or not np.array_equal(ways.made, levels[-1][1].made):
+                    levels.append((level, ways))
             self._levels[id(table)] = levels
         return self._levels[id(table)]
 
@@ -184,84 +190,3 @@ def knapsacks(
         instance.known[key] = Knapsacks(regime, weights, bound, roles)
     found: Knapsacks = instance.known[key]
     return found
-
-
-ByRoles = dict[Roles, float]
-
-
-class Sends:
-    """Lower bounds of the time that a stage spends on sends and on resharding between layers of different layouts.
-
-    A stage whose layers all have one layout sends in that layout; the gradients that it sends back arrived in it or were resharded. In
-    any other stage two neighbouring layers differ in layout.
-    """
-
-    def __init__(self, instance: Instance) -> None:
-        self.instance = instance
-        stages, last = instance.schedule.pipeline, instance.layers - 1
-        place = instance.layout.place
-        borders = {self._border(i): i for i in range(last)}.values()  # one of each kind of border
-        self.forward: list[ByRoles] = []
-        self.back: list[ByRoles] = []
-        self.mixed: list[float] = []
-        for s in range(stages):
-            forward, back, mixed = ByRoles(), ByRoles(), np.inf
-            for i in borders:
-                left, right = instance.table(i), instance.table(i + 1)
-                between = instance.layout.inside[place[s]].edge(i, instance.choice, left.layouts, right.layouts)
-                differ = np.array([[a != b for b in right.layouts] for a in left.layouts])
-                mixed = min(mixed, float(np.where(differ, between, np.inf).min()))
-                if s < stages - 1:
-                    _lower(forward, left.layouts, self._send(i, s))
-                if s > 0:
-                    _lower(back, right.layouts, (self._send(i, s - 1)[:, None] + between).min(axis=0))
-            self.forward.append(forward)
-            self.back.append(back)
-            self.mixed.append(mixed)
-
-    def _border(self, i: int) -> tuple[int, int, int]:
-        ways = self.instance.layout.inside[0]
-        return ways.border[i], int(self.instance.kind[i]), int(self.instance.kind[i + 1])
-
-    def _send(self, i: int, s: int) -> Array:
-        """Per layout of layer ``i``, the seconds of a send over the border between stage ``s`` and the next."""
-        way = self.instance.layout.way[s]
-        assert way is not None, self.instance.choice
-        return self.instance.layout.across[way].p2p(i, self.instance.choice, self.instance.table(i).layouts)
-
-    def least(self, s: int, layers: Layers, weights: Weights) -> float:
-        """A lower bound of the cost of a stage with such layers, sends included; ``weights`` cost forwards and backwards alike."""
-        if len(layers) > TABLES:
-            return 0.0
-        instance, regime = self.instance, self.instance.regime(s)
-        some = (self.forward[s], self.back[s])
-        fewest = sum(min(way.values()) for way in some if way)
-        best = np.inf
-        if sum(number for _, number in layers) > 1:
-            best = knapsacks(instance, regime, weights, bound=True).least(layers) + fewest + self.mixed[s]
-        found: list[tuple[float, float, Roles]] = []
-        for roles in dict.fromkeys(roles for table, _ in layers for roles in table.layouts):
-            whole = all(roles in table.layouts for table, _ in layers)
-            sends = sum(way[roles] for way in some if way) if whole else fewest
-            cheapest = sum(number * self._cheapest(table, regime[2], weights, roles) for table, number in layers)
-            found.append((cheapest + sends, sends, roles))
-        for least, sends, roles in sorted(found, key=lambda each: each[0]):
-            if least >= best:
-                break
-            best = min(best, knapsacks(instance, regime, weights, bound=True, roles=roles).least(layers) + sends)
-        return best
-
-    def _cheapest(self, table: Table, place: int, weights: Weights, roles: Roles) -> float:
-        key = id(table), place, weights, roles
-        if key not in self.instance.known:
-            time, forward, step = weights
-            here, keep = table.at(place), only(table, roles)
-            cost = time * here.time + forward * here.forward + step * here.step
-            self.instance.known[key] = float(cost[keep].min()), table  # kept alive, so that its id stays unique
-        least: float = self.instance.known[key][0]
-        return least
-
-
-def _lower(known: ByRoles, layouts: tuple[Roles, ...], seconds: Array) -> None:
-    for roles, value in zip(layouts, seconds.tolist(), strict=True):
-        known[roles] = min(known.get(roles, np.inf), value)

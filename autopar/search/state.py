@@ -43,9 +43,7 @@ class State:
     solvers: set[str] = field(default_factory=set)
     unpriced: int = 0
     rest: list[Choice] = field(default_factory=list)  # priced when the choice with fewer chunks comes up
-    offloaded: set[Choice] = field(
-        default_factory=set
-    )  # the choices for which segments in place of offloading were tried
+    tried: set[Choice] = field(default_factory=set)  # whether anything fits in these choices was checked at the end
     widened: Choice | None = None  # the latest best choice in which segments were tried
     in_chunks: bool = False  # whether several stages on each device were considered
     chunked: set[int] = field(default_factory=set)  # the pipelines for which they were tried

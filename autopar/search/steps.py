@@ -40,7 +40,8 @@ PRICES = (0.0, 0.03, 0.3)
 """Prices of memory with which tied layers are decided, in units of a stage's least time per device memory."""
 
 Step = Callable[[State, Node], None]
-Bound = Callable[[State, Node], float]
+Bound = Callable[[Instance, float, float], float]
+"""A bound of a choice, from the bound that is known and the one above which the choice cannot improve the best plan, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +68,17 @@ def advance(state: State, node: Node) -> None:
     engine_of(node.instance).steps[node.done](state, node)
 
 
+def _raise_bound(state: State, node: Node, bound_s: float) -> None:
+    """Raise a choice's bound; an infinite one proves that no plan of the choice fits."""
+    if not np.isfinite(bound_s):
+        not_possible(state, node)
+    else:
+        state.push(node.instance, bound_s, node.done + 1)
+
+
 def _bounding(bound: Bound) -> Step:
-    """A step that raises a choice's bound, or proves that no plan of the choice fits."""
-
-    def step(state: State, node: Node) -> None:
-        found = bound(state, node)
-        if not np.isfinite(found):
-            not_possible(state, node)
-        else:
-            state.push(node.instance, found, node.done + 1)
-
-    return step
+    """The step that computes a bound."""
+    return lambda state, node: _raise_bound(state, node, bound(node.instance, node.bound_s, state.enough_s))
 
 
 def not_possible(state: State, node: Node) -> None:
@@ -116,38 +117,26 @@ def segmented(state: State, instance: Instance) -> Instance | None:
 def _coarse(state: State, node: Node) -> None:
     """Coarse bounds first: most choices are far from the best."""
     bound = bottleneck_bound(node.instance, node.bound_s, state.enough_s, GRIDS[:1])
-    if not np.isfinite(bound):
-        not_possible(state, node)
-    elif state.best is None and state.left_s() < 0.5 * state.options.time_limit_s:
+    if np.isfinite(bound) and state.best is None and state.left_s() < 0.5 * state.options.time_limit_s:
         _construct(state, replace(node, bound_s=bound, more=()))  # find a plan first
     else:
-        state.push(node.instance, bound, node.done + 1)
+        _raise_bound(state, node, bound)
 
 
-def _fine(state: State, node: Node) -> float:
-    return bottleneck_bound(node.instance, node.bound_s, state.enough_s, GRIDS[1:2])
+def _fine(instance: Instance, at_least_s: float, enough_s: float) -> float:
+    return bottleneck_bound(instance, at_least_s, enough_s, GRIDS[1:2])
 
 
-def _whole(state: State, node: Node) -> float:
-    cutoff = state.enough_s if np.isfinite(state.enough_s) else (1 + MARGIN) * node.bound_s
-    return whole_bound(node.instance, node.bound_s, cutoff)
+def _whole(instance: Instance, at_least_s: float, enough_s: float) -> float:
+    return whole_bound(instance, at_least_s, enough_s if np.isfinite(enough_s) else (1 + MARGIN) * at_least_s)
 
 
-def _relax(state: State, node: Node) -> float:
+def _relax(state: State, node: Node) -> None:
     state.solvers.add("GLOP")
-    return relaxation(node.instance, node.bound_s, max(state.left_s(), 0.05))
+    _raise_bound(state, node, relaxation(node.instance, node.bound_s, max(state.left_s(), 0.05)))
 
 
-def _even(state: State, node: Node) -> float:
-    return even_bound(node.instance, node.bound_s, state.enough_s)
-
-
-def _devices(state: State, node: Node) -> float:
-    """``devices_bound``: whole layers, each device separately."""
-    return devices_bound(node.instance, node.bound_s, state.enough_s)
-
-
-def _mixed(state: State, node: Node) -> float:
+def _mixed(state: State, node: Node) -> None:
     """``mixed_bound`` or ``columns_bound``: all devices together."""
     instance, bound = node.instance, node.bound_s
     if instance.layers <= FEW * instance.schedule.pipeline:
@@ -156,7 +145,7 @@ def _mixed(state: State, node: Node) -> float:
     if bound < state.enough_s:
         state.solvers.add("GLOP")
         bound = columns_bound(instance, bound, state.enough_s)
-    return bound
+    _raise_bound(state, node, bound)
 
 
 def _construct(state: State, node: Node) -> None:
@@ -260,14 +249,14 @@ def _integer(state: State, node: Node) -> float:
 
 
 ONE_STAGE = Engine(
-    (_coarse, _bounding(_fine), _bounding(_whole), _construct, _bounding(_relax), _close),
+    (_coarse, _bounding(_fine), _bounding(_whole), _construct, _relax, _close),
     construct_stages,
     bottleneck_bound,
     segments=True,
     integer=True,
 )
 SEVERAL_STAGES = Engine(
-    (_bounding(_even), _bounding(_devices), _first, _bounding(_mixed), _second, _close),
+    (_bounding(even_bound), _bounding(devices_bound), _first, _mixed, _second, _close),
     construct_devices,
     fewest_seconds,
     segments=False,

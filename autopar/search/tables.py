@@ -7,7 +7,7 @@ leave resharding out, the same holds across layouts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -70,23 +70,12 @@ class Table:
         return self, *self.elsewhere
 
     def take(self, keep: Indices) -> Table:
-        return Table(
-            tuple(self.strategies[i] for i in keep),
-            tuple(self.prices[i] for i in keep),
-            self.forward[keep],
-            self.backward[keep],
-            self.weight[keep],
-            self.step[keep],
-            self.weights[keep],
-            self.saved[keep],
-            self.waiting[keep],
-            self.transient[keep],
-            self.border[keep],
-            self.host[keep],
-            self.host_saved[keep],
-            self.everything,
-            tuple(table.take(keep) for table in self.elsewhere),
-            self.split,
+        return replace(
+            self,
+            strategies=tuple(self.strategies[i] for i in keep),
+            prices=tuple(self.prices[i] for i in keep),
+            elsewhere=tuple(table.take(keep) for table in self.elsewhere),
+            **{each.name: getattr(self, each.name)[keep] for each in fields(self) if each.type == "Array"},
         )
 
     @cached_property

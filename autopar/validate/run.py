@@ -128,10 +128,8 @@ class Bench:
             mesh=written.mesh,
             stage_bounds=written.bounds,
             strategies=written.strategies,
-            microbatches=written.microbatches,
             schedule=written.schedule,
             precision=written.precision,
-            chunks=written.chunks,
         )
         return plan, cluster.memory_capacity_bytes
 

@@ -9,7 +9,7 @@ from autopar.devices import Cluster, constants, described
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.plan import NONE, Axis, Role, Strategy
-from autopar.schedules import INTERLEAVED, NO_PIPELINE, ONE_F_ONE_B
+from autopar.schedules import INTERLEAVED, NO_PIPELINE, ONE_F_ONE_B, Schedule
 from autopar.search import make_mesh
 from autopar.trainers import OtherTrainer, figures
 from autopar.validate.rows import Hardware, RowError, Setting
@@ -22,9 +22,7 @@ class Written:
     mesh: tuple[Axis, ...]
     bounds: tuple[int, ...]
     strategies: list[Strategy]
-    microbatches: int
-    schedule: str
-    chunks: int
+    schedule: Schedule
     precision: str
 
 
@@ -51,8 +49,9 @@ def write(graph: Graph, s: Setting, context: Role) -> Written:
     strategies[0] = strategies[-1] = ends
     microbatches = s.global_batch // (s.data * s.microbatch)
     chunks = s.chunks if s.pipeline > 1 else 1
-    schedule = NO_PIPELINE if s.pipeline == 1 else INTERLEAVED if chunks > 1 else ONE_F_ONE_B
-    return Written(mesh, cuts(graph, s), strategies, microbatches, schedule, chunks, s.precision)
+    name = NO_PIPELINE if s.pipeline == 1 else INTERLEAVED if chunks > 1 else ONE_F_ONE_B
+    schedule = Schedule(name, s.pipeline, microbatches, chunks)
+    return Written(mesh, cuts(graph, s), strategies, schedule, s.precision)
 
 
 def cuts(graph: Graph, s: Setting) -> tuple[int, ...]:

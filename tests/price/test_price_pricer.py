@@ -12,6 +12,7 @@ from autopar.devices import parse
 from autopar.plan import FULL, NONE, Axis, Role, Strategy
 from autopar.price import Pricer, edge_s, trace
 from autopar.price.collectives import p2p_s
+from autopar.schedules import Schedule
 from autopar.search import evaluate
 from autopar.sharding import Sharding
 from autopar.types import Collective, I, P, R, S
@@ -119,8 +120,7 @@ def test_equal_layers_are_priced_once():
                 mesh=MESH[1:],
                 stage_bounds=[0, layers // 2, layers],
                 strategies=[Strategy((DATA, TENSOR))] * layers,
-                microbatches=2,
-                schedule="1f1b",
+                schedule=Schedule("1f1b", 2, 2),
                 precision="bfloat16",
             )
             best = min(best, time.process_time() - start)

@@ -27,6 +27,7 @@ from autopar.layer_price import LayerPrice
 from autopar.plan import FULL, NONE, OFFLOADS, Plan, Recomputation, Role, Strategy
 from autopar.price import Pricer
 from autopar.program.offload import _Storage, saved
+from autopar.schedules import Schedule
 from autopar.search import SearchOptions, evaluate, make_mesh, manual_plan, price_pins, search, steps
 from autopar.search.options import pins_by_layer
 from autopar.verify import kind
@@ -191,8 +192,7 @@ def test_a_plan_that_is_written_down_says_when_the_host_is_full(tmp_path: Path) 
             mesh=MESH,
             stage_bounds=(0, 4),
             strategies=[Strategy((Role.DATA,), offload="both")] * 4,
-            microbatches=1,
-            schedule="none",
+            schedule=Schedule("none", 1, 1),
             precision="bfloat16",
         )
         assert plan.stages[0].host_bytes == 4 * (18 * TRAINABLE + 2 * S * (H + 2 * F))

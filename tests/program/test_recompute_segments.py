@@ -22,6 +22,7 @@ from autopar.layer_price import LayerPrice
 from autopar.plan import FULL, NONE, SELECTIVE, Plan, Recomputation, Role, Strategy
 from autopar.price import Pricer
 from autopar.program.segments import as_one
+from autopar.schedules import Schedule
 from autopar.search import SearchOptions, evaluate, make_mesh, manual_plan, search
 from autopar.search.options import pins_by_layer
 from autopar.search.problem import recomputations, strategies
@@ -44,7 +45,7 @@ def full(segment: int) -> Strategy:
 def priced(segment: int, schedule: str = "gpipe") -> Plan:
     return evaluate(
         GRAPH, CLUSTER, PRICER, mesh=MESH, stage_bounds=(0, 3, LAYERS), strategies=[full(segment)] * LAYERS,
-        microbatches=4, schedule=schedule, precision="bfloat16",
+        schedule=Schedule(schedule, 2, 4), precision="bfloat16",
     )  # fmt: skip
 
 

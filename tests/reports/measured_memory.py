@@ -128,10 +128,8 @@ def predicted(graph: Graph, kind: Kind) -> list[dict[str, int]]:
         mesh=plan.mesh,
         stage_bounds=[0, *(stage.stop for stage in plan.stages)],
         strategies=[layer.strategy for layer in plan.layers],
-        microbatches=plan.microbatches,
-        schedule=plan.schedule,
+        schedule=plan.sized_schedule,
         precision="float32",
-        chunks=plan.chunks,
     )
     return [{part: int(getattr(stage.memory, part)) for part in PARTS} for stage in priced.stages[: plan.pipeline]]
 

@@ -34,7 +34,7 @@ from autopar.graph import Graph
 from autopar.pins import LayerPins
 from autopar.plan import FULL, NONE, Plan, Recomputation, Role, Strategy
 from autopar.price import Pricer
-from autopar.schedules import default_schedule
+from autopar.schedules import Schedule, default_schedule
 from autopar.search import SearchOptions, evaluate, make_mesh, search
 from autopar.search.manual import even_cuts
 from autopar.search.problem import divisors, meshes, strategies, tied_groups
@@ -103,6 +103,7 @@ def price(problem: Problem, choice: Uniform) -> Plan | None:
 
 
 def written(problem: Problem, mesh: tuple, cuts: tuple, chosen: list[Strategy], microbatches: int) -> Plan | None:
+    stages = len(cuts) - 1
     try:
         return evaluate(
             problem.graph,
@@ -111,8 +112,7 @@ def written(problem: Problem, mesh: tuple, cuts: tuple, chosen: list[Strategy], 
             mesh=mesh,
             stage_bounds=cuts,
             strategies=chosen,
-            microbatches=microbatches,
-            schedule=default_schedule(len(cuts) - 1, microbatches),
+            schedule=Schedule(default_schedule(stages, microbatches), stages, microbatches),
             precision="bfloat16",
         )
     except AutoparError:

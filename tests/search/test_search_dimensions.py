@@ -47,7 +47,7 @@ class Written:
         cuts = even_cuts(LAYERS, self.pipeline * self.chunks) if self.cuts is None else self.cuts
         return evaluate(
             GRAPH, CLUSTER, PRICERS[self.allow], mesh=self.mesh, stage_bounds=(0, *cuts, LAYERS), strategies=[self.strategy] * LAYERS,
-            microbatches=self.microbatches, schedule=self.schedule, precision="bfloat16", chunks=self.chunks,
+            schedule=Schedule(self.schedule, self.pipeline, self.microbatches, self.chunks), precision="bfloat16",
         )  # fmt: skip
 
 

@@ -251,8 +251,7 @@ class TestByHand:
             mesh=make_mesh(("axis0", 1)),
             stage_bounds=(0, 3),
             strategies=[layer.strategy for layer in plan.layers],
-            microbatches=plan.microbatches,
-            schedule=plan.schedule,
+            schedule=plan.sized_schedule,
             precision=plan.precision,
         )
         assert (again.bound_s, again.gap, again.solver) == (0.0, 1.0, "given")
@@ -328,7 +327,7 @@ class TestMixedDevices:
         plan = search(graph, cluster, SlowPricer(graph), SearchOptions(pipeline=2, microbatches=4, schedule="1f1b"))
         again = evaluate(
             graph, cluster, SlowPricer(graph), mesh=plan.mesh, stage_bounds=(0, plan.stages[0].stop, 6),
-            strategies=[layer.strategy for layer in plan.layers], microbatches=4, schedule="1f1b", precision="bfloat16",
+            strategies=[layer.strategy for layer in plan.layers], schedule=plan.sized_schedule, precision="bfloat16",
         )  # fmt: skip
         assert again.prediction.step_time_s == pytest.approx(plan.prediction.step_time_s)
 

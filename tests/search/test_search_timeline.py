@@ -91,7 +91,7 @@ def test_the_maximum_is_the_predicted_memory(pipeline, schedule, chunks):
     stages = pipeline * chunks
     plan = evaluate(
         graph, cluster, pricer, mesh=MESH, stage_bounds=[8 * i // stages for i in range(stages + 1)], strategies=strategies,
-        microbatches=4, schedule=schedule, precision="bfloat16", chunks=chunks,
+        schedule=Schedule(schedule, pipeline, 4, chunks), precision="bfloat16",
     )  # fmt: skip
     devices = memory_timeline(graph, cluster, pricer, plan)
     assert len(devices) == pipeline

@@ -131,7 +131,7 @@ def test_cuts():
     assert balanced(16, 4.0, 2) == (0, 12, 18) and balanced(16, 4.0, 4) == (0, 7, 12, 17, 18)
     interleaved = dataclasses.replace(setting, chunks=2)
     written = write(graph, interleaved, Role.RING)
-    assert written.schedule == "interleaved-1f1b" and written.bounds == (0, 3, 5, 7, 10)
+    assert written.schedule.name == "interleaved-1f1b" and written.bounds == (0, 3, 5, 7, 10)
 
 
 def test_rows_of_mixtures_deal_out_experts(tmp_path):

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from autopar.schedules.step_time import repeats, warm_up
 from autopar.search.bounds.cheap import TOLERANCE, cheapest_send
-from autopar.search.knapsacks import Sends, Weights
+from autopar.search.knapsacks import TABLES, Weights, knapsacks
 from autopar.search.pareto import Array
 from autopar.search.runs import Compositions, compositions
 from autopar.search.tables import Instance, Regime
@@ -103,11 +103,13 @@ def bottleneck_bound(
 def whole_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> float:
     """The same bound from stages of whole layers (``knapsacks``); only stages that a step below ``cutoff_s`` may contain are computed."""
     costs = _relaxed(instance)
-    runs, sends, send = compositions(instance), Sends(instance), cheapest_send(instance)
+    runs, send = compositions(instance), cheapest_send(instance)
     for s, wanted in enumerate(_wanted(runs, costs, cutoff_s)):
-        for (weights, _), values in zip(_weights(instance, s, send), (costs.time[s], costs.total[s]), strict=False):
+        for (weights, sends), values in zip(_weights(instance, s, send), (costs.time[s], costs.total[s]), strict=False):
+            sacks = knapsacks(instance, instance.regime(s), weights, bound=True)
             for c in wanted:
-                values[c] = max(values[c], sends.least(s, runs.layers(instance, c), weights))
+                if len(layers := runs.layers(instance, c)) <= TABLES:
+                    values[c] = max(values[c], sacks.least(layers) + sends)
     return max(at_least_s, _least_step(instance, costs, at_least_s, cutoff_s, GRIDS[-1:]) * (1 - TOLERANCE))
 
 

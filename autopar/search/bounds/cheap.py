@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from autopar.schedules import GPIPE
@@ -24,7 +26,9 @@ def _one_stage(instance: Instance) -> float:
         return float(sum(np.array([float((m * t.time + t.step).min()) for t in instance.kinds])[kind]))
     least = instance.least("time")
     step = float(instance.least("step").sum()) / stages
-    bottleneck = smallest_bottleneck(least, stages)
+    before = np.concatenate([[0.0], np.cumsum(least)])
+    spans = np.where(np.tri(len(before), dtype=bool), np.inf, before[None, :] - before[:, None])
+    bottleneck = smallest_bottleneck([spans] * stages)
     total = float(least.sum())
     if schedule.name == GPIPE:
         return total + (m - 1) * bottleneck + step
@@ -44,16 +48,13 @@ def _several_stages(instance: Instance) -> float:
     return m * work + fill + float(instance.least("step").sum()) / line
 
 
-def smallest_bottleneck(weight: Array, stages: int) -> float:
-    """The least possible largest sum when ``weight`` is cut into ``stages`` contiguous non-empty runs (dynamic programming)."""
-    prefix = np.concatenate([[0.0], np.cumsum(weight)])
-    count = len(weight)
-    spans = prefix[None, :] - prefix[:, None]  # spans[i, j]: layers i..j-1
-    spans[np.tril_indices(count + 1)] = np.inf
-    best = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
-    for _ in range(stages):
-        best = np.maximum(best[:, None], spans).min(axis=0)
-    return float(best[count])
+def smallest_bottleneck(spans: Sequence[Array]) -> float:
+    """The least possible time of the slowest stage; ``spans[stage][i, j]`` are the seconds of layers i..j-1 as that stage (dynamic
+    programming over the cuts)."""
+    slowest = np.where(np.arange(len(spans[0])) == 0, 0.0, np.inf)
+    for span in spans:
+        slowest = np.maximum(slowest[:, None], span).min(axis=0)
+    return float(slowest[-1])
 
 
 def cheapest_send(instance: Instance) -> float:

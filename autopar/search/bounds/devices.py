@@ -26,8 +26,7 @@ import numpy as np
 from autopar.schedules import INTERLEAVED
 from autopar.schedules.memory import fullest, passing_by
 from autopar.search.bounds.cheap import TOLERANCE, cheapest_send
-from autopar.search.knapsacks import NOTHING, Front, merged
-from autopar.search.pareto import falling
+from autopar.search.knapsacks import NOTHING, Front, front, merged
 from autopar.search.tables import Instance
 
 SETS = 16
@@ -178,8 +177,7 @@ class Line:
             held = table.weights + n * table.saved
             if at_work is not None:
                 held = held + table.at_work(at_work)
-            best = falling(held, cost)
-            self.fronts[key] = Front(held[best], cost[best], best, table=1)
+            self.fronts[key] = front(held, cost, np.arange(len(table)), table=1)
         return self.fronts[key]
 
 

@@ -27,8 +27,8 @@ from autopar.schedules.step_time import textbook_paths
 from autopar.search.bounds.cheap import TOLERANCE, sends
 from autopar.search.bounds.columns import longer_path
 from autopar.search.bounds.devices import Line
-from autopar.search.knapsacks import NOTHING, Front, merged
-from autopar.search.pareto import Array, falling
+from autopar.search.knapsacks import NOTHING, Front, front, merged
+from autopar.search.pareto import Array
 from autopar.search.tables import Instance
 
 ROUNDS = 40
@@ -77,8 +77,7 @@ class _Ways:
         held = (table.weights + int(self.instance.in_flight[s]) * table.saved)[some]
         if first and s == self.at_work:
             held = held + table.at_work(self.passing)[some]
-        best = falling(held, cost)
-        return Front(held[best], cost[best], at * len(table) + some[best], table=kind + 1)
+        return front(held, cost, at * len(table) + some, table=kind + 1)
 
     def cheapest(self, weights: Array, once: float) -> Iterator[tuple[int, Front]]:
         """Per number of layers of the most frequent kind, the ways that may be cheapest: the last way of each is the cheapest."""
@@ -87,8 +86,7 @@ class _Ways:
             ways = merged(ways, self._single(kind, at, weights, once, True), self.limit, bound=True)
         some = [self._single(self.common, at, weights, once, False) for at in range(len(self.own))]
         held, cost, made = (np.concatenate([getattr(f, name) for f in some]) for name in ("held", "cost", "made"))
-        best = falling(held, cost)
-        free = Front(held[best], cost[best], made[best], table=self.common + 1)
+        free = front(held, cost, made, table=self.common + 1)
         for layers in range(self.first.count(self.common), self.high + 1):
             if layers >= self.low:
                 yield layers, ways

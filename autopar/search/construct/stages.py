@@ -15,20 +15,21 @@ All steps run for all layouts together and for each layout alone, since mixing l
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
 from autopar.schedules.step_time import repeats, warm_up
+from autopar.search.bounds.cheap import smallest_bottleneck
 from autopar.search.construct.selection import LADDER, Selection, memory_scale, seconds_of, stage_of
 from autopar.search.evaluation import Solution, cost, fits, in_turn, stage_bytes
 from autopar.search.knapsacks import TABLES, knapsacks, only
 from autopar.search.minimum_memory import least_memory
 from autopar.search.pareto import Array, Indices
 from autopar.search.runs import compositions
-from autopar.search.tables import Instance, Regime, Roles, Table
+from autopar.search.tables import Instance, Regime, Roles
 
 CAPS = (1.0, 1.01, 1.02, 1.05, 1.15, np.inf)
 """Caps on the part of a step besides one forward and one backward of every stage, as multiples of the smallest possible cap."""
@@ -36,24 +37,11 @@ CAPS = (1.0, 1.01, 1.02, 1.05, 1.15, np.inf)
 BISECTIONS = 10
 """Steps of the search for the smallest possible cap."""
 
-WHOLE = 4
-"""Modes whose drafts are made again from stages of whole layers."""
-
-WINDOW = 1.3
-"""Stages of whole layers are computed up to this multiple of the smallest bottleneck."""
-
 REFINED = 6
 """Cuts per outer choice that are refined with resharding."""
 
 ROOMS = 8
 """How many times a stage is chosen again with more free memory, if segments of several layers keep more than their layers' shares."""
-
-RELIEF, NEAR = 12, 1.003
-"""Rounds of reducing the once-per-step work that all stages wait for; and how far from the best a solution may be for these rounds to
-run."""
-
-LADEN = 0.97
-"""A stage is relieved if it has this share or more of the largest once-per-step work of a stage."""
 
 MOVES, NEIGHBOURS = 12, 300
 """Steps of the descent over neighbouring cuts, and the number of neighbours above which only the nearest are tried."""
@@ -82,15 +70,13 @@ def construct_stages(instance: Instance, deadline: float = np.inf) -> tuple[floa
     """The best solution found, with its true step time; ``None`` if nothing fits. After ``deadline`` no further layout is tried."""
     found: tuple[float, Solution] | None = None
 
-    def offer(solution: Solution, near: float = 1.0) -> float:
-        """The true step time if it is at most ``near`` times the best; otherwise some longer time."""
+    def offer(solution: Solution) -> None:
         nonlocal found
         if not fits(instance, solution):
-            return np.inf
-        step = cost(instance, solution, np.inf if found is None else near * found[0]).step_time_s
+            return
+        step = cost(instance, solution, np.inf if found is None else found[0]).step_time_s
         if found is None or step < found[0] * (1 - 1e-9):
             found = step, solution
-        return step
 
     drafts: list[_Draft] = []
     for mode in modes_of(instance):
@@ -98,19 +84,13 @@ def construct_stages(instance: Instance, deadline: float = np.inf) -> tuple[floa
         if time.monotonic() > deadline:
             break
     drafts.sort(key=lambda d: d.estimate_s)
-    best_modes = list(dict.fromkeys(draft.mode.roles for draft in drafts))[:WHOLE]
-    modes = {draft.mode.roles: draft.mode for draft in drafts}
-    drafts = [draft for roles in best_modes for draft in _drafts(instance, modes[roles], whole=True)]
-    drafts.sort(key=lambda d: d.estimate_s)
     cache: _Cache = {}
 
     def tried(draft: _Draft) -> bool:
         best_s = np.inf if found is None else found[0]
         pick = _refined(instance, draft, cache)
-        step = np.inf if pick is None else offer(Solution(draft.bounds, pick), NEAR)
-        if pick is not None and step < NEAR * best_s:
-            for solution in _relieved(instance, Solution(draft.bounds, pick), cache):
-                offer(solution)
+        if pick is not None:
+            offer(Solution(draft.bounds, pick))
         return found is not None and found[0] < best_s
 
     for draft in _distinct(drafts)[:REFINED]:
@@ -150,65 +130,6 @@ def _neighbours(bounds: tuple[int, ...]) -> list[tuple[int, ...]]:
     )
 
 
-def _relieved(instance: Instance, solution: Solution, cache: _Cache) -> Iterator[Solution]:
-    """The solution with less and less once-per-step work in the stages that have most of it and that all others wait for.
-
-    A stage's time counts once per microbatch only if the stage is the slowest. In other stages fewer gradients may be reduced
-    at the end of the step, and more during the microbatches; other layers of the stage give up the memory that this needs.
-    """
-    spans = list(pairwise(solution.bounds))
-    stages = [solution.pick[i:j] for i, j in spans]
-    tables = [instance.at(place) for place in instance.layout.place]
-    kinds = [tuple(instance.kind[i:j].tolist()) for i, j in spans]
-
-    def step_s(s: int) -> float:
-        return float(sum(tables[s][kind].step[k] for kind, k in zip(kinds[s], stages[s], strict=True)))
-
-    steps = [step_s(s) for s in range(len(spans))]
-    for _ in range(RELIEF if len(spans) > 1 else 0):
-        for s in np.flatnonzero(np.array(steps) >= LADEN * max(steps)).tolist():
-            key = instance.regime(s), kinds[s], stages[s]
-            if key not in cache:
-                cache[key] = _lighter(instance.regime(s), [tables[s][kind] for kind in kinds[s]], stages[s])
-            lighter = cache[key]
-            if lighter is None:
-                return
-            stages[s], steps[s] = lighter, step_s(s)
-        yield Solution(solution.bounds, tuple(k for stage in stages for k in stage))
-
-
-def _lighter(regime: Regime, tables: list[Table], stage: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Change one layer's candidate to one of the same layout with less once-per-step work, at the lowest price in time, and change other
-    layers' candidates to make room for it; ``None`` if there is none."""
-    n, passing, _, limit = regime
-    pick = list(stage)
-
-    def swap(memory: bool) -> bool:
-        best, found = np.inf, (0, 0)
-        for a, k in {(id(t), k): (a, k) for a, (t, k) in enumerate(zip(tables, pick, strict=True))}.values():
-            t = tables[a]
-            column = t.weights + n * t.saved + t.at_work(passing) if memory else t.step
-            less = np.flatnonzero((t.layout == t.layout[k]) & (column < column[k] * (1 - 1e-9)) & (t.step <= t.step[k]))
-            price = (t.time[less] - t.time[k]) / (column[k] - column[less])
-            if len(less) and price.min() < best:
-                best, found = float(price.min()), (a, int(less[price.argmin()]))
-        pick[found[0]] = found[1] if np.isfinite(best) else pick[found[0]]
-        return bool(np.isfinite(best))
-
-    def over() -> bool:
-        held = sum(float(t.weights[k] + n * t.saved[k]) for t, k in zip(tables, pick, strict=True))
-        return held + max(float(t.at_work(passing)[k]) for t, k in zip(tables, pick, strict=True)) > limit
-
-    if not swap(memory=False):
-        return None
-    for _ in range(RELIEF):
-        if not over():
-            return tuple(pick)
-        if not swap(memory=True):
-            break
-    return None
-
-
 def modes_of(instance: Instance) -> list[Mode]:
     """The candidates of every kind: all, then those of one layout at a time (all candidates, for a kind that lacks that layout)."""
     every = _every(instance)
@@ -246,21 +167,16 @@ def tied_cost(instance: Instance, layers: Sequence[int], price: float) -> float:
     return total
 
 
-def _drafts(instance: Instance, mode: Mode, whole: bool = False) -> list[_Draft]:
-    """Cuts for a mode, one for each cap; ``whole``: from stages of whole layers, which are more expensive to compute."""
+def _drafts(instance: Instance, mode: Mode) -> list[_Draft]:
+    """Cuts for a mode, one for each cap."""
     stages, m = instance.schedule.pipeline, instance.schedule.microbatches
     spans = {regime: _stage_costs(instance, mode, regime) for regime in instance.regimes}
     by_stage = [spans[instance.regime(s)] for s in range(stages)]
     # 1F1B hides part of an early stage's forwards in the warm-up; a forward is a third of the time
     burden = [1 - (n - 1) / (3 * max(m - 1, 1)) for n in warm_up(instance.schedule)]
-    least = _bottleneck(by_stage, burden)
+    least = smallest_bottleneck([share * span for share, span in zip(burden, by_stage, strict=True)])
     if not np.isfinite(least):
         return []
-    if whole:
-        by_stage = _wholes(instance, mode, by_stage, burden, WINDOW * least)
-        least = _bottleneck(by_stage, burden)
-        if not np.isfinite(least):
-            return []
     alone = [
         np.where(np.isfinite(span), (m - 1) * share, 1.0) * span for share, span in zip(burden, by_stage, strict=True)
     ]
@@ -299,32 +215,6 @@ def _cut(
         bounds.append(int(after[bounds[-1]]))
     longest = max(float(b[i, j]) for b, (i, j) in zip(reversed(most), pairwise(bounds), strict=True))
     return float(rest[0]) + longest, tuple(bounds)
-
-
-def _bottleneck(by_stage: list[Array], burden: list[float]) -> float:
-    """The least possible time of the slowest stage, each stage's time weighted by ``burden``."""
-    count = len(by_stage[0]) - 1
-    slowest = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
-    for span, share in zip(by_stage, burden, strict=True):
-        slowest = np.maximum(slowest[:, None], share * span).min(axis=0)
-    return float(slowest[count])
-
-
-def _wholes(instance: Instance, mode: Mode, by_stage: list[Array], burden: list[float], most_s: float) -> list[Array]:
-    """The stages' seconds from whole layers; ``inf`` for stages above ``most_s``."""
-    runs = compositions(instance)
-    weights = (1.0, 0.0, 1 / instance.schedule.microbatches)
-    found = []
-    for s, (span, share) in enumerate(zip(by_stage, burden, strict=True)):
-        sacks = knapsacks(instance, instance.regime(s), weights, bound=False, roles=mode.roles)
-        values = np.full(len(runs.counts) + 1, np.inf)
-        near = share * span <= most_s
-        values[runs.at[near]] = span[near]
-        for c in np.unique(runs.at[near]).tolist():
-            if len(layers := runs.layers(instance, c)) <= TABLES:
-                values[c] = sacks.least(layers)
-        found.append(values[runs.at])
-    return found
 
 
 def _stage_costs(instance: Instance, mode: Mode, regime: Regime) -> Array:
