@@ -261,6 +261,7 @@ class Plan:
     wall_time_s: float = 0.0
     peak_memory_bytes: int = 0
     chunks: int = 1
+    prefetch: int = 1  # layers whose parameters FSDP gathers ahead of the computation, under ZeRO 2 and 3
     pins: tuple[PinPrice, ...] = ()
     allow: tuple[str, ...] = ()
     request: dict[str, Any] = field(default_factory=dict, hash=False)  # the command line's options, to repeat it
@@ -349,6 +350,7 @@ class Plan:
             "chunks": self.chunks,
             "microbatches": self.microbatches,
             "schedule": self.schedule,
+            "prefetch": self.prefetch,
             "global_batch": self.global_batch,
             "precision": self.precision,
             "mesh": [dataclasses.asdict(axis) for axis in self.mesh],
@@ -409,6 +411,7 @@ class Plan:
             wall_time_s=data["wall_time_s"],
             peak_memory_bytes=data["peak_memory_bytes"],
             chunks=data.get("chunks", 1),
+            prefetch=data.get("prefetch", 1),
             pins=tuple(PinPrice(**pin) for pin in data.get("pins", ())),
             allow=tuple(data.get("allow", ())),
             request=data.get("request", {}),

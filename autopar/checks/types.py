@@ -118,7 +118,7 @@ def _check_stage(kind: Any, records: list[dict[str, Any]], plan: dict[str, Any],
     for name, shape, dtype, *flows in kind.RECEIVES:
         tensor = torch.empty(shape, dtype=getattr(torch, dtype), device="meta", requires_grad=flows != [False])
         activations.append(_declare(tensor, kind.BORDERS[name]))
-    inputs = {}
+    inputs: dict[str, Any] = {}
     sizes = {axis["name"]: axis["size"] for axis in plan["mesh"]}
     for name, (shape, dtype) in kind.SHAPES.items():
         local = [rows, *shape[1:]]
@@ -126,7 +126,7 @@ def _check_stage(kind: Any, records: list[dict[str, Any]], plan: dict[str, Any],
             local[dim] //= sizes[axis]
         inputs[name] = _declare(torch.empty(local, dtype=getattr(torch, dtype), device="meta"), kind.TYPES[name])
     if kind.RANDOM:
-        inputs["key"] = torch.zeros(1, dtype=torch.long)
+        inputs["key"] = 0
     for name in kind.SCALARS:
         inputs[name] = _declare(torch.empty((), device="meta"), everywhere)
     for name, layer in stage.named_children():

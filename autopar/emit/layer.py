@@ -114,9 +114,11 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
         if kind != "activation":
             held.append(argument)
         notes.append(f"        # {argument} {tuple(meta(node)['val'].shape)}: {types_text(axes, layer.border(index))}")
+    typed = [f"{argument}: torch.Tensor" for argument in arguments]
     if layer.random:
         arguments.append("key")
-    signature = ", ".join(["self", *(f"{argument}: torch.Tensor" for argument in arguments)])
+        typed.append("key: int")
+    signature = ", ".join(["self", *typed])
     body = [*notes, *statements(nodes, texts, names, watch)]
     count = len(layer.cls.outputs) + len(layer.cls.updates)
     returns = "torch.Tensor" if count == 1 else "tuple[torch.Tensor, ...]"

@@ -120,8 +120,13 @@ def _loss_types(program: LocalProgram, stage: Stage, axes: tuple[str, ...]) -> s
 
 def _groups(program: LocalProgram, stage: Stage) -> str:
     def entry(layer: int) -> str:
-        axes = data_axes(program, layer)
-        return _quoted({"zero": program.plan.layers[layer].strategy.zero, "data_axes": literal(axes, {})})
+        axes, strategy = data_axes(program, layer), program.layers[layer].strategy
+        record: dict[str, object] = {"zero": strategy.zero, "data_axes": literal(axes, {})}
+        if strategy.recomputation.layers > 1:
+            record["segment"] = strategy.recomputation.layers  # recomputed as one
+        if not any(value.requires_grad for value in program.layers[layer].cls.outputs):
+            record["backward"] = False  # no gradient flows through the layer
+        return _quoted(record)
 
     groups = {layer_attribute(program, layer): entry(layer) for layer in stage.layers}
     if stage.owned:
@@ -202,8 +207,8 @@ class _Forward:
             del layers[:run]
         sends = [self.values[border.value.name].text for border in stage.sends] or [self.values[graph.loss].text]
         positional = ", ".join(["self", *(f"{name}: torch.Tensor" for name in received)])
-        named = [self.values[self._key(name)].text for name in inputs] + (["key"] if stage.random else [])
-        keywords = ", ".join(f"{name}: torch.Tensor" for name in named)
+        named = [f"{self.values[self._key(name)].text}: torch.Tensor" for name in inputs]
+        keywords = ", ".join([*named, *(["key: int"] if stage.random else [])])
         signature = f"{positional}, *, {keywords}" if keywords else positional
         result = sends[0] if not stage.sends else f"({', '.join(sends)},)"
         returns = "tuple[torch.Tensor, ...]" if stage.sends else "torch.Tensor"

@@ -308,17 +308,17 @@ def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
         yield
 
 
-def seed(key: Tensor, layer: int, op: int, axes: Sequence[str] = ()) -> int:
+def seed(key: int, layer: int, op: int, axes: Sequence[str] = ()) -> int:
     """The seed of one random op: a function of the microbatch's key, the layer, the op, and this rank's coordinates on ``axes``.
 
     ``axes`` are those that shard the op's operand: their ranks draw differently, ranks with the same values draw the same; an axis
     of size one does not count, so one device draws the same as replicas. A recomputation
-    passes the same key and gets the same seed. ``key`` is on the CPU, so that nothing waits for a device.
+    passes the same key and gets the same seed.
     """
     with spmd.no_typecheck():
         places = [torch.arange(_size(axis)) for axis in _split(axes)]
         slices = [spmd.convert(place, axis, src=R, dst=S(0)) for place, axis in zip(places, _split(axes), strict=True)]
-        numbers = [int(key), layer, op, *(int(own) for own in slices)]
+        numbers = [key, layer, op, *(int(own) for own in slices)]
     state = 0
     for number in numbers:  # splitmix64 (Steele, Lea and Flood 2014), one round for every number
         state = (state + number + 0x9E3779B97F4A7C15) % 2**64

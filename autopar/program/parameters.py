@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
 from torch.distributed.tensor import DTensor
 
 from autopar.program.buffers import StageBuffers
@@ -235,7 +235,7 @@ class FlatGroup:
 class ShardedGroup:
     """One layer's parameters under FSDP2 over the layer's data axes: ZeRO 2 (kept gathered after forward) and 3 (not kept).
 
-    The layer is a separate FSDP root: gradients are reduce-scattered, and accumulated, per microbatch.
+    Gradients are reduce-scattered, and accumulated, per microbatch. ``gather_ahead`` makes the stage the FSDP root of its layers.
     """
 
     shared = None  # tied copies are never here
@@ -251,9 +251,10 @@ class ShardedGroup:
             shape = stage.get_parameter(layout.name).shape
             values = torch.zeros(shape, dtype=program.dtypes(layout)[0], device=world.device)
             _set_parameter(stage, layout.name, nn.Parameter(values, layout.trainable))
+        self.mesh = DeviceMesh.from_group(world.group(axes), world.device.type, mesh_dim_names=("zero",))
         fully_shard(
             module,
-            mesh=DeviceMesh.from_group(world.group(axes), world.device.type, mesh_dim_names=("zero",)),
+            mesh=self.mesh,
             reshard_after_forward=zero == 3,
             mp_policy=MixedPrecisionPolicy(compute, wide, None, False) if wide != compute else MixedPrecisionPolicy(),
             ignored_params=ignored,
@@ -354,6 +355,14 @@ def reduce_over_stages(groups: Sequence[Group]) -> None:
 # -- stages -----------------------------------------------------------------------------------------------------------
 
 
+class Layer(NamedTuple):
+    """A layer under FSDP: the number of layers whose parameters it gathers ahead, and whether gradients flow through it."""
+
+    module: FSDPModule
+    ahead: int = 1
+    backward: bool = True
+
+
 def grouping(program: Program, stage: int) -> list[tuple[Layout, ...]]:
     """A stage's parameters, grouped as they are stored; the same list on every rank.
 
@@ -368,6 +377,23 @@ def grouping(program: Program, stage: int) -> list[tuple[Layout, ...]]:
     return [tuple(layouts) for _, layouts in sorted(groups.items(), key=lambda item: item[0][1])]
 
 
+def gather_ahead(stage: nn.Module, layers: Sequence[Layer], mesh: DeviceMesh) -> None:
+    """Make ``stage`` the FSDP root of ``layers``, its layers under FSDP in the order of the forward pass, whose parameters are gathered
+    ahead of the computation: those of the next layers in the forward pass, those of the layers before in the backward pass.
+
+    Layers that are roots of their own gather nothing ahead, and each keeps a whole gradient in memory until the backward pass ends. The
+    layers have meshes of their own; the root has no parameters, and ``mesh`` is any of theirs.
+    """
+    flat = set(stage.parameters())  # whatever is left belongs to flat groups
+    fully_shard(stage, mesh=mesh, reshard_after_forward=False, ignored_params=flat)
+    for i, (module, ahead, _) in enumerate(layers):
+        module.set_modules_to_forward_prefetch([layer.module for layer in layers[i + 1 : i + 1 + ahead]])
+        before = [layer.module for layer in layers[:i] if layer.backward][::-1][:ahead]
+        # Without a list FSDP prefetches by the order of the forward calls, which under 1F1B is that of another microbatch. The module
+        # itself stands for nothing: its parameters are gathered when the list is read.
+        module.set_modules_to_backward_prefetch(before or [module])
+
+
 def build_stages(program: Program, world: World) -> tuple[dict[int, nn.Module], dict[int, list[Group]], StageBuffers]:
     """This rank's stages on its device, with their parameters allocated (zeros) in their groups, and their buffers."""
     constants = {name: tensor.to(world.device) for name, tensor in program.constants.items()}
@@ -376,7 +402,9 @@ def build_stages(program: Program, world: World) -> tuple[dict[int, nn.Module], 
         for index in world.stages
     }
     buffers = StageBuffers(stages, program, world)
-    return stages, {index: _build(index, stage, program, world) for index, stage in stages.items()}, buffers
+    groups = {index: _build(index, stage, program, world) for index, stage in stages.items()}
+    share_comm_ctx([stage for stage in stages.values() if isinstance(stage, FSDPModule)])  # one set of streams
+    return stages, groups, buffers
 
 
 def _build(index: int, stage: nn.Module, program: Program, world: World) -> list[Group]:
@@ -395,7 +423,22 @@ def _build(index: int, stage: nn.Module, program: Program, world: World) -> list
     for name in program.model.STAGES[index].GROUPS:
         if name:
             _run_in_mesh(stage.get_submodule(name), world)
+    meshes = [group.mesh for group in groups if isinstance(group, ShardedGroup)]
+    if meshes:
+        gather_ahead(stage, _layers(index, stage, program), meshes[0])
     return groups
+
+
+def _layers(index: int, stage: nn.Module, program: Program) -> list[Layer]:
+    """The stage's layers under FSDP, in the order of the forward pass."""
+    layers = []
+    for name, record in program.model.STAGES[index].GROUPS.items():
+        module = stage.get_submodule(name)  # the stage itself, "", is not under FSDP yet
+        if isinstance(module, FSDPModule):
+            # When a segment runs again, its last layer but one must not gather beyond the last: those layers' backward is over.
+            ahead = 1 if "segment" in record else int(program.plan["prefetch"])
+            layers.append(Layer(module, ahead, record.get("backward", True)))
+    return layers
 
 
 def _check_layout(layout: Layout, stage: nn.Module, world: World) -> None:

@@ -217,8 +217,9 @@ class _Microbatch(nn.Module):
         own = {name.removeprefix(self.prefix): x for name, x in inputs.items() if name.startswith(self.prefix)}
         scalars: Any = self.stage.SCALARS
         own.update({name: own[name].squeeze(0) for name in scalars if name in own})
+        key = {"key": int(own.pop("key"))} if "key" in own else {}
         with self.world.in_mesh():
-            out = self.stage(*activations, **own, **self.scalars)
+            out = self.stage(*activations, **own, **key, **self.scalars)
         return out if isinstance(out, Tensor) else tuple(tensor.contiguous() for tensor in out)
 
 

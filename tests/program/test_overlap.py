@@ -1,0 +1,167 @@
+"""What runs at the same time: FSDP's gathers and reductions under computation, on a clock; and faults that would undo it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fsdp_clock import clock
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from workers import WorkerPool
+
+from autopar.capture import capture
+from autopar.emit import emit
+from autopar.errors import LaunchError
+from autopar.run.folder import import_runtime, program_modules
+from autopar.search.manual import manual_plan
+from autopar.shard import annotate
+
+LAYERS = 8
+TIMES = {"gather": 0.5, "forward": 1.0, "backward": 2.0, "reduce": 1.0}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(16, 16), torch.randn(16, 16)
+
+
+def program(
+    folder: Path,
+    *,
+    prefetch: int = 1,
+    faults: tuple[tuple[str, str, str], ...] = (),
+    model: nn.Module | None = None,
+    batch: tuple[Tensor, Tensor] | None = None,
+    **options: Any,
+) -> str:
+    """Emit a program; ``faults`` are changes of its files: the file, a pattern, the replacement."""
+    graph = annotate(capture(model or Blocks(), batch or rows(), nn.functional.mse_loss))
+    emit(graph, manual_plan(graph, **options), folder)
+    file = folder / "plan.json"
+    file.write_text(re.sub(r'"prefetch": 1', f'"prefetch": {prefetch}', file.read_text()))
+    for name, pattern, replacement in faults:
+        text, count = re.subn(pattern, replacement, (folder / name).read_text())
+        assert count == 1, (name, pattern, count)
+        (folder / name).write_text(text)
+    return str(folder)
+
+
+def timed(folder: str) -> dict[str, Any]:
+    """A step on the clock: seconds, what was issued in which order, and the bytes of reductions' inputs."""
+    with program_modules(folder), clock(**TIMES) as device:
+        runtime = import_runtime(folder)
+        program = runtime.load(folder)
+        trainer = runtime.Trainer(program, runtime.start(program, device="cpu"))
+        for index, stage in trainer.stages.items():
+            for name in program.model.STAGES[index].GROUPS:
+                if name and isinstance(stage.get_submodule(name), FSDPModule):
+                    device.follow(name, stage.get_submodule(name))
+        batch = dict(zip(("x", "targets"), rows(), strict=True))
+        trainer.forward_backward(batch)
+        start_s = device.compute.time
+        device.issued.clear()
+        trainer.forward_backward(batch)
+        return {
+            "seconds": device.compute.time - start_s,
+            "issued": [list(each) for each in device.issued],
+            "live_bytes": device.inputs_bytes,
+            "all_bytes": sum(size for _, size in device.inputs) // 2,
+        }
+
+
+def expected(passes: str, names: list[str], ahead: int = 1) -> list[list[str]]:
+    """What a stage's layers issue in its forward passes (F) and backward passes (B) under ZeRO 3."""
+    issued: list[list[str]] = []
+    for way in passes:
+        layers, gathered = names if way == "F" else names[::-1], 0
+        for i, name in enumerate(layers):
+            upto = min(i + 1 + ahead, len(layers))
+            issued += [["gather", each] for each in layers[gathered:upto]]
+            gathered = upto
+            issued += [["forward", name]] if way == "F" else [["backward", name], ["reduce", name]]
+    return issued
+
+
+def layers_of(issued: list[list[str]]) -> list[str]:
+    return list(dict.fromkeys(name for what, name in issued if what == "forward"))
+
+
+ROOT = ("parameters.py", r"(?m)^    if meshes:$", "    if not meshes:")
+ORDER = ("parameters.py", r"\[::-1\]\[:ahead\]", "[:ahead]")
+NO_LIST = ("parameters.py", r"before or \[module\]", "before")
+NOT_AHEAD = ("parameters.py", r"layers\[i \+ 1 : i \+ 1 \+ ahead\]", "layers[:0]")
+
+
+def test_gathers_and_reductions_run_under_the_computation(workers2: WorkerPool, tmp_path: Path) -> None:
+    """Layers compute for 24 s. Only the first gather and the last reduction are waited for; without a common root it is all of them."""
+    folder = program(tmp_path / "nested", data=2, zero=3)
+    for found in workers2.run("test_overlap:timed", folder):
+        names = layers_of(found["issued"])
+        assert len(names) == LAYERS
+        assert found["issued"] == expected("FB", names)
+        compute_s = LAYERS * (TIMES["forward"] + TIMES["backward"])
+        assert found["seconds"] == compute_s + TIMES["gather"] + TIMES["reduce"] <= 26
+        assert found["live_bytes"] <= 2 * found["all_bytes"] / LAYERS * 1.1  # a reduction, and the one before it
+    apart = program(tmp_path / "apart", faults=(ROOT,), data=2, zero=3)
+    for found in workers2.run("test_overlap:timed", apart):
+        assert found["seconds"] > 39
+        assert found["live_bytes"] >= found["all_bytes"] * (LAYERS - 1) / LAYERS
+
+
+def test_gathers_run_ahead_by_the_number_in_the_plan(workers2: WorkerPool, tmp_path: Path) -> None:
+    found = workers2.run("test_overlap:timed", program(tmp_path, prefetch=2, data=2, zero=3))[0]
+    assert found["issued"] == expected("FB", layers_of(found["issued"]), ahead=2)
+    assert found["seconds"] <= 26
+
+
+def test_every_microbatch_waits_for_its_first_gather_and_its_last_reduction(
+    workers2: WorkerPool, tmp_path: Path
+) -> None:
+    """The next microbatch's first gather follows the reduction in the process group, whose end ends the backward pass."""
+    found = workers2.run("test_overlap:timed", program(tmp_path, data=2, zero=3, microbatches=2))[0]
+    assert found["issued"] == expected("FBFB", layers_of(found["issued"]))
+    assert found["seconds"] == 2 * (LAYERS * 3 + 1.5)
+
+
+def test_under_1f1b_every_pass_gathers_its_own_layers(workers4: WorkerPool, tmp_path: Path) -> None:
+    folder = program(tmp_path, pipeline=2, data=2, zero=3, microbatches=4, schedule="1f1b")
+    found = workers4.run("test_overlap:timed", folder)
+    for rank, passes in enumerate(("FFBFBFBB", "FFBFBFBB", "FBFBFBFB", "FBFBFBFB")):
+        assert found[rank]["issued"] == expected(passes, layers_of(found[rank]["issued"]))
+
+
+@pytest.mark.parametrize("fault", [ROOT, ORDER, NO_LIST, NOT_AHEAD], ids=["root", "order", "no list", "not ahead"])
+def test_a_fault_shows(fault: tuple[str, str, str], workers4: WorkerPool, tmp_path: Path) -> None:
+    folder = program(tmp_path, faults=(fault,), pipeline=2, data=2, zero=3, microbatches=4, schedule="1f1b")
+    try:
+        found = workers4.run("test_overlap:timed", folder)
+    except LaunchError:
+        return
+    passes = ("FFBFBFBB", "FFBFBFBB", "FBFBFBFB", "FBFBFBFB")
+    assert any(
+        each["issued"] != expected(way, layers_of(each["issued"])) for each, way in zip(found, passes, strict=True)
+    )
