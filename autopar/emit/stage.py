@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import fx
 
 from autopar.emit.expressions import conversion_text, literal
 from autopar.emit.names import Names, flat_attributes, identifier
 from autopar.graph import Value
+from autopar.ops.experts import Experts
+from autopar.ops.facts import is_custom, op_of
 from autopar.plan import Axis
 from autopar.precision import name_of
 from autopar.types import R, SpmdType
@@ -119,19 +123,33 @@ def _loss_types(program: LocalProgram, stage: Stage, axes: tuple[str, ...]) -> s
 
 
 def _groups(program: LocalProgram, stage: Stage) -> str:
-    def entry(layer: int) -> str:
+    def entry(layer: int, users: Sequence[int]) -> str:
         axes, strategy = data_axes(program, layer), program.layers[layer].strategy
         record: dict[str, object] = {"zero": strategy.zero, "data_axes": literal(axes, {})}
         if strategy.recomputation.layers > 1:
             record["segment"] = strategy.recomputation.layers  # recomputed as one
         if not any(value.requires_grad for value in program.layers[layer].cls.outputs):
             record["backward"] = False  # no gradient flows through the layer
+        if any(_is_opaque(program.layers[user].graph) for user in users):
+            record["opaque"] = True  # parameters may get no gradient on some ranks
         return _quoted(record)
 
-    groups = {layer_attribute(program, layer): entry(layer) for layer in stage.layers}
+    groups = {layer_attribute(program, layer): entry(layer, [layer]) for layer in stage.layers}
     if stage.owned:
-        groups[""] = entry(next(iter(stage.owned.values())))
+        users = [i for i in stage.layers if not stage.owned.keys().isdisjoint(program.graph.layers[i].parameters)]
+        groups[""] = entry(next(iter(stage.owned.values())), users)
     return "{\n" + "".join(f'        "{name}": {text},\n' for name, text in groups.items()) + "    }"
+
+
+def _is_opaque(graph: fx.GraphModule) -> bool:
+    """Whether a layer runs code that is not in its graph: an opaque module, or a user's op, also inside a mixture of experts."""
+    targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    return any(
+        _is_opaque(target.body)
+        if isinstance(target, Experts)
+        else is_custom(target) or op_of(target).name.startswith("autopar.opaque_")
+        for target in targets
+    )
 
 
 def owned_attribute(name: str) -> str:

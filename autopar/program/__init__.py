@@ -30,6 +30,7 @@ FILES = (
     "world.py",
     "buffers.py",
     "parameters.py",
+    "reductions.py",
     "runtime.py",
     "train.py",
 )

@@ -7,6 +7,7 @@ Everything here is a function of the parameters' layout records (``layouts.json`
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -87,8 +88,31 @@ class Slot:
     stop: int
 
 
+class Arrivals:
+    """Counts the gradients of a group that a step still lacks: one of every parameter in every microbatch.
+
+    A parameter's hook references this, and not the group: the garbage collector does not see a parameter's hooks, so the group, and with
+    it the process groups, would never be freed. ``complete`` is called when the last gradient arrives.
+    """
+
+    def __init__(self, each_step: int) -> None:
+        self._each_step, self.missing = each_step, each_step
+        self.complete: weakref.WeakMethod[Callable[[], None]] | None = None
+
+    def reset(self) -> None:
+        self.missing = self._each_step
+
+    def count(self) -> None:
+        self.missing -= 1
+        complete = self.complete and self.complete()
+        if complete is not None and self.missing <= 0:
+            if self.missing < 0:
+                raise RuntimeError("a parameter got a gradient after the reduction of its group had started")
+            complete()
+
+
 class FlatGroup:
-    """Parameters in one flat buffer whose gradients are reduced explicitly, once, after the schedule: ZeRO 0 and 1.
+    """Parameters in one flat buffer whose gradients are reduced explicitly, once a step: ZeRO 0 and 1.
 
     ZeRO 0 all-reduces the gradients over the data axes. ZeRO 1 reduce-scatters them, the optimizer updates this rank's piece of the
     buffer, and the pieces are all-gathered. If masters are wider than the computation (float32 and bfloat16), gradients
@@ -97,7 +121,7 @@ class FlatGroup:
 
     def __init__(self, stage: nn.Module, layouts: Sequence[Layout], world: World, program: Program) -> None:
         self.layouts = tuple(layouts)
-        _, zero, self._axes = program.group(layouts[0])
+        self.child, zero, self._axes = program.group(layouts[0])
         wide, compute = program.dtypes(layouts[0])
         trainable = layouts[0].trainable
         self.shared = layouts[0].shared
@@ -112,6 +136,9 @@ class FlatGroup:
         self._values = torch.zeros(piece * self._parts, dtype=compute, device=world.device)
         self._grads = torch.zeros(piece * self._parts if trainable else 0, dtype=wide, device=world.device)
         self._owned = torch.zeros(piece, dtype=wide, device=world.device) if self._mixed else self._values[self._own]
+        self._work: dist.Work | None = None  # the reduction, while it runs
+        self._sum: Tensor | None = None  # its result under ZeRO 1
+        self.arrivals = Arrivals(len(layouts) * int(program.plan["microbatches"]))
         self._slots: list[Slot] = []
         self._unwritten: set[str] = set()  # the parameters whose gradients in the buffer are from an earlier step
         self.masters: list[Master] = []
@@ -127,9 +154,7 @@ class FlatGroup:
 
     def _add_master(self, slot: Slot) -> None:
         grad = self._grads[slot.start : slot.stop].view(slot.param.shape)
-        # The hook references neither this group nor the slot: the garbage collector does not see a parameter's hooks, so the group, and
-        # with it the process groups, would never be freed.
-        name, unwritten = slot.layout.name, self._unwritten
+        name, unwritten, arrivals = slot.layout.name, self._unwritten, self.arrivals  # see Arrivals
 
         def accumulate(param: Tensor) -> None:
             if param.grad is None:
@@ -140,6 +165,7 @@ class FlatGroup:
             else:
                 grad.add_(param.grad)
             param.grad = None
+            arrivals.count()
 
         # Not param.grad = a view of the buffer: the first step of torch's schedules sets the gradients of everything inside an FSDP
         # module to None, and a tied copy may be there. Besides, the buffer may have a wider dtype.
@@ -174,6 +200,7 @@ class FlatGroup:
         """Mark all gradients as old: the first gradient of a step overwrites the last step's, so the buffer is not filled with zeros."""
         if self._grads.numel():
             self._unwritten.update(slot.layout.name for slot in self._slots)
+        self.arrivals.reset()
 
     def settle(self) -> None:
         """Set the gradients of parameters that got none in this step to zero."""
@@ -193,17 +220,30 @@ class FlatGroup:
         for other in others:
             other._grads.copy_(self._grads)
 
-    def reduce(self) -> None:
-        """Sum the gradients over the data axes. Padding has no gradient."""
+    @property
+    def is_reduced(self) -> bool:
+        """Whether gradients are summed over a process group."""
+        return self._group is not None
+
+    def start_reduction(self) -> None:
+        """Start to sum the gradients over the data axes. Padding has no gradient."""
+        self.settle()
         for slot in self._slots if self._grads.numel() else ():
             for dim, start, length in slot.layout.beyond(self._world.coordinates):
                 self._grads[slot.start : slot.stop].view(slot.param.shape).narrow(dim, start, length).zero_()
         if self._scattered:
-            own = torch.empty_like(self._grads[self._own])
-            reduce_scatter(own, self._grads, group=self._group)
-            self._grads[self._own].copy_(own)
+            self._sum = torch.empty_like(self._grads[self._own])
+            self._work = reduce_scatter(self._sum, self._grads, group=self._group, async_op=True)
         elif self._group is not None:
-            dist.all_reduce(self._grads, group=self._group)
+            self._work = dist.all_reduce(self._grads, group=self._group, async_op=True)
+
+    def finish_reduction(self) -> None:
+        """Wait for the sums; on a GPU the device waits, not the host."""
+        if self._work is not None:
+            self._work.wait()
+        if self._sum is not None:
+            self._grads[self._own].copy_(self._sum)
+        self._work = self._sum = None
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -260,6 +300,9 @@ class ShardedGroup:
             ignored_params=ignored,
         )
         assert isinstance(module, FSDPModule)
+        opaque = program.model.STAGES[layouts[0].stage].GROUPS[child].get("opaque")
+        if opaque and hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
+            module.set_reduce_scatter_unused_params(True)  # ranks may lack gradients, and all must reduce the same ones
         module.set_gradient_divide_factor(1.0)  # a sum: each rank's loss is a term of the whole loss
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         self._params = {layout: stage.get_parameter(layout.name) for layout in layouts}
@@ -282,10 +325,7 @@ class ShardedGroup:
         for master in self.masters:
             master.tensor.grad = None  # it is a view of the old gradients, which would stay live beside the new ones
 
-    def settle(self) -> None:
-        pass
-
-    def reduce(self) -> None:
+    def finish_reduction(self) -> None:
         """FSDP2 has reduced the gradients; the optimizer gets views of them. Padding has no gradient."""
         for master in self.masters:
             param = self._params[master.layout]
@@ -338,18 +378,6 @@ def _full(tensor: Tensor) -> Tensor:
 def _set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
     path, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(path), leaf, param)
-
-
-def reduce_over_stages(groups: Sequence[Group]) -> None:
-    """Sum the gradients of tied parameters over the stages that have a copy, in one order on every rank."""
-    copies: dict[str, list[FlatGroup]] = {}
-    for group in groups:
-        group.settle()
-        if isinstance(group, FlatGroup) and group.shared is not None:
-            copies.setdefault(group.shared, []).append(group)
-    for key in sorted(copies):
-        first, *others = copies[key]
-        first.reduce_over_stages(others)
 
 
 # -- stages -----------------------------------------------------------------------------------------------------------

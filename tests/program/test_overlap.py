@@ -147,6 +147,15 @@ def test_every_microbatch_waits_for_its_first_gather_and_its_last_reduction(
     assert found["seconds"] == 2 * (LAYERS * 3 + 1.5)
 
 
+def test_layers_without_gradients_are_not_gathered_again(workers2: WorkerPool, tmp_path: Path) -> None:
+    model = Blocks()
+    for block in model.blocks[:2]:
+        block.requires_grad_(False)
+    found = workers2.run("test_overlap:timed", program(tmp_path, model=model, data=2, zero=3))[0]
+    names = layers_of(found["issued"])
+    assert found["issued"] == expected("F", names) + expected("B", names[2:])
+
+
 def test_under_1f1b_every_pass_gathers_its_own_layers(workers4: WorkerPool, tmp_path: Path) -> None:
     folder = program(tmp_path, pipeline=2, data=2, zero=3, microbatches=4, schedule="1f1b")
     found = workers4.run("test_overlap:timed", folder)

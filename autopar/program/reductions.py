@@ -1,0 +1,82 @@
+"""When a rank reduces its gradients: most reductions run under the backward pass.
+
+FSDP2 reduces the gradients of its layers (ZeRO 2 and 3) by itself, in every microbatch. Here are the flat groups' (ZeRO 0 and 1), which are
+reduced once a step: a group's reduction starts as soon as the last microbatch has given the group's last gradient, while the backward pass
+goes on in earlier layers.
+
+This file is copied into every emitted program; it needs torch alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+
+from autopar.program.parameters import FlatGroup, Group
+from autopar.program.world import Program
+
+
+class Reductions:
+    """Starts the reductions of a rank's groups, and waits for them.
+
+    All ranks of a process group must start its collectives in one order. The flat groups are therefore in a fixed order, as DDP's buckets
+    are: from the last layer to the first. A group that is complete waits until all groups before it have started, and the groups that are
+    left when the schedule ends start then. So the order depends neither on which gradients a rank got nor on when it got them.
+
+    Two kinds of groups start after the schedule on every rank, because ``model.py`` says so and whatever happens in a step: tied copies in
+    several stages, which are summed over the stages first; and parameters of layers with opaque modules or a user's ops, which may leave
+    out a gradient on one rank alone. That rank would start the reduction later than the others, between other collectives of the layers.
+    All other layers are graphs of torch's ops and of kernels, in which a parameter has a gradient on all ranks or on none.
+    """
+
+    def __init__(self, program: Program, by_stage: Mapping[int, Sequence[Group]]) -> None:
+        self._groups = [group for groups in by_stage.values() for group in groups]
+        self._early: list[FlatGroup] = []
+        for stage in sorted(by_stage, reverse=True):
+            self._early += _early(by_stage[stage], program.model.STAGES[stage].GROUPS)
+        self._late = [group for group in self._groups if isinstance(group, FlatGroup) and group not in self._early]
+        self._started = 0  # of the early groups
+        for group in self._early:
+            group.arrivals.complete = weakref.WeakMethod(self._advance)
+
+    def clear(self) -> None:
+        """Before a step: forget the last one's gradients."""
+        for group in self._groups:
+            group.zero_grad()
+        self._started = 0
+
+    def _advance(self) -> None:
+        """Start the reductions of the next groups in order that are complete."""
+        while self._started < len(self._early) and self._early[self._started].arrivals.missing == 0:
+            self._early[self._started].start_reduction()
+            self._started += 1
+
+    def start(self) -> None:
+        """After the schedule: start the reductions that are left, those of tied copies after the sum over their stages."""
+        for group in self._early[self._started :]:
+            group.start_reduction()
+        self._started = len(self._early)
+        copies: dict[str, list[FlatGroup]] = {}
+        for group in self._late:
+            group.settle()
+            if group.shared is not None:
+                copies.setdefault(group.shared, []).append(group)
+        for key in sorted(copies):  # one order on every rank
+            first, *others = copies[key]
+            first.reduce_over_stages(others)
+        for group in self._late:
+            group.start_reduction()
+
+    def finish(self) -> None:
+        """Wait for all reductions."""
+        for group in self._groups:
+            group.finish_reduction()
+
+
+def _early(groups: Sequence[Group], records: Mapping[str, Mapping[str, object]]) -> list[FlatGroup]:
+    """The groups of a stage that are reduced under the backward pass, in order; ``records`` are the stage's ``GROUPS``."""
+    found = [group for group in groups if isinstance(group, FlatGroup) and group.is_reduced and group.shared is None]
+    found = [group for group in found if not records[group.child].get("opaque")]
+    # The stage's own parameters come last: an early layer may use them.
+    children = [*(child for child in reversed(list(records)) if child), ""]
+    return sorted(found, key=lambda group: children.index(group.child))
