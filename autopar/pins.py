@@ -84,6 +84,9 @@ class LayerPins:
     ulysses: int | None = _pin("the degree of Ulysses sequence parallelism", "ulysses=4")
     ring: int | None = _pin("the degree of ring attention", "ring=4")
     zero: int | None = _pin("the ZeRO stage", "lm_head.zero=3", least=0, most=3)
+    replicate: int | None = _pin(
+        "how many copies there are of the state that ZeRO shards (HSDP's replicate degree)", "replicate=16"
+    )
     recompute: bool | str | None = _pin(
         "how activations are recomputed in the backward pass", "recompute=selective", values=RECOMPUTATIONS, switch=True
     )
@@ -157,6 +160,7 @@ class PinKeywords(TypedDict, total=False):
     ulysses: int | None
     ring: int | None
     zero: int | None
+    replicate: int | None
     recompute: bool | str | None
     offload: str | None
     segment: int | None

@@ -130,15 +130,21 @@ class Axis:
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """For one layer: the role of each axis of the mesh (same order), the ZeRO stage over its data axes, recomputation, and offloading to
-    host memory (``OFFLOADS``)."""
+    host memory (``OFFLOADS``).
+
+    ZeRO shards over the ranks whose parameters are equal. With ``replicate`` (hybrid sharding, HSDP) there are that many copies of the
+    sharded state: ZeRO shards over the innermost of those axes alone, and the product of the outermost ones' sizes is ``replicate``.
+    """
 
     roles: tuple[Role, ...]
     zero: int = 0
     recomputation: Recomputation = NONE
     offload: str = "none"
+    replicate: int = 1
 
     def __post_init__(self) -> None:
         assert self.zero in (0, 1, 2, 3), self.zero
+        assert self.replicate == 1 or self.zero, self
         assert self.offload in OFFLOADS, self.offload
         assert self.recomputation.layers == 1 or not self.offloads_activations, self
 
@@ -154,6 +160,18 @@ class Strategy:
     def dense(self) -> Strategy:
         """The same strategy for a layer without experts: axes of expert parallelism are data-parallel there."""
         return dataclasses.replace(self, roles=tuple(Role.DATA if r is Role.EXPERT else r for r in self.roles))
+
+    def data_axes(self, mesh: tuple[Axis, ...]) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+        """The axes on which the layer's parameters are equal, outermost first: those that replicate ZeRO's shards, and those over which
+        ZeRO shards."""
+        axes = tuple(axis for axis, role in zip(mesh, self.roles, strict=True) if role.replicates_parameters)
+        copies = 1
+        for i, axis in enumerate(axes):
+            if copies == self.replicate:
+                return axes[:i], axes[i:]
+            copies *= axis.size
+        assert self.replicate == 1, (self, mesh)
+        return (), axes
 
     def degree(self, mesh: tuple[Axis, ...], *roles: Role) -> int:
         """The product of the sizes of the axes whose role is one of ``roles``."""
@@ -322,6 +340,7 @@ class Plan:
                     "expert": s.degree(self.mesh, Role.EXPERT),
                     "sequence": s.degree(self.mesh, *SEQUENCES),
                     "zero": s.zero,
+                    "replicate": s.replicate,
                     "recomputation": dataclasses.asdict(s.recomputation),
                     "offload": s.offload,
                     "roles": [role.value for role in s.roles],
@@ -398,6 +417,7 @@ class Plan:
                         layer["zero"],
                         Recomputation(**layer["recomputation"]),
                         layer.get("offload", "none"),
+                        layer.get("replicate", 1),
                     ),
                 )
                 for layer in data["layers"]

@@ -90,6 +90,9 @@ def _layers(plan: Plan) -> RenderableType:
     table.add_column("layers", no_wrap=True)
     for name in ("count", "data", "tensor", "sequence", "ZeRO"):
         table.add_column(name, justify="right")
+    hybrid = any(layer.strategy.replicate > 1 for layer in plan.layers)
+    if hybrid:
+        table.add_column("copies", justify="right")
     table.add_column("recompute")
     offloads = any(layer.strategy.offload != "none" for layer in plan.layers)
     if offloads:
@@ -103,6 +106,7 @@ def _layers(plan: Plan) -> RenderableType:
             _degree(s.degree(plan.mesh, Role.TENSOR, Role.TENSOR_SEQUENCE)),
             _degree(s.degree(plan.mesh, *SEQUENCES)),
             str(s.zero) if s.degree(plan.mesh, Role.DATA) > 1 else "-",
+            *([_degree(s.replicate)] if hybrid else []),
             f"{s.recomputation.layers} as one"
             if s.recomputation.layers > 1
             else {"none": "-", "selective": "in part", "full": "yes"}[s.recomputation.kind],

@@ -214,7 +214,8 @@ def _uses(program: LocalProgram, index: int) -> str:
     which = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} layers)"
     strategy = program.layers[index].strategy
     roles = ", ".join(f"{role.value} on {a.name}" for a, role in zip(program.plan.mesh, strategy.roles, strict=True))
-    parts = [f"ZeRO {strategy.zero}", str(strategy.recomputation)]
+    copies = f" in {strategy.replicate} copies" if strategy.replicate > 1 else ""
+    parts = [f"ZeRO {strategy.zero}{copies}", str(strategy.recomputation)]
     parts.append("saved in the host's memory" if strategy.offloads_activations else "")
     return f"{which}: {roles}; {', '.join(filter(None, parts))}."
 

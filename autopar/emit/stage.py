@@ -126,6 +126,8 @@ def _groups(program: LocalProgram, stage: Stage) -> str:
     def entry(layer: int, users: Sequence[int]) -> str:
         axes, strategy = data_axes(program, layer), program.layers[layer].strategy
         record: dict[str, object] = {"zero": strategy.zero, "data_axes": literal(axes, {})}
+        if copies := tuple(axis.name for axis in strategy.data_axes(program.plan.mesh)[0]):
+            record["replicate_axes"] = literal(copies, {})  # the data axes that ZeRO does not shard over
         if strategy.recomputation.layers > 1:
             record["segment"] = strategy.recomputation.layers  # recomputed as one
         if not any(value.requires_grad for value in program.layers[layer].cls.outputs):

@@ -25,6 +25,8 @@ def describe(plan: Plan) -> str:
     zeros = sorted({a.strategy.zero for a in plan.layers if a.strategy.degree(plan.mesh, *REPLICATING) > 1})
     if zeros and zeros != [0]:
         parts.append(f"ZeRO {zeros[0]}" if len(zeros) == 1 else f"ZeRO {zeros[0]} to {zeros[-1]}")
+        if (copies := max(layer.strategy.replicate for layer in plan.layers)) > 1:
+            parts[-1] += f" in {copies} copies"
     parts.append(f"{plan.microbatches} microbatches" if plan.microbatches > 1 else "1 microbatch")
     if MICROBATCH_STATISTICS in plan.allow:
         parts[-1] += f" with losses of their own ({MICROBATCH_STATISTICS}: not exact)"

@@ -133,6 +133,12 @@ def _measured(collective: Collective, size: float, n: int, cluster: Cluster, sha
     return next((seconds for seconds in found if seconds is not None), None)
 
 
+def beside_s(compute_s: float, wire_s: float, slowdown: float) -> float:
+    """Seconds that communication overlapped with ``compute_s`` adds: its exposed part, and the slow-down that its hidden part causes."""
+    hidden_s = min(compute_s, wire_s)
+    return wire_s - hidden_s + slowdown * hidden_s
+
+
 def p2p_s(bytes_sent: float, cluster: Cluster, crosses_node: bool) -> float:
     """Seconds of sending ``bytes_sent`` to one other rank while every device of the node does the same."""
     if cluster.wires is not None and (seen := cluster.wires.seconds("p2p", 2, bytes_sent)) is not None:

@@ -24,10 +24,10 @@ import numpy as np
 from autopar.devices import Cluster
 from autopar.devices.measured import Floats
 from autopar.layer_price import LayerPrice
-from autopar.plan import SELECTIVE, Axis, Role, Strategy
-from autopar.price.collectives import Group, group, group_time_s
+from autopar.plan import SELECTIVE, Axis, Strategy
+from autopar.price.collectives import Group, beside_s, group, group_time_s
 from autopar.price.host import Offloaded, host_state_bytes, host_update_s, waited_s
-from autopar.price.live_memory import Alive, Share
+from autopar.price.live_memory import Alive, Neighbours, Share
 from autopar.price.moves import Move, layer_moves
 from autopar.price.selective import Flags, Selected
 from autopar.price.state import Precision, state_bytes
@@ -79,10 +79,11 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The devices with the same parameters, over which ZeRO shards them, with seconds of collectives over them.
+    """The devices with the same parameters over which ZeRO shards them, with seconds of collectives over them.
 
-    ``gather_s`` and ``reduce_s`` have two values: once per step (ZeRO 0 and 1), and around each pass of a layer (ZeRO 2 and 3).
-    ``flops`` are those of one microbatch, see ``LayerPrice``.
+    ``gather_s`` and ``reduce_s`` have two values: once per step (ZeRO 0 and 1), and around each pass of a layer (ZeRO 2 and 3). If there
+    are several copies of the shards, ``reduce_s`` includes the sum over the copies. ``flops`` are those of one microbatch, see
+    ``LayerPrice``.
     """
 
     size: int
@@ -325,22 +326,29 @@ def _move_s(move: Move, collective: Collective, way: Way, cluster: Cluster) -> f
 
 def spread(
     c: Core,
-    mesh: tuple[Axis, ...],
-    roles: tuple[Role, ...],
+    axes: tuple[tuple[Axis, ...], tuple[Axis, ...]],
     microbatches: int,
     flops: float,
     cluster: Cluster,
     numbers: Precision,
     trainer: Trainer,
 ) -> Spread:
-    """The data-parallel group of a mesh and its collectives, for ``microbatches`` per step of ``flops`` each."""
-    members = group(tuple(a for a, r in zip(mesh, roles, strict=True) if r.replicates_parameters), cluster)
+    """The data-parallel groups of ``axes`` (``Strategy.data_axes``) and their collectives, for ``microbatches`` per step of ``flops``
+    each."""
+    copies, members = (group(each, cluster) for each in axes)
     parameters, trainable = math.ceil(c.parameters), math.ceil(c.trainable)
 
     def over(collective: Collective, size: int, around_layer: bool) -> float:
         if not size:
             return 0.0
         return trainer.data_collective_s(collective, size, c.tensors, members, cluster, around_layer)
+
+    def reduced(around_layer: bool) -> float:
+        shard = -(-trainable // members.size) * numbers.averaged
+        found = over(Collective.REDUCE_SCATTER, trainable * numbers.reduced, around_layer)
+        if not shard or copies.size == 1:
+            return found
+        return found + trainer.data_collective_s(Collective.ALL_REDUCE, shard, c.tensors, copies, cluster, around_layer)
 
     return Spread(
         size=members.size,
@@ -350,10 +358,7 @@ def spread(
             over(Collective.ALL_GATHER, parameters * numbers.width, False),
             over(Collective.ALL_GATHER, parameters * numbers.width, True),
         ),
-        reduce_s=(
-            over(Collective.REDUCE_SCATTER, trainable * numbers.reduced, False),
-            over(Collective.REDUCE_SCATTER, trainable * numbers.reduced, True),
-        ),
+        reduce_s=(reduced(False), reduced(True)),
         average_s=over(Collective.ALL_REDUCE, trainable * numbers.averaged, False),
     )
 
@@ -365,15 +370,13 @@ def assemble(
     cluster: Cluster,
     numbers: Precision,
     trainer: Trainer,
+    neighbours: Neighbours,
 ) -> LayerPrice:
-    """Add ZeRO over the data axes, recomputation, and offloading to host memory."""
+    """Add ZeRO over the data axes, recomputation, and offloading to host memory. ``neighbours`` are assumed to have the same strategy."""
     data, zero = spread.size, strategy.zero if spread.size > 1 else 0
     trainable, offloaded = math.ceil(c.trainable), Offloaded.of(strategy, cluster)
     gather, reduce = spread.gather_s[zero >= 2], spread.reduce_s[zero >= 2]
     beside = functools.partial(beside_s, slowdown=cluster.overlap_slowdown)
-
-    def exposed(wire_s: float, compute_s: float) -> float:
-        return trainer.exposed_step_s(wire_s, compute_s, cluster.overlap_slowdown)
 
     again, part = float(strategy.recomputation.kind == "full"), float(strategy.recomputation is SELECTIVE)
     forward_wire_s, backward_wire_s = _wires_s(c, strategy, trainer)
@@ -397,13 +400,14 @@ def assemble(
     updated = trainable / (data if zero else 1)
     on_device_s = cluster.gpu.update_s(updated * update_bytes(numbers), c.tensors)
     step_s = host_update_s(updated, numbers, cluster) if offloaded.optimizer else on_device_s
-    if zero == 0:
-        step_s += exposed(spread.average_s, backward_compute_s)
-    elif zero == 1:
-        step_s += exposed(reduce, backward_compute_s) + exposed(gather, forward_compute_s)
+    if zero < 2:
+        reduction_s = reduce if zero else spread.average_s
+        step_s += trainer.exposed_reduction_s(reduction_s, backward_compute_s, cluster.overlap_slowdown)
+    if zero == 1:
+        step_s += trainer.exposed_gather_s(gather, forward_compute_s, cluster.overlap_slowdown)
 
     parameters, gradients, optimizer, saved, transient = _bytes(
-        c, spread, strategy, data, zero, numbers, trainer, offloaded
+        c, spread, strategy, data, zero, numbers, trainer, offloaded, neighbours
     )
     weight_s, on_host = c.weight_compute_s + accumulate_s, offloaded.activations and offloaded.separate
     return LayerPrice(
@@ -473,6 +477,7 @@ def _bytes(
     numbers: Precision,
     trainer: Trainer,
     offloaded: Offloaded,
+    neighbours: Neighbours,
 ) -> tuple[int, int, int, int, int]:
     """Bytes of parameters, gradients, optimizer state, saved activations of one microbatch, and transients."""
     parameters, trainable = math.ceil(c.parameters), math.ceil(c.trainable)
@@ -481,7 +486,9 @@ def _bytes(
     saved, working = _activations(c, strategy, segment)
     if offloaded.activations:  # on the device: those of the running layer and of the next, both being copied
         saved, working = (0.0, working + saved) if offloaded.separate else (saved, working + 2 * saved)
-    share = Share(c.alive, saved, working, c.saved_bytes, parameters, trainable, c.largest, spread.microbatches)
+    share = Share(
+        c.alive, saved, working, c.saved_bytes, parameters, trainable, c.largest, spread.microbatches, neighbours
+    )
     live, transient = trainer.live_bytes(share, gradients, data, zero, strategy, numbers)
     gradients = math.ceil(live)
     return stored, gradients, optimizer, math.ceil(saved) if segment == 1 else int(saved), math.ceil(transient)
@@ -500,12 +507,6 @@ def _activations(c: Core, strategy: Strategy, segment: int) -> tuple[float, floa
     if strategy.recomputation is SELECTIVE:
         return c.selective_bytes, max(c.selective_bytes, c.selective_working_bytes, saved)
     return saved, saved
-
-
-def beside_s(compute_s: float, wire_s: float, slowdown: float) -> float:
-    """Seconds that communication overlapped with ``compute_s`` adds: its exposed part, and the slow-down that its hidden part causes."""
-    hidden_s = min(compute_s, wire_s)
-    return wire_s - hidden_s + slowdown * hidden_s
 
 
 def update_bytes(numbers: Precision) -> int:

@@ -3,14 +3,19 @@
 A price has three such values: bytes per microbatch in flight (``saved``), bytes during the whole step (``gradients``), and the peak
 while the layer runs, above all other memory (``transient``). The memory of a stage is then a sum over its layers plus a maximum, which
 a search can decide layer by layer. Under ZeRO 0 and 1 gradients are summed in a buffer, and the gradients that autograd makes are freed
-at once. Under ZeRO 2 and 3 each layer is a separate FSDP root, and goes through these phases:
+at once. Under ZeRO 2 and 3 the layers of a stage are under one FSDP root, which gathers the next layer's parameters while a layer runs,
+and keeps the input of a layer's reduction until the next reduction begins. A layer goes through these phases:
 
+    forward    its activations, its all-gather's result and the parameters copied out of it, the next layer's all-gather's result
     before     its activations, and under ZeRO 2 its gathered parameters
     gathered   the all-gather's result and the parameters copied out of it
     running    the op that needs most memory, and the gradients made so far
     copied     whole gradients, and the reduction's input
     reduced    the reduction's input and its result
-    after      the reduction's input, until the backward pass of the microbatch ends, and the shard of the gradients
+    after      the shard of the gradients
+
+From ``gathered`` to ``running`` the reduction's input of the layer whose backward ran before exists too, and from ``running`` to
+``reduced`` under ZeRO 3 the all-gather's result of the layer whose backward runs next.
 
 A layer's persistent value is the larger of before and after: when the last layers have finished their backward, the first have not yet
 started theirs. The shards of the gradients appear with the first microbatch's backward; later microbatches add to them.
@@ -45,6 +50,16 @@ class Alive:
 
 
 @dataclass(frozen=True, slots=True)
+class Neighbours:
+    """Elements on one device of the largest layers that may run directly before and after a layer: of the one before its parameters
+    (``earlier``), of the one after its parameters (``later``) and its trainable parameters (``later_trainable``)."""
+
+    earlier: int = 0
+    later: int = 0
+    later_trainable: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Share:
     """A layer's part on one device. ``saved_bytes``: saved for a microbatch. ``working_bytes``: all of its activations while its
     backward runs (in a segment of several layers, those of the whole segment). ``plain_bytes``: saved without recomputation.
@@ -58,6 +73,7 @@ class Share:
     trainable: int
     largest: float
     microbatches: int
+    neighbours: Neighbours = Neighbours()
 
 
 def replicated_transient(share: Share, data: int, zero: int, numbers: Precision, cpu: bool) -> float:
@@ -77,18 +93,24 @@ def sharded_bytes(share: Share, data: int, strategy: Strategy, numbers: Precisio
     whole, made = share.parameters * numbers.width, share.trainable * numbers.width
     sent = share.trainable * numbers.reduced
     shard = sent / data
+    next_gathered = share.neighbours.later * numbers.width  # in the forward
+    previous_gathered = share.neighbours.earlier * numbers.width if strategy.zero == 3 else 0.0  # in the backward
+    reducing = share.neighbours.later_trainable * numbers.reduced
     earlier = shard if share.microbatches > 1 else 0.0  # the shards of earlier microbatches
     before = share.saved_bytes + (whole if strategy.zero == 2 else 0.0)
-    after = sent + shard - earlier
+    after = shard - earlier
     saving = strategy.recomputation is NONE  # a recomputed forward finds its parameters gathered
     # a segment gathers the parameters of all its layers but the last again
     again = strategy.zero == 3 and strategy.recomputation.layers > 1
     phases = (
-        share.working_bytes - share.plain_bytes + share.alive.forward + 3 * whole if again else 0.0,
-        share.saved_bytes + 2 * whole,
-        share.working_bytes + share.alive.forward + (2 if saving else 1) * whole,
-        share.working_bytes + max(0.0, share.alive.all_gradients) + whole,
-        made + sent,
-        sent * (2 if cpu else 1) + shard,
+        share.working_bytes - share.plain_bytes + share.alive.forward + 3 * whole + reducing if again else 0.0,
+        share.saved_bytes + 2 * whole + reducing,
+        share.working_bytes
+        + share.alive.forward
+        + whole
+        + (whole + next_gathered if saving else previous_gathered + reducing),
+        share.working_bytes + max(0.0, share.alive.all_gradients) + whole + previous_gathered + reducing,
+        made + sent + previous_gathered,
+        sent * (2 if cpu else 1) + shard + previous_gathered,
     )
     return earlier + max(0.0, after - before), max(phases) - max(before, after)

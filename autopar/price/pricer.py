@@ -12,7 +12,7 @@ from autopar.graph import Graph
 from autopar.layer_price import LayerPrice
 from autopar.plan import Axis, Role, Strategy
 from autopar.price import table as tables
-from autopar.price.collectives import group, p2p_s
+from autopar.price.collectives import p2p_s
 from autopar.price.host import Offloaded
 from autopar.price.layer import (
     Bound,
@@ -28,6 +28,7 @@ from autopar.price.layer import (
     move_s,
     spread,
 )
+from autopar.price.live_memory import Neighbours
 from autopar.price.moves import wire
 from autopar.price.state import state_bytes
 from autopar.price.trainer import EMITTED, Trainer
@@ -64,7 +65,8 @@ class Pricer:
         self._flags: dict[tuple[str, int], tables.AxisFlags] = {}
         self._bound: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Bound] = {}
         self._cores: dict[tuple[int, Sizes, bool], Core | None] = {}
-        self._placed: dict[tuple[str, int, tuple[Role, ...], int], tuple[Core, Spread, Cluster] | None] = {}
+        self._placed: dict[tuple[str, int, tuple[Role, ...], int], tuple[Core, Cluster] | None] = {}
+        self._spread: dict[tuple[str, int, tuple[Role, ...], int, int], Spread] = {}
         self._layers: dict[tuple[str, int, Strategy, int], LayerPrice | None] = {}
         self._meshes: dict[Mesh, int] = {}  # a number per mesh: hashing a mesh takes longer than the rest of a look-up
         self._latest: tuple[Mesh, int] = ((), -1)
@@ -73,6 +75,7 @@ class Pricer:
         self._elsewhere: dict[Cluster, Pricer] = {}
         self._makers = {name: (i, k) for i, layer in enumerate(graph.layers) for k, name in enumerate(layer.outputs)}
         self._readers = self._find_readers()
+        self._adjacent = self._find_adjacent()
 
     def on(self, cluster: Cluster) -> Pricer:
         """The pricer of the same graph on other devices, such as those of one stage. Op-level layouts and tables do not depend on
@@ -82,7 +85,8 @@ class Pricer:
         if _nameless(cluster) not in self._elsewhere:
             other = copy.copy(self)
             other.cluster, other._pipelined = cluster, dataclasses.replace(cluster, pipelined=True)
-            other._cores, other._placed, other._layers, other._edges, other._p2p = {}, {}, {}, {}, {}
+            other._cores, other._placed, other._spread, other._layers = {}, {}, {}, {}
+            other._edges, other._p2p = {}, {}
             self._elsewhere[_nameless(cluster)] = other
         return self._elsewhere[_nameless(cluster)]
 
@@ -91,9 +95,11 @@ class Pricer:
         key = (cls_name, self._number(mesh), strategy, microbatches)
         if key not in self._layers:
             found = self._place(cls_name, mesh, strategy.roles, microbatches)
-            self._layers[key] = (
-                None if found is None else assemble(found[0], found[1], strategy, found[2], self.numbers, self.trainer)
-            )
+            self._layers[key] = None
+            if found is not None:
+                around = self._neighbours(cls_name, mesh, strategy, microbatches)
+                copies = self._copies(cls_name, mesh, strategy, microbatches, *found)
+                self._layers[key] = assemble(found[0], copies, strategy, found[1], self.numbers, self.trainer, around)
         return self._layers[key]
 
     def edge(self, layer_index: int, mesh: Mesh, left: Strategy, right: Strategy, microbatches: int) -> float:
@@ -146,12 +152,10 @@ class Pricer:
         sharded = (t.produced[table.parameters[k]].sharded for t in types[1:])  # the first is the microbatch's
         share = math.prod(axis.size for axis, cut in zip(mesh, sharded, strict=True) if cut)
         numel = math.ceil(float(table.parameter_numel[k]) / share)
-        copies = group(
-            tuple(a for a, r in zip(mesh, strategy.roles, strict=True) if r.replicates_parameters), self.cluster
-        )
-        zero = strategy.zero if copies.size > 1 else 0
+        shards = math.prod(axis.size for axis in strategy.data_axes(mesh)[1])
+        zero = strategy.zero if shards > 1 else 0
         offloaded = Offloaded.of(strategy, self.cluster).optimizer
-        return state_bytes(numel, numel if table.trainable[k] else 0, copies.size, zero, self.numbers, offloaded)
+        return state_bytes(numel, numel if table.trainable[k] else 0, shards, zero, self.numbers, offloaded)
 
     def types(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[AxisTypes, ...] | None:
         """The types on the microbatch axis, then on every axis of the mesh; ``None`` if a role is inadmissible."""
@@ -160,8 +164,8 @@ class Pricer:
 
     def _place(
         self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], microbatches: int
-    ) -> tuple[Core, Spread, Cluster] | None:
-        """A price before ZeRO and recomputation; ``None`` if there is none."""
+    ) -> tuple[Core, Cluster] | None:
+        """A price before ZeRO and recomputation, and the cluster as the mesh sees it; ``None`` if there is none."""
         key = (cls_name, self._number(mesh), roles, microbatches)
         if key not in self._placed:
             self._placed[key] = None
@@ -170,12 +174,41 @@ class Pricer:
             bound = self._bind(cls_name, runs, mesh, roles)
             cluster = self._seen_by(mesh)
             c = None if bound is None else self._core(bound, runs, cluster)
-            if bound is not None and c is not None:
-                # if each microbatch is treated as a whole batch, the graph's flops are those of one microbatch
-                flops = bound.table.model_flops / parts
-                around = spread(c, mesh, roles, microbatches, flops, cluster, self.numbers, self.trainer)
-                self._placed[key] = c, around, cluster
+            if c is not None:
+                self._placed[key] = c, cluster
         return self._placed[key]
+
+    def _copies(
+        self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int, c: Core, cluster: Cluster
+    ) -> Spread:
+        """The layer's data-parallel groups."""
+        key = (cls_name, self._number(mesh), strategy.roles, microbatches, strategy.replicate)
+        if key not in self._spread:
+            # if each microbatch is treated as a whole batch, the graph's flops are those of one microbatch
+            flops = self._table(cls_name)[0].model_flops / self.graph.parts(microbatches)
+            axes = strategy.data_axes(mesh)
+            self._spread[key] = spread(c, axes, microbatches, flops, cluster, self.numbers, self.trainer)
+        return self._spread[key]
+
+    def _neighbours(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> Neighbours:
+        """The parameters of the layers that may run directly before and after a layer of the class in the same roles."""
+        if strategy.zero < 2:
+            return Neighbours()
+
+        def cores(names: set[str]) -> list[Core]:
+            ways = (
+                strategy.roles,
+                strategy.dense.roles,
+            )  # a neighbour without experts has data parallelism on their axes
+            placed = [[self._place(name, mesh, roles, microbatches) for roles in ways] for name in sorted(names)]
+            return [next(iter(found))[0] for each in placed if (found := [p for p in each if p is not None])]
+
+        earlier, later = map(cores, self._adjacent[cls_name])
+        return Neighbours(
+            max((math.ceil(c.parameters) for c in earlier), default=0),
+            max((math.ceil(c.parameters) for c in later), default=0),
+            max((math.ceil(c.trainable) for c in later), default=0),
+        )
 
     def _core(self, bound: Bound, runs: Runs, cluster: Cluster) -> Core | None:
         """A core, which many meshes share: pipelines of any length, with microbatches and data parallelism in any proportion."""
@@ -255,6 +288,14 @@ class Pricer:
     def _find_readers(self) -> dict[str, int]:
         """The index of the last layer that reads each value."""
         return {name: i for i, layer in enumerate(self.graph.layers) for name in layer.activations}
+
+    def _find_adjacent(self) -> dict[str, tuple[set[str], set[str]]]:
+        """By class: the classes of the layers with parameters directly before and after its layers."""
+        found: dict[str, tuple[set[str], set[str]]] = {layer.cls: (set(), set()) for layer in self.graph.layers}
+        for left, right in itertools.pairwise(layer.cls for layer in self.graph.layers if layer.parameters):
+            found[left][1].add(right)
+            found[right][0].add(left)
+        return found
 
     def _value_bytes(self, name: str) -> float:
         value = self.graph.values[name]

@@ -11,7 +11,7 @@ from torch import fx
 from autopar.devices import Cluster
 from autopar.graph import LayerClass
 from autopar.plan import Strategy
-from autopar.price.collectives import Group, group_time_s
+from autopar.price.collectives import Group, beside_s, group_time_s
 from autopar.price.draft import Draft
 from autopar.price.live_memory import Share, replicated_transient, sharded_bytes
 from autopar.price.moves import Move
@@ -69,8 +69,17 @@ class Trainer:
         """The part of tensor-parallel communication that is not hidden under matrix products."""
         return communication_s
 
-    def exposed_step_s(self, communication_s: float, compute_s: float, slowdown: float) -> float:
-        """The seconds that a once-per-step collective adds to the step, if one microbatch of the layer computes for ``compute_s``."""
+    def exposed_reduction_s(self, communication_s: float, backward_s: float, slowdown: float) -> float:
+        """The seconds that the reduction of a layer's gradients adds to the step under ZeRO 0 and 1, if one microbatch's backward of the
+        layer computes for ``backward_s``.
+
+        Emitted programs reduce during the backward of the last microbatch. gloo's own arithmetic runs on the processors that compute.
+        """
+        return communication_s if self.cpu else beside_s(backward_s, communication_s, slowdown)
+
+    def exposed_gather_s(self, communication_s: float, forward_s: float, slowdown: float) -> float:
+        """The seconds that ZeRO 1's gather of updated parameters adds to the step, if one microbatch's forward of the layer computes for
+        ``forward_s``. Emitted programs gather before the next step begins."""
         return communication_s
 
     def border_bytes(self, size: float) -> float:

@@ -114,19 +114,22 @@ class Arrivals:
 class FlatGroup:
     """Parameters in one flat buffer whose gradients are reduced explicitly, once a step: ZeRO 0 and 1.
 
-    ZeRO 0 all-reduces the gradients over the data axes. ZeRO 1 reduce-scatters them, the optimizer updates this rank's piece of the
-    buffer, and the pieces are all-gathered. If masters are wider than the computation (float32 and bfloat16), gradients
-    add up in the masters' dtype.
+    ZeRO 0 all-reduces the gradients over the data axes. ZeRO 1 reduce-scatters them (under hybrid sharding inside of a copy, and this
+    rank's piece is then summed over the copies), the optimizer updates this rank's piece of the buffer, and the pieces are
+    all-gathered. If masters are wider than the computation (float32 and bfloat16), gradients add up in the masters' dtype.
     """
 
     def __init__(self, stage: nn.Module, layouts: Sequence[Layout], world: World, program: Program) -> None:
         self.layouts = tuple(layouts)
-        self.child, zero, self._axes = program.group(layouts[0])
+        self.child, zero, axes = program.group(layouts[0])
+        copies, shards = program.copies(layouts[0])
         wide, compute = program.dtypes(layouts[0])
         trainable = layouts[0].trainable
         self.shared = layouts[0].shared
-        self._world, self._scattered = world, zero == 1 and trainable  # frozen parameters stay whole
-        self._group = world.group(self._axes) if self._axes and trainable else None
+        self._world, self._scattered = world, zero == 1 and trainable and shards != ()  # frozen parameters stay whole
+        self._shards = shards if self._scattered else ()
+        self._group = world.group(self._shards or axes) if axes and trainable else None
+        self._copies = world.group(copies) if self._scattered and copies else None
         self._parts = dist.get_world_size(self._group) if self._scattered else 1
         shapes = [stage.get_parameter(layout.name).shape for layout in layouts]
         piece = -(-sum(shape.numel() for shape in shapes) // self._parts)  # the last piece is padded
@@ -138,6 +141,7 @@ class FlatGroup:
         self._owned = torch.zeros(piece, dtype=wide, device=world.device) if self._mixed else self._values[self._own]
         self._work: dist.Work | None = None  # the reduction, while it runs
         self._sum: Tensor | None = None  # its result under ZeRO 1
+        self._over_copies = False  # whether the sum over the copies has started
         self.arrivals = Arrivals(len(layouts) * int(program.plan["microbatches"]))
         self._slots: list[Slot] = []
         self._unwritten: set[str] = set()  # the parameters whose gradients in the buffer are from an earlier step
@@ -176,9 +180,7 @@ class FlatGroup:
         piece = self._owned[low - self._own.start : high - self._own.start]
         tensor = nn.Parameter(piece if self._scattered else piece.view(slot.param.shape))
         tensor.grad = self._grads[low:high].view(tensor.shape)
-        self.masters.append(
-            Master(slot.layout, tensor, _alike(slot.layout, self._axes if self._scattered else (), self._world))
-        )
+        self.masters.append(Master(slot.layout, tensor, _alike(slot.layout, self._shards, self._world)))
 
     def _overlap(self, slot: Slot) -> tuple[int, int]:
         """The part of the slot that this rank's piece of the buffer covers; empty when the ends are equal."""
@@ -237,13 +239,21 @@ class FlatGroup:
         elif self._group is not None:
             self._work = dist.all_reduce(self._grads, group=self._group, async_op=True)
 
+    def continue_reduction(self) -> None:
+        """Under hybrid sharding: wait for the sum of this rank's piece inside of its copy, and start the sum over the copies."""
+        if self._copies is not None and self._work is not None and not self._over_copies:
+            self._work.wait()
+            self._work, self._over_copies = dist.all_reduce(self._sum, group=self._copies, async_op=True), True
+
     def finish_reduction(self) -> None:
         """Wait for the sums; on a GPU the device waits, not the host."""
+        self.continue_reduction()
         if self._work is not None:
             self._work.wait()
         if self._sum is not None:
             self._grads[self._own].copy_(self._sum)
         self._work = self._sum = None
+        self._over_copies = False
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -282,7 +292,8 @@ class ShardedGroup:
 
     def __init__(self, stage: nn.Module, layouts: Sequence[Layout], world: World, program: Program) -> None:
         self.layouts = tuple(layouts)
-        child, zero, axes = program.group(layouts[0])
+        child, zero, _ = program.group(layouts[0])
+        copies, shards = program.copies(layouts[0])
         self._world = world
         wide, compute = program.dtypes(layouts[0])
         module = stage.get_submodule(child)
@@ -291,7 +302,7 @@ class ShardedGroup:
             shape = stage.get_parameter(layout.name).shape
             values = torch.zeros(shape, dtype=program.dtypes(layout)[0], device=world.device)
             _set_parameter(stage, layout.name, nn.Parameter(values, layout.trainable))
-        self.mesh = DeviceMesh.from_group(world.group(axes), world.device.type, mesh_dim_names=("zero",))
+        self.mesh = world.data_mesh(copies, shards)
         fully_shard(
             module,
             mesh=self.mesh,
@@ -307,7 +318,7 @@ class ShardedGroup:
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         self._params = {layout: stage.get_parameter(layout.name) for layout in layouts}
         self.masters = [
-            Master(layout, nn.Parameter(_shard(param)), _alike(layout, axes, world))
+            Master(layout, nn.Parameter(_shard(param)), _alike(layout, shards, world))
             for layout, param in self._params.items()
             if layout.trainable
         ]
@@ -366,7 +377,8 @@ def _shard(tensor: Tensor) -> Tensor:
 def _rows(param: Tensor, rows: int) -> tuple[int, int]:
     """The rows of this rank's shard of a DTensor: divided as by ``torch.chunk``; the last ranks may have fewer rows, or none."""
     assert isinstance(param, DTensor)
-    index, share = param.device_mesh.get_local_rank(), -(-rows // param.device_mesh.size())
+    mesh = param.device_mesh  # its last dim shards
+    index, share = mesh.get_local_rank(mesh.ndim - 1), -(-rows // mesh.size(mesh.ndim - 1))
     return min(index * share, rows), min((index + 1) * share, rows)
 
 

@@ -49,6 +49,8 @@ class Reductions:
         """Start the reductions of the next groups in order that are complete."""
         while self._started < len(self._early) and self._early[self._started].arrivals.missing == 0:
             self._early[self._started].start_reduction()
+            if self._started:
+                self._early[self._started - 1].continue_reduction()
             self._started += 1
 
     def start(self) -> None:
@@ -69,6 +71,8 @@ class Reductions:
 
     def finish(self) -> None:
         """Wait for all reductions."""
+        for flat in (*self._early, *self._late):
+            flat.continue_reduction()
         for group in self._groups:
             group.finish_reduction()
 

@@ -166,6 +166,17 @@ class Program:
         explicit = child == "" or layout.shared is not None or not usual or odd
         return child, min(zero, 1 if explicit else 3) if axes else 0, axes
 
+    def copies(self, layout: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The axes of ``group`` that replicate what ZeRO shards, and those over which ZeRO shards: all, except under hybrid sharding.
+
+        Tied copies are all sharded over the axes that every layer that has one shards over, so that their updates are the same.
+        """
+        records = [layout] if layout.shared is None else [c for c in self.layouts if c.shared == layout.shared]
+        groups = [self.model.STAGES[c.stage].GROUPS[self._home(c)[0]] for c in records]
+        axes = self.group(layout)[2]
+        replicating = {axis for group in groups for axis in group.get("replicate_axes", ())}
+        return tuple(a for a in axes if a in replicating), tuple(a for a in axes if a not in replicating)
+
     def _home(self, layout: Layout) -> tuple[str, int]:
         groups = self.model.STAGES[layout.stage].GROUPS
         child = layout.name.split(".")[0]
@@ -241,6 +252,19 @@ class World:
     def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
         return self.mesh.get_group(axes[0]) if len(axes) == 1 else self.groups[axes]
 
+    def data_mesh(self, copies: tuple[str, ...], shards: tuple[str, ...]) -> DeviceMesh:
+        """The mesh that FSDP2 shards a layer over: the flattened axes ``shards``, inside of ``copies`` if there are any."""
+        if not copies:
+            return DeviceMesh.from_group(self.group(shards), self.device.type, mesh_dim_names=("shard",))
+        dims = [
+            1 + list(self.coordinates).index(axis) for axis in (*copies, *shards)
+        ]  # the mesh's first dim is the pipeline
+        sizes = [math.prod(self.coordinates[axis][1] for axis in axes) for axes in (copies, shards)]
+        grids = self.mesh.mesh.movedim(dims, tuple(range(-len(dims), 0))).reshape(-1, *sizes)
+        own = next(grid for grid in grids if dist.get_rank() in grid)
+        groups = [self.group(copies), self.group(shards)]
+        return DeviceMesh.from_group(groups, self.device.type, mesh=own, mesh_dim_names=("replicate", "shard"))
+
     def first_on(self, axes: Iterable[str]) -> bool:
         """Whether this rank is the first on each of ``axes``: among ranks with the same values, only this one counts."""
         return all(self.coordinates[axis][0] == 0 for axis in axes)
@@ -304,7 +328,8 @@ def _subgroups(ranks: Tensor) -> dist.ProcessGroup | None:
 
 def _axis_groups(program: Program, ranks: Tensor) -> dict[tuple[str, ...], dist.ProcessGroup]:
     """A group for every combination of axes that gradients are reduced over or that model.py names."""
-    wanted = {axes for layout in program.layouts if len(axes := program.group(layout)[2]) > 1}
+    sets = {axes for layout in program.layouts for axes in (program.group(layout)[2], *program.copies(layout))}
+    wanted = {axes for axes in sets if len(axes) > 1}
     names = list(program.model.MESH)
     return flat_groups(wanted | set(getattr(program.model, "FLATTENED", ())), names, ranks)
 

@@ -193,9 +193,10 @@ def host_bytes(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> li
 def coalesce(mesh: Mesh, strategies: Sequence[Strategy]) -> tuple[Mesh, list[Strategy]]:
     """Merge neighbouring axes that no layer distinguishes; name an axis after its use if all layers use it for the same."""
     roles = [tuple(s.roles[a] for s in strategies) for a in range(len(mesh))]
+    copies = [tuple(axis in s.data_axes(mesh)[0] for s in strategies) for axis in mesh]
     groups: list[list[int]] = []
     for a in range(len(mesh)):
-        if groups and roles[groups[-1][-1]] == roles[a]:
+        if groups and (roles[groups[-1][-1]], copies[groups[-1][-1]]) == (roles[a], copies[a]):
             groups[-1].append(a)
         else:
             groups.append([a])
@@ -451,10 +452,11 @@ def _price(graph: Graph, pricer: Pricer, index: int, mesh: Mesh, strategy: Strat
     return price
 
 
-def _effort(strategy: Strategy) -> tuple[int, int, int, int]:
-    """The offload, the ZeRO stage and the recomputation, as ranks: among equally fast strategies the plan states the lowest."""
+def _effort(strategy: Strategy) -> tuple[int, int, int, int, int]:
+    """The offload, the ZeRO stage, its copies and the recomputation, as ranks: among equally fast strategies the plan states the lowest."""
     again = strategy.recomputation
-    return OFFLOADS.index(strategy.offload), strategy.zero, RECOMPUTATIONS.index(again.kind), again.layers
+    sharding = strategy.zero, strategy.replicate
+    return OFFLOADS.index(strategy.offload), *sharding, RECOMPUTATIONS.index(again.kind), again.layers
 
 
 def tidy(instance: Instance, solution: Solution) -> Priced:

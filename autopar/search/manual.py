@@ -137,7 +137,9 @@ def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins) ->
         )
     given.check_segment("every layer")
     common = Strategy(roles, 0, given.recomputations()[0], given.offload or "none")  # the least that the pins allow
-    return replace(common, zero=given.zero or 0) if common.degree(mesh, *REPLICATING) > 1 else common
+    if common.degree(mesh, *REPLICATING) == 1 or not given.zero:
+        return common
+    return replace(common, zero=given.zero, replicate=given.replicate or 1)
 
 
 def _roles(mesh: tuple[Axis, ...], sequence: bool) -> tuple[Role, ...]:
@@ -182,6 +184,13 @@ def _check_strategy(graph: Graph, mesh: tuple[Axis, ...], microbatches: int, ind
     if len(strategy.roles) != len(mesh):
         raise UsageError(
             f"the strategy of layer {index} has {len(strategy.roles)} roles for a mesh of {len(mesh)} axes"
+        )
+    axes = [axis for axis, role in zip(mesh, strategy.roles, strict=True) if role.replicates_parameters]
+    counts = [math.prod(axis.size for axis in axes[:i]) for i in range(max(1, len(axes)))]
+    if strategy.replicate not in counts:
+        raise UsageError(
+            f"replicate is {strategy.replicate}, and the sizes of the outermost data axes multiply to {', '.join(map(str, counts))}",
+            "give one of these numbers, or a mesh with other data axes",
         )
     ways = strategy.degree(mesh, *BATCHES)
     shares = microbatches * ways

@@ -33,6 +33,7 @@ checks it; not proved), so GPipe is planned only if it is pinned, and the bound 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -45,7 +46,6 @@ from autopar.plan import (
     FULL,
     NONE,
     OFFLOADS,
-    REPLICATING,
     Axis,
     Recomputation,
     Role,
@@ -220,8 +220,8 @@ def strategies(
             continue
         prefix = prefixes[-1]
         roles = (Role.DATA,) * prefix + (Role.IDLE,) * (outer - prefix) + suffix
-        for zero in _zeros(Strategy(roles).degree(mesh, *REPLICATING), pins):
-            found += [Strategy(roles, zero, *how) for how in hows]
+        for zero, copies in _zeros(mesh, roles, gpus_per_node, pins):
+            found += [Strategy(roles, zero, *how, replicate=copies) for how in hows]
     return found
 
 
@@ -301,10 +301,20 @@ def recomputations(chain: int, pins: LayerPins, several: bool) -> tuple[Recomput
     return tuple(Recomputation(r.kind, min(r.layers, chain)) for r in pins.recomputations((1, *tried)))
 
 
-def _zeros(replicas: int, pins: LayerPins) -> tuple[int, ...]:
-    if replicas == 1:
-        return (0,)
-    return (0, 1, 2, 3) if pins.zero is None else (pins.zero,)
+def _zeros(mesh: Mesh, roles: tuple[Role, ...], gpus_per_node: int, pins: LayerPins) -> Iterator[tuple[int, int]]:
+    """ZeRO stages, and numbers of copies of what they shard: one, or as many as keep the shards of each copy in one node."""
+    axes = [axis for axis, role in zip(mesh, roles, strict=True) if role.replicates_parameters]
+    total = math.prod(axis.size for axis in axes)
+    counts = [
+        math.prod(axis.size for axis in axes[:i]) for i in range(len(axes))
+    ]  # not of all axes: ZeRO shards over one at least
+    in_a_node = [n for n, axis in zip(counts, axes, strict=True) if axis.size * axis.stride <= gpus_per_node]
+    tried = {1, *in_a_node[:1]} if pins.replicate is None else {pins.replicate}
+    for zero in ((0, 1, 2, 3) if pins.zero is None else (pins.zero,)) if total > 1 else (0,):
+        if zero:
+            yield from ((zero, n) for n in sorted(tried) if n in counts)
+        elif 1 in tried:
+            yield 0, 1
 
 
 def for_sequence(options: SearchOptions, length: int) -> SearchOptions:

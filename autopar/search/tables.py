@@ -434,6 +434,8 @@ class Prices:
         if key not in self._tables:
             kept, prices = [], []
             for strategy in candidates:
+                if tied and strategy.replicate > 1 and self.pins[layer].replicate is None:
+                    continue  # tied layers agree in roles and ZeRO stage
                 at = tuple(p for pricer in pricers if (p := pricer.layer(cls, choice.mesh, strategy, m)) is not None)
                 if len(at) == len(pricers):
                     kept.append(strategy)

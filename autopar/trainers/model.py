@@ -14,9 +14,8 @@ from autopar.ops import cost
 from autopar.ops.facts import facts
 from autopar.ops.operands import operands
 from autopar.plan import NARROW_GRADIENTS, Strategy
-from autopar.price.collectives import Group, group_time_s
+from autopar.price.collectives import Group, beside_s, group_time_s
 from autopar.price.draft import Draft, Slot
-from autopar.price.layer import beside_s
 from autopar.price.live_memory import Share
 from autopar.price.moves import Move
 from autopar.price.selective import Selection
@@ -141,8 +140,11 @@ class OtherTrainer(Trainer):
     def exposed_tensor_s(self, communication_s: float) -> float:
         return (1.0 - self.overlap_tensor) * communication_s
 
-    def exposed_step_s(self, communication_s: float, compute_s: float, slowdown: float) -> float:
-        return beside_s(self.overlap_data * compute_s, communication_s, slowdown)
+    def exposed_reduction_s(self, communication_s: float, backward_s: float, slowdown: float) -> float:
+        return beside_s(self.overlap_data * backward_s, communication_s, slowdown)
+
+    def exposed_gather_s(self, communication_s: float, forward_s: float, slowdown: float) -> float:
+        return beside_s(self.overlap_data * forward_s, communication_s, slowdown)
 
     def border_bytes(self, size: float) -> float:
         return 0.0

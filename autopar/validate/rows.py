@@ -41,7 +41,8 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Parallel degrees and training recipe. ``facts`` are words found in the row's prose, such as ``"eager"`` (see ``_FACTS``)."""
+    """Parallel degrees and training recipe. ``facts`` are words found in the row's prose, such as ``"eager"`` (see ``_FACTS``);
+    ``replicate`` is the number of copies of the state that ZeRO shards."""
 
     data: int
     tensor: int
@@ -56,6 +57,7 @@ class Setting:
     global_batch: int
     microbatch: int
     facts: frozenset[str]
+    replicate: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +230,20 @@ def _setting(data: Mapping[str, Any]) -> Setting:
         global_batch=batch,
         microbatch=microbatch,
         facts=facts,
+        replicate=_copies(data, degree * context, tensor * context),
     )
+
+
+def _copies(data: Mapping[str, Any], data_ranks: int, inner: int) -> int:
+    """The number of copies of ZeRO's shards: one, or as many as there are nodes where the row's flags say that each node has a copy.
+
+    ``inner`` ranks of tensor and context parallelism are in a node besides the data-parallel ones.
+    """
+    flags = data.get("flags")
+    if not isinstance(flags, list) or not any(str(flag).endswith("within_a_node_only") for flag in flags):
+        return 1
+    here = _integer(data, "gpus_per_node", default=8, least=1) // inner
+    return data_ranks // here if here > 1 and data_ranks % here == 0 else 1
 
 
 def _zero(data: Mapping[str, Any]) -> int:

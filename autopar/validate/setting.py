@@ -28,8 +28,11 @@ class Written:
 
 def write(graph: Graph, s: Setting, context: Role) -> Written:
     """The plan that the row describes; ``context`` is the role of the context-parallel axis."""
-    mesh = make_mesh(("data", s.data // s.expert), ("expert", s.expert), ("context", s.context), ("tensor", s.tensor))
+    copies = s.replicate if s.expert == 1 and s.context == 1 else 1
+    inner = ("expert", s.expert), ("context", s.context), ("tensor", s.tensor)
+    mesh = make_mesh(("replicas", copies), ("data", s.data // s.expert // copies), *inner)
     role = {
+        "replicas": Role.DATA,
         "data": Role.DATA,
         "expert": Role.EXPERT,
         "context": context,
@@ -42,6 +45,8 @@ def write(graph: Graph, s: Setting, context: Role) -> Written:
     )
     # if there are no experts, their axis has copies of the parameters too
     dense = dataclasses.replace(strategy.dense, zero=s.zero if s.data * s.context > 1 else 0)
+    if dense.zero:
+        strategy, dense = (dataclasses.replace(each, replicate=copies) for each in (strategy, dense))
     # the first and last layer are never recomputed: the head's logits are its last values, and the lookup saves nothing. They form the
     # root of FSDP's tree of units, whose parameters stay gathered from forward to backward
     ends = dataclasses.replace(dense, recomputation=NONE, zero=2 if is_fsdp(s) and dense.zero else dense.zero)

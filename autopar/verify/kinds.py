@@ -107,11 +107,16 @@ def _combined(n: int) -> tuple[Kind, ...]:
         return ()
     half = n // 2
     grid = make_mesh(("tensor0", 2), ("tensor1", half))
+    copies = make_mesh(("replicas", 2), ("data", half))
     pipelined = {"pipeline": 2, "microbatches": 2, "schedule": ONE_F_ONE_B}
     interleaved = {"pipeline": 2, "chunks": 2, "microbatches": 4, "schedule": INTERLEAVED}
     return (
         kind(f"data 2 x tensor {half}, zero 3", data=2, tensor=half, zero=3),
         kind(f"data 2 x tensor+sequence {half}, zero 1", data=2, tensor=half, sequence=True, zero=1, microbatches=2),
+        *(
+            kind(f"data {half} in 2 copies, zero {zero}", mesh=copies, zero=zero, replicate=2, microbatches=2)
+            for zero in (1, 2, 3)
+        ),
         kind(f"tensor 2 x {half}", mesh=grid, microbatches=2),
         kind(f"tensor+sequence 2 x {half}", mesh=grid, sequence=True),
         *_grids(n),

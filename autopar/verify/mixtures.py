@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 from autopar.errors import UsageError
 from autopar.graph import Graph
@@ -54,6 +55,7 @@ def _runs(plan: Plan) -> list[tuple[str, int]]:
         s = layer.strategy
         text = "/".join(role.value for role in s.roles)
         text += f" zero {s.zero}" if s.zero else ""
+        text += f" in {s.replicate} copies" if s.replicate > 1 else ""
         text += f" {s.recomputation}" if s.recomputation is not NONE else ""
         if runs and runs[-1][0] == text:
             runs[-1] = (text, runs[-1][1] + 1)
@@ -115,7 +117,11 @@ def _strategy(mesh: tuple[Axis, ...], rng: random.Random) -> Strategy:
     roles = tuple(rng.choice(list(Role)) for _ in mesh)
     replicated = math.prod(a.size for a, r in zip(mesh, roles, strict=True) if r.replicates_parameters) > 1
     zero, drawn = rng.randrange(4) if replicated else 0, rng.random()
-    return Strategy(roles, zero, FULL if drawn < 0.3 else SELECTIVE if drawn < 0.5 else NONE)
+    strategy = Strategy(roles, zero, FULL if drawn < 0.3 else SELECTIVE if drawn < 0.5 else NONE)
+    outermost, *others = strategy.data_axes(mesh)[1] or (None,)
+    if zero and drawn > 0.7 and outermost is not None and any(axis.size > 1 for axis in others):
+        return replace(strategy, replicate=outermost.size)
+    return strategy
 
 
 def _tied(graph: Graph) -> list[list[int]]:

@@ -17,6 +17,7 @@ from autopar.layer_price import LayerPrice
 from autopar.plan import Axis, Role, Strategy
 from autopar.price.collectives import group, group_time_s
 from autopar.price.layer import assemble, bind, core, divisible, measure, spread
+from autopar.price.live_memory import Neighbours
 from autopar.price.table import build, flags
 from autopar.price.trainer import EMITTED, Trainer
 from autopar.shard.plan import MICROBATCH
@@ -73,6 +74,7 @@ def mlp(b: int, s: int, h: int, f: int, dtype: torch.dtype = torch.bfloat16) -> 
     return g.done("mlp", g.call(aten.linear.default, hidden, down))
 
 
+ALONE = Neighbours()
 _MLP = ("x", "up", "down", "linear_default", "gelu_default", "linear_default_1")
 
 
@@ -222,6 +224,7 @@ def price_layer(
     cluster: Cluster,
     precision_name: str,
     trainer: Trainer = EMITTED,
+    neighbours: Neighbours = ALONE,
 ) -> LayerPrice | None:
     """The price of ``cls`` when ``sharding`` binds its types to the mesh's axes and to the microbatch axis.
 
@@ -244,5 +247,5 @@ def price_layer(
     microbatches = math.prod(axis.size for axis in axes if axis.stride == 0)
     c = core(bound, given, cluster, numbers)
     flops = table.model_flops / microbatches
-    around = spread(c, mesh, strategy.roles, microbatches, flops, cluster, numbers, trainer)
-    return assemble(c, around, strategy, cluster, numbers, trainer)
+    around = spread(c, strategy.data_axes(mesh), microbatches, flops, cluster, numbers, trainer)
+    return assemble(c, around, strategy, cluster, numbers, trainer, neighbours)

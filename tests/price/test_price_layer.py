@@ -15,6 +15,7 @@ from autopar.errors import UsageError
 from autopar.layer_price import LayerPrice
 from autopar.ops.cost import executed_flops, model_flops, op_cost
 from autopar.plan import FULL, NARROW_GRADIENTS, NONE, Axis, Recomputation, Role, Strategy
+from autopar.price.live_memory import Neighbours
 from autopar.price.state import Precision, precision, state_bytes
 from autopar.price.table import ClassTable, build
 from autopar.price.trace import trace
@@ -275,8 +276,30 @@ def test_gradients_of_an_fsdp_root_come_as_activations_go(zero):
         held = found.gradients_bytes + found.saved_bytes + gathered
         earlier = shard if microbatches == 2 else 0
         assert found.saved_bytes == 4 * (rows // data // microbatches) * (H + 2 * F)
-        assert held == earlier + max(found.saved_bytes + gathered, whole + shard - earlier)
+        assert held == earlier + max(found.saved_bytes + gathered, shard - earlier)
         assert held + found.transient_bytes == 2 * whole + shard + earlier
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_neighbours_under_fsdp_are_gathered_ahead_and_reduced_late(zero):
+    """Few activations: a layer needs most in its backward, beside the parameters of the layer before (ZeRO 3: gathered anew), or while
+    its own are gathered, beside the reduction of the layer after."""
+    cls = mlp(8, 1, H, F, torch.float32)
+    sharding = Sharding((Axis("microbatch", 1, 0), Axis("a", 8, 1)), (mlp_types(DATA),) * 2)
+
+    def peak(**around: int) -> int:
+        strategy, cpus = Strategy((DATA,), zero), parse(["cpu"] * 8)
+        found = must(price_layer(cls, sharding, strategy, cpus, "float32", Trainer(cpu=True), Neighbours(**around)))
+        return found.gradients_bytes + found.saved_bytes + found.transient_bytes
+
+    many = 10 * H * F
+    alone = peak()
+    assert peak(earlier=many) == alone + (4 * many if zero == 3 else 0)
+    # the reduction of the layer after ends before that of the layer itself begins, and more exists then than while parameters are gathered
+    running = (
+        (2 if zero == 3 else 1) * 4 * 2 * H * F
+    )  # parameters (ZeRO 2: in the price's figure for parameters) and gradients
+    assert peak(later=many, later_trainable=many) - 4 * many == pytest.approx(running, rel=0.05)
 
 
 def test_after_the_backward_passes_gradients_are_reduced_and_parameters_updated():
@@ -335,6 +358,40 @@ def test_two_axes_of_one_role_cost_what_their_product_costs():
     assert dataclasses.asdict(two) == pytest.approx(dataclasses.asdict(flat))
 
 
+def test_hybrid_sharding_stays_in_the_node_and_sums_its_shards_over_the_nodes():
+    """4 nodes of 8: each node has a copy of the shards, and only an eighth of the gradients leaves it."""
+    cluster, mesh = parse("4x8xH100-80GB"), (Axis("a", 4, 8), Axis("b", 8, 1))
+    cls, types = mlp(B * 8, SEQ, H, F), (mlp_types(DATA),) * 3
+    sharding = Sharding((Axis("microbatch", 1, 0), *mesh), types)
+
+    def found(zero: int, copies: int) -> LayerPrice:
+        return must(price_layer(cls, sharding, Strategy((DATA, DATA), zero, replicate=copies), cluster, "bfloat16"))
+
+    weights = 2 * H * F
+    for zero in (1, 2, 3):
+        whole, hybrid = found(zero, 1), found(zero, 4)
+        assert hybrid.optimizer_bytes == 4 * whole.optimizer_bytes
+        assert (hybrid.parameters_bytes == 4 * whole.parameters_bytes) == (zero == 3)
+    backward_s = found(0, 1).backward_s
+    reduce_s = time_s(Collective.REDUCE_SCATTER, 4 * weights, 8, 1, cluster)
+    sum_s = time_s(Collective.ALL_REDUCE, 4 * weights // 8, 4, 8, cluster)
+    slowed = constants.OVERLAP_SLOWDOWN.value
+    gather_s = time_s(Collective.ALL_GATHER, 2 * weights, 8, 1, cluster)
+    wire_s = reduce_s + sum_s
+    exposed_s = max(0.0, wire_s - backward_s) + slowed * min(wire_s, backward_s)
+    update_s = (
+        must(price_layer(cls, sharding, Strategy((DATA, DATA)), cluster, "bfloat16", Unsynchronised())).step_s / 8
+    )
+    assert found(1, 4).step_s == pytest.approx(update_s + gather_s + exposed_s)
+
+
+class Unsynchronised(Trainer):
+    """No collective takes time."""
+
+    def data_collective_s(self, *_: object) -> float:
+        return 0.0
+
+
 def test_microbatches_divide_what_a_microbatch_costs_and_nothing_else():
     one, four = must(price()), must(price(microbatches=4))
     assert four.saved_bytes == one.saved_bytes // 4 and four.flops == one.flops / 4
@@ -356,15 +413,20 @@ def test_what_does_not_divide_has_no_price():
 def test_data_parallel_reductions_come_once_a_step_or_hide_under_compute():
     weights, gradients = 2 * 2 * H * F, 4 * 2 * H * F
     update = must(price()).step_s
-    assert must(price((DATA,), (8,))).step_s == pytest.approx(
-        update + time_s(Collective.ALL_REDUCE, gradients, 8, 1, H100)
-    )
-    both = time_s(Collective.ALL_GATHER, weights, 8, 1, H100) + time_s(Collective.REDUCE_SCATTER, gradients, 8, 1, H100)
-    assert must(price((DATA,), (8,), zero=1)).step_s == pytest.approx(update / 8 + both)
-    plain, sharded = must(price((DATA,), (8,))), must(price((DATA,), (8,), zero=3))
-    assert sharded.step_s == pytest.approx(update / 8)
-    gather = time_s(Collective.ALL_GATHER, weights, 8, 1, H100)
     slowed = constants.OVERLAP_SLOWDOWN.value  # what runs beside arithmetic slows it down
+    plain, sharded = must(price((DATA,), (8,))), must(price((DATA,), (8,), zero=3))
+
+    def beside_the_backward(wire_s: float) -> float:
+        return max(0.0, wire_s - plain.backward_s) + slowed * min(wire_s, plain.backward_s)
+
+    average = time_s(Collective.ALL_REDUCE, gradients, 8, 1, H100)
+    assert plain.step_s == pytest.approx(update + beside_the_backward(average))
+    gather = time_s(Collective.ALL_GATHER, weights, 8, 1, H100)
+    reduction = time_s(Collective.REDUCE_SCATTER, gradients, 8, 1, H100)
+    both = gather + reduction
+    first = must(price((DATA,), (8,), zero=1))
+    assert first.step_s == pytest.approx(update / 8 + gather + beside_the_backward(reduction))
+    assert sharded.step_s == pytest.approx(update / 8)
     assert sharded.forward_s == pytest.approx(
         max(plain.forward_s, gather) + slowed * min(plain.forward_s, gather), rel=1e-3
     )

@@ -9,9 +9,11 @@ import pytest
 from price_models import chain, llama_block, mlp, mlp_types, price_layer, replicated, solve_mlp, time_s
 
 from autopar.devices import parse
+from autopar.graph import LayerClass
 from autopar.plan import FULL, NONE, Axis, Role, Strategy
 from autopar.price import Pricer, edge_s, trace
 from autopar.price.collectives import p2p_s
+from autopar.price.live_memory import Neighbours
 from autopar.schedules import Schedule
 from autopar.search import evaluate
 from autopar.sharding import Sharding
@@ -35,7 +37,14 @@ def test_a_pricers_layer_is_price_layers(pricer):
         for zero, again in ((0, NONE), (3, FULL)):
             strategy = Strategy(roles, zero, again)
             sharding = Sharding((*MESH, Axis("microbatch", 2, 0)), (*map(mlp_types, roles), mlp_types(DATA)))
-            assert pricer.layer("mlp", MESH, strategy, 2) == price_layer(cls, sharding, strategy, CLUSTER, "bfloat16")
+            beside = _numel(cls) // math.prod(a.size for a, r in zip(MESH, roles, strict=True) if r.shards_parameters)
+            around = Neighbours(beside, beside, beside) if zero else Neighbours()  # all layers are of one class
+            found = price_layer(cls, sharding, strategy, CLUSTER, "bfloat16", neighbours=around)
+            assert pricer.layer("mlp", MESH, strategy, 2) == found
+
+
+def _numel(cls: LayerClass) -> int:
+    return sum(parameter.numel for parameter in cls.parameters)
 
 
 def test_roles_that_cannot_be_played_and_sizes_that_do_not_divide_have_no_price(pricer):

@@ -127,7 +127,7 @@ def test_reductions_start_under_the_last_backward(zero: int, workers2: WorkerPoo
 
 
 FAULTS: dict[str, Fault] = {
-    "the result is not waited for": ("parameters.py", r"self\._work\.wait\(\)", "pass"),
+    "the result is not waited for": ("parameters.py", r"(?s)(def finish_reduction.*?)self\._work\.wait\(\)", r"\1pass"),
     "the first microbatch starts it": ("parameters.py", r' \* int\(program\.plan\["microbatches"\]\)', ""),
     "all start again after the schedule": ("reductions.py", r"self\._early\[self\._started :\]", "self._early"),
     "the next step goes on counting groups": ("reductions.py", r"(zero_grad\(\)\n)        self\._started = 0", r"\1"),

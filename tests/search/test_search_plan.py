@@ -89,6 +89,26 @@ class TestMeshes:
         assert pinned and all(s.degree(mesh, Role.ULYSSES) == 2 and s.degree(mesh, Role.RING) == 4 for s in pinned)
         assert {s.degree(mesh, T, TS) for s in pinned} == {1, 2}
 
+    def test_hybrid_sharding_is_tried_where_data_parallelism_leaves_the_node(self) -> None:
+        def copies(devices: int, **pins: int) -> set[tuple[int, int]]:
+            (mesh,) = meshes(devices)
+            found = strategies(mesh, 64, 8, SearchOptions(**pins))
+            return {(s.zero, s.replicate) for s in found if s.degree(mesh, D) == devices}
+
+        whole = {(zero, 1) for zero in range(4)}
+        assert copies(8) == whole
+        assert copies(32) == whole | {(zero, 4) for zero in (1, 2, 3)}
+        assert copies(32, replicate=2) == {(zero, 2) for zero in (1, 2, 3)}
+        assert copies(32, replicate=2, zero=3) == {(3, 2)}
+        assert copies(32, replicate=3) == copies(32, replicate=32) == set()
+        assert copies(32, replicate=1) == whole
+
+    def test_axes_of_copies_and_of_shards_stay_apart(self) -> None:
+        mesh = make_mesh(("a", 2), ("b", 2), ("c", 2))
+        merged, ways = coalesce(mesh, [Strategy((D, D, D), 3, replicate=4), Strategy((D, D, D), 1, replicate=4)])
+        assert merged == (Axis("data0", 4, 2), Axis("data1", 2, 1))
+        assert all(way.data_axes(merged) == (merged[:1], merged[1:]) for way in ways)
+
     def test_coalesced_axes_are_named_after_their_use(self) -> None:
         mesh = make_mesh(("a", 2), ("b", 2), ("c", 2), ("d", 2))
         merged, ways = coalesce(mesh, [Strategy((D, D, T, T), 1), Strategy((D, D, TS, TS), 2)])
