@@ -243,7 +243,7 @@ def _last_resort(graph: Graph, state: State, instances: list[Instance]) -> None:
                 "free the pinned degrees, or untie the parameters",
             )
     if need > 1:
-        raise explain(graph, instance, solution)
+        raise explain(graph, instance, solution, state.unpriced)
     found = engine_of(instance).construct(instance, np.inf)
     state.offer(instance, solution if found is None else found[1])
     if state.best is None:

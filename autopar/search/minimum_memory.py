@@ -234,8 +234,11 @@ class _Ways:
         return found
 
 
-def explain(graph: Graph, instance: Instance, solution: Solution) -> InfeasibleError:
-    """The error for a search that ended without a plan: ``solution`` needs the least memory of all choices."""
+def explain(graph: Graph, instance: Instance, solution: Solution, unpriced: int) -> InfeasibleError:
+    """The error for a search that ended without a plan: ``solution`` needs the least memory of all choices that were priced.
+
+    Nothing is proved of the ``unpriced`` choices.
+    """
     by_stage = memories(instance, solution)
     limits = instance.layout.limit
     worst = max(range(len(by_stage)), key=lambda s: by_stage[s].total / limits[s])
@@ -256,11 +259,19 @@ def explain(graph: Graph, instance: Instance, solution: Solution) -> InfeasibleE
     if j - i > 1:
         where = f"layers {graph.layers[i].name} to {graph.layers[j - 1].name}"
     enough = max(int(m.total) for m in by_stage)
+    limit, hint = (
+        gigabytes(limits[worst]),
+        f"a memory limit of {gigabytes(enough, up=True)} ({enough} bytes) per device would do",
+    )
+    answer, scope = f"no plan fits {limit} per device", ""
+    if unpriced:
+        answer = f"time ran out before a plan was found that fits {limit} per device: {unpriced} outer choices were not priced"
+        scope, hint = " among the others", f"give the search more time (--time-limit); {hint}"
     return InfeasibleError(
-        f"no plan fits {gigabytes(limits[worst])} per device: the plan of least memory ({instance.choice}) still needs "
+        f"{answer}: the plan of least memory{scope} ({instance.choice}) still needs "
         f"{gigabytes(held.total)} on stage {worst} ({where}), of which "
         f"{gigabytes(size)} are {part}; its largest layer is {graph.layers[largest].name} with {gigabytes(layer_bytes(largest))}",
-        f"a memory limit of {gigabytes(enough, up=True)} ({enough} bytes) per device would do",
+        hint,
     )
 
 

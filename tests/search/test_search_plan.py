@@ -216,6 +216,22 @@ class TestInfeasible:
                 checked += 1
         assert checked > 15
 
+    def test_a_search_without_time_does_not_say_that_nothing_fits(self) -> None:
+        graph = chain(["a", "b", "a"], 8)
+        pricer = RandomPricer(graph, 0, 1.0, 0.0)
+
+        def error(seconds: float) -> InfeasibleError:
+            with pytest.raises(InfeasibleError) as found:
+                search(graph, Devices(8, 20), pricer, SearchOptions(memory_limit_bytes=1, time_limit_s=seconds))
+            return found.value
+
+        assert error(60).message.startswith("no plan fits")
+        late = error(1e-9)
+        assert re.match(
+            r"time ran out before a plan was found that fits .*: \d+ outer choices were not priced", late.message
+        )
+        assert "--time-limit" in str(late.hint)
+
     def test_a_layer_without_any_way_is_named(self) -> None:
         graph = chain(["a", "b"], 2)
         with pytest.raises(InfeasibleError, match=r"layers\.0 \(a\).*tensor 2"):
