@@ -9,7 +9,7 @@ from pathlib import Path
 
 from autopar.capture import NOT_COMPARED, check_capture
 from autopar.devices import Cluster
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, UsageError
 from autopar.explain import Study, suggest
 from autopar.graph import Graph
 from autopar.measure import peak_memory_bytes
@@ -19,7 +19,7 @@ from autopar.precision import name_of
 from autopar.price import Pricer as LayerPricer
 from autopar.progress import Progress, report
 from autopar.run import ranks
-from autopar.search import Pricer, SearchOptions, price_pins, search
+from autopar.search import Pricer, SearchOptions, price_pins, search, search_faster
 from autopar.search.concessions import Concession, best_plan, concessions
 from autopar.workload import Recapture, Workload, sequence_length, with_concession
 
@@ -89,7 +89,8 @@ def search_model(
     """
 
     def find(concession: Concession, shared: SearchOptions) -> Plan:
-        return find_plan(with_concession(graph, recapture, concession), cluster, shared, progress=progress)
+        again = with_concession(graph, recapture, concession)
+        return find_plan(again, cluster, shared, progress=progress, may_be_idle=True)
 
     try:
         return best_plan(concessions(graph, options), options, find, lambda text: report(progress, "capture", text))
@@ -105,18 +106,55 @@ def find_plan(
     *,
     pricer: Pricer | None = None,
     progress: Progress | None = None,
+    may_be_idle: bool = False,
 ) -> Plan:
-    """The second stage for one graph. ``pricer`` is one that has prices already."""
+    """The second stage for one graph. ``pricer`` is one that has prices already. Where devices ``may_be_idle`` a plan on fewer of them is
+    chosen if it is faster, or the only one that fits; a note says so."""
     start_s = time.perf_counter()
     report(progress, "search")
     options = dataclasses.replace(
         options, precision=name_of(graph.dtype), progress=lambda text: report(progress, "search", text)
     )
     pricer = pricer or LayerPricer(graph, cluster, options.precision)
-    found = search(graph, cluster, pricer, options)
+    found, cluster = _on_the_best_devices(graph, cluster, options, pricer, may_be_idle)
     if options.pin_time_s is not None:
-        found = price_pins(graph, cluster, pricer, options, found, options.pin_time_s)
+        found = price_pins(graph, cluster, pricer.on(cluster), options, found, options.pin_time_s)
     without_rule = f"replicated, because no sharding rule covers it: {', '.join(graph.replicated)}"
     notes = (*found.notes, *cluster.notes, *graph.notes, *([without_rule] if graph.replicated else []))
     wall_time_s = time.perf_counter() - start_s
     return dataclasses.replace(found, wall_time_s=wall_time_s, peak_memory_bytes=peak_memory_bytes(), notes=notes)
+
+
+def _on_the_best_devices(
+    graph: Graph, cluster: Cluster, options: SearchOptions, pricer: Pricer, may_be_idle: bool
+) -> tuple[Plan, Cluster]:
+    """The fastest plan on the cluster, or on a part of it, and the devices that it uses."""
+    deadline = time.monotonic() + options.time_limit_s
+    whole: Plan | None = None
+    refused: InfeasibleError | None = None
+    try:
+        whole = search(graph, cluster, pricer, options)
+    except InfeasibleError as error:
+        refused = error
+    best, devices = whole, cluster
+    for fewer in cluster.with_idle() if may_be_idle else ():
+        left = dataclasses.replace(options, time_limit_s=max(deadline - time.monotonic(), options.time_limit_s / 4))
+        known_s = float("inf") if best is None else best.prediction.step_time_s
+        try:
+            trial = search_faster(graph, fewer, pricer.on(fewer), left, known_s)
+        except UsageError:  # pins that do not divide these devices
+            continue
+        if trial is not None and trial.prediction.step_time_s < known_s:
+            best, devices = trial, fewer
+    if best is None:
+        assert refused is not None
+        raise refused
+    if devices is cluster:
+        return best, cluster
+    because = (
+        "no plan that uses all of them fits"
+        if whole is None
+        else f"with all of them it takes {whole.prediction.step_time_s:.4g} s"
+    )
+    note = f"{cluster.count - devices.count} of the {cluster.count} devices are idle: {because}"
+    return dataclasses.replace(best, notes=(*best.notes, note)), devices

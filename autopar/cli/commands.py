@@ -58,7 +58,8 @@ def emit_command(output: str, **request: Any) -> None:
         emit_program(graph, plan, folder, messages, type_check=request["type_check"], state=state)
         messages.console.print(
             f"{len(plan.layers)} layers for {plan.device_count} devices; start it on every node with "
-            f"torchrun --nnodes {cluster.nodes} --nproc-per-node {min(plan.device_count, cluster.gpus_per_node)} "
+            f"torchrun --nnodes {-(-plan.device_count // cluster.gpus_per_node)} "
+            f"--nproc-per-node {min(plan.device_count, cluster.gpus_per_node)} "
             f"{folder / 'train.py'}",
             highlight=False,
             soft_wrap=True,  # to be copied

@@ -205,6 +205,18 @@ class Cluster:
         peaks = [(part.count, part.gpu.peak_flops.get(precision, 0.0)) for part in self.parts or (self,)]
         return sum(n * peak for n, peak in peaks) if all(peak for _, peak in peaks) else 0.0
 
+    def with_idle(self) -> tuple[Cluster, ...]:
+        """The clusters that are left if some nodes (of one node: devices) are idle, and whose number of nodes has only small factors: a
+        number like 127 or 9 has few meshes, or none that divides the model and the batch. Devices of this machine, and groups that
+        differ, are used as they are given."""
+        if self.local or self.parts:
+            return ()
+        units = self.nodes if self.nodes > 1 else self.gpus_per_node
+        power = 2 ** (units.bit_length() - 1)
+        fewer = sorted({n for n in (power, power // 2 * 3) if 0 < n < units}, reverse=True)
+        shape = [(n, self.gpus_per_node) if self.nodes > 1 else (1, n) for n in fewer]
+        return tuple(replace(self, name=f"{n}x{m}x{self.gpu.name}", nodes=n, gpus_per_node=m) for n, m in shape)
+
     def stages(self, pipeline: int) -> tuple[Cluster, ...]:
         """The devices of each of ``pipeline`` equal stages, taken in order. A stage on several parts runs at the pace of the slowest."""
         return tuple(self._view(touched, across=False) for touched in self._touched(pipeline))

@@ -4,7 +4,7 @@
 plan without prices.
 """
 
-from autopar.search.driver import price_pins, search
+from autopar.search.driver import price_pins, search, search_faster
 from autopar.search.evaluation import evaluate, memory_timeline
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.search.options import SearchOptions
@@ -19,4 +19,5 @@ __all__ = [
     "memory_timeline",
     "price_pins",
     "search",
+    "search_faster",
 ]
