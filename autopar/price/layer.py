@@ -494,6 +494,13 @@ def _bytes(
     return stored, gradients, optimizer, math.ceil(saved) if segment == 1 else int(saved), math.ceil(transient)
 
 
+def saved_bytes(c: Core, strategy: Strategy) -> float:
+    """Bytes on the device that a layer saves for the backward of one microbatch."""
+    if strategy.offloads_activations:
+        return 0.0
+    return _activations(c, strategy, strategy.recomputation.layers)[0]
+
+
 def _activations(c: Core, strategy: Strategy, segment: int) -> tuple[float, float]:
     """Activation bytes per microbatch in flight, and activation bytes while its backward pass runs.
 

@@ -52,11 +52,13 @@ class Alive:
 @dataclass(frozen=True, slots=True)
 class Neighbours:
     """Elements on one device of the largest layers that may run directly before and after a layer: of the one before its parameters
-    (``earlier``), of the one after its parameters (``later``) and its trainable parameters (``later_trainable``)."""
+    (``earlier``), of the one after its parameters (``later``) and its trainable parameters (``later_trainable``). ``later_saved`` are the
+    least bytes that a layer directly after saves for its backward."""
 
     earlier: int = 0
     later: int = 0
     later_trainable: int = 0
+    later_saved: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +79,19 @@ class Share:
 
 
 def replicated_transient(share: Share, data: int, zero: int, numbers: Precision, cpu: bool) -> float:
-    """The transient of a layer under ZeRO 0 and 1. After the last backward gradients are reduced and the optimizer runs.
+    """The transient of a layer under ZeRO 0 and 1. Gradients are reduced under the backward of earlier layers, two layers' at a time, then
+    the optimizer runs.
 
     ``cpu``: gloo's reduce-scatter copies its input, and AdamW makes two temporaries as large as the parameter that it updates.
     """
-    running = share.working_bytes + max(0.0, share.alive.forward, share.alive.one_gradient)
-    own, whole = share.trainable * numbers.reduced / (data if zero else 1), share.trainable * numbers.reduced
-    reducing = own + (whole if cpu else 0.0) if zero else 0.0
+    # bytes per element of a reduction in flight: its result, the copy of its input
+    kept = (1 / data + cpu) * numbers.reduced if zero else 0.0
+    later, freed = share.neighbours.later_trainable, share.neighbours.later_saved
+    # of the two layers after (the second is taken to be no larger), whose saved activations are freed by then
+    in_flight = max(0.0, later * kept - freed, (later + min(later, share.trainable)) * kept - 2 * freed)
+    running = share.working_bytes + max(0.0, share.alive.forward, share.alive.one_gradient) + in_flight
+    reducing = (share.trainable + later) * kept
+    own = share.trainable * numbers.reduced / (data if zero else 1)
     updating = 2 * min(own, share.largest * numbers.reduced) if cpu else 0.0
     return max(running, reducing, updating) - share.saved_bytes
 

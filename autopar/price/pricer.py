@@ -26,6 +26,7 @@ from autopar.price.layer import (
     divisible,
     measure,
     move_s,
+    saved_bytes,
     spread,
 )
 from autopar.price.live_memory import Neighbours
@@ -192,7 +193,7 @@ class Pricer:
 
     def _neighbours(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> Neighbours:
         """The parameters of the layers that may run directly before and after a layer of the class in the same roles."""
-        if strategy.zero < 2:
+        if strategy.zero == 0:
             return Neighbours()
 
         def cores(names: set[str]) -> list[Core]:
@@ -208,6 +209,7 @@ class Pricer:
             max((math.ceil(c.parameters) for c in earlier), default=0),
             max((math.ceil(c.parameters) for c in later), default=0),
             max((math.ceil(c.trainable) for c in later), default=0),
+            min((saved_bytes(c, strategy) for c in later), default=0.0),
         )
 
     def _core(self, bound: Bound, runs: Runs, cluster: Cluster) -> Core | None:

@@ -12,8 +12,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 
-from autopar.program.parameters import FlatGroup, Group
+from autopar.program.parameters import FlatGroup, Group, ShardedGroup
 from autopar.program.world import Program
+
+IN_FLIGHT = 2  # reductions that run at a time: one is on the network while the next is being prepared
 
 
 class Reductions:
@@ -36,6 +38,7 @@ class Reductions:
             self._early += _early(by_stage[stage], program.model.STAGES[stage].GROUPS)
         self._late = [group for group in self._groups if isinstance(group, FlatGroup) and group not in self._early]
         self._started = 0  # of the early groups
+        self._running: list[FlatGroup] = []
         for group in self._early:
             group.arrivals.complete = weakref.WeakMethod(self._advance)
 
@@ -48,15 +51,22 @@ class Reductions:
     def _advance(self) -> None:
         """Start the reductions of the next groups in order that are complete."""
         while self._started < len(self._early) and self._early[self._started].arrivals.missing == 0:
-            self._early[self._started].start_reduction()
-            if self._started:
-                self._early[self._started - 1].continue_reduction()
+            self._start(self._early[self._started])
             self._started += 1
+
+    def _start(self, group: FlatGroup) -> None:
+        """Start a reduction once the last but one has ended: each holds its result, and on CPUs a copy of its input."""
+        if len(self._running) == IN_FLIGHT:
+            self._running.pop(0).finish_reduction()
+        group.start_reduction()
+        if self._running:
+            self._running[-1].continue_reduction()
+        self._running.append(group)
 
     def start(self) -> None:
         """After the schedule: start the reductions that are left, those of tied copies after the sum over their stages."""
         for group in self._early[self._started :]:
-            group.start_reduction()
+            self._start(group)
         self._started = len(self._early)
         copies: dict[str, list[FlatGroup]] = {}
         for group in self._late:
@@ -67,14 +77,18 @@ class Reductions:
             first, *others = copies[key]
             first.reduce_over_stages(others)
         for group in self._late:
-            group.start_reduction()
+            self._start(group)
 
     def finish(self) -> None:
         """Wait for all reductions."""
-        for flat in (*self._early, *self._late):
+        for flat in self._running:
             flat.continue_reduction()
+        for flat in self._running:
+            flat.finish_reduction()
+        self._running.clear()
         for group in self._groups:
-            group.finish_reduction()
+            if isinstance(group, ShardedGroup):
+                group.finish_reduction()
 
 
 def _early(groups: Sequence[Group], records: Mapping[str, Mapping[str, object]]) -> list[FlatGroup]:
