@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from autopar.graph import Graph
-from autopar.plan import Plan, Role, Strategy
+from autopar.plan import Axis, Plan, Role, Strategy
 from autopar.schedules import default_schedule
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.verify.kinds import microbatches
@@ -84,9 +84,9 @@ def shrink_plan(plan: Plan, graph: Graph, devices: int) -> Plan:
     pipeline, axes = min(sizes[0], count), sizes[1:]
     mesh = make_mesh(*((axis.name, size) for axis, size in zip(plan.mesh, axes, strict=True)))
     kept = [i for i, axis in enumerate(plan.mesh) if axis.name in {a.name for a in mesh}] or [0]
-    strategies = {i: _strategy(plan, _place(i, count, len(plan.layers)), kept) for i in range(count)}
+    strategies = {i: _strategy(plan, _place(i, count, len(plan.layers)), mesh, kept) for i in range(count)}
     if len(mesh) == 1 and mesh[0].size == 1:
-        strategies = {i: dataclasses.replace(s, roles=(Role.DATA,), zero=0) for i, s in strategies.items()}
+        strategies = {i: dataclasses.replace(s, roles=(Role.DATA,), zero=0, replicate=1) for i, s in strategies.items()}
     ways = max(
         math.prod(a.size for a, r in zip(mesh, s.roles, strict=True) if r.shards_batch) for s in strategies.values()
     )
@@ -121,11 +121,18 @@ def _fit(sizes: list[int], plan: Plan, devices: int) -> list[int]:
     return sizes
 
 
-def _strategy(plan: Plan, layer: int, kept: list[int]) -> Strategy:
+def _strategy(plan: Plan, layer: int, mesh: tuple[Axis, ...], kept: list[int]) -> Strategy:
+    """The strategy of a layer on the axes that are kept. Copies of ZeRO's shards stay if an axis is left to shard over."""
     given = plan.layers[layer].strategy
     roles = tuple(given.roles[i] for i in kept)
+    copying = {axis.name for axis in given.data_axes(plan.mesh)[0]}
+    equal = [axis for axis, role in zip(mesh, roles, strict=False) if role.replicates_parameters]
+    copies = [axis.size for axis in equal if axis.name in copying]
     return dataclasses.replace(
-        given, roles=roles, zero=given.zero if any(r.replicates_parameters for r in roles) else 0
+        given,
+        roles=roles,
+        zero=given.zero if any(role.replicates_parameters for role in roles) else 0,
+        replicate=math.prod(copies) if len(copies) < len(equal) else 1,
     )
 
 

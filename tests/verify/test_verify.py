@@ -271,6 +271,16 @@ def test_a_plan_for_many_devices_shrinks_to_few() -> None:
     assert shrink_plan(grid, graph, 2).device_count == 2
 
 
+def test_a_plan_with_copies_of_shards_shrinks() -> None:
+    graph = subject("llama").graph
+    mesh = make_mesh(("data0", 4), ("data1", 2), ("tensor", 2))
+    large = manual_plan(graph, mesh=mesh, zero=3, replicate=4)
+    found = {n: shrink_plan(large, graph, n) for n in (8, 4, 2, 1)}
+    assert {n: plan.device_count for n, plan in found.items()} == {n: n for n in found}
+    assert found[8].layers[0].strategy.replicate == 2
+    assert all(found[n].layers[0].strategy.replicate == 1 for n in (4, 2, 1))
+
+
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
