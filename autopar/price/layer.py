@@ -9,7 +9,9 @@ which each run divides its values, but hardly on the number of axes in the run o
 many prices.
 
 The time of an op combines FLOPs over rate with bytes over bandwidth (``Gpu.seconds``); a replicated op costs every device the same.
-Collectives of tensor parallelism are not overlapped. FSDP's gathers and reductions overlap the layer's compute; the excess is exposed.
+Collectives of tensor parallelism are not overlapped. FSDP's gathers and reductions, and on GPUs the reductions of ZeRO 0 and 1, overlap a
+layer's compute; the excess is exposed. Not counted: the first gather of a stage's forward, and the last reduction of its backward, in
+every microbatch, which nothing hides. They are one layer's of all that the stage has.
 """
 
 from __future__ import annotations
