@@ -138,7 +138,12 @@ def _on_the_best_devices(
         refused = error
     best, devices = whole, cluster
     for fewer in cluster.with_idle() if may_be_idle else ():
-        left = dataclasses.replace(options, time_limit_s=max(deadline - time.monotonic(), options.time_limit_s / 4))
+        left_s = deadline - time.monotonic()
+        if best is None:  # an answer is worth more than the limit
+            left_s = max(left_s, options.time_limit_s / 4)
+        elif left_s <= 0:
+            break
+        left = dataclasses.replace(options, time_limit_s=left_s)
         known_s = float("inf") if best is None else best.prediction.step_time_s
         try:
             trial = search_faster(graph, fewer, pricer.on(fewer), left, known_s)
