@@ -11,6 +11,7 @@ from pathlib import Path
 
 FILES = (
     "agree.py",
+    "collectives.py",
     "custom.py",
     "flattened.py",
     "guards.py",
@@ -33,6 +34,7 @@ FILES = (
     "reductions.py",
     "runtime.py",
     "train.py",
+    "weight_gradients.py",
 )
 
 
