@@ -11,6 +11,7 @@ from test_overlap import Blocks, program
 from torch import Tensor, nn
 from workers import WorkerPool
 
+from autopar.errors import LaunchError
 from autopar.run.folder import import_runtime, program_modules
 
 SPLIT = {"zero-bubble": 1, "zbv": 2, "dualpipev": 2}  # by name: stages of each pipeline rank
@@ -18,14 +19,15 @@ MICROBATCHES = 8
 Fault = tuple[str, str, str]
 
 
-def stepped(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> dict[str, Any]:
-    """Two steps: the second one's gradients, and the second parts of backward passes that ran on this rank."""
+def stepped(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Two steps on different batches: the second one's gradients."""
     with program_modules(folder):
         runtime = import_runtime(folder)
         opened = runtime.load(folder)
         trainer = runtime.Trainer(opened, runtime.start(opened, device="cpu"), state=state)
-        losses = [trainer.forward_backward(batch) for _ in range(2)]
-        return {"losses": losses, "gradients": trainer.gradients()}
+        trainer.forward_backward({name: 2 * tensor for name, tensor in batch.items()})
+        trainer.forward_backward(batch)
+        return trainer.gradients()
 
 
 def emitted(folder: Path, *faults: Fault, **options: Any) -> tuple[str, nn.Module, dict[str, Tensor]]:
@@ -38,9 +40,9 @@ def emitted(folder: Path, *faults: Fault, **options: Any) -> tuple[str, nn.Modul
     return program(folder, faults=faults, model=model, batch=(x, y), **options), model, {"x": x, "targets": y}
 
 
-def is_right(found: list[dict[str, Any]], model: nn.Module) -> bool:
+def is_right(found: list[dict[str, Tensor]], model: nn.Module) -> bool:
     wanted = {name: p.grad for name, p in model.named_parameters()}
-    return all((found[0]["gradients"][name] - grad).abs().max() < 1e-12 for name, grad in wanted.items())
+    return all((found[0][name] - grad).abs().max() < 1e-12 for name, grad in wanted.items())
 
 
 @pytest.mark.parametrize("schedule", SPLIT)
@@ -56,3 +58,62 @@ def test_with_data_parallelism(schedule: str, zero: int, workers4: WorkerPool, t
     recompute = "full" if zero == 3 else "none"
     folder, model, batch = emitted(tmp_path, schedule=schedule, pipeline=2, data=2, zero=zero, recompute=recompute)
     assert is_right(workers4.run("test_zero_bubble:stepped", folder, model.state_dict(), batch), model)
+
+
+FAULTS = {  # by name: the schedule that shows the fault; a file of the program, a pattern, the replacement
+    "a weight's gradient in both parts": (
+        "zbv",
+        "weight_gradients.py",
+        r"product.weight_gradient\(\) if _products is None else None",
+        "product.weight_gradient()",
+    ),
+    "the second part is left out": ("zbv", "weight_gradients.py", "        while products:", "        while False:"),
+    "the last microbatch's piece takes the place of the sum": (
+        "zbv",
+        "weight_gradients.py",
+        r"self._pieces\[name\].add_\(piece\) if name in self._pieces else piece",
+        "piece",
+    ),
+    "reductions in flight at the end are lost": (
+        "zbv",
+        "weight_gradients.py",
+        "while self._running:",
+        "while len(self._running) > IN_FLIGHT:",
+    ),
+    "gradients of an earlier step stay": (
+        "zbv",
+        "weight_gradients.py",
+        r"self._pieces = \{\}\n\n",
+        "pass\n\n",
+    ),
+    "a shard takes other rows": (
+        "zbv",
+        "parameters.py",
+        r"_like\(param, rows\[: stop - start\]\)",
+        "_like(param, rows[: stop - start].roll(1, 0))",
+    ),
+    "gradients of whole passes are lost": (
+        "dualpipev",
+        "parameters.py",
+        r"_shard\(param.grad\).add_\(rows",
+        "_shard(param.grad).copy_(rows",
+    ),
+    "stages are placed in turn": (
+        "zbv",
+        "world.py",
+        r'int\(stage\["devices"\]\[0\]\) // int\(stage\["devices"\]\[1\]\) for stage in program.plan\["stages"\]',
+        "i % line for i in range(stages)",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_caught(fault: str, workers4: WorkerPool, tmp_path: Path) -> None:
+    """Each fault gives a wrong gradient or an error."""
+    schedule, *change = FAULTS[fault]
+    folder, model, batch = emitted(tmp_path, tuple(change), schedule=schedule, pipeline=2, data=2, zero=2)
+    try:
+        found = workers4.run("test_zero_bubble:stepped", folder, model.state_dict(), batch)
+    except LaunchError:
+        return
+    assert not is_right(found, model)
