@@ -129,9 +129,6 @@ class SplitStage(PipelineStage):
             add(product.weight_gradient())
 
 
-IN_FLIGHT = 2  # reductions that run at a time: one is on the network while the next is being prepared
-
-
 class LateGradients:
     """Gradients of an FSDP layer's weights from the second parts of backward passes, summed over microbatches and ranks.
 
@@ -143,7 +140,7 @@ class LateGradients:
     def __init__(self, shards: dist.ProcessGroup, copies: dist.ProcessGroup | None, dtype: torch.dtype) -> None:
         self._shards, self._copies, self._dtype = shards, copies, dtype
         self._pieces: dict[str, Tensor] = {}
-        self._running: list[tuple[dist.Work, str, Tensor, Tensor]] = []
+        self._running: tuple[dist.Work, str, Tensor, Tensor] | None = None  # with its result and its input
 
     def clear(self) -> None:
         """Before a step: forget the last one's gradients."""
@@ -153,22 +150,24 @@ class LateGradients:
         """Start to add one microbatch's gradient of the parameter ``name``, in the parameter's shape, to this rank's piece."""
         size, rows = dist.get_world_size(self._shards), gradient.shape[0]
         share = -(-rows // size)
-        padded = F.pad(gradient.to(self._dtype), [0, 0] * (gradient.dim() - 1) + [0, share * size - rows]).contiguous()
-        piece = padded.new_empty(share, *gradient.shape[1:])
-        if len(self._running) == IN_FLIGHT:
-            self._finish_first()
-        work = reduce_scatter(piece, padded, group=self._shards, async_op=True)
-        self._running.append((work, name, piece, padded))
+        whole = gradient.to(self._dtype)
+        if share * size > rows:
+            whole = F.pad(whole, [0, 0] * (gradient.dim() - 1) + [0, share * size - rows])
+        self._finish_running()  # one at a time, while the next gradient is computed: each keeps a whole gradient in memory
+        piece = whole.new_empty(share, *gradient.shape[1:])
+        work = reduce_scatter(piece, whole, group=self._shards, async_op=True)
+        self._running = work, name, piece, whole
 
-    def _finish_first(self) -> None:
-        work, name, piece, _ = self._running.pop(0)
-        work.wait()
-        self._pieces[name] = self._pieces[name].add_(piece) if name in self._pieces else piece
+    def _finish_running(self) -> None:
+        if self._running is not None:
+            work, name, piece, _ = self._running
+            work.wait()
+            self._pieces[name] = self._pieces[name].add_(piece) if name in self._pieces else piece
+            self._running = None
 
     def finish(self) -> dict[str, Tensor]:
         """Wait for all sums; returns this rank's piece of each parameter's gradient, padding included, by the parameter's name."""
-        while self._running:
-            self._finish_first()
+        self._finish_running()
         if self._copies is not None:
             for piece in self._pieces.values():
                 dist.all_reduce(piece, group=self._copies)

@@ -74,11 +74,11 @@ FAULTS = {  # by name: the schedule that shows the fault; a file of the program,
         r"self._pieces\[name\].add_\(piece\) if name in self._pieces else piece",
         "piece",
     ),
-    "reductions in flight at the end are lost": (
+    "the reduction in flight at the end is lost": (
         "zbv",
         "weight_gradients.py",
-        "while self._running:",
-        "while len(self._running) > IN_FLIGHT:",
+        r"self._finish_running\(\)\n        if self._copies",
+        "if self._copies",
     ),
     "gradients of an earlier step stay": (
         "zbv",
