@@ -325,7 +325,7 @@ class ShardedGroup:
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         self._params = {layout: stage.get_parameter(layout.name) for layout in layouts}
         self._stage = stage
-        self._late = LateGradients(world.group(shards), world.group(copies) if copies else None, wide)
+        self._late = LateGradients(world.group(shards), world.group(copies) if copies else None, wide, world.turn)
         self._adders: dict[int, Callable[[Tensor], None]] = {}
         if program.splits_backward:
             module.register_forward_pre_hook(self._gathered)

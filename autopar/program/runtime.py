@@ -314,7 +314,8 @@ class _Pipeline:
         place = self._modules[index], index, len(self._kinds), self.world.device
         if not self.program.splits_backward:
             return PipelineStage(*place, **options)
-        return SplitStage(*place, adders=[group.adders() for group in self._groups[index]], **options)
+        adders = [group.adders() for group in self._groups[index]]
+        return SplitStage(*place, adders=adders, turn=self.world.turn, **options)
 
     def run(self, batch: Mapping[str, Tensor], key: int) -> list[Tensor]:
         """Run forward and backward of all microbatches; returns this rank's terms of the loss.

@@ -101,9 +101,9 @@ class SplitStage(PipelineStage):
     gradients of the second part alone: autograd accumulates those of the first part.
     """
 
-    def __init__(self, *args: Any, adders: Sequence[Mapping[int, Adder]], **options: Any) -> None:
+    def __init__(self, *args: Any, adders: Sequence[Mapping[int, Adder]], turn: Turn, **options: Any) -> None:
         super().__init__(*args, dw_builder=self._second_part, **options)
-        self._adders = adders
+        self._adders, self._turn = adders, turn
         self._products: list[Product] = []
 
     def backward_one_chunk(
@@ -127,6 +127,34 @@ class SplitStage(PipelineStage):
             product = products.pop(0)
             (add,) = [found for adders in self._adders if (found := adders.get(id(product.weight)))]
             add(product.weight_gradient())
+        self._turn.finish()  # else a whole gradient would stay in memory
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """A reduce-scatter that runs: ``piece`` is its result, to be added to that of ``name`` in ``pieces``; ``whole`` its operand."""
+
+    work: dist.Work
+    pieces: dict[str, Tensor]
+    name: str
+    piece: Tensor
+    whole: Tensor
+
+
+class Turn:
+    """The reductions of a rank's late gradients take turns: one runs while the next gradient is computed, because each keeps a whole
+    gradient in memory."""
+
+    def __init__(self) -> None:
+        self.running: _Reduction | None = None
+
+    def finish(self) -> None:
+        """Wait for the reduction that runs."""
+        if (last := self.running) is not None:
+            last.work.wait()
+            sums = last.pieces
+            sums[last.name] = sums[last.name].add_(last.piece) if last.name in sums else last.piece
+            self.running = None
 
 
 class LateGradients:
@@ -137,10 +165,11 @@ class LateGradients:
     group over its copies under hybrid sharding, over which the pieces are summed once a step.
     """
 
-    def __init__(self, shards: dist.ProcessGroup, copies: dist.ProcessGroup | None, dtype: torch.dtype) -> None:
-        self._shards, self._copies, self._dtype = shards, copies, dtype
+    def __init__(
+        self, shards: dist.ProcessGroup, copies: dist.ProcessGroup | None, dtype: torch.dtype, turn: Turn
+    ) -> None:
+        self._shards, self._copies, self._dtype, self._turn = shards, copies, dtype, turn
         self._pieces: dict[str, Tensor] = {}
-        self._running: tuple[dist.Work, str, Tensor, Tensor] | None = None  # with its result and its input
 
     def clear(self) -> None:
         """Before a step: forget the last one's gradients."""
@@ -153,21 +182,14 @@ class LateGradients:
         whole = gradient.to(self._dtype)
         if share * size > rows:
             whole = F.pad(whole, [0, 0] * (gradient.dim() - 1) + [0, share * size - rows])
-        self._finish_running()  # one at a time, while the next gradient is computed: each keeps a whole gradient in memory
+        self._turn.finish()
         piece = whole.new_empty(share, *gradient.shape[1:])
         work = reduce_scatter(piece, whole, group=self._shards, async_op=True)
-        self._running = work, name, piece, whole
-
-    def _finish_running(self) -> None:
-        if self._running is not None:
-            work, name, piece, _ = self._running
-            work.wait()
-            self._pieces[name] = self._pieces[name].add_(piece) if name in self._pieces else piece
-            self._running = None
+        self._turn.running = _Reduction(work, self._pieces, name, piece, whole)
 
     def finish(self) -> dict[str, Tensor]:
         """Wait for all sums; returns this rank's piece of each parameter's gradient, padding included, by the parameter's name."""
-        self._finish_running()
+        self._turn.finish()
         if self._copies is not None:
             for piece in self._pieces.values():
                 dist.all_reduce(piece, group=self._copies)

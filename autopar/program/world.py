@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.program import flattened
 from autopar.program.kernels import on_mesh
+from autopar.program.weight_gradients import Turn
 
 # spmd-types calls two collectives by the names that torch 2.13 deprecates
 warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")
@@ -244,6 +245,7 @@ class World:
     groups: Mapping[tuple[str, ...], dist.ProcessGroup]  # over one or several flattened axes, outermost first
     # by tied parameter: the pipeline ranks that have a copy, if several have one
     shared: Mapping[str, dist.ProcessGroup]
+    turn: Turn = field(default_factory=Turn)  # which of this rank's late gradients is being reduced
 
     @property
     def pipeline(self) -> int:

@@ -71,14 +71,14 @@ FAULTS = {  # by name: the schedule that shows the fault; a file of the program,
     "the last microbatch's piece takes the place of the sum": (
         "zbv",
         "weight_gradients.py",
-        r"self._pieces\[name\].add_\(piece\) if name in self._pieces else piece",
-        "piece",
+        r"sums\[last.name\].add_\(last.piece\) if last.name in sums else last.piece",
+        "last.piece",
     ),
-    "the reduction in flight at the end is lost": (
+    "a reduction is lost": (
         "zbv",
         "weight_gradients.py",
-        r"self._finish_running\(\)\n        if self._copies",
-        "if self._copies",
+        r"        self._turn.finish\(\)\n        piece",
+        "        piece",
     ),
     "gradients of an earlier step stay": (
         "zbv",
