@@ -20,8 +20,9 @@ from autopar.explain.changes import feasible, grown, larger_counts, spec_of
 from autopar.explain.families import obeys
 from autopar.explain.limits import bindings, faster_clusters, prices
 from autopar.graph import Graph
-from autopar.plan import SPLIT, Plan
+from autopar.plan import Plan
 from autopar.planning import plan_model
+from autopar.schedules import SPLIT
 from autopar.search import SearchOptions
 from autopar.units import seconds
 from autopar.workload import Workload, resize_batch, sequence_length
