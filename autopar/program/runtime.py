@@ -315,7 +315,7 @@ class _Pipeline:
         if not self.program.splits_backward:
             return PipelineStage(*place, **options)
         adders = [group.adders() for group in self._groups[index]]
-        return SplitStage(*place, adders=adders, turn=self.world.turn, **options)
+        return SplitStage(place, adders=adders, turn=self.world.turn, **options)
 
     def run(self, batch: Mapping[str, Tensor], key: int) -> list[Tensor]:
         """Run forward and backward of all microbatches; returns this rank's terms of the loss.

@@ -22,7 +22,7 @@ import spmd_types as spmd
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own convention
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from autopar.program.collectives import reduce_scatter
@@ -97,12 +97,19 @@ class _Linear(torch.autograd.Function):
 class SplitStage(PipelineStage):
     """A stage of torch's pipeline whose backward passes may run in two parts.
 
-    ``adders`` map the identity of a parameter to the function that adds a microbatch's gradient to the parameter's. They are called for the
+    ``place`` is the stage's module, its number, the number of stages and the device. ``adders`` map the identity of a parameter to the function that adds a microbatch's gradient to the parameter's. They are called for the
     gradients of the second part alone: autograd accumulates those of the first part.
     """
 
-    def __init__(self, *args: Any, adders: Sequence[Mapping[int, Adder]], turn: Turn, **options: Any) -> None:
-        super().__init__(*args, dw_builder=self._second_part, **options)
+    def __init__(
+        self,
+        place: tuple[nn.Module, int, int, torch.device],
+        *,
+        adders: Sequence[Mapping[int, Adder]],
+        turn: Turn,
+        **options: Any,
+    ) -> None:
+        super().__init__(*place, **options, dw_builder=self._second_part)
         self._adders, self._turn = adders, turn
         self._products: list[Product] = []
 
