@@ -217,7 +217,7 @@ RUNTIME = tuple(
         ("parameters.py", "every rank's piece under ZeRO is the first", "llama", {"data": 2, "zero": 1},
          r"index = dist\.get_rank\(self\._group\) if self\._scattered else 0", "index = 0"),
         ("parameters.py", "ZeRO 1 keeps the last microbatch's gradient only", "llama", {"data": 2, "zero": 1, "microbatches": 2},
-         r"grad\.add_\(param\.grad\)", "grad.copy_(param.grad)"),
+         r"grad\.add_\(gradient\)", "grad.copy_(gradient)"),
         ("runtime.py", "the schedule divides gradients by the microbatches", "llama", PIPELINE_ZERO,
          r'"scale_grads": False', '"scale_grads": True'),
         ("runtime.py", "the losses of microbatches apart are added, not averaged", "resnet by microbatch", {"data": 2, "microbatches": 2},
