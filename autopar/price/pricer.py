@@ -10,7 +10,7 @@ import math
 from autopar.devices import Cluster
 from autopar.graph import Graph
 from autopar.layer_price import LayerPrice
-from autopar.plan import Axis, Role, Strategy
+from autopar.plan import Axis, Recomputation, Role, Strategy
 from autopar.price import table as tables
 from autopar.price.collectives import p2p_s
 from autopar.price.host import Offloaded
@@ -40,6 +40,10 @@ from autopar.types import SpmdType
 from passes.pad import pad_class
 
 Mesh = tuple[Axis, ...]
+Around = tuple[tuple[list[Core], list[Core]], dict[tuple[Recomputation, bool], Neighbours]]
+"""The layers directly before and after a layer; and as its price needs them, by recomputation and whether activations are offloaded."""
+
+ALONE = Neighbours()
 
 
 class Pricer:
@@ -68,6 +72,7 @@ class Pricer:
         self._cores: dict[tuple[int, Sizes, bool], Core | None] = {}
         self._placed: dict[tuple[str, int, tuple[Role, ...], int], tuple[Core, Cluster] | None] = {}
         self._spread: dict[tuple[str, int, tuple[Role, ...], int, int], Spread] = {}
+        self._beside: dict[tuple[str, int, tuple[Role, ...], int], Around] = {}
         self._layers: dict[tuple[str, int, Strategy, int], LayerPrice | None] = {}
         self._meshes: dict[Mesh, int] = {}  # a number per mesh: hashing a mesh takes longer than the rest of a look-up
         self._latest: tuple[Mesh, int] = ((), -1)
@@ -87,7 +92,7 @@ class Pricer:
             other = copy.copy(self)
             other.cluster, other._pipelined = cluster, dataclasses.replace(cluster, pipelined=True)
             other._cores, other._placed, other._spread, other._layers = {}, {}, {}, {}
-            other._edges, other._p2p = {}, {}
+            other._beside, other._edges, other._p2p = {}, {}, {}
             self._elsewhere[_nameless(cluster)] = other
         return self._elsewhere[_nameless(cluster)]
 
@@ -194,23 +199,33 @@ class Pricer:
     def _neighbours(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> Neighbours:
         """The parameters of the layers that may run directly before and after a layer of the class in the same roles."""
         if strategy.zero == 0:
-            return Neighbours()
+            return ALONE
+        by_activations = self._around(cls_name, mesh, strategy, microbatches)
+        how = strategy.recomputation, strategy.offloads_activations
+        if how not in by_activations[1]:
+            earlier, later = by_activations[0]
+            by_activations[1][how] = Neighbours(
+                max((math.ceil(c.parameters) for c in earlier), default=0),
+                max((math.ceil(c.parameters) for c in later), default=0),
+                max((math.ceil(c.trainable) for c in later), default=0),
+                min((saved_bytes(c, strategy) for c in later), default=0.0),
+            )
+        return by_activations[1][how]
 
-        def cores(names: set[str]) -> list[Core]:
-            ways = (
-                strategy.roles,
-                strategy.dense.roles,
-            )  # a neighbour without experts has data parallelism on their axes
-            placed = [[self._place(name, mesh, roles, microbatches) for roles in ways] for name in sorted(names)]
-            return [next(iter(found))[0] for each in placed if (found := [p for p in each if p is not None])]
+    def _around(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> Around:
+        """The layers that may run directly before and after a layer of the class in the strategy's roles."""
+        key = (cls_name, self._number(mesh), strategy.roles, microbatches)
+        if key not in self._beside:
+            # a neighbour without experts has data parallelism on their axes
+            ways = (strategy.roles, strategy.dense.roles)
 
-        earlier, later = map(cores, self._adjacent[cls_name])
-        return Neighbours(
-            max((math.ceil(c.parameters) for c in earlier), default=0),
-            max((math.ceil(c.parameters) for c in later), default=0),
-            max((math.ceil(c.trainable) for c in later), default=0),
-            min((saved_bytes(c, strategy) for c in later), default=0.0),
-        )
+            def cores(names: set[str]) -> list[Core]:
+                placed = [[self._place(name, mesh, roles, microbatches) for roles in ways] for name in sorted(names)]
+                return [next(iter(found))[0] for each in placed if (found := [p for p in each if p is not None])]
+
+            earlier, later = map(cores, self._adjacent[cls_name])
+            self._beside[key] = (earlier, later), {}
+        return self._beside[key]
 
     def _core(self, bound: Bound, runs: Runs, cluster: Cluster) -> Core | None:
         """A core, which many meshes share: pipelines of any length, with microbatches and data parallelism in any proportion."""

@@ -26,7 +26,7 @@ from autopar.pins import ANY
 from autopar.plan import PinPrice, Plan
 from autopar.search.bounds.cheap import fewest_seconds
 from autopar.search.evaluation import Proof, Solution, cost, in_segments, make_plan, tidy
-from autopar.search.minimum_memory import explain, explain_host, least_memory
+from autopar.search.minimum_memory import explain, explain_host, least_memory, something_fits
 from autopar.search.options import SearchOptions
 from autopar.search.problem import Choice, Devices, Pricer, choices, in_chunks
 from autopar.search.state import State
@@ -183,7 +183,7 @@ def _where_nothing_fits(state: State) -> bool:
         if fewest_seconds(plain) >= state.enough_s:
             continue
         state.tried.add(plain.choice)
-        if not plain.offloaded and least_memory(plain)[0] <= 1:
+        if not plain.offloaded and something_fits(plain):
             continue
         instance = segmented(state, plain)
         if instance is None or (bound := fewest_seconds(instance)) >= state.enough_s:

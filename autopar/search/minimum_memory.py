@@ -20,12 +20,20 @@ from autopar.search.tables import Instance, Regime
 from autopar.search.timeline import Counts
 from autopar.units import gigabytes
 
+NOTHING = 1e300
+"""Bytes of a layer that has no candidate: larger than any sum, and finite, so that no layers of it need none."""
+
 
 def least_memory(instance: Instance) -> tuple[float, Solution]:
     """The largest share of a device's memory limit that the choice needs, and a solution that needs no more. With one stage on each
     device the share is the least possible; with several stages it is good, but not proved the least."""
-    solution = _several_stages(instance) if instance.schedule.interleaved else _one_stage(instance)
+    solution = _balanced(instance) if instance.schedule.interleaved else _one_stage(instance)
     return max(shares_of_limits(instance, solution)), solution
+
+
+def something_fits(instance: Instance) -> bool:
+    """Whether ``least_memory`` needs no more than the limits. Mostly a solution that fills all devices equally shows it, in less time."""
+    return max(shares_of_limits(instance, _balanced(instance))) <= 1 or least_memory(instance)[0] <= 1
 
 
 def shares_of_limits(instance: Instance, solution: Solution) -> list[float]:
@@ -39,9 +47,9 @@ def first_moments(instance: Instance) -> list[Counts]:
     return [tuple((saved[s], waiting[s]) for s in instance.schedule.own(d)) for d in range(instance.schedule.pipeline)]
 
 
-def _several_stages(instance: Instance) -> Solution:
-    """The best of a few solutions: first for the moment with the most microbatches in flight, then for the moment with the most
-    memory."""
+def _balanced(instance: Instance) -> Solution:
+    """The best of a few solutions that fill all devices equally: first for the moment with the most microbatches in flight, then for the
+    moment with the most memory."""
     found = [_least_at(instance, first_moments(instance))]
     for _ in range(2 if instance.schedule.split else 0):
         found.append(_least_at(instance, fullest_moments(instance, found[-1])))
@@ -72,10 +80,11 @@ def _one_stage(instance: Instance) -> Solution:
     """
     count, stages = instance.layers, instance.schedule.pipeline
     spans = {regime: _least_memory(instance, regime) for regime in instance.regimes}
+    shares = {regime: spans[regime][0] / regime[-1] for regime in spans}
     best = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
     came: list[Indices] = []
     for s in range(stages):
-        through = np.maximum(best[:, None], spans[instance.regime(s)][0] / instance.layout.limit[s])
+        through = np.maximum(best[:, None], shares[instance.regime(s)])
         came.append(through.argmin(axis=0))
         best = through.min(axis=0)
     bounds = [count]
@@ -84,44 +93,65 @@ def _one_stage(instance: Instance) -> Solution:
     bounds.reverse()
     pick: list[int] = []
     for s, (i, j) in enumerate(pairwise(bounds)):
-        _, level, ways = spans[instance.regime(s)]
-        pick += ways[int(level[i, j])].pick(i, j)
+        regime = instance.regime(s)
+        pick += _Ways(instance, regime, float(spans[regime][1][i, j])).pick(i, j)
     return Solution(tuple(bounds), tuple(pick))
 
 
-def _least_memory(instance: Instance, regime: Regime) -> tuple[Array, Array, list[_Ways]]:
-    """``[i, j]``: the least bytes of a stage of layers i..j-1, and its transient level; the ways to stay below each level."""
+def _least_memory(instance: Instance, regime: Regime) -> tuple[Array, Array]:
+    """``[i, j]``: the least bytes of a stage of layers i..j-1, and the level of the transients with which it has them."""
+    return _by_segment(instance, regime) if instance.segmented else _by_layer(instance, regime)
+
+
+def _by_layer(instance: Instance, regime: Regime) -> tuple[Array, Array]:
+    """``_least_memory`` where every layer is recomputed by itself: a stage's memory depends on its composition alone."""
+    n, passing, place, _ = regime
+    runs, tables = compositions(instance), instance.at(place)
+    working = [table.at_work(passing) for table in tables]
+    levels = np.unique(np.concatenate(working))
+    held = np.full((len(tables), len(levels)), NOTHING)
+    for own, table, each in zip(held, tables, working, strict=True):
+        order = each.argsort()
+        some = np.searchsorted(each[order], levels, "right")  # how many candidates are below each level
+        own[some > 0] = np.minimum.accumulate(table.held(n)[order])[some[some > 0] - 1]
+    needs = runs.counts @ held + levels
+    best = needs.min(axis=1)
+    return runs.spread(np.where(best < NOTHING, best, np.inf)), runs.spread(levels[needs.argmin(axis=1)])
+
+
+def _by_segment(instance: Instance, regime: Regime) -> tuple[Array, Array]:
+    """``_least_memory`` where several layers may be recomputed as one: the order of a stage's layers counts, too."""
     _, passing, place, _ = regime
-    working = [table.at_work(passing) for table in instance.at(place)]
-    levels = sorted({float(v) for each in working for v in each})
+    levels = np.unique(np.concatenate([table.at_work(passing) for table in instance.at(place)]))
     best = np.full((instance.layers + 1,) * 2, np.inf)
     level = np.zeros_like(best)
-    ways: list[_Ways] = []
-    for height in levels:
-        here = _Ways(instance, regime, [each <= height for each in working])
-        if ways and here.same(ways[-1]):
+    last: _Ways | None = None
+    for height in levels.tolist():
+        here = _Ways(instance, regime, height)
+        if last is not None and here.same(last):
             continue
         needs = here.held + height
-        level[needs < best] = len(ways)
+        level[needs < best] = height
         best = np.minimum(best, needs)
-        ways.append(here)
-    return best, level, ways
+        last = here
+    return best, level
 
 
 class _Ways:
-    """The least memory of runs of layers with some candidates of every kind (``allowed``), transients excluded.
+    """The least memory of runs of layers, transients excluded, with the candidates of every kind whose transients are at most ``level``.
 
     A segment of s layers has the layers' weights and keeps the bytes of its first layer; dynamic programming cuts a chain into such
     segments. Consecutive layers belong to one chain if they have a candidate of several layers in common, such as differently pinned
     layers of one class.
     """
 
-    def __init__(self, instance: Instance, regime: Regime, allowed: list[NDArray[np.bool_]]) -> None:
-        self.n, _, place, _ = regime
-        self.instance, self.tables, self.allowed = instance, instance.at(place), allowed
+    def __init__(self, instance: Instance, regime: Regime, level: float) -> None:
+        self.n, passing, place, _ = regime
+        self.instance, self.tables = instance, instance.at(place)
+        self.allowed: list[NDArray[np.bool_]] = [table.at_work(passing) <= level for table in self.tables]
         self.costs: list[Array] = []  # per kind: bytes of a segment of s + 1 layers
         self.which: list[Indices] = []  # and that segment's candidate
-        for table, some in zip(self.tables, allowed, strict=True):
+        for table, some in zip(self.tables, self.allowed, strict=True):
             sizes = np.arange(1, int(table.segment.max()) + 1)[:, None]
             held = np.where(some & (sizes <= table.segment), sizes * table.weights + self.n * table.kept, np.inf)
             self.which.append(held.argmin(axis=1))
@@ -141,7 +171,7 @@ class _Ways:
         alone = np.array([cost[0] if len(cost) == 1 else 0.0 for cost in self.costs])
         runs = compositions(instance)
         found = runs.spread(runs.counts @ np.where(np.isfinite(alone), alone, 0.0))
-        found = found + runs.spread(runs.most(np.where(np.isfinite(alone), 0.0, 1.0)) * 1e300)
+        found = found + runs.spread(runs.most(np.where(np.isfinite(alone), 0.0, 1.0)) * NOTHING)
         for first, kinds in self._chains:
             start, stop = (i - first).clip(0, len(kinds)), (j - first).clip(0, len(kinds))
             if len(set(kinds)) == 1:
@@ -151,7 +181,7 @@ class _Ways:
                 for a in range(len(kinds)):
                     least[a, a:] = self._cut(kinds[a:])[0]
                 found = found + least[start, np.maximum(start, stop)]
-        return np.where(found < 1e300, found, np.inf)
+        return np.where(found < NOTHING, found, np.inf)
 
     @cached_property
     def _chains(self) -> list[tuple[int, tuple[int, ...]]]:

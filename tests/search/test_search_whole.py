@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from autopar.schedules.step_time import lower_bound, simulate
 from autopar.search import SearchOptions
 from autopar.search.construct.stages import _cut
 from autopar.search.knapsacks import Weights, knapsacks
+from autopar.search.minimum_memory import _by_layer, _by_segment, least_memory, something_fits
 from autopar.search.problem import choices
 from autopar.search.runs import compositions
 from autopar.search.tables import Instance, Prices, Regime, Table
@@ -71,6 +74,39 @@ def test_the_least_cost_of_a_stage_and_the_candidates_that_have_it() -> None:
             checked += 1
             infeasible += best == np.inf
     assert checked > 100 and infeasible > 5
+
+
+def least_by_hand(layers: Sequence[tuple[Table, int]], regime: Regime) -> float:
+    """The least memory of a stage, by trying everything."""
+    n, passing, place, _ = regime
+    ways = [(t.weights + n * t.saved, t.at_work(passing)) for table, some in layers for t in [table.at(place)] * some]
+    held = functools.reduce(np.add.outer, (each for each, _ in ways))
+    return float((held + functools.reduce(np.maximum.outer, (transient for _, transient in ways))).min())
+
+
+def test_the_least_memory_of_every_stage() -> None:
+    checked = fits = 0
+    for instance in instances():
+        runs = compositions(instance)
+        for regime in instance.regimes:
+            least, level = _by_layer(instance, regime)
+            for number in range(len(runs.counts)):
+                layers, here = runs.layers(instance, number), runs.at == number
+                if np.prod([float(len(table)) ** n for table, n in layers]) < 100_000:
+                    assert least[here] == pytest.approx(least_by_hand(layers, regime), rel=1e-12)
+                    checked += 1
+            again, same = _by_segment(instance, regime)  # the two agree where no candidate has several layers
+            assert least == pytest.approx(again, rel=1e-12)
+            assert np.array_equal(level[np.isfinite(least)], same[np.isfinite(least)])
+        needs = least_memory(instance)[0]
+        fits += something_fits(instance)
+        assert something_fits(instance) == (needs <= 1)
+        tight, loose = (
+            replace(instance, layout=replace(instance.layout, limit=tuple(f * n for n in instance.layout.limit)))
+            for f in (needs * 0.999, needs * 1.001)
+        )
+        assert not something_fits(tight) and something_fits(loose)
+    assert checked > 300 and 0 < fits < len(instances())
 
 
 def test_too_many_ways_make_a_lower_bound_or_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
