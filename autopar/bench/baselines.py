@@ -7,6 +7,8 @@ Everything here runs inside the worker processes. A program is made from a ``Rec
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -30,19 +32,22 @@ from autopar.bench.models import Stack, Subject
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A hand-tuned choice. ``sharding`` of the data-parallel part: ``ddp``, ``fsdp`` (ZeRO-3) or ``fsdp-keep`` (ZeRO-2)."""
+    """A hand-tuned choice. ``sharding`` of the data-parallel part: ``ddp``, ``fsdp`` (ZeRO-3) or ``fsdp-keep`` (ZeRO-2). DDP reduces its
+    gradients in buckets of ``bucket_mb`` under the backward pass; FSDP gathers a block ahead of the computation."""
 
     data: int = 1
     tensor: int = 1
     pipeline: int = 1
     sharding: str = "ddp"
     microbatches: int = 1
+    bucket_mb: int = 25  # DDP's own default
 
     @property
     def name(self) -> str:
         parts = [f"{self.sharding} {self.data}"] if self.data > 1 else []
         parts += [f"{kind} {n}" for kind, n in (("tensor", self.tensor), ("pipeline", self.pipeline)) if n > 1]
-        return " x ".join(parts or ["one device"]) + (f", {self.microbatches} microbatches" * (self.microbatches > 1))
+        name = " x ".join(parts or ["one device"]) + (f", {self.microbatches} microbatches" * (self.microbatches > 1))
+        return name + f", {self.bucket_mb} MB buckets" * (self.bucket_mb != 25)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -102,9 +107,14 @@ class HandTuned:
         if recipe.data == 1:
             return module
         if recipe.sharding == "ddp":
-            return DistributedDataParallel(module, process_group=self.mesh.get_group("data"))
-        for part in (*_children(module), module):
-            fully_shard(part, mesh=self.mesh["data"], reshard_after_forward=recipe.sharding == "fsdp")
+            group = self.mesh.get_group("data")
+            return DistributedDataParallel(module, process_group=group, bucket_cap_mb=recipe.bucket_mb)
+        shard = functools.partial(fully_shard, mesh=self.mesh["data"], reshard_after_forward=recipe.sharding == "fsdp")
+        blocks = [shard(block) for block in _children(module)]
+        for before, after in itertools.pairwise(blocks):
+            before.set_modules_to_forward_prefetch([after])
+            after.set_modules_to_backward_prefetch([before])
+        shard(module)
         return module
 
     def _accumulate(self, inputs: Tensor, targets: Tensor) -> float:

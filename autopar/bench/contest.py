@@ -11,7 +11,7 @@ import math
 import random
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,19 +19,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from autopar.bench.baselines import recipes
+from autopar.bench.baselines import Recipe, recipes
 from autopar.bench.models import MODELS, Subject
 from autopar.compile import emit_program
-from autopar.devices import Cluster, parse
+from autopar.devices import Cluster
 from autopar.errors import LaunchError, ProgramError
+from autopar.graph import Graph
 from autopar.plan import Plan
 from autopar.planning import plan_model
-from autopar.run.processes import Processes
+from autopar.run.processes import Places, Processes
 from autopar.search import SearchOptions
 from autopar.workload import Workload
 
 AUTOMATIC = "automatic"
 LEARNING_RATE = 1e-4
+TIMEOUT_S = 300.0  # of one call in the workers, and of a collective
 LOSS_TOLERANCE = 2e-3
 """Relative; float32 sums in another order differ by about 1e-6, losses of another computation by far more."""
 
@@ -93,17 +95,20 @@ class Result:
 
 def contest(
     model: str,
-    processes: int,
+    cluster: Cluster,
     *,
+    choices: Sequence[Recipe] | None = None,
+    places: Places | None = None,
     rounds: int = 7,
     steps: int = 3,
     seed: int = 0,
-    calibration: str | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Result:
-    """Measure ``model`` (a name of ``MODELS``) on ``processes`` local processes.
+    """Measure ``model`` (a name of ``MODELS``) on as many processes of this machine as ``cluster`` has devices.
 
-    Plans are priced by ``calibration`` (see ``autopar.devices.parse``). After every round, hand-tuned contenders whose median so far is
+    The plan is made for ``cluster``; the hand-tuned programs are ``choices``, by default all that an expert would try (``recipes``).
+    ``places`` are where the processes run, if their network is not this process's.
+    After every round, hand-tuned contenders whose median so far is
     twice that of the best one are dropped; one that remains to the end has a time for every round, paired with the automatic
     program's. ``progress`` is called with the running contender, the number of visits done, and their total number.
 
@@ -112,15 +117,16 @@ def contest(
         LaunchError: the automatic program fails, or every hand-tuned one does.
     """
     subject = MODELS[model]
-    choices = {recipe.name: recipe.to_dict() for recipe in recipes(processes, subject)}
+    by_hand = {recipe.name: recipe for recipe in choices or recipes(cluster.count, subject)}
     tell = progress or (lambda text, done, total: None)
-    with tempfile.TemporaryDirectory() as folder, _Arena(subject, processes, steps, Path(folder)) as arena:
+    with tempfile.TemporaryDirectory() as folder, Arena(subject, cluster.count, steps, Path(folder), places) as arena:
         tell("planning", 0, 1)
-        plan = arena.open_automatic(parse(processes, calibration=calibration))
+        graph, plan = plan_model(arena.workload, cluster, SearchOptions(precision="float32"))
+        arena.open_program(AUTOMATIC, graph, plan)
         visits = 0
-        total = (len(choices) + 1) * rounds
-        for name, recipe in choices.items():
-            arena.open_hand_tuned(name, recipe)
+        total = (len(by_hand) + 1) * rounds
+        for recipe in by_hand.values():
+            arena.open_hand_tuned(recipe)
         order = random.Random(seed)
         for number in range(rounds):
             names = list(arena.standing)
@@ -131,111 +137,120 @@ def contest(
                 visits += 1
             arena.leave_out(slower_than=2.0)
             total = visits + (rounds - 1 - number) * len(arena.standing)
-        arena.check_losses()
+        arena.check_losses(AUTOMATIC)
         settings = {"rounds": rounds, "steps": steps, "seed": seed, "torch": torch.__version__}
-        return _result(subject, processes, plan, arena, choices, settings)
+        return _result(subject, plan, arena, list(by_hand.values()), settings)
 
 
-class _Arena:
-    """The worker processes with every contender open in them."""
+class Arena:
+    """The worker processes with every contender open in them: emitted programs, and hand-tuned ones by the names of their recipes.
 
-    def __init__(self, subject: Subject, processes: int, steps: int, folder: Path) -> None:
+    All start from the values of ``workload``'s model. ``rounds`` and ``losses`` are, by contender, the medians of every visit's timed
+    steps and the losses of all steps; ``errors`` are why contenders do not run. An emitted program must run: its error is raised.
+    """
+
+    def __init__(
+        self, subject: Subject, processes: int, steps: int, folder: Path, places: Places | None = None
+    ) -> None:
         self.subject, self.count, self.steps, self.folder = subject, processes, steps, folder
         self.rounds: dict[str, list[float]] = {}
-        self.losses: dict[str, float] = {}
+        self.losses: dict[str, list[float]] = {}
         self.errors: dict[str, str] = {}
         self.standing: list[str] = []
+        torch.manual_seed(0)
+        self.workload = Workload(subject.build(), subject.batch(0), subject.loss_fn, subject.name)
+        self._places = places
         self._openers: dict[str, tuple[Any, ...]] = {}
+        self._emitted: set[str] = set()
         self._processes = self._start()
 
-    def __enter__(self) -> _Arena:
+    def __enter__(self) -> Arena:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._processes.close()
 
-    def open_automatic(self, cluster: Cluster) -> Plan:
-        torch.manual_seed(0)
-        module = self.subject.build()
-        workload = Workload(module, self.subject.batch(0), self.subject.loss_fn)
-        graph, plan = plan_model(workload, cluster, SearchOptions(precision="float32"))
-        emit_program(graph, plan, self.folder / "program")
-        state = self.folder / "state.pt"
-        torch.save(module.state_dict(), state)
-        names = [value.name for value in graph.inputs]
-        self._open(AUTOMATIC, "open_automatic", str(self.folder / "program"), names, LEARNING_RATE, str(state))
-        self._needs_automatic()
-        return plan
+    def open_program(
+        self, name: str, graph: Graph, plan: Plan, change: Callable[[Path], None] = lambda folder: None
+    ) -> None:
+        """Emit the program of a plan for ``graph``, which is ``workload``'s, and open it; ``change`` may edit its folder before.
 
-    def open_hand_tuned(self, name: str, recipe: dict[str, Any]) -> None:
-        self._open(name, "open_hand_tuned", self.subject.name, recipe, LEARNING_RATE)
+        Raises:
+            LaunchError: it fails.
+        """
+        folder, state = self.folder / name, self.folder / "state.pt"
+        emit_program(graph, plan, folder)
+        change(folder)
+        torch.save(self.workload.model.state_dict(), state)
+        inputs = [value.name for value in graph.inputs]
+        self._emitted.add(name)
+        self._open(name, "open_program", str(folder), inputs, LEARNING_RATE, str(state))
+
+    def open_hand_tuned(self, recipe: Recipe) -> None:
+        """Open a hand-tuned program; ``errors`` says if it fails."""
+        self._open(recipe.name, "open_hand_tuned", self.subject.name, recipe.to_dict(), LEARNING_RATE)
 
     def leave_out(self, slower_than: float) -> None:
         """Drop contenders that failed, and hand-tuned ones that take ``slower_than`` times as long as the best, for all later rounds."""
         medians = {name: statistics.median(self.rounds[name]) for name in self.standing if name not in self.errors}
         limit_s = slower_than * min(medians.values(), default=0.0)
-        self.standing = [name for name, median_s in medians.items() if name == AUTOMATIC or median_s <= limit_s]
+        self.standing = [n for n, median_s in medians.items() if n in self._emitted or median_s <= limit_s]
 
     def visit(self, name: str) -> None:
         """One untimed step, then ``steps`` timed ones."""
-        answers = self._call(name, "steps", self.subject.name, 0, self.steps + 1)
+        answers = self.call("autopar.bench.remote:steps", name, self.subject.name, 0, self.steps + 1)
         if answers is None:
-            self._needs_automatic()
             return
         self.rounds[name].append(statistics.median(answers[0]["seconds"][1:]))
-        # replicas have the mean loss of their share of the batch; in a pipeline only the last stage has it
-        known = [loss for loss in (answer["losses"][0] for answer in answers) if not math.isnan(loss)]
-        self.losses.setdefault(name, statistics.fmean(known))
+        for of_ranks in zip(*(answer["losses"] for answer in answers), strict=True):
+            # replicas have the mean loss of their share of the batch; in a pipeline only the last stage has it
+            self.losses.setdefault(name, []).append(statistics.fmean(x for x in of_ranks if not math.isnan(x)))
 
-    def check_losses(self) -> None:
+    def check_losses(self, ours: str) -> None:
         """Compare the losses of the first step, which start from the same initial values and batch."""
-        ours = self.losses[AUTOMATIC]
-        for name, theirs in self.losses.items():
-            if abs(theirs - ours) > LOSS_TOLERANCE * abs(ours):
+        own = self.losses[ours][0]
+        for name, (theirs, *_) in self.losses.items():
+            if abs(theirs - own) > LOSS_TOLERANCE * abs(own):
                 raise ProgramError(
-                    f"{self.subject.name}: the first loss of {name} is {theirs:.6f}, the automatic program's {ours:.6f}",
+                    f"{self.subject.name}: the first loss of {name} is {theirs:.6f}, that of {ours} {own:.6f}",
                     "they would not be compared on the same work",
                 )
 
-    def _needs_automatic(self) -> None:
-        if AUTOMATIC in self.errors:
-            raise LaunchError(f"the automatic program of {self.subject.name} fails: {self.errors[AUTOMATIC]}")
-
-    def _start(self) -> Processes:
-        processes = Processes(self.count)
-        processes.call("autopar.run.remote:join", "cpu", 300)
-        return processes
-
-    def _open(self, name: str, opener: str, *args: Any) -> None:
-        self._openers[name] = (opener, *args)
-        self.rounds[name] = []
-        self._call(name, opener, *args)
-        if name not in self.errors:
-            self.standing.append(name)
-
-    def _call(self, name: str, function: str, *args: Any) -> list[Any] | None:
+    def call(self, target: str, name: str, *args: Any) -> list[Any] | None:
+        """Call ``"module:function"`` for a contender on every rank; the results by rank, ``None`` if a hand-tuned one fails."""
         try:
-            return self._processes.call(f"autopar.bench.remote:{function}", name, *args, timeout_s=300)
+            return self._processes.call(target, name, *args, timeout_s=TIMEOUT_S)
         except LaunchError as error:
+            if name in self._emitted:
+                raise LaunchError(f"{name}, a program of {self.subject.name}, fails: {error.message}") from error
             self.errors[name] = error.message
             self._processes = self._start()
             for other, (opener, *rest) in self._openers.items():
                 if other not in self.errors:
-                    self._processes.call(f"autopar.bench.remote:{opener}", other, *rest, timeout_s=300)
+                    self._processes.call(opener, other, *rest, timeout_s=TIMEOUT_S)
             return None
 
+    def _start(self) -> Processes:
+        processes = Processes(self.count, places=self._places)
+        processes.call("autopar.run.remote:join", "cpu", TIMEOUT_S)
+        return processes
 
-def _result(
-    subject: Subject,
-    processes: int,
-    plan: Plan,
-    arena: _Arena,
-    choices: dict[str, dict[str, Any]],
-    settings: dict[str, Any],
-) -> Result:
+    def _open(self, name: str, opener: str, *args: Any) -> None:
+        target = f"autopar.bench.remote:{opener}"
+        self._openers[name] = (target, *args)
+        self.rounds[name] = []
+        self.call(target, name, *args)
+        if name not in self.errors:
+            self.standing.append(name)
+
+
+def _result(subject: Subject, plan: Plan, arena: Arena, choices: list[Recipe], settings: dict[str, Any]) -> Result:
     contenders = [Contender(AUTOMATIC, None, plan.prediction.step_time_s, tuple(arena.rounds[AUTOMATIC]))]
-    for name, recipe in choices.items():
-        contenders.append(Contender(name, recipe, None, tuple(arena.rounds[name]), arena.errors.get(name, "")))
+    for recipe in choices:
+        name = recipe.name
+        contenders.append(
+            Contender(name, recipe.to_dict(), None, tuple(arena.rounds[name]), arena.errors.get(name, ""))
+        )
     running = [c for c in contenders[1:] if c.name in arena.standing]
     if not running:
         raise LaunchError(f"no hand-tuned program of {subject.name} runs: {next(iter(arena.errors.values()), '')}")
@@ -243,7 +258,7 @@ def _result(
     ratio, interval = paired_ratio(contenders[0].rounds_s, best.rounds_s, settings["seed"])
     return Result(
         subject.name,
-        processes,
+        arena.count,
         subject.tokens,
         {
             key: plan.to_json()[key]

@@ -1,6 +1,7 @@
 """The benchmark's models: plain modules of an embedding, blocks and a head, so that a person can cut and shard them by hand.
 
-Small enough for processes on a laptop's CPU; one is bound by arithmetic, one by parameters, one by activations.
+Small enough for processes on a laptop's CPU; one is bound by arithmetic, one by parameters, one by activations, one by its vocabulary,
+one is deep.
 """
 
 from __future__ import annotations
@@ -103,15 +104,35 @@ class WideBlock(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
+class GPTBlock(nn.Module):
+    """A block of GPT-2's kind: layer norms, and biases in the wide layers."""
+
+    def __init__(self, width: int, head: int, inner: int) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, head)
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """The mean cross entropy of all tokens."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def _decoder(name: str, width: int, layers: int, length: int, rows: int, vocabulary: int = 2048) -> Subject:
+def _decoder(
+    name: str, width: int, layers: int, length: int, rows: int, vocabulary: int = 2048, gpt: bool = False
+) -> Subject:
+    def block() -> nn.Module:
+        return GPTBlock(width, 64, 4 * width) if gpt else DecoderBlock(width, 64, width * 8 // 3 // 64 * 64)
+
     def build() -> Stack:
-        blocks: list[nn.Module] = [DecoderBlock(width, 64, width * 8 // 3 // 64 * 64) for _ in range(layers)]
-        head = nn.Sequential(nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False))
+        blocks = [block() for _ in range(layers)]
+        norm = nn.LayerNorm(width) if gpt else nn.RMSNorm(width)
+        head = nn.Sequential(norm, nn.Linear(width, vocabulary, bias=False))
         return Stack(nn.Embedding(vocabulary, width), blocks, head)
 
     def batch(seed: int) -> tuple[Tensor, Tensor]:
@@ -139,6 +160,8 @@ MODELS: dict[str, Subject] = {
         _decoder("llama", width=256, layers=6, length=128, rows=8),
         _wide("wide-mlp", width=512, inner=8192, layers=4, rows=32),
         _decoder("long-sequence", width=128, layers=4, length=2048, rows=4),
+        _decoder("deep-gpt", width=192, layers=12, length=128, rows=8, gpt=True),
+        _decoder("large-vocabulary", width=128, layers=4, length=64, rows=8, vocabulary=16384),
     )
 }
 """The models of ``autopar bench``, by name."""

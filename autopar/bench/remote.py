@@ -19,7 +19,7 @@ def open_hand_tuned(name: str, model: str, recipe: dict[str, Any], lr: float) ->
     _contenders[name] = HandTuned(MODELS[model], Recipe(**recipe), lr).step
 
 
-def open_automatic(name: str, folder: str, inputs: list[str], lr: float, state: str) -> None:
+def open_program(name: str, folder: str, inputs: list[str], lr: float, state: str) -> None:
     """An emitted program, with the values of the file ``state``; ``inputs`` are its names of the batch's two tensors."""
     options = {"optimizer": None, "lr": lr, "seed": 0, "max_norm": None, "state": state}
     trainer = remote.open_trainer(folder, options, device="cpu", timeout_s=300)

@@ -242,8 +242,8 @@ def run(**request: Any) -> None:
 
 @cli.command(
     short_help="Measure automatic plans against hand-tuned ones on this machine.",
-    help="Train the benchmark's models (llama, wide-mlp, long-sequence; default: all) on local processes: the automatic program and "
-    "hand-written ones of PyTorch's own parts, in turns, and compare the measured step times.",
+    help="Train the benchmark's models (llama, wide-mlp, long-sequence, deep-gpt, large-vocabulary; default: all) on local processes: the "
+    "automatic program and hand-written ones of PyTorch's own parts, in turns, and compare the measured step times.",
 )
 @click.argument("names", nargs=-1, metavar="[MODEL]...")
 @click.option("--processes", type=click.IntRange(2), default=2, show_default=True, metavar="N", help="Local processes.")

@@ -12,6 +12,7 @@ from autopar.bench.published import CellResult, published, summary, to_json
 from autopar.bench.report import failures, plot, table, verdict, write_lines
 from autopar.cli.console import Messages, console, plain_table, progress_bar
 from autopar.cli.output import output_file
+from autopar.devices import parse
 from autopar.errors import UsageError
 
 
@@ -27,16 +28,9 @@ class Measurement:
 
     def result(self, model: str) -> Result:
         """The contest of ``model``'s programs, with a progress bar."""
+        cluster = parse(self.processes, calibration=self.calibration)
         with progress_bar(model) as show:
-            return contest(
-                model,
-                self.processes,
-                rounds=self.rounds,
-                steps=self.steps,
-                seed=self.seed,
-                calibration=self.calibration,
-                progress=show,
-            )
+            return contest(model, cluster, rounds=self.rounds, steps=self.steps, seed=self.seed, progress=show)
 
 
 def bench_command(

@@ -9,7 +9,7 @@ which each run divides its values, but hardly on the number of axes in the run o
 many prices.
 
 The time of an op combines FLOPs over rate with bytes over bandwidth (``Gpu.seconds``); a replicated op costs every device the same.
-Collectives of tensor parallelism are not overlapped. FSDP's gathers and reductions, and on GPUs the reductions of ZeRO 0 and 1, overlap a
+Collectives of tensor parallelism are not overlapped. The reductions of ZeRO 0 and 1, and on GPUs FSDP's gathers and reductions, overlap a
 layer's compute; the excess is exposed. Not counted: the first gather of a stage's forward, and the last reduction of its backward, in
 every microbatch, which nothing hides. They are one layer's of all that the stage has.
 """
@@ -378,7 +378,7 @@ def assemble(
     data, zero = spread.size, strategy.zero if spread.size > 1 else 0
     trainable, offloaded = math.ceil(c.trainable), Offloaded.of(strategy, cluster)
     gather, reduce = spread.gather_s[zero >= 2], spread.reduce_s[zero >= 2]
-    beside = functools.partial(beside_s, slowdown=cluster.overlap_slowdown)
+    exposed = functools.partial(trainer.exposed_sharded_s, slowdown=cluster.overlap_slowdown)
 
     again, part = float(strategy.recomputation.kind == "full"), float(strategy.recomputation is SELECTIVE)
     forward_wire_s, backward_wire_s = _wires_s(c, strategy, trainer)
@@ -390,9 +390,9 @@ def assemble(
     backward_compute_s = max(device_s, host_s - backward_wire_s)
     waits_s = _waits_s(c, strategy, data if zero >= 2 else 1, cluster, forward_compute_s, backward_compute_s)
     forward_wire_s, backward_wire_s = forward_wire_s + waits_s[0], backward_wire_s + waits_s[1]
-    forward_exposed = beside(forward_compute_s, gather if zero >= 2 else 0.0)
+    forward_exposed = exposed(gather if zero >= 2 else 0.0, forward_compute_s)
     back_s = (reduce if zero >= 2 else 0.0) + (_gathers(strategy) * gather if zero == 3 else 0.0)
-    backward_exposed = beside(backward_compute_s, back_s)
+    backward_exposed = exposed(back_s, backward_compute_s)
 
     segment = strategy.recomputation.layers
     segment_bytes, working = _activations(c, strategy, 1)

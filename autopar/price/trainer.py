@@ -69,13 +69,15 @@ class Trainer:
         """The part of tensor-parallel communication that is not hidden under matrix products."""
         return communication_s
 
+    def exposed_sharded_s(self, communication_s: float, compute_s: float, slowdown: float) -> float:
+        """The seconds that FSDP's gathers and reductions (ZeRO 2 and 3) add to a layer's pass that computes for ``compute_s``. On CPUs
+        FSDP2 has no streams, and waits for its collectives."""
+        return communication_s if self.cpu else beside_s(compute_s, communication_s, slowdown)
+
     def exposed_reduction_s(self, communication_s: float, backward_s: float, slowdown: float) -> float:
         """The seconds that the reduction of a layer's gradients adds to the step under ZeRO 0 and 1, if one microbatch's backward of the
-        layer computes for ``backward_s``.
-
-        Emitted programs reduce during the backward of the last microbatch. gloo's own arithmetic runs on the processors that compute.
-        """
-        return communication_s if self.cpu else beside_s(backward_s, communication_s, slowdown)
+        layer computes for ``backward_s``. Emitted programs reduce during the backward of the last microbatch."""
+        return beside_s(backward_s, communication_s, slowdown)
 
     def exposed_gather_s(self, communication_s: float, forward_s: float, slowdown: float) -> float:
         """The seconds that ZeRO 1's gather of updated parameters adds to the step, if one microbatch's forward of the layer computes for

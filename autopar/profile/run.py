@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from autopar.run.processes import Processes
 
 _TIMEOUT_S = 600.0  # of one measurement, which takes well below a second
 Progress = Callable[[str, int, int], None]
-"""Called with the running measurement, the number of measurements done, and their total number."""
+"""Called with the last measurement, the number of measurements done, and their total number."""
 
 
 def profile(processes: Iterable[int], device: str | None = None, progress: Progress | None = None) -> Calibration:
@@ -34,14 +34,26 @@ def profile(processes: Iterable[int], device: str | None = None, progress: Progr
     for count, kind, found in plans:
         workers = Processes(count)
         try:
-            workers.call("autopar.profile.remote:join", kind, timeout_s=_TIMEOUT_S)
-            for task in found:
-                tell(f"{count} processes: {task.title}", done, total)
-                figures += _measure(workers, task, kind)
+            for task, made in zip(found, measured(workers, kind, found), strict=True):
+                figures += made
                 done += 1
+                tell(f"{count} processes: {task.title}", done, total)
         finally:
             workers.close()
     tell("done", total, total)
+    return calibration(figures)
+
+
+def measured(workers: Processes, device: str, found: Iterable[Task]) -> Iterator[list[Figure]]:
+    """The figures of each task, on workers that have just started and do nothing else."""
+    workers.call("autopar.profile.remote:join", device, timeout_s=_TIMEOUT_S)
+    for task in found:
+        answers = workers.call("autopar.profile.remote:measure", task.function, task.arguments, timeout_s=_TIMEOUT_S)
+        yield [_figure(of_ranks, device, workers.count) for of_ranks in zip(*answers, strict=True)]
+
+
+def calibration(figures: Iterable[Figure]) -> Calibration:
+    """The calibration of this machine that these measurements make, as of now."""
     machine = this_machine() | {"torch": torch.__version__}
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     return Calibration(machine, now, tuple(figures))
@@ -52,12 +64,6 @@ def _device(device: str | None, count: int) -> str:
     if device == "cuda" and gpus < count:
         raise UsageError(f"this machine has {gpus} GPUs, not {count}", "measure with fewer processes, or --device cpu")
     return device or ("cuda" if gpus >= count else "cpu")
-
-
-def _measure(workers: Processes, task: Task, device: str) -> list[Figure]:
-    """The figures of one task: the samples of all ranks together."""
-    answers = workers.call("autopar.profile.remote:measure", task.function, task.arguments, timeout_s=_TIMEOUT_S)
-    return [_figure(of_ranks, device, workers.count) for of_ranks in zip(*answers, strict=True)]
 
 
 def _figure(of_ranks: Sequence[dict[str, Any]], device: str, count: int) -> Figure:

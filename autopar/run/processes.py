@@ -18,6 +18,8 @@ import sys
 import tempfile
 import time
 import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,18 @@ _GRACE_S = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where on this machine workers run, if their network is not the parent's.
+
+    ``prefixes`` are, by rank, the words before a worker's command, such as ``("ip", "netns", "exec", "node0")``; ``env`` is the
+    environment there, such as ``MASTER_ADDR``, the parent's address on their network.
+    """
+
+    prefixes: tuple[tuple[str, ...], ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
 class Processes:
     """``count`` processes of this Python on this machine, with ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and
     ``MASTER_PORT`` set as ``torchrun`` sets them, and one thread for each.
@@ -38,8 +52,11 @@ class Processes:
     Raises ``LaunchError`` when ``port`` (0: any free one) is taken.
     """
 
-    def __init__(self, count: int, *, port: int = 0, env: dict[str, str] | None = None) -> None:
-        assert count > 0
+    def __init__(
+        self, count: int, *, port: int = 0, env: dict[str, str] | None = None, places: Places | None = None
+    ) -> None:
+        places = places or Places(((),) * count)
+        assert count == len(places.prefixes) > 0
         self.count = count
         self.store = _listen(port, count)
         self.folder = Path(tempfile.mkdtemp(prefix="autopar-"))
@@ -54,12 +71,13 @@ class Processes:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self.store.port),
             **(env or {}),
+            **places.env,
         }
-        for rank in range(count):
+        for rank, prefix in enumerate(places.prefixes):
             with self._log(rank).open("w") as log:
                 self._workers.append(
                     subprocess.Popen(
-                        [sys.executable, "-m", "autopar.run.worker"],
+                        [*prefix, sys.executable, "-m", "autopar.run.worker"],
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         stderr=log,

@@ -8,12 +8,13 @@ import torch
 from workers import WorkerPool
 
 from autopar.bench.baselines import HandTuned, Recipe, recipes
-from autopar.bench.contest import AUTOMATIC, Contender, Result, _Arena, paired_ratio
+from autopar.bench.contest import AUTOMATIC, Arena, Contender, Result, paired_ratio
 from autopar.bench.models import MODELS, Subject, _decoder, _wide
 from autopar.bench.report import failures, markdown, table, verdict
 
 SMALL: dict[str, Subject] = {
     "llama": _decoder("llama", width=128, layers=2, length=8, rows=8, vocabulary=64),
+    "gpt": _decoder("gpt", width=128, layers=2, length=8, rows=8, vocabulary=64, gpt=True),
     "wide-mlp": _wide("wide-mlp", width=16, inner=32, layers=2, rows=8),
 }
 
@@ -40,6 +41,7 @@ def one_device(model: str, steps: int) -> list[float]:
 
 
 CASES = [(model, recipe) for model in SMALL for recipe in recipes(2, SMALL[model]) if recipe.microbatches <= 2]
+CASES.append(("llama", Recipe(data=2, bucket_mb=1)))
 
 
 @pytest.mark.parametrize(("model", "recipe"), CASES, ids=lambda case: case if isinstance(case, str) else case.name)
@@ -67,7 +69,8 @@ def test_ratio_is_paired():
 
 def test_who_stands_to_the_end_has_run_every_round():
     """Who is left out stays out, however the others' times go on: rounds would be paired with others' rounds."""
-    arena = object.__new__(_Arena)
+    arena = object.__new__(Arena)
+    arena._emitted = {AUTOMATIC}
     arena.standing, arena.errors = [AUTOMATIC, "good", "slow", "broken"], {"broken": "it broke"}
     arena.rounds = {AUTOMATIC: [9.0], "good": [1.0], "slow": [2.1], "broken": []}
     arena.leave_out(slower_than=2.0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from price_models import Builder, aten, gpt_block, llama_block, mlp, mlp_types, price_layer, replicated, time_s
 
-from autopar.devices import constants, parse
+from autopar.devices import Cluster, constants, parse
 from autopar.errors import UsageError
 from autopar.layer_price import LayerPrice
 from autopar.ops.cost import executed_flops, model_flops, op_cost
@@ -448,3 +448,19 @@ def test_precisions():
 def test_the_processes_of_a_laptop_can_be_priced():
     found = must(price((DATA, TENSOR), (2, 2), dtype="float32", cluster=parse(["cpu"] * 4)))
     assert 0.01 < found.forward_s < 60 and found.communication_s > 0
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_processors_hide_reductions_and_wait_for_fsdp(zero: int):
+    """With free overlap, ZeRO 0 and 1 reduce under the backward pass; FSDP2 has no streams there, and on a GPU it has."""
+    cpus = parse(["cpu"] * 2)
+
+    def seconds(cluster: Cluster, slowdown: float) -> float:
+        cluster = dataclasses.replace(cluster, overlap_slowdown=slowdown)
+        found = must(price((DATA,), (2,), 1, zero, NONE, "float32", cluster, Trainer(cpu=cluster.kind == "cpu")))
+        return found.forward_s + found.backward_s + found.step_s
+
+    assert cpus.overlap_slowdown == 1.0
+    gained_s = seconds(cpus, 1.0) - seconds(cpus, 0.0)
+    assert gained_s > 1e-3 if zero < 2 else gained_s == 0.0
+    assert seconds(H100, 1.0) > seconds(H100, 0.0)

@@ -63,6 +63,10 @@ REPORTS = {
         (("-m", "autopar", "profile"), program("measured_time")),
     ),
     "mutations": Report("faults put in on purpose, and what catches them", (program("mutations"),)),
+    "overlap": Report(
+        "communication hidden under computation, on nodes with limited links (root, a quiet machine, 25 minutes)",
+        (program("overlap"),),
+    ),
     "published": Report(
         "the automatic layout on every cell of the published sweep", (program("published"),), options=False
     ),

@@ -67,13 +67,13 @@ def measure(subject: Subject, processes: int, rounds: int, steps: int, seed: int
     workers = Processes(processes)
     with tempfile.TemporaryDirectory() as home:
         try:
-            workers.call("autopar.bench.remote:join", timeout_s=TIMEOUT_S)
+            workers.call("autopar.run.remote:join", "cpu", TIMEOUT_S)
             state, names = Path(home) / "state.pt", [value.name for value in graph.inputs]
             torch.save(module.state_dict(), state)
             for i, (name, plan) in enumerate(made.items()):
                 emit(graph, plan, Path(home) / str(i))
                 arguments = (name, str(Path(home) / str(i)), names, 1e-4, str(state))
-                workers.call("autopar.bench.remote:open_automatic", *arguments, timeout_s=TIMEOUT_S)
+                workers.call("autopar.bench.remote:open_program", *arguments, timeout_s=TIMEOUT_S)
             order = list(made)
             for number in range(rounds):
                 random.Random(seed + number).shuffle(order)

@@ -1,0 +1,158 @@
+"""What the report of overlap measures: kinds of overlap with a program that lacks it, and contests against hand-written programs.
+
+A kind of overlap is one entry of ``FEATURES``. Its program without overlap is the emitted one with ``patch``: lines of Python at the end
+of files of the folder, which replace what starts communication early.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autopar.bench.baselines import Recipe, recipes
+from autopar.bench.models import MODELS
+from autopar.search import manual_plan
+
+FAST, SLOW = "1gbit", "200mbit"
+"""The rates of links, as tc(8) writes them: with them communication takes about a third to a half of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """A kind of overlap: a plan whose program has it (``pins`` of ``manual_plan``), what to change so that it does not, and the program
+    that a person would write with PyTorch's own parts. ``about`` and ``without`` say what each does, ``note`` what to expect."""
+
+    name: str
+    about: str
+    without: str
+    model: str
+    rate: str
+    pins: Mapping[str, Any]
+    patch: Mapping[str, str]
+    by_hand: Recipe
+    note: str
+    nodes: int = 2
+
+    def plan(self, graph: Any) -> Any:
+        """The plan of both emitted programs."""
+        return manual_plan(graph, precision="float32", **self.pins)
+
+    def change(self, folder: Path) -> None:
+        """Take the overlap out of an emitted program."""
+        for name, lines in self.patch.items():
+            path = folder / name
+            path.write_text(f"{path.read_text()}\n\n{lines}")
+
+
+NOTHING_EARLY = {"reductions.py": "_early = lambda groups, records: []\n"}
+OWN_ROOTS = {"parameters.py": "gather_ahead = lambda stage, layers, mesh: None\n"}
+WAITING = {
+    "runtime.py": """from unittest import mock
+
+import torch.distributed.pipelining.schedules as schedules
+
+
+class Waiting(Schedule1F1B):
+    def _step_microbatches(self, *args, **kwargs):
+        start = schedules._batch_p2p
+
+        def waited(ops, desc=None):
+            schedules._wait_batch_p2p(start(ops, desc=desc))
+            return []
+
+        with mock.patch.object(schedules, "_batch_p2p", waited):
+            super()._step_microbatches(*args, **kwargs)
+
+
+Schedule1F1B = Waiting
+"""
+}
+
+FEATURES = (
+    Feature(
+        "zero0",
+        "ZeRO 0: each layer's gradients are summed while the backward pass goes on in earlier layers",
+        "all sums start after the backward pass",
+        "llama",
+        FAST,
+        {"data": 2, "zero": 0},
+        NOTHING_EARLY,
+        Recipe(data=2, bucket_mb=4),
+        "By hand it is DDP, whose buckets do the same.",
+    ),
+    Feature(
+        "zero1",
+        "ZeRO 1: each layer's gradients are reduced and scattered while the backward pass goes on in earlier layers",
+        "all reductions start after the backward pass",
+        "llama",
+        FAST,
+        {"data": 2, "zero": 1},
+        NOTHING_EARLY,
+        Recipe(data=2, bucket_mb=4),
+        "By hand it is DDP again, which keeps all of the optimizer's state on every node and gathers no parameters after the update.",
+    ),
+    Feature(
+        "zero3",
+        "ZeRO 3: the layers have one FSDP root, and the parameters of the next layer are gathered ahead",
+        "each layer is a root of its own, and nothing is gathered ahead",
+        "llama",
+        FAST,
+        {"data": 2, "zero": 3},
+        OWN_ROOTS,
+        Recipe(data=2, sharding="fsdp"),
+        "FSDP2 overlaps by streams of the device, and a processor has none: it waits for each collective where it is started, with and "
+        "without the root. So nothing can be gained here; the clock below shows what a device with streams gains.",
+    ),
+    Feature(
+        "1f1b",
+        "1F1B: what a stage sends while its pipeline fills and drains travels under the next microbatch",
+        "a stage waits for all that it sends",
+        "long-sequence",
+        SLOW,
+        {"pipeline": 2, "microbatches": 4, "schedule": "1f1b"},
+        WAITING,
+        Recipe(pipeline=2, microbatches=4),
+        "Both programs run torch's schedule, which in its steady state waits for what it sends and receives in pairs.",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A contest of a model's automatic program with hand-written ones, on ``nodes`` nodes of one process each."""
+
+    model: str
+    nodes: int
+    rate: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} on {self.nodes} nodes"
+
+    @property
+    def choices(self) -> list[Recipe]:
+        """DDP with its own and with small buckets, FSDP2 that keeps parameters gathered or not, tensor parallelism, and 1F1B with two and
+        four microbatches for every stage; each on all nodes."""
+        chosen = []
+        for recipe in recipes(self.nodes, MODELS[self.model]):
+            if self.nodes not in (recipe.data, recipe.tensor, recipe.pipeline):
+                continue  # a mixture
+            if recipe.microbatches in ((2 * self.nodes, 4 * self.nodes) if recipe.pipeline > 1 else (1,)):
+                chosen.append(recipe)
+            if recipe == Recipe(data=self.nodes):
+                chosen.append(dataclasses.replace(recipe, bucket_mb=4))
+        return chosen
+
+
+MATCHES = (
+    Match("llama", 2, FAST),
+    Match("wide-mlp", 2, FAST),
+    Match("long-sequence", 2, SLOW),
+    Match("deep-gpt", 2, FAST),
+    Match("large-vocabulary", 2, FAST),
+    Match("llama", 4, FAST),
+    Match("large-vocabulary", 4, FAST),
+)

@@ -1,0 +1,258 @@
+"""The page of the report of overlap, ``docs/evidence/overlap.md``, from its lines."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from bench_page import contenders, verdict
+from overlap_cases import FEATURES, Feature
+from overlap_trace import communication_share, draw, hidden_share
+from places import EVIDENCE
+
+from autopar.bench.contest import paired_ratio
+
+RESULTS, PAGE = EVIDENCE / "overlap.jsonl", EVIDENCE / "overlap.md"
+LINK, FEATURE, CLOCK, CONTEST = "link", "feature", "clock", "contest"
+"""The parts of the results."""
+WITH, WITHOUT = "with", "without"
+"""The two emitted programs of a kind of overlap."""
+
+Line = dict[str, Any]
+
+HEAD = """# Communication under computation, measured without a GPU
+
+Between processes of one machine communication is work of the processors that compute, so little is gained by hiding it. Here every process
+runs on a *limited node*: a network namespace of the machine with a link of a given rate (`tc`, a token bucket). A transfer then takes its
+time on the link and costs almost no processor time, as between machines. There is one process of one thread on each node; programs use
+gloo, float32 and AdamW.
+
+Programs take turns on the same nodes: a round visits each once, in an order drawn anew, and times some steps after one that is not
+timed. Times are medians over rounds; ratios are medians over rounds of the ratio within the round, with a bootstrap's 95 % interval.
+Plans are priced by what was measured on the same links.
+"""
+
+FEATURES_HEAD = """
+## With and without each kind of overlap
+
+Both programs are emitted from one plan and do the same arithmetic: the losses of all their steps are equal in every bit, or the report
+fails. The program without overlap has a few lines at the end of one file of its folder that take the overlap out. Communication, and the
+share of it that runs under computation, are from torch's profiler over one more step of each program; a span of communication
+includes the wait for the slowest node, and under a pipeline it counts sends only.
+"""
+
+
+def read() -> list[Line]:
+    """The results so far."""
+    return [json.loads(text) for text in RESULTS.read_text().splitlines()] if RESULTS.is_file() else []
+
+
+def write_page(lines: Sequence[Line]) -> None:
+    """The page, and a picture of every kind of overlap."""
+    for feature, line in measured_features(lines):
+        draw({named(feature, line, name): ranks for name, ranks in line["traces"].items()}, EVIDENCE / picture(feature))
+    PAGE.write_text(page(lines))
+
+
+def page(lines: Sequence[Line]) -> str:
+    """``docs/evidence/overlap.md``."""
+    parts = [HEAD, _features(lines), _clock(lines), _contests(lines), _links(lines), _failures(lines)]
+    return "".join(part for part in parts if part) + "\nMade by `make report NAME=overlap`. Do not edit.\n"
+
+
+def of_part(lines: Sequence[Line], part: str) -> list[Line]:
+    """The lines of a part that were measured."""
+    return [line for line in lines if line["part"] == part and "error" not in line]
+
+
+def measured_features(lines: Sequence[Line]) -> list[tuple[Feature, Line]]:
+    by_name = {line["name"]: line for line in of_part(lines, FEATURE)}
+    return [(feature, by_name[feature.name]) for feature in FEATURES if feature.name in by_name]
+
+
+def picture(feature: Feature) -> str:
+    return f"overlap-{feature.name}.svg"
+
+
+def named(feature: Feature, line: Line, program: str) -> str:
+    """A program's name under its picture."""
+    return {WITH: "emitted", WITHOUT: f"without overlap: {feature.without}"}.get(program, f"by hand: {line['by_hand']}")
+
+
+def ratio(line: Line, program: str) -> tuple[float, tuple[float, float]]:
+    """The emitted program's time over that of another, with its interval."""
+    return paired_ratio(tuple(line["rounds_s"][WITH]), tuple(line["rounds_s"][program]), line["seed"])
+
+
+def _ratio(line: Line, program: str) -> str:
+    middle, (low, high) = ratio(line, program)
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+def _ms(line: Line, program: str) -> str:
+    return f"{1e3 * statistics.median(line['rounds_s'][program]):.0f} ms"
+
+
+def _features(lines: Sequence[Line]) -> str:
+    found = measured_features(lines)
+    if not found:
+        return ""
+    rows = [
+        "| overlap | model, link | with | without | with / without | by the prices | by hand | with / by hand | communication |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for feature, line in found:
+        priced = line["priced_s"]
+        cells = [
+            f"[{feature.name}](#{feature.name})",
+            f"{line['model']}, {line['nodes']} x {line['rate']}",
+            _ms(line, WITH),
+            _ms(line, WITHOUT),
+            _ratio(line, WITHOUT),
+            f"{priced[WITH] / priced[WITHOUT]:.2f}",
+            f"{_ms(line, line['by_hand'])}: {line['by_hand']}",
+            _ratio(line, line["by_hand"]),
+            f"{communication_share(line['traces'][WITHOUT]):.0%} of a step, hidden {_hidden(line, WITHOUT)} → {_hidden(line, WITH)}",
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join([FEATURES_HEAD, *rows, *(_feature(feature, line) for feature, line in found), ""])
+
+
+def _hidden(line: Line, program: str) -> str:
+    return f"{hidden_share(line['traces'][program]):.0%}"
+
+
+def _feature(feature: Feature, line: Line) -> str:
+    (name, patch), *others = feature.patch.items()
+    assert not others, feature.name
+    priced, losses = line["priced_s"], line["losses"]
+    steps = f"{line['steps']} timed step{'s' * (line['steps'] > 1)}"
+    return f"""
+### {feature.name}
+
+{feature.about}. Without: {feature.without}. {feature.note}
+
+![spans of computation and communication]({picture(feature)})
+
+- {line["rounds"]} rounds of {steps}, at a load of {line["load"]}.
+- The price of a step is {1e3 * priced[WITH]:.0f} ms with and {1e3 * priced[WITHOUT]:.0f} ms without the overlap.
+- The losses of {losses["steps"]} steps are equal in every bit with and without; those by hand differ by at most
+  {losses["by_hand_difference"]:.1g} of their value.
+- These lines at the end of `{name}` take the overlap out:
+
+```python
+{patch.rstrip()}
+```"""
+
+
+def _clock(lines: Sequence[Line]) -> str:
+    found = of_part(lines, CLOCK)
+    if not found:
+        return ""
+    layers, times = found[0]["layers"], found[0]["times_s"]
+    compute_s = layers * (times["forward"] + times["backward"])
+    rows = [
+        "| gather, reduction of a layer | each layer its own root | one root, nothing ahead | one root, a layer ahead | least |",
+        "|---|---|---|---|---|",
+    ]
+    for line in found:
+        t, seconds = line["times_s"], line["step_s"]
+        cells = [f"{t['gather']:g} s, {t['reduce']:g} s"]
+        cells += [f"{seconds[name]:g} s" for name in ("own roots", "nothing ahead", "a layer ahead")]
+        cells.append(f"{compute_s + t['gather'] + t['reduce']:g} s")
+        rows.append(f"| {' | '.join(cells)} |")
+    table = "\n".join(rows)
+    return f"""
+## FSDP on a device with streams
+
+A clock in place of the device: torch's own FSDP2 runs on gloo, and its streams and events keep the time that they would take, while the
+host takes none. ZeRO 3 on two ranks, {layers} layers that compute for {times["forward"]:g} s forward and {times["backward"]:g} s backward
+each. The least is all computation, the first gather and the last reduction.
+
+{table}
+"""
+
+
+def _contests(lines: Sequence[Line]) -> str:
+    found = of_part(lines, CONTEST)
+    if not found:
+        return ""
+    text = """
+## Automatic programs against hand-written ones with the same overlap
+
+The automatic program is that of the plan for these nodes. By hand, on all nodes: DDP with buckets of 25 MB, its default, and of 4 MB; FSDP2
+nested, a block gathered ahead, with parameters kept after the forward pass or not; tensor parallelism by `parallelize_module`; torch's
+1F1B with two and four microbatches for every stage. The best by hand is picked after the fact. Programs twice slower than the best are
+left out of the rounds that follow.
+"""
+    for nodes in sorted({line["nodes"] for line in found}):
+        chosen = [line for line in found if line["nodes"] == nodes]
+        rows = ["| model | link | automatic plan | automatic | best by hand | ratio |", "|---|---|---|---|---|---|"]
+        for line in chosen:
+            result = line["result"]
+            low, high = result["ratio_interval"]
+            cells = [
+                result["name"],
+                line["rate"],
+                plan_words(result["plan"]),
+                f"{1e3 * result['automatic_s']:.0f} ms",
+                f"{1e3 * result['best_hand_tuned_s']:.0f} ms: {result['best_hand_tuned']}",
+                f"{result['ratio']:.2f} ({low:.2f} to {high:.2f})",
+            ]
+            rows.append(f"| {' | '.join(cells)} |")
+        text += f"\n### {nodes} nodes\n\n{verdict([line['result'] for line in chosen])}\n\n" + "\n".join(rows) + "\n"
+        for line in chosen:
+            text += f"\n#### {line['result']['name']} on {nodes} nodes, at a load of {line['load']}\n\n{contenders(line['result'])}"
+    return text
+
+
+def plan_words(plan: Line) -> str:
+    """A plan of a contest's result in a few words."""
+    axes = " x ".join(f"{axis['name']} {axis['size']}" for axis in plan["mesh"] if axis["size"] > 1)
+    stages = f"{plan['pipeline']} stages, {plan['schedule']}" if plan["pipeline"] > 1 else ""
+    roles = sorted({role for layer in plan["layers"] for role in layer["roles"]} - {"idle"})
+    zero = sorted({layer["zero"] for layer in plan["layers"]})
+    words = [axes, stages, " and ".join(roles) if axes else "", f"ZeRO {'/'.join(map(str, zero))}" * any(zero)]
+    count = plan["microbatches"]
+    return ", ".join([word for word in words if word] + [f"{count} microbatch{'es' * (count > 1)}"])
+
+
+def _links(lines: Sequence[Line]) -> str:
+    found = of_part(lines, LINK)
+    if not found:
+        return ""
+    rows = [
+        "| nodes, rate | 256 bytes | 4 MiB | all-reduce of 4 MiB | hidden communication costs |",
+        "|---|---|---|---|---|",
+    ]
+    for line in found:
+        figures = line["calibration"]["figures"]
+
+        def wire(variant: str, size: int, figures: list[Line] = figures, nodes: int = line["nodes"]) -> float:
+            members = 2 if variant == "p2p" else nodes
+            return next(
+                f["median"]
+                for f in figures
+                if (f["name"], f["variant"], f["size"].get("members"), f["size"].get("bytes"))
+                == ("wire", variant, members, size)
+            )
+
+        share = next(f["median"] for f in figures if f["name"] == "overlap")
+        long_s = wire("p2p", 1 << 22)
+        cells = [
+            line["name"],
+            f"{1e6 * wire('p2p', 1 << 8):.0f} us",
+            f"{1e3 * long_s:.0f} ms, {8e-6 * (1 << 22) / long_s:.0f} Mbit/s",
+            f"{1e3 * wire('all_reduce', 1 << 22):.0f} ms",
+            f"{share:.0%} of it",
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n## The links, as `autopar profile` measures them\n\n" + "\n".join(rows) + "\n"
+
+
+def _failures(lines: Sequence[Line]) -> str:
+    failed = [line for line in lines if "error" in line]
+    rows = [f"- {line['part']} {line['name']}: {line['error'].partition(chr(10))[0]}" for line in failed]
+    return "\n## Not measured\n\n" + "\n".join(rows) + "\n" if rows else ""

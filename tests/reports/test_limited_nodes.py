@@ -1,0 +1,93 @@
+"""Nodes with limited links: the rate holds, workers find each other there, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from limited_nodes import limited_nodes, missing
+
+from autopar.errors import LaunchError, UsageError
+from autopar.run.processes import Processes
+
+here = pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")
+MEBIBYTES = 4
+
+
+def namespaces(pid: int) -> list[str]:
+    listed = subprocess.run(("ip", "netns", "list"), capture_output=True, text=True, check=True).stdout
+    return [line for line in listed.splitlines() if line.startswith(f"autopar{pid}-")]
+
+
+def send_s() -> float:
+    """In a worker: seconds of sending ``MEBIBYTES`` to the next node, as the receiver sees it."""
+    tensor = torch.zeros(MEBIBYTES << 18)
+    for _ in range(2):  # the first one connects
+        dist.barrier()
+        start = time.perf_counter()
+        if dist.get_rank() == 0:
+            dist.send(tensor, 1)
+        else:
+            dist.recv(tensor, 0)
+    return time.perf_counter() - start
+
+
+@here
+def test_a_link_has_its_rate(processes_of_their_own: None):
+    with limited_nodes(2, "200mbit") as places:
+        workers = Processes(2, places=places)
+        try:
+            workers.call("autopar.run.remote:join", "cpu", 60, timeout_s=120)
+            seconds = workers.call("test_limited_nodes:send_s", timeout_s=60)[1]
+        finally:
+            workers.close()
+    on_the_link_s = MEBIBYTES * 2**20 * 8 / 200e6
+    assert seconds > 0.9 * on_the_link_s  # a busy machine may take longer, and nothing makes the link faster
+    assert not namespaces(os.getpid())
+
+
+@here
+def test_nothing_is_left_after_a_failure():
+    with pytest.raises(ZeroDivisionError), limited_nodes(2, "1gbit") as places:
+        assert len(namespaces(os.getpid())) == 3
+        asleep = subprocess.Popen([*places.prefixes[1], "sleep", "600"])
+        time.sleep(0.2)
+        1 / 0  # noqa: B018
+    assert asleep.wait(10) == -signal.SIGKILL
+    assert not namespaces(os.getpid())
+    with pytest.raises(LaunchError, match="tbf"), limited_nodes(1, "fast"):
+        pass
+    assert not namespaces(os.getpid())
+
+
+@here
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_of_a_process_that_was_ended(how: signal.Signals):
+    code = "import time, limited_nodes\nwith limited_nodes.limited_nodes(1, '1gbit'):\n print(flush=True)\n time.sleep(600)"
+    path = {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
+    made = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env={**os.environ, **path})
+    assert made.stdout is not None
+    made.stdout.readline()
+    assert len(namespaces(made.pid)) == 2
+    made.send_signal(how)
+    made.wait(30)
+    made.stdout.close()
+    if how is signal.SIGKILL:
+        with limited_nodes(1, "1gbit"):
+            pass
+    assert not namespaces(made.pid)
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else f"/sbin/{tool}")
+    monkeypatch.setattr(sys, "platform", "linux")
+    with pytest.raises(UsageError, match="tc not found") as error, limited_nodes(2, "1gbit"):
+        pass
+    assert error.value.hint is not None and "iproute2" in error.value.hint
