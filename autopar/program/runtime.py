@@ -10,6 +10,7 @@ other order would be wrong where layers of one stage use different data axes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -69,7 +70,7 @@ class Trainer:
             self.load_state_dict(state)
         else:
             self._load(seeded(seed))
-        self._pipeline = _Pipeline(program, world, self.stages)
+        self._pipeline = _Pipeline(program, world, self.stages, self._reductions)
         masters = [(master.layout, master.tensor) for group in self._groups for master in group.masters]
         self.optimizer = optimizers.make(optimizer, program, masters)
         self._seed, self._steps = seed, 0
@@ -224,9 +225,10 @@ class _Microbatch(nn.Module):
     in memory until the last microbatch.
     """
 
-    def __init__(self, index: int, stage: nn.Module, world: World) -> None:
+    def __init__(self, index: int, stage: nn.Module, world: World, reductions: Reductions) -> None:
         super().__init__()
         self.prefix, self.stage, self.world = f"{index}.", stage, world
+        self._watch = functools.partial(reductions.watch, index)
         self.scalars: dict[str, Tensor] = {}
 
     def forward(self, *activations: Tensor, **inputs: Tensor) -> Any:
@@ -236,7 +238,9 @@ class _Microbatch(nn.Module):
         key = {"key": int(own.pop("key"))} if "key" in own else {}
         with self.world.in_mesh():
             out = self.stage(*activations, **own, **key, **self.scalars)
-        return out if isinstance(out, Tensor) else tuple(tensor.contiguous() for tensor in out)
+        out = out if isinstance(out, Tensor) else tuple(tensor.contiguous() for tensor in out)
+        self._watch((out,) if isinstance(out, Tensor) else out)
+        return out
 
 
 class _Received(dict[int, Any]):
@@ -256,11 +260,11 @@ class _Received(dict[int, Any]):
 class _Pipeline:
     """Runs the microbatches through this rank's stages, in the plan's order, and adds up the loss."""
 
-    def __init__(self, program: Program, world: World, stages: Mapping[int, nn.Module]) -> None:
+    def __init__(self, program: Program, world: World, stages: Mapping[int, nn.Module], reductions: Reductions) -> None:
         self.program, self.world = program, world
         self.microbatches = int(program.plan["microbatches"])
         self._apart = "microbatch_statistics" in program.plan.get("allow", ())
-        self._modules = {index: _Microbatch(index, stage, world) for index, stage in stages.items()}
+        self._modules = {index: _Microbatch(index, stage, world, reductions) for index, stage in stages.items()}
         self._kinds = program.model.STAGES
         self._schedule = self._make_schedule() if len(self._kinds) > 1 else None
 
