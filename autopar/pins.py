@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
 from autopar.errors import UsageError
-from autopar.plan import DEGREES, OFFLOADS, RECOMPUTATIONS, Recomputation
+from autopar.plan import DEGREES, OFFLOADS, RECOMPUTATIONS, REDUCTIONS, Recomputation
 from autopar.schedules import SCHEDULES
 
 Value = int | str | bool
@@ -86,6 +86,11 @@ class LayerPins:
     zero: int | None = _pin("the ZeRO stage", "lm_head.zero=3", least=0, most=3)
     replicate: int | None = _pin(
         "how many copies there are of the state that ZeRO shards (HSDP's replicate degree)", "replicate=16"
+    )
+    reduce: str | None = _pin(
+        "how often gradients are reduced under ZeRO 2 and 3: in every microbatch, or once a step",
+        "reduce=step",
+        values=REDUCTIONS,
     )
     recompute: bool | str | None = _pin(
         "how activations are recomputed in the backward pass", "recompute=selective", values=RECOMPUTATIONS, switch=True
@@ -159,6 +164,7 @@ class PinKeywords(TypedDict, total=False):
     ring: int | None
     zero: int | None
     replicate: int | None
+    reduce: str | None
     recompute: bool | str | None
     offload: str | None
     segment: int | None

@@ -80,6 +80,9 @@ RECOMPUTATIONS = ("none", "selective", "full")
 OFFLOADS = ("none", "optimizer", "activations", "both")
 """The tensors that a layer offloads to host memory: optimizer states and master copies, activations saved for the backward, or both."""
 
+REDUCTIONS = ("microbatch", "step")
+"""How often a layer's gradients are reduced under ZeRO 2 and 3: in the backward pass of every microbatch, or once a step."""
+
 
 _recomputations: dict[tuple[str, int], Recomputation] = {}
 
@@ -129,11 +132,14 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """For one layer: the role of each axis of the mesh (same order), the ZeRO stage over its data axes, recomputation, and offloading to
-    host memory (``OFFLOADS``).
+    """For one layer: the role of each axis of the mesh (same order), the ZeRO stage over its data axes, recomputation, offloading to host
+    memory (``OFFLOADS``), and how often its gradients are reduced (``REDUCTIONS``).
 
     ZeRO shards over the ranks whose parameters are equal. With ``replicate`` (hybrid sharding, HSDP) there are that many copies of the
     sharded state: ZeRO shards over the innermost of those axes alone, and the product of the outermost ones' sizes is ``replicate``.
+
+    ``reduce`` is a choice under ZeRO 2 and 3. Gradients that are reduced once a step add up locally and whole over the microbatches. Under
+    ZeRO 0 and 1 they always do.
     """
 
     roles: tuple[Role, ...]
@@ -141,10 +147,12 @@ class Strategy:
     recomputation: Recomputation = NONE
     offload: str = "none"
     replicate: int = 1
+    reduce: str = "microbatch"
 
     def __post_init__(self) -> None:
         assert self.zero in (0, 1, 2, 3), self.zero
         assert self.replicate == 1 or self.zero, self
+        assert self.reduce == "microbatch" or (self.reduce == "step" and self.zero >= 2), self
         assert self.offload in OFFLOADS, self.offload
         assert self.recomputation.layers == 1 or not self.offloads_activations, self
 
@@ -155,6 +163,11 @@ class Strategy:
     @property
     def offloads_activations(self) -> bool:
         return self.offload in ("activations", "both")
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether FSDP reduces the layer's gradients once a step, and not in every microbatch."""
+        return self.reduce == "step"
 
     @property
     def dense(self) -> Strategy:
@@ -339,6 +352,7 @@ class Plan:
                     "sequence": s.degree(self.mesh, *SEQUENCES),
                     "zero": s.zero,
                     "replicate": s.replicate,
+                    "reduce": s.reduce,
                     "recomputation": dataclasses.asdict(s.recomputation),
                     "offload": s.offload,
                     "roles": [role.value for role in s.roles],
@@ -416,6 +430,7 @@ class Plan:
                         Recomputation(**layer["recomputation"]),
                         layer.get("offload", "none"),
                         layer.get("replicate", 1),
+                        layer.get("reduce", "microbatch"),
                     ),
                 )
                 for layer in data["layers"]

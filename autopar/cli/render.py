@@ -93,6 +93,9 @@ def _layers(plan: Plan) -> RenderableType:
     hybrid = any(layer.strategy.replicate > 1 for layer in plan.layers)
     if hybrid:
         table.add_column("copies", justify="right")
+    once = any(layer.strategy.reduces_once for layer in plan.layers)
+    if once:
+        table.add_column("reduced every")
     table.add_column("recompute")
     offloads = any(layer.strategy.offload != "none" for layer in plan.layers)
     if offloads:
@@ -107,6 +110,7 @@ def _layers(plan: Plan) -> RenderableType:
             _degree(s.degree(plan.mesh, *SEQUENCES)),
             str(s.zero) if s.degree(plan.mesh, Role.DATA) > 1 else "-",
             *([_degree(s.replicate)] if hybrid else []),
+            *([s.reduce if s.zero >= 2 else "step"] if once else []),
             f"{s.recomputation.layers} as one"
             if s.recomputation.layers > 1
             else {"none": "-", "selective": "in part", "full": "yes"}[s.recomputation.kind],

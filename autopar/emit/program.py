@@ -209,6 +209,7 @@ def _uses(program: LocalProgram, index: int) -> str:
     roles = ", ".join(f"{role.value} on {a.name}" for a, role in zip(program.plan.mesh, strategy.roles, strict=True))
     copies = f" in {strategy.replicate} copies" if strategy.replicate > 1 else ""
     parts = [f"ZeRO {strategy.zero}{copies}", str(strategy.recomputation)]
+    parts.insert(1, "gradients reduced once a step" if strategy.reduces_once else "")
     parts.append("saved in the host's memory" if strategy.offloads_activations else "")
     return f"{which}: {roles}; {', '.join(filter(None, parts))}."
 

@@ -61,14 +61,6 @@ def layer_attribute(program: LocalProgram, layer: int) -> str:
     return flat_attributes(tuple(each.name for each in program.graph.layers))[layer]
 
 
-def data_axes(program: LocalProgram, layer: int) -> tuple[str, ...]:
-    """The axes over which the layer's parameters are R."""
-    strategy = program.plan.layers[layer].strategy
-    return tuple(
-        a.name for a, role in zip(program.plan.mesh, strategy.roles, strict=True) if role.replicates_parameters
-    )
-
-
 def _summary(program: LocalProgram, stage: Stage) -> str:
     first, last = program.graph.layers[stage.layers[0]].name, program.graph.layers[stage.layers[-1]].name
     return f"{first} to {last}." if first != last else f"{first}."
@@ -124,10 +116,13 @@ def _loss_types(program: LocalProgram, stage: Stage, axes: tuple[str, ...]) -> s
 
 def _groups(program: LocalProgram, stage: Stage) -> str:
     def entry(layer: int, users: Sequence[int]) -> str:
-        axes, strategy = data_axes(program, layer), program.layers[layer].strategy
-        record: dict[str, object] = {"zero": strategy.zero, "data_axes": literal(axes, {})}
-        if copies := tuple(axis.name for axis in strategy.data_axes(program.plan.mesh)[0]):
+        strategy = program.layers[layer].strategy
+        copies, shards = (tuple(axis.name for axis in axes) for axes in strategy.data_axes(program.plan.mesh))
+        record: dict[str, object] = {"zero": strategy.zero, "data_axes": literal(copies + shards, {})}
+        if copies:
             record["replicate_axes"] = literal(copies, {})  # the data axes that ZeRO does not shard over
+        if strategy.reduces_once:
+            record["reduce_once"] = True  # gradients add up locally, and are reduced in the last microbatch alone
         if strategy.recomputation.layers > 1:
             record["segment"] = strategy.recomputation.layers  # recomputed as one
         if not any(value.requires_grad for value in program.layers[layer].cls.outputs):

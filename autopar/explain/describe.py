@@ -27,6 +27,9 @@ def describe(plan: Plan) -> str:
         parts.append(f"ZeRO {zeros[0]}" if len(zeros) == 1 else f"ZeRO {zeros[0]} to {zeros[-1]}")
         if (copies := max(layer.strategy.replicate for layer in plan.layers)) > 1:
             parts[-1] += f" in {copies} copies"
+        if once := sum(layer.strategy.reduces_once for layer in plan.layers):
+            whose = "" if once == len(plan.layers) else f" of {once} of {len(plan.layers)} layers"
+            parts.append(f"gradients{whose} reduced once a step")
     parts.append(f"{plan.microbatches} microbatches" if plan.microbatches > 1 else "1 microbatch")
     if MICROBATCH_STATISTICS in plan.allow:
         parts[-1] += f" with losses of their own ({MICROBATCH_STATISTICS}: not exact)"

@@ -10,8 +10,9 @@ many prices.
 
 The time of an op combines FLOPs over rate with bytes over bandwidth (``Gpu.seconds``); a replicated op costs every device the same.
 Collectives of tensor parallelism are not overlapped. The reductions of ZeRO 0 and 1, and on GPUs FSDP's gathers and reductions, overlap a
-layer's compute; the excess is exposed. Not counted: the first gather of a stage's forward, and the last reduction of its backward, in
-every microbatch, which nothing hides. They are one layer's of all that the stage has.
+layer's compute; the excess is exposed. Gradients that are reduced once a step overlap the backward of the last microbatch. Not counted: the
+first gather of a stage's forward, and the last reduction of its backward, in every microbatch, which nothing hides. They are one layer's of
+all that the stage has.
 """
 
 from __future__ import annotations
@@ -383,19 +384,19 @@ def assemble(
     again, part = float(strategy.recomputation.kind == "full"), float(strategy.recomputation is SELECTIVE)
     forward_wire_s, backward_wire_s = _wires_s(c, strategy, trainer)
     forward_compute_s = max(c.forward_compute_s, c.forward_host_s - forward_wire_s)
-    gradient = trainable / (data if zero >= 2 else 1)
-    accumulate_s = (1 - 1 / spread.microbatches) * gradient * numbers.accumulated / cluster.gpu.bytes_per_s
+    each_time = zero >= 2 and not strategy.reduces_once  # gradients are reduced in every microbatch
+    added = (1 - 1 / spread.microbatches) * trainable / (data if each_time else 1)
+    accumulate_s = added * numbers.accumulated / cluster.gpu.bytes_per_s
     device_s = c.backward_compute_s + accumulate_s + (again * c.forward_compute_s + part * c.selective_compute_s)
     host_s = c.backward_host_s + again * c.forward_host_s + part * c.selective_host_s
     backward_compute_s = max(device_s, host_s - backward_wire_s)
     waits_s = _waits_s(c, strategy, data if zero >= 2 else 1, cluster, forward_compute_s, backward_compute_s)
     forward_wire_s, backward_wire_s = forward_wire_s + waits_s[0], backward_wire_s + waits_s[1]
     forward_exposed = exposed(gather if zero >= 2 else 0.0, forward_compute_s)
-    back_s = (reduce if zero >= 2 else 0.0) + (_gathers(strategy) * gather if zero == 3 else 0.0)
+    back_s = (reduce if each_time else 0.0) + (_gathers(strategy) * gather if zero == 3 else 0.0)
     backward_exposed = exposed(back_s, backward_compute_s)
 
-    segment = strategy.recomputation.layers
-    segment_bytes, working = _activations(c, strategy, 1)
+    segment, segment_bytes = strategy.recomputation.layers, _activations(c, strategy, 1)[0]
     if offloaded.activations:
         forward_exposed += waited_s(segment_bytes, forward_compute_s, cluster)
         backward_exposed += waited_s(segment_bytes, backward_compute_s, cluster)
@@ -405,6 +406,8 @@ def assemble(
     if zero < 2:
         reduction_s = reduce if zero else spread.average_s
         step_s += trainer.exposed_reduction_s(reduction_s, backward_compute_s, cluster.overlap_slowdown)
+    elif not each_time:
+        step_s += exposed(back_s + reduce, backward_compute_s) - exposed(back_s, backward_compute_s) + waits_s[2]
     if zero == 1:
         step_s += trainer.exposed_gather_s(gather, forward_compute_s, cluster.overlap_slowdown)
 
@@ -453,21 +456,27 @@ def _gathers(strategy: Strategy) -> float:
 
 def _waits_s(
     c: Core, strategy: Strategy, shards: int, cluster: Cluster, forward_s: float, backward_s: float
-) -> tuple[float, float]:
-    """Seconds that collectives wait for the slowest member of their group, forward and backward, if such waits were measured.
+) -> tuple[float, float, float]:
+    """Seconds that collectives wait for the slowest member of their group, forward and backward, if such waits were measured; and what the
+    last microbatch's backward adds if gradients are reduced once a step.
 
     ``shards`` is the size of the group that gathers the layer's parameters and reduces its gradients; 1 if there is none.
     """
     if cluster.wires is None:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     gathers = (shards,) if shards > 1 else ()
     again = strategy.recomputation.layers > 1  # one gather more, except for the last layer of a segment
-    back = c.backward_meetings + gathers * (2 + again if strategy.zero == 3 else 1)
+    back = c.backward_meetings + gathers * (1 + again if strategy.zero == 3 else 0)
     if strategy.recomputation.kind == "full":
         back += c.forward_meetings
     elif strategy.recomputation is SELECTIVE:
         back += c.selective_meetings
-    return cluster.wires.wait_s(c.forward_meetings + gathers, forward_s), cluster.wires.wait_s(back, backward_s)
+    wait_s = cluster.wires.wait_s
+    forward_wait_s, reduced_s = wait_s(c.forward_meetings + gathers, forward_s), wait_s(back + gathers, backward_s)
+    if not strategy.reduces_once:
+        return forward_wait_s, reduced_s, 0.0
+    unreduced_s = wait_s(back, backward_s)
+    return forward_wait_s, unreduced_s, reduced_s - unreduced_s
 
 
 def _bytes(
@@ -483,7 +492,9 @@ def _bytes(
 ) -> tuple[int, int, int, int, int]:
     """Bytes of parameters, gradients, optimizer state, saved activations of one microbatch, and transients."""
     parameters, trainable = math.ceil(c.parameters), math.ceil(c.trainable)
-    stored, gradients, optimizer = state_bytes(parameters, trainable, data, zero, numbers, offloaded.optimizer)
+    stored, gradients, optimizer = state_bytes(
+        parameters, trainable, data, zero, numbers, offloaded.optimizer, strategy.reduces_once
+    )
     segment = strategy.recomputation.layers
     saved, working = _activations(c, strategy, segment)
     if offloaded.activations:  # on the device: those of the running layer and of the next, both being copied

@@ -18,7 +18,9 @@ From ``gathered`` to ``running`` the reduction's input of the layer whose backwa
 ``reduced`` under ZeRO 3 the all-gather's result of the layer whose backward runs next.
 
 A layer's persistent value is the larger of before and after: when the last layers have finished their backward, the first have not yet
-started theirs. The shards of the gradients appear with the first microbatch's backward; later microbatches add to them.
+started theirs. The shards of the gradients appear with the first microbatch's backward; later microbatches add to them. Gradients that are
+reduced once a step persist whole until the last microbatch's backward, in which all phases have their peak: the layer that ran before has
+only the shards of its gradients by then.
 """
 
 from __future__ import annotations
@@ -98,13 +100,16 @@ def replicated_transient(share: Share, data: int, zero: int, numbers: Precision,
 
 def sharded_bytes(share: Share, data: int, strategy: Strategy, numbers: Precision, cpu: bool) -> tuple[float, float]:
     """The gradients and the transient of a layer under ZeRO 2 and 3."""
+    once = strategy.reduces_once and share.microbatches > 1
     whole, made = share.parameters * numbers.width, share.trainable * numbers.width
     sent = share.trainable * numbers.reduced
     shard = sent / data
     next_gathered = share.neighbours.later * numbers.width  # in the forward
     previous_gathered = share.neighbours.earlier * numbers.width if strategy.zero == 3 else 0.0  # in the backward
-    reducing = share.neighbours.later_trainable * numbers.reduced
-    earlier = shard if share.microbatches > 1 else 0.0  # the shards of earlier microbatches
+    reducing = share.neighbours.later_trainable * numbers.reduced / (data if once else 1)
+    # the shards of earlier microbatches; or their sums, whole, to which autograd adds a gradient at once if both are of one dtype
+    earlier = (sent if once else shard) if share.microbatches > 1 else 0.0
+    adding = share.alive.one_gradient if once and numbers.reduced == numbers.width else share.alive.all_gradients
     before = share.saved_bytes + (whole if strategy.zero == 2 else 0.0)
     after = shard - earlier
     saving = strategy.recomputation is NONE  # a recomputed forward finds its parameters gathered
@@ -117,8 +122,8 @@ def sharded_bytes(share: Share, data: int, strategy: Strategy, numbers: Precisio
         + share.alive.forward
         + whole
         + (whole + next_gathered if saving else previous_gathered + reducing),
-        share.working_bytes + max(0.0, share.alive.all_gradients) + whole + previous_gathered + reducing,
-        made + sent + previous_gathered,
-        sent * (2 if cpu else 1) + shard + previous_gathered,
+        share.working_bytes + max(0.0, adding) + whole + previous_gathered + reducing,
+        (0.0 if once else made) + sent + previous_gathered,
+        sent * (2 if cpu else 1) + shard + previous_gathered - (sent if once else 0.0),
     )
     return earlier + max(0.0, after - before), max(phases) - max(before, after)

@@ -66,7 +66,13 @@ def precision(name: str, allow: Collection[str] = ()) -> Precision:
 
 
 def state_bytes(
-    parameters: int, trainable: int, data: int, zero: int, numbers: Precision, offloaded: bool = False
+    parameters: int,
+    trainable: int,
+    data: int,
+    zero: int,
+    numbers: Precision,
+    offloaded: bool = False,
+    reduces_once: bool = False,
 ) -> tuple[int, int, int]:
     """Bytes of parameters, gradients and optimizer state on one device, at the peak of the step.
 
@@ -76,9 +82,10 @@ def state_bytes(
         zero: 0 replicates; 1 shards the optimizer; 2 also the gradients; 3 also the parameters. Under stage 2 the parameters are whole
             from forward to backward, and, if the optimizer has no master copy, there is also a shard of them.
         offloaded: the optimizer's states and master copies are in host memory.
+        reduces_once: gradients are whole until the last microbatch, also under stages 2 and 3.
     """
     state = -(-trainable // data) if zero >= 1 else trainable
-    gradients = -(-trainable // data) if zero >= 2 else trainable
+    gradients = -(-trainable // data) if zero >= 2 and not reduces_once else trainable
     stored = -(-parameters // data) if zero == 3 else parameters
     optimizer = 0 if offloaded else state * numbers.optimizer
     if zero == 3:

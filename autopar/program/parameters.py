@@ -292,7 +292,9 @@ class FlatGroup:
 class ShardedGroup:
     """One layer's parameters under FSDP2 over the layer's data axes: ZeRO 2 (kept gathered after forward) and 3 (not kept).
 
-    Gradients are reduce-scattered, and accumulated, per microbatch. ``gather_ahead`` makes the stage the FSDP root of its layers.
+    Gradients are reduce-scattered in every microbatch, and their shards accumulated; or, with ``reduces_once``, whole gradients are
+    accumulated and ``Reductions`` has FSDP reduce-scatter them in the last microbatch. ``gather_ahead`` makes the stage the FSDP root of
+    its layers.
     """
 
     shared = None  # tied copies are never here
@@ -318,14 +320,20 @@ class ShardedGroup:
             ignored_params=ignored,
         )
         assert isinstance(module, FSDPModule)
-        opaque = program.model.STAGES[layouts[0].stage].GROUPS[child].get("opaque")
-        if opaque and hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
+        self.module = module
+        record = program.model.STAGES[layouts[0].stage].GROUPS[child]
+        self.reduces_once = bool(record.get("reduce_once"))
+        if record.get("opaque") and hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
             module.set_reduce_scatter_unused_params(True)  # ranks may lack gradients, and all must reduce the same ones
+            if self.reduces_once:
+                module.register_forward_pre_hook(lambda layer, _: _start_gradients(layer, ignored))
         module.set_gradient_divide_factor(1.0)  # a sum: each rank's loss is a term of the whole loss
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         self._params = {layout: stage.get_parameter(layout.name) for layout in layouts}
         self._stage = stage
-        self._late = LateGradients(world.group(shards), world.group(copies) if copies else None, wide, world.turn)
+        self._late = LateGradients(
+            world.group(shards), world.group(copies) if copies else None, wide, world.turn, self.reduces_once
+        )
         self._adders: dict[int, Callable[[Tensor], None]] = {}
         if program.splits_backward:
             module.register_forward_pre_hook(self._gathered)
@@ -387,6 +395,17 @@ class ShardedGroup:
         trainable = {layout.name: param for layout, param in self._params.items() if layout.trainable}
         grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trainable.items()}
         return {name: _full(grad) for name, grad in grads.items()}
+
+
+def _start_gradients(layer: nn.Module, ignored: set[nn.Parameter]) -> None:
+    """Give every gathered parameter of the layer a gradient of zeros, except those that FSDP ignores.
+
+    A parameter whose first gradient comes in the last microbatch would otherwise have it in 16 bits beside the others' sums in float32,
+    and FSDP reduces gradients of one dtype only.
+    """
+    for param in layer.parameters():
+        if param.requires_grad and param.grad is None and param not in ignored:
+            param.grad = torch.zeros_like(param)
 
 
 Group = FlatGroup | ShardedGroup

@@ -1,8 +1,8 @@
 """When a rank reduces its gradients: most reductions run under the backward pass.
 
-FSDP2 reduces the gradients of its layers (ZeRO 2 and 3) by itself, in every microbatch. Here are the flat groups' (ZeRO 0 and 1), which are
-reduced once a step: a group's reduction starts as soon as the last microbatch has given the group's last gradient, while the backward pass
-goes on in earlier layers.
+FSDP2 reduces the gradients of its layers (ZeRO 2 and 3) by itself, in every microbatch, or, where the plan says so, in the last one alone
+(``LastBackward``). The flat groups' gradients (ZeRO 0 and 1) are always reduced once a step: a group's reduction starts as soon as the last
+microbatch has given the group's last gradient, while the backward pass goes on in earlier layers.
 
 This file is copied into every emitted program; it needs torch alone.
 """
@@ -12,10 +12,57 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
 from autopar.program.parameters import FlatGroup, Group, ShardedGroup
 from autopar.program.world import Program
 
 IN_FLIGHT = 2  # reductions that run at a time: one is on the network while the next is being prepared
+
+
+class LastBackward:
+    """Lets FSDP reduce the gradients of ``layers`` of one stage in the last of the step's ``microbatches`` backward passes alone.
+
+    In the passes before, FSDP adds up whole gradients on each rank. Every schedule runs the backward passes of a stage one after the
+    other: the last one is the one that begins after all others, whichever microbatch it belongs to.
+    """
+
+    def __init__(self, layers: Sequence[FSDPModule], microbatches: int) -> None:
+        self._layers, self._microbatches = layers, microbatches
+        self._begun = 0
+
+    def clear(self) -> None:
+        """Before a step."""
+        self._begun = 0
+
+    def watch(self, outputs: Sequence[Tensor]) -> None:
+        """Expect the backward pass of a microbatch from its ``outputs``: it begins at one of them."""
+        begun = False
+
+        def begin(_: Tensor) -> None:
+            nonlocal begun
+            if not begun:
+                begun = True
+                self._begin()
+
+        for output in outputs if self._layers else ():
+            if output.requires_grad:
+                output.register_hook(begin)
+
+    def _begin(self) -> None:
+        self._begun += 1
+        if self._begun in (1, self._microbatches):
+            for layer in self._layers:
+                layer.set_requires_gradient_sync(self._begun == self._microbatches, recurse=False)
+
+    def finish(self) -> None:
+        """After a step. Raises ``RuntimeError`` if gradients were left unreduced. A stage without gradients has no backward passes."""
+        if self._begun not in (0, self._microbatches):
+            raise RuntimeError(
+                f"a stage had {self._begun} backward passes in a step of {self._microbatches} microbatches, and its gradients are not "
+                "reduced"
+            )
 
 
 class Reductions:
@@ -37,6 +84,7 @@ class Reductions:
         for stage in sorted(by_stage, reverse=True):
             self._early += _early(by_stage[stage], program.model.STAGES[stage].GROUPS)
         self._late = [group for group in self._groups if isinstance(group, FlatGroup) and group not in self._early]
+        self._last = {stage: _last_backward(groups, program) for stage, groups in by_stage.items()}
         self._started = 0  # of the early groups
         self._running: list[FlatGroup] = []
         for group in self._early:
@@ -46,7 +94,13 @@ class Reductions:
         """Before a step: forget the last one's gradients."""
         for group in self._groups:
             group.zero_grad()
+        for last in self._last.values():
+            last.clear()
         self._started = 0
+
+    def watch(self, stage: int, outputs: Sequence[Tensor]) -> None:
+        """Called with the outputs of a stage for every microbatch, before its backward pass."""
+        self._last[stage].watch(outputs)
 
     def _advance(self) -> None:
         """Start the reductions of the next groups in order that are complete."""
@@ -80,7 +134,9 @@ class Reductions:
             self._start(group)
 
     def finish(self) -> None:
-        """Wait for all reductions."""
+        """Wait for all reductions. Raises ``RuntimeError`` if FSDP did not reduce some gradients."""
+        for last in self._last.values():
+            last.finish()
         for flat in self._running:
             flat.continue_reduction()
         for flat in self._running:
@@ -89,6 +145,11 @@ class Reductions:
         for group in self._groups:
             if isinstance(group, ShardedGroup):
                 group.finish_reduction()
+
+
+def _last_backward(groups: Sequence[Group], program: Program) -> LastBackward:
+    layers = [group.module for group in groups if isinstance(group, ShardedGroup) and group.reduces_once]
+    return LastBackward(layers, int(program.plan["microbatches"]))
 
 
 def _early(groups: Sequence[Group], records: Mapping[str, Mapping[str, object]]) -> list[FlatGroup]:

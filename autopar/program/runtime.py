@@ -10,6 +10,7 @@ other order would be wrong where layers of one stage use different data axes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -78,7 +79,7 @@ class Trainer:
             self.load_state_dict(state)
         else:
             self._load(seeded(seed))
-        self._pipeline = _Pipeline(program, world, self.stages, self._by_stage)
+        self._pipeline = _Pipeline(program, world, self.stages, self._by_stage, self._reductions)
         masters = [(master.layout, master.tensor) for group in self._groups for master in group.masters]
         self.optimizer = optimizers.make(optimizer, program, masters)
         self._seed, self._steps = seed, 0
@@ -233,9 +234,10 @@ class _Microbatch(nn.Module):
     in memory until the last microbatch.
     """
 
-    def __init__(self, index: int, stage: nn.Module, world: World) -> None:
+    def __init__(self, index: int, stage: nn.Module, world: World, reductions: Reductions) -> None:
         super().__init__()
         self.prefix, self.stage, self.world = f"{index}.", stage, world
+        self._watch = functools.partial(reductions.watch, index)
         self.scalars: dict[str, Tensor] = {}
 
     def forward(self, *activations: Tensor, **inputs: Tensor) -> Any:
@@ -245,7 +247,9 @@ class _Microbatch(nn.Module):
         key = {"key": int(own.pop("key"))} if "key" in own else {}
         with self.world.in_mesh():
             out = self.stage(*activations, **own, **key, **self.scalars)
-        return out if isinstance(out, Tensor) else tuple(tensor.contiguous() for tensor in out)
+        out = out if isinstance(out, Tensor) else tuple(tensor.contiguous() for tensor in out)
+        self._watch((out,) if isinstance(out, Tensor) else out)
+        return out
 
 
 class _Received(dict[int, Any]):
@@ -280,11 +284,12 @@ class _Pipeline:
         world: World,
         stages: Mapping[int, nn.Module],
         groups: Mapping[int, Sequence[Group]],
+        reductions: Reductions,
     ) -> None:
         self.program, self.world, self._groups = program, world, groups
         self.microbatches = int(program.plan["microbatches"])
         self._apart = "microbatch_statistics" in program.plan.get("allow", ())
-        self._modules = {index: _Microbatch(index, stage, world) for index, stage in stages.items()}
+        self._modules = {index: _Microbatch(index, stage, world, reductions) for index, stage in stages.items()}
         self._kinds = program.model.STAGES
         self._schedule = self._make_schedule() if len(self._kinds) > 1 else None
 

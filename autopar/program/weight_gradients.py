@@ -170,13 +170,15 @@ class LateGradients:
 
     FSDP2 reduces the gradients that autograd computes. These are reduce-scattered one by one, in ``dtype``, into pieces as large as FSDP2's
     shards: rows divided as by ``torch.chunk``, padded to equal pieces. ``shards`` is the group that shards the layer; ``copies`` is the
-    group over its copies under hybrid sharding, over which the pieces are summed once a step.
+    group over its copies under hybrid sharding, over which the pieces are summed once a step. With ``once``, whole gradients are summed
+    over the microbatches first.
     """
 
     def __init__(
-        self, shards: dist.ProcessGroup, copies: dist.ProcessGroup | None, dtype: torch.dtype, turn: Turn
+        self, shards: dist.ProcessGroup, copies: dist.ProcessGroup | None, dtype: torch.dtype, turn: Turn, once: bool
     ) -> None:
-        self._shards, self._copies, self._dtype, self._turn = shards, copies, dtype, turn
+        self._shards, self._copies, self._dtype, self._turn, self._once = shards, copies, dtype, turn, once
+        self._whole: dict[str, Tensor] = {}
         self._pieces: dict[str, Tensor] = {}
 
     def clear(self) -> None:
@@ -184,7 +186,16 @@ class LateGradients:
         self._pieces = {}
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Start to add one microbatch's gradient of the parameter ``name``, in the parameter's shape, to this rank's piece."""
+        """Add one microbatch's gradient of the parameter ``name``, in the parameter's shape: start its reduction, unless gradients are
+        reduced once a step."""
+        if not self._once:
+            self._reduce(name, gradient)
+        elif name in self._whole:
+            self._whole[name] += gradient
+        else:
+            self._whole[name] = gradient.to(self._dtype)
+
+    def _reduce(self, name: str, gradient: Tensor) -> None:
         size, rows = dist.get_world_size(self._shards), gradient.shape[0]
         share = -(-rows // size)
         whole = gradient.to(self._dtype)
@@ -197,6 +208,8 @@ class LateGradients:
 
     def finish(self) -> dict[str, Tensor]:
         """Wait for all sums; returns this rank's piece of each parameter's gradient, padding included, by the parameter's name."""
+        for name in list(self._whole):
+            self._reduce(name, self._whole.pop(name))
         self._turn.finish()
         if self._copies is not None:
             for piece in self._pieces.values():

@@ -15,6 +15,7 @@ from autopar.layer_price import LayerPrice
 from autopar.plan import (
     OFFLOADS,
     RECOMPUTATIONS,
+    REDUCTIONS,
     Axis,
     LayerPlan,
     Memory,
@@ -452,10 +453,11 @@ def _price(graph: Graph, pricer: Pricer, index: int, mesh: Mesh, strategy: Strat
     return price
 
 
-def _effort(strategy: Strategy) -> tuple[int, int, int, int, int]:
-    """The offload, the ZeRO stage, its copies and the recomputation, as ranks: among equally fast strategies the plan states the lowest."""
+def _effort(strategy: Strategy) -> tuple[int, ...]:
+    """The offload, the ZeRO stage, its copies, its reductions and the recomputation, as ranks: among equally fast strategies the plan
+    states the lowest."""
     again = strategy.recomputation
-    sharding = strategy.zero, strategy.replicate
+    sharding = strategy.zero, strategy.replicate, REDUCTIONS.index(strategy.reduce)
     return OFFLOADS.index(strategy.offload), *sharding, RECOMPUTATIONS.index(again.kind), again.layers
 
 

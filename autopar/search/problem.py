@@ -46,6 +46,7 @@ from autopar.plan import (
     FULL,
     NONE,
     OFFLOADS,
+    REDUCTIONS,
     Axis,
     Recomputation,
     Role,
@@ -196,9 +197,10 @@ def strategies(
     pins: LayerPins | None = None,
     experts: int = 0,
     tried: Sequence[Recomputation] | None = None,
+    several: bool = False,
 ) -> list[Strategy]:
     """Every candidate for a layer on ``mesh`` that ``pins`` (default: the pins of every layer) allow, for a microbatch of ``batch``
-    samples.
+    samples; a step has ``several`` of them, or one.
 
     Data takes the longest prefix of the axes that divides the batch (or the pinned prefix), other roles a suffix; axes in between are
     idle. Since data is a prefix for every layer, the batch dim is gathered from its innermost axis outwards, and each slice stays
@@ -221,8 +223,16 @@ def strategies(
         prefix = prefixes[-1]
         roles = (Role.DATA,) * prefix + (Role.IDLE,) * (outer - prefix) + suffix
         for zero, copies in _zeros(mesh, roles, gpus_per_node, pins):
-            found += [Strategy(roles, zero, *how, replicate=copies) for how in hows]
+            for reduce in _reductions(zero, several, pins):
+                found += [Strategy(roles, zero, *how, copies, reduce) for how in hows]
     return found
+
+
+def _reductions(zero: int, several: bool, pins: LayerPins) -> tuple[str, ...]:
+    """How often gradients may be reduced: both are the same with one microbatch, and ZeRO 0 and 1 have no choice."""
+    if zero < 2 or not several:
+        return REDUCTIONS[:1]
+    return REDUCTIONS if pins.reduce is None else (pins.reduce,)
 
 
 def _activations(pins: LayerPins, recomputations: Sequence[Recomputation]) -> list[tuple[Recomputation, str]]:

@@ -426,7 +426,8 @@ class Prices:
         batch, experts = self._graph.batch_size // m, self._graph.classes[cls].experts
         alike = choice.mesh, batch, pins, experts, tried
         if alike not in self._candidates:
-            found = strategies(choice.mesh, batch, self._cluster.gpus_per_node, self._options, pins, experts, tried)
+            node = self._cluster.gpus_per_node
+            found = strategies(choice.mesh, batch, node, self._options, pins, experts, tried, m > 1)
             self._candidates[alike] = self._lists.setdefault(tuple(found), tuple(found))  # one copy of each list
         candidates = self._candidates[alike]
         # the pricers and the candidates live as long as this object, so ids are unique; pins with equal candidates share one table

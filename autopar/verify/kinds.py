@@ -99,6 +99,10 @@ def _single(n: int) -> tuple[Kind, ...]:
         kind(f"recompute, data {n}, zero 3", data=n, zero=3, recompute=True),
         kind(f"recompute, tensor {n}", tensor=n, recompute=True, microbatches=2),
         kind(f"recompute in part, data {n}, zero 3", data=n, zero=3, recompute="selective", microbatches=2),
+        *(
+            kind(f"data {n}, zero {zero}, reduced once a step", data=n, zero=zero, reduce="step", microbatches=4)
+            for zero in (2, 3)
+        ),
         kind(f"recompute in part, tensor+sequence {n}", tensor=n, sequence=True, recompute="selective"),
     )
 
@@ -126,6 +130,7 @@ def _combined(n: int) -> tuple[Kind, ...]:
     copies = make_mesh(("replicas", 2), ("data", half))
     pipelined = {"pipeline": 2, "microbatches": 2, "schedule": ONE_F_ONE_B}
     interleaved = {"pipeline": 2, "chunks": 2, "microbatches": 4, "schedule": INTERLEAVED}
+    once = {"data": half, "reduce": "step"}
     return (
         kind(f"data 2 x tensor {half}, zero 3", data=2, tensor=half, zero=3),
         kind(f"data 2 x tensor+sequence {half}, zero 1", data=2, tensor=half, sequence=True, zero=1, microbatches=2),
@@ -156,6 +161,29 @@ def _combined(n: int) -> tuple[Kind, ...]:
         ),
         kind(f"pipeline 2 of 2 chunks x tensor {half}", tensor=half, **interleaved),
         *_split(half),
+        kind(
+            f"data {half} in 2 copies, zero 3, reduced once a step",
+            mesh=copies,
+            zero=3,
+            replicate=2,
+            reduce="step",
+            microbatches=2,
+        ),
+        kind(f"pipeline 2 x data {half}, zero 2, reduced once a step", zero=2, **once, **pipelined),
+        kind(
+            f"pipeline 2, gpipe x data {half}, zero 3, recompute in part, reduced once a step",
+            zero=3,
+            recompute="selective",
+            **once,
+            **(pipelined | {"schedule": GPIPE}),
+        ),
+        kind(
+            f"pipeline 2 of 2 chunks x data {half}, zero 3, recompute, reduced once a step",
+            zero=3,
+            recompute=True,
+            **once,
+            **interleaved,
+        ),
     )
 
 
@@ -169,6 +197,14 @@ def _split(half: int) -> tuple[Kind, ...]:
         kind(f"pipeline 2, zero bubble x expert {half}, zero 3", expert=half, zero=3, **one),
         kind(f"pipeline 2, ZBV x data {half}, zero 3", data=half, zero=3, schedule=ZERO_BUBBLE_V, **two),
         kind(f"pipeline 2, DualPipeV x data {half}, zero 2", data=half, zero=2, schedule=DUALPIPE_V, **two),
+        kind(
+            f"pipeline 2, DualPipeV x data {half}, zero 3, reduced once a step",
+            data=half,
+            zero=3,
+            reduce="step",
+            schedule=DUALPIPE_V,
+            **two,
+        ),
     )
 
 

@@ -56,6 +56,7 @@ def _runs(plan: Plan) -> list[tuple[str, int]]:
         text = "/".join(role.value for role in s.roles)
         text += f" zero {s.zero}" if s.zero else ""
         text += f" in {s.replicate} copies" if s.replicate > 1 else ""
+        text += " reduced once a step" if s.reduces_once else ""
         text += f" {s.recomputation}" if s.recomputation is not NONE else ""
         if runs and runs[-1][0] == text:
             runs[-1] = (text, runs[-1][1] + 1)
@@ -119,6 +120,8 @@ def _strategy(mesh: tuple[Axis, ...], rng: random.Random) -> Strategy:
     replicated = math.prod(a.size for a, r in zip(mesh, roles, strict=True) if r.replicates_parameters) > 1
     zero, drawn = rng.randrange(4) if replicated else 0, rng.random()
     strategy = Strategy(roles, zero, FULL if drawn < 0.3 else SELECTIVE if drawn < 0.5 else NONE)
+    if zero >= 2 and int(drawn * 100) % 2:  # of the same draw: another one would change all plans
+        strategy = replace(strategy, reduce="step")
     outermost, *others = strategy.data_axes(mesh)[1] or (None,)
     if zero and drawn > 0.7 and outermost is not None and any(axis.size > 1 for axis in others):
         return replace(strategy, replicate=outermost.size)

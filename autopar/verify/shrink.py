@@ -86,7 +86,10 @@ def shrink_plan(plan: Plan, graph: Graph, devices: int) -> Plan:
     kept = [i for i, axis in enumerate(plan.mesh) if axis.name in {a.name for a in mesh}] or [0]
     strategies = {i: _strategy(plan, _place(i, count, len(plan.layers)), mesh, kept) for i in range(count)}
     if len(mesh) == 1 and mesh[0].size == 1:
-        strategies = {i: dataclasses.replace(s, roles=(Role.DATA,), zero=0, replicate=1) for i, s in strategies.items()}
+        strategies = {
+            i: dataclasses.replace(s, roles=(Role.DATA,), zero=0, replicate=1, reduce="microbatch")
+            for i, s in strategies.items()
+        }
     ways = max(
         math.prod(a.size for a, r in zip(mesh, s.roles, strict=True) if r.shards_batch) for s in strategies.values()
     )
@@ -128,11 +131,11 @@ def _strategy(plan: Plan, layer: int, mesh: tuple[Axis, ...], kept: list[int]) -
     copying = {axis.name for axis in given.data_axes(plan.mesh)[0]}
     equal = [axis for axis, role in zip(mesh, roles, strict=False) if role.replicates_parameters]
     copies = [axis.size for axis in equal if axis.name in copying]
+    whole = dataclasses.replace(given, roles=roles, zero=0, replicate=1, reduce="microbatch")
+    if not equal:
+        return whole
     return dataclasses.replace(
-        given,
-        roles=roles,
-        zero=given.zero if any(role.replicates_parameters for role in roles) else 0,
-        replicate=math.prod(copies) if len(copies) < len(equal) else 1,
+        whole, zero=given.zero, replicate=math.prod(copies) if len(copies) < len(equal) else 1, reduce=given.reduce
     )
 
 

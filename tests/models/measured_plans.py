@@ -69,10 +69,23 @@ def memory_kinds() -> tuple[Kind, ...]:
         kind("one device, recompute in part", recompute="selective"),
         kind("tensor 2, sequence, recompute in part", tensor=2, sequence=True, recompute="selective"),
         kind("data 2, ZeRO 3, recompute in part", data=2, zero=3, recompute="selective", microbatches=2),
+        *(
+            kind(f"data 2, ZeRO {z}, reduced once a step", data=2, zero=z, reduce="step", microbatches=4)
+            for z in (2, 3)
+        ),
         kind("data 4, ZeRO 1", data=4, zero=1),
         kind("data 4, ZeRO 3", data=4, zero=3),
         kind("data 2 x tensor 2", data=2, tensor=2),
         kind("data 2 x tensor 2, ZeRO 3", data=2, tensor=2, zero=3),
+        kind(
+            "pipeline 2 x data 2, ZeRO 3, recompute, reduced once a step",
+            pipeline=2,
+            data=2,
+            zero=3,
+            recompute=True,
+            reduce="step",
+            microbatches=4,
+        ),
         kind("pipeline 2 x data 2, ZeRO 1", pipeline=2, data=2, zero=1, microbatches=4),
         kind("pipeline 2 x tensor 2, 4 microbatches", pipeline=2, tensor=2, microbatches=4),
         kind("pipeline 4, 4 microbatches", pipeline=4, microbatches=4),

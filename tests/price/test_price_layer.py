@@ -38,6 +38,7 @@ def price(
     dtype: str = "bfloat16",
     cluster=H100,
     trainer: Trainer = EMITTED,
+    reduce: str = "microbatch",
 ) -> LayerPrice | None:
     """The MLP's price; the last axis is the innermost."""
     strides = [1]
@@ -46,7 +47,7 @@ def price(
     mesh = tuple(Axis(f"a{i}", n, s) for i, (n, s) in enumerate(zip(sizes, strides, strict=True)))
     sharding = Sharding((*mesh, Axis("microbatch", microbatches, 0)), (*map(mlp_types, roles), mlp_types(DATA)))
     cls = mlp(B, SEQ, H, F, getattr(torch, dtype))
-    return price_layer(cls, sharding, Strategy(roles, zero, recomputation), cluster, dtype, trainer)
+    return price_layer(cls, sharding, Strategy(roles, zero, recomputation, reduce=reduce), cluster, dtype, trainer)
 
 
 class Narrow(Trainer):
@@ -436,6 +437,35 @@ def test_data_parallel_reductions_come_once_a_step_or_hide_under_compute():
     assert sharded.communication_s == pytest.approx(
         sharded.forward_s + sharded.backward_s - plain.forward_s - plain.backward_s
     )
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_gradients_that_are_reduced_once_a_step_overlap_the_last_backward_and_stay_whole(zero):
+    parameters, parts, microbatches = 2 * H * F, 4, 4
+    each = must(price((DATA,), (parts,), microbatches, zero))
+    once = must(price((DATA,), (parts,), microbatches, zero, reduce="step"))
+    alone = must(price((DATA,), (parts,), microbatches))  # its whole gradients add up, too
+    update_s = must(price(microbatches=microbatches)).step_s / parts
+    slowed = constants.OVERLAP_SLOWDOWN.value
+
+    def beside_s(wire_s: float) -> float:
+        return max(0.0, wire_s - alone.backward_s) + slowed * min(wire_s, alone.backward_s)
+
+    reduce_s = time_s(Collective.REDUCE_SCATTER, 4 * parameters, parts, 1, H100)
+    gather_s = time_s(Collective.ALL_GATHER, 2 * parameters, parts, 1, H100) if zero == 3 else 0.0
+    assert once.forward_s == each.forward_s
+    assert once.backward_s == pytest.approx(alone.backward_s + beside_s(gather_s))
+    assert once.step_s == pytest.approx(update_s + beside_s(gather_s + reduce_s) - beside_s(gather_s))
+    assert each.step_s == pytest.approx(update_s)
+    assert (each.gradients_bytes, once.gradients_bytes) == (4 * parameters // parts, 4 * parameters)
+    kept = ("parameters_bytes", "optimizer_bytes", "saved_bytes")
+    assert all(getattr(each, name) == getattr(once, name) for name in kept)
+
+
+def test_one_microbatch_is_reduced_once_in_any_case():
+    each, once = (must(price((DATA,), (8,), zero=3, reduce=reduce)) for reduce in ("microbatch", "step"))
+    assert once.backward_s + once.step_s == pytest.approx(each.backward_s + each.step_s)
+    assert (once.gradients_bytes, once.transient_bytes) == (each.gradients_bytes, each.transient_bytes)
 
 
 def test_precisions():

@@ -52,6 +52,12 @@ def test_pipeline_alone(schedule: str, recompute: str, workers2: WorkerPool, tmp
     assert is_right(workers2.run("test_zero_bubble:stepped", folder, model.state_dict(), batch), model)
 
 
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
+def test_reduced_once_a_step(schedule: str, workers4: WorkerPool, tmp_path: Path) -> None:
+    folder, model, batch = emitted(tmp_path, schedule=schedule, pipeline=2, data=2, zero=3, reduce="step")
+    assert is_right(workers4.run("test_zero_bubble:stepped", folder, model.state_dict(), batch), model)
+
+
 @pytest.mark.parametrize("schedule", SPLIT)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_with_data_parallelism(schedule: str, zero: int, workers4: WorkerPool, tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import pytest
 from price_models import chain, mlp, solve_mlp
 
 from autopar.devices import parse
-from autopar.plan import FULL, NARROW, NONE, OFFLOADS, SELECTIVE, Axis, Plan, Recomputation, Role, Strategy
+from autopar.explain.describe import describe
+from autopar.plan import FULL, NARROW, NONE, OFFLOADS, REDUCTIONS, SELECTIVE, Axis, Plan, Recomputation, Role, Strategy
 from autopar.price import Pricer
 from autopar.schedules import INTERLEAVED, SPLIT, ZERO_BUBBLE, Schedule
 from autopar.search import SearchOptions, evaluate, make_mesh, search
@@ -36,12 +37,13 @@ class Written:
     zero: int = 1
     recomputation: Recomputation = NONE
     offload: str = "none"
+    reduce: str = "microbatch"
     cuts: tuple[int, ...] | None = None
     allow: tuple[str, ...] = ()
 
     @property
     def strategy(self) -> Strategy:
-        return Strategy(self.roles, self.zero, self.recomputation, self.offload)
+        return Strategy(self.roles, self.zero, self.recomputation, self.offload, reduce=self.reduce)
 
     def priced(self) -> Plan:
         cuts = even_cuts(LAYERS, self.pipeline * self.chunks) if self.cuts is None else self.cuts
@@ -62,6 +64,7 @@ DIMENSIONS: dict[str, list[Written]] = {
     "mesh factorisation": [PLAIN, replace(PLAIN, mesh=make_mesh(("inner", 4)), roles=(T,), zero=0)],
     "roles": [replace(PLAIN, roles=roles) for roles in ((D, T), (D, Role.TENSOR_SEQUENCE), (D, D))],
     "ZeRO": [replace(PLAIN, zero=zero) for zero in (0, 1, 2, 3)],
+    "reductions": [replace(PLAIN, zero=zero, reduce=how) for zero in (2, 3) for how in REDUCTIONS],
     "recomputation": [replace(PLAIN, recomputation=how) for how in (NONE, SELECTIVE, FULL)],
     "layers of a segment": [replace(PLAIN, recomputation=Recomputation("full", n)) for n in (1, 2, 3, 4)],
     "offload": [replace(PLAIN, offload=what) for what in OFFLOADS],
@@ -98,6 +101,32 @@ def test_the_search_tries_these_values() -> None:
     asked = SearchOptions(offload="any")
     candidates = strategies(PLAIN.mesh, BATCH // PLAIN.microbatches, CLUSTER.gpus_per_node, asked)
     assert all(written.strategy in candidates for written in DIMENSIONS["offload"])
+    candidates = strategies(PLAIN.mesh, BATCH // 4, CLUSTER.gpus_per_node, SearchOptions(), several=True)
+    assert all(written.strategy in candidates for written in DIMENSIONS["reductions"])
+    for several, pinned in ((False, "step"), (True, "microbatch")):
+        options = SearchOptions(reduce=pinned)
+        candidates = strategies(PLAIN.mesh, BATCH // 4, CLUSTER.gpus_per_node, options, several=several)
+        assert {candidate.reduce for candidate in candidates} == {"microbatch"}
+
+
+def test_gradients_are_reduced_once_a_step_where_that_is_faster_and_fits() -> None:
+    """Four nodes of one GPU: a reduction in every microbatch takes longer than its backward pass."""
+    cluster = parse("4x1xH100-80GB")
+    graph = chain(mlp(32, 256, 1024, 4096), 8)
+    pricer = Pricer(graph, cluster, "bfloat16", solve_mlp)
+
+    def found(memory: int | None = None, **pins: str) -> Plan:
+        options = SearchOptions(precision="bfloat16", data=4, microbatches=8, zero=3, memory_limit_bytes=memory, **pins)
+        return search(graph, cluster, pricer, options)
+
+    free, every, once = found(), found(reduce="microbatch"), found(reduce="step")
+    assert {layer.strategy.reduce for layer in free.layers} == {"step"}
+    assert free.prediction.step_time_s == once.prediction.step_time_s < 0.9 * every.prediction.step_time_s
+    assert free.bound_s <= free.prediction.step_time_s and "reduced once a step" in describe(free)
+    low, high = (max(stage.memory.total for stage in plan.stages) for plan in (every, once))
+    some = found((low + high) // 2)
+    assert {layer.strategy.reduce for layer in some.layers} == {"microbatch", "step"}
+    assert once.prediction.step_time_s < some.prediction.step_time_s < every.prediction.step_time_s
 
 
 def test_a_long_chain_is_faster_in_segments() -> None:
