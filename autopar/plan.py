@@ -80,6 +80,12 @@ RECOMPUTATIONS = ("none", "selective", "full")
 OFFLOADS = ("none", "optimizer", "activations", "both")
 """The tensors that a layer offloads to host memory: optimizer states and master copies, activations saved for the backward, or both."""
 
+OVERLAPS = ("none", "tensor")
+"""The collectives of a layer that run under its own arithmetic: none, or those of tensor parallelism that ``passes.overlap`` starts
+early."""
+
+TENSOR_OVERLAP = OVERLAPS[1]
+
 
 _recomputations: dict[tuple[str, int], Recomputation] = {}
 
@@ -132,6 +138,7 @@ class Strategy:
     """For one layer: the role of each axis of the mesh (same order), the ZeRO stage over its data axes, recomputation, and offloading to
     host memory (``OFFLOADS``).
 
+    With ``overlap`` (``OVERLAPS``) the gradient of a column-parallel product's input is reduced while the weight's gradient is computed.
     ZeRO shards over the ranks whose parameters are equal. With ``replicate`` (hybrid sharding, HSDP) there are that many copies of the
     sharded state: ZeRO shards over the innermost of those axes alone, and the product of the outermost ones' sizes is ``replicate``.
     """
@@ -141,9 +148,11 @@ class Strategy:
     recomputation: Recomputation = NONE
     offload: str = "none"
     replicate: int = 1
+    overlap: str = TENSOR_OVERLAP
 
     def __post_init__(self) -> None:
         assert self.zero in (0, 1, 2, 3), self.zero
+        assert self.overlap in OVERLAPS, self.overlap
         assert self.replicate == 1 or self.zero, self
         assert self.offload in OFFLOADS, self.offload
         assert self.recomputation.layers == 1 or not self.offloads_activations, self
@@ -155,6 +164,11 @@ class Strategy:
     @property
     def offloads_activations(self) -> bool:
         return self.offload in ("activations", "both")
+
+    def under(self, schedule: Schedule) -> Strategy:
+        """The same strategy for a pipeline of this schedule: without overlap if the schedule splits the backward pass, because it computes
+        the weights' gradients in a later action."""
+        return dataclasses.replace(self, overlap="none") if schedule.split else self
 
     @property
     def dense(self) -> Strategy:
@@ -341,6 +355,7 @@ class Plan:
                     "sequence": s.degree(self.mesh, *SEQUENCES),
                     "zero": s.zero,
                     "replicate": s.replicate,
+                    "overlap": s.overlap,
                     "recomputation": dataclasses.asdict(s.recomputation),
                     "offload": s.offload,
                     "roles": [role.value for role in s.roles],
@@ -418,6 +433,7 @@ class Plan:
                         Recomputation(**layer["recomputation"]),
                         layer.get("offload", "none"),
                         layer.get("replicate", 1),
+                        layer.get("overlap", "none"),
                     ),
                 )
                 for layer in data["layers"]

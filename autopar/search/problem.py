@@ -46,6 +46,7 @@ from autopar.plan import (
     FULL,
     NONE,
     OFFLOADS,
+    TENSOR_OVERLAP,
     Axis,
     Recomputation,
     Role,
@@ -221,7 +222,7 @@ def strategies(
         prefix = prefixes[-1]
         roles = (Role.DATA,) * prefix + (Role.IDLE,) * (outer - prefix) + suffix
         for zero, copies in _zeros(mesh, roles, gpus_per_node, pins):
-            found += [Strategy(roles, zero, *how, replicate=copies) for how in hows]
+            found += [Strategy(roles, zero, *how, copies, pins.overlap or TENSOR_OVERLAP) for how in hows]
     return found
 
 
