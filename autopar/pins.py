@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
 from autopar.errors import UsageError
-from autopar.plan import DEGREES, OFFLOADS, RECOMPUTATIONS, REDUCTIONS, Recomputation
+from autopar.plan import DEGREES, OFFLOADS, OVERLAPS, RECOMPUTATIONS, REDUCTIONS, Recomputation
 from autopar.schedules import SCHEDULES
 
 Value = int | str | bool
@@ -103,6 +103,11 @@ class LayerPins:
     segment: int | None = _pin(
         "how many consecutive layers are recomputed as one; more than one is full recomputation", "segment=4"
     )
+    overlap: str | None = _pin(
+        "which collectives run under the layer's own arithmetic; tensor where none is pinned",
+        "overlap=none",
+        values=OVERLAPS,
+    )
 
     def recomputations(self, segments: Sequence[int] = (1,)) -> tuple[Recomputation, ...]:
         """The recomputations that the pins allow. ``segments`` are the numbers of layers to recompute as one where no pin decides."""
@@ -168,6 +173,7 @@ class PinKeywords(TypedDict, total=False):
     recompute: bool | str | None
     offload: str | None
     segment: int | None
+    overlap: str | None
 
 
 OF_LAYER = tuple(f.name for f in fields(LayerPins))

@@ -83,6 +83,12 @@ OFFLOADS = ("none", "optimizer", "activations", "both")
 REDUCTIONS = ("microbatch", "step")
 """How often a layer's gradients are reduced under ZeRO 2 and 3: in the backward pass of every microbatch, or once a step."""
 
+OVERLAPS = ("none", "tensor")
+"""The collectives of a layer that run under its own arithmetic: none, or those of tensor parallelism that ``passes.overlap`` starts
+early."""
+
+TENSOR_OVERLAP = OVERLAPS[1]
+
 
 _recomputations: dict[tuple[str, int], Recomputation] = {}
 
@@ -135,6 +141,7 @@ class Strategy:
     """For one layer: the role of each axis of the mesh (same order), the ZeRO stage over its data axes, recomputation, offloading to host
     memory (``OFFLOADS``), and how often its gradients are reduced (``REDUCTIONS``).
 
+    With ``overlap`` (``OVERLAPS``) the gradient of a column-parallel product's input is reduced while the weight's gradient is computed.
     ZeRO shards over the ranks whose parameters are equal. With ``replicate`` (hybrid sharding, HSDP) there are that many copies of the
     sharded state: ZeRO shards over the innermost of those axes alone, and the product of the outermost ones' sizes is ``replicate``.
 
@@ -148,9 +155,11 @@ class Strategy:
     offload: str = "none"
     replicate: int = 1
     reduce: str = "microbatch"
+    overlap: str = TENSOR_OVERLAP
 
     def __post_init__(self) -> None:
         assert self.zero in (0, 1, 2, 3), self.zero
+        assert self.overlap in OVERLAPS, self.overlap
         assert self.replicate == 1 or self.zero, self
         assert self.reduce == "microbatch" or (self.reduce == "step" and self.zero >= 2), self
         assert self.offload in OFFLOADS, self.offload
@@ -163,6 +172,11 @@ class Strategy:
     @property
     def offloads_activations(self) -> bool:
         return self.offload in ("activations", "both")
+
+    def under(self, schedule: Schedule) -> Strategy:
+        """The same strategy for a pipeline of this schedule: without overlap if the schedule splits the backward pass, because it computes
+        the weights' gradients in a later action."""
+        return dataclasses.replace(self, overlap="none") if schedule.split else self
 
     @property
     def reduces_once(self) -> bool:
@@ -353,6 +367,7 @@ class Plan:
                     "zero": s.zero,
                     "replicate": s.replicate,
                     "reduce": s.reduce,
+                    "overlap": s.overlap,
                     "recomputation": dataclasses.asdict(s.recomputation),
                     "offload": s.offload,
                     "roles": [role.value for role in s.roles],
@@ -431,6 +446,7 @@ class Plan:
                         layer.get("offload", "none"),
                         layer.get("replicate", 1),
                         layer.get("reduce", "microbatch"),
+                        layer.get("overlap", "none"),
                     ),
                 )
                 for layer in data["layers"]

@@ -29,6 +29,7 @@ def fuse_bias_pass(gm: fx.GraphModule) -> fx.GraphModule:
         if P in meta(bias).get("types", ()):
             continue
         node.target = _LINEAR
+        meta(node)["product"] = product.name
         node.args = (*product.args, bias)
         gm.graph.erase_node(product)
     return gm

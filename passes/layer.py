@@ -9,7 +9,7 @@ from torch import fx
 from autopar.flow import gradient_flow, placeholders
 from autopar.graph import LayerClass
 from autopar.ops.meta import meta
-from autopar.plan import SELECTIVE, Strategy
+from autopar.plan import SELECTIVE, TENSOR_OVERLAP, Strategy
 from autopar.sharding import Sharding, local_shape
 from autopar.types import SpmdType
 from passes.collectives import MICROBATCH, convert, insert_collectives_pass
@@ -17,6 +17,7 @@ from passes.defer_weights import defer_weights_pass
 from passes.fuse_bias import fuse_bias_pass
 from passes.keep import keep_pass
 from passes.localise_layer import localise_pass, random_seed
+from passes.overlap import JOINED, converted_types, overlap_pass
 from passes.pad import pad_class
 from passes.runner import run
 
@@ -66,7 +67,9 @@ class LocalLayer:
     @property
     def flattened(self) -> set[tuple[str, ...]]:
         """Tuples of axes (outermost first) over which one collective of the layer, or of a kernel in it, runs."""
-        found = {tuple(node.args[1]) for node in self.graph.graph.nodes if node.target is convert}
+        nodes = self.graph.graph.nodes
+        found = {tuple(node.args[1]) for node in nodes if node.target is convert}
+        found |= {converted_types(node)[1] for node in nodes if node.target in JOINED}
         for name in {name for types in self.sharding.types for name in types.kernel}:
             pairs = zip(self.sharding.axes, self.sharding.types, strict=True)
             found.add(tuple(a.name for a, types in pairs if name in types.kernel and a.name != MICROBATCH))
@@ -89,8 +92,11 @@ def mesh_types(sharding: Sharding, types: tuple[SpmdType, ...]) -> tuple[SpmdTyp
 def local_layer(
     cls: LayerClass, sharding: Sharding, strategy: Strategy, deferred: frozenset[int] = frozenset()
 ) -> LocalLayer:
-    """Run the passes on one layer class. ``deferred`` are the indices of the parameters whose gradients the schedule may compute later
-    than those of activations."""
+    """Run the passes on one layer class.
+
+    ``deferred`` are the indices of the parameters whose gradients the schedule may compute later than those of activations.
+    ``overlap_pass`` runs if the strategy says so; a strategy does not where a schedule splits the backward pass (``Strategy.under``).
+    """
     cls = pad_class(cls, sharding)
     flow = gradient_flow(cls)
     for node in cls.graph.graph.nodes:
@@ -109,6 +115,8 @@ def local_layer(
         own = [node for node in gm.graph.nodes if node.op == "placeholder"][-len(cls.parameters) :]
         late = [own[i] for i in deferred]
         gm = run(gm, [("defer_weights", lambda gm: defer_weights_pass(gm, late))])
+    if strategy.overlap == TENSOR_OVERLAP:
+        gm = run(gm, [("overlap", lambda gm: overlap_pass(gm, cls, sharding))])
     nodes = placeholders(cls)[len(placeholders(cls)) - len(cls.parameters) :]
     local = tuple(
         LocalParameter(

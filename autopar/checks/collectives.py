@@ -17,7 +17,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -27,7 +27,7 @@ from autopar.flow import gradient_flow, placeholders
 from autopar.ops.cost import tensors
 from autopar.ops.meta import meta
 from autopar.ops.operands import operands
-from autopar.plan import Axis
+from autopar.plan import TENSOR_OVERLAP, Axis
 from autopar.price.moves import Move, layer_moves, wire
 from autopar.program import kernels
 from autopar.rules.traffic import kernel_traffic
@@ -35,6 +35,7 @@ from autopar.sharding import Sharding, local_shape
 from autopar.types import Collective, I, P, R, S, SpmdType, conversion
 from passes.collectives import MICROBATCH, convert, share
 from passes.layer import LocalLayer
+from passes.overlap import JOINED, converted_types, passed_on, results_of, weights_of
 from passes.stages import Crossing, LocalProgram
 
 Types = tuple[SpmdType, ...]
@@ -46,6 +47,7 @@ _KERNELS = kernels.__name__
 class Exchange:
     """One collective on one device: the value's name, the mesh axes (outermost first), the kind of collective, the pass, and bytes.
 
+    ``under`` are the weights (by their placeholders' names) whose gradients are computed while it runs; empty if it is awaited at once.
     The bytes are those of the full tensor (not sharded over the axes): all-gather's result, reduce-scatter's input, the tensor of an
     all-reduce, and for all others the slices of all the axes' ranks together.
     """
@@ -55,10 +57,12 @@ class Exchange:
     collective: str
     backward: bool
     bytes: int
+    under: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         which = "backward" if self.backward else "forward"
-        return f"{which} {self.collective} of {self.value} on {', '.join(self.axes)} ({self.bytes} bytes)"
+        under = f" under the gradients of {', '.join(self.under)}" if self.under else ""
+        return f"{which} {self.collective} of {self.value} on {', '.join(self.axes)} ({self.bytes} bytes){under}"
 
 
 def check_collectives(program: LocalProgram) -> int:
@@ -103,8 +107,11 @@ def priced(layer: LocalLayer) -> Iterator[Exchange]:
     """The collectives that the price of the layer counts, at the captured dtypes."""
     nodes = [node for node in layer.cls.graph.graph.nodes if node.op != "output"]
     sizes = {n.name: sum(t.numel() * t.element_size() for t in tensors(meta(n).get("val"))) for n in nodes}
+    by_name = {n.name: n for n in nodes}
     for move in layer_moves(layer.cls, layer.sharding.types, sizes, gradient_flow(layer.cls)):
-        yield from _exchanges_of(move, layer.sharding.axes)
+        under = move.under if layer.strategy.overlap == TENSOR_OVERLAP else ()
+        weights = tuple(_parameter(operands(by_name[name])[1]) for name in under)
+        yield from _exchanges_of(move, layer.sharding.axes, weights)
 
 
 def _crossing_moves(crossing: Crossing, program: LocalProgram) -> Iterator[Exchange]:
@@ -122,12 +129,19 @@ def _crossing_moves(crossing: Crossing, program: LocalProgram) -> Iterator[Excha
         yield from _exchanges_of(move, axes)
 
 
-def _exchanges_of(move: Move, axes: tuple[Axis, ...]) -> Iterator[Exchange]:
+def _parameter(weight: fx.Node) -> str:
+    """The name of the parameter that a weight is, or is a view of."""
+    while weight.op != "placeholder":
+        (weight,) = weight.all_input_nodes
+    return weight.name
+
+
+def _exchanges_of(move: Move, axes: tuple[Axis, ...], under: tuple[str, ...] = ()) -> Iterator[Exchange]:
     names = tuple(axes[i].name for i in move.axes if axes[i].name != MICROBATCH)
     size = round(move.bytes / math.prod(axes[i].size for i in move.sharded))
     for collective, backward in ((move.forward, False), (move.backward, True)):
         if collective not in _SILENT and names:
-            yield Exchange(move.value, names, collective.value, backward, size)
+            yield Exchange(move.value, names, collective.value, backward, size, under if backward else ())
 
 
 # -- collectives in the program ---------------------------------------------------------------------------------------
@@ -146,6 +160,17 @@ def exchanges(layer: LocalLayer) -> Iterator[Exchange]:
             assert pair is not None, node.format_node()
             ranks = math.prod(sizes[axis] for axis in axes)
             yield from _conversion(_origin(node).name, axes, pair, before, after, ranks, meta(node)["gradient"])
+        elif node.target in JOINED:
+            value, axes, own = converted_types(node)
+            pair = conversion(own, R)
+            assert pair is not None, node.format_node()
+            ranks = math.prod(sizes[axis] for axis in axes)
+            before = _bytes(value)
+            weights = tuple(map(_parameter, weights_of(node)))
+            for one in _conversion(
+                _origin(value).name, axes, pair, before, before * ranks if own.sharded else before, ranks, True
+            ):
+                yield replace(one, under=weights if one.backward else ())
         elif node.name in originals and str(getattr(node.target, "__module__", "")).startswith(_KERNELS):
             yield from _kernel(node, originals[node.name], layer.sharding.axes)
 
@@ -232,8 +257,8 @@ def _bytes(node: fx.Node) -> int:
 
 def _origin(node: fx.Node) -> fx.Node:
     """The value from which the conversions started."""
-    while node.target in (convert, share):
-        value = node.args[0]
+    while node.target in (convert, share) or passed_on(node) is not None:
+        value = passed_on(node) or node.args[0]
         assert isinstance(value, fx.Node)
         node = value
     return node
@@ -246,20 +271,39 @@ def _check_types(layer: LocalLayer, name: str) -> None:
     """Follow the types through the graph, changed by its conversions alone."""
     sharding, originals = layer.sharding, {node.name: node for node in layer.cls.graph.graph.nodes}
     flow = gradient_flow(layer.cls)
-    place = {axis.name: i for i, axis in enumerate(sharding.axes)}
     held: dict[fx.Node, Types] = {}
+
+    def changed(value: fx.Node, axes: tuple[str, ...], source: SpmdType, target: SpmdType) -> Types:
+        now = list(held[value])
+        for i, axis in enumerate(sharding.axes):
+            if axis.name in axes:
+                if not _alike(now[i], source, flow[_origin(value).name]):
+                    _fault(name, f"{value.name} is {now[i]} on {axis.name} and is converted from {source}")
+                now[i] = target
+        return tuple(now)
+
     for node in layer.graph.graph.nodes:
+        if node in held:
+            continue
         if node.target is convert:
             value, axes, source, target = node.args
             assert isinstance(value, fx.Node) and isinstance(axes, tuple)
-            now = list(held[value])
-            for axis in axes:
-                if not _alike(now[place[axis]], SpmdType.parse(str(source)), flow[_origin(node).name]):
-                    _fault(name, f"{value.name} is {now[place[axis]]} on {axis} and is converted from {source}")
-                now[place[axis]] = SpmdType.parse(str(target))
+            held[node] = changed(value, axes, SpmdType.parse(str(source)), SpmdType.parse(str(target)))
             if not node.users:
                 _fault(name, f"nothing reads {value.name} as {target} on {', '.join(axes)}")
-            held[node] = tuple(now)
+        elif node.target in JOINED:
+            value, axes, own = converted_types(node)
+            read = changed(value, axes, own, R)
+            for one in results_of(node):
+                held[one.node] = sharding.produced(one.node.name) if one.product else read
+                if one.product and one.weight is not None:
+                    _arrives(name, read, sharding.needed(one.product, 0), value, flow, sharding, one.product)
+                    weight = sharding.needed(one.product, 1)
+                    _arrives(name, held[one.weight], weight, one.weight, flow, sharding, one.product)
+                if one.bias is not None:
+                    added = [o.name for o in operands(originals[one.node.name])].index(_origin(one.bias).name)
+                    bias = sharding.needed(one.node.name, added)
+                    _arrives(name, held[one.bias], bias, one.bias, flow, sharding, one.node.name)
         elif node.target is share:
             value = node.args[0]
             assert isinstance(value, fx.Node)

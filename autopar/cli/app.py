@@ -377,7 +377,10 @@ def hardware(action: str | None, name: str | None, as_json: bool) -> None:
 @_options(*(_pin_option(PINS[name], "{}", (ANY,)) for name in ("expert", "zero", "microbatches")))
 @click.option("--microbatch", type=click.IntRange(1), metavar="N", help="Sequences in a microbatch of one device.")
 @_options(
-    *(_pin_option(PINS[name], "{}", (ANY,)) for name in ("schedule", "chunks", "recompute", "segment", "offload"))
+    *(
+        _pin_option(PINS[name], "{}", (ANY,))
+        for name in ("schedule", "chunks", "recompute", "segment", "offload", "overlap")
+    )
 )
 @click.option("--timeline", is_flag=True, help="Also show the memory of each device at each action of a step.")
 @_plan_file_option

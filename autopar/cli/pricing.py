@@ -192,7 +192,8 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
                 f"a global batch of {graph.batch_size} does not divide into microbatches of {size} on {rest} data-parallel devices",
                 f"--microbatch times {rest} must divide it; without --microbatch there is one microbatch",
             )
-    pins = {name: request.get(name) for name in (*OF_PLAN, "tensor", "expert", "recompute", "segment", "offload")}
+    of_layers = ("tensor", "expert", "recompute", "segment", "offload", "overlap")
+    pins = {name: request.get(name) for name in (*OF_PLAN, *of_layers)}
     pins |= {"data": rest // expert, "ring": context, "microbatches": microbatches}
     plan = manual_plan(graph, sequence=bool(request.get("sequence")), **pins)  # type: ignore[arg-type]
 

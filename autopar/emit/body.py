@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import fx
 
-from autopar.emit.expressions import Text, expression, literal
+from autopar.emit.expressions import Text, expression, joined_call, literal
 from autopar.emit.names import Names
 from autopar.ops.facts import facts
 from autopar.ops.meta import meta
 from passes.collectives import convert
+from passes.overlap import JOINED, converted_types, passed_on, results_of, weights_of
 
 WIDTH = 110  # a longer line is split: its expression gets a name
 
@@ -29,7 +30,7 @@ def statements(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Names, w
     ends: list[int] = []  # the lines where a part of the model ends
     scope = None
     for node in nodes:
-        if node.op == "placeholder":
+        if node.op == "placeholder" or node in texts:
             continue
         if node.op == "output":
             results: Any = node.args[0] if isinstance(node.args[0], tuple | list) else node.args
@@ -50,12 +51,28 @@ def statements(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Names, w
             ends.append(len(lines))
             lines.append(f"        # {here}")
         scope = here or scope
-        name = names.fresh(_name(node))
-        lines.append(f"        {name} = {text.text}")
-        texts[node] = Text(name)
-        watched.append(f'"{node.name}": {name}')
-        named.append(name)
+        made = [one.node for one in results_of(node)] if node.target in JOINED else [node]
+        own = [names.fresh(_name(result)) for result in made]
+        left = ", ".join(own)
+        lines += _joined_lines(node, left, texts) if node.target in JOINED else [f"        {left} = {text.text}"]
+        texts.update(zip(made, map(Text, own), strict=True))
+        watched += [f'"{result.name}": {name}' for result, name in zip(made, own, strict=True)]
+        named += own
     return lines
+
+
+def _joined_lines(node: fx.Node, names: str, texts: dict[fx.Node, Text]) -> list[str]:
+    """A joined call with a comment on its backward pass; the arguments of a long one have lines of their own."""
+    _, _, source = converted_types(node)
+    collective = "reduce-scatter" if source.sharded else "all-reduce"
+    whose = "weights' gradients are" if len(weights_of(node)) > 1 else "weight's gradient is"
+    remark = f"        # backward: the {collective} of the input's gradient runs while the {whose} computed"
+    call, given = joined_call(node, texts)
+    head, end = ("selective.keep(lambda: ", "))") if meta(node).get("kept") else ("", ")")
+    line = f"        {names} = {head}{call}({', '.join(given)}{end}"
+    if len(line) <= WIDTH:
+        return [remark, line]
+    return [remark, f"        {names} = {head}{call}(", *(f"            {one}," for one in given), f"        {end}"]
 
 
 def _with_deletions(lines: list[str], named: list[str], ends: list[int]) -> list[str]:
@@ -76,6 +93,8 @@ def _with_deletions(lines: list[str], named: list[str], ends: list[int]) -> list
 
 def _name(node: fx.Node) -> str:
     """The node's name; a conversion is named after its value and its new type: ``linear_3_i``."""
+    if (before := passed_on(node)) is not None:
+        return f"{_name(before)}_r"
     if node.target is not convert:
         return node.name
     value, _, _, target = node.args
@@ -84,13 +103,16 @@ def _name(node: fx.Node) -> str:
 
 
 def _inline(node: fx.Node, text: Text) -> bool:
-    """Whether the expression may stand in its only reader: a conversion always gets its own line, so that readers see it."""
+    """Whether the expression may stand in its only reader: a conversion always gets its own line, so that readers see it, and so does the
+    input of joined products."""
     # values inside ``keep`` are saved: a product that is not saved gets its own line
     if meta(node).get("kept") or ("kept" in meta(node) and facts(node).is_expensive):
         return False
-    if node.target is convert or len(node.users) != 1 or len(text.text) > WIDTH // 2:
+    if node.target is convert or node.target in JOINED or len(node.users) != 1 or len(text.text) > WIDTH // 2:
         return False
     user = next(iter(node.users))
+    if user.target in JOINED and user.args[0] is node:
+        return False
     places: list[fx.Node] = []
     fx.map_arg((user.args, user.kwargs), lambda n: places.append(n) if n is node else None)
     return len(places) == 1 and user.op != "output"

@@ -25,6 +25,7 @@ from autopar.torch_private import overload_schema
 from autopar.types import SpmdType
 from passes.collectives import convert, share
 from passes.localise_layer import random_seed, scale
+from passes.overlap import JOINED, converted_types
 
 ATOM, UNARY, PRODUCT, SUM, COMPARE = 4, 3, 2, 1, 0
 _MAX_INT = 2**63 - 1
@@ -117,6 +118,9 @@ def expression(node: fx.Node, texts: Texts) -> Text:
         return Text(f"{texts[_operand(node)].within(ATOM)}[{literal(node.args[1], texts)}]")
     if isinstance(node.target, Experts):
         return Text(_experts(node, node.target, texts))
+    if node.target in JOINED:
+        call, given = joined_call(node, texts)
+        return Text(f"{call}({', '.join(given)})")
     module = kernel_module(node)
     if module is not None:
         return Text(f"{module}.{getattr(node.target, '__name__', '')}({_call_arguments(node, texts)})")
@@ -134,6 +138,16 @@ def _experts(node: fx.Node, op: Experts, texts: Texts) -> str:
     rest = "".join(f", {key}={literal(value, texts)}" for key, value in node.kwargs.items())
     given = f"{x}, {index}, {weights}, [{', '.join(parameters)}], self.{meta(node)['body']}, {op.count}{rest}"
     return f"kernels_experts.experts({given})"
+
+
+def joined_call(node: fx.Node, texts: Texts) -> tuple[str, list[str]]:
+    """Products joined with the conversion of their input: the function, and the arguments. The input's type is written like that of a
+    conversion."""
+    _, axes, source = converted_types(node)
+    given = [literal(arg, texts) for arg in node.args]
+    options = [f"axis={literal(axes[0] if len(axes) == 1 else axes, {})}", f"src=spmd.{source}"]
+    options += ["whole=True"] if node.kwargs.get("whole") else []
+    return f"kernels_overlap.{getattr(node.target, '__name__', '')}", [*given, ", ".join(options)]
 
 
 def _operand(node: fx.Node) -> fx.Node:

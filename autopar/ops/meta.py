@@ -63,6 +63,8 @@ class NodeMeta(TypedDict, total=False):
     """The type on each axis. Written by ``passes.collectives``."""
     global_shape: tuple[int, ...]
     """The global shape, which ``passes.localise_layer`` replaced by one rank's."""
+    product: str
+    """The name of the product that a bias was joined to. Written by ``passes.fuse_bias``, read by ``passes.overlap``."""
     kept: bool
     """Whether selective recomputation keeps the result. Written by ``passes.keep``, read by ``emit``."""
     body: str

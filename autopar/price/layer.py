@@ -9,10 +9,10 @@ which each run divides its values, but hardly on the number of axes in the run o
 many prices.
 
 The time of an op combines FLOPs over rate with bytes over bandwidth (``Gpu.seconds``); a replicated op costs every device the same.
-Collectives of tensor parallelism are not overlapped. The reductions of ZeRO 0 and 1, and on GPUs FSDP's gathers and reductions, overlap a
-layer's compute; the excess is exposed. Gradients that are reduced once a step overlap the backward of the last microbatch. Not counted: the
-first gather of a stage's forward, and the last reduction of its backward, in every microbatch, which nothing hides. They are one layer's of
-all that the stage has.
+Collectives of tensor parallelism are waited for, except those that run while gradients of weights are computed (``passes.overlap``).
+The reductions of ZeRO 0 and 1, and on GPUs FSDP's gathers and reductions, overlap a layer's compute; the excess is exposed. Gradients that
+are reduced once a step overlap the backward of the last microbatch. Not counted: the first gather of a stage's forward, and the last
+reduction of its backward, in every microbatch, which nothing hides. They are one layer's of all that the stage has.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 from autopar.devices import Cluster
 from autopar.devices.measured import Floats
 from autopar.layer_price import LayerPrice
-from autopar.plan import SELECTIVE, Axis, Strategy
+from autopar.plan import SELECTIVE, TENSOR_OVERLAP, Axis, Strategy
 from autopar.price.collectives import Group, beside_s, group, group_time_s
 from autopar.price.host import Offloaded, host_state_bytes, host_update_s, waited_s
 from autopar.price.live_memory import Alive, Neighbours, Share
@@ -35,6 +35,7 @@ from autopar.price.moves import Move, layer_moves
 from autopar.price.selective import Flags, Selected
 from autopar.price.state import Precision, state_bytes
 from autopar.price.table import AxisFlags, ClassTable, Rows
+from autopar.price.trace import OUTPUT
 from autopar.price.trainer import Trainer
 from autopar.sharding import AxisTypes
 from autopar.types import Collective
@@ -116,6 +117,8 @@ class Core:
         float  # the host's time to launch kernels and collectives: a lower bound whatever the device's speed
     )
     backward_host_s: float
+    # of each collective that may run under gradients of weights: seconds of that arithmetic, and of the collective
+    backward_under: tuple[tuple[float, float], ...]
     forward_meetings: tuple[int, ...]  # group sizes of the collectives that are not overlapped
     backward_meetings: tuple[int, ...]
     saved_bytes: float
@@ -125,6 +128,7 @@ class Core:
     input_bytes: float
     output_bytes: float
     alive: Alive
+    alive_under: Alive  # with that overlap
     parameters: float
     trainable: float
     largest: float  # the largest trainable parameter, in elements
@@ -222,6 +226,7 @@ def core(bound: Bound, given: Sizes, cluster: Cluster, numbers: Precision) -> Co
         table.saved, saved, list(bound.plain), list(bound.selective), table.live.saver, ops, input_bytes
     )
     parameters = local(table.parameter_numel, "parameter")
+    alive, alive_under = _alive(bound, cuts, local, saved, parameters * numbers.width)
     return Core(
         forward_compute_s=float(forward_s.sum()),
         backward_compute_s=float(backward_s.sum()),
@@ -236,6 +241,7 @@ def core(bound: Bound, given: Sizes, cluster: Cluster, numbers: Precision) -> Co
         backward_beside_s=left("backward", backward_s, bound.moves),
         forward_host_s=host("forward", table.forward_kernels, bound.moves),
         backward_host_s=host("backward", table.backward_kernels, bound.moves),
+        backward_under=_under(table, bound.moves, backward_s * table.weight_share, ways, cluster),
         forward_meetings=_meetings(bound.moves, ways, "forward", False),
         backward_meetings=_meetings(bound.moves, ways, "backward", False),
         saved_bytes=float(saved[list(bound.plain)].sum()),
@@ -244,7 +250,8 @@ def core(bound: Bound, given: Sizes, cluster: Cluster, numbers: Precision) -> Co
         selective_working_bytes=selective_working_bytes,
         input_bytes=input_bytes,
         output_bytes=float(local(table.output_bytes, "output").sum()),
-        alive=_alive(bound, cuts, local, saved, parameters * numbers.width),
+        alive=alive,
+        alive_under=alive_under,
         parameters=float(parameters.sum()),
         trainable=float(parameters[table.trainable].sum()),
         largest=float(parameters[table.trainable].max(initial=0.0)),
@@ -273,6 +280,18 @@ def _left_s(
     return sum(beside_s(float(arithmetic_s[at[name]]), wire_s, slowdown) for name, wire_s in found.items())
 
 
+def _under(
+    table: ClassTable, moves: tuple[Move, ...], weight_s: Floats, ways: dict[Over, Way], cluster: Cluster
+) -> tuple[tuple[float, float], ...]:
+    """For each collective that may run under gradients of weights, the seconds of that arithmetic and of the collective."""
+    at = {node.name: i for i, node in enumerate(table.ops)}
+    return tuple(
+        (float(sum(weight_s[at[name]] for name in m.under)), _move_s(m, m.backward, ways[m.axes, m.sharded], cluster))
+        for m in moves
+        if m.under
+    )
+
+
 def _meetings(moves: tuple[Move, ...], ways: dict[Over, Way], side: str, beside: bool) -> tuple[int, ...]:
     """The group sizes of the collectives: all if ``beside``, otherwise only those that do not overlap an op's arithmetic."""
     groups = [
@@ -289,12 +308,13 @@ def _alive(
     local: Callable[[Floats, str], Floats],
     saved: Floats,
     parameter_bytes: Floats,
-) -> Alive:
-    """Peaks of live memory, forward and backward, above the bytes that the layer has saved at the end of its forward."""
+) -> tuple[Alive, Alive]:
+    """Peaks of live memory, forward and backward, above the bytes that the layer has saved at the end of its forward: if every collective
+    is waited for, and if some run under gradients of weights."""
     table, plain = bound.table, bound.plain
     live, ops = table.live, len(table.ops)
     if not ops:
-        return Alive(0.0, 0.0, 0.0, 0.0)
+        return Alive(0.0, 0.0, 0.0, 0.0), Alive(0.0, 0.0, 0.0, 0.0)
     by_op = np.zeros(ops)
     np.add.at(by_op, live.saver[list(plain)], saved[list(plain)])
     later = by_op.sum() - np.cumsum(by_op)  # bytes saved by later ops
@@ -307,12 +327,34 @@ def _alive(
     waiting, gradients = live.across @ local(live.waiting, "across"), live.across @ local(live.gradient, "across")
     back = backward + gradients - later
     made = np.bincount(live.reader[table.trainable], weights=parameter_bytes[table.trainable], minlength=ops)
-    return Alive(
-        forward=float((forward + waiting - later).max()),
-        backward=float(back.max()),
-        one_gradient=float((back + made).max()),
-        all_gradients=float((back + made[::-1].cumsum()[::-1]).max()),
-    )
+
+    def peaks(back: Floats) -> Alive:
+        return Alive(
+            forward=float((forward + waiting - later).max()),
+            backward=float(back.max()),
+            one_gradient=float((back + made).max()),
+            all_gradients=float((back + made[::-1].cumsum()[::-1]).max()),
+        )
+
+    first = peaks(back)
+    if not any(len(move.under) > 1 for move in bound.moves):
+        return first, first
+    results = np.array([operand == OUTPUT for operand in table.slot_operand])
+    of_results: Floats = np.where(results, local(live.touched_backward, "slot"), 0.0)
+    own = np.bincount(table.slot_op, weights=of_results, minlength=ops).astype(np.float64)
+    return first, peaks(back + _joined_bytes(bound, own))
+
+
+def _joined_bytes(bound: Bound, gradient_bytes: Floats) -> Floats:
+    """Bytes that are live while each op's backward runs because joined products wait for the first of them: their results' gradients,
+    ``gradient_bytes`` by op."""
+    at = {node.name: i for i, node in enumerate(bound.table.ops)}
+    live = np.zeros(len(bound.table.ops))
+    for move in bound.moves:
+        first, *others = (at[name] for name in move.under) if move.under else (0,)
+        for i in others:
+            live[first:i] += gradient_bytes[i]
+    return live
 
 
 def move_s(move: Move, collective: Collective, axes: tuple[Axis, ...], cluster: Cluster) -> float:
@@ -382,7 +424,7 @@ def assemble(
     exposed = functools.partial(trainer.exposed_sharded_s, slowdown=cluster.overlap_slowdown)
 
     again, part = float(strategy.recomputation.kind == "full"), float(strategy.recomputation is SELECTIVE)
-    forward_wire_s, backward_wire_s = _wires_s(c, strategy, trainer)
+    forward_wire_s, backward_wire_s = _wires_s(c, strategy, trainer, cluster)
     forward_compute_s = max(c.forward_compute_s, c.forward_host_s - forward_wire_s)
     each_time = zero >= 2 and not strategy.reduces_once  # gradients are reduced in every microbatch
     added = (1 - 1 / spread.microbatches) * trainable / (data if each_time else 1)
@@ -438,15 +480,24 @@ def assemble(
     )
 
 
-def _wires_s(c: Core, strategy: Strategy, trainer: Trainer) -> tuple[float, float]:
+def _wires_s(c: Core, strategy: Strategy, trainer: Trainer, cluster: Cluster) -> tuple[float, float]:
     """Seconds of exposed communication, forward and backward, recomputation's included."""
     forward_s = trainer.exposed_tensor_s(c.forward_wire_s) + c.forward_beside_s
     backward_s = trainer.exposed_tensor_s(c.backward_wire_s) + c.backward_beside_s
+    if _starts_early(strategy, trainer):
+        backward_s -= sum(
+            wire_s - trainer.exposed_early_s(wire_s, under_s, cluster) for under_s, wire_s in c.backward_under
+        )
     if strategy.recomputation.kind == "full":
         backward_s += forward_s
     elif strategy.recomputation is SELECTIVE:
         backward_s += trainer.exposed_tensor_s(c.selective_wire_s)
     return forward_s, backward_s
+
+
+def _starts_early(strategy: Strategy, trainer: Trainer) -> bool:
+    """Whether backward collectives run under gradients of weights."""
+    return trainer.starts_early and strategy.overlap == TENSOR_OVERLAP
 
 
 def _gathers(strategy: Strategy) -> float:
@@ -499,8 +550,9 @@ def _bytes(
     saved, working = _activations(c, strategy, segment)
     if offloaded.activations:  # on the device: those of the running layer and of the next, both being copied
         saved, working = (0.0, working + saved) if offloaded.separate else (saved, working + 2 * saved)
+    alive = c.alive_under if _starts_early(strategy, trainer) else c.alive
     share = Share(
-        c.alive, saved, working, c.saved_bytes, parameters, trainable, c.largest, spread.microbatches, neighbours
+        alive, saved, working, c.saved_bytes, parameters, trainable, c.largest, spread.microbatches, neighbours
     )
     live, transient = trainer.live_bytes(share, gradients, data, zero, strategy, numbers)
     gradients = math.ceil(live)

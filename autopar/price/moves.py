@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -17,6 +17,7 @@ from autopar.rules.traffic import kernel_traffic
 from autopar.sharding import AxisTypes
 from autopar.types import Collective, SpmdType, conversion
 from passes.conversions import conversion_steps
+from passes.overlap import products_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,8 @@ class Move:
 
     With ``per_rank`` the bytes are those that each rank contributes to a gather. ``value`` is the value's name. ``beside`` is the op
     whose arithmetic overlaps the collective, as with a ring's rotations; empty if the layer waits for it. ``op`` is the op whose kernel
-    runs the collective; empty for a conversion between ops.
+    runs the collective; empty for a conversion between ops. ``under`` are the products whose weights' gradients are computed while the
+    backward collective runs, if the strategy overlaps it (``passes.overlap``); empty for others.
     """
 
     value: str
@@ -37,6 +39,7 @@ class Move:
     per_rank: bool = False
     beside: str = ""
     op: str = ""
+    under: tuple[str, ...] = ()
 
 
 def wire(
@@ -98,10 +101,14 @@ def layer_moves(
     for i, node in enumerate(returned_nodes(cls)):
         wanted[node.name, tuple(t.outputs[i] for t in types)] = None
     moves: list[Move] = []
+    joined = products_of(cls, types, gradient)
     for value, target in wanted:
         source = tuple(t.produced[value] for t in types)
         if source != target:
-            moves += converted(wire(value, value_bytes[value], source, target, gradient[value]), gradient[value])
+            own = wire(value, value_bytes[value], source, target, gradient[value])
+            if products := joined.get((value, target)):
+                own[-1] = replace(own[-1], under=tuple(product.name for product in products))
+            moves += converted(own, gradient[value])
     return (*moves, *_kernel_moves(ops, types, value_bytes))
 
 

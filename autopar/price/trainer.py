@@ -27,9 +27,12 @@ class Trainer:
     """The programs that autopar emits, run eagerly. A model of another trainer overrides methods (see ``autopar.trainers``).
 
     Each method answers one question of a price. ``cpu`` means PyTorch's CPU kernels and gloo instead of CUDA kernels and NCCL.
+    ``starts_early``: the gradient of a column-parallel product's input is reduced while the weight's gradient is computed
+    (``passes.overlap``).
     """
 
     cpu: bool = False
+    starts_early: bool = True
 
     def precision(self, name: str, allow: Collection[str] = ()) -> Precision:
         """Bytes per element: parameters, the copies of gradients, optimizer state."""
@@ -73,6 +76,15 @@ class Trainer:
         """The seconds that FSDP's gathers and reductions (ZeRO 2 and 3) add to a layer's pass that computes for ``compute_s``. On CPUs
         FSDP2 has no streams, and waits for its collectives."""
         return communication_s if self.cpu else beside_s(compute_s, communication_s, slowdown)
+
+    def exposed_early_s(self, communication_s: float, arithmetic_s: float, cluster: Cluster) -> float:
+        """The seconds that a collective of tensor parallelism adds if ``arithmetic_s`` of arithmetic run after its start.
+
+        gloo's own arithmetic runs on the processors that compute: on CPUs nothing is hidden, unless it was measured how much is.
+        """
+        if self.cpu and cluster.wires is None:
+            return communication_s
+        return beside_s(arithmetic_s, communication_s, cluster.overlap_slowdown)
 
     def exposed_reduction_s(self, communication_s: float, backward_s: float, slowdown: float) -> float:
         """The seconds that the reduction of a layer's gradients adds to the step under ZeRO 0 and 1, if one microbatch's backward of the

@@ -22,6 +22,7 @@ FILES = (
     "kernels_ctc.py",
     "kernels_experts.py",
     "kernels_norm.py",
+    "kernels_overlap.py",
     "kernels_random.py",
     "kernels_ring.py",
     "kernels_rnn.py",

@@ -405,7 +405,7 @@ def evaluate(
     Raises:
         InfeasibleError: a layer has no price under its strategy (an inadmissible role, an indivisible size).
     """
-    strategies = shortened(graph, strategies, stage_bounds)
+    strategies = shortened(graph, [strategy.under(schedule) for strategy in strategies], stage_bounds)
     stages, borders = cluster.stages(schedule.pipeline), cluster.borders(schedule.pipeline)
     prices: list[LayerPrice] = []
     last, links, microbatches = len(graph.layers) - 1, schedule.links, schedule.microbatches

@@ -18,6 +18,7 @@ from autopar.plan import (
     BATCHES,
     OFFLOADS,
     REPLICATING,
+    TENSOR_OVERLAP,
     Axis,
     LayerPlan,
     Memory,
@@ -102,12 +103,13 @@ def manual_plan(
             f"strategies are given for layers {sorted(set(chosen) - set(range(count)))}, the model has {count} layers"
         )
     bounds = _bounds(count, pipeline * chunks, cuts)
-    chosen = dict(enumerate(shortened(graph, [chosen[i] for i in range(count)], bounds)))
     check_schedule(
         sized := Schedule(
             given.schedule or default_schedule(pipeline, microbatches, chunks), pipeline, microbatches, chunks
         )
     )
+    own = [chosen[i].under(sized) for i in range(count)]
+    chosen = dict(enumerate(shortened(graph, own, bounds)))
     for index, strategy in chosen.items():
         _check_strategy(graph, mesh, microbatches, index, strategy)
     size = math.prod(axis.size for axis in mesh)
@@ -138,7 +140,9 @@ def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins) ->
             f"write {', '.join(OFFLOADS)}",
         )
     given.check_segment("every layer")
-    common = Strategy(roles, 0, given.recomputations()[0], given.offload or "none")  # the least that the pins allow
+    common = Strategy(  # the least that the pins allow
+        roles, 0, given.recomputations()[0], given.offload or "none", overlap=given.overlap or TENSOR_OVERLAP
+    )
     if common.degree(mesh, *REPLICATING) == 1 or not given.zero:
         return common
     return replace(common, zero=given.zero, replicate=given.replicate or 1)

@@ -424,10 +424,11 @@ class Prices:
         pricers = self._line(choice.schedule.pipeline).pricers
         tried = recomputations(self._graph.chains[cls], pins, choice.segments)
         batch, experts = self._graph.batch_size // m, self._graph.classes[cls].experts
-        alike = choice.mesh, batch, pins, experts, tried
+        alike = choice.mesh, batch, pins, experts, tried, choice.schedule.split
         if alike not in self._candidates:
             node = self._cluster.gpus_per_node
             found = strategies(choice.mesh, batch, node, self._options, pins, experts, tried, m > 1)
+            found = [strategy.under(choice.schedule) for strategy in found]
             self._candidates[alike] = self._lists.setdefault(tuple(found), tuple(found))  # one copy of each list
         candidates = self._candidates[alike]
         # the pricers and the candidates live as long as this object, so ids are unique; pins with equal candidates share one table

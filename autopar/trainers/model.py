@@ -68,6 +68,7 @@ class OtherTrainer(Trainer):
     by_parameter: bool = False
     overlap_data: int = 0
     overlap_tensor: float = 0.0
+    starts_early: bool = False  # part of ``overlap_tensor``
 
     def precision(self, name: str, allow: Collection[str] = ()) -> Precision:
         own = Trainer.precision(self, name, allow)

@@ -88,6 +88,8 @@ def _single(n: int) -> tuple[Kind, ...]:
         *(kind(f"data {n}, zero {zero}", data=n, zero=zero, microbatches=2) for zero in (1, 2, 3)),
         kind(f"tensor {n}", tensor=n),
         kind(f"tensor+sequence {n}", tensor=n, sequence=True),
+        kind(f"tensor {n}, no overlap", tensor=n, overlap="none"),
+        kind(f"tensor+sequence {n}, no overlap", tensor=n, sequence=True, overlap="none"),
         kind(f"ulysses {n}", ulysses=n),
         kind(f"ring {n}", ring=n),
         kind(f"expert {n}", expert=n),
@@ -98,6 +100,7 @@ def _single(n: int) -> tuple[Kind, ...]:
         *(_in_chunks(n) if n <= 3 else ()),
         kind(f"recompute, data {n}, zero 3", data=n, zero=3, recompute=True),
         kind(f"recompute, tensor {n}", tensor=n, recompute=True, microbatches=2),
+        kind(f"recompute in part, tensor {n}", tensor=n, recompute="selective", microbatches=2),
         kind(f"recompute in part, data {n}, zero 3", data=n, zero=3, recompute="selective", microbatches=2),
         *(
             kind(f"data {n}, zero {zero}, reduced once a step", data=n, zero=zero, reduce="step", microbatches=4)
@@ -150,6 +153,13 @@ def _combined(n: int) -> tuple[Kind, ...]:
         kind(f"data 2 x expert {half}, zero 2", data=2, expert=half, zero=2),
         kind(f"expert 2 x tensor {half}", expert=2, tensor=half),
         kind(f"pipeline 2 x tensor {half}", tensor=half, **pipelined),
+        kind(
+            f"pipeline 2 x tensor+sequence {half}, recompute in part",
+            tensor=half,
+            sequence=True,
+            recompute="selective",
+            **pipelined,
+        ),
         kind(f"pipeline 2 x expert {half}", expert=half, **pipelined),
         kind(f"pipeline 2 x ulysses {half}", ulysses=half, **pipelined),
         kind(f"pipeline 2 x ring {half}, zero 2, recompute", ring=half, zero=2, recompute=True, **pipelined),

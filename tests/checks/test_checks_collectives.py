@@ -19,6 +19,7 @@ from autopar.price.table import build
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.shard import plan_shardings
 from passes.collectives import convert
+from passes.overlap import JOINED
 from passes.stages import LocalProgram, cut_stages
 
 
@@ -124,12 +125,83 @@ def fewer_bytes(given: LocalProgram) -> None:
     ],
 )
 def test_a_changed_program_is_named(change: Callable[[LocalProgram], None], message: str) -> None:
-    given = program("llama", data=2, tensor=2)
+    given = program("llama", data=2, tensor=2, overlap="none")
     check_collectives(given)
     change(given)
     with pytest.raises(ProgramError, match=message) as error:
         check_collectives(given)
     assert "fault of autopar's" in (error.value.hint or "")
+
+
+# -- faults in products joined with the conversion of their input ------------------------------------------------------
+
+
+def joined_call(given: LocalProgram) -> fx.Node:
+    """Query, key and value."""
+    return next(n for n in given.layers[1].graph.graph.nodes if n.target in JOINED)
+
+
+def joined_on_another_axis(given: LocalProgram) -> None:
+    joined_call(given).update_kwarg("axis", "data")
+
+
+def joined_from_another_type(given: LocalProgram) -> None:
+    joined_call(given).update_kwarg("src", "S(1)")
+
+
+def another_weight(given: LocalProgram) -> None:
+    call = joined_call(given)
+    query, *others = call.args[1]
+    call.update_arg(1, [others[0], *others])
+
+
+def the_wrong_value(given: LocalProgram) -> None:
+    """The residual in place of the norm's result: of equal types, but another value."""
+    call = joined_call(given)
+    call.update_arg(0, next(iter(given.layers[1].graph.graph.nodes)))
+
+
+def weight_in_another_type(given: LocalProgram) -> None:
+    call = joined_call(given)
+    graph = given.layers[1].graph.graph
+    query, *others = call.args[1]
+    with graph.inserting_before(call):
+        whole = graph.call_function(convert, (query, ("tensor",), "S(0)", "R"))
+    whole.meta = dict(query.meta)
+    call.update_arg(1, [whole, *others])
+
+
+def not_joined(given: LocalProgram) -> None:
+    """As if the pass had left one layer class out."""
+    plan = given.plan
+    waiting = program("llama", data=2, tensor=2, overlap="none")
+    object.__setattr__(given.layers[1], "graph", waiting.layers[1].graph)
+    assert plan.layers[1].strategy.overlap == "tensor"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (joined_on_another_axis, r"model.layers.0: mul_1 is S\(0\) on data and is converted from I"),
+        (joined_from_another_type, r"model.layers.0: mul_1 is I on tensor and is converted from S\(1\)"),
+        (
+            another_weight,
+            r"priced, but not in the program: backward all_reduce of mul_1 on tensor .* under the gradients of",
+        ),
+        (the_wrong_value, r"in the program, but not priced: backward all_reduce of x on tensor"),
+        (weight_in_another_type, r"reaches linear as R on tensor where S\(0\) was decided"),
+        (
+            not_joined,
+            r"priced, but not in the program: backward all_reduce of mul_1 on tensor .* under the gradients of",
+        ),
+    ],
+)
+def test_a_changed_joined_call_is_named(change: Callable[[LocalProgram], None], message: str) -> None:
+    given = program("llama", data=2, tensor=2)
+    check_collectives(given)
+    change(given)
+    with pytest.raises(ProgramError, match=message):
+        check_collectives(given)
 
 
 def test_a_dropped_conversion_between_layers_is_named() -> None:

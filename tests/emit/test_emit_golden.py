@@ -86,7 +86,7 @@ def test_the_text_stands_alone(name: str) -> None:
     tree = ast.parse((GOLDEN / f"{name}.py").read_text())
     imported = {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     imported |= {(n.module or "").split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    assert imported - {"flattened", "selective"} == {"__future__", "spmd_types", "torch", "kernels"}
+    assert imported - {"flattened", "kernels_overlap", "selective"} == {"__future__", "spmd_types", "torch", "kernels"}
     assert ast.get_docstring(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):

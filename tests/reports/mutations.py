@@ -98,6 +98,8 @@ def patched(name: str, model: str, options: dict[str, Any], where: Any, attribut
 # -- the emitted text -------------------------------------------------------------------------------------------------
 
 TENSOR, SEQUENCE, DATA = {"tensor": 2}, {"tensor": 2, "sequence": True}, {"data": 2}
+WAITING = TENSOR | {"overlap": "none"}  # conversions and products apart
+DATA_TENSOR = {"data": 2, "tensor": 2}
 GRID = {"mesh": make_mesh(("tensor0", 2), ("tensor1", 2))}
 TWO_AXES = {"mesh": make_mesh(("outer", 2), ("inner", 2))}
 REDUCED = (
@@ -119,11 +121,19 @@ ILL_TYPED = tuple(
         ),
         ("gelu of a partial sum", "llama", TENSOR, REDUCED, r'spmd.all_reduce(F.gelu(\1), "tensor", src=spmd.P, dst=spmd.I)'),
         (
-            "gradient of a column-parallel input is not reduced", "llama", TENSOR,
+            "gradient of a column-parallel input is not reduced", "llama", WAITING,
             r'= kernels\.dense_gradient\(spmd\.convert\((mul_7), "tensor", src=spmd\.I, dst=spmd\.R\)\)', r"= \1",
         ),
-        ("softmax over a sharded dim", "llama", TENSOR, r"F\.linear\(mul_8,", "F.linear(torch.softmax(mul_8, -1),"),
-        ("mean over a sharded dim", "llama", TENSOR, r"F\.linear\(mul_8,", "F.linear(mul_8 - mul_8.mean([-1], keepdim=True),"),
+        ("softmax over a sharded dim", "llama", WAITING, r"F\.linear\(mul_8,", "F.linear(torch.softmax(mul_8, -1),"),
+        (
+            "joined products take their input for a slice", "llama", TENSOR, r"(kernels_overlap\.linears\([^()]*)src=spmd\.I",
+            r"\1src=spmd.S(1)",
+        ),
+        (
+            "joined products convert their input on another axis", "llama", DATA_TENSOR,
+            r'(kernels_overlap\.linears\([^()]*)axis="tensor"', r'\1axis="data"',
+        ),
+        ("mean over a sharded dim", "llama", WAITING, r"F\.linear\(mul_8,", "F.linear(mul_8 - mul_8.mean([-1], keepdim=True),"),
         (
             "loss over a slice of the vocabulary", "llama", TENSOR,
             r'kernels\.vocab_parallel_cross_entropy_sum\((.*), "tensor",', r"kernels.cross_entropy_sum(\1,",
@@ -201,6 +211,29 @@ RUNTIME = tuple(
          r"\(grad\[1\] \* ctx\.on\)\.masked_fill\(elsewhere, 0\)", "(grad[1] * ctx.on)"),
         ("kernels.py", "ignored labels are not ignored", "llama", TENSOR,
          r"\.masked_fill\(labels == ignore_index, 0\.0\)", ""),
+        ("kernels_overlap.py", "a sum that runs under weight gradients is not awaited", "llama", SEQUENCE, r"work\.wait\(\)", "pass"),
+        ("kernels_overlap.py", "the wait is for the handle of the first sum of the step", "llama", SEQUENCE,
+         r"def finish\(\) -> Tensor:\n            work\.wait\(\)",
+         "_Products.flying = [*getattr(_Products, 'flying', ()), work]\n\n        def finish() -> Tensor:\n"
+         "            _Products.flying[0].wait()"),
+        ("kernels_overlap.py", "the sum starts before the terms of all joined products are added up", "llama", TENSOR,
+         r"(?s)terms = _terms\(rows, weights, \*grads\[count:\]\)(.*?)finish\(\), None",
+         r"terms = _terms(rows[:1], weights[:1], *grads[count:])\1"
+         r"finish() + (_terms(rows[1:], weights[1:]).view(read.shape) if count > 1 else 0), None"),
+        ("kernels_overlap.py", "weight gradients of joined products from the gathered input in another order", "llama", SEQUENCE,
+         r"flat = read\.reshape", "flat = read.roll(1, 1).reshape"),
+        ("kernels_overlap.py", "weight gradients of joined products from the local slice alone", "llama", SEQUENCE,
+         r"ctx\.save_for_backward\(read,", "ctx.save_for_backward(x.repeat(1, 2, 1) if isinstance(src, S) else x,"),
+        ("kernels_overlap.py", "the first joined product's term is counted twice", "llama", TENSOR,
+         r"total = grad @ weight if", "total = 2 * (grad @ weight) if"),
+        ("kernels_overlap.py", "the sum of joined products runs over all ranks", "llama", DATA_TENSOR,
+         r"_group\(axes\[0\]\)", "dist.group.WORLD"),
+        ("kernels_overlap.py", "the gradient of other readers of the converted input is left out", "mixtral", TENSOR,
+         r"_terms\(rows, weights, \*grads\[count:\]\)", "_terms(rows, weights)"),
+        ("kernels_overlap.py", "slices are scattered along the first dim", "llama", SEQUENCE,
+         r"torch\.cat\(slices\) if self\.dim else terms", "terms"),
+        ("kernels_overlap.py", "a joined product's bias gets the gradient of one row", "gpt2", TENSOR,
+         r"grad\.sum\(0\)", "grad[0]"),
         ("kernels_norm.py", "batch norm of each rank's own mean", "resnet", DATA, r"mean = means\.mean\(0\)", "mean = mean.clone()"),
         ("kernels_norm.py", "variance without the spread of the ranks' means", "resnet", DATA,
          r" \+ \(means - mean\)\.square\(\)\)", ")"),
@@ -290,7 +323,7 @@ INNER_HELD = TWO_AXES | {
 HIDDEN = {i: Strategy((Role.TENSOR_HIDDEN,)) for i in range(6)}  # norms over slices of the hidden dim
 
 PASSES = (
-    patched("I to R is left out: gradients of replicated inputs are not summed", "llama", TENSOR,
+    patched("I to R is left out: gradients of replicated inputs are not summed", "llama", WAITING,
             passes.collectives, "effective_steps", _steps_without("I", "R")),
     patched("P to I is left out", "llama", TENSOR, passes.collectives, "effective_steps", _steps_without("P", "I")),
     patched("S to R is left out", "llama", SEQUENCE, passes.collectives, "effective_steps", _steps_without("S", "R")),

@@ -197,9 +197,13 @@ WRONG: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
         r"value of add \(aten\.add\) in model\.layers\.0",
     ),
     "a gradient that is not reduced": (
-        "llama", {"tensor": 2},
+        "llama", {"tensor": 2, "overlap": "none"},
         r'= kernels\.dense_gradient\(spmd\.convert\((mul_7), "tensor", src=spmd\.I, dst=spmd\.R\)\)',
         r"= \1", r"gradient of mul_7 \(aten\.mul\) in model\.layers\.3: .*I on tensor",
+    ),
+    "a gradient of joined products that is not reduced": (
+        "llama", {"tensor": 2}, r'(kernels_overlap\.linears\([^()]*mul_7[^()]*)axis="tensor"', r"\1axis=()",
+        r"gradient of mul_7 \(aten\.mul\) in model\.layers\.3: .*I on tensor",
     ),
     "a parameter's gradient that is not reduced": (
         "llama", {"tensor": 2, "sequence": True},

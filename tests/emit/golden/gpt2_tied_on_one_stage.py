@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import kernels
+import kernels_overlap
 
 MESH = {"tensor": 2}  # axes of a stage's mesh, outermost first
 
@@ -75,12 +76,15 @@ class GPT2Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # x (8, 16, 32): I on tensor
         # ln_1
-        layer_norm_r = kernels.dense_gradient(spmd.convert(F.layer_norm(x, [32], self.ln_1.weight, self.ln_1.bias), "tensor", src=spmd.I, dst=spmd.R))
+        layer_norm = F.layer_norm(x, [32], self.ln_1.weight, self.ln_1.bias)
         # attn.c_attn
-        add = F.linear(layer_norm_r, self.attn.c_attn.weight.part0.t(), self.attn.c_attn.bias.part0)
-        add_1 = F.linear(layer_norm_r, self.attn.c_attn.weight.part1.t(), self.attn.c_attn.bias.part1)
-        add_2 = F.linear(layer_norm_r, self.attn.c_attn.weight.part2.t(), self.attn.c_attn.bias.part2)
-        del layer_norm_r
+        # backward: the all-reduce of the input's gradient runs while the weights' gradients are computed
+        add, add_1, add_2 = kernels_overlap.linears(
+            layer_norm,
+            [self.attn.c_attn.weight.part0.t(), self.attn.c_attn.weight.part1.t(), self.attn.c_attn.weight.part2.t()],
+            [self.attn.c_attn.bias.part0, self.attn.c_attn.bias.part1, self.attn.c_attn.bias.part2],
+            axis="tensor", src=spmd.I,
+        )
         # attn
         view = kernels.reshape(add_1, [8, 16, 2, 8], (None, None, "tensor", None))
         view_1 = kernels.reshape(add_2, [8, 16, 2, 8], (None, None, "tensor", None))
@@ -94,11 +98,16 @@ class GPT2Block(nn.Module):
         del scaled_dot_product_attention, reshape, linear_3_i
         # ln_2
         layer_norm_1 = F.layer_norm(add_4, [32], self.ln_2.weight, self.ln_2.bias)
-        layer_norm_1_r = kernels.dense_gradient(spmd.convert(layer_norm_1, "tensor", src=spmd.I, dst=spmd.R))
-        del layer_norm_1
+        del layer_norm
         # mlp.c_fc
-        add_5 = F.linear(layer_norm_1_r, self.mlp.c_fc.weight.t(), self.mlp.c_fc.bias)
-        del layer_norm_1_r
+        # backward: the all-reduce of the input's gradient runs while the weight's gradient is computed
+        add_5 = kernels_overlap.linear(
+            layer_norm_1,
+            self.mlp.c_fc.weight.t(),
+            self.mlp.c_fc.bias,
+            axis="tensor", src=spmd.I,
+        )
+        del layer_norm_1
         # mlp.act
         mul_2 = (add_5 + torch.pow(add_5, 3.0) * 0.044715) * 0.7978845608028654
         # mlp.c_proj
@@ -125,10 +134,12 @@ class GPT2LMHeadModelHead(nn.Module):
         # transformer_wte_weight (48, 32): S(0) on tensor
         # module.transformer.ln_f
         layer_norm = F.layer_norm(x, [32], self.transformer.ln_f.weight, self.transformer.ln_f.bias)
-        layer_norm_r = kernels.dense_gradient(spmd.convert(layer_norm, "tensor", src=spmd.I, dst=spmd.R))
+        # module.lm_head
+        # backward: the all-reduce of the input's gradient runs while the weight's gradient is computed
+        linear = kernels_overlap.linear(layer_norm, transformer_wte_weight, axis="tensor", src=spmd.I)
         del layer_norm
         # module
-        cross_entropy_sum = kernels.vocab_parallel_cross_entropy_sum(F.linear(layer_norm_r, transformer_wte_weight), F.pad(labels, [0, 1], value=-100.0)[..., 1:17], "tensor", ignore_index=-100, label_smoothing=0.0, partial_axes=())
+        cross_entropy_sum = kernels.vocab_parallel_cross_entropy_sum(linear, F.pad(labels, [0, 1], value=-100.0)[..., 1:17], "tensor", ignore_index=-100, label_smoothing=0.0, partial_axes=())
         div = cross_entropy_sum / valid_labels
         return div
 

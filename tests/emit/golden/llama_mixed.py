@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flattened
 import kernels
+import kernels_overlap
 
 MESH = {"outer": 2, "inner": 2}  # axes of a stage's mesh, outermost first
 FLATTENED = (("outer", "inner"),)  # axes that collectives run over together, outermost first
@@ -70,18 +71,24 @@ class LlamaDecoderLayer(nn.Module):
         # constant_1 (1, 1, 16, 4): R on outer, R on inner
         # input_layernorm
         rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
-        mul_1_r = kernels.dense_gradient(spmd.convert(self.input_layernorm.weight * (x * rsqrt), "inner", src=spmd.I, dst=spmd.R))
+        mul_1 = self.input_layernorm.weight * (x * rsqrt)
         # self_attn
-        view = kernels.reshape(F.linear(mul_1_r, self.self_attn.q_proj.weight), [4, 16, 4, 4], ("outer", None, "inner", None))
+        # backward: the all-reduce of the input's gradient runs while the weights' gradients are computed
+        linear, linear_1, linear_2 = kernels_overlap.linears(
+            mul_1,
+            [self.self_attn.q_proj.weight, self.self_attn.k_proj.weight, self.self_attn.v_proj.weight],
+            axis="inner", src=spmd.I,
+        )
+        view = kernels.reshape(linear, [4, 16, 4, 4], ("outer", None, "inner", None))
         transpose = view.transpose(1, 2)
-        view_1 = kernels.reshape(F.linear(mul_1_r, self.self_attn.k_proj.weight), [4, 16, 2, 4], ("outer", None, "inner", None))
+        view_1 = kernels.reshape(linear_1, [4, 16, 2, 4], ("outer", None, "inner", None))
         transpose_1 = view_1.transpose(1, 2)
-        view_2 = kernels.reshape(F.linear(mul_1_r, self.self_attn.v_proj.weight), [4, 16, 2, 4], ("outer", None, "inner", None))
+        view_2 = kernels.reshape(linear_2, [4, 16, 2, 4], ("outer", None, "inner", None))
         cat = torch.cat([-transpose[..., 2:4], transpose[..., :2]], -1)
         cat_1 = torch.cat([-transpose_1[..., 2:4], transpose_1[..., :2]], -1)
         scaled_dot_product_attention = kernels.attention(transpose * constant_0 + cat * constant_1, transpose_1 * constant_0 + cat_1 * constant_1, view_2.transpose(1, 2), scale=0.5, enable_gqa=True, is_causal=True)
         reshape = scaled_dot_product_attention.transpose(1, 2).reshape(4, 16, 16)
-        del mul_1_r, view, transpose, view_1, transpose_1, view_2, cat, cat_1, scaled_dot_product_attention
+        del mul_1, linear_1, linear_2, view, transpose, view_1, transpose_1, view_2, cat, cat_1, scaled_dot_product_attention
         # self_attn.o_proj
         linear_3_i = spmd.all_reduce(F.linear(reshape, self.self_attn.o_proj.weight), "inner", src=spmd.P, dst=spmd.I)
         add_3 = x + linear_3_i
@@ -89,13 +96,18 @@ class LlamaDecoderLayer(nn.Module):
         # post_attention_layernorm
         rsqrt_1 = torch.rsqrt(torch.pow(add_3, 2).mean([-1], keepdim=True) + 1e-06)
         mul_7 = self.post_attention_layernorm.weight * (add_3 * rsqrt_1)
-        mul_7_r = kernels.dense_gradient(spmd.convert(mul_7, "inner", src=spmd.I, dst=spmd.R))
-        del rsqrt, rsqrt_1, mul_7
+        del rsqrt, rsqrt_1
         # mlp
-        mul_8 = F.silu(F.linear(mul_7_r, self.mlp.gate_proj.weight)) * F.linear(mul_7_r, self.mlp.up_proj.weight)
-        del mul_7_r
+        # backward: the all-reduce of the input's gradient runs while the weights' gradients are computed
+        linear_4, linear_5 = kernels_overlap.linears(
+            mul_7,
+            [self.mlp.gate_proj.weight, self.mlp.up_proj.weight],
+            axis="inner", src=spmd.I,
+        )
+        del mul_7
         # mlp.down_proj
-        linear_6_i = spmd.all_reduce(F.linear(mul_8, self.mlp.down_proj.weight), "inner", src=spmd.P, dst=spmd.I)
+        linear_6 = F.linear(F.silu(linear_4) * linear_5, self.mlp.down_proj.weight)
+        linear_6_i = spmd.all_reduce(linear_6, "inner", src=spmd.P, dst=spmd.I)
         add_5 = add_3 + linear_6_i
         return add_5
 
@@ -132,18 +144,24 @@ class LlamaDecoderLayer_2(nn.Module):
         # constant_1 (1, 1, 16, 4): R on outer, R on inner
         # input_layernorm
         rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
-        mul_1_r = kernels.dense_gradient(flattened.convert(self.input_layernorm.weight * (x * rsqrt), ("outer", "inner"), src=spmd.I, dst=spmd.R))
+        mul_1 = self.input_layernorm.weight * (x * rsqrt)
         # self_attn
-        view = kernels.reshape(F.linear(mul_1_r, self.self_attn.q_proj.weight), [8, 16, 2, 4], (None, None, ("outer", "inner"), None))
+        # backward: the all-reduce of the input's gradient runs while the weights' gradients are computed
+        linear, linear_1, linear_2 = kernels_overlap.linears(
+            mul_1,
+            [self.self_attn.q_proj.weight, self.self_attn.k_proj.weight, self.self_attn.v_proj.weight],
+            axis=("outer", "inner"), src=spmd.I,
+        )
+        view = kernels.reshape(linear, [8, 16, 2, 4], (None, None, ("outer", "inner"), None))
         transpose = view.transpose(1, 2)
-        view_1 = kernels.reshape(F.linear(mul_1_r, self.self_attn.k_proj.weight), [8, 16, 1, 4], (None, None, ("outer", "inner"), None))
+        view_1 = kernels.reshape(linear_1, [8, 16, 1, 4], (None, None, ("outer", "inner"), None))
         transpose_1 = view_1.transpose(1, 2)
-        view_2 = kernels.reshape(F.linear(mul_1_r, self.self_attn.v_proj.weight), [8, 16, 1, 4], (None, None, ("outer", "inner"), None))
+        view_2 = kernels.reshape(linear_2, [8, 16, 1, 4], (None, None, ("outer", "inner"), None))
         cat = torch.cat([-transpose[..., 2:4], transpose[..., :2]], -1)
         cat_1 = torch.cat([-transpose_1[..., 2:4], transpose_1[..., :2]], -1)
         scaled_dot_product_attention = kernels.attention(transpose * constant_0 + cat * constant_1, transpose_1 * constant_0 + cat_1 * constant_1, view_2.transpose(1, 2), scale=0.5, enable_gqa=True, is_causal=True)
         reshape = scaled_dot_product_attention.transpose(1, 2).reshape(8, 16, 8)
-        del mul_1_r, view, transpose, view_1, transpose_1, view_2, cat, cat_1, scaled_dot_product_attention
+        del mul_1, linear_1, linear_2, view, transpose, view_1, transpose_1, view_2, cat, cat_1, scaled_dot_product_attention
         # self_attn.o_proj
         linear_3_i = flattened.all_reduce(F.linear(reshape, self.self_attn.o_proj.weight), ("outer", "inner"), src=spmd.P, dst=spmd.I)
         add_3 = x + linear_3_i
@@ -151,13 +169,18 @@ class LlamaDecoderLayer_2(nn.Module):
         # post_attention_layernorm
         rsqrt_1 = torch.rsqrt(torch.pow(add_3, 2).mean([-1], keepdim=True) + 1e-06)
         mul_7 = self.post_attention_layernorm.weight * (add_3 * rsqrt_1)
-        mul_7_r = kernels.dense_gradient(flattened.convert(mul_7, ("outer", "inner"), src=spmd.I, dst=spmd.R))
-        del rsqrt, rsqrt_1, mul_7
+        del rsqrt, rsqrt_1
         # mlp
-        mul_8 = F.silu(F.linear(mul_7_r, self.mlp.gate_proj.weight)) * F.linear(mul_7_r, self.mlp.up_proj.weight)
-        del mul_7_r
+        # backward: the all-reduce of the input's gradient runs while the weights' gradients are computed
+        linear_4, linear_5 = kernels_overlap.linears(
+            mul_7,
+            [self.mlp.gate_proj.weight, self.mlp.up_proj.weight],
+            axis=("outer", "inner"), src=spmd.I,
+        )
+        del mul_7
         # mlp.down_proj
-        linear_6_i = flattened.all_reduce(F.linear(mul_8, self.mlp.down_proj.weight), ("outer", "inner"), src=spmd.P, dst=spmd.I)
+        linear_6 = F.linear(F.silu(linear_4) * linear_5, self.mlp.down_proj.weight)
+        linear_6_i = flattened.all_reduce(linear_6, ("outer", "inner"), src=spmd.P, dst=spmd.I)
         add_5 = add_3 + linear_6_i
         return add_5
 
@@ -195,19 +218,25 @@ class LlamaDecoderLayer_3(nn.Module):
         # input_layernorm
         rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
         input_layernorm_weight_r = kernels.dense_gradient(spmd.convert(self.input_layernorm.weight, "inner", src=spmd.I, dst=spmd.R))
-        mul_1_r = spmd.all_gather(input_layernorm_weight_r * (x * rsqrt), "inner", src=spmd.S(1), dst=spmd.R)
+        mul_1 = input_layernorm_weight_r * (x * rsqrt)
         del input_layernorm_weight_r
         # self_attn
-        view = kernels.reshape(F.linear(mul_1_r, self.self_attn.q_proj.weight), [4, 16, 4, 4], ("outer", None, "inner", None))
+        # backward: the reduce-scatter of the input's gradient runs while the weights' gradients are computed
+        linear, linear_1, linear_2 = kernels_overlap.linears(
+            mul_1,
+            [self.self_attn.q_proj.weight, self.self_attn.k_proj.weight, self.self_attn.v_proj.weight],
+            axis="inner", src=spmd.S(1),
+        )
+        view = kernels.reshape(linear, [4, 16, 4, 4], ("outer", None, "inner", None))
         transpose = view.transpose(1, 2)
-        view_1 = kernels.reshape(F.linear(mul_1_r, self.self_attn.k_proj.weight), [4, 16, 2, 4], ("outer", None, "inner", None))
+        view_1 = kernels.reshape(linear_1, [4, 16, 2, 4], ("outer", None, "inner", None))
         transpose_1 = view_1.transpose(1, 2)
-        view_2 = kernels.reshape(F.linear(mul_1_r, self.self_attn.v_proj.weight), [4, 16, 2, 4], ("outer", None, "inner", None))
+        view_2 = kernels.reshape(linear_2, [4, 16, 2, 4], ("outer", None, "inner", None))
         cat = torch.cat([-transpose[..., 2:4], transpose[..., :2]], -1)
         cat_1 = torch.cat([-transpose_1[..., 2:4], transpose_1[..., :2]], -1)
         scaled_dot_product_attention = kernels.attention(transpose * constant_0 + cat * constant_1, transpose_1 * constant_0 + cat_1 * constant_1, view_2.transpose(1, 2), scale=0.5, enable_gqa=True, is_causal=True)
         reshape = scaled_dot_product_attention.transpose(1, 2).reshape(4, 16, 16)
-        del mul_1_r, view, transpose, view_1, transpose_1, view_2, cat, cat_1, scaled_dot_product_attention
+        del mul_1, linear_1, linear_2, view, transpose, view_1, transpose_1, view_2, cat, cat_1, scaled_dot_product_attention
         # self_attn.o_proj
         linear_3_s = spmd.reduce_scatter(F.linear(reshape, self.self_attn.o_proj.weight), "inner", src=spmd.P, dst=spmd.S(1))
         add_3 = x + linear_3_s
@@ -215,13 +244,19 @@ class LlamaDecoderLayer_3(nn.Module):
         # post_attention_layernorm
         rsqrt_1 = torch.rsqrt(torch.pow(add_3, 2).mean([-1], keepdim=True) + 1e-06)
         post_attention_layernorm_weight_r = kernels.dense_gradient(spmd.convert(self.post_attention_layernorm.weight, "inner", src=spmd.I, dst=spmd.R))
-        mul_7_r = spmd.all_gather(post_attention_layernorm_weight_r * (add_3 * rsqrt_1), "inner", src=spmd.S(1), dst=spmd.R)
+        mul_7 = post_attention_layernorm_weight_r * (add_3 * rsqrt_1)
         del rsqrt, rsqrt_1, post_attention_layernorm_weight_r
         # mlp
-        mul_8 = F.silu(F.linear(mul_7_r, self.mlp.gate_proj.weight)) * F.linear(mul_7_r, self.mlp.up_proj.weight)
-        del mul_7_r
+        # backward: the reduce-scatter of the input's gradient runs while the weights' gradients are computed
+        linear_4, linear_5 = kernels_overlap.linears(
+            mul_7,
+            [self.mlp.gate_proj.weight, self.mlp.up_proj.weight],
+            axis="inner", src=spmd.S(1),
+        )
+        del mul_7
         # mlp.down_proj
-        linear_6_s = spmd.reduce_scatter(F.linear(mul_8, self.mlp.down_proj.weight), "inner", src=spmd.P, dst=spmd.S(1))
+        linear_6 = F.linear(F.silu(linear_4) * linear_5, self.mlp.down_proj.weight)
+        linear_6_s = spmd.reduce_scatter(linear_6, "inner", src=spmd.P, dst=spmd.S(1))
         add_5 = add_3 + linear_6_s
         return add_5
 

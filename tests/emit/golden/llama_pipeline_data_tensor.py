@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import kernels
+import kernels_overlap
 
 MESH = {"data": 2, "tensor": 2}  # axes of a stage's mesh, outermost first
 
@@ -64,18 +65,24 @@ class LlamaDecoderLayer(nn.Module):
         # constant_1 (1, 1, 16, 4): R on data, R on tensor
         # input_layernorm
         rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
-        mul_1_r = kernels.dense_gradient(spmd.convert(self.input_layernorm.weight * (x * rsqrt), "tensor", src=spmd.I, dst=spmd.R))
+        mul_1 = self.input_layernorm.weight * (x * rsqrt)
         # self_attn
-        view = kernels.reshape(F.linear(mul_1_r, self.self_attn.q_proj.weight), [2, 16, 4, 4], ("data", None, "tensor", None))
+        # backward: the all-reduce of the input's gradient runs while the weights' gradients are computed
+        linear, linear_1, linear_2 = kernels_overlap.linears(
+            mul_1,
+            [self.self_attn.q_proj.weight, self.self_attn.k_proj.weight, self.self_attn.v_proj.weight],
+            axis="tensor", src=spmd.I,
+        )
+        view = kernels.reshape(linear, [2, 16, 4, 4], ("data", None, "tensor", None))
         transpose = view.transpose(1, 2)
-        view_1 = kernels.reshape(F.linear(mul_1_r, self.self_attn.k_proj.weight), [2, 16, 2, 4], ("data", None, "tensor", None))
+        view_1 = kernels.reshape(linear_1, [2, 16, 2, 4], ("data", None, "tensor", None))
         transpose_1 = view_1.transpose(1, 2)
-        view_2 = kernels.reshape(F.linear(mul_1_r, self.self_attn.v_proj.weight), [2, 16, 2, 4], ("data", None, "tensor", None))
+        view_2 = kernels.reshape(linear_2, [2, 16, 2, 4], ("data", None, "tensor", None))
         cat = torch.cat([-transpose[..., 2:4], transpose[..., :2]], -1)
         cat_1 = torch.cat([-transpose_1[..., 2:4], transpose_1[..., :2]], -1)
         scaled_dot_product_attention = kernels.attention(transpose * constant_0 + cat * constant_1, transpose_1 * constant_0 + cat_1 * constant_1, view_2.transpose(1, 2), scale=0.5, enable_gqa=True, is_causal=True)
         reshape = scaled_dot_product_attention.transpose(1, 2).reshape(2, 16, 16)
-        del mul_1_r, view, transpose, view_1, transpose_1, view_2, cat, cat_1, scaled_dot_product_attention
+        del mul_1, linear_1, linear_2, view, transpose, view_1, transpose_1, view_2, cat, cat_1, scaled_dot_product_attention
         # self_attn.o_proj
         linear_3_i = spmd.all_reduce(F.linear(reshape, self.self_attn.o_proj.weight), "tensor", src=spmd.P, dst=spmd.I)
         add_3 = x + linear_3_i
@@ -83,13 +90,18 @@ class LlamaDecoderLayer(nn.Module):
         # post_attention_layernorm
         rsqrt_1 = torch.rsqrt(torch.pow(add_3, 2).mean([-1], keepdim=True) + 1e-06)
         mul_7 = self.post_attention_layernorm.weight * (add_3 * rsqrt_1)
-        mul_7_r = kernels.dense_gradient(spmd.convert(mul_7, "tensor", src=spmd.I, dst=spmd.R))
-        del rsqrt, rsqrt_1, mul_7
+        del rsqrt, rsqrt_1
         # mlp
-        mul_8 = F.silu(F.linear(mul_7_r, self.mlp.gate_proj.weight)) * F.linear(mul_7_r, self.mlp.up_proj.weight)
-        del mul_7_r
+        # backward: the all-reduce of the input's gradient runs while the weights' gradients are computed
+        linear_4, linear_5 = kernels_overlap.linears(
+            mul_7,
+            [self.mlp.gate_proj.weight, self.mlp.up_proj.weight],
+            axis="tensor", src=spmd.I,
+        )
+        del mul_7
         # mlp.down_proj
-        linear_6_i = spmd.all_reduce(F.linear(mul_8, self.mlp.down_proj.weight), "tensor", src=spmd.P, dst=spmd.I)
+        linear_6 = F.linear(F.silu(linear_4) * linear_5, self.mlp.down_proj.weight)
+        linear_6_i = spmd.all_reduce(linear_6, "tensor", src=spmd.P, dst=spmd.I)
         add_5 = add_3 + linear_6_i
         return add_5
 
@@ -111,10 +123,14 @@ class LlamaForCausalLMHead(nn.Module):
         # valid_labels (): R on data, I on tensor
         # module.model.norm
         rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
-        mul_1_r = kernels.dense_gradient(spmd.convert(self.model.norm.weight * (x * rsqrt), "tensor", src=spmd.I, dst=spmd.R))
+        mul_1 = self.model.norm.weight * (x * rsqrt)
         del rsqrt
+        # module.lm_head
+        # backward: the all-reduce of the input's gradient runs while the weight's gradient is computed
+        linear = kernels_overlap.linear(mul_1, self.lm_head.weight, axis="tensor", src=spmd.I)
+        del mul_1
         # module
-        cross_entropy_sum = kernels.vocab_parallel_cross_entropy_sum(F.linear(mul_1_r, self.lm_head.weight), F.pad(labels, [0, 1], value=-100.0)[..., 1:17], "tensor", ignore_index=-100, label_smoothing=0.0, partial_axes=("data",))
+        cross_entropy_sum = kernels.vocab_parallel_cross_entropy_sum(linear, F.pad(labels, [0, 1], value=-100.0)[..., 1:17], "tensor", ignore_index=-100, label_smoothing=0.0, partial_axes=("data",))
         div = cross_entropy_sum / valid_labels
         return div
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import kernels
+import kernels_overlap
 import selective
 
 MESH = {"tensor": 2}  # axes of a stage's mesh, outermost first
@@ -74,30 +75,25 @@ class LlamaDecoderLayer(nn.Module):
         # input_layernorm
         rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
         input_layernorm_weight_r = kernels.dense_gradient(spmd.convert(self.input_layernorm.weight, "tensor", src=spmd.I, dst=spmd.R))
-        mul_1_r = spmd.all_gather(input_layernorm_weight_r * (x * rsqrt), "tensor", src=spmd.S(1), dst=spmd.R)
+        mul_1 = input_layernorm_weight_r * (x * rsqrt)
         del input_layernorm_weight_r
-        # self_attn.q_proj
-        linear = selective.keep(lambda: F.linear(mul_1_r, self.self_attn.q_proj.weight))
         # self_attn
+        # backward: the reduce-scatter of the input's gradient runs while the weights' gradients are computed
+        linear, linear_1, linear_2 = selective.keep(lambda: kernels_overlap.linears(
+            mul_1,
+            [self.self_attn.q_proj.weight, self.self_attn.k_proj.weight, self.self_attn.v_proj.weight],
+            axis="tensor", src=spmd.S(1),
+        ))
         view = kernels.reshape(linear, [8, 16, 4, 4], (None, None, "tensor", None))
         transpose = view.transpose(1, 2)
-        del view
-        # self_attn.k_proj
-        linear_1 = selective.keep(lambda: F.linear(mul_1_r, self.self_attn.k_proj.weight))
-        # self_attn
         view_1 = kernels.reshape(linear_1, [8, 16, 2, 4], (None, None, "tensor", None))
         transpose_1 = view_1.transpose(1, 2)
-        del linear_1, view_1
-        # self_attn.v_proj
-        linear_2 = selective.keep(lambda: F.linear(mul_1_r, self.self_attn.v_proj.weight))
-        del mul_1_r
-        # self_attn
         view_2 = kernels.reshape(linear_2, [8, 16, 2, 4], (None, None, "tensor", None))
         cat = torch.cat([-transpose[..., 2:4], transpose[..., :2]], -1)
         cat_1 = torch.cat([-transpose_1[..., 2:4], transpose_1[..., :2]], -1)
         scaled_dot_product_attention = selective.keep(lambda: kernels.attention(transpose * constant_0 + cat * constant_1, transpose_1 * constant_0 + cat_1 * constant_1, view_2.transpose(1, 2), scale=0.5, enable_gqa=True, is_causal=True))
         reshape = scaled_dot_product_attention.transpose(1, 2).reshape(8, 16, 16)
-        del transpose, transpose_1, linear_2, view_2, cat, cat_1, scaled_dot_product_attention
+        del mul_1, linear_1, linear_2, view, transpose, view_1, transpose_1, view_2, cat, cat_1, scaled_dot_product_attention
         # self_attn.o_proj
         linear_3 = F.linear(reshape, self.self_attn.o_proj.weight)
         linear_3_s = selective.keep(lambda: spmd.reduce_scatter(linear_3, "tensor", src=spmd.P, dst=spmd.S(1)))
@@ -106,13 +102,16 @@ class LlamaDecoderLayer(nn.Module):
         # post_attention_layernorm
         rsqrt_1 = torch.rsqrt(torch.pow(add_3, 2).mean([-1], keepdim=True) + 1e-06)
         post_attention_layernorm_weight_r = kernels.dense_gradient(spmd.convert(self.post_attention_layernorm.weight, "tensor", src=spmd.I, dst=spmd.R))
-        mul_7_r = spmd.all_gather(post_attention_layernorm_weight_r * (add_3 * rsqrt_1), "tensor", src=spmd.S(1), dst=spmd.R)
+        mul_7 = post_attention_layernorm_weight_r * (add_3 * rsqrt_1)
         del rsqrt, rsqrt_1, post_attention_layernorm_weight_r
-        # mlp.gate_proj
-        linear_4 = selective.keep(lambda: F.linear(mul_7_r, self.mlp.gate_proj.weight))
-        # mlp.up_proj
-        linear_5 = selective.keep(lambda: F.linear(mul_7_r, self.mlp.up_proj.weight))
-        del mul_7_r
+        # mlp
+        # backward: the reduce-scatter of the input's gradient runs while the weights' gradients are computed
+        linear_4, linear_5 = selective.keep(lambda: kernels_overlap.linears(
+            mul_7,
+            [self.mlp.gate_proj.weight, self.mlp.up_proj.weight],
+            axis="tensor", src=spmd.S(1),
+        ))
+        del mul_7
         # mlp.down_proj
         linear_6 = F.linear(F.silu(linear_4) * linear_5, self.mlp.down_proj.weight)
         linear_6_s = spmd.reduce_scatter(linear_6, "tensor", src=spmd.P, dst=spmd.S(1))
@@ -142,11 +141,16 @@ class LlamaForCausalLMHead(nn.Module):
         # module.model.norm
         rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
         model_norm_weight_r = kernels.dense_gradient(spmd.convert(self.model.norm.weight, "tensor", src=spmd.I, dst=spmd.R))
-        mul_1_r = spmd.all_gather(model_norm_weight_r * (x * rsqrt), "tensor", src=spmd.S(1), dst=spmd.R)
+        mul_1 = model_norm_weight_r * (x * rsqrt)
         del rsqrt, model_norm_weight_r
         # module.lm_head
-        linear = selective.keep(lambda: F.linear(mul_1_r, self.lm_head.weight))
-        del mul_1_r
+        # backward: the reduce-scatter of the input's gradient runs while the weight's gradient is computed
+        linear = selective.keep(lambda: kernels_overlap.linear(
+            mul_1,
+            self.lm_head.weight,
+            axis="tensor", src=spmd.S(1),
+        ))
+        del mul_1
         # module
         cross_entropy_sum = kernels.vocab_parallel_cross_entropy_sum(linear, F.pad(labels, [0, 1], value=-100.0)[..., 1:17], "tensor", ignore_index=-100, label_smoothing=0.0, partial_axes=())
         div = cross_entropy_sum / valid_labels

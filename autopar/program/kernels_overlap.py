@@ -1,0 +1,149 @@
+"""Products whose input's gradient is reduced while the gradients of their weights are computed.
+
+The input of a column-parallel product is R on an axis, so its gradient is a term of a sum: an all-reduce in the backward pass, or under
+sequence parallelism a reduce-scatter. That sum needs the gradient of the input alone, and the gradients of the weights need nothing of it.
+So a backward pass here computes the gradient of the input, starts its reduction, computes the gradients of the weights and biases, and
+waits. Megatron-LM does the same for one product (``LinearWithGradAccumulationAndAsyncCommunication`` in ``megatron/core/tensor_parallel/
+layers.py``). If several products read one input (query, key and value), their terms are added up first: one collective, as without
+overlap.
+
+On GPUs both run at once if the collective is in its stream's queue first, which the order of the calls gives; CUDA_DEVICE_MAX_CONNECTIONS=1
+keeps that order on the device, too.
+
+This file is copied into every emitted program; it needs torch and spmd-types alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import spmd_types as spmd
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  torch's own convention
+from spmd_types import R, S
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from autopar.program import flattened
+from autopar.program.kernels import Axes, _group, _split, dense_gradient
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, axis: Axes, src: Any) -> Tensor:
+    """``linears`` of one product."""
+    return linears(x, [weight], None if bias is None else [bias], axis=axis, src=src)[0]
+
+
+def linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None = None,
+    *,
+    axis: Axes,
+    src: Any,
+    whole: bool = False,
+) -> tuple[Tensor, ...]:
+    """``x`` converted from ``src`` to R on ``axis`` (or axes, outermost first), then for each of ``weights [n, k]`` the product
+    ``x @ weight.T + bias``: ``[..., n]``. With ``whole`` the converted ``x`` is the last result.
+
+    ``src`` is I (nothing is sent forward, the gradient is all-reduced) or S(d) (``x`` is gathered along dim d, its gradient is
+    reduce-scattered). In the backward pass that reduction runs while the gradients of weights and biases are computed. Gradients of 16 bits
+    are reduced in 16 bits. For other readers of the converted ``x``, which ``whole`` returns, the gradient is added before the reduction.
+    """
+    added = biases or [None] * len(weights)
+    axes = _split(axis)
+    if spmd.is_type_checking():
+        read = _converted(x, axis, src)
+        products = tuple(F.linear(read, weight, bias) for weight, bias in zip(weights, added, strict=True))
+        return (*products, read) if whole else products
+    # the group is looked up here: on a GPU the backward runs in a thread that has no current mesh
+    group = None if not axes or x.is_meta else flattened.group(axes) if len(axes) > 1 else _group(axes[0])
+    reduction = _Reduction(group, src.dim % x.ndim if isinstance(src, S) else None)
+    found: tuple[Tensor, ...] = _Products.apply(x, axes, src, reduction, whole, *weights, *added)
+    return found
+
+
+def _converted(x: Tensor, axis: Axes, src: Any) -> Tensor:
+    """``x`` as R on ``axis``, by the collectives of ``spmd_types``, whose backward pass waits."""
+    axes: Sequence[Any] = axis if isinstance(axis, list | tuple) else [axis]
+    narrow = {"backward_options": {"op_dtype": x.dtype}} if x.dtype.itemsize == 2 else {}
+    if isinstance(src, S):
+        return flattened.all_gather(x, axes, src=src, dst=R, **narrow)
+    return dense_gradient(flattened.convert(x, axes, src=src, dst=R, **narrow))
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """The sum of a gradient's terms over a group (``None``: over one rank). With ``dim`` each rank gets its slice along that dim."""
+
+    group: dist.ProcessGroup | None
+    dim: int | None
+
+    def start(self, terms: Tensor) -> Callable[[], Tensor]:
+        """Issue the collective on ``terms``, which it may overwrite, and return the call that waits for it and gives the result."""
+        if self.group is None:
+            return lambda: terms
+        if self.dim is None:
+            total, work = terms, dist.all_reduce(terms, group=self.group, async_op=True)
+        else:
+            slices = terms.chunk(dist.get_world_size(self.group), self.dim)
+            total = terms.new_empty(slices[0].shape)
+            laid_out = torch.cat(slices) if self.dim else terms  # the collective cuts along dim 0
+            work = dist.reduce_scatter_tensor(total, laid_out, group=self.group, async_op=True)
+
+        def finish() -> Tensor:
+            work.wait()
+            return total
+
+        return finish
+
+
+class _Products(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axes, src, reduction, whole, *operands):  # type: ignore[no-untyped-def]
+        ctx.set_materialize_grads(False)
+        count = len(operands) // 2
+        weights, biases = operands[:count], operands[count:]
+        read = flattened.all_gather(x, axes, src=src, dst=R) if isinstance(src, S) else x
+        ctx.reduction = reduction
+        ctx.save_for_backward(read, *weights)
+        products = tuple(F.linear(read, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        return (*products, read.view_as(read)) if whole else products
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        read, *weights = ctx.saved_tensors
+        count = len(weights)
+        rows = [None if grad is None else grad.reshape(-1, grad.shape[-1]) for grad in grads[:count]]
+        wanted = ctx.needs_input_grad
+        finish = None
+        if wanted[0]:
+            terms = _terms(rows, weights, *grads[count:])
+            finish = None if terms is None else ctx.reduction.start(terms.view(read.shape))
+        of_weights: list[Tensor | None] = []
+        of_biases: list[Tensor | None] = []
+        flat = read.reshape(-1, read.shape[-1])
+        for i, (grad, weight) in enumerate(zip(rows, weights, strict=True)):
+            of_weights.append(_of_weight(grad, flat, weight) if grad is not None and wanted[5 + i] else None)
+            of_biases.append(grad.sum(0) if grad is not None and wanted[5 + count + i] else None)
+        return None if finish is None else finish(), None, None, None, None, *of_weights, *of_biases
+
+
+def _terms(rows: Sequence[Tensor | None], weights: Sequence[Tensor], read: Tensor | None = None) -> Tensor | None:
+    """This rank's gradient of the input of all products ``[rows, k]``, in memory of its own; ``read`` is the gradient that other readers of
+    the input contribute."""
+    total = None if read is None else read.reshape(-1, read.shape[-1]).clone()
+    for grad, weight in zip(rows, weights, strict=True):
+        if grad is not None:
+            total = grad @ weight if total is None else total.addmm_(grad, weight)
+    return total
+
+
+def _of_weight(grad: Tensor, read: Tensor, weight: Tensor) -> Tensor:
+    """The gradient ``[n, k]`` of a weight, in the weight's order of memory."""
+    if weight.stride(0) == 1 and weight.stride(1) != 1:  # a transposed view
+        return (read.t() @ grad).t()
+    return grad.t() @ read
