@@ -226,14 +226,17 @@ def tied_alike(graph: Graph, chosen: list[Strategy] | None) -> Iterator[list[Str
         alike = list(chosen)
         for group in groups:
             for i in group:
-                alike[i] = replace(chosen[i], roles=chosen[group[end]].roles, zero=chosen[group[end]].zero)
+                roles, zero = chosen[group[end]].roles, chosen[group[end]].zero
+                alike[i] = replace(chosen[i], roles=roles, zero=zero, replicate=1, reduce="microbatch")
         yield alike
 
 
 def by_budget(problem: Problem, mesh: tuple, cuts: tuple, m: int) -> list[Strategy] | None:
     """Each stage's layers by dynamic programming on a bucketed memory axis; resharding is in the costs, per pair of roles."""
     options = SearchOptions(roles=(Role.TENSOR, Role.TENSOR_SEQUENCE))
-    every = strategies(mesh, problem.graph.batch_size // m, problem.cluster.gpus_per_node, options, LayerPins())
+    every = strategies(
+        mesh, problem.graph.batch_size // m, problem.cluster.gpus_per_node, options, LayerPins(), several=m > 1
+    )
     chosen: list[Strategy] = []
     for s, (i, j) in enumerate(itertools.pairwise(cuts)):
         flying = min(m, len(cuts) - 1 - s) if len(cuts) > 2 else 1
