@@ -147,9 +147,7 @@ class PlanPins(LayerPins):
     pipeline: int | None = _pin("the pipeline-parallel degree", "pipeline=4")
     chunks: int | None = _pin("the number of pipeline stages on each device (virtual stages)", "chunks=2")
     microbatches: int | None = _pin("the number of microbatches of a step", "microbatches=16")
-    schedule: str | None = _pin(
-        "the pipeline schedule (zero-bubble, zbv and dualpipev have a price only)", "schedule=1f1b", values=SCHEDULES
-    )
+    schedule: str | None = _pin("the pipeline schedule", "schedule=1f1b", values=SCHEDULES)
 
 
 class PinKeywords(TypedDict, total=False):

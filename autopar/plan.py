@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from autopar.schedules import SPLIT, Schedule
+from autopar.schedules import Schedule
 
 
 class Role(Enum):
@@ -317,8 +317,6 @@ class Plan:
     @property
     def unwritten(self) -> str:
         """The reason why this plan can only be priced and has no program; empty if it has one."""
-        if self.schedule in SPLIT:
-            return f"the runtime cannot run {self.schedule} exactly yet"
         if any(layer.strategy.offloads_optimizer for layer in self.layers):
             return "no program is written with optimizer states in the host's memory"
         if any(name in self.allow for name in NARROW):

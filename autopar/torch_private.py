@@ -329,20 +329,6 @@ def as_if_exported() -> Iterator[None]:
             setattr(torch.compiler, flag, value)
 
 
-def backward_in_parts(
-    outputs: list[torch.Tensor], inputs: list[torch.Tensor], parameters: list[torch.nn.Parameter]
-) -> Iterator[list[torch.Tensor]]:
-    """Torch's backward of a pipeline stage in two parts, with ones as the outputs' gradients: that of the inputs, then that of the
-    parameters. Yields, between the two, the gradients that are saved for the second part. (torch 2.13)"""
-    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-
-    ones: list[torch.Tensor] = [torch.ones_like(out) for out in outputs]
-    _, groups = stage_backward_input(outputs, ones, inputs, iter(parameters))
-    outputs.clear()
-    yield [grad for group in groups for grads in group["grads"] for grad in grads if grad is not None]
-    stage_backward_weight(iter(parameters), groups)
-
-
 def pipeline_order(
     schedule: str, line: int, chunks: int, microbatches: int
 ) -> list[list[tuple[tuple[str, int, int], ...]]]:

@@ -13,6 +13,7 @@ from autopar.plan import SELECTIVE, TENSOR_OVERLAP, Strategy
 from autopar.sharding import Sharding, local_shape
 from autopar.types import SpmdType
 from passes.collectives import MICROBATCH, convert, insert_collectives_pass
+from passes.defer_weights import defer_weights_pass
 from passes.fuse_bias import fuse_bias_pass
 from passes.keep import keep_pass
 from passes.localise_layer import localise_pass, random_seed
@@ -88,11 +89,12 @@ def mesh_types(sharding: Sharding, types: tuple[SpmdType, ...]) -> tuple[SpmdTyp
     return tuple(t for axis, t in zip(sharding.axes, types, strict=True) if axis.name != MICROBATCH)
 
 
-def local_layer(cls: LayerClass, sharding: Sharding, strategy: Strategy) -> LocalLayer:
-    """Run the passes on one layer class.
-
-    ``overlap_pass`` runs if the strategy says so; a strategy does not where a schedule splits the backward pass (``Strategy.under``).
-    """
+def local_layer(
+    cls: LayerClass, sharding: Sharding, strategy: Strategy, deferred: frozenset[int] = frozenset()
+) -> LocalLayer:
+    """Run the passes on one layer class. ``deferred`` are the indices of the parameters whose gradients the schedule may compute later
+    than those of activations; a strategy of such a schedule has no overlap (``Strategy.under``)."""
+    assert not deferred or strategy.overlap == "none", strategy
     cls = pad_class(cls, sharding)
     flow = gradient_flow(cls)
     for node in cls.graph.graph.nodes:
@@ -109,6 +111,10 @@ def local_layer(cls: LayerClass, sharding: Sharding, strategy: Strategy) -> Loca
         gm = run(gm, [("keep", lambda gm: keep_pass(gm, [axis.name for axis in sharding.axes]))])
     if strategy.overlap == TENSOR_OVERLAP:
         gm = run(gm, [("overlap", lambda gm: overlap_pass(gm, cls, sharding))])
+    if deferred:
+        own = [node for node in gm.graph.nodes if node.op == "placeholder"][-len(cls.parameters) :]
+        late = [own[i] for i in deferred]
+        gm = run(gm, [("defer_weights", lambda gm: defer_weights_pass(gm, late))])
     nodes = placeholders(cls)[len(placeholders(cls)) - len(cls.parameters) :]
     local = tuple(
         LocalParameter(

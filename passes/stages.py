@@ -91,16 +91,25 @@ def cut_stages(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> Loc
     made: dict[object, LocalLayer] = {}
     layers = []
     bounds = [0, *(stage.stop for stage in plan.stages)]
-    strategies = shortened(graph, [planned.strategy for planned in plan.layers], bounds)
-    for layer, sharding, strategy in zip(graph.layers, shardings, strategies, strict=True):
-        key = (layer.cls, strategy, tuple(id(types) for types in sharding.types))
+    schedule = plan.sized_schedule
+    strategies = shortened(graph, [planned.strategy.under(schedule) for planned in plan.layers], bounds)
+    for i, (layer, sharding, strategy) in enumerate(zip(graph.layers, shardings, strategies, strict=True)):
+        deferred = _deferred(graph, plan, i) if schedule.split else frozenset()
+        key = (layer.cls, strategy, tuple(id(types) for types in sharding.types), deferred)
         if key not in made:
-            made[key] = local_layer(graph.classes[layer.cls], sharding, strategy)
+            made[key] = local_layer(graph.classes[layer.cls], sharding, strategy, deferred)
         layers.append(made[key])
     _check_shared(graph, layers)
     _check_segments(graph, layers, segments(graph, strategies, bounds))
     stages = tuple(_stage(graph, plan, tuple(layers), index) for index in range(len(plan.stages)))
     return LocalProgram(graph, plan, tuple(layers), stages)
+
+
+def _deferred(graph: Graph, plan: Plan, layer: int) -> frozenset[int]:
+    """The indices of the parameters of a layer that no other layer of its stage reads."""
+    span = plan.stages[plan.stage_of(layer)]
+    others = {name for i in range(span.start, span.stop) if i != layer for name in graph.layers[i].parameters}
+    return frozenset(i for i, name in enumerate(graph.layers[layer].parameters) if name not in others)
 
 
 def _check_shared(graph: Graph, layers: list[LocalLayer]) -> None:

@@ -25,7 +25,6 @@ from autopar.plan import SELECTIVE, Plan
 from autopar.precision import name_of
 from autopar.program import copy_runtime
 from autopar.program.state import write_initial
-from autopar.schedules import SPLIT, default_schedule
 from autopar.shard import plan_shardings
 from passes.stages import LocalProgram, cut_stages
 
@@ -113,13 +112,7 @@ def emit(
 def _refuse_priced(plan: Plan) -> None:
     """Raise ``UsageError`` if the plan has a price but no program."""
     if plan.unwritten:
-        nearest = default_schedule(plan.pipeline, plan.pipeline, plan.chunks)
-        hint = (
-            f"use the schedule {nearest}, the nearest that runs"
-            if plan.schedule in SPLIT
-            else "plan anew without it (offload, or allow)"
-        )
-        raise UsageError(f"this plan is priced alone: {plan.unwritten}", hint)
+        raise UsageError(f"this plan is priced alone: {plan.unwritten}", "plan anew without it (offload, or allow)")
 
 
 def _refuse_float16(graph: Graph) -> None:

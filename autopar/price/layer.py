@@ -122,7 +122,7 @@ class Core:
     forward_meetings: tuple[int, ...]  # group sizes of the collectives that are not overlapped
     backward_meetings: tuple[int, ...]
     saved_bytes: float
-    waiting_bytes: float  # activation gradients live until the parameter gradients are computed
+    waiting_bytes: float  # live between the two parts of a backward
     selective_bytes: float  # saved under selective recomputation, and the peak during recomputation and backward
     selective_working_bytes: float
     input_bytes: float
@@ -241,7 +241,7 @@ def core(bound: Bound, given: Sizes, cluster: Cluster, numbers: Precision) -> Co
         backward_beside_s=left("backward", backward_s, bound.moves),
         forward_host_s=host("forward", table.forward_kernels, bound.moves),
         backward_host_s=host("backward", table.backward_kernels, bound.moves),
-        backward_under=_under(table, bound.moves, backward_s * table.weight_share, ways, cluster),
+        backward_under=_under(table, bound.moves, backward_s * table.product_share, ways, cluster),
         forward_meetings=_meetings(bound.moves, ways, "forward", False),
         backward_meetings=_meetings(bound.moves, ways, "backward", False),
         saved_bytes=float(saved[list(bound.plain)].sum()),
@@ -470,7 +470,7 @@ def assemble(
         border_bytes=math.ceil(trainer.border_bytes(c.input_bytes or c.output_bytes)),
         # if launching from the host takes longer than the device's work, its time is divided in the same proportion
         weight_s=weight_s / device_s * backward_compute_s if weight_s else 0.0,
-        waiting_bytes=math.ceil(c.waiting_bytes + working - (0.0 if on_host else segment_bytes / segment)),
+        waiting_bytes=math.ceil(c.waiting_bytes),
         segment=segment,
         kept_bytes=math.ceil(segment_bytes),
         host_bytes=host_state_bytes(math.ceil(updated), numbers) if offloaded.optimizer else 0,

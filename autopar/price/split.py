@@ -1,66 +1,61 @@
-"""A backward in two parts: I computes gradients of a layer's inputs, W computes gradients of its parameters only.
+"""A backward in two parts: I computes gradients of activations, W computes gradients of weights.
 
-Only the end of the step waits for W, so schedules like zero bubble run it when a device would be idle. Op by op: the backward of a
-product has one product for each factor that requires a gradient, and those for parameters belong to W; an op on parameters alone (an
-embedding, a weight's cast) belongs to W entirely; attention is one kernel and belongs to I, as do views and all ops without a
-parameter; of other ops (norms, biases) W has a share by bytes. Recomputation and collectives belong to I.
-
-Between the two parts PyTorch keeps all saved values, recomputed ones included, and the gradient of every op's result from which W
-computes a parameter's gradient.
+Only the end of the step waits for W, so schedules like zero bubble run it when a device would otherwise wait. As emitted programs run it
+(``program.weight_gradients``), W has one product for each weight of ``ops.products.weight_of``; everything else belongs to I:
+recomputation, collectives, and the gradients of biases, norms and embeddings. Between the two parts, memory has the input of each such
+product and the gradient of its result; I frees all other saved values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import fx
 
 from autopar.ops import cost
-from autopar.ops.operands import operands
+from autopar.ops.facts import op_name
+from autopar.ops.operands import arguments
+from autopar.ops.products import weight_of
 from autopar.price.trace import Trace
 
 
-def weight_shares(
-    ops: tuple[fx.Node, ...], run: Trace, activations: tuple[str, ...], size: Callable[[torch.Tensor], int]
-) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Per op: the share of its backward that belongs to W, and whether W needs the gradient of its result."""
-    flows = {name for name in activations if run.requires_grad[name]}  # values on the path of the inputs' gradients
-    shares, waits = np.zeros(len(ops)), np.zeros(len(ops), dtype=bool)
+def weight_shares(ops: tuple[fx.Node, ...], run: Trace, parameters: Collection[str]) -> NDArray[np.float64]:
+    """Per op: the share of its backward that belongs to W; 0 for an op that has no part in W."""
+    shares = np.zeros(len(ops))
     for i, node in enumerate(ops):
-        if not run.requires_grad[node.name]:
+        weight = weight_of(node)
+        if weight is None or weight.name not in parameters or not run.requires_grad[weight.name]:
             continue
-        read = operands(node)
-        wanting = [o for o in read if run.requires_grad[o.name]]
-        if not any(o.name in flows for o in wanting):
-            shares[i] = 1.0
-            continue
-        flows.add(node.name)
-        own = {o.name for o in wanting if o.name not in flows}
-        if own and not cost.is_attention(node):
-            products = cost.gradient_products(node, run.requires_grad)
-            shares[i], waits[i] = _share(node, read, products, {o.name for o in wanting}, own, size), True
-    return shares, waits
+        shares[i] = _of_weight(node, run)
+    return shares
 
 
-def _share(
-    node: fx.Node,
-    read: tuple[fx.Node, ...],
-    products: tuple[cost.GradientProduct, ...],
-    wanting: set[str],
-    own: set[str],
-    size: Callable[[torch.Tensor], int],
-) -> float:
-    """W's share for an op that reads parameters (``own``) and values on the path of the inputs' gradients."""
-    if products:
-        return sum(p.flops for p in products if p.operand in own) / sum(p.flops for p in products)
+def product_shares(ops: tuple[fx.Node, ...], run: Trace) -> NDArray[np.float64]:
+    """Per op: the share of a ``linear``'s backward that computes the gradient of its weight (perhaps a view of a parameter); 0 for other
+    ops."""
+    linears = (
+        (i, node) for i, node in enumerate(ops) if op_name(node) == "aten.linear" and run.requires_grad[node.name]
+    )
+    shares = np.zeros(len(ops))
+    for i, node in linears:
+        shares[i] = _of_weight(node, run)
+    return shares
 
-    def moved(node: fx.Node) -> float:
-        return float(sum(map(size, cost.tensors(node.meta["val"]))))
 
-    # both parts read the result's gradient and the op's operands; W writes gradients of parameters, I those of other operands
-    read_by_both = moved(node) + sum(map(moved, read))
-    passed_on = sum(moved(o) for o in read if o.name in wanting - own)
-    return read_by_both / (2 * read_by_both + passed_on)
+def _of_weight(node: fx.Node, run: Trace) -> float:
+    products = cost.gradient_products(node, run.requires_grad)
+    weight: fx.Node = arguments(node)["weight"]
+    return sum(p.flops for p in products if p.operand == weight.name) / sum(p.flops for p in products)
+
+
+def waiting(ops: tuple[fx.Node, ...], run: Trace, shares: NDArray[np.float64]) -> set[tuple[int, str]]:
+    """The values that are in memory between the two parts, as an op's number and the value's name: the result, for its gradient, and
+    the input, once if several products read it."""
+    found: dict[object, tuple[int, str]] = {}
+    for i in np.flatnonzero(shares).tolist():
+        read = arguments(ops[i])["input"].name
+        found["gradient", i] = i, ops[i].name
+        found.setdefault(run.storage[read], (i, read))
+    return set(found.values())

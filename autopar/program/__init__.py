@@ -11,6 +11,7 @@ from pathlib import Path
 
 FILES = (
     "agree.py",
+    "collectives.py",
     "custom.py",
     "flattened.py",
     "guards.py",
@@ -34,6 +35,7 @@ FILES = (
     "reductions.py",
     "runtime.py",
     "train.py",
+    "weight_gradients.py",
 )
 
 

@@ -71,11 +71,11 @@ class StageBuffers:
         writer = next(record for record in copies if record.written)
         if len(copies) == 1:
             return
-        held, line = self._held(writer), self._world.pipeline
+        held, placed = self._held(writer), self._world.placed
         new = _empty(writer, self._world) if held is None else held
-        if len({record.stage % line for record in copies}) > 1:
+        if len({placed[record.stage] for record in copies}) > 1:
             group = self._world.mesh.get_group("pipeline")
-            dist.broadcast(new, dist.get_global_rank(group, writer.stage % line), group=group)
+            dist.broadcast(new, dist.get_global_rank(group, placed[writer.stage]), group=group)
         for record in copies:
             buffer = self._held(record)
             if buffer is not None:
@@ -96,7 +96,7 @@ class StageBuffers:
         for record in self._records:
             if not (record.written and record.persistent):
                 continue
-            sender = int(self._world.mesh.mesh[record.stage % self._world.pipeline].flatten()[0])
+            sender = self._world.first_of(record.stage)
             value = self._held(record)
             if sender != 0 and rank == sender:
                 assert value is not None

@@ -6,6 +6,7 @@ Everything here is a function of the parameters' layout records (``layouts.json`
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +21,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from autopar.program.buffers import StageBuffers
+from autopar.program.collectives import all_gather, reduce_scatter
+from autopar.program.weight_gradients import LateGradients
 from autopar.program.world import Layout, Program, World
-
-# torch 2.13 renames these two; 2.11 has only the old names
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 
 # -- initial values ---------------------------------------------------------------------------------------------------
 
@@ -144,6 +142,7 @@ class FlatGroup:
         self._over_copies = False  # whether the sum over the copies has started
         self.arrivals = Arrivals(len(layouts) * int(program.plan["microbatches"]))
         self._slots: list[Slot] = []
+        self._adders: dict[int, Callable[[Tensor], None]] = {}  # by the parameter's identity
         self._unwritten: set[str] = set()  # the parameters whose gradients in the buffer are from an earlier step
         self.masters: list[Master] = []
         start = 0
@@ -160,17 +159,20 @@ class FlatGroup:
         grad = self._grads[slot.start : slot.stop].view(slot.param.shape)
         name, unwritten, arrivals = slot.layout.name, self._unwritten, self.arrivals  # see Arrivals
 
-        def accumulate(param: Tensor) -> None:
-            if param.grad is None:
-                return
+        def add(gradient: Tensor) -> None:
             if name in unwritten:
                 unwritten.remove(name)
-                grad.copy_(param.grad)
+                grad.copy_(gradient)
             else:
-                grad.add_(param.grad)
-            param.grad = None
+                grad.add_(gradient)
             arrivals.count()
 
+        def accumulate(param: Tensor) -> None:
+            if param.grad is not None:
+                gradient, param.grad = param.grad, None
+                add(gradient)
+
+        self._adders[id(slot.param)] = add
         # Not param.grad = a view of the buffer: the first step of torch's schedules sets the gradients of everything inside an FSDP
         # module to None, and a tied copy may be there. Besides, the buffer may have a wider dtype.
         slot.param.register_post_accumulate_grad_hook(accumulate)
@@ -181,6 +183,11 @@ class FlatGroup:
         tensor = nn.Parameter(piece if self._scattered else piece.view(slot.param.shape))
         tensor.grad = self._grads[low:high].view(tensor.shape)
         self.masters.append(Master(slot.layout, tensor, _alike(slot.layout, self._shards, self._world)))
+
+    def adders(self) -> Mapping[int, Callable[[Tensor], None]]:
+        """By the identity of each trainable parameter that the stage reads: the function that adds a microbatch's gradient, for gradients
+        that autograd does not compute."""
+        return self._adders
 
     def _overlap(self, slot: Slot) -> tuple[int, int]:
         """The part of the slot that this rank's piece of the buffer covers; empty when the ends are equal."""
@@ -317,11 +324,26 @@ class ShardedGroup:
         module.set_gradient_divide_factor(1.0)  # a sum: each rank's loss is a term of the whole loss
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         self._params = {layout: stage.get_parameter(layout.name) for layout in layouts}
+        self._stage = stage
+        self._late = LateGradients(world.group(shards), world.group(copies) if copies else None, wide, world.turn)
+        self._adders: dict[int, Callable[[Tensor], None]] = {}
+        if program.splits_backward:
+            module.register_forward_pre_hook(self._gathered)
         self.masters = [
             Master(layout, nn.Parameter(_shard(param)), _alike(layout, shards, world))
             for layout, param in self._params.items()
             if layout.trainable
         ]
+
+    def _gathered(self, *_: object) -> None:
+        """Before a forward, once FSDP2 has gathered the parameters: note the gathered tensors, which products read."""
+        for layout in self._params:
+            gathered = self._stage.get_parameter(layout.name)
+            self._adders[id(gathered)] = functools.partial(self._late.add, layout.name)
+
+    def adders(self) -> Mapping[int, Callable[[Tensor], None]]:
+        """As of ``FlatGroup``; the stage reads parameters that FSDP2 has gathered."""
+        return self._adders
 
     @torch.no_grad()
     def load(self, source: Callable[[Layout], Tensor]) -> None:
@@ -335,9 +357,17 @@ class ShardedGroup:
             param.grad = None
         for master in self.masters:
             master.tensor.grad = None  # it is a view of the old gradients, which would stay live beside the new ones
+        self._late.clear()
 
     def finish_reduction(self) -> None:
-        """FSDP2 has reduced the gradients; the optimizer gets views of them. Padding has no gradient."""
+        """FSDP2 has reduced the gradients that autograd computed; the optimizer gets views of them. Padding has no gradient."""
+        for name, rows in self._late.finish().items():
+            param = self._stage.get_parameter(name)
+            start, stop = _rows(param, param.shape[0])
+            if param.grad is not None:  # some microbatches had a whole backward pass
+                _shard(param.grad).add_(rows[: stop - start])
+            else:
+                param.grad = _like(param, rows[: stop - start])
         for master in self.masters:
             param = self._params[master.layout]
             grad = torch.zeros_like(master.tensor) if param.grad is None else _shard(param.grad)
@@ -372,6 +402,14 @@ def _shard(tensor: Tensor) -> Tensor:
     detached = tensor.detach()
     assert isinstance(detached, DTensor)
     return detached.to_local()
+
+
+def _like(param: Tensor, shard: Tensor) -> Tensor:
+    """A DTensor divided as ``param``, of which this rank has ``shard``."""
+    assert isinstance(param, DTensor)
+    return DTensor.from_local(
+        shard, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
 
 
 def _rows(param: Tensor, rows: int) -> tuple[int, int]:

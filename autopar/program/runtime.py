@@ -10,19 +10,27 @@ other order would be wrong where layers of one stage use different data axes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 from autopar.program import optimizers
 from autopar.program.agree import same_batch, same_start
+from autopar.program.collectives import all_gather
 from autopar.program.parameters import (
     Group,
-    all_gather,
     build_stages,
     given,
     grouping,
@@ -30,6 +38,7 @@ from autopar.program.parameters import (
 )
 from autopar.program.reductions import Reductions
 from autopar.program.state import initial, read_state, wrong_state
+from autopar.program.weight_gradients import SplitStage
 from autopar.program.world import Layout, Program, World, load, start
 
 __all__ = ["Trainer", "initial", "load", "read_state", "start", "wrong_state"]
@@ -69,7 +78,7 @@ class Trainer:
             self.load_state_dict(state)
         else:
             self._load(seeded(seed))
-        self._pipeline = _Pipeline(program, world, self.stages)
+        self._pipeline = _Pipeline(program, world, self.stages, self._by_stage)
         masters = [(master.layout, master.tensor) for group in self._groups for master in group.masters]
         self.optimizer = optimizers.make(optimizer, program, masters)
         self._seed, self._steps = seed, 0
@@ -183,7 +192,7 @@ class Trainer:
 
     def _whole(self, layout: Layout, local: Tensor | None) -> Tensor | None:
         """One parameter on rank 0: its slices joined over the axes of its stage, then sent there."""
-        sender = int(self.world.mesh.mesh[layout.stage % self.world.pipeline].flatten()[0])
+        sender = self.world.first_of(layout.stage)
         dtype = self.program.dtypes(layout)[0]
         if local is not None:
             for axis, dim in reversed(layout.sharded):
@@ -253,11 +262,26 @@ class _Received(dict[int, Any]):
         super().__setitem__(microbatch, self.get(microbatch - self._depth, infos))
 
 
+_SEVERAL_STAGES: dict[str, Any] = {
+    "interleaved-1f1b": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+"""Torch's schedules that may give a device several stages, by their names in the plan."""
+
+
 class _Pipeline:
     """Runs the microbatches through this rank's stages, in the plan's order, and adds up the loss."""
 
-    def __init__(self, program: Program, world: World, stages: Mapping[int, nn.Module]) -> None:
-        self.program, self.world = program, world
+    def __init__(
+        self,
+        program: Program,
+        world: World,
+        stages: Mapping[int, nn.Module],
+        groups: Mapping[int, Sequence[Group]],
+    ) -> None:
+        self.program, self.world, self._groups = program, world, groups
         self.microbatches = int(program.plan["microbatches"])
         self._apart = "microbatch_statistics" in program.plan.get("allow", ())
         self._modules = {index: _Microbatch(index, stage, world) for index, stage in stages.items()}
@@ -268,11 +292,12 @@ class _Pipeline:
         stages: list[Any] = [self._stage(index) for index in self.world.stages]
         # scale_grads would divide the gradients by the number of microbatches
         options: dict[str, Any] = {"loss_fn": lambda loss, _: self._term(loss), "scale_grads": False}
-        if self.program.plan["schedule"] == "interleaved-1f1b":
-            return ScheduleInterleaved1F1B(stages, self.microbatches, **options)
-        schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[self.program.plan["schedule"]]
+        name = self.program.plan["schedule"]
+        if name in _SEVERAL_STAGES:
+            return _SEVERAL_STAGES[name](stages, self.microbatches, **options)
+        schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name]
         (stage,) = stages
-        if self.program.plan["schedule"] == "1f1b":
+        if name == "1f1b":
             # A stage's backward runs before the receipt of a forward that is later by the number of microbatches in flight. A received
             # gradient may be sent on from its buffer; that send has ended when the next gradient but one is received.
             stage.args_recv_info = _Received(self.world.pipeline - self.world.stages[0])
@@ -281,15 +306,16 @@ class _Pipeline:
 
     def _stage(self, index: int) -> PipelineStage:
         kind, last = self._kinds[index], index == len(self._kinds) - 1
-        return PipelineStage(
-            self._modules[index],
-            index,
-            len(self._kinds),
-            self.world.device,
-            input_args=_metas(kind.RECEIVES),
-            output_args=torch.empty((), device="meta", requires_grad=True) if last else _metas(kind.SENDS),
-            group=self.world.mesh.get_group("pipeline"),
-        )
+        options: dict[str, Any] = {
+            "input_args": _metas(kind.RECEIVES),
+            "output_args": torch.empty((), device="meta", requires_grad=True) if last else _metas(kind.SENDS),
+            "group": self.world.mesh.get_group("pipeline"),
+        }
+        place = self._modules[index], index, len(self._kinds), self.world.device
+        if not self.program.splits_backward:
+            return PipelineStage(*place, **options)
+        adders = [group.adders() for group in self._groups[index]]
+        return SplitStage(place, adders=adders, turn=self.world.turn, **options)
 
     def run(self, batch: Mapping[str, Tensor], key: int) -> list[Tensor]:
         """Run forward and backward of all microbatches; returns this rank's terms of the loss.
@@ -379,7 +405,7 @@ class _Pipeline:
                     dist.all_reduce(total, group=self.world.mesh.get_group(axis))
         if self.world.pipeline > 1:
             group = self.world.mesh.get_group("pipeline")
-            dist.broadcast(total, dist.get_global_rank(group, self.world.pipeline - 1), group=group)
+            dist.broadcast(total, dist.get_global_rank(group, self.world.placed[-1]), group=group)
         return total
 
 

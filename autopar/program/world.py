@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.program import flattened
 from autopar.program.kernels import on_mesh
+from autopar.program.weight_gradients import Turn
 
 # spmd-types calls two collectives by the names that torch 2.13 deprecates
 warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")
@@ -148,6 +149,11 @@ class Program:
     records: Mapping[str, Any] = field(default_factory=dict)  # the content of layouts.json
     folder: Path = Path()
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule runs backward passes in two parts: gradients of inputs, and gradients of weights."""
+        return self.plan["schedule"] in ("zero-bubble", "zbv", "dualpipev")
+
     def group(self, layout: Layout) -> tuple[str, int, tuple[str, ...]]:
         """The stage's child that has the parameter (``""``: the stage itself), its ZeRO stage, and the axes (larger than 1)
         on which it is ``R`` and its gradient is a term of the sum.
@@ -228,20 +234,27 @@ def load(folder: str | os.PathLike[str]) -> Program:
 
 @dataclass(frozen=True)
 class World:
-    """This rank's device, stages, coordinate on every axis, and process groups.
-
-    Stage ``i`` runs on pipeline rank ``i`` modulo ``pipeline``.
-    """
+    """This rank's device, stages, coordinate on every axis, and process groups."""
 
     device: torch.device
     stages: tuple[int, ...]  # the stages of this rank, ascending
-    pipeline: int  # pipeline ranks
+    placed: tuple[int, ...]  # the pipeline rank of each stage of the program
     mesh: DeviceMesh  # all devices: "pipeline", then one stage's axes
     stage_mesh: DeviceMesh  # one stage's axes
     coordinates: Mapping[str, tuple[int, int]]  # axis: index, size
     groups: Mapping[tuple[str, ...], dist.ProcessGroup]  # over one or several flattened axes, outermost first
     # by tied parameter: the pipeline ranks that have a copy, if several have one
     shared: Mapping[str, dist.ProcessGroup]
+    turn: Turn = field(default_factory=Turn)  # which of this rank's late gradients is being reduced
+
+    @property
+    def pipeline(self) -> int:
+        """The number of pipeline ranks."""
+        return max(self.placed) + 1
+
+    def first_of(self, stage: int) -> int:
+        """The first rank of those that run a stage."""
+        return int(self.mesh.mesh[self.placed[stage]].flatten()[0])
 
     @contextmanager
     def in_mesh(self) -> Iterator[None]:
@@ -297,15 +310,16 @@ def start(program: Program, *, device: str | None = None, timeout_s: float = 600
     mesh = init_device_mesh(kind, shape, mesh_dim_names=("pipeline", *axes))
     place = mesh.get_coordinate()
     assert place is not None
+    placed = tuple(int(stage["devices"][0]) // int(stage["devices"][1]) for stage in program.plan["stages"])
     return World(
         device=here,
-        stages=tuple(range(place[0], stages, line)),
-        pipeline=line,
+        stages=tuple(stage for stage in range(stages) if placed[stage] == place[0]),
+        placed=placed,
         mesh=mesh,
         stage_mesh=mesh[tuple(axes)],
         coordinates={axis: (index, axes[axis]) for axis, index in zip(axes, place[1:], strict=True)},
         groups=_axis_groups(program, mesh.mesh),
-        shared=_stage_groups(program, mesh.mesh),
+        shared=_stage_groups(program, mesh.mesh, placed),
     )
 
 
@@ -351,12 +365,12 @@ def flat_groups(
     return groups
 
 
-def _stage_groups(program: Program, ranks: Tensor) -> dict[str, dist.ProcessGroup]:
+def _stage_groups(program: Program, ranks: Tensor, placed: Sequence[int]) -> dict[str, dist.ProcessGroup]:
     """A group for every tied parameter with copies on several pipeline ranks."""
     places: dict[str, set[int]] = {}
     for layout in program.layouts:
         if layout.shared is not None:
-            places.setdefault(layout.shared, set()).add(layout.stage % len(ranks))
+            places.setdefault(layout.shared, set()).add(placed[layout.stage])
     groups = {}
     for key in sorted(key for key, found in places.items() if len(found) > 1):
         group = _subgroups(ranks[sorted(places[key])].flatten(1).t())

@@ -1,16 +1,16 @@
 """Pipeline schedules: names, orders of actions, memory and time, all in this package.
 
-==================  =================  ===============  =============================================  ========
-name                stages per device  placed           backward                                       run
-==================  =================  ===============  =============================================  ========
-none                1                  one device       whole                                          yes
-gpipe               1                  in turn          whole                                          yes
-1f1b                1                  in turn          whole                                          yes
-interleaved-1f1b    2 or more          in turn          whole                                          yes
-zero-bubble         1 or more          in turn          in two parts (torch's InterleavedZeroBubble)   priced
-zbv                 2                  in a V           in two parts (torch's ZBVZeroBubble)           priced
-dualpipev           2                  in a V           in two parts at both ends (torch's DualPipeV)  priced
-==================  =================  ===============  =============================================  ========
+==================  =================  ===============  =============================================
+name                stages per device  placed           backward
+==================  =================  ===============  =============================================
+none                1                  one device       whole
+gpipe               1                  in turn          whole
+1f1b                1                  in turn          whole
+interleaved-1f1b    2 or more          in turn          whole
+zero-bubble         1 or more          in turn          in two parts (torch's InterleavedZeroBubble)
+zbv                 2                  in a V           in two parts (torch's ZBVZeroBubble)
+dualpipev           2                  in a V           in two parts at both ends (torch's DualPipeV)
+==================  =================  ===============  =============================================
 
 This module has the names, the device of each stage, and the sizes that a schedule admits. ``orders`` has the list of actions of every
 device, ``memory`` the microbatches in flight and the live memory of a device, ``step_time`` the seconds of a step. Emitted programs
@@ -37,8 +37,7 @@ DUALPIPE_V = "dualpipev"
 SCHEDULES = (NO_PIPELINE, GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V)
 
 SPLIT = (ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V)
-"""Schedules that run a backward in two parts, of the inputs and of the weights. The search prices them; the runtime cannot run them
-yet."""
+"""Schedules that run a backward in two parts, of the inputs and of the weights (``program.weight_gradients``)."""
 
 SEVERAL_STAGES = (INTERLEAVED, *SPLIT)
 """Schedules that may give a device several stages."""

@@ -1,8 +1,8 @@
 """Microbatches in flight, tensors between stages, and the live memory of a device through a step.
 
 A forward saves its microbatch's activations; the backward of the same stage and microbatch frees them at its end. If a backward is in
-two parts, the second part frees them, together with the bytes that the first part has added. While an action runs, its stage's transients
-are live too.
+two parts, the first part frees them, and leaves the bytes that *wait* for the second part, which frees those. While an action runs, its
+stage's transients are live too.
 
 A schedule of whole backwards has most live memory when its device first runs backward: the microbatches of all earlier forwards are in
 flight. If backwards are in two parts, each moment of the order may be the fullest, depending on the bytes that the stages save.
@@ -66,13 +66,15 @@ def moments(schedule: Schedule, device: int) -> tuple[Indices, Indices]:
     chunk = np.array([place[stage] for _, stage, _ in order])
     change = np.zeros((len(order), 2 * chunks), dtype=np.int64)
     number = np.arange(len(order))
-    change[number, chunk] = (kind == "F") * 1 - np.isin(kind, ("B", "W"))
-    apart = chunk if own[0] else np.where(chunk == 0, -1, chunk)  # stage 0 runs its whole backward as its W
-    change[number[apart >= 0], chunks + apart[apart >= 0]] = ((kind == "I") * 1 - (kind == "W"))[apart >= 0]
+    change[number, chunk] = (kind == "F") * 1 - np.isin(kind, ("B", "I"))
+    change[number, chunks + chunk] = (kind == "I") * 1 - (kind == "W")
     if not schedule.split:
         change = change[:, :chunks]
-    held = np.cumsum(change, axis=0) - np.minimum(change, 0)  # a running backward's bytes are still live
-    rows = np.unique(np.column_stack([chunk, held]), axis=0)
+    after = np.cumsum(change, axis=0)
+    # a running backward's bytes are still live; those that wait replace the saved ones step by step, so that one of the two ends counts
+    begun = after - np.where((kind == "I")[:, None], change, np.minimum(change, 0))
+    first_parts = kind == "I"
+    rows = np.unique(np.vstack([np.column_stack([chunk, begun]), np.column_stack([chunk, after])[first_parts]]), axis=0)
     keep = np.ones(len(rows), dtype=bool)
     for i, row in enumerate(rows):
         more = (rows[:, 0] == row[0]) & (rows[:, 1:] >= row[1:]).all(axis=1)
@@ -89,13 +91,21 @@ def most_in_flight(schedule: Schedule, device: int) -> int:
     return sum(fullest(schedule).in_flight[s] for s in schedule.own(device))
 
 
+def _most_of_each(schedule: Schedule) -> tuple[int, ...]:
+    """The largest number of microbatches that are ever in flight in each stage."""
+    if not schedule.split:
+        return fullest(schedule).in_flight
+    counts = {d: moments(schedule, d)[0].max(axis=0) for d in range(schedule.pipeline)}
+    return tuple(int(counts[d][schedule.own(d).index(s)]) for s, d in enumerate(schedule.device))
+
+
 @functools.lru_cache(maxsize=512)
 def passing(schedule: Schedule) -> tuple[int, ...]:
     """Tensors of a border's size that torch's pipeline keeps at each stage besides the layers' saved activations: outputs until their
     backward, receive buffers for gradients and later inputs (see ``program.runtime`` for 1F1B), the last gradient that was sent. Between
     two stages of one device nothing is sent or received."""
     m, found, links = schedule.microbatches, [], (None, *schedule.links, None)
-    for s, n in enumerate(fullest(schedule).in_flight):
+    for s, n in enumerate(_most_of_each(schedule)):
         if schedule.name == NO_PIPELINE:
             outputs, gradients, inputs, sent = 0, 0, 0, 0
         elif schedule.name == ONE_F_ONE_B:
@@ -113,7 +123,7 @@ def passing_by(schedule: Schedule, device: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """The bytes of the stages of one device, stage by stage: bytes that a microbatch saves, bytes added between the two parts of its
+    """The bytes of the stages of one device, stage by stage: bytes that a microbatch saves, bytes that wait between the two parts of its
     backward, and transients of one action."""
 
     saved: tuple[int, ...]
@@ -126,11 +136,8 @@ def levels(order: Sequence[Action], own: Sequence[int], stages: StageBytes) -> t
     backward frees count as live. ``own`` are the stages of the device."""
     at = np.array([own.index(stage) for _, stage, _ in order], dtype=np.intp)
     saved, transients = np.array(stages.saved, dtype=np.int64), np.array(stages.transients, dtype=np.int64)
-    waiting = np.array(stages.waiting, dtype=np.int64) * (
-        np.array(own) > 0
-    )  # stage 0 runs its whole backward as its second part
-    kind, waits = np.array([kind for kind, _, _ in order]), waiting[at]
-    change = np.select([kind == "F", kind == "B", kind == "I"], [saved[at], -saved[at], waits], -saved[at] - waits)
+    kind, waits = np.array([kind for kind, _, _ in order]), np.array(stages.waiting, dtype=np.int64)[at]
+    change = np.select([kind == "F", kind == "B", kind == "I"], [saved[at], -saved[at], waits - saved[at]], -waits)
     return np.cumsum(change) - np.minimum(change, 0), transients[at]
 
 

@@ -6,7 +6,7 @@ would otherwise wait; ``zbv`` and ``dualpipev`` have two stages on each device, 
 ``dualpipev`` pairs some forwards and backwards for overlap; torch 2.13 runs the two one after the other, and sends the forward's result
 when both are done.
 
-The gradients of stage 0's inputs are not needed: torch does nothing at its I, and runs all of its backward at its W.
+Stage 0 runs both parts like the other stages: its first part computes the gradients that its later layers pass to the earlier ones.
 """
 
 from __future__ import annotations

@@ -89,19 +89,15 @@ def _program(schedule: Schedule) -> _Program:
 
 
 def _seconds(parts: Array) -> Array:
-    """Seconds by kind and stage, from ``parts[part, stage, ...]``. Stage 0 runs its whole backward as its W."""
+    """Seconds by kind and stage, from ``parts[part, stage, ...]``."""
     forward, inputs = parts[:2]
     weights = parts[2] if len(parts) > 2 else np.zeros_like(inputs)
-    whole = inputs + weights
-    apart = np.stack([inputs, weights])
-    apart[0, 0], apart[1, 0] = 0.0, whole[0]
-    return np.concatenate([forward, whole, *apart])
+    return np.concatenate([forward, inputs + weights, inputs, weights])
 
 
 def counted(schedule: Schedule, counts: Array) -> Array:
     """How often a path contains each part of each stage; ``counts[..., kind, stage]`` counts its actions. The dual of ``_seconds``."""
     forward, whole, inputs, weights = np.moveaxis(counts, -2, 0)
-    inputs = np.where(np.arange(counts.shape[-1]) == 0, weights, inputs)
     return np.stack([forward, whole + inputs, *([whole + weights] if schedule.split else [])])
 
 

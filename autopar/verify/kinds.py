@@ -14,7 +14,7 @@ from typing import Any
 from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.plan import Plan, Role, Strategy
-from autopar.schedules import GPIPE, INTERLEAVED, ONE_F_ONE_B
+from autopar.schedules import DUALPIPE_V, GPIPE, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE, ZERO_BUBBLE_V
 from autopar.search.manual import grid_mesh, make_mesh, manual_plan
 from autopar.shard import plan_shardings
 
@@ -95,13 +95,29 @@ def _single(n: int) -> tuple[Kind, ...]:
         kind(f"expert {n}", expert=n),
         kind(f"pipeline {n}", pipeline=n, microbatches=4 if n <= 4 else n, schedule=ONE_F_ONE_B),
         kind(f"pipeline {n}, gpipe", pipeline=n, microbatches=2, schedule=GPIPE),
+        kind(f"pipeline {n}, zero bubble", pipeline=n, microbatches=4 if n <= 4 else n, schedule=ZERO_BUBBLE),
         # more than three devices would require models of many layers
-        *((kind(f"pipeline {n} of 2 chunks", pipeline=n, chunks=2, microbatches=4),) if n <= 3 else ()),
+        *(_in_chunks(n) if n <= 3 else ()),
         kind(f"recompute, data {n}, zero 3", data=n, zero=3, recompute=True),
         kind(f"recompute, tensor {n}", tensor=n, recompute=True, microbatches=2),
         kind(f"recompute in part, tensor {n}", tensor=n, recompute="selective", microbatches=2),
         kind(f"recompute in part, data {n}, zero 3", data=n, zero=3, recompute="selective", microbatches=2),
         kind(f"recompute in part, tensor+sequence {n}", tensor=n, sequence=True, recompute="selective"),
+    )
+
+
+def _in_chunks(n: int) -> tuple[Kind, ...]:
+    two = {"pipeline": n, "chunks": 2, "microbatches": 4}
+    return (
+        kind(f"pipeline {n} of 2 chunks", **two),
+        kind(
+            f"pipeline {n} of 2 chunks, zero bubble, recompute in part",
+            **two,
+            schedule=ZERO_BUBBLE,
+            recompute="selective",
+        ),
+        kind(f"pipeline {n}, ZBV", **two, schedule=ZERO_BUBBLE_V),
+        kind(f"pipeline {n}, DualPipeV, recompute", **two, schedule=DUALPIPE_V, recompute=True),
     )
 
 
@@ -149,6 +165,20 @@ def _combined(n: int) -> tuple[Kind, ...]:
             f"pipeline 2 of 2 chunks x data {half}, zero 3, recompute", data=half, zero=3, recompute=True, **interleaved
         ),
         kind(f"pipeline 2 of 2 chunks x tensor {half}", tensor=half, **interleaved),
+        *_split(half),
+    )
+
+
+def _split(half: int) -> tuple[Kind, ...]:
+    """Schedules that run backward passes in two parts, beside what shards each stage over ``half`` devices."""
+    one = {"pipeline": 2, "microbatches": 4, "schedule": ZERO_BUBBLE}
+    two = {"pipeline": 2, "chunks": 2, "microbatches": 4}
+    return (
+        kind(f"pipeline 2, zero bubble x data {half}, zero 1, recompute", data=half, zero=1, recompute=True, **one),
+        kind(f"pipeline 2, zero bubble x tensor+sequence {half}", tensor=half, sequence=True, **one),
+        kind(f"pipeline 2, zero bubble x expert {half}, zero 3", expert=half, zero=3, **one),
+        kind(f"pipeline 2, ZBV x data {half}, zero 3", data=half, zero=3, schedule=ZERO_BUBBLE_V, **two),
+        kind(f"pipeline 2, DualPipeV x data {half}, zero 2", data=half, zero=2, schedule=DUALPIPE_V, **two),
     )
 
 

@@ -76,6 +76,26 @@ def memory_kinds() -> tuple[Kind, ...]:
         kind("pipeline 2 x data 2, ZeRO 1", pipeline=2, data=2, zero=1, microbatches=4),
         kind("pipeline 2 x tensor 2, 4 microbatches", pipeline=2, tensor=2, microbatches=4),
         kind("pipeline 4, 4 microbatches", pipeline=4, microbatches=4),
+        kind("pipeline 2, zero bubble, 8 microbatches", pipeline=2, microbatches=8, schedule="zero-bubble"),
+        kind("pipeline 4, zero bubble, 8 microbatches", pipeline=4, microbatches=8, schedule="zero-bubble"),
+        kind("pipeline 2, ZBV, 4 microbatches", pipeline=2, chunks=2, microbatches=4, schedule="zbv"),
+        kind(
+            "pipeline 2, zero bubble, recompute, 8 microbatches",
+            pipeline=2,
+            microbatches=8,
+            schedule="zero-bubble",
+            recompute=True,
+        ),
+        kind(
+            "pipeline 2 x data 2, DualPipeV, ZeRO 3",
+            pipeline=2,
+            chunks=2,
+            data=2,
+            zero=3,
+            microbatches=4,
+            schedule="dualpipev",
+        ),
+        kind("pipeline 2 x data 2, ZBV, ZeRO 2", pipeline=2, chunks=2, data=2, zero=2, microbatches=4, schedule="zbv"),
     )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import weakref
 
 import pytest
 import torch
@@ -15,8 +15,9 @@ from autopar.layer_price import LayerPrice
 from autopar.plan import FULL, Axis, Role, Strategy
 from autopar.price.state import precision
 from autopar.price.table import build
+from autopar.program import weight_gradients
 from autopar.sharding import Sharding
-from autopar.torch_private import backward_in_parts
+from passes.defer_weights import defer_weights_pass
 
 H100 = parse("8xH100-80GB")
 B, SEQ, H, F = 16, 512, 1024, 4096
@@ -56,54 +57,45 @@ def test_frozen_parameters_have_none():
     assert none.weight_s == none.waiting_bytes == 0 < none.backward_s
 
 
-def test_attention_has_none_and_norms_some():
+def test_only_products_have_a_second_part():
     found = shares(gpt_block(B, SEQ, H, 16))
-    assert all(share == 0 for name, share in found.items() if "attention" in name or "view" in name or "split" in name)
-    norms = [share for name, share in found.items() if "norm" in name]
-    assert len(norms) == 2 and all(0.2 < share < 0.5 for share in norms)
-    assert sum(share == 0.5 for name, share in found.items() if "linear" in name) == 4
+    assert {name for name, share in found.items() if share} == {name for name in found if "linear" in name}
+    assert set(found.values()) == {0.0, 0.5}
 
 
-def test_what_is_made_of_parameters_alone_is_weights_whole():
+def test_the_gradients_of_other_parameters_belong_to_the_first_part():
     g = Builder()
     tokens = g.border("inputs", "tokens", B, SEQ, dtype=torch.int64)
     table, scale = g.border("parameters", "table", 1000, H), g.border("parameters", "scale", H)
     found = price(g.done("embed", g.call(aten.mul.Tensor, g.call(aten.embedding.default, table, tokens), scale)))
-    assert found.weight_s == pytest.approx(found.backward_s) and found.waiting_bytes == 0
+    assert found.weight_s == found.waiting_bytes == 0 < found.backward_s
 
 
-def test_until_then_results_gradients_are_kept():
-    """And what recomputation has made anew."""
+def test_inputs_and_gradients_of_products_wait_whatever_is_recomputed():
     cls = mlp(B, SEQ, H, F)
     plain, again = price(cls), price(cls, Strategy((), recomputation=FULL))
-    assert plain.waiting_bytes == 2 * B * SEQ * (F + H)
-    assert again.saved_bytes + again.waiting_bytes == plain.saved_bytes + plain.waiting_bytes
+    assert plain.waiting_bytes == 2 * B * SEQ * (2 * F + 2 * H)
+    assert again.waiting_bytes == plain.waiting_bytes
     assert again.weight_s == pytest.approx(plain.weight_s) and again.backward_s > plain.backward_s
 
 
 @pytest.mark.parametrize("cls", [mlp(2, 8, 16, 64, torch.float32), gpt_block(2, 8, 16, 4, torch.float32)])
-def test_what_is_kept_until_then_is_what_torch_keeps(cls: LayerClass):
-    """All that autograd has saved, and the gradients of the results of ops that read parameters."""
-    saved: weakref.WeakSet[Saved] = weakref.WeakSet()
+def test_what_waits_is_in_memory_between_the_parts(cls: LayerClass):
+    """The storages that the products of a backward pass keep."""
+    graph = copy.deepcopy(cls.graph)
+    parameters = [node for node in graph.graph.nodes if node.op == "placeholder"][-len(cls.parameters) :]
+    defer_weights_pass(graph, parameters).recompile()
     x = torch.randn(2, 8, 16, requires_grad=True)
     weights = [torch.nn.Parameter(torch.randn(p.shape)) for p in cls.parameters]
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: Saved(t, saved), lambda s: s.tensor):
-        outputs = list(cls.graph(x, *weights))
-    before = len(saved)
-    parts = backward_in_parts(outputs, [x], weights)
-    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in next(parts)}
-    assert len(saved) == before > 4
+    with weight_gradients.deferred() as products:
+        (output,) = graph(x, *weights)
+        output.backward(torch.randn_like(output))
+    tensors = [tensor for product in products for tensor in (product.input, product.gradient)]
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     assert sum(kept.values()) == price(cls, PLAIN, precision="float32").waiting_bytes
-    assert list(parts) == [] and len(saved) < before
-    assert all(w.grad is not None for w in weights)
-
-
-class Saved:
-    """A tensor that autograd has saved, in ``every`` as long as it is kept."""
-
-    def __init__(self, tensor: torch.Tensor, every: weakref.WeakSet[Saved]) -> None:
-        self.tensor = tensor
-        every.add(self)
+    late = {id(product.weight) for product in products}
+    assert len(late) == len(products) == sum(share > 0 for share in shares(cls).values())
+    assert all((weight.grad is None) == (id(weight) in late) for weight in weights)
 
 
 def test_axes_divide_it_and_collectives_are_not_of_it():
@@ -111,4 +103,4 @@ def test_axes_divide_it_and_collectives_are_not_of_it():
     one, four = price(cls), price(cls, Strategy((Role.TENSOR,)), mesh)
     assert one.weight_s / 5 < four.weight_s < one.weight_s / 3
     assert four.backward_s - four.weight_s > (one.backward_s - one.weight_s) / 4 + four.communication_s / 3
-    assert four.waiting_bytes == 8 * B * SEQ * (F // 4 + H)
+    assert four.waiting_bytes == 8 * B * SEQ * (2 * (F // 4) + 2 * H)

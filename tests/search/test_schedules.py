@@ -79,7 +79,7 @@ def test_microbatches_in_flight_are_those_of_the_order(name: str) -> None:
             for kind, _, _ in device_order(schedule, rank):
                 live += kind == "F"
                 most = max(most, live)
-                live -= kind in "BW"
+                live -= kind in "BI"
             assert most == most_in_flight(schedule, rank), schedule
             assert schedule.split or most == sum(fullest(schedule).in_flight[s] for s in schedule.own(rank))
 

@@ -9,8 +9,6 @@ import pytest
 from price_models import chain, mlp, solve_mlp
 
 from autopar.devices import parse
-from autopar.emit.program import emit
-from autopar.errors import UsageError
 from autopar.plan import Plan
 from autopar.price import Pricer
 from autopar.schedules import SPLIT, Schedule, refusal
@@ -26,8 +24,7 @@ def by_passes(schedule: Schedule, f: list[float], b: list[float], w: list[float]
     """The step by going over all devices again and again until no action ends later than before."""
     line, stages = schedule.pipeline, schedule.stages
     took = {("F", s): f[s] for s in range(stages)} | {("B", s): b[s] for s in range(stages)}
-    took |= {("I", s): b[s] - w[s] if s else 0.0 for s in range(stages)}
-    took |= {("W", s): w[s] if s else b[s] for s in range(stages)}
+    took |= {("I", s): b[s] - w[s] for s in range(stages)} | {("W", s): w[s] for s in range(stages)}
     sent: dict[tuple[str, int, int], float] = {}
     latest, before = 0.0, -1.0
     while sum(sent.values()) > before:
@@ -102,18 +99,8 @@ def plans() -> dict[str, Plan]:
     }
 
 
-def test_pinned_plans_say_that_they_are_priced_alone(plans: dict[str, Plan]) -> None:
+def test_pinned_plans(plans: dict[str, Plan]) -> None:
     for schedule, plan in plans.items():
         assert plan.schedule == schedule and Plan.from_json(plan.to_json()) == plan
-        said = [note for note in plan.notes if "the runtime cannot run" in note]
-        assert len(said) == (schedule in SPLIT)
         assert plan.bound_s <= plan.prediction.step_time_s
     assert len({plan.prediction.step_time_s for plan in plans.values()}) == len(plans)
-
-
-def test_they_are_refused_by_the_emitter(plans: dict[str, Plan], tmp_path) -> None:
-    graph = chain(mlp(32, 512, 2048, 8192), 8)
-    for schedule in SPLIT:
-        with pytest.raises(UsageError, match=f"cannot run {schedule} exactly yet") as error:
-            emit(graph, plans[schedule], tmp_path)
-        assert error.value.hint and "1f1b" in error.value.hint
