@@ -92,11 +92,9 @@ def mesh_types(sharding: Sharding, types: tuple[SpmdType, ...]) -> tuple[SpmdTyp
 def local_layer(
     cls: LayerClass, sharding: Sharding, strategy: Strategy, deferred: frozenset[int] = frozenset()
 ) -> LocalLayer:
-    """Run the passes on one layer class.
-
-    ``deferred`` are the indices of the parameters whose gradients the schedule may compute later than those of activations.
-    ``overlap_pass`` runs if the strategy says so; a strategy does not where a schedule splits the backward pass (``Strategy.under``).
-    """
+    """Run the passes on one layer class. ``deferred`` are the indices of the parameters whose gradients the schedule may compute later
+    than those of activations; a strategy of such a schedule has no overlap (``Strategy.under``)."""
+    assert not deferred or strategy.overlap == "none", strategy
     cls = pad_class(cls, sharding)
     flow = gradient_flow(cls)
     for node in cls.graph.graph.nodes:
@@ -111,12 +109,12 @@ def local_layer(
     )
     if strategy.recomputation is SELECTIVE:
         gm = run(gm, [("keep", lambda gm: keep_pass(gm, [axis.name for axis in sharding.axes]))])
+    if strategy.overlap == TENSOR_OVERLAP:
+        gm = run(gm, [("overlap", lambda gm: overlap_pass(gm, cls, sharding))])
     if deferred:
         own = [node for node in gm.graph.nodes if node.op == "placeholder"][-len(cls.parameters) :]
         late = [own[i] for i in deferred]
         gm = run(gm, [("defer_weights", lambda gm: defer_weights_pass(gm, late))])
-    if strategy.overlap == TENSOR_OVERLAP:
-        gm = run(gm, [("overlap", lambda gm: overlap_pass(gm, cls, sharding))])
     nodes = placeholders(cls)[len(placeholders(cls)) - len(cls.parameters) :]
     local = tuple(
         LocalParameter(

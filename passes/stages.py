@@ -91,9 +91,10 @@ def cut_stages(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> Loc
     made: dict[object, LocalLayer] = {}
     layers = []
     bounds = [0, *(stage.stop for stage in plan.stages)]
-    strategies = shortened(graph, [planned.strategy for planned in plan.layers], bounds)
+    schedule = plan.sized_schedule
+    strategies = shortened(graph, [planned.strategy.under(schedule) for planned in plan.layers], bounds)
     for i, (layer, sharding, strategy) in enumerate(zip(graph.layers, shardings, strategies, strict=True)):
-        deferred = _deferred(graph, plan, i) if plan.sized_schedule.split else frozenset()
+        deferred = _deferred(graph, plan, i) if schedule.split else frozenset()
         key = (layer.cls, strategy, tuple(id(types) for types in sharding.types), deferred)
         if key not in made:
             made[key] = local_layer(graph.classes[layer.cls], sharding, strategy, deferred)

@@ -241,7 +241,7 @@ def core(bound: Bound, given: Sizes, cluster: Cluster, numbers: Precision) -> Co
         backward_beside_s=left("backward", backward_s, bound.moves),
         forward_host_s=host("forward", table.forward_kernels, bound.moves),
         backward_host_s=host("backward", table.backward_kernels, bound.moves),
-        backward_under=_under(table, bound.moves, backward_s * table.weight_share, ways, cluster),
+        backward_under=_under(table, bound.moves, backward_s * table.product_share, ways, cluster),
         forward_meetings=_meetings(bound.moves, ways, "forward", False),
         backward_meetings=_meetings(bound.moves, ways, "backward", False),
         saved_bytes=float(saved[list(bound.plain)].sum()),

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from autopar.ops import cost
+from autopar.ops.facts import op_name
 from autopar.ops.operands import arguments
 from autopar.ops.products import weight_of
 from autopar.price.trace import Trace
@@ -27,10 +28,26 @@ def weight_shares(ops: tuple[fx.Node, ...], run: Trace, parameters: Collection[s
         weight = weight_of(node)
         if weight is None or weight.name not in parameters or not run.requires_grad[weight.name]:
             continue
-        products = cost.gradient_products(node, run.requires_grad)
-        own = sum(p.flops for p in products if p.operand == weight.name)
-        shares[i] = own / sum(p.flops for p in products)
+        shares[i] = _of_weight(node, run)
     return shares
+
+
+def product_shares(ops: tuple[fx.Node, ...], run: Trace) -> NDArray[np.float64]:
+    """Per op: the share of a ``linear``'s backward that computes the gradient of its weight (perhaps a view of a parameter); 0 for other
+    ops."""
+    linears = (
+        (i, node) for i, node in enumerate(ops) if op_name(node) == "aten.linear" and run.requires_grad[node.name]
+    )
+    shares = np.zeros(len(ops))
+    for i, node in linears:
+        shares[i] = _of_weight(node, run)
+    return shares
+
+
+def _of_weight(node: fx.Node, run: Trace) -> float:
+    products = cost.gradient_products(node, run.requires_grad)
+    weight: fx.Node = arguments(node)["weight"]
+    return sum(p.flops for p in products if p.operand == weight.name) / sum(p.flops for p in products)
 
 
 def waiting(ops: tuple[fx.Node, ...], run: Trace, shares: NDArray[np.float64]) -> set[tuple[int, str]]:

@@ -22,7 +22,7 @@ from autopar.ops.operands import operands
 from autopar.precision import FLOAT8
 from autopar.price.draft import Draft, draft
 from autopar.price.selective import Flags, Selection
-from autopar.price.split import waiting, weight_shares
+from autopar.price.split import product_shares, waiting, weight_shares
 from autopar.price.state import Precision
 from autopar.price.trace import INTERNAL, OUTPUT, Saved
 from autopar.price.trainer import EMITTED, Trainer, is_sharded
@@ -53,6 +53,7 @@ class ClassTable:
     saved: tuple[Saved, ...]
     saved_bytes: Floats
     weight_share: Floats  # of each op's backward, see ``price.split``
+    product_share: Floats  # of each linear's backward: the gradient of its weight
     slot_waiting: Floats  # bytes that stay between the two parts of a backward
     plain: Flags  # per entry of ``saved``: saved without recomputation; these entries come first
     selection: Selection  # of selective recomputation
@@ -139,6 +140,7 @@ def build(cls: LayerClass, numbers: Precision, trainer: Trainer = EMITTED) -> tu
         saved=saved,
         saved_bytes=np.array([s.numel * element_bytes(s.dtype, dtype, numbers) for s in saved], dtype=float),
         weight_share=weight_share,
+        product_share=product_shares(ops, run),
         slot_waiting=np.array([s.bytes if (s.op, s.value) in waits else 0.0 for s in slots], dtype=float),
         plain=np.arange(len(saved)) < len(costs.saved),
         selection=selection,
