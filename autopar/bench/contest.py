@@ -107,10 +107,9 @@ def contest(
     """Measure ``model`` (a name of ``MODELS``) on as many processes of this machine as ``cluster`` has devices.
 
     The plan is made for ``cluster``; the hand-tuned programs are ``choices``, by default all that an expert would try (``recipes``).
-    ``places`` are where the processes run, if their network is not this process's.
-    After every round, hand-tuned contenders whose median so far is
-    twice that of the best one are dropped; one that remains to the end has a time for every round, paired with the automatic
-    program's. ``progress`` is called with the running contender, the number of visits done, and their total number.
+    ``places`` are where the processes run, if their network is not this process's. After every round, hand-tuned contenders whose median
+    so far is twice that of the best of them are dropped; one that remains to the end has a time for every round, paired with the
+    automatic program's. ``progress`` is called with the running contender, the number of visits done, and their total number.
 
     Raises:
         ProgramError: the automatic program's losses are not those of the hand-tuned ones.
@@ -191,9 +190,10 @@ class Arena:
         self._open(recipe.name, "open_hand_tuned", self.subject.name, recipe.to_dict(), LEARNING_RATE)
 
     def leave_out(self, slower_than: float) -> None:
-        """Drop contenders that failed, and hand-tuned ones that take ``slower_than`` times as long as the best, for all later rounds."""
+        """Drop contenders that failed, and hand-tuned ones that take ``slower_than`` times as long as the best of them, for all later
+        rounds. The best one stays, however fast the emitted programs are."""
         medians = {name: statistics.median(self.rounds[name]) for name in self.standing if name not in self.errors}
-        limit_s = slower_than * min(medians.values(), default=0.0)
+        limit_s = slower_than * min((s for name, s in medians.items() if name not in self._emitted), default=0.0)
         self.standing = [n for n, median_s in medians.items() if n in self._emitted or median_s <= limit_s]
 
     def visit(self, name: str) -> None:

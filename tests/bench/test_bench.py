@@ -78,6 +78,9 @@ def test_who_stands_to_the_end_has_run_every_round():
     arena.rounds = {AUTOMATIC: [9.0, 9.0], "good": [1.0, 5.0], "slow": [2.1], "broken": []}
     arena.leave_out(slower_than=2.0)
     assert arena.standing == [AUTOMATIC, "good"]
+    arena.rounds = {AUTOMATIC: [0.1, 0.1], "good": [1.0, 5.0], "slow": [2.1], "broken": []}
+    arena.leave_out(slower_than=2.0)
+    assert arena.standing == [AUTOMATIC, "good"]  # an automatic program that is far faster leaves one to compare with
     with pytest.raises(ValueError):
         paired_ratio((1.0, 2.0, 3.0), (1.0, 1.0), 0)
 

@@ -18,6 +18,7 @@ import random
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -234,7 +235,7 @@ def cases(how: How) -> list[Case]:
 
 
 def measure(case: Case, lines: list[Line]) -> Line:
-    """The line of a case; one that fails has an ``error``."""
+    """The line of a case; one that fails has an ``error``, and the others go on."""
     start = time.perf_counter()
     try:
         link = next((line for line in lines if line["part"] == LINK and line["name"] == case.link), None)
@@ -243,6 +244,9 @@ def measure(case: Case, lines: list[Line]) -> Line:
         found = case.work(described(link) if link else None)
     except AutoparError as error:
         found = {"error": error.message}
+    except Exception as error:  # noqa: BLE001  the other cases have nothing to do with it
+        traceback.print_exc()
+        found = {"error": f"{type(error).__name__}: {error}"}
     took = {"took_s": round(time.perf_counter() - start, 1), "load": round(os.getloadavg()[0], 2)}
     return {"part": case.part, "name": case.name, **found, **took}
 
@@ -256,15 +260,17 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2, metavar="N", help="timed steps of a visit")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     asked = parser.parse_args()
-    lines = [] if asked.fresh else [line for line in read() if "error" not in line]
+    lines = [] if asked.fresh else read()
     how = How(asked.rounds, asked.steps, asked.seed)
     failed = False
     everything = cases(how)
     wanted = {case.name for case in everything} if asked.only is None else set(asked.only)
     wanted |= {case.link for case in everything if case.name in wanted}
     for case in () if asked.page else everything:
-        if case.name not in wanted or any((line["part"], line["name"]) == (case.part, case.name) for line in lines):
+        before = next((line for line in lines if (line["part"], line["name"]) == (case.part, case.name)), None)
+        if case.name not in wanted or (before is not None and "error" not in before):
             continue
+        lines = [line for line in lines if line is not before]
         line = measure(case, lines)
         lines.append(line)
         failed |= "error" in line

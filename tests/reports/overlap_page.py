@@ -39,8 +39,8 @@ FEATURES_HEAD = """
 
 Both programs are emitted from one plan and do the same arithmetic: the losses of all their steps are equal in every bit, or the report
 fails. The program without overlap has a few lines at the end of one file of its folder that take the overlap out. Communication, and the
-share of it that runs under computation, are from torch's profiler over one more step of each program; a span of communication
-includes the wait for the slowest node, and under a pipeline it counts sends only.
+share of it that runs under computation, are from torch's profiler over one more step of each program. A span of communication
+includes the wait for the slowest node; in a pipeline it is that of a send, until it is received.
 """
 
 
@@ -129,6 +129,8 @@ def _feature(feature: Feature, line: Line) -> str:
     assert not others, feature.name
     priced, losses = line["priced_s"], line["losses"]
     steps = f"{line['steps']} timed step{'s' * (line['steps'] > 1)}"
+    difference = losses["by_hand_difference"]
+    by_hand = f"differ by at most {difference:.1g} of their value" if difference else "are equal to them too"
     return f"""
 ### {feature.name}
 
@@ -138,8 +140,7 @@ def _feature(feature: Feature, line: Line) -> str:
 
 - {line["rounds"]} rounds of {steps}, at a load of {line["load"]}.
 - The price of a step is {1e3 * priced[WITH]:.0f} ms with and {1e3 * priced[WITHOUT]:.0f} ms without the overlap.
-- The losses of {losses["steps"]} steps are equal in every bit with and without; those by hand differ by at most
-  {losses["by_hand_difference"]:.1g} of their value.
+- The losses of {losses["steps"]} steps are equal in every bit with and without; those by hand {by_hand}.
 - These lines at the end of `{name}` take the overlap out:
 
 ```python
@@ -161,7 +162,8 @@ def _clock(lines: Sequence[Line]) -> str:
         t, seconds = line["times_s"], line["step_s"]
         cells = [f"{t['gather']:g} s, {t['reduce']:g} s"]
         cells += [f"{seconds[name]:g} s" for name in ("own roots", "nothing ahead", "a layer ahead")]
-        cells.append(f"{compute_s + t['gather'] + t['reduce']:g} s")
+        communicate_s = layers * (2 * t["gather"] + t["reduce"])
+        cells.append(f"{max(compute_s + t['gather'] + t['reduce'], communicate_s):g} s")
         rows.append(f"| {' | '.join(cells)} |")
     table = "\n".join(rows)
     return f"""
@@ -169,7 +171,7 @@ def _clock(lines: Sequence[Line]) -> str:
 
 A clock in place of the device: torch's own FSDP2 runs on gloo, and its streams and events keep the time that they would take, while the
 host takes none. ZeRO 3 on two ranks, {layers} layers that compute for {times["forward"]:g} s forward and {times["backward"]:g} s backward
-each. The least is all computation, the first gather and the last reduction.
+each. The least is all computation with the first gather and the last reduction, or all communication where that is longer.
 
 {table}
 """
