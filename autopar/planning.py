@@ -19,7 +19,7 @@ from autopar.precision import name_of
 from autopar.price import Pricer as LayerPricer
 from autopar.progress import Progress, report
 from autopar.run import ranks
-from autopar.search import Pricer, SearchOptions, price_pins, search, search_faster
+from autopar.search import Pricer, SearchOptions, Shared, price_pins, search, search_faster
 from autopar.search.concessions import Concession, best_plan, concessions
 from autopar.workload import Recapture, Workload, sequence_length, with_concession
 
@@ -116,9 +116,10 @@ def find_plan(
         options, precision=name_of(graph.dtype), progress=lambda text: report(progress, "search", text)
     )
     pricer = pricer or LayerPricer(graph, cluster, options.precision)
-    found, cluster = _on_the_best_devices(graph, cluster, options, pricer, may_be_idle)
+    shared = Shared()
+    found, cluster = _on_the_best_devices(graph, cluster, options, pricer, shared, may_be_idle)
     if options.pin_time_s is not None:
-        found = price_pins(graph, cluster, pricer.on(cluster), options, found, options.pin_time_s)
+        found = price_pins(graph, cluster, pricer.on(cluster), options, found, options.pin_time_s, shared)
     without_rule = f"replicated, because no sharding rule covers it: {', '.join(graph.replicated)}"
     notes = (*found.notes, *cluster.notes, *graph.notes, *([without_rule] if graph.replicated else []))
     wall_time_s = time.perf_counter() - start_s
@@ -126,14 +127,14 @@ def find_plan(
 
 
 def _on_the_best_devices(
-    graph: Graph, cluster: Cluster, options: SearchOptions, pricer: Pricer, may_be_idle: bool
+    graph: Graph, cluster: Cluster, options: SearchOptions, pricer: Pricer, shared: Shared, may_be_idle: bool
 ) -> tuple[Plan, Cluster]:
     """The fastest plan on the cluster, or on a part of it, and the devices that it uses."""
     deadline = time.monotonic() + options.time_limit_s
     whole: Plan | None = None
     refused: InfeasibleError | None = None
     try:
-        whole = search(graph, cluster, pricer, options)
+        whole = search(graph, cluster, pricer, options, shared)
     except InfeasibleError as error:
         refused = error
     best, devices = whole, cluster

@@ -9,10 +9,12 @@ from autopar.search.evaluation import evaluate, memory_timeline
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.search.options import SearchOptions
 from autopar.search.problem import Pricer
+from autopar.search.tables import Shared
 
 __all__ = [
     "Pricer",
     "SearchOptions",
+    "Shared",
     "evaluate",
     "manual_plan",
     "make_mesh",

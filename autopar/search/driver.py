@@ -31,21 +31,29 @@ from autopar.search.options import SearchOptions
 from autopar.search.problem import Choice, Devices, Pricer, choices, in_chunks
 from autopar.search.state import State
 from autopar.search.steps import ONE_STAGE, advance, decided, engine_of, nothing_fits, segmented
-from autopar.search.tables import Instance, Prices
+from autopar.search.tables import Instance, Prices, Shared
 
 WAITING = 0.2
 """If the best plan's devices wait for this share of the step or more, its pipeline is tried with several stages on each device."""
 
 
-def search(graph: Graph, cluster: Devices, pricer: Pricer, options: SearchOptions | None = None) -> Plan:
+def search(
+    graph: Graph,
+    cluster: Devices,
+    pricer: Pricer,
+    options: SearchOptions | None = None,
+    shared: Shared | None = None,
+) -> Plan:
     """The fastest plan of ``graph`` on ``cluster`` that fits, with a proved bound over the candidates that were searched.
+
+    ``shared`` are the tables that another search of the same graph has made, or will use.
 
     Raises:
         InfeasibleError: nothing fits; the message names the stage, the layer and the part of memory, the hint the limit that would do.
         UsageError: pins that contradict each other.
     """
     started = time.monotonic()
-    state = explore(graph, cluster, pricer, SearchOptions() if options is None else options)
+    state = explore(graph, cluster, pricer, SearchOptions() if options is None else options, shared=shared)
     return _record(graph, cluster, state, started)
 
 
@@ -62,13 +70,20 @@ def search_faster(
 
 
 def price_pins(
-    graph: Graph, cluster: Devices, pricer: Pricer, options: SearchOptions, plan: Plan, time_limit_s: float
+    graph: Graph,
+    cluster: Devices,
+    pricer: Pricer,
+    options: SearchOptions,
+    plan: Plan,
+    time_limit_s: float,
+    shared: Shared | None = None,
 ) -> Plan:
     """``plan``, found with ``options``, with the price of each pin: the time saved if that pin alone were left to the search.
 
     Each pin needs its own search, with ``time_limit_s`` for all together; the part that a search had no time to settle lies between the
-    two figures.
+    two figures. ``shared`` as in ``search``.
     """
+    shared = Shared() if shared is None else shared
     priced: list[PinPrice] = []
     deadline = time.monotonic() + time_limit_s
     pins = {key: value for key, value in options.pins.items() if value != ANY}  # ANY decides nothing
@@ -77,17 +92,24 @@ def price_pins(
         if options.progress is not None:
             options.progress(f"the price of {key}={value}")
         trial = replace(options.without(key), time_limit_s=left, progress=None)
-        state = explore(graph, cluster, pricer, trial, plan.prediction.step_time_s)
+        state = explore(graph, cluster, pricer, trial, plan.prediction.step_time_s, shared)
         priced.append(PinPrice(key, value, state.step_s, min(state.bound_s, state.step_s)))
     return replace(plan, pins=tuple(priced))
 
 
-def explore(graph: Graph, cluster: Devices, pricer: Pricer, options: SearchOptions, known_s: float = np.inf) -> State:
+def explore(
+    graph: Graph,
+    cluster: Devices,
+    pricer: Pricer,
+    options: SearchOptions,
+    known_s: float = np.inf,
+    shared: Shared | None = None,
+) -> State:
     """The search itself. ``known_s`` is the step time of a plan known to be possible: only faster plans are searched for."""
     if cluster.count < 1:
         raise UsageError(f"a plan needs at least one device, not {cluster.count}")
     deadline = time.monotonic() + options.time_limit_s
-    state = State(options, Prices(graph, cluster, pricer, options), pricer, deadline, step_s=known_s)
+    state = State(options, Prices(graph, cluster, pricer, options, shared), pricer, deadline, step_s=known_s)
     instances = _open_all(graph, cluster, state)
     while state.left_s() > 0:
         if not state.in_chunks and state.left_s() < options.time_limit_s / 2:

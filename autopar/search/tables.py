@@ -363,11 +363,24 @@ def _borders(graph: Graph) -> list[int]:
     return borders
 
 
+@dataclass(frozen=True)
+class Shared:
+    """Tables and cached results that searches of one graph with different pins share."""
+
+    tables: dict[tuple[object, ...], Table | None] = field(default_factory=dict)
+    candidates: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = field(default_factory=dict)  # one copy of each list
+    known: dict[tuple[object, ...], Any] = field(default_factory=dict)  # ``Instance.known``
+    pricers: list[Pricer] = field(default_factory=list)  # kept alive, so that their ids stay unique
+
+
 class Prices:
     """Tables and instances for a graph, each class priced once per mesh, number of microbatches and place."""
 
-    def __init__(self, graph: Graph, cluster: Devices, pricer: Pricer, options: SearchOptions) -> None:
+    def __init__(
+        self, graph: Graph, cluster: Devices, pricer: Pricer, options: SearchOptions, shared: Shared | None = None
+    ) -> None:
         self._graph, self._cluster, self._pricer = graph, cluster, pricer
+        self._shared = Shared() if shared is None else shared
         self._options = for_sequence(options, graph.tokens // graph.batch_size)
         self._border = _borders(graph)
         self._ways: dict[Devices, Ways] = {}
@@ -376,12 +389,9 @@ class Prices:
         self._latest: tuple[tuple[object, ...], tuple[Table, ...], Indices, dict[tuple[object, ...], Array]] | None = (
             None
         )
-        self._tables: dict[tuple[object, ...], Table | None] = {}
         self.pins = pins_by_layer(graph, options)
         self.groups = tied_groups(graph)
         self._candidates: dict[tuple[object, ...], tuple[Strategy, ...]] = {}
-        self._lists: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = {}
-        self._known: dict[tuple[object, ...], Any] = {}
         self.refused: dict[int, int] = {}  # layer: number of choices in which it had no price
 
     def layout(self, choice: Choice) -> Layout:
@@ -416,6 +426,7 @@ class Prices:
                 tuple(self._ways[view] for view in places),
                 tuple(self._ways[view] for view in ways),
             )
+            self._shared.pricers.extend(self._lines[pipeline].pricers)
         return self._lines[pipeline]
 
     def table(self, layer: int, choice: Choice, tied: bool) -> Table | None:
@@ -429,21 +440,24 @@ class Prices:
             node = self._cluster.gpus_per_node
             found = strategies(choice.mesh, batch, node, self._options, pins, experts, tried, m > 1)
             found = [strategy.under(choice.schedule) for strategy in found]
-            self._candidates[alike] = self._lists.setdefault(tuple(found), tuple(found))  # one copy of each list
+            self._candidates[alike] = self._shared.candidates.setdefault(tuple(found), tuple(found))
         candidates = self._candidates[alike]
-        # the pricers and the candidates live as long as this object, so ids are unique; pins with equal candidates share one table
-        key = (cls, id(candidates), choice.mesh, m, tied, choice.schedule.split, *map(id, pricers))
-        if key not in self._tables:
+        # tied layers agree in roles and ZeRO stage
+        copies = not tied or pins.replicate is not None
+        # the pricers and the candidates live as long as the tables, so ids are unique; pins with equal candidates share one table
+        key = (cls, id(candidates), choice.mesh, m, tied, copies, choice.schedule.split, *map(id, pricers))
+        tables = self._shared.tables
+        if key not in tables:
             kept, prices = [], []
             for strategy in candidates:
-                if tied and strategy.replicate > 1 and self.pins[layer].replicate is None:
-                    continue  # tied layers agree in roles and ZeRO stage
+                if strategy.replicate > 1 and not copies:
+                    continue
                 at = tuple(p for pricer in pricers if (p := pricer.layer(cls, choice.mesh, strategy, m)) is not None)
                 if len(at) == len(pricers):
                     kept.append(strategy)
                     prices.append(at)
-            self._tables[key] = make_table(kept, prices, tied, choice.schedule.split) if kept else None
-        return self._tables[key]
+            tables[key] = make_table(kept, prices, tied, choice.schedule.split) if kept else None
+        return tables[key]
 
     def chain(self, layer: int) -> int:
         """The largest number of layers of this layer's class that may be recomputed as one."""
@@ -461,7 +475,7 @@ class Prices:
                 return None
             self._latest = (alike, *found, {})
         _, kinds, kind, matrices = self._latest
-        return Instance(choice, kinds, kind, layout, matrices, known=self._known)
+        return Instance(choice, kinds, kind, layout, matrices, known=self._shared.known)
 
     def _bind(self, choice: Choice) -> tuple[tuple[Table, ...], Indices] | None:
         """The tables of a choice, and the index of each layer's table."""

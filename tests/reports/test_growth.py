@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from endtoend import CASES, Kinds
+from endtoend import CASES
 from endtoend import page as endtoend_page
 from growth import DEVICES, LAYERS, PEER_DEVICES, PEERS, draw, page, points
+from kinds import Kinds
+from places import ROOT
 from planning import resumed
 
 
@@ -68,6 +71,17 @@ def test_the_page_of_cases_marks_what_is_missed() -> None:
     text = endtoend_page(lines)
     assert all(mark in text for mark in ("**2.00%**", "**12.5 s**", "**3,000 MB**", "**600.0 s**"))
     assert text.count("**") == 8 and "| - | no plan within 600 s | - | - |" in text
+
+
+def test_a_request_for_a_file_finds_all_that_it_imports() -> None:
+    """The command line adds the file's own folder to the places of modules, and none of the other folders of these tests."""
+    files = {request[0].partition(":")[0] for _, request, _ in CASES if ".py:" in request[0]}
+    assert files
+    for name in files:
+        tree = ast.parse((ROOT / name).read_text())
+        named = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+        named += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        assert {each.partition(".")[0] for each in named} <= {"__future__", "torch"}
 
 
 def test_kinds_take_turns() -> None:

@@ -11,7 +11,7 @@ from autopar.cli.render import print_plan
 from autopar.errors import InfeasibleError, UsageError
 from autopar.pins import LayerPins, read_pins
 from autopar.plan import Plan, Role
-from autopar.search import SearchOptions, price_pins, problem, search
+from autopar.search import SearchOptions, Shared, price_pins, problem, search
 from autopar.search.options import pins_by_layer, runs_of_names, selects
 
 T = (Role.TENSOR, Role.TENSOR_SEQUENCE)
@@ -133,7 +133,9 @@ def test_the_price_of_each_pin_is_the_difference_of_two_optima(monkeypatch: pyte
         graph, cluster, pricer = random_problem(seed)
         pinned = SearchOptions(target_gap=0.0, microbatches=1, pin={"layers.0.recompute": True})
         try:
-            plan = price_pins(graph, cluster, pricer, pinned, search(graph, cluster, pricer, pinned), 60.0)
+            shared = Shared()
+            plan = search(graph, cluster, pricer, pinned, shared)
+            plan = price_pins(graph, cluster, pricer, pinned, plan, 60.0, shared)
         except InfeasibleError:
             continue
         assert [pin.pin for pin in plan.pins] == ["microbatches", "layers.0.recompute"]
