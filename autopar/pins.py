@@ -152,6 +152,9 @@ class PlanPins(LayerPins):
     pipeline: int | None = _pin("the pipeline-parallel degree", "pipeline=4")
     chunks: int | None = _pin("the number of pipeline stages on each device (virtual stages)", "chunks=2")
     microbatches: int | None = _pin("the number of microbatches of a step", "microbatches=16")
+    prefetch: int | None = _pin(
+        "how many layers ahead of the computation parameters are gathered under ZeRO 2 and 3", "prefetch=2"
+    )
     schedule: str | None = _pin("the pipeline schedule", "schedule=1f1b", values=SCHEDULES)
 
 
@@ -161,6 +164,7 @@ class PinKeywords(TypedDict, total=False):
     pipeline: int | None
     chunks: int | None
     microbatches: int | None
+    prefetch: int | None
     schedule: str | None
     data: int | None
     tensor: int | None

@@ -213,7 +213,7 @@ def price_plan(graph: Graph, cluster: Cluster, plan: Plan, pricer: Pricer) -> Pl
     priced = evaluate(
         graph,
         cluster,
-        pricer,
+        pricer.ahead(plan.prefetch),
         mesh=plan.mesh,
         stage_bounds=[stage.start for stage in plan.stages] + [len(plan.layers)],
         strategies=[layer.strategy for layer in plan.layers],

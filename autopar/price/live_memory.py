@@ -6,7 +6,7 @@ a search can decide layer by layer. Under ZeRO 0 and 1 gradients are summed in a
 at once. Under ZeRO 2 and 3 the layers of a stage are under one FSDP root, which gathers the next layer's parameters while a layer runs,
 and keeps the input of a layer's reduction until the next reduction begins. A layer goes through these phases:
 
-    forward    its activations, its all-gather's result and the parameters copied out of it, the next layer's all-gather's result
+    forward    its activations, its all-gather's result and the parameters copied out of it, the next layers' all-gathers' results
     before     its activations, and under ZeRO 2 its gathered parameters
     gathered   the all-gather's result and the parameters copied out of it
     running    the op that needs most memory, and the gradients made so far
@@ -15,12 +15,11 @@ and keeps the input of a layer's reduction until the next reduction begins. A la
     after      the shard of the gradients
 
 From ``gathered`` to ``running`` the reduction's input of the layer whose backward ran before exists too, and from ``running`` to
-``reduced`` under ZeRO 3 the all-gather's result of the layer whose backward runs next.
+``reduced`` under ZeRO 3 the all-gather's result of the layer whose backward runs next; of as many layers as are gathered ahead.
 
 A layer's persistent value is the larger of before and after: when the last layers have finished their backward, the first have not yet
 started theirs. The shards of the gradients appear with the first microbatch's backward; later microbatches add to them. Gradients that are
-reduced once a step persist whole until the last microbatch's backward, in which all phases have their peak: the layer that ran before has
-only the shards of its gradients by then.
+reduced once a step persist whole until the last microbatch's backward, and the phases are counted in the same way.
 """
 
 from __future__ import annotations
@@ -53,14 +52,16 @@ class Alive:
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """Elements on one device of the largest layers that may run directly before and after a layer: of the one before its parameters
-    (``earlier``), of the one after its parameters (``later``) and its trainable parameters (``later_trainable``). ``later_saved`` are the
-    least bytes that a layer directly after saves for its backward."""
+    """Elements on one device of the largest layers that may run before and after a layer: the parameters of those that are gathered ahead
+    of its backward (``earlier``) and of its forward (``later``), and the trainable parameters of the layer directly after
+    (``later_trainable``). ``later_saved`` are the least bytes that a layer directly after saves for its backward. ``earlier_ready`` are the
+    elements of ``earlier`` that are gathered before the layer's own parameters are in use: with one layer ahead, none."""
 
     earlier: int = 0
     later: int = 0
     later_trainable: int = 0
     later_saved: float = 0.0
+    earlier_ready: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +101,13 @@ def replicated_transient(share: Share, data: int, zero: int, numbers: Precision,
 
 def sharded_bytes(share: Share, data: int, strategy: Strategy, numbers: Precision, cpu: bool) -> tuple[float, float]:
     """The gradients and the transient of a layer under ZeRO 2 and 3."""
-    once = strategy.reduces_once and share.microbatches > 1
     whole, made = share.parameters * numbers.width, share.trainable * numbers.width
     sent = share.trainable * numbers.reduced
     shard = sent / data
     next_gathered = share.neighbours.later * numbers.width  # in the forward
     previous_gathered = share.neighbours.earlier * numbers.width if strategy.zero == 3 else 0.0  # in the backward
-    reducing = share.neighbours.later_trainable * numbers.reduced / (data if once else 1)
-    # the shards of earlier microbatches; or their sums, whole, to which autograd adds a gradient at once if both are of one dtype
-    earlier = (sent if once else shard) if share.microbatches > 1 else 0.0
-    adding = share.alive.one_gradient if once and numbers.reduced == numbers.width else share.alive.all_gradients
+    reducing = share.neighbours.later_trainable * numbers.reduced
+    earlier = (sent if strategy.reduces_once else shard) if share.microbatches > 1 else 0.0  # of earlier microbatches
     before = share.saved_bytes + (whole if strategy.zero == 2 else 0.0)
     after = shard - earlier
     saving = strategy.recomputation is NONE  # a recomputed forward finds its parameters gathered
@@ -117,13 +115,16 @@ def sharded_bytes(share: Share, data: int, strategy: Strategy, numbers: Precisio
     again = strategy.zero == 3 and strategy.recomputation.layers > 1
     phases = (
         share.working_bytes - share.plain_bytes + share.alive.forward + 3 * whole + reducing if again else 0.0,
-        share.saved_bytes + 2 * whole + reducing,
+        share.saved_bytes
+        + 2 * whole
+        + reducing
+        + (share.neighbours.earlier_ready * numbers.width if strategy.zero == 3 else 0.0),
         share.working_bytes
         + share.alive.forward
         + whole
         + (whole + next_gathered if saving else previous_gathered + reducing),
-        share.working_bytes + max(0.0, adding) + whole + previous_gathered + reducing,
-        (0.0 if once else made) + sent + previous_gathered,
-        sent * (2 if cpu else 1) + shard + previous_gathered - (sent if once else 0.0),
+        share.working_bytes + max(0.0, share.alive.all_gradients) + whole + previous_gathered + reducing,
+        made + sent + previous_gathered,
+        sent * (2 if cpu else 1) + shard + previous_gathered,
     )
     return earlier + max(0.0, after - before), max(phases) - max(before, after)

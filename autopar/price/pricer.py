@@ -40,8 +40,8 @@ from autopar.types import SpmdType
 from passes.pad import pad_class
 
 Mesh = tuple[Axis, ...]
-Around = tuple[tuple[list[Core], list[Core]], dict[tuple[Recomputation, bool], Neighbours]]
-"""The layers directly before and after a layer; and as its price needs them, by recomputation and whether activations are offloaded."""
+Around = tuple[list[tuple[list[Core], list[Core]]], dict[tuple[Recomputation, bool], Neighbours]]
+"""The layers before and after a layer, by distance; and as its price needs them, by recomputation and whether activations are offloaded."""
 
 ALONE = Neighbours()
 
@@ -62,6 +62,7 @@ class Pricer:
     ) -> None:
         self.graph, self.cluster = graph, cluster
         self.trainer = dataclasses.replace(trainer, cpu=True) if cluster.kind == "cpu" else trainer
+        self.prefetch = 1
         self.numbers = trainer.precision(precision_name, graph.allow)
         self._pipelined = dataclasses.replace(cluster, pipelined=True)
         self._types = LayerTypes(graph, solve)
@@ -79,9 +80,10 @@ class Pricer:
         self._edges: dict[tuple[int, Mesh, tuple[Role, ...], tuple[Role, ...], int], float] = {}
         self._p2p: dict[tuple[int, Mesh, tuple[Role, ...], int], float] = {}
         self._elsewhere: dict[Cluster, Pricer] = {}
+        self._deeper: dict[int, Pricer] = {}
         self._makers = {name: (i, k) for i, layer in enumerate(graph.layers) for k, name in enumerate(layer.outputs)}
         self._readers = self._find_readers()
-        self._adjacent = self._find_adjacent()
+        self._adjacent = [self._find_adjacent(1)]
 
     def on(self, cluster: Cluster) -> Pricer:
         """The pricer of the same graph on other devices, such as those of one stage. Op-level layouts and tables do not depend on
@@ -92,9 +94,25 @@ class Pricer:
             other = copy.copy(self)
             other.cluster, other._pipelined = cluster, dataclasses.replace(cluster, pipelined=True)
             other._cores, other._placed, other._spread, other._layers = {}, {}, {}, {}
-            other._beside, other._edges, other._p2p = {}, {}, {}
+            other._beside, other._edges, other._p2p, other._deeper = {}, {}, {}, {}
             self._elsewhere[_nameless(cluster)] = other
         return self._elsewhere[_nameless(cluster)]
+
+    def ahead(self, prefetch: int) -> Pricer:
+        """The pricer of a program that gathers the parameters of ``prefetch`` layers ahead of the computation, under ZeRO 2 and 3.
+
+        That needs memory. Seconds do not depend on it: a layer's gather takes no longer than its own computation, or is exposed by the
+        difference. So it is where all layers are alike: one layer ahead keeps the network or the device busy all the time.
+        """
+        if prefetch == self.prefetch:
+            return self
+        if prefetch not in self._deeper:
+            other = copy.copy(self)
+            other.prefetch, other._layers, other._elsewhere, other._deeper = prefetch, {}, {}, {}
+            other._beside = {}
+            other._adjacent = [self._find_adjacent(distance) for distance in range(1, prefetch + 1)]
+            self._deeper[prefetch] = other
+        return self._deeper[prefetch]
 
     def layer(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
         """The price of a layer class; ``None`` if a role is inadmissible or a local shape is not whole."""
@@ -198,23 +216,27 @@ class Pricer:
         return self._spread[key]
 
     def _neighbours(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> Neighbours:
-        """The parameters of the layers that may run directly before and after a layer of the class in the same roles."""
+        """The parameters of the layers that may run directly before and after a layer of the class in the same roles, and of those whose
+        parameters are gathered meanwhile."""
         if strategy.zero == 0:
             return ALONE
-        by_activations = self._around(cls_name, mesh, strategy, microbatches)
+        around, known = self._around(cls_name, mesh, strategy, microbatches)
         how = strategy.recomputation, strategy.offloads_activations
-        if how not in by_activations[1]:
-            earlier, later = by_activations[0]
-            by_activations[1][how] = Neighbours(
-                max((math.ceil(c.parameters) for c in earlier), default=0),
-                max((math.ceil(c.parameters) for c in later), default=0),
+        if how not in known:
+            if strategy.recomputation.layers > 1:
+                around = around[:1]  # programs gather one layer ahead in segments
+            later = around[0][1]
+            known[how] = Neighbours(
+                sum(_largest(earlier) for earlier, _ in around),
+                sum(_largest(after) for _, after in around),
                 max((math.ceil(c.trainable) for c in later), default=0),
                 min((saved_bytes(c, strategy) for c in later), default=0.0),
+                sum(_largest(earlier) for earlier, _ in around[:-1]),
             )
-        return by_activations[1][how]
+        return known[how]
 
     def _around(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> Around:
-        """The layers that may run directly before and after a layer of the class in the strategy's roles."""
+        """The layers that may run before and after a layer of the class in the strategy's roles, by distance."""
         key = (cls_name, self._number(mesh), strategy.roles, microbatches)
         if key not in self._beside:
             # a neighbour without experts has data parallelism on their axes
@@ -224,8 +246,8 @@ class Pricer:
                 placed = [[self._place(name, mesh, roles, microbatches) for roles in ways] for name in sorted(names)]
                 return [next(iter(found))[0] for each in placed if (found := [p for p in each if p is not None])]
 
-            earlier, later = map(cores, self._adjacent[cls_name])
-            self._beside[key] = (earlier, later), {}
+            found = [tuple(map(cores, adjacent[cls_name])) for adjacent in self._adjacent]
+            self._beside[key] = [(earlier, later) for earlier, later in found], {}
         return self._beside[key]
 
     def _core(self, bound: Bound, runs: Runs, cluster: Cluster) -> Core | None:
@@ -307,10 +329,11 @@ class Pricer:
         """The index of the last layer that reads each value."""
         return {name: i for i, layer in enumerate(self.graph.layers) for name in layer.activations}
 
-    def _find_adjacent(self) -> dict[str, tuple[set[str], set[str]]]:
-        """By class: the classes of the layers with parameters directly before and after its layers."""
+    def _find_adjacent(self, distance: int) -> dict[str, tuple[set[str], set[str]]]:
+        """By class: the classes of the layers with parameters that are ``distance`` such layers before and after its layers."""
         found: dict[str, tuple[set[str], set[str]]] = {layer.cls: (set(), set()) for layer in self.graph.layers}
-        for left, right in itertools.pairwise(layer.cls for layer in self.graph.layers if layer.parameters):
+        classes = [layer.cls for layer in self.graph.layers if layer.parameters]
+        for left, right in zip(classes, classes[distance:], strict=False):
             found[left][1].add(right)
             found[right][0].add(left)
         return found
@@ -352,3 +375,8 @@ def edge_s(
     """
     moves = wire("", value_bytes, source, target, gradient)
     return sum(move_s(m, m.forward, axes, cluster) + move_s(m, m.backward, axes, cluster) for m in moves)
+
+
+def _largest(cores: list[Core]) -> int:
+    """The parameters of the largest layer; 0 if there is none."""
+    return max((math.ceil(c.parameters) for c in cores), default=0)

@@ -297,6 +297,7 @@ def make_plan(
         wall_time_s=proof.wall_time_s,
         peak_memory_bytes=proof.peak_memory_bytes,
         chunks=choice.schedule.chunks,
+        prefetch=pricer.prefetch,
         allow=graph.allow,
     )
     return replace(plan, notes=(*plan.notes, f"priced alone: {plan.unwritten}")) if plan.unwritten else plan
@@ -350,7 +351,7 @@ def memory_timeline(graph: Graph, cluster: Devices, pricer: Pricer, plan: Plan) 
     Raises:
         InfeasibleError: a layer has no price.
     """
-    choice = Choice(plan.mesh, plan.sized_schedule)
+    choice, pricer = Choice(plan.mesh, plan.sized_schedule), pricer.ahead(plan.prefetch)
     strategies = [layer.strategy for layer in plan.layers]
     views, stages = cluster.stages(plan.pipeline), []
     for s, stage in enumerate(plan.stages):

@@ -128,6 +128,7 @@ def manual_plan(
         gap=1.0,
         solver="by hand",
         chunks=chunks,
+        prefetch=given.prefetch or 1,
         allow=graph.allow,
     )
 

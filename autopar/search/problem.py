@@ -81,10 +81,19 @@ LONG_SEQUENCE = 16384
 
 
 class Pricer(Protocol):
-    """Prices of layers, and of resharding and sends between them. ``edge`` and ``p2p`` depend on a strategy's roles alone."""
+    """Prices of layers, and of resharding and sends between them. ``edge`` and ``p2p`` depend on a strategy's roles alone.
+
+    ``prefetch`` is the number of layers whose parameters the priced program gathers ahead of the computation.
+    """
+
+    prefetch: int
 
     def on(self, cluster: Any) -> Pricer:
         """The prices on other devices, such as those of one stage."""
+        ...
+
+    def ahead(self, prefetch: int) -> Pricer:
+        """The prices with that ``prefetch``."""
         ...
 
     def layer(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:

@@ -73,6 +73,7 @@ def memory_kinds() -> tuple[Kind, ...]:
             kind(f"data 2, ZeRO {z}, reduced once a step", data=2, zero=z, reduce="step", microbatches=4)
             for z in (2, 3)
         ),
+        kind("data 2, ZeRO 3, gathered 2 layers ahead", data=2, zero=3, prefetch=2),
         kind("data 4, ZeRO 1", data=4, zero=1),
         kind("data 4, ZeRO 3", data=4, zero=3),
         kind("data 2 x tensor 2", data=2, tensor=2),

@@ -101,6 +101,11 @@ class RandomPricer:
     def __init__(self, graph: Graph, seed: int, density: float, edges: float, slower: float = 1.0) -> None:
         self.graph, self.seed, self.density, self.edges, self.slower = graph, seed, density, edges, slower
 
+    prefetch = 1
+
+    def ahead(self, prefetch: int) -> RandomPricer:
+        return self
+
     def on(self, cluster: Devices) -> RandomPricer:
         return type(self)(self.graph, self.seed, self.density, self.edges, cluster.slower)
 
@@ -490,6 +495,11 @@ class TransformerPricer:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
+
+    prefetch = 1
+
+    def ahead(self, prefetch: int) -> TransformerPricer:
+        return self
 
     def on(self, cluster: Devices) -> TransformerPricer:
         return self

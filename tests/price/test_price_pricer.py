@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 
@@ -10,12 +11,13 @@ from price_models import chain, llama_block, mlp, mlp_types, price_layer, replic
 
 from autopar.devices import parse
 from autopar.graph import LayerClass
-from autopar.plan import FULL, NONE, Axis, Role, Strategy
+from autopar.layer_price import LayerPrice
+from autopar.plan import FULL, NONE, Axis, Recomputation, Role, Strategy
 from autopar.price import Pricer, edge_s, trace
 from autopar.price.collectives import p2p_s
 from autopar.price.live_memory import Neighbours
 from autopar.schedules import Schedule
-from autopar.search import evaluate
+from autopar.search import SearchOptions, evaluate, search
 from autopar.sharding import Sharding
 from autopar.types import Collective, I, P, R, S
 
@@ -151,3 +153,37 @@ def test_a_call_is_fast_once_a_class_is_known(pricer):
                     pricer.layer("mlp", MESH, Strategy(roles, zero, again), microbatches)
                     calls += 1
     assert (time.process_time() - start) / calls < 1e-3
+
+
+def test_layers_gathered_ahead_cost_memory_under_zero_3_and_nothing_else():
+    """Chains of one class: each layer more that is gathered ahead is one more all-gather's result."""
+    cls, mesh = mlp(B, SEQ, H, 4 * H), (Axis("data", 8, 1),)
+    one = Pricer(chain(cls, 4), CLUSTER, "bfloat16", solve_mlp)
+    gathered = 2 * _numel(cls)
+
+    def prices(zero: int, again: Recomputation = NONE) -> list[LayerPrice]:
+        found = (one.ahead(n).layer("mlp", mesh, Strategy((DATA,), zero, again), 2) for n in (1, 2, 3))
+        return [price for price in found if price is not None]
+
+    for zero, again in ((3, NONE), (3, FULL), (2, NONE)):
+        first, second, third = prices(zero, again)
+        assert dataclasses.replace(second, transient_bytes=first.transient_bytes) == first
+        more = second.transient_bytes - first.transient_bytes
+        assert more == (gathered if zero == 3 else more) >= 0
+        assert third.transient_bytes >= second.transient_bytes
+    for zero, again in ((0, NONE), (1, NONE), (3, Recomputation("full", 2))):
+        assert len(set(prices(zero, again))) == 1
+    assert one.ahead(1) is one and one.ahead(2) is one.ahead(2)
+    node = one.on(parse("1x4xH100-80GB")).ahead(2)
+    assert node is one.on(parse("1x4xH100-80GB")).ahead(2) and (node.prefetch, one.prefetch) == (2, 1)
+    assert one.ahead(2).on(parse("1x4xH100-80GB")).prefetch == 2
+
+
+def test_a_pinned_prefetch_is_planned_and_priced():
+    graph = chain(mlp(B, SEQ, H, 4 * H), 4)
+    pricer = Pricer(graph, CLUSTER, "bfloat16", solve_mlp)
+    pins = {"data": CLUSTER.count, "zero": 3, "pipeline": 1, "microbatches": 1, "recompute": "none"}
+    one, two = (search(graph, CLUSTER, pricer, SearchOptions(prefetch=n, **pins)) for n in (None, 2))
+    assert (one.prefetch, two.prefetch) == (1, 2)
+    assert two.prediction.step_time_s == one.prediction.step_time_s
+    assert two.stages[0].memory.total - one.stages[0].memory.total == 2 * _numel(graph.classes["mlp"])

@@ -52,7 +52,6 @@ def rows() -> tuple[Tensor, Tensor]:
 def program(
     folder: Path,
     *,
-    prefetch: int = 1,
     faults: tuple[tuple[str, str, str], ...] = (),
     model: nn.Module | None = None,
     batch: tuple[Tensor, Tensor] | None = None,
@@ -61,8 +60,6 @@ def program(
     """Emit a program; ``faults`` are changes of its files: the file, a pattern, the replacement."""
     graph = annotate(capture(model or Blocks(), batch or rows(), nn.functional.mse_loss))
     emit(graph, manual_plan(graph, **options), folder)
-    file = folder / "plan.json"
-    file.write_text(re.sub(r'"prefetch": 1', f'"prefetch": {prefetch}', file.read_text()))
     for name, pattern, replacement in faults:
         text, count = re.subn(pattern, replacement, (folder / name).read_text())
         assert count == 1, (name, pattern, count)

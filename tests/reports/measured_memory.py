@@ -124,7 +124,7 @@ def predicted(graph: Graph, kind: Kind) -> list[dict[str, int]]:
     priced = evaluate(
         graph,
         cluster,
-        Pricer(graph, cluster, "float32"),
+        Pricer(graph, cluster, "float32").ahead(plan.prefetch),
         mesh=plan.mesh,
         stage_bounds=[0, *(stage.stop for stage in plan.stages)],
         strategies=[layer.strategy for layer in plan.layers],
