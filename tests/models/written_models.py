@@ -330,6 +330,41 @@ def relative() -> tuple[nn.Module, Any, Any]:
     return Relative(), (ids(), padding(), CLASSES), None
 
 
+class ParallelBlock(nn.Module):
+    """Attention and a feed-forward that read one norm's result and are added together, as in GPT-J and PaLM."""
+
+    def __init__(self, width: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.norm = heads, nn.LayerNorm(width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        y = self.norm(x)
+        q, k, v = (f(y).view(b, t, self.heads, -1).transpose(1, 2) for f in (self.query, self.key, self.value))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, c)
+        return x + self.out(mixed) + self.down(F.gelu(self.up(y)))
+
+
+class ParallelBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 32)
+        self.blocks = nn.ModuleList(ParallelBlock() for _ in range(2))
+        self.head = nn.Linear(32, VOCABULARY, bias=False)
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(idx)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def parallel_blocks() -> tuple[nn.Module, Any, Any]:
+    return ParallelBlocks(), (ids(), holed(ids())), None
+
+
 WRITTEN: dict[str, Factory] = {
     "masked by hand": masked_by_hand,
     "several losses": several_losses,
@@ -343,4 +378,5 @@ WRITTEN: dict[str, Factory] = {
     "token weights": token_weights,
     "unrolled": unrolled,
     "relative": relative,
+    "parallel blocks": parallel_blocks,
 }

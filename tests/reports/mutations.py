@@ -228,7 +228,7 @@ RUNTIME = tuple(
          r"total = grad @ weight if", "total = 2 * (grad @ weight) if"),
         ("kernels_overlap.py", "the sum of joined products runs over all ranks", "llama", DATA_TENSOR,
          r"_group\(axes\[0\]\)", "dist.group.WORLD"),
-        ("kernels_overlap.py", "the gradient of other readers of the converted input is left out", "mixtral", TENSOR,
+        ("kernels_overlap.py", "the gradient of other readers of the converted input is left out", "parallel blocks", TENSOR,
          r"_terms\(rows, weights, \*grads\[count:\]\)", "_terms(rows, weights)"),
         ("kernels_overlap.py", "slices are scattered along the first dim", "llama", SEQUENCE,
          r"torch\.cat\(slices\) if self\.dim else terms", "terms"),
