@@ -105,7 +105,7 @@ def emit(
         torch.save({**graph.constants, **values}, constants)
     else:
         constants.unlink(missing_ok=True)
-    copy_runtime(path)
+    copy_runtime(path, _siblings(local, bool(modules)))
     return local
 
 

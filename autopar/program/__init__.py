@@ -1,4 +1,4 @@
-"""The files that every program's folder holds beside its own ``model.py``: written once here, copied there.
+"""The files that a program's folder has beside its own ``model.py``: written once here, copied there if the program needs them.
 
 Here they are modules of this package, checked and tested like the rest; there they are each other's siblings, and know nothing
 of autopar. ``copy_runtime`` makes the one from the other.
@@ -6,7 +6,10 @@ of autopar. ``copy_runtime`` makes the one from the other.
 
 from __future__ import annotations
 
+import ast
+import functools
 import os
+from collections.abc import Iterable, Set
 from pathlib import Path
 
 FILES = (
@@ -39,14 +42,46 @@ FILES = (
 )
 
 
-def copy_runtime(folder: str | os.PathLike[str]) -> None:
-    """Write the runtime's files into a program's folder; their imports of each other become those of siblings."""
-    here, there = Path(__file__).parent, Path(folder)
+def copy_runtime(folder: str | os.PathLike[str], uses: Iterable[str]) -> None:
+    """Write the runtime into a program's folder: ``train.py``, the modules that ``model.py`` ``uses``, and all that these import.
+
+    Imports of each other become imports of siblings. A file of an earlier program in the folder that this one does not need is removed.
+    """
+    there = Path(folder)
     there.mkdir(parents=True, exist_ok=True)
+    needed = needed_files({"train", *uses})
     for name in FILES:
-        (there / name).write_text(
-            (here / name)
-            .read_text()
-            .replace("from autopar.program.", "from ")
-            .replace("from autopar.program import", "import")
-        )
+        if name in needed:
+            (there / name).write_text(_as_sibling(name))
+        elif (there / name).is_file() and (there / name).read_text() == _as_sibling(name):
+            (there / name).unlink()
+
+
+def needed_files(modules: Set[str]) -> set[str]:
+    """The names of the files of ``modules``, and of all that these import."""
+    found: set[str] = set()
+    waiting = list(modules)
+    while waiting:
+        name = f"{waiting.pop()}.py"
+        if name not in found:
+            found.add(name)
+            waiting += _imported(name)
+    return found
+
+
+@functools.cache
+def _imported(name: str) -> tuple[str, ...]:
+    """The modules of this package that a file imports."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse((Path(__file__).parent / name).read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == __name__:
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{__name__}."):
+            found.append(str(node.module).removeprefix(f"{__name__}."))
+    return tuple(found)
+
+
+def _as_sibling(name: str) -> str:
+    """The text of a file as it is in a program's folder."""
+    text = (Path(__file__).parent / name).read_text()
+    return text.replace("from autopar.program.", "from ").replace("from autopar.program import", "import")

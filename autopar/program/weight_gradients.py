@@ -97,8 +97,9 @@ class _Linear(torch.autograd.Function):
 class SplitStage(PipelineStage):
     """A stage of torch's pipeline whose backward passes may run in two parts.
 
-    ``place`` is the stage's module, its number, the number of stages and the device. ``adders`` map the identity of a parameter to the function that adds a microbatch's gradient to the parameter's. They are called for the
-    gradients of the second part alone: autograd accumulates those of the first part.
+    ``place`` is the stage's module, its number, the number of stages and the device. ``adders`` map the identity of a parameter to the
+    function that adds a microbatch's gradient to the parameter's. They are called for the gradients of the second part alone: autograd
+    accumulates those of the first part.
     """
 
     def __init__(

@@ -145,3 +145,24 @@ def test_without_spmd_types_the_error_names_it(llama: Path, tmp_path: Path) -> N
         [sys.executable, "-c", "import model"], cwd=llama, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 1 and "spmd_types may not be imported here" in done.stderr
+
+
+def test_a_folder_has_the_files_that_its_program_needs(tmp_path: Path) -> None:
+    """A dense model needs no kernels of rings, recurrences or mixtures; what an earlier program left is removed, a user's file is not."""
+    for name, others in (("mixtral", ()), ("llama", ("kernels_experts.py",))):
+        graph = subject(name).graph
+        emit(graph, manual_plan(graph, tensor=2), tmp_path)
+        found = {path.name for path in tmp_path.glob("*.py")}
+        assert not found & {
+            *others,
+            "kernels_ring.py",
+            "kernels_rnn.py",
+            "kernels_ctc.py",
+            "offload.py",
+            "segments.py",
+            "opaque.py",
+        }
+        assert ("kernels_experts.py" in found) == (name == "mixtral")
+    (tmp_path / "segments.py").write_text("mine = True\n")
+    emit(graph, manual_plan(graph, tensor=2), tmp_path)
+    assert (tmp_path / "segments.py").read_text() == "mine = True\n"

@@ -167,5 +167,5 @@ def write_mlp(folder: Path, shape: Shape) -> Path:
     (folder / "plan.json").write_text(mlp_plan(shape).dumps())
     (folder / "layouts.json").write_text(json.dumps({"parameters": _layouts(shape)}))
     torch.save({"scale": torch.tensor(SCALE, dtype=getattr(torch, shape.precision))}, folder / "constants.pt")
-    copy_runtime(folder)
+    copy_runtime(folder, ("kernels",))
     return folder
