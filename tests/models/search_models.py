@@ -461,20 +461,14 @@ class Holding:
 
 
 def most_held(parts: list[Held], device: int, where: list[int], order: list[tuple[str, int, int]]) -> int:
-    """The bytes of a device at the moment of its schedule at which it holds most; ``parts`` is what every stage holds."""
-    saved = most = 0
+    """The bytes of a device at the moment of its schedule at which it holds most; ``parts`` is what every stage holds. The first part of a
+    backward replaces what is saved by what waits: one of its two ends counts."""
+    live = most = 0
     for kind, stage, _ in order:
         part = parts[stage]
-        more = part.waiting if stage else 0
-        if kind == "F":
-            saved += part.saved
-        elif kind == "I":
-            saved += more
-        most = max(most, saved + part.transient)
-        if kind == "B":
-            saved -= part.saved
-        elif kind == "W":
-            saved -= part.saved + more
+        before = live + (part.saved if kind == "F" else 0)
+        live += {"F": part.saved, "B": -part.saved, "I": part.waiting - part.saved, "W": -part.waiting}[kind]
+        most = max(most, before + part.transient, (live if kind == "I" else 0) + part.transient)
     return most + sum(part.weights for part, d in zip(parts, where, strict=True) if d == device)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,10 @@ from autopar.run import Program, processes
 from autopar.search.manual import manual_plan
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "convert")
+JOINED = (
+    "linear",
+    "linears",
+)  # products with the collective that their input needs, over the axes of the keyword ``axis``
 PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama tensor": ("llama", {"tensor": 2}),
     "llama tensor+sequence": ("llama", {"tensor": 2, "sequence": True}),
@@ -36,11 +41,18 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def removals(text: str) -> Iterator[tuple[str, str]]:
-    """For every collective of the text: the line that has it, and the text in which its operand stands in its place."""
+    """For every collective of the text: the line that has it, and the text in which its operand stands in its place; for joined products
+    the text in which they have no axes."""
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in COLLECTIVES:
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        joined = node.func.attr in JOINED and getattr(node.func.value, "id", "") == "kernels_overlap"
+        if joined or node.func.attr in COLLECTIVES:
             call, operand = ast.get_source_segment(text, node), ast.get_source_segment(text, node.args[0])
             assert call is not None and operand is not None
+            if joined:
+                operand, count = re.subn(r'axis="\w+"', "axis=()", call)
+                assert count == 1
             lines = text.splitlines(keepends=True)
             start = sum(len(line) for line in lines[: node.lineno - 1]) + node.col_offset
             assert text[start : start + len(call)] == call
