@@ -45,9 +45,10 @@ def product_shares(ops: tuple[fx.Node, ...], run: Trace) -> NDArray[np.float64]:
 
 
 def _of_weight(node: fx.Node, run: Trace) -> float:
+    """The weight's share of the products of a ``linear``'s backward; 0 without any, if the bias alone requires a gradient."""
     products = cost.gradient_products(node, run.requires_grad)
     weight: fx.Node = arguments(node)["weight"]
-    return sum(p.flops for p in products if p.operand == weight.name) / sum(p.flops for p in products)
+    return sum(p.flops for p in products if p.operand == weight.name) / (sum(p.flops for p in products) or 1.0)
 
 
 def waiting(ops: tuple[fx.Node, ...], run: Trace, shares: NDArray[np.float64]) -> set[tuple[int, str]]:

@@ -44,9 +44,8 @@ class Product:
         return self.gradient.flatten(0, -2).t() @ self.input.flatten(0, -2)
 
 
-_products: list[Product] | None = (
-    None  # the second parts of the backward pass that runs; None: the backward pass is whole
-)
+_products: list[Product] | None = None
+"""The second part of the backward pass that runs, so far; ``None`` if the backward pass is whole."""
 
 
 @contextmanager

@@ -57,6 +57,17 @@ def test_frozen_parameters_have_none():
     assert none.weight_s == none.waiting_bytes == 0 < none.backward_s
 
 
+def test_a_bias_alone_may_be_trained():
+    """Nothing but the bias of the first product requires a gradient: no product computes one."""
+    g = Builder()
+    x = g.border("inputs", "x", B, SEQ, H)
+    weight, bias = g.border("parameters", "weight", F, H), g.border("parameters", "bias", F)
+    cls = frozen(g.done("first", g.call(aten.linear.default, x, weight, bias)), "weight")
+    cls = dataclasses.replace(cls, inputs=tuple(dataclasses.replace(v, requires_grad=False) for v in cls.inputs))
+    table = build(cls, precision("bfloat16"))[0]
+    assert table.weight_share.tolist() == table.product_share.tolist() == [0.0]
+
+
 def test_only_products_have_a_second_part():
     found = shares(gpt_block(B, SEQ, H, 16))
     assert {name for name, share in found.items() if share} == {name for name in found if "linear" in name}
