@@ -109,7 +109,7 @@ def explore(
     if cluster.count < 1:
         raise UsageError(f"a plan needs at least one device, not {cluster.count}")
     deadline = time.monotonic() + options.time_limit_s
-    pricer = pricer.ahead(options.prefetch or 1)
+    pricer, options = pricer.ahead(options.prefetch or 1), replace(options, compiled=pricer.compiled)
     state = State(options, Prices(graph, cluster, pricer, options, shared), pricer, deadline, step_s=known_s)
     instances = _open_all(graph, cluster, state)
     while state.left_s() > 0:
