@@ -110,6 +110,10 @@ def memory_kinds() -> tuple[Kind, ...]:
             schedule="dualpipev",
         ),
         kind("pipeline 2 x data 2, ZBV, ZeRO 2", pipeline=2, chunks=2, data=2, zero=2, microbatches=4, schedule="zbv"),
+        kind("one device, compiled", compile="layers"),
+        kind("one device, compiled, recompute, 2 microbatches", compile="layers", recompute=True, microbatches=2),
+        kind("data 2, ZeRO 3, compiled", data=2, zero=3, compile="layers"),
+        kind("tensor 2, sequence, compiled", tensor=2, sequence=True, compile="layers"),
     )
 
 
