@@ -115,7 +115,7 @@ class LayerPins:
         switch=True,
     )
 
-    def compiled(self, default: bool) -> bool:
+    def compiles(self, default: bool) -> bool:
         """Whether layers are compiled; ``default`` where no pin decides."""
         return default if self.compile is None else self.compile == COMPILATIONS[1]
 

@@ -244,7 +244,7 @@ def strategies(
                         copies,
                         reduce,
                         pins.overlap or TENSOR_OVERLAP,
-                        pins.compiled(options.compiled),
+                        pins.compiles(options.compiled),
                     )
                     for how in hows
                 ]
