@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
 from autopar.errors import UsageError
-from autopar.plan import DEGREES, OFFLOADS, OVERLAPS, RECOMPUTATIONS, REDUCTIONS, Recomputation
+from autopar.plan import ALL_REDUCE, DEGREES, OFFLOADS, OVERLAPS, RECOMPUTATIONS, REDUCTIONS, SYNCS, Recomputation
 from autopar.schedules import SCHEDULES
 
 Value = int | str | bool
@@ -156,6 +156,11 @@ class PlanPins(LayerPins):
         "how many layers ahead of the computation parameters are gathered under ZeRO 2 and 3", "prefetch=2"
     )
     schedule: str | None = _pin("the pipeline schedule", "schedule=1f1b", values=SCHEDULES)
+    sync: str | None = _pin(
+        "how replicas are synchronised under ZeRO 0; all-reduce where none is pinned",
+        "sync=parameter-server",
+        values=SYNCS,
+    )
 
 
 class PinKeywords(TypedDict, total=False):
@@ -166,6 +171,7 @@ class PinKeywords(TypedDict, total=False):
     microbatches: int | None
     prefetch: int | None
     schedule: str | None
+    sync: str | None
     data: int | None
     tensor: int | None
     expert: int | None
@@ -178,6 +184,16 @@ class PinKeywords(TypedDict, total=False):
     offload: str | None
     segment: int | None
     overlap: str | None
+
+
+def check_sync(sync: str | None, layer: str, zero: int | None, replicate: int | None) -> None:
+    """Raise ``UsageError`` if the ZeRO stage or the copies of ``layer`` contradict ``sync``."""
+    sharding = f"ZeRO {zero}" if zero else f"hybrid sharding (replicate={replicate})" if (replicate or 1) > 1 else ""
+    if sync not in (None, ALL_REDUCE) and sharding:
+        raise UsageError(
+            f"sync={sync} needs whole parameters and gradients on every replica, and {layer} has {sharding}",
+            f"leave zero and replicate out, or leave sync out: {ALL_REDUCE} goes with every ZeRO stage",
+        )
 
 
 OF_LAYER = tuple(f.name for f in fields(LayerPins))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -88,6 +89,11 @@ OVERLAPS = ("none", "tensor")
 early."""
 
 TENSOR_OVERLAP = OVERLAPS[1]
+
+ALL_REDUCE, PARAMETER_SERVER = "all-reduce", "parameter-server"
+SYNCS = (ALL_REDUCE, PARAMETER_SERVER)
+"""How the replicas of data parallelism are synchronised. ``all-reduce``: each has the sum of all gradients, and updates. With a
+``parameter-server`` one rank of each group of replicas gets the sum, has the optimizer states, updates, and broadcasts the parameters."""
 
 
 _recomputations: dict[tuple[str, int], Recomputation] = {}
@@ -209,6 +215,11 @@ class Strategy:
         return n
 
 
+def effective_sync(sync: str, mesh: tuple[Axis, ...], strategies: Iterable[Strategy]) -> str:
+    """``sync``, or ``all-reduce`` if every layer has one replica alone: there is nothing to synchronise."""
+    return sync if any(s.degree(mesh, *REPLICATING) > 1 for s in strategies) else ALL_REDUCE
+
+
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
     """A layer of the model, by its index in ``Graph.layers``, with its strategy."""
@@ -307,6 +318,7 @@ class Plan:
     peak_memory_bytes: int = 0
     chunks: int = 1
     prefetch: int = 1  # layers whose parameters FSDP gathers ahead of the computation, under ZeRO 2 and 3
+    sync: str = ALL_REDUCE  # one of ``SYNCS``
     pins: tuple[PinPrice, ...] = ()
     allow: tuple[str, ...] = ()
     request: dict[str, Any] = field(default_factory=dict, hash=False)  # the command line's options, to repeat it
@@ -316,6 +328,7 @@ class Plan:
         assert self.stages[0].start == 0 and self.stages[-1].stop == len(self.layers)
         assert all(a.stop == b.start for a, b in zip(self.stages, self.stages[1:], strict=False))
         assert all(len(layer.strategy.roles) == len(self.mesh) for layer in self.layers)
+        assert self.sync == ALL_REDUCE or not any(layer.strategy.zero for layer in self.layers), self.sync
 
     @property
     def pipeline(self) -> int:
@@ -397,6 +410,7 @@ class Plan:
             "microbatches": self.microbatches,
             "schedule": self.schedule,
             "prefetch": self.prefetch,
+            "sync": self.sync,
             "global_batch": self.global_batch,
             "precision": self.precision,
             "mesh": [dataclasses.asdict(axis) for axis in self.mesh],
@@ -461,6 +475,7 @@ class Plan:
             peak_memory_bytes=data["peak_memory_bytes"],
             chunks=data.get("chunks", 1),
             prefetch=data.get("prefetch", 1),
+            sync=data.get("sync", ALL_REDUCE),
             pins=tuple(PinPrice(**pin) for pin in data.get("pins", ())),
             allow=tuple(data.get("allow", ())),
             request=data.get("request", {}),

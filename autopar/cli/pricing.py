@@ -19,7 +19,7 @@ from autopar.cli.timeline import print_timeline, timeline_data
 from autopar.devices import Cluster, parse
 from autopar.errors import BatchError, UsageError
 from autopar.graph import Graph
-from autopar.pins import OF_PLAN
+from autopar.pins import OF_PLAN, check_sync
 from autopar.plan import (
     REPLICATING,
     SEQUENCES,
@@ -192,6 +192,7 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
                 f"a global batch of {graph.batch_size} does not divide into microbatches of {size} on {rest} data-parallel devices",
                 f"--microbatch times {rest} must divide it; without --microbatch there is one microbatch",
             )
+    check_sync(request.get("sync"), "every layer", request.get("zero"), None)
     of_layers = ("tensor", "expert", "recompute", "segment", "offload", "overlap")
     pins = {name: request.get(name) for name in (*OF_PLAN, *of_layers)}
     pins |= {"data": rest // expert, "ring": context, "microbatches": microbatches}
@@ -213,7 +214,7 @@ def price_plan(graph: Graph, cluster: Cluster, plan: Plan, pricer: Pricer) -> Pl
     priced = evaluate(
         graph,
         cluster,
-        pricer.ahead(plan.prefetch),
+        pricer.of_program(plan.prefetch, plan.sync),
         mesh=plan.mesh,
         stage_bounds=[stage.start for stage in plan.stages] + [len(plan.layers)],
         strategies=[layer.strategy for layer in plan.layers],

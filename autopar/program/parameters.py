@@ -112,7 +112,8 @@ class Arrivals:
 class FlatGroup:
     """Parameters in one flat buffer whose gradients are reduced explicitly, once a step: ZeRO 0 and 1.
 
-    ZeRO 0 all-reduces the gradients over the data axes. ZeRO 1 reduce-scatters them (under hybrid sharding inside of a copy, and this
+    ZeRO 0 all-reduces the gradients over the data axes; with a parameter server it reduces them to the group's first rank, which alone has
+    masters, updates them, and broadcasts the parameters. ZeRO 1 reduce-scatters them (under hybrid sharding inside of a copy, and this
     rank's piece is then summed over the copies), the optimizer updates this rank's piece of the buffer, and the pieces are
     all-gathered. If masters are wider than the computation (float32 and bfloat16), gradients add up in the masters' dtype.
     """
@@ -128,12 +129,14 @@ class FlatGroup:
         self._shards = shards if self._scattered else ()
         self._group = world.group(self._shards or axes) if axes and trainable else None
         self._copies = world.group(copies) if self._scattered and copies else None
+        self._served = program.has_servers and self._group is not None
+        self._updates = not self._served or dist.get_rank(self._group) == 0  # whether this rank has masters
         self._parts = dist.get_world_size(self._group) if self._scattered else 1
         shapes = [stage.get_parameter(layout.name).shape for layout in layouts]
         piece = -(-sum(shape.numel() for shape in shapes) // self._parts)  # the last piece is padded
         index = dist.get_rank(self._group) if self._scattered else 0
         self._own = slice(index * piece, (index + 1) * piece)
-        self._mixed = trainable and wide != compute
+        self._mixed = trainable and wide != compute and self._updates
         self._values = torch.zeros(piece * self._parts, dtype=compute, device=world.device)
         self._grads = torch.zeros(piece * self._parts if trainable else 0, dtype=wide, device=world.device)
         self._owned = torch.zeros(piece, dtype=wide, device=world.device) if self._mixed else self._values[self._own]
@@ -177,7 +180,7 @@ class FlatGroup:
         # module to None, and a tied copy may be there. Besides, the buffer may have a wider dtype.
         slot.param.register_post_accumulate_grad_hook(accumulate)
         low, high = self._overlap(slot)
-        if low == high:
+        if low == high or not self._updates:
             return
         piece = self._owned[low - self._own.start : high - self._own.start]
         tensor = nn.Parameter(piece if self._scattered else piece.view(slot.param.shape))
@@ -235,7 +238,7 @@ class FlatGroup:
         return self._group is not None
 
     def start_reduction(self) -> None:
-        """Start to sum the gradients over the data axes. Padding has no gradient."""
+        """Start to sum the gradients over the data axes; a parameter server alone gets the sum. Padding has no gradient."""
         self.settle()
         for slot in self._slots if self._grads.numel() else ():
             for dim, start, length in slot.layout.beyond(self._world.coordinates):
@@ -243,6 +246,8 @@ class FlatGroup:
         if self._scattered:
             self._sum = torch.empty_like(self._grads[self._own])
             self._work = reduce_scatter(self._sum, self._grads, group=self._group, async_op=True)
+        elif self._served:
+            self._work = dist.reduce(self._grads, group=self._group, async_op=True, group_dst=0)
         elif self._group is not None:
             self._work = dist.all_reduce(self._grads, group=self._group, async_op=True)
 
@@ -264,11 +269,14 @@ class FlatGroup:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """After the optimizer's update: copy the masters into the parameters that the stage reads."""
+        """After the optimizer's update: copy the masters into the parameters that the stage reads, on this rank and on those that it
+        serves."""
         if self._scattered:
             all_gather(self._values, self._owned.to(self._values.dtype, copy=True), group=self._group)
         elif self._mixed:
             self._values.copy_(self._owned)
+        if self._served:
+            dist.broadcast(self._values, group=self._group, group_src=0)
 
     def values(self) -> dict[str, Tensor]:
         """This rank's whole slice of every parameter, by its name in the stage."""

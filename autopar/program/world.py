@@ -154,6 +154,11 @@ class Program:
         """Whether the schedule runs backward passes in two parts: gradients of inputs, and gradients of weights."""
         return self.plan["schedule"] in ("zero-bubble", "zbv", "dualpipev")
 
+    @property
+    def has_servers(self) -> bool:
+        """Whether one rank of each group of replicas, its server, updates the parameters and broadcasts them."""
+        return bool(self.plan.get("sync") == "parameter-server")
+
     def group(self, layout: Layout) -> tuple[str, int, tuple[str, ...]]:
         """The stage's child that has the parameter (``""``: the stage itself), its ZeRO stage, and the axes (larger than 1)
         on which it is ``R`` and its gradient is a term of the sum.

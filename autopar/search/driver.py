@@ -23,7 +23,7 @@ import numpy as np
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph import Graph
 from autopar.pins import ANY
-from autopar.plan import PinPrice, Plan
+from autopar.plan import ALL_REDUCE, PinPrice, Plan
 from autopar.search.bounds.cheap import fewest_seconds
 from autopar.search.evaluation import Proof, Solution, cost, in_segments, make_plan, tidy
 from autopar.search.minimum_memory import explain, explain_host, least_memory, something_fits
@@ -109,7 +109,7 @@ def explore(
     if cluster.count < 1:
         raise UsageError(f"a plan needs at least one device, not {cluster.count}")
     deadline = time.monotonic() + options.time_limit_s
-    pricer = pricer.ahead(options.prefetch or 1)
+    pricer = pricer.of_program(options.prefetch or 1, options.sync or ALL_REDUCE)
     state = State(options, Prices(graph, cluster, pricer, options, shared), pricer, deadline, step_s=known_s)
     instances = _open_all(graph, cluster, state)
     while state.left_s() > 0:

@@ -24,6 +24,7 @@ from autopar.plan import (
     Role,
     StagePlan,
     Strategy,
+    effective_sync,
 )
 from autopar.schedules import Schedule
 from autopar.schedules.memory import most_in_flight
@@ -298,6 +299,7 @@ def make_plan(
         peak_memory_bytes=proof.peak_memory_bytes,
         chunks=choice.schedule.chunks,
         prefetch=pricer.prefetch,
+        sync=effective_sync(pricer.sync, mesh, strategies),
         allow=graph.allow,
     )
     return replace(plan, notes=(*plan.notes, f"priced alone: {plan.unwritten}")) if plan.unwritten else plan
@@ -351,7 +353,7 @@ def memory_timeline(graph: Graph, cluster: Devices, pricer: Pricer, plan: Plan) 
     Raises:
         InfeasibleError: a layer has no price.
     """
-    choice, pricer = Choice(plan.mesh, plan.sized_schedule), pricer.ahead(plan.prefetch)
+    choice, pricer = Choice(plan.mesh, plan.sized_schedule), pricer.of_program(plan.prefetch, plan.sync)
     strategies = [layer.strategy for layer in plan.layers]
     views, stages = cluster.stages(plan.pipeline), []
     for s, stage in enumerate(plan.stages):

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.pins import OF_LAYER, PINS, LayerPins, PlanPins, Value, checked
+from autopar.pins import OF_LAYER, PINS, LayerPins, PlanPins, Value, check_sync, checked
 from autopar.plan import ALLOWED, Role
 
 
@@ -113,6 +113,7 @@ def pins_by_layer(graph: Graph, options: SearchOptions) -> tuple[LayerPins, ...]
                 "pin recompute=full or recompute=none, or offload=optimizer",
             )
         pins.check_segment(layer.name)
+        check_sync(options.sync, layer.name, pins.zero, pins.replicate)
     return (
         tuple(_of_experts(graph, i, pins) for i, pins in enumerate(found))
         if any(p.expert for p in found)

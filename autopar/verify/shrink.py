@@ -110,6 +110,7 @@ def shrink_plan(plan: Plan, graph: Graph, devices: int) -> Plan:
         strategies=strategies,
         microbatches=parts,
         schedule=schedule,
+        sync=plan.sync,
     )
 
 

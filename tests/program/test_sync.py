@@ -1,0 +1,233 @@
+"""How replicas are synchronised: several steps of training against the same steps on one device, and faults that are caught."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from workers import WorkerPool
+
+from autopar.capture import capture
+from autopar.emit import emit
+from autopar.errors import LaunchError, UsageError
+from autopar.plan import Plan, Role, Strategy
+from autopar.run.folder import import_runtime, program_modules
+from autopar.search.manual import make_mesh, manual_plan
+from autopar.shard import annotate
+
+Batch = dict[str, Tensor]
+Fault = tuple[str, str, str]
+WIDTH, ROWS, STEPS, MAX_NORM = 8, 8, 4, 0.05
+SERVER = {"sync": "parameter-server"}
+PIPELINE = {"pipeline": 2, "data": 2, "microbatches": 2}
+
+
+class Tied(nn.Module):
+    """The table is read by the first and the last layer; ``unused`` is read by none, and the loss gives ``silent`` no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {"norm": nn.LayerNorm(WIDTH), "up": nn.Linear(WIDTH, 16), "down": nn.Linear(16, WIDTH, bias=False)}
+            )
+            for _ in range(4)
+        )
+        self.head = nn.Linear(WIDTH, 16, bias=False)
+        self.head.weight = self.table.weight
+        self.unused = nn.Parameter(torch.ones(3))
+        self.silent = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.table(ids) * self.silent.detach()
+        for block in self.blocks:
+            hidden = hidden + block["down"](torch.tanh(block["up"](block["norm"](hidden))))
+        return self.head(hidden).flatten(0, 1)
+
+
+def loss_of(output: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, targets.flatten())
+
+
+def tied(dtype: torch.dtype = torch.float64) -> Tied:
+    torch.manual_seed(0)
+    return Tied().to(dtype)
+
+
+def batches(count: int = STEPS) -> list[tuple[Tensor, Tensor]]:
+    """Some labels are masked, unevenly over the rows: a mean over replicas would not be the mean over tokens."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(count):
+        ids, targets = torch.randint(16, (2, ROWS, 4), generator=generator)
+        targets[0, 1:] = -100
+        found.append((ids, targets))
+    return found
+
+
+def planned(model: nn.Module, **options: Any) -> tuple[Any, Plan]:
+    graph = annotate(capture(model, batches(1)[0], loss_of))
+    return graph, manual_plan(graph, **options)
+
+
+def program(folder: Path, *faults: Fault, model: nn.Module | None = None, **options: Any) -> str:
+    """Emit a program; ``faults`` are changes of its files: the file, a pattern, the replacement."""
+    emit(*planned(model or tied(), **options), folder)
+    for name, pattern, replacement in faults:
+        text, count = re.subn(pattern, replacement, (folder / name).read_text())
+        assert count == 1, (name, pattern, count)
+        (folder / name).write_text(text)
+    return str(folder)
+
+
+OPTIMIZERS = {
+    "adamw": functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
+    "sgd": functools.partial(torch.optim.SGD, lr=0.5),
+}
+
+
+def trained(
+    folder: str, state: dict[str, Tensor], optimizer: str, max_norm: float | None, steps: list[Batch]
+) -> dict[str, Any]:
+    """Losses and the state dict after the steps; of this rank, the parameters that its stages read and the bytes of optimizer states."""
+    with program_modules(folder):
+        runtime = import_runtime(folder)
+        opened = runtime.load(folder)
+        world = runtime.start(opened, device="cpu")
+        trainer = runtime.Trainer(opened, world, optimizer=OPTIMIZERS[optimizer], state=state, max_norm=max_norm)
+        losses = [trainer.step(batch) for batch in steps]
+        states = trainer.optimizer.state.values() if trainer.optimizer is not None else ()
+        sizes = [t.numel() for each in states for t in each.values() if isinstance(t, Tensor) and t.dim()]
+        read = {
+            f"{index} {name}": parameter.detach().clone()
+            for index, stage in trainer.stages.items()
+            for name, parameter in stage.named_parameters()
+        }
+        coordinates = {axis: index for axis, (index, _) in world.coordinates.items()}
+        return {
+            "losses": losses, "state": trainer.state_dict(), "read": read, "states": sum(sizes), "at": coordinates,
+        }  # fmt: skip
+
+
+def run(
+    pool: WorkerPool, folder: str, model: nn.Module, optimizer: str = "adamw", max_norm: float | None = MAX_NORM
+) -> list[dict[str, Any]]:
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    steps = [{"ids": ids, "targets": targets} for ids, targets in batches()]
+    return pool.run("test_sync:trained", folder, state, optimizer, max_norm, steps)
+
+
+def reference(
+    model: nn.Module, optimizer: str = "adamw", max_norm: float | None = MAX_NORM
+) -> tuple[list[float], dict[str, Tensor]]:
+    """The same steps on one device."""
+    updates = OPTIMIZERS[optimizer](list(model.parameters()))
+    losses = []
+    for ids, targets in batches():
+        updates.zero_grad()
+        loss = loss_of(model(ids), targets)
+        loss.backward()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        updates.step()
+        losses.append(loss.item())
+    return losses, {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def differs(found: list[dict[str, Any]], losses: list[float], state: dict[str, Tensor]) -> float:
+    """The largest difference of a loss on any rank, or of a parameter after the last step."""
+    trained = found[0]["state"]
+    assert {*trained, "unused"} == set(state)  # a program has no parameter that nothing reads
+    values = [float((value - state[name]).abs().max()) for name, value in trained.items()]
+    return max(values + [abs(a - b) for rank in found for a, b in zip(rank["losses"], losses, strict=True)])
+
+
+def replicas_agree(found: list[dict[str, Any]]) -> bool:
+    """Whether ranks that differ on data axes alone read the same parameters."""
+    seen: dict[Any, dict[str, Tensor]] = {}
+    for rank in found:
+        key = tuple(rank["read"]), rank["at"].get("tensor")
+        other = seen.setdefault(key, rank["read"])
+        if not all(torch.equal(other[name], value) for name, value in rank["read"].items()):
+            return False
+    return len(seen) < len(found)
+
+
+# -- a parameter server -----------------------------------------------------------------------------------------------
+
+SERVED: dict[str, dict[str, Any]] = {
+    "data": {"data": 4},
+    "two data axes": {"mesh": make_mesh(("data0", 2), ("data1", 2)), "microbatches": 2},
+    "tensor": {"data": 2, "tensor": 2, "microbatches": 2},
+    "tensor+sequence": {"data": 2, "tensor": 2, "sequence": True},
+    "pipeline": PIPELINE | {"schedule": "1f1b"},
+    "interleaved": PIPELINE | {"chunks": 2, "microbatches": 4, "schedule": "interleaved-1f1b", "recompute": "full"},
+    "zero bubble": PIPELINE | {"schedule": "zero-bubble"},
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_parameter_server_trains_as_one_device(name: str, workers4: WorkerPool, tmp_path: Path) -> None:
+    found = run(workers4, program(tmp_path, **SERVED[name], **SERVER), tied())
+    assert differs(found, *reference(tied())) < 1e-9
+    assert replicas_agree(found)
+    whole = run(workers4, program(tmp_path / "all", **SERVED[name]), tied())
+    for rank, other in zip(found, whole, strict=True):
+        first = all(index == 0 for axis, index in rank["at"].items() if axis.startswith("data"))
+        norms_only = first and rank["at"].get("tensor", 0) > 0 and name == "tensor+sequence"
+        assert rank["states"] <= other["states"] if first else rank["states"] == 0
+        assert norms_only or not first or rank["states"] == other["states"]
+
+
+FAULTS: dict[str, Fault] = {
+    "the server does not broadcast": ("parameters.py", r"if self\._served:\n\s+dist\.broadcast", "if False:\n            dist.broadcast"),
+    "another rank updates": ("parameters.py", r"dist\.get_rank\(self\._group\) == 0", "dist.get_rank(self._group) == 1"),
+    "the sum is on another rank": ("parameters.py", r"group_dst=0", "group_dst=1"),
+    "another rank broadcasts": ("parameters.py", r"group_src=0", "group_src=1"),
+    "the server's own gradient counts twice": (
+        "parameters.py", r"(\n\s+)(self\._work = dist\.reduce\()", r"\1self._grads *= 1 + self._updates\1\2",
+    ),
+    "gradients are not reduced": ("parameters.py", r"self\._work = dist\.reduce\(.*\)", "pass"),
+    "every rank clips by its own norm": ("runtime.py", r"dist\.all_reduce\(squares\)", "pass"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_a_server_is_caught(name: str, workers4: WorkerPool, tmp_path: Path) -> None:
+    """Of AdamW alone a norm that is wrong in size would show little: the plan has two stages, and gradients are clipped."""
+    folder = program(tmp_path, FAULTS[name], **SERVED["pipeline"], **SERVER)
+    try:
+        found = run(workers4, folder, tied(), "sgd")
+    except LaunchError:
+        return
+    assert differs(found, *reference(tied(), "sgd")) > 1e-6 or not replicas_agree(found)
+
+
+def test_a_server_sends_16_bits_and_keeps_32(workers2: WorkerPool, tmp_path: Path) -> None:
+    """Two terms have one sum in any order, so that the results have the same bits as with all-reduces."""
+    model = tied(torch.bfloat16)
+    server, plain = (
+        run(workers2, program(tmp_path / str(i), model=model, data=2, precision="bfloat16", **options), model)
+        for i, options in enumerate((SERVER, {}))
+    )
+    assert server[0]["losses"] == plain[0]["losses"] and replicas_agree(server)
+    for name, value in plain[0]["state"].items():
+        assert torch.equal(server[0]["state"][name], value), name
+    assert server[0]["state"]["table.weight"].dtype == torch.float32 and server[1]["states"] == 0
+
+
+def test_where_a_server_makes_no_sense() -> None:
+    for zero in (1, 2, 3):
+        with pytest.raises(UsageError, match=f"parameter-server needs whole parameters .* has ZeRO {zero}"):
+            planned(tied(), data=2, zero=zero, **SERVER)
+    mixed = {0: Strategy((Role.DATA,), zero=1)}
+    with pytest.raises(UsageError, match="has ZeRO 1"):
+        planned(tied(), data=2, strategies=mixed, **SERVER)
+    assert planned(tied(), data=2, **SERVER)[1].sync == "parameter-server"
+    assert planned(tied(), tensor=2, **SERVER)[1].sync == "all-reduce"  # one replica
