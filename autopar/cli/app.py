@@ -403,6 +403,22 @@ def compare(first: str, second: str, as_json: bool) -> None:
     compare_command(first, second, as_json)
 
 
+@cli.command(short_help="Show what synchronising replicas costs, by algorithm.")
+@click.argument("parameters")
+@click.option("--devices", required=True, metavar="SPEC", help=_DEVICES_HELP)
+@click.option(
+    "--precision", default="bfloat16", show_default=True, metavar="NAME", help="bfloat16, float16, float32 or float64."
+)
+@_calibration_option
+@click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
+def sync(parameters: str, devices: str, precision: str, calibration: str | None, as_json: bool) -> None:
+    """Show traffic and time of each way to synchronise replicas (`--sync`) of a model with PARAMETERS (7B, 350M, 7e9), a replica on each
+    device: by a server that takes one rank after another, on a ring, by recursive halving and doubling, and as plans price it."""
+    from autopar.cli.sync import sync_command
+
+    sync_command(parameters, devices, precision, calibration, as_json)
+
+
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Entry point of the console script; ends the process with the exit status."""
     # graphs and prices live as long as the command: looking for garbage among them takes a tenth of the time

@@ -261,7 +261,7 @@ def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
         found.append((name, degree(a, *roles), degree(b, *roles), ""))
     found += [
         (name, getattr(a, name), getattr(b, name), "")
-        for name in ("pipeline", "chunks", "microbatches", "schedule", "global_batch")
+        for name in ("pipeline", "chunks", "microbatches", "schedule", "sync", "global_batch")
     ]
     found.append(("ZeRO", *(max(layer.strategy.zero for layer in plan.layers) for plan in (a, b)), ""))  # type: ignore[arg-type]
     for words, how in (("layers recomputed", "full"), ("layers recomputed in part", "selective")):

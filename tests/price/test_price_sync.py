@@ -41,7 +41,7 @@ def layer(sync: str, mesh: tuple[Axis, ...] = DATA, roles: tuple[Role, ...] = (R
 
 
 def test_a_server_costs_a_reduction_under_the_backward_and_a_broadcast_after_the_update() -> None:
-    """Gradients are reduced in the 16 bits of one backward pass, where one microbatch gives them; parameters are sent in 16 bits."""
+    """Gradients are reduced in float32; parameters are sent in 16 bits."""
     whole, served = layer(ALL_REDUCE), layer(PARAMETER_SERVER)
     averaged = Pricer(GRAPH, CLUSTER, "bfloat16", solve_mlp).numbers.averaged
 
