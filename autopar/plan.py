@@ -56,11 +56,13 @@ MICROBATCH_STATISTICS = "microbatch_statistics"
 NARROW_GRADIENTS = "bfloat16_gradients"
 NARROW_MOMENTS = "bfloat16_moments"
 NARROW = (NARROW_GRADIENTS, NARROW_MOMENTS)
-ALLOWED = (MICROBATCH_STATISTICS, *NARROW)
+APART = "local_steps"
+ALLOWED = (MICROBATCH_STATISTICS, *NARROW, APART)
 """The kinds of exactness that a user may allow a plan to give up. ``microbatch_statistics``: a loss that needs the whole batch (a
 router's auxiliary loss, batch norm, negatives of the same batch) is computed for each microbatch separately, and the step's loss is
 their mean. For parameters of 16 bits (their master copies stay in float32): with ``bfloat16_gradients`` gradients are accumulated and
-reduced in 16 bits, with ``bfloat16_moments`` Adam's moments are in 16 bits."""
+reduced in 16 bits, with ``bfloat16_moments`` Adam's moments are in 16 bits. ``local_steps``: replicas train apart for some steps, then
+their parameters are averaged."""
 
 DEGREES = {
     "data": (Role.DATA,),
@@ -90,10 +92,23 @@ early."""
 
 TENSOR_OVERLAP = OVERLAPS[1]
 
-ALL_REDUCE, PARAMETER_SERVER = "all-reduce", "parameter-server"
+ALL_REDUCE, PARAMETER_SERVER, LOCAL_STEPS = "all-reduce", "parameter-server", "local-steps"
 SYNCS = (ALL_REDUCE, PARAMETER_SERVER)
 """How the replicas of data parallelism are synchronised. ``all-reduce``: each has the sum of all gradients, and updates. With a
-``parameter-server`` one rank of each group of replicas gets the sum, has the optimizer states, updates, and broadcasts the parameters."""
+``parameter-server`` one rank of each group of replicas gets the sum, has the optimizer states, updates, and broadcasts the parameters.
+Besides, ``local-steps:k`` (``LOCAL_STEPS`` with a number): each replica updates by the gradients of its own samples, and every *k* steps
+the replicas average their parameters (local SGD, Stich 2019, arXiv:1805.09767)."""
+
+
+def local_steps(sync: str | None) -> int:
+    """The *k* of ``local-steps:k``; 0 if replicas are synchronised in every step."""
+    kind, _, steps = (sync or ALL_REDUCE).partition(":")
+    return int(steps) if kind == LOCAL_STEPS else 0
+
+
+def given_up(sync: str) -> tuple[str, ...]:
+    """The exactness (of ``ALLOWED``) that a synchronisation gives up."""
+    return (APART,) if local_steps(sync) else ()
 
 
 _recomputations: dict[tuple[str, int], Recomputation] = {}
@@ -206,6 +221,11 @@ class Strategy:
         assert self.replicate == 1, (self, mesh)
         return (), axes
 
+    def replicas(self, mesh: tuple[Axis, ...]) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+        """The data axes, whose ranks have different samples, and the other axes on which the layer's parameters are equal."""
+        axes = [(axis, role) for axis, role in zip(mesh, self.roles, strict=True) if role.replicates_parameters]
+        return tuple(a for a, r in axes if r is Role.DATA), tuple(a for a, r in axes if r is not Role.DATA)
+
     def degree(self, mesh: tuple[Axis, ...], *roles: Role) -> int:
         """The product of the sizes of the axes whose role is one of ``roles``."""
         n = 1
@@ -217,7 +237,8 @@ class Strategy:
 
 def effective_sync(sync: str, mesh: tuple[Axis, ...], strategies: Iterable[Strategy]) -> str:
     """``sync``, or ``all-reduce`` if every layer has one replica alone: there is nothing to synchronise."""
-    return sync if any(s.degree(mesh, *REPLICATING) > 1 for s in strategies) else ALL_REDUCE
+    roles = (Role.DATA,) if local_steps(sync) else REPLICATING
+    return sync if any(s.degree(mesh, *roles) > 1 for s in strategies) else ALL_REDUCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +339,7 @@ class Plan:
     peak_memory_bytes: int = 0
     chunks: int = 1
     prefetch: int = 1  # layers whose parameters FSDP gathers ahead of the computation, under ZeRO 2 and 3
-    sync: str = ALL_REDUCE  # one of ``SYNCS``
+    sync: str = ALL_REDUCE  # one of ``SYNCS``, or ``local-steps:k``
     pins: tuple[PinPrice, ...] = ()
     allow: tuple[str, ...] = ()
     request: dict[str, Any] = field(default_factory=dict, hash=False)  # the command line's options, to repeat it

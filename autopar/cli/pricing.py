@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autopar.cli.commands import recapture
+from autopar.cli.commands import allowed, recapture
 from autopar.cli.console import Messages, console, plain_table
 from autopar.cli.load import Sizes, load_model
 from autopar.cli.render import print_plan
@@ -196,7 +196,7 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
     of_layers = ("tensor", "expert", "recompute", "segment", "offload", "overlap")
     pins = {name: request.get(name) for name in (*OF_PLAN, *of_layers)}
     pins |= {"data": rest // expert, "ring": context, "microbatches": microbatches}
-    plan = manual_plan(graph, sequence=bool(request.get("sequence")), **pins)  # type: ignore[arg-type]
+    plan = manual_plan(graph, sequence=bool(request.get("sequence")), allow=allowed(dict(request)), **pins)  # type: ignore[arg-type]
 
     def own(layer: LayerPlan) -> LayerPlan:
         """The layer without expert parallelism where it has no experts, and with ZeRO where its parameters have copies."""

@@ -21,7 +21,7 @@ from autopar.emit.stage import layer_attribute, owned_attribute, stage_class
 from autopar.errors import ModelError, UsageError
 from autopar.graph import Graph
 from autopar.ops.meta import meta
-from autopar.plan import SELECTIVE, Plan
+from autopar.plan import SELECTIVE, Plan, given_up
 from autopar.precision import name_of
 from autopar.program import copy_runtime
 from autopar.program.state import write_initial
@@ -80,7 +80,9 @@ def emit(
     note = f"the program imports {', '.join(imports)} for opaque modules"
     if imports and note not in plan.notes:
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
-    plan = dataclasses.replace(plan, imports=tuple(sorted({*imports, *custom_modules(graph)})), allow=graph.allow)
+    plan = dataclasses.replace(
+        plan, imports=tuple(sorted({*imports, *custom_modules(graph)})), allow=(*graph.allow, *given_up(plan.sync))
+    )
     (path / "model.py").write_text(model_source(local, bool(modules), watch))
     (path / "plan.json").write_text(plan.dumps() + "\n")
     write_initial(path, state)

@@ -6,6 +6,7 @@ from collections import Counter
 
 from autopar.plan import (
     ALL_REDUCE,
+    APART,
     DEGREES,
     FULL,
     MICROBATCH_STATISTICS,
@@ -14,6 +15,7 @@ from autopar.plan import (
     SELECTIVE,
     Plan,
     Strategy,
+    local_steps,
 )
 
 
@@ -40,7 +42,9 @@ def describe(plan: Plan) -> str:
         if once := sum(layer.strategy.reduces_once for layer in plan.layers):
             whose = "" if once == len(plan.layers) else f" of {once} of {len(plan.layers)} layers"
             parts.append(f"gradients{whose} reduced once a step")
-    if plan.sync != ALL_REDUCE:
+    if steps := local_steps(plan.sync):
+        parts.append(f"parameters averaged every {steps} steps ({APART}: not exact)")
+    elif plan.sync != ALL_REDUCE:
         parts.append(plan.sync.replace("-", " "))
     parts.append(f"{plan.microbatches} microbatches" if plan.microbatches > 1 else "1 microbatch")
     if MICROBATCH_STATISTICS in plan.allow:

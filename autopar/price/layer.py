@@ -27,7 +27,7 @@ import numpy as np
 from autopar.devices import Cluster
 from autopar.devices.measured import Floats
 from autopar.layer_price import LayerPrice
-from autopar.plan import PARAMETER_SERVER, SELECTIVE, TENSOR_OVERLAP, Axis, Strategy
+from autopar.plan import PARAMETER_SERVER, SELECTIVE, TENSOR_OVERLAP, Axis, Strategy, local_steps
 from autopar.price.collectives import Group, beside_s, group, group_time_s
 from autopar.price.host import Offloaded, host_state_bytes, host_update_s, waited_s
 from autopar.price.live_memory import Alive, Neighbours, Share
@@ -87,8 +87,8 @@ class Spread:
 
     ``gather_s`` and ``reduce_s`` have two values: once per step (ZeRO 0 and 1), and around each pass of a layer (ZeRO 2 and 3). If there
     are several copies of the shards, ``reduce_s`` includes the sum over the copies. ``average_s`` is the reduction without ZeRO, once per
-    step, and ``publish_s`` what follows the update then: a parameter server's broadcast. ``flops`` are those of one microbatch, see
-    ``LayerPrice``.
+    step, and ``publish_s`` what follows the update then: a parameter server's broadcast, or an average of parameters. ``flops`` are those
+    of one microbatch, see ``LayerPrice``.
     """
 
     size: int
@@ -381,8 +381,8 @@ def spread(
     trainer: Trainer,
     sync: str,
 ) -> Spread:
-    """The data-parallel groups of ``axes`` (``Strategy.data_axes``) and their collectives, for ``microbatches`` per step of ``flops``
-    each, synchronised by ``sync`` (``plan.SYNCS``)."""
+    """The data-parallel groups of ``axes`` and their collectives, for ``microbatches`` per step of ``flops`` each, synchronised by ``sync``
+    (``plan.SYNCS``). ``axes`` are ``Strategy.data_axes``, or for replicas that train apart ``Strategy.replicas``."""
     copies, members = (group(each, cluster) for each in axes)
     parameters, trainable = math.ceil(c.parameters), math.ceil(c.trainable)
 
@@ -398,6 +398,15 @@ def spread(
             return found
         return found + trainer.data_collective_s(Collective.ALL_REDUCE, shard, c.tensors, copies, cluster, around_layer)
 
+    def published() -> float:
+        if sync == PARAMETER_SERVER:
+            return over(Collective.BROADCAST, trainable * numbers.width, False)
+        if not (steps := local_steps(sync)) or copies.size == 1:
+            return 0.0
+        masters = trainable * (numbers.at_rest or numbers.width)
+        return trainer.data_collective_s(Collective.ALL_REDUCE, masters, c.tensors, copies, cluster, False) / steps
+
+    average = Collective.REDUCE if sync == PARAMETER_SERVER else Collective.ALL_REDUCE
     return Spread(
         size=members.size,
         microbatches=microbatches,
@@ -407,12 +416,8 @@ def spread(
             over(Collective.ALL_GATHER, parameters * numbers.width, True),
         ),
         reduce_s=(reduced(False), reduced(True)),
-        average_s=over(
-            Collective.REDUCE if sync == PARAMETER_SERVER else Collective.ALL_REDUCE,
-            trainable * numbers.averaged,
-            False,
-        ),
-        publish_s=over(Collective.BROADCAST, trainable * numbers.width, False) if sync == PARAMETER_SERVER else 0.0,
+        average_s=over(average, trainable * numbers.averaged, False),
+        publish_s=published(),
     )
 
 

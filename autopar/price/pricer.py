@@ -10,7 +10,7 @@ import math
 from autopar.devices import Cluster
 from autopar.graph import Graph
 from autopar.layer_price import LayerPrice
-from autopar.plan import ALL_REDUCE, Axis, Recomputation, Role, Strategy
+from autopar.plan import ALL_REDUCE, Axis, Recomputation, Role, Strategy, local_steps
 from autopar.price import table as tables
 from autopar.price.collectives import p2p_s
 from autopar.price.host import Offloaded
@@ -212,7 +212,7 @@ class Pricer:
         if key not in self._spread:
             # if each microbatch is treated as a whole batch, the graph's flops are those of one microbatch
             flops = self._table(cls_name)[0].model_flops / self.graph.parts(microbatches)
-            axes = strategy.data_axes(mesh)
+            axes = strategy.replicas(mesh) if local_steps(self.sync) else strategy.data_axes(mesh)
             self._spread[key] = spread(c, axes, microbatches, flops, cluster, self.numbers, self.trainer, self.sync)
         return self._spread[key]
 

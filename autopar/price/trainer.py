@@ -92,7 +92,7 @@ class Trainer:
         return beside_s(backward_s, communication_s, slowdown)
 
     def exposed_gather_s(self, communication_s: float, forward_s: float, slowdown: float) -> float:
-        """The seconds that sending updated parameters (ZeRO 1's gather, a parameter server's broadcast) adds to the step, if one
+        """The seconds that sending updated parameters (ZeRO 1's gather, a server's broadcast, an average) adds to the step, if one
         microbatch's forward of the layer computes for ``forward_s``. Emitted programs send them before the next step begins."""
         return communication_s
 

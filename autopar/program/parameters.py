@@ -112,10 +112,13 @@ class Arrivals:
 class FlatGroup:
     """Parameters in one flat buffer whose gradients are reduced explicitly, once a step: ZeRO 0 and 1.
 
-    ZeRO 0 all-reduces the gradients over the data axes; with a parameter server it reduces them to the group's first rank, which alone has
-    masters, updates them, and broadcasts the parameters. ZeRO 1 reduce-scatters them (under hybrid sharding inside of a copy, and this
+    ZeRO 0 all-reduces the gradients over the data axes. ZeRO 1 reduce-scatters them (under hybrid sharding inside of a copy, and this
     rank's piece is then summed over the copies), the optimizer updates this rank's piece of the buffer, and the pieces are
     all-gathered. If masters are wider than the computation (float32 and bfloat16), gradients add up in the masters' dtype.
+
+    With a parameter server ZeRO 0 reduces the gradients to the group's first rank, which alone has masters, updates them, and broadcasts
+    the parameters. Replicas that train apart reduce gradients inside of each replica only; a replica's loss is its term of the batch's loss
+    times the number of replicas, and ``average`` makes their masters equal.
     """
 
     def __init__(self, stage: nn.Module, layouts: Sequence[Layout], world: World, program: Program) -> None:
@@ -127,7 +130,9 @@ class FlatGroup:
         self.shared = layouts[0].shared
         self._world, self._scattered = world, zero == 1 and trainable and shards != ()  # frozen parameters stay whole
         self._shards = shards if self._scattered else ()
+        axes, self._apart = program.parted(axes)
         self._group = world.group(self._shards or axes) if axes and trainable else None
+        self._replicas = world.group(self._apart) if self._apart and trainable else None
         self._copies = world.group(copies) if self._scattered and copies else None
         self._served = program.has_servers and self._group is not None
         self._updates = not self._served or dist.get_rank(self._group) == 0  # whether this rank has masters
@@ -185,7 +190,9 @@ class FlatGroup:
         piece = self._owned[low - self._own.start : high - self._own.start]
         tensor = nn.Parameter(piece if self._scattered else piece.view(slot.param.shape))
         tensor.grad = self._grads[low:high].view(tensor.shape)
-        self.masters.append(Master(slot.layout, tensor, _alike(slot.layout, self._shards, self._world)))
+        self.masters.append(
+            Master(slot.layout, tensor, _alike(slot.layout, (*self._shards, *self._apart), self._world))
+        )
 
     def adders(self) -> Mapping[int, Callable[[Tensor], None]]:
         """By the identity of each trainable parameter that the stage reads: the function that adds a microbatch's gradient, for gradients
@@ -264,8 +271,24 @@ class FlatGroup:
             self._work.wait()
         if self._sum is not None:
             self._grads[self._own].copy_(self._sum)
+        if self._replicas is not None:
+            self._grads *= dist.get_world_size(self._replicas)
         self._work = self._sum = None
         self._over_copies = False
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Average the masters of replicas that train apart."""
+        if self._replicas is not None:
+            self._owned.copy_(self._mean(self._owned))
+
+    def _mean(self, tensor: Tensor) -> Tensor:
+        """The mean over the replicas that train apart."""
+        if self._replicas is None:
+            return tensor
+        total = tensor.clone()
+        dist.all_reduce(total, group=self._replicas)
+        return total / dist.get_world_size(self._replicas)
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -279,12 +302,12 @@ class FlatGroup:
             dist.broadcast(self._values, group=self._group, group_src=0)
 
     def values(self) -> dict[str, Tensor]:
-        """This rank's whole slice of every parameter, by its name in the stage."""
-        return self._split(self._whole(self._owned) if self._mixed else self._values)
+        """This rank's whole slice of every parameter, by its name in the stage: the mean of replicas that train apart."""
+        return self._split(self._mean(self._whole(self._owned) if self._mixed else self._values))
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's whole slice of every trainable parameter's reduced gradient, by its name in the stage."""
-        return self._split(self._whole(self._grads[self._own])) if self._grads.numel() else {}
+        return self._split(self._mean(self._whole(self._grads[self._own]))) if self._grads.numel() else {}
 
     def _whole(self, own: Tensor) -> Tensor:
         if not self._scattered:
@@ -392,6 +415,9 @@ class ShardedGroup:
                 inner = slice(max(start - first, 0), max(last - first, 0)) if dim == 0 else slice(start, start + length)
                 grad.movedim(dim, 0)[inner] = 0
             master.tensor.grad = grad
+
+    def average(self) -> None:
+        """Nothing: replicas that train apart have no shards."""
 
     def publish(self) -> None:
         """Nothing: the masters are the parameters' own storage."""

@@ -81,7 +81,7 @@ def price_pins(
     """``plan``, found with ``options``, with the price of each pin: the time saved if that pin alone were left to the search.
 
     Each pin needs its own search, with ``time_limit_s`` for all together; the part that a search had no time to settle lies between the
-    two figures. ``shared`` as in ``search``.
+    two figures. A pin that another one needs has no price. ``shared`` as in ``search``.
     """
     shared = Shared() if shared is None else shared
     priced: list[PinPrice] = []
@@ -92,7 +92,10 @@ def price_pins(
         if options.progress is not None:
             options.progress(f"the price of {key}={value}")
         trial = replace(options.without(key), time_limit_s=left, progress=None)
-        state = explore(graph, cluster, pricer, trial, plan.prediction.step_time_s, shared)
+        try:
+            state = explore(graph, cluster, pricer, trial, plan.prediction.step_time_s, shared)
+        except UsageError:
+            continue
         priced.append(PinPrice(key, value, state.step_s, min(state.bound_s, state.step_s)))
     return replace(plan, pins=tuple(priced))
 

@@ -25,11 +25,12 @@ from autopar.plan import (
     StagePlan,
     Strategy,
     effective_sync,
+    given_up,
 )
 from autopar.schedules import Schedule
 from autopar.schedules.memory import most_in_flight
 from autopar.schedules.step_time import lower_bound, simulate
-from autopar.search.notes import host_notes, notes_of
+from autopar.search.notes import host_notes, notes_of, sync_notes
 from autopar.search.problem import Choice, Devices, Mesh, Pricer
 from autopar.search.tables import Instance
 from autopar.search.timeline import Counts, Device, Moment
@@ -275,7 +276,7 @@ def make_plan(
         for s, ((i, j), device) in enumerate(zip(pairwise(priced.bounds), choice.schedule.device, strict=True))
     )
     layers = tuple(LayerPlan(a.name, a.cls, b) for a, b in zip(graph.layers, strategies, strict=True))
-    peak = cluster.peak_flops(precision)
+    peak, sync = cluster.peak_flops(precision), effective_sync(pricer.sync, mesh, strategies)
     plan = Plan(
         model=graph.name,
         devices=str(cluster),
@@ -293,14 +294,15 @@ def make_plan(
         notes=(
             *proof.notes,
             *notes_of(graph, choice, strategies, mesh),
+            *sync_notes(sync),
             *host_notes(offloaded, [stage.host_limit_bytes for stage in cluster.stages(choice.schedule.pipeline)]),
         ),
         wall_time_s=proof.wall_time_s,
         peak_memory_bytes=proof.peak_memory_bytes,
         chunks=choice.schedule.chunks,
         prefetch=pricer.prefetch,
-        sync=effective_sync(pricer.sync, mesh, strategies),
-        allow=graph.allow,
+        sync=sync,
+        allow=(*graph.allow, *given_up(sync)),
     )
     return replace(plan, notes=(*plan.notes, f"priced alone: {plan.unwritten}")) if plan.unwritten else plan
 

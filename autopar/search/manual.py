@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Unpack
 
@@ -29,8 +30,10 @@ from autopar.plan import (
     StagePlan,
     Strategy,
     effective_sync,
+    given_up,
 )
 from autopar.schedules import Schedule, check_schedule, default_schedule
+from autopar.search.options import check_allowed, check_replicas
 from autopar.segments import shortened
 
 
@@ -72,15 +75,16 @@ def manual_plan(
     strategies: dict[int, Strategy] | None = None,
     sequence: bool = False,
     precision: str = "float64",
+    allow: Collection[str] = (),
     **pins: Unpack[PinKeywords],
 ) -> Plan:
     """A plan in which every layer has the same strategy, except those that ``strategies`` gives by index.
 
     ``pins`` are decisions for the plan and for every layer (``autopar.pins``). A degree that is left out is 1, ZeRO is stage 0, and
     nothing is recomputed or offloaded; ``zero`` takes effect if a layer has a data axis of more than one device, ``reduce="step"`` under
-    ZeRO 2 and 3 and with several microbatches, ``sync`` if a layer has several replicas. ``sequence`` shards
-    activations between tensor-parallel regions along the sequence. ``cuts`` are the first layers of the stages after the first (default:
-    layers distributed evenly).
+    ZeRO 2 and 3 and with several microbatches, ``sync`` if a layer has several replicas; ``allow`` has what it gives up. ``sequence``
+    shards activations between tensor-parallel regions along the sequence. ``cuts`` are the first layers of the stages after the first
+    (default: layers distributed evenly).
 
     Without ``mesh`` a stage's mesh is ("data", "expert", "ring", "ulysses", "tensor"), outermost first, and axes of size 1 are left out
     (a single axis ("data", size 1) stands when all are). With ``mesh`` those five degrees are not used: an axis takes the role that its
@@ -104,15 +108,13 @@ def manual_plan(
             f"strategies are given for layers {sorted(set(chosen) - set(range(count)))}, the model has {count} layers"
         )
     bounds = _bounds(count, pipeline * chunks, cuts)
-    check_schedule(
-        sized := Schedule(
-            given.schedule or default_schedule(pipeline, microbatches, chunks), pipeline, microbatches, chunks
-        )
-    )
+    schedule = given.schedule or default_schedule(pipeline, microbatches, chunks)
+    check_schedule(sized := Schedule(schedule, pipeline, microbatches, chunks))
     own = [chosen[i].under(sized) for i in range(count)]
     chosen = dict(enumerate(shortened(graph, own, bounds)))
     for index, strategy in chosen.items():
         _check_strategy(graph, mesh, given, index, strategy)
+    sync = _sync(graph, mesh, given, chosen.values(), allow)
     size = math.prod(axis.size for axis in mesh)
     return Plan(
         model=graph.name,
@@ -130,8 +132,8 @@ def manual_plan(
         solver="by hand",
         chunks=chunks,
         prefetch=given.prefetch or 1,
-        sync=effective_sync(given.sync or ALL_REDUCE, mesh, chosen.values()),
-        allow=graph.allow,
+        sync=sync,
+        allow=(*graph.allow, *given_up(sync)),
     )
 
 
@@ -150,6 +152,17 @@ def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins) ->
         return common
     once = given.reduce == "step" and given.zero >= 2 and (given.microbatches or 1) > 1
     return replace(common, zero=given.zero, replicate=given.replicate or 1, reduce="step" if once else common.reduce)
+
+
+def _sync(
+    graph: Graph, mesh: tuple[Axis, ...], given: PlanPins, strategies: Collection[Strategy], allow: Collection[str]
+) -> str:
+    """How replicas are synchronised. Under local steps all layers have the same data axes."""
+    check_allowed(allow, given.sync)
+    axes = {strategy.replicas(mesh)[0] for strategy in strategies}
+    degrees = [s.degree(mesh, Role.DATA) for s in strategies]
+    check_replicas(graph, given.sync, [None] if len(axes) > 1 else degrees)
+    return effective_sync(given.sync or ALL_REDUCE, mesh, strategies)
 
 
 def _roles(mesh: tuple[Axis, ...], sequence: bool) -> tuple[Role, ...]:

@@ -30,6 +30,16 @@ def test_every_way_and_algorithm_has_a_row() -> None:
     assert ring["busiest_bytes"] == pytest.approx(4 * 15 / 16 * whole)
     assert served["messages"] == 30 and served["busiest_bytes"] == pytest.approx(2 * 15 * whole)
     assert served["seconds"] > 5 * ring["seconds"]
+    apart = at["local-steps:8", "ring"]
+    for figure in (
+        "seconds",
+        "messages",
+        "traffic_bytes",
+        "busiest_bytes",
+    ):  # in float32 masters are as large as gradients
+        assert apart[figure] == pytest.approx(ring[figure] / 8)
+    other = json.loads(invoke("1B", "--devices", "2x8xH100-80GB", "--steps", "2", "--json"))
+    assert {row["sync"] for row in other} == {"all-reduce", "parameter-server", "local-steps:2"}
     cluster = parse("2x8xH100-80GB")
     members = group((Axis("data", 16, 1),), cluster)
     priced = group_time_s(Collective.ALL_REDUCE, whole, members, cluster)
