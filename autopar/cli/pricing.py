@@ -32,6 +32,7 @@ from autopar.precision import name_of
 from autopar.price import Pricer
 from autopar.search import evaluate, manual_plan, memory_timeline
 from autopar.search.concessions import Concession
+from autopar.search.options import check_replicas
 from autopar.search.timeline import Moment
 from autopar.units import seconds
 from autopar.workload import with_concession
@@ -193,6 +194,7 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
                 f"--microbatch times {rest} must divide it; without --microbatch there is one microbatch",
             )
     check_sync(request.get("sync"), "every layer", request.get("zero"), None)
+    check_replicas(graph, request.get("sync"), [rest // expert, rest])  # layers with experts, and without
     of_layers = ("tensor", "expert", "recompute", "segment", "offload", "overlap")
     pins = {name: request.get(name) for name in (*OF_PLAN, *of_layers)}
     pins |= {"data": rest // expert, "ring": context, "microbatches": microbatches}

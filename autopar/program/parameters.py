@@ -280,15 +280,15 @@ class FlatGroup:
     def average(self) -> None:
         """Average the masters of replicas that train apart."""
         if self._replicas is not None:
-            self._owned.copy_(self._mean(self._owned))
+            self._average_(self._owned, self._replicas)
+
+    def _average_(self, tensor: Tensor, replicas: dist.ProcessGroup) -> Tensor:
+        dist.all_reduce(tensor, group=replicas)
+        return tensor.div_(dist.get_world_size(replicas))
 
     def _mean(self, tensor: Tensor) -> Tensor:
         """The mean over the replicas that train apart."""
-        if self._replicas is None:
-            return tensor
-        total = tensor.clone()
-        dist.all_reduce(total, group=self._replicas)
-        return total / dist.get_world_size(self._replicas)
+        return tensor if self._replicas is None else self._average_(tensor.clone(), self._replicas)
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -166,6 +166,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "two data axes": {"mesh": make_mesh(("data0", 2), ("data1", 2)), "microbatches": 2},
     "tensor": {"data": 2, "tensor": 2, "microbatches": 2},
     "tensor+sequence": {"data": 2, "tensor": 2, "sequence": True},
+    "ring": {"data": 2, "ring": 2},
     "pipeline": PIPELINE | {"schedule": "1f1b"},
     "interleaved": PIPELINE | {"chunks": 2, "microbatches": 4, "schedule": "interleaved-1f1b", "recompute": "full"},
     "zero bubble": PIPELINE | {"schedule": "zero-bubble"},
@@ -179,7 +180,7 @@ def test_a_parameter_server_trains_as_one_device(name: str, workers4: WorkerPool
     assert replicas_agree(found)
     whole = run(workers4, program(tmp_path / "all", **SERVED[name]), tied())
     for rank, other in zip(found, whole, strict=True):
-        first = all(index == 0 for axis, index in rank["at"].items() if axis.startswith("data"))
+        first = all(index == 0 for axis, index in rank["at"].items() if axis.startswith(("data", "ring")))
         norms_only = first and rank["at"].get("tensor", 0) > 0 and name == "tensor+sequence"
         assert rank["states"] <= other["states"] if first else rank["states"] == 0
         assert norms_only or not first or rank["states"] == other["states"]
@@ -240,6 +241,7 @@ APART: dict[str, dict[str, Any]] = {
     "two data axes": {"mesh": make_mesh(("data0", 2), ("data1", 2)), "microbatches": 2},
     "tensor": {"data": 2, "tensor": 2, "microbatches": 2},
     "tensor+sequence": {"data": 2, "tensor": 2, "sequence": True},
+    "ring": {"data": 2, "ring": 2},
     "pipeline": PIPELINE | {"schedule": "1f1b"},
     "zero bubble": PIPELINE | {"schedule": "zero-bubble"},
 }
@@ -250,6 +252,7 @@ def local(steps: int) -> dict[str, Any]:
 
 
 def replicas_of(name: str) -> int:
+    """The ranks of a ring are one replica: they have slices of the same sequences."""
     return 4 if "data" in name else 2
 
 
@@ -339,7 +342,7 @@ def test_masters_of_replicas_are_averaged_in_32_bits(workers2: WorkerPool, tmp_p
 APART_FAULTS: dict[str, Fault] = {
     "replicas are not averaged": ("runtime.py", r"group\.average\(\)", "pass"),
     "averaged in every step": ("runtime.py", r"if apart and .*:", "if apart:"),
-    "the sum, not the mean": ("parameters.py", r"return total / dist\.get_world_size\(self\._replicas\)", "return total"),
+    "the sum, not the mean": ("parameters.py", r"return tensor\.div_\(.*\)", "return tensor"),
     "a replica's own term of the loss": ("parameters.py", r"self\._grads \*= dist\.get_world_size\(self\._replicas\)", "pass"),
     "clipped by all replicas' norm": ("runtime.py", r"squares, group=self\.world\.replica", "squares"),
     "gradients are summed over the replicas": (
