@@ -21,7 +21,7 @@ from autopar.emit.stage import layer_attribute, owned_attribute, stage_class
 from autopar.errors import ModelError, UsageError
 from autopar.graph import Graph
 from autopar.ops.meta import meta
-from autopar.plan import SELECTIVE, Plan, given_up
+from autopar.plan import SELECTIVE, Plan, given_up, local_steps
 from autopar.precision import name_of
 from autopar.program import copy_runtime
 from autopar.program.state import write_initial
@@ -50,6 +50,11 @@ from torch.utils.checkpoint import checkpoint
 
 _APART = """
 Each microbatch is a batch of its own, as microbatch_statistics allows: the step's loss is the mean of theirs, not the whole batch's."""
+
+
+_LOCAL_STEPS = """
+Replicas train apart, as local_steps allows: each updates by the gradients of its own samples, and parameters are
+averaged every {} step(s)."""
 
 
 def emit(
@@ -146,7 +151,7 @@ def model_source(program: LocalProgram, opaque: bool = False, watch: bool = Fals
         rows=plan.global_batch // plan.microbatches,
         schedule=plan.schedule,
         mesh=" x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh),
-        apart=_APART if program.graph.accumulated > 1 else "",
+        apart=_inexact(program),
     )
     sources, class_names = _layer_classes(program, axes, watch)
     mesh = ", ".join(f'"{axis.name}": {axis.size}' for axis in plan.mesh)
@@ -164,6 +169,12 @@ def model_source(program: LocalProgram, opaque: bool = False, watch: bool = Fals
         f"STAGES = ({tuple_text},)\n",
     ]
     return "\n\n".join(parts)
+
+
+def _inexact(program: LocalProgram) -> str:
+    """What the program computes in place of one device's step, in words."""
+    steps = local_steps(program.plan.sync)
+    return (_APART if program.graph.accumulated > 1 else "") + (_LOCAL_STEPS.format(steps) if steps else "")
 
 
 def _siblings(program: LocalProgram, opaque: bool) -> list[str]:

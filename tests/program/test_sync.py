@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 from workers import WorkerPool
 
 from autopar.capture import capture
+from autopar.checks.collectives import check_collectives
 from autopar.emit import emit
-from autopar.errors import LaunchError, UsageError
+from autopar.errors import LaunchError, ProgramError, UsageError
+from autopar.explain.describe import describe
 from autopar.plan import Plan, Role, Strategy
 from autopar.run.folder import import_runtime, program_modules
 from autopar.search.manual import make_mesh, manual_plan
@@ -378,7 +381,7 @@ class Coupled(nn.Module):
         return self.layers(x)
 
 
-def test_where_replicas_cannot_train_apart() -> None:
+def test_where_replicas_cannot_train_apart(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="(?s)not exact: between two averages .*allow=.'local_steps'."):
         planned(tied(), data=2, sync="local-steps:4")
     with pytest.raises(UsageError, match="has ZeRO 1"):
@@ -393,7 +396,16 @@ def test_where_replicas_cannot_train_apart() -> None:
     graph = annotate(capture(Coupled(), (x, y), nn.functional.mse_loss))
     with pytest.raises(UsageError, match="replicas cannot train apart: batch norm couples the batch"):
         manual_plan(graph, data=2, **local(4))
+    coupled = replace(manual_plan(graph, data=2), sync="local-steps:4")  # as if it had not been refused
+    with pytest.raises(ProgramError, match="replicas train apart, and collectives cross data"):
+        check_collectives(emit(graph, coupled, tmp_path / "coupled"))
+
+
+def test_a_plan_and_its_program_say_that_they_are_not_exact(tmp_path: Path) -> None:
+    text = (Path(program(tmp_path, data=2, **local(4))) / "model.py").read_text()
+    assert "Replicas train apart, as local_steps allows" in text and "averaged every 4 step(s)" in text
     plan = planned(tied(), data=2, **local(4))[1]
-    assert plan.allow == ("local_steps",) and Plan.from_json(plan.to_json()) == plan
+    assert plan.allow == ("local_steps",) and "every 4 steps (local_steps: not exact)" in describe(plan)
+    assert Plan.from_json(plan.to_json()) == plan
     alone = planned(tied(), tensor=2, **local(4))[1]  # one replica: what one device computes
     assert (alone.sync, alone.allow) == ("all-reduce", ())
