@@ -23,6 +23,7 @@ from typing import Any, TypedDict
 from autopar.errors import UsageError
 from autopar.plan import (
     ALL_REDUCE,
+    COMPILATIONS,
     DEGREES,
     LOCAL_STEPS,
     OFFLOADS,
@@ -126,6 +127,17 @@ class LayerPins:
         "overlap=none",
         values=OVERLAPS,
     )
+    compile: bool | str | None = _pin(
+        "what torch.compile compiles: nothing, or each layer's arithmetic; nothing where none is pinned",
+        "compile=layers",
+        values=COMPILATIONS,
+        switch=True,
+    )
+
+    @property
+    def compiled(self) -> bool:
+        """Whether layers are compiled."""
+        return self.compile == COMPILATIONS[1]
 
     def recomputations(self, segments: Sequence[int] = (1,)) -> tuple[Recomputation, ...]:
         """The recomputations that the pins allow. ``segments`` are the numbers of layers to recompute as one where no pin decides."""
@@ -203,6 +215,7 @@ class PinKeywords(TypedDict, total=False):
     offload: str | None
     segment: int | None
     overlap: str | None
+    compile: bool | str | None
 
 
 def check_sync(sync: str | None, layer: str, zero: int | None, replicate: int | None) -> None:

@@ -195,7 +195,7 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
             )
     check_sync(request.get("sync"), "every layer", request.get("zero"), None)
     check_replicas(graph, request.get("sync"), [rest // expert, rest])  # layers with experts, and without
-    of_layers = ("tensor", "expert", "recompute", "segment", "offload", "overlap")
+    of_layers = ("tensor", "expert", "recompute", "segment", "offload", "overlap", "compile")
     pins = {name: request.get(name) for name in (*OF_PLAN, *of_layers)}
     pins |= {"data": rest // expert, "ring": context, "microbatches": microbatches}
     plan = manual_plan(graph, sequence=bool(request.get("sequence")), allow=allowed(dict(request)), **pins)  # type: ignore[arg-type]

@@ -8,8 +8,9 @@ import itertools
 import math
 
 from autopar.devices import Cluster
-from autopar.graph import Graph
+from autopar.graph import Graph, LayerClass
 from autopar.layer_price import LayerPrice
+from autopar.ops.compilation import stays_eager
 from autopar.plan import ALL_REDUCE, Axis, Recomputation, Role, Strategy, local_steps
 from autopar.price import table as tables
 from autopar.price.collectives import p2p_s
@@ -81,6 +82,8 @@ class Pricer:
         self._p2p: dict[tuple[int, Mesh, tuple[Role, ...], int], float] = {}
         self._elsewhere: dict[Cluster, Pricer] = {}
         self._programs: dict[tuple[int, str], Pricer] = {}
+        self._compiled: Pricer | None = None
+        self._compiles = False  # whether this prices compiled layers
         self._makers = {name: (i, k) for i, layer in enumerate(graph.layers) for k, name in enumerate(layer.outputs)}
         self._readers = self._find_readers()
         self._adjacent = [self._find_adjacent(1)]
@@ -94,7 +97,7 @@ class Pricer:
             other = copy.copy(self)
             other.cluster, other._pipelined = cluster, dataclasses.replace(cluster, pipelined=True)
             other._cores, other._placed, other._spread, other._layers = {}, {}, {}, {}
-            other._beside, other._edges, other._p2p, other._programs = {}, {}, {}, {}
+            other._beside, other._edges, other._p2p, other._programs, other._compiled = {}, {}, {}, {}, None
             self._elsewhere[_nameless(cluster)] = other
         return self._elsewhere[_nameless(cluster)]
 
@@ -111,12 +114,25 @@ class Pricer:
             other = copy.copy(self)
             other.prefetch, other.sync = prefetch, sync
             other._layers, other._elsewhere, other._programs, other._beside, other._spread = {}, {}, {}, {}, {}
+            other._compiled = None
             other._adjacent = [self._find_adjacent(distance) for distance in range(1, prefetch + 1)]
             self._programs[prefetch, sync] = other
         return self._programs[prefetch, sync]
 
+    def _of_compiled_layers(self) -> Pricer:
+        """The pricer of a program that compiles the layers whose classes admit it. Layouts do not depend on that, and are shared."""
+        if self._compiled is None:
+            other = copy.copy(self)
+            other.trainer, other._compiles = dataclasses.replace(self.trainer, fused=True), True
+            other._tables, other._flags, other._bound, other._cores = {}, {}, {}, {}
+            other._placed, other._spread, other._beside, other._layers = {}, {}, {}, {}
+            self._compiled = other
+        return self._compiled
+
     def layer(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
         """The price of a layer class; ``None`` if a role is inadmissible or a local shape is not whole."""
+        if strategy.compiles and not self._compiles:
+            return self._of_compiled_layers().layer(cls_name, mesh, strategy, microbatches)
         key = (cls_name, self._number(mesh), strategy, microbatches)
         if key not in self._layers:
             found = self._place(cls_name, mesh, strategy.roles, microbatches)
@@ -289,8 +305,14 @@ class Pricer:
 
     def _table(self, cls_name: str) -> tuple[tables.ClassTable, tables.Rows]:
         if (cls_name, ()) not in self._tables:
-            self._tables[cls_name, ()] = tables.build(self.graph.classes[cls_name], self.numbers, self.trainer)
+            self._tables[cls_name, ()] = self._build(cls_name, self.graph.classes[cls_name])
         return self._tables[cls_name, ()]
+
+    def _build(self, cls_name: str, cls: LayerClass) -> tuple[tables.ClassTable, tables.Rows]:
+        """The table of a class, or of the class when it is padded."""
+        eager = self._compiles and stays_eager(self.graph.classes[cls_name])
+        trainer = dataclasses.replace(self.trainer, fused=False) if eager else self.trainer
+        return tables.build(cls, self.numbers, trainer)
 
     def _padded_table(
         self, cls_name: str, counts: tuple[int, ...], runs: Runs, types: tuple[AxisTypes, ...]
@@ -301,7 +323,7 @@ class Pricer:
             cls = pad_class(
                 self.graph.classes[cls_name], Sharding(tuple(a for a, _ in axes), tuple(t for _, t in axes))
             )
-            table, rows = tables.build(cls, self.numbers, self.trainer)
+            table, rows = self._build(cls_name, cls)
             table = dataclasses.replace(table, model_flops=self._table(cls_name)[0].model_flops)
             self._tables[cls_name, counts] = table, rows
         return self._tables[cls_name, counts]
