@@ -102,6 +102,7 @@ class RandomPricer:
         self.graph, self.seed, self.density, self.edges, self.slower = graph, seed, density, edges, slower
 
     prefetch, sync = 1, "all-reduce"
+    compiled = False
 
     def of_program(self, prefetch: int, sync: str) -> RandomPricer:
         return self
@@ -491,6 +492,7 @@ class TransformerPricer:
         self.graph = graph
 
     prefetch, sync = 1, "all-reduce"
+    compiled = False
 
     def of_program(self, prefetch: int, sync: str) -> TransformerPricer:
         return self

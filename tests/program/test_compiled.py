@@ -82,6 +82,11 @@ def test_compiled_programs_are_exact(pins: dict[str, Any], workers2: WorkerPool,
     assert graphs > 0
 
 
+def test_experts_stay_eager_inside_of_compiled_layers(workers2: WorkerPool, tmp_path: Path) -> None:
+    graphs, _ = compiled("mixtral", workers2, tmp_path, expert=2, zero=1)
+    assert graphs > 0
+
+
 @pytest.mark.parametrize("model", ["gpt2", "bert", "mlp", "packed", "dit", "odd_llama"])
 def test_compiled_models_are_exact_on_one_device(model: str, workers1: WorkerPool, tmp_path: Path) -> None:
     graphs, _ = compiled(model, workers1, tmp_path)
@@ -255,9 +260,9 @@ def _counted(forward: Any, others: set[int], found: dict[str, int], name: str, *
     return result
 
 
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
+@pytest.mark.parametrize("model", ["gpt2", "llama", "mixtral"])
 def test_the_price_knows_what_a_compiled_layer_saves(model: str, workers1: WorkerPool, tmp_path: Path) -> None:
-    """torch's partitioner cuts the joint graph where the least is saved; the price is its sum within 0.1 %."""
+    """torch's partitioner cuts the joint graph where the least is saved; the price is its sum within 0.2 %."""
     built, batch, _ = MODELS[model]()
     graph = annotate(capture(built, batch))
     plan = manual_plan(graph, compile="layers", precision="float32")
@@ -268,15 +273,15 @@ def test_the_price_knows_what_a_compiled_layer_saves(model: str, workers1: Worke
     for layer, size in zip(graph.layers[1:-1], list(measured.values())[1:-1], strict=True):
         price, without = (pricer.layer(layer.cls, plan.mesh, s, 1) for s in (plan.layers[0].strategy, eager))
         assert price is not None and without is not None
-        assert price.saved_bytes == pytest.approx(size, rel=0.001), layer.name
+        assert price.saved_bytes == pytest.approx(size, rel=0.002), layer.name
         assert price.saved_bytes < 0.9 * without.saved_bytes
 
 
-def test_the_search_takes_the_pin() -> None:
+def test_plans_for_gpus_compile_layers_unless_a_pin_says_no() -> None:
     graph = chain(llama_block(8, 512, 1024, 8, 8, 2816), 4)
     cluster = parse("1x4xH100-80GB")
     pricer = Pricer(graph, cluster, "bfloat16")
-    eager, fused = (search(graph, cluster, pricer, SearchOptions(compile=how)) for how in (None, "layers"))
+    eager, fused = (search(graph, cluster, pricer, SearchOptions(compile=how)) for how in ("none", None))
     assert not any(layer.strategy.compiled for layer in eager.layers)
     assert all(layer.strategy.compiled for layer in fused.layers)
     assert fused.prediction.step_time_s < eager.prediction.step_time_s
@@ -286,4 +291,7 @@ def test_a_plan_says_which_layers_stay_eager() -> None:
     graph, cluster = blocks(3, drop=0.1), parse("1x1xH100-80GB")
     plan = find_plan(graph, cluster, SearchOptions(compile="layers", recompute=False))
     assert "1 of 4 layers are not compiled: head draws random numbers" in " ".join(plan.notes)
-    assert "not compiled" not in " ".join(find_plan(graph, cluster, SearchOptions(recompute=False)).notes)
+    assert "not compiled" not in " ".join(
+        find_plan(graph, cluster, SearchOptions(compile="none", recompute=False)).notes
+    )
+    assert not any(layer.strategy.compiled for layer in find_plan(graph, parse("1"), SearchOptions()).layers)
