@@ -251,8 +251,8 @@ def test_replicas_that_differ_after_an_update_are_found(workers2: WorkerPool, mo
     plan = manual_plan(given.graph, data=2, sync="parameter-server")
     assert check_plan(given, plan, workers2, typed=False).error.exact
 
-    def faulty(folder: Path, uses: Any) -> None:
-        copy_runtime(folder, uses)
+    def faulty(folder: Path, *uses: Any) -> None:
+        copy_runtime(folder, *uses)
         file = Path(folder) / "parameters.py"
         text, count = re.subn(r"dist\.broadcast\(.*\)", "pass", file.read_text())
         assert count == 1
