@@ -67,7 +67,7 @@ def compile(
         progress: called with the name of a stage and a short text, when the stage begins and whenever there is news.
 
     Keywords:
-        pipeline, chunks, microbatches, prefetch, schedule: the same pins of the plan by name (see ``autopar.pins`` for all pins).
+        pipeline, chunks, microbatches, prefetch, schedule, sync: the same pins of the plan by name (see ``autopar.pins`` for all pins).
         data, tensor, expert, ulysses, ring, zero, replicate, reduce, recompute, offload, overlap, compile, segment: the same pins of
             every layer by name.
         precision: ``"bfloat16"``, ``"float32"`` and so on; the model's own if left out.

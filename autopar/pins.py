@@ -21,7 +21,18 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
 from autopar.errors import UsageError
-from autopar.plan import COMPILATIONS, DEGREES, OFFLOADS, OVERLAPS, RECOMPUTATIONS, REDUCTIONS, Recomputation
+from autopar.plan import (
+    ALL_REDUCE,
+    COMPILATIONS,
+    DEGREES,
+    LOCAL_STEPS,
+    OFFLOADS,
+    OVERLAPS,
+    RECOMPUTATIONS,
+    REDUCTIONS,
+    SYNCS,
+    Recomputation,
+)
 from autopar.schedules import SCHEDULES
 
 Value = int | str | bool
@@ -35,7 +46,8 @@ FORM = "write key=value, such as pipeline=4, tensor=8, layers.0-7.tensor=8, lm_h
 @dataclass(frozen=True, slots=True)
 class Pin:
     """One row of the table. Without ``values`` a pin is a whole number from ``least`` to ``most``; with ``switch`` its values also have
-    the short forms ``True``, for the last one, and ``False``, for the first one."""
+    the short forms ``True``, for the last one, and ``False``, for the first one. ``counted`` is a value that is followed by a colon and a
+    whole number from 1."""
 
     name: str
     of_layer: bool
@@ -45,12 +57,18 @@ class Pin:
     least: int = 1
     most: int | None = None
     switch: bool = False
+    counted: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The values as one writes them; none for a whole number."""
+        return (*self.values, f"{self.counted}:K") if self.counted else self.values
 
     @property
     def choices(self) -> str:
         """The values in words."""
         if self.values:
-            return f"one of {', '.join(self.values)}"
+            return f"one of {', '.join(self.names)}"
         return f"a whole number from {self.least}" + ("" if self.most is None else f" to {self.most}")
 
     def checked(self, key: str, value: Value) -> Value:
@@ -58,7 +76,8 @@ class Pin:
         if self.switch and isinstance(value, bool):
             return self.values[-1 if value else 0]
         if self.values:
-            fits = value in self.values
+            counted = bool(self.counted) and re.fullmatch(rf"{self.counted}:[1-9]\d*", str(value)) is not None
+            fits = value in self.values or counted
         else:
             whole = isinstance(value, int) and not isinstance(value, bool)
             fits = whole and int(value) >= self.least and (self.most is None or int(value) <= self.most)
@@ -166,6 +185,12 @@ class PlanPins(LayerPins):
         "how many layers ahead of the computation parameters are gathered under ZeRO 2 and 3", "prefetch=2"
     )
     schedule: str | None = _pin("the pipeline schedule", "schedule=1f1b", values=SCHEDULES)
+    sync: str | None = _pin(
+        "how replicas are synchronised under ZeRO 0; all-reduce where none is pinned",
+        "sync=parameter-server",
+        values=SYNCS,
+        counted=LOCAL_STEPS,
+    )
 
 
 class PinKeywords(TypedDict, total=False):
@@ -176,6 +201,7 @@ class PinKeywords(TypedDict, total=False):
     microbatches: int | None
     prefetch: int | None
     schedule: str | None
+    sync: str | None
     data: int | None
     tensor: int | None
     expert: int | None
@@ -189,6 +215,16 @@ class PinKeywords(TypedDict, total=False):
     segment: int | None
     overlap: str | None
     compile: bool | str | None
+
+
+def check_sync(sync: str | None, layer: str, zero: int | None, replicate: int | None) -> None:
+    """Raise ``UsageError`` if the ZeRO stage or the copies of ``layer`` contradict ``sync``."""
+    sharding = f"ZeRO {zero}" if zero else f"hybrid sharding (replicate={replicate})" if (replicate or 1) > 1 else ""
+    if sync not in (None, ALL_REDUCE) and sharding:
+        raise UsageError(
+            f"sync={sync} needs whole parameters and gradients on every replica, and {layer} has {sharding}",
+            f"leave zero and replicate out, or leave sync out: {ALL_REDUCE} goes with every ZeRO stage",
+        )
 
 
 OF_LAYER = tuple(f.name for f in fields(LayerPins))

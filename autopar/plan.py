@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -55,11 +56,13 @@ MICROBATCH_STATISTICS = "microbatch_statistics"
 NARROW_GRADIENTS = "bfloat16_gradients"
 NARROW_MOMENTS = "bfloat16_moments"
 NARROW = (NARROW_GRADIENTS, NARROW_MOMENTS)
-ALLOWED = (MICROBATCH_STATISTICS, *NARROW)
+APART = "local_steps"
+ALLOWED = (MICROBATCH_STATISTICS, *NARROW, APART)
 """The kinds of exactness that a user may allow a plan to give up. ``microbatch_statistics``: a loss that needs the whole batch (a
 router's auxiliary loss, batch norm, negatives of the same batch) is computed for each microbatch separately, and the step's loss is
 their mean. For parameters of 16 bits (their master copies stay in float32): with ``bfloat16_gradients`` gradients are accumulated and
-reduced in 16 bits, with ``bfloat16_moments`` Adam's moments are in 16 bits."""
+reduced in 16 bits, with ``bfloat16_moments`` Adam's moments are in 16 bits. ``local_steps``: replicas train apart for some steps, then
+their parameters are averaged."""
 
 DEGREES = {
     "data": (Role.DATA,),
@@ -91,6 +94,24 @@ TENSOR_OVERLAP = OVERLAPS[1]
 
 COMPILATIONS = ("none", "layers")
 """The parts of a program that ``torch.compile`` compiles: nothing, or each layer's own arithmetic."""
+
+ALL_REDUCE, PARAMETER_SERVER, LOCAL_STEPS = "all-reduce", "parameter-server", "local-steps"
+SYNCS = (ALL_REDUCE, PARAMETER_SERVER)
+"""How the replicas of data parallelism are synchronised. ``all-reduce``: each has the sum of all gradients, and updates. With a
+``parameter-server`` one rank of each group of replicas gets the sum, has the optimizer states, updates, and broadcasts the parameters.
+Besides, ``local-steps:k`` (``LOCAL_STEPS`` with a number): each replica updates by the gradients of its own samples, and every *k* steps
+the replicas average their parameters (local SGD, Stich 2019, arXiv:1805.09767)."""
+
+
+def local_steps(sync: str | None) -> int:
+    """The *k* of ``local-steps:k``; 0 if replicas are synchronised in every step."""
+    kind, _, steps = (sync or ALL_REDUCE).partition(":")
+    return int(steps) if kind == LOCAL_STEPS else 0
+
+
+def given_up(sync: str) -> tuple[str, ...]:
+    """The exactness (of ``ALLOWED``) that a synchronisation gives up."""
+    return (APART,) if local_steps(sync) else ()
 
 
 _recomputations: dict[tuple[str, int], Recomputation] = {}
@@ -213,6 +234,11 @@ class Strategy:
         assert self.replicate == 1, (self, mesh)
         return (), axes
 
+    def replicas(self, mesh: tuple[Axis, ...]) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+        """The data axes, whose ranks have different samples, and the other axes on which the layer's parameters are equal."""
+        axes = [(axis, role) for axis, role in zip(mesh, self.roles, strict=True) if role.replicates_parameters]
+        return tuple(a for a, r in axes if r is Role.DATA), tuple(a for a, r in axes if r is not Role.DATA)
+
     def degree(self, mesh: tuple[Axis, ...], *roles: Role) -> int:
         """The product of the sizes of the axes whose role is one of ``roles``."""
         n = 1
@@ -220,6 +246,12 @@ class Strategy:
             if role in roles:
                 n *= axis.size
         return n
+
+
+def effective_sync(sync: str, mesh: tuple[Axis, ...], strategies: Iterable[Strategy]) -> str:
+    """``sync``, or ``all-reduce`` if every layer has one replica alone: there is nothing to synchronise."""
+    roles = (Role.DATA,) if local_steps(sync) else REPLICATING
+    return sync if any(s.degree(mesh, *roles) > 1 for s in strategies) else ALL_REDUCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +352,7 @@ class Plan:
     peak_memory_bytes: int = 0
     chunks: int = 1
     prefetch: int = 1  # layers whose parameters FSDP gathers ahead of the computation, under ZeRO 2 and 3
+    sync: str = ALL_REDUCE  # one of ``SYNCS``, or ``local-steps:k``
     pins: tuple[PinPrice, ...] = ()
     allow: tuple[str, ...] = ()
     request: dict[str, Any] = field(default_factory=dict, hash=False)  # the command line's options, to repeat it
@@ -329,6 +362,7 @@ class Plan:
         assert self.stages[0].start == 0 and self.stages[-1].stop == len(self.layers)
         assert all(a.stop == b.start for a, b in zip(self.stages, self.stages[1:], strict=False))
         assert all(len(layer.strategy.roles) == len(self.mesh) for layer in self.layers)
+        assert self.sync == ALL_REDUCE or not any(layer.strategy.zero for layer in self.layers), self.sync
 
     @property
     def pipeline(self) -> int:
@@ -411,6 +445,7 @@ class Plan:
             "microbatches": self.microbatches,
             "schedule": self.schedule,
             "prefetch": self.prefetch,
+            "sync": self.sync,
             "global_batch": self.global_batch,
             "precision": self.precision,
             "mesh": [dataclasses.asdict(axis) for axis in self.mesh],
@@ -476,6 +511,7 @@ class Plan:
             peak_memory_bytes=data["peak_memory_bytes"],
             chunks=data.get("chunks", 1),
             prefetch=data.get("prefetch", 1),
+            sync=data.get("sync", ALL_REDUCE),
             pins=tuple(PinPrice(**pin) for pin in data.get("pins", ())),
             allow=tuple(data.get("allow", ())),
             request=data.get("request", {}),

@@ -62,7 +62,8 @@ def S(dim: int) -> SpmdType:  # noqa: N802  the type system's own name
 class Collective(Enum):
     """The collective of a conversion or a kernel; ``NONE`` and ``LOCAL`` (slice, zero, pad) move no bytes between ranks.
 
-    ``ROTATE`` and ``SHIFT`` are point to point: every rank's slice goes all the way around the axis, or to one other rank.
+    ``ROTATE`` and ``SHIFT`` are point to point: every rank's slice goes all the way around the axis, or to one other rank. ``REDUCE`` and
+    ``BROADCAST``, to and from one rank, are a parameter server's, and no conversion has them.
     """
 
     NONE = "none"
@@ -71,6 +72,8 @@ class Collective(Enum):
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_TO_ALL = "all_to_all"
+    REDUCE = "reduce"
+    BROADCAST = "broadcast"
     ROTATE = "rotate"
     SHIFT = "shift"
 

@@ -39,6 +39,22 @@ def gigabytes(count: float, up: bool = False) -> str:
     return f"{math.ceil(count)} bytes"
 
 
+def parse_count(text: str) -> int:
+    """A number such as ``"70B"`` (1e9), ``"350M"`` (1e6), ``"7e9"``.
+
+    Raises:
+        UsageError: any other text, or a number below one.
+    """
+    match = re.fullmatch(r"([0-9.]+(?:[eE]\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
+    try:
+        found = int(float(match[1]) * 1000 ** " KMBT".index(match[2].upper() or " ")) if match else 0
+    except ValueError:
+        found = 0
+    if found <= 0:
+        raise UsageError(f"{text!r} is not a number of parameters", "write 7B, 350M or 7e9")
+    return found
+
+
 def parse_size(text: str) -> int:
     """Bytes of ``"40GB"`` (1e9), ``"37GiB"`` (2**30), ``"4e10"``.
 

@@ -27,7 +27,7 @@ from autopar.flow import gradient_flow, placeholders
 from autopar.ops.cost import tensors
 from autopar.ops.meta import meta
 from autopar.ops.operands import operands
-from autopar.plan import TENSOR_OVERLAP, Axis
+from autopar.plan import TENSOR_OVERLAP, Axis, local_steps
 from autopar.price.moves import Move, layer_moves, wire
 from autopar.program import kernels
 from autopar.rules.traffic import kernel_traffic
@@ -71,6 +71,7 @@ def check_collectives(program: LocalProgram) -> int:
     Raises ``ProgramError`` naming the layer, the value and the axes if the program differs from the decided and priced one.
     """
     found = 0
+    crossed: set[str] = set()
     names = {id(layer): program.graph.layers[i].name for i, layer in reversed(list(enumerate(program.layers)))}
     for layer in {id(layer): layer for layer in program.layers}.values():
         name = names[id(layer)]
@@ -78,13 +79,27 @@ def check_collectives(program: LocalProgram) -> int:
         emitted = list(exchanges(layer))
         _compare(Counter(priced(layer)), Counter(emitted), name)
         found += len(emitted)
+        crossed.update(axis for one in emitted for axis in one.axes)
     for stage in program.stages:
         for crossing in stage.crossings:
             where = f"the way into {program.graph.layers[crossing.layer].name}"
             emitted = list(_crossing_exchanges(crossing, program))
             _compare(Counter(_crossing_moves(crossing, program)), Counter(emitted), where)
             found += len(emitted)
+            crossed.update(axis for one in emitted for axis in one.axes)
+    _check_replicas(program, crossed)
     return found
+
+
+def _check_replicas(program: LocalProgram, crossed: set[str]) -> None:
+    """Raise if replicas that train apart exchange something in a layer or between layers; ``crossed`` are the axes of all collectives."""
+    if not local_steps(program.plan.sync):
+        return
+    replicas = {axis.name for axis in program.layers[0].strategy.replicas(program.plan.mesh)[0]}
+    if replicas & crossed:
+        raise ProgramError(
+            f"replicas train apart, and collectives cross {', '.join(sorted(replicas & crossed))}", hint=_HINT
+        )
 
 
 def _compare(expected: Counter[Exchange], found: Counter[Exchange], where: str) -> None:

@@ -53,7 +53,8 @@ _allow_option = click.option(
     multiple=True,
     type=click.Choice([name.replace("_", "-") for name in ALLOWED]),
     help="Give up exactness: microbatch-statistics takes several microbatches where the loss couples the batch's examples, each with its "
-    "own statistics and loss; bfloat16-gradients and bfloat16-moments keep gradients, and Adam's moments, in 16 bits where that gains.",
+    "own statistics and loss; bfloat16-gradients and bfloat16-moments keep gradients, and Adam's moments, in 16 bits where that gains; "
+    "local-steps lets --sync local-steps:K train replicas apart.",
 )
 _size_options = (click.option("--devices", metavar="SPEC", help=_DEVICES_HELP), *_batch_options)
 _model_options = _options(
@@ -66,9 +67,11 @@ _model_options = _options(
 
 def _pin_option(pin: Pin, sentence: str, without: tuple[str, ...] = ()) -> Callable[[Any], Any]:
     """The option ``--NAME`` of a pin, with the values that it has in the table except those in ``without``."""
-    names = [name for name in pin.values if name not in without]
-    kind = click.Choice(names) if names else click.IntRange(pin.least, pin.most)
+    names = [name for name in pin.names if name not in without]
+    kind: click.ParamType = click.Choice(names) if names else click.IntRange(pin.least, pin.most)
     metavar = None if names else "N" if pin.most is None else f"{pin.least}-{pin.most}"
+    if pin.counted:  # checked with the other pins
+        kind, metavar = click.STRING, f"[{'|'.join(names)}]"
     meaning = sentence.format(pin.meaning)
     text = f"{meaning[0].upper()}{meaning[1:]}."
     if ANY in names:
@@ -379,7 +382,7 @@ def hardware(action: str | None, name: str | None, as_json: bool) -> None:
 @_options(
     *(
         _pin_option(PINS[name], "{}", (ANY,))
-        for name in ("schedule", "chunks", "recompute", "segment", "offload", "overlap", "compile")
+        for name in ("schedule", "chunks", "sync", "recompute", "segment", "offload", "overlap", "compile")
     )
 )
 @click.option("--timeline", is_flag=True, help="Also show the memory of each device at each action of a step.")
@@ -401,6 +404,30 @@ def compare(first: str, second: str, as_json: bool) -> None:
     from autopar.cli.pricing import compare_command
 
     compare_command(first, second, as_json)
+
+
+@cli.command(short_help="Show what synchronising replicas costs, by algorithm.")
+@click.argument("parameters")
+@click.option("--devices", required=True, metavar="SPEC", help=_DEVICES_HELP)
+@click.option(
+    "--precision", default="bfloat16", show_default=True, metavar="NAME", help="bfloat16, float16, float32 or float64."
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    default=8,
+    show_default=True,
+    metavar="K",
+    help="Steps between averages of local-steps:K.",
+)
+@_calibration_option
+@click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
+def sync(**request: Any) -> None:
+    """Show traffic and time of each way to synchronise replicas (`--sync`) of a model with PARAMETERS (7B, 350M, 7e9), a replica on each
+    device: by a server that takes one rank after another, on a ring, by recursive halving and doubling, and as plans price it."""
+    from autopar.cli.sync import sync_command
+
+    sync_command(**request)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

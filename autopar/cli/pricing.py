@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autopar.cli.commands import recapture
+from autopar.cli.commands import allowed, recapture
 from autopar.cli.console import Messages, console, plain_table
 from autopar.cli.load import Sizes, load_model
 from autopar.cli.render import print_plan
@@ -19,7 +19,7 @@ from autopar.cli.timeline import print_timeline, timeline_data
 from autopar.devices import Cluster, parse
 from autopar.errors import BatchError, UsageError
 from autopar.graph import Graph
-from autopar.pins import OF_PLAN
+from autopar.pins import OF_PLAN, check_sync
 from autopar.plan import (
     COMPILATIONS,
     REPLICATING,
@@ -33,6 +33,7 @@ from autopar.precision import name_of
 from autopar.price import Pricer
 from autopar.search import evaluate, manual_plan, memory_timeline
 from autopar.search.concessions import Concession
+from autopar.search.options import check_replicas
 from autopar.search.timeline import Moment
 from autopar.units import seconds
 from autopar.workload import with_concession
@@ -193,11 +194,13 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
                 f"a global batch of {graph.batch_size} does not divide into microbatches of {size} on {rest} data-parallel devices",
                 f"--microbatch times {rest} must divide it; without --microbatch there is one microbatch",
             )
+    check_sync(request.get("sync"), "every layer", request.get("zero"), None)
+    check_replicas(graph, request.get("sync"), [rest // expert, rest])  # layers with experts, and without
     of_layers = ("tensor", "expert", "recompute", "segment", "offload", "overlap", "compile")
     pins = {name: request.get(name) for name in (*OF_PLAN, *of_layers)}
     pins |= {"data": rest // expert, "ring": context, "microbatches": microbatches}
     pins["compile"] = pins["compile"] or COMPILATIONS[cluster.kind != "cpu"]
-    plan = manual_plan(graph, sequence=bool(request.get("sequence")), **pins)  # type: ignore[arg-type]
+    plan = manual_plan(graph, sequence=bool(request.get("sequence")), allow=allowed(dict(request)), **pins)  # type: ignore[arg-type]
 
     def own(layer: LayerPlan) -> LayerPlan:
         """The layer without expert parallelism where it has no experts, and with ZeRO where its parameters have copies."""
@@ -215,7 +218,7 @@ def price_plan(graph: Graph, cluster: Cluster, plan: Plan, pricer: Pricer) -> Pl
     priced = evaluate(
         graph,
         cluster,
-        pricer.ahead(plan.prefetch),
+        pricer.of_program(plan.prefetch, plan.sync),
         mesh=plan.mesh,
         stage_bounds=[stage.start for stage in plan.stages] + [len(plan.layers)],
         strategies=[layer.strategy for layer in plan.layers],
@@ -262,7 +265,7 @@ def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
         found.append((name, degree(a, *roles), degree(b, *roles), ""))
     found += [
         (name, getattr(a, name), getattr(b, name), "")
-        for name in ("pipeline", "chunks", "microbatches", "schedule", "global_batch")
+        for name in ("pipeline", "chunks", "microbatches", "schedule", "sync", "global_batch")
     ]
     found.append(("ZeRO", *(max(layer.strategy.zero for layer in plan.layers) for plan in (a, b)), ""))  # type: ignore[arg-type]
     for words, how in (("layers recomputed", "full"), ("layers recomputed in part", "selective")):

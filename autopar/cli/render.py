@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.cli.console import plain_table
-from autopar.plan import SEQUENCES, LayerPlan, Memory, Plan, Role, StagePlan, Strategy
+from autopar.plan import ALL_REDUCE, SEQUENCES, LayerPlan, Memory, Plan, Role, StagePlan, Strategy
 from autopar.schedules import V_SHAPED
 from autopar.units import seconds, size
 
@@ -54,6 +54,8 @@ def _overview(plan: Plan) -> RenderableType:
     table.add_row("mesh", f"{axes}{spread}" + (" (last axis innermost)" if len(plan.mesh) > 1 else ""))
     batch = f"{plan.global_batch:,} in {_plural(plan.microbatches, 'microbatch', 'microbatches')}"
     table.add_row("batch", batch if plan.schedule == "none" else f"{batch}, schedule {plan.schedule}")
+    if plan.sync != ALL_REDUCE:
+        table.add_row("replicas", f"synchronised by {plan.sync}")
     table.add_row("precision", plan.precision)
     return table
 

@@ -40,7 +40,8 @@ def verify_command(
     allow: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Ends the process with status 1 unless the model is exact under all plans that were checked."""
+    """Ends the process with status 1 unless the model is exact under all plans that were checked, or, where a plan gives up exactness,
+    agrees with what it is compared with."""
     limit = parse_size(memory_limit)
     plan = read_plan(plan_file) if plan_file else None
     torch.manual_seed(0)
@@ -67,7 +68,7 @@ def verify_command(
         print(json.dumps(data | {"notes": [*notes, *data["notes"]]}, indent=1))
     else:
         _print(report, notes)
-    if not report.exact:
+    if not report.agrees:
         sys.exit(1)
 
 
@@ -124,16 +125,19 @@ def _print(report: Report, notes: list[str]) -> None:
         out.print(f"replicated, because no sharding rule covers it: {op}", markup=False)
     for note in (*notes, *report.notes):
         out.print(note, markup=False)
-    out.print(_verdict(report), markup=False, style="bold green" if report.exact else "bold red")
+    out.print(verdict(report), markup=False, style="bold green" if report.agrees else "bold red")
 
 
-def _verdict(report: Report) -> str:
+def verdict(report: Report) -> str:
+    """The report in one sentence."""
     count = f"{len(report.checked)} plans of {report.model} on {report.devices} processes"
     count += f" and {len(report.attacks)} attacks on one device" if report.attacks else ""
     if report.exact:
         return (
             f"exact: {count}, the loss and every gradient within {report.max_relative_difference:.1e} of one device's"
         )
+    if report.agrees:
+        return f"agrees, and is not exact: {count}, within {report.max_relative_difference:.1e} of {report.reference}"
     if not report.checked and not report.failures:
         return f"nothing was checked: {report.model} admits no plan for {report.devices} processes"
     return f"not exact: {len(report.failures)} failures in {count}"

@@ -21,7 +21,7 @@ from autopar.emit.stage import layer_attribute, owned_attribute, stage_class
 from autopar.errors import ModelError, UsageError
 from autopar.graph import Graph
 from autopar.ops.meta import meta
-from autopar.plan import SELECTIVE, Plan
+from autopar.plan import SELECTIVE, Plan, given_up, local_steps
 from autopar.precision import name_of
 from autopar.program import copy_runtime
 from autopar.program.state import write_initial
@@ -52,6 +52,11 @@ _APART = """
 Each microbatch is a batch of its own, as microbatch_statistics allows: the step's loss is the mean of theirs, not the whole batch's."""
 
 
+_LOCAL_STEPS = """
+Replicas train apart, as local_steps allows: each updates by the gradients of its own samples, and parameters are
+averaged every {} step(s)."""
+
+
 def emit(
     graph: Graph, plan: Plan, folder: str | Path, *, watch: bool = False, state: Mapping[str, Tensor] | None = None
 ) -> LocalProgram:
@@ -80,7 +85,9 @@ def emit(
     note = f"the program imports {', '.join(imports)} for opaque modules"
     if imports and note not in plan.notes:
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
-    plan = dataclasses.replace(plan, imports=tuple(sorted({*imports, *custom_modules(graph)})), allow=graph.allow)
+    plan = dataclasses.replace(
+        plan, imports=tuple(sorted({*imports, *custom_modules(graph)})), allow=(*graph.allow, *given_up(plan.sync))
+    )
     (path / "model.py").write_text(model_source(local, bool(modules), watch))
     (path / "plan.json").write_text(plan.dumps() + "\n")
     write_initial(path, state)
@@ -145,7 +152,7 @@ def model_source(program: LocalProgram, opaque: bool = False, watch: bool = Fals
         rows=plan.global_batch // plan.microbatches,
         schedule=plan.schedule,
         mesh=" x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh),
-        apart=_APART if program.graph.accumulated > 1 else "",
+        apart=_inexact(program),
     )
     sources, class_names = _layer_classes(program, axes, watch)
     mesh = ", ".join(f'"{axis.name}": {axis.size}' for axis in plan.mesh)
@@ -163,6 +170,12 @@ def model_source(program: LocalProgram, opaque: bool = False, watch: bool = Fals
         f"STAGES = ({tuple_text},)\n",
     ]
     return "\n\n".join(parts)
+
+
+def _inexact(program: LocalProgram) -> str:
+    """What the program computes in place of one device's step, in words."""
+    steps = local_steps(program.plan.sync)
+    return (_APART if program.graph.accumulated > 1 else "") + (_LOCAL_STEPS.format(steps) if steps else "")
 
 
 def _is_compiled(program: LocalProgram) -> bool:

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 
-from autopar.plan import DEGREES, FULL, MICROBATCH_STATISTICS, NARROW, REPLICATING, SELECTIVE, Plan, Strategy
+from autopar.plan import (
+    ALL_REDUCE,
+    APART,
+    DEGREES,
+    FULL,
+    MICROBATCH_STATISTICS,
+    NARROW,
+    REPLICATING,
+    SELECTIVE,
+    Plan,
+    Strategy,
+    local_steps,
+)
 
 
 def main_strategy(plan: Plan) -> Strategy:
@@ -30,6 +42,10 @@ def describe(plan: Plan) -> str:
         if once := sum(layer.strategy.reduces_once for layer in plan.layers):
             whose = "" if once == len(plan.layers) else f" of {once} of {len(plan.layers)} layers"
             parts.append(f"gradients{whose} reduced once a step")
+    if steps := local_steps(plan.sync):
+        parts.append(f"parameters averaged every {steps} steps ({APART}: not exact)")
+    elif plan.sync != ALL_REDUCE:
+        parts.append(plan.sync.replace("-", " "))
     parts.append(f"{plan.microbatches} microbatches" if plan.microbatches > 1 else "1 microbatch")
     if MICROBATCH_STATISTICS in plan.allow:
         parts[-1] += f" with losses of their own ({MICROBATCH_STATISTICS}: not exact)"

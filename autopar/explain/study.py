@@ -81,7 +81,7 @@ class Study:
         return evaluate(
             self.graph,
             cluster,
-            self.pricer(cluster=cluster).ahead(plan.prefetch),
+            self.pricer(cluster=cluster).of_program(plan.prefetch, plan.sync),
             mesh=plan.mesh,
             stage_bounds=[stage.start for stage in plan.stages] + [len(plan.layers)],
             strategies=[layer.strategy for layer in plan.layers],

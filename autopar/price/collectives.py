@@ -13,6 +13,10 @@ A group has *n* members, *k* of them on each of *N = n / k* nodes. The *B* bytes
       all-reduce                   twice the hops and the bytes, or a double binary tree, whichever is faster:
                                    t = c + 2 ((k-1) a_intra + ceil(log2 N) a_inter) + 2 B / beta
 
+* A reduction to one rank and a broadcast from one pass all *B* along a chain of the ranks, in pieces one after the other, as NCCL's do::
+
+      reduce, broadcast            t = c + (n - N) a_intra + N a_inter + B / beta
+
 * A rotation passes every rank's slice on *n - 1* times, as a ring all-gather does, and costs the same. A shift is one such
   hop: *B / n* from every rank to another rank, at the speed of the slowest link.
 * An all-to-all sends *B (n-1)/n^2* from every rank, *(n-k)/n* of its *B / n* over its own share of the network, both levels
@@ -110,7 +114,9 @@ def group_time_s(
         return (
             cluster.collective_s + hop_s + bytes_total / n / (cluster.inter if nodes > 1 else cluster.intra).bytes_per_s
         )
-    moving = (n - 1) / n * bytes_total / beta  # a ring's reduce-scatter or all-gather; an all-reduce is both
+    whole = collective in (Collective.REDUCE, Collective.BROADCAST)  # every link of the chain passes all of it
+    share = 1.0 if whole else (n - 1) / n  # a ring's reduce-scatter or all-gather; an all-reduce is both
+    moving = share * bytes_total / beta
     if network is not None:  # measured: latency and transfer overlap
         moving = max(0.0 if batched else hops_s, moving)
         return cluster.collective_s + (2 if collective is Collective.ALL_REDUCE else 1) * moving

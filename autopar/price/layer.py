@@ -27,7 +27,7 @@ import numpy as np
 from autopar.devices import Cluster
 from autopar.devices.measured import Floats
 from autopar.layer_price import LayerPrice
-from autopar.plan import SELECTIVE, TENSOR_OVERLAP, Axis, Strategy
+from autopar.plan import PARAMETER_SERVER, SELECTIVE, TENSOR_OVERLAP, Axis, Strategy, local_steps
 from autopar.price.collectives import Group, beside_s, group, group_time_s
 from autopar.price.host import Offloaded, host_state_bytes, host_update_s, waited_s
 from autopar.price.live_memory import Alive, Neighbours, Share
@@ -86,8 +86,9 @@ class Spread:
     """The devices with the same parameters over which ZeRO shards them, with seconds of collectives over them.
 
     ``gather_s`` and ``reduce_s`` have two values: once per step (ZeRO 0 and 1), and around each pass of a layer (ZeRO 2 and 3). If there
-    are several copies of the shards, ``reduce_s`` includes the sum over the copies. ``flops`` are those of one microbatch, see
-    ``LayerPrice``.
+    are several copies of the shards, ``reduce_s`` includes the sum over the copies. ``average_s`` is the reduction without ZeRO, once per
+    step, and ``publish_s`` what follows the update then: a parameter server's broadcast, or an average of parameters. ``flops`` are those
+    of one microbatch, see ``LayerPrice``.
     """
 
     size: int
@@ -96,6 +97,7 @@ class Spread:
     gather_s: tuple[float, float]
     reduce_s: tuple[float, float]
     average_s: float
+    publish_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,9 +379,10 @@ def spread(
     cluster: Cluster,
     numbers: Precision,
     trainer: Trainer,
+    sync: str,
 ) -> Spread:
-    """The data-parallel groups of ``axes`` (``Strategy.data_axes``) and their collectives, for ``microbatches`` per step of ``flops``
-    each."""
+    """The data-parallel groups of ``axes`` and their collectives, for ``microbatches`` per step of ``flops`` each, synchronised by ``sync``
+    (``plan.SYNCS``). ``axes`` are ``Strategy.data_axes``, or for replicas that train apart ``Strategy.replicas``."""
     copies, members = (group(each, cluster) for each in axes)
     parameters, trainable = math.ceil(c.parameters), math.ceil(c.trainable)
 
@@ -395,6 +398,15 @@ def spread(
             return found
         return found + trainer.data_collective_s(Collective.ALL_REDUCE, shard, c.tensors, copies, cluster, around_layer)
 
+    def published() -> float:
+        if sync == PARAMETER_SERVER:
+            return over(Collective.BROADCAST, trainable * numbers.width, False)
+        if not (steps := local_steps(sync)) or copies.size == 1:
+            return 0.0
+        masters = trainable * (numbers.at_rest or numbers.width)
+        return trainer.data_collective_s(Collective.ALL_REDUCE, masters, c.tensors, copies, cluster, False) / steps
+
+    average = Collective.REDUCE if sync == PARAMETER_SERVER else Collective.ALL_REDUCE
     return Spread(
         size=members.size,
         microbatches=microbatches,
@@ -404,7 +416,8 @@ def spread(
             over(Collective.ALL_GATHER, parameters * numbers.width, True),
         ),
         reduce_s=(reduced(False), reduced(True)),
-        average_s=over(Collective.ALL_REDUCE, trainable * numbers.averaged, False),
+        average_s=over(average, trainable * numbers.averaged, False),
+        publish_s=published(),
     )
 
 
@@ -446,12 +459,11 @@ def assemble(
     on_device_s = cluster.gpu.update_s(updated * update_bytes(numbers), c.tensors)
     step_s = host_update_s(updated, numbers, cluster) if offloaded.optimizer else on_device_s
     if zero < 2:
-        reduction_s = reduce if zero else spread.average_s
+        reduction_s, published_s = (reduce, gather) if zero else (spread.average_s, spread.publish_s)
         step_s += trainer.exposed_reduction_s(reduction_s, backward_compute_s, cluster.overlap_slowdown)
+        step_s += trainer.exposed_gather_s(published_s, forward_compute_s, cluster.overlap_slowdown)
     elif not each_time:
         step_s += exposed(back_s + reduce, backward_compute_s) - exposed(back_s, backward_compute_s) + waits_s[2]
-    if zero == 1:
-        step_s += trainer.exposed_gather_s(gather, forward_compute_s, cluster.overlap_slowdown)
 
     parameters, gradients, optimizer, saved, transient = _bytes(
         c, spread, strategy, data, zero, numbers, trainer, offloaded, neighbours

@@ -11,7 +11,7 @@ from autopar.devices import Cluster
 from autopar.graph import Graph, LayerClass
 from autopar.layer_price import LayerPrice
 from autopar.ops.compilation import stays_eager
-from autopar.plan import Axis, Recomputation, Role, Strategy
+from autopar.plan import ALL_REDUCE, Axis, Recomputation, Role, Strategy, local_steps
 from autopar.price import table as tables
 from autopar.price.collectives import p2p_s
 from autopar.price.host import Offloaded
@@ -63,7 +63,7 @@ class Pricer:
     ) -> None:
         self.graph, self.cluster = graph, cluster
         self.trainer = dataclasses.replace(trainer, cpu=True) if cluster.kind == "cpu" else trainer
-        self.prefetch = 1
+        self.prefetch, self.sync = 1, ALL_REDUCE
         self.compiled = self.trainer.compiles and not self.trainer.cpu
         self.numbers = trainer.precision(precision_name, graph.allow)
         self._pipelined = dataclasses.replace(cluster, pipelined=True)
@@ -82,7 +82,7 @@ class Pricer:
         self._edges: dict[tuple[int, Mesh, tuple[Role, ...], tuple[Role, ...], int], float] = {}
         self._p2p: dict[tuple[int, Mesh, tuple[Role, ...], int], float] = {}
         self._elsewhere: dict[Cluster, Pricer] = {}
-        self._deeper: dict[int, Pricer] = {}
+        self._programs: dict[tuple[int, str], Pricer] = {}
         self._compiled: Pricer | None = None
         self._compiles = False  # whether this prices compiled layers
         self._makers = {name: (i, k) for i, layer in enumerate(graph.layers) for k, name in enumerate(layer.outputs)}
@@ -98,25 +98,27 @@ class Pricer:
             other = copy.copy(self)
             other.cluster, other._pipelined = cluster, dataclasses.replace(cluster, pipelined=True)
             other._cores, other._placed, other._spread, other._layers = {}, {}, {}, {}
-            other._beside, other._edges, other._p2p, other._deeper, other._compiled = {}, {}, {}, {}, None
+            other._beside, other._edges, other._p2p, other._programs, other._compiled = {}, {}, {}, {}, None
             self._elsewhere[_nameless(cluster)] = other
         return self._elsewhere[_nameless(cluster)]
 
-    def ahead(self, prefetch: int) -> Pricer:
-        """The pricer of a program that gathers the parameters of ``prefetch`` layers ahead of the computation, under ZeRO 2 and 3.
+    def of_program(self, prefetch: int, sync: str) -> Pricer:
+        """The pricer of a program that synchronises its replicas by ``sync`` (``plan.SYNCS``), and that gathers the parameters of
+        ``prefetch`` layers ahead of the computation, under ZeRO 2 and 3.
 
-        That needs memory. Seconds do not depend on it: a layer's gather takes no longer than its own computation, or is exposed by the
-        difference. So it is where all layers are alike: one layer ahead keeps the network or the device busy all the time.
+        Gathering ahead needs memory. Seconds do not depend on it: a layer's gather takes no longer than its own computation, or is exposed
+        by the difference. So it is where all layers are alike: one layer ahead keeps the network or the device busy all the time.
         """
-        if prefetch == self.prefetch:
+        if (prefetch, sync) == (self.prefetch, self.sync):
             return self
-        if prefetch not in self._deeper:
+        if (prefetch, sync) not in self._programs:
             other = copy.copy(self)
-            other.prefetch, other._layers, other._elsewhere, other._deeper = prefetch, {}, {}, {}
-            other._beside, other._compiled = {}, None
+            other.prefetch, other.sync = prefetch, sync
+            other._layers, other._elsewhere, other._programs, other._beside, other._spread = {}, {}, {}, {}, {}
+            other._compiled = None
             other._adjacent = [self._find_adjacent(distance) for distance in range(1, prefetch + 1)]
-            self._deeper[prefetch] = other
-        return self._deeper[prefetch]
+            self._programs[prefetch, sync] = other
+        return self._programs[prefetch, sync]
 
     def _of_compiled_layers(self) -> Pricer:
         """The pricer of a program that compiles the layers whose classes admit it. Layouts do not depend on that, and are shared."""
@@ -227,8 +229,8 @@ class Pricer:
         if key not in self._spread:
             # if each microbatch is treated as a whole batch, the graph's flops are those of one microbatch
             flops = self._table(cls_name)[0].model_flops / self.graph.parts(microbatches)
-            axes = strategy.data_axes(mesh)
-            self._spread[key] = spread(c, axes, microbatches, flops, cluster, self.numbers, self.trainer)
+            axes = strategy.replicas(mesh) if local_steps(self.sync) else strategy.data_axes(mesh)
+            self._spread[key] = spread(c, axes, microbatches, flops, cluster, self.numbers, self.trainer, self.sync)
         return self._spread[key]
 
     def _neighbours(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> Neighbours:

@@ -99,8 +99,8 @@ class Trainer:
         return beside_s(backward_s, communication_s, slowdown)
 
     def exposed_gather_s(self, communication_s: float, forward_s: float, slowdown: float) -> float:
-        """The seconds that ZeRO 1's gather of updated parameters adds to the step, if one microbatch's forward of the layer computes for
-        ``forward_s``. Emitted programs gather before the next step begins."""
+        """The seconds that sending updated parameters (ZeRO 1's gather, a server's broadcast, an average) adds to the step, if one
+        microbatch's forward of the layer computes for ``forward_s``. Emitted programs send them before the next step begins."""
         return communication_s
 
     def border_bytes(self, size: float) -> float:

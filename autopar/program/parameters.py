@@ -115,6 +115,10 @@ class FlatGroup:
     ZeRO 0 all-reduces the gradients over the data axes. ZeRO 1 reduce-scatters them (under hybrid sharding inside of a copy, and this
     rank's piece is then summed over the copies), the optimizer updates this rank's piece of the buffer, and the pieces are
     all-gathered. If masters are wider than the computation (float32 and bfloat16), gradients add up in the masters' dtype.
+
+    With a parameter server ZeRO 0 reduces the gradients to the group's first rank, which alone has masters, updates them, and broadcasts
+    the parameters. Replicas that train apart reduce gradients inside of each replica only; a replica's loss is its term of the batch's loss
+    times the number of replicas, and ``average`` makes their masters equal.
     """
 
     def __init__(self, stage: nn.Module, layouts: Sequence[Layout], world: World, program: Program) -> None:
@@ -126,14 +130,18 @@ class FlatGroup:
         self.shared = layouts[0].shared
         self._world, self._scattered = world, zero == 1 and trainable and shards != ()  # frozen parameters stay whole
         self._shards = shards if self._scattered else ()
+        axes, self._apart = program.parted(axes)
         self._group = world.group(self._shards or axes) if axes and trainable else None
+        self._replicas = world.group(self._apart) if self._apart and trainable else None
         self._copies = world.group(copies) if self._scattered and copies else None
+        self._served = program.has_servers and self._group is not None
+        self._updates = not self._served or dist.get_rank(self._group) == 0  # whether this rank has masters
         self._parts = dist.get_world_size(self._group) if self._scattered else 1
         shapes = [stage.get_parameter(layout.name).shape for layout in layouts]
         piece = -(-sum(shape.numel() for shape in shapes) // self._parts)  # the last piece is padded
         index = dist.get_rank(self._group) if self._scattered else 0
         self._own = slice(index * piece, (index + 1) * piece)
-        self._mixed = trainable and wide != compute
+        self._mixed = trainable and wide != compute and self._updates
         self._values = torch.zeros(piece * self._parts, dtype=compute, device=world.device)
         self._grads = torch.zeros(piece * self._parts if trainable else 0, dtype=wide, device=world.device)
         self._owned = torch.zeros(piece, dtype=wide, device=world.device) if self._mixed else self._values[self._own]
@@ -177,12 +185,14 @@ class FlatGroup:
         # module to None, and a tied copy may be there. Besides, the buffer may have a wider dtype.
         slot.param.register_post_accumulate_grad_hook(accumulate)
         low, high = self._overlap(slot)
-        if low == high:
+        if low == high or not self._updates:
             return
         piece = self._owned[low - self._own.start : high - self._own.start]
         tensor = nn.Parameter(piece if self._scattered else piece.view(slot.param.shape))
         tensor.grad = self._grads[low:high].view(tensor.shape)
-        self.masters.append(Master(slot.layout, tensor, _alike(slot.layout, self._shards, self._world)))
+        self.masters.append(
+            Master(slot.layout, tensor, _alike(slot.layout, (*self._shards, *self._apart), self._world))
+        )
 
     def adders(self) -> Mapping[int, Callable[[Tensor], None]]:
         """By the identity of each trainable parameter that the stage reads: the function that adds a microbatch's gradient, for gradients
@@ -235,7 +245,7 @@ class FlatGroup:
         return self._group is not None
 
     def start_reduction(self) -> None:
-        """Start to sum the gradients over the data axes. Padding has no gradient."""
+        """Start to sum the gradients over the data axes; a parameter server alone gets the sum. Padding has no gradient."""
         self.settle()
         for slot in self._slots if self._grads.numel() else ():
             for dim, start, length in slot.layout.beyond(self._world.coordinates):
@@ -243,6 +253,8 @@ class FlatGroup:
         if self._scattered:
             self._sum = torch.empty_like(self._grads[self._own])
             self._work = reduce_scatter(self._sum, self._grads, group=self._group, async_op=True)
+        elif self._served:
+            self._work = dist.reduce(self._grads, group=self._group, async_op=True, group_dst=0)
         elif self._group is not None:
             self._work = dist.all_reduce(self._grads, group=self._group, async_op=True)
 
@@ -259,24 +271,43 @@ class FlatGroup:
             self._work.wait()
         if self._sum is not None:
             self._grads[self._own].copy_(self._sum)
+        if self._replicas is not None:
+            self._grads *= dist.get_world_size(self._replicas)
         self._work = self._sum = None
         self._over_copies = False
 
     @torch.no_grad()
+    def average(self) -> None:
+        """Average the masters of replicas that train apart."""
+        if self._replicas is not None:
+            self._average_(self._owned, self._replicas)
+
+    def _average_(self, tensor: Tensor, replicas: dist.ProcessGroup) -> Tensor:
+        dist.all_reduce(tensor, group=replicas)
+        return tensor.div_(dist.get_world_size(replicas))
+
+    def _mean(self, tensor: Tensor) -> Tensor:
+        """The mean over the replicas that train apart."""
+        return tensor if self._replicas is None else self._average_(tensor.clone(), self._replicas)
+
+    @torch.no_grad()
     def publish(self) -> None:
-        """After the optimizer's update: copy the masters into the parameters that the stage reads."""
+        """After the optimizer's update: copy the masters into the parameters that the stage reads, on this rank and on those that it
+        serves."""
         if self._scattered:
             all_gather(self._values, self._owned.to(self._values.dtype, copy=True), group=self._group)
         elif self._mixed:
             self._values.copy_(self._owned)
+        if self._served:
+            dist.broadcast(self._values, group=self._group, group_src=0)
 
     def values(self) -> dict[str, Tensor]:
-        """This rank's whole slice of every parameter, by its name in the stage."""
-        return self._split(self._whole(self._owned) if self._mixed else self._values)
+        """This rank's whole slice of every parameter, by its name in the stage: the mean of replicas that train apart."""
+        return self._split(self._mean(self._whole(self._owned) if self._mixed else self._values))
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's whole slice of every trainable parameter's reduced gradient, by its name in the stage."""
-        return self._split(self._whole(self._grads[self._own])) if self._grads.numel() else {}
+        return self._split(self._mean(self._whole(self._grads[self._own]))) if self._grads.numel() else {}
 
     def _whole(self, own: Tensor) -> Tensor:
         if not self._scattered:
@@ -384,6 +415,9 @@ class ShardedGroup:
                 inner = slice(max(start - first, 0), max(last - first, 0)) if dim == 0 else slice(start, start + length)
                 grad.movedim(dim, 0)[inner] = 0
             master.tensor.grad = grad
+
+    def average(self) -> None:
+        """Nothing: replicas that train apart have no shards."""
 
     def publish(self) -> None:
         """Nothing: the masters are the parameters' own storage."""

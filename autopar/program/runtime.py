@@ -1,8 +1,10 @@
 """The trainer: pipeline, loss, gradients, clipping, optimizer, state dicts.
 
 Gradients are sums, never means: the loss that a stage returns is a term of the whole batch's loss, so the gradients of all
-ranks and microbatches add up to exactly those of one device. If the plan allows ``microbatch_statistics``, each microbatch is treated as
-a separate batch, with its own scalars: its loss is divided by the number of microbatches, and the sum is the mean.
+ranks and microbatches add up to exactly those of one device. Replicas that train apart (``sync`` of the plan) are the exception: each has
+the gradients of its own samples; losses, gradients and state dicts that the trainer returns are means over the replicas. If the plan
+allows ``microbatch_statistics``, each microbatch is treated as a separate batch, with its own scalars: its loss is divided by the number of
+microbatches, and the sum is the mean.
 
 Microbatch ``i`` is the ``i``-th chunk of the *global* batch, and the mesh's axes divide each microbatch (outermost first). The
 other order would be wrong where layers of one stage use different data axes.
@@ -82,7 +84,7 @@ class Trainer:
         self._pipeline = _Pipeline(program, world, self.stages, self._by_stage, self._reductions)
         masters = [(master.layout, master.tensor) for group in self._groups for master in group.masters]
         self.optimizer = optimizers.make(optimizer, program, masters)
-        self._seed, self._steps = seed, 0
+        self._seed, self.steps = seed, 0  # updates so far
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
         """One update on the global ``batch`` (every rank gets the whole batch); returns the loss before the update, on every rank."""
@@ -96,10 +98,13 @@ class Trainer:
         """Update the parameters by the gradients from ``forward_backward``, and the buffers by the values that it computed."""
         if self.optimizer is not None:
             self.optimizer.step()
+        self.steps += 1
+        apart = self.program.local_steps
         for group in self._groups:
+            if apart and self.steps % apart == 0:
+                group.average()
             group.publish()
         self._buffers.write()
-        self._steps += 1
 
     def forward_backward(self, batch: Mapping[str, Tensor]) -> float:
         """Return the global batch's loss; leave its gradients, summed over ranks, microbatches and tied copies."""
@@ -109,7 +114,7 @@ class Trainer:
         self._pipeline.check(batch)
         self._reductions.clear()
         self._buffers.clear()
-        losses = self._pipeline.run(batch, (self._seed << 40) + self._steps * self._pipeline.microbatches)
+        losses = self._pipeline.run(batch, (self._seed << 40) + self.steps * self._pipeline.microbatches)
         self._reductions.start()
         loss = self._pipeline.sum(losses)
         self._reductions.finish()
@@ -118,7 +123,8 @@ class Trainer:
     def clip_(self, max_norm: float) -> float:
         """Scale all gradients so that their 2-norm over the whole model is at most ``max_norm``; returns the norm before scaling.
 
-        Each element counts once: among ranks with the same values only the first counts, among tied copies only the first stage's.
+        Each element counts once: among ranks with the same values only the first counts, among tied copies only the first stage's. Replicas
+        that train apart each have their own norm.
         """
         return float(self._clip(max_norm))
 
@@ -129,7 +135,7 @@ class Trainer:
         grads = [grad for master in counted if (grad := master.tensor.grad) is not None]
         norms = [_norm(grad) for grad in grads] or [torch.zeros((), dtype=torch.float64, device=self.world.device)]
         squares = torch.stack(norms).square().sum()
-        dist.all_reduce(squares)
+        dist.all_reduce(squares, group=self.world.replica)
         norm = squares.sqrt()
         nn.utils.clip_grads_with_norm_([master.tensor for master in masters], max_norm, norm)
         return norm

@@ -154,6 +154,25 @@ class Program:
         """Whether the schedule runs backward passes in two parts: gradients of inputs, and gradients of weights."""
         return self.plan["schedule"] in ("zero-bubble", "zbv", "dualpipev")
 
+    @property
+    def has_servers(self) -> bool:
+        """Whether one rank of each group of replicas, its server, updates the parameters and broadcasts them."""
+        return bool(self.plan.get("sync") == "parameter-server")
+
+    @property
+    def local_steps(self) -> int:
+        """The number of steps for which replicas train apart before their parameters are averaged; 0 if they do not."""
+        kind, _, steps = str(self.plan.get("sync", "")).partition(":")
+        return int(steps) if kind == "local-steps" else 0
+
+    def parted(self, axes: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Those of ``axes`` inside of a replica, and those between replicas that train apart: the data axes of every layer."""
+        roles = [layer["roles"] for layer in self.plan["layers"]] if self.local_steps else []
+        apart = {
+            axis["name"] for i, axis in enumerate(self.plan["mesh"]) if roles and all(r[i] == "data" for r in roles)
+        }
+        return tuple(axis for axis in axes if axis not in apart), tuple(axis for axis in axes if axis in apart)
+
     def group(self, layout: Layout) -> tuple[str, int, tuple[str, ...]]:
         """The stage's child that has the parameter (``""``: the stage itself), its ZeRO stage, and the axes (larger than 1)
         on which it is ``R`` and its gradient is a term of the sum.
@@ -245,6 +264,7 @@ class World:
     groups: Mapping[tuple[str, ...], dist.ProcessGroup]  # over one or several flattened axes, outermost first
     # by tied parameter: the pipeline ranks that have a copy, if several have one
     shared: Mapping[str, dist.ProcessGroup]
+    replica: dist.ProcessGroup | None = None  # this rank's replica, if replicas train apart
     turn: Turn = field(default_factory=Turn)  # which of this rank's late gradients is being reduced
 
     @property
@@ -320,6 +340,7 @@ def start(program: Program, *, device: str | None = None, timeout_s: float = 600
         coordinates={axis: (index, axes[axis]) for axis, index in zip(axes, place[1:], strict=True)},
         groups=_axis_groups(program, mesh.mesh),
         shared=_stage_groups(program, mesh.mesh, placed),
+        replica=_replica_group(program, mesh.mesh),
     )
 
 
@@ -342,7 +363,9 @@ def _subgroups(ranks: Tensor) -> dist.ProcessGroup | None:
 
 def _axis_groups(program: Program, ranks: Tensor) -> dict[tuple[str, ...], dist.ProcessGroup]:
     """A group for every combination of axes that gradients are reduced over or that model.py names."""
-    sets = {axes for layout in program.layouts for axes in (program.group(layout)[2], *program.copies(layout))}
+    whole = {program.group(layout)[2] for layout in program.layouts}
+    sets = whole | {axes for layout in program.layouts for axes in program.copies(layout)}
+    sets |= {part for axes in whole for part in program.parted(axes)}
     wanted = {axes for axes in sets if len(axes) > 1}
     names = list(program.model.MESH)
     return flat_groups(wanted | set(getattr(program.model, "FLATTENED", ())), names, ranks)
@@ -363,6 +386,15 @@ def flat_groups(
         assert group is not None
         groups[axes] = group
     return groups
+
+
+def _replica_group(program: Program, ranks: Tensor) -> dist.ProcessGroup | None:
+    """A group for every replica that trains apart, over all its pipeline stages."""
+    names = list(program.model.MESH)
+    apart = [1 + names.index(axis) for axis in program.parted(names)[1]]
+    if not apart:
+        return None
+    return _subgroups(ranks.movedim(apart, list(range(len(apart)))).flatten(0, len(apart) - 1).flatten(1))
 
 
 def _stage_groups(program: Program, ranks: Tensor, placed: Sequence[int]) -> dict[str, dist.ProcessGroup]:

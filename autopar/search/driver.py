@@ -23,7 +23,7 @@ import numpy as np
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph import Graph
 from autopar.pins import ANY
-from autopar.plan import PinPrice, Plan
+from autopar.plan import ALL_REDUCE, PinPrice, Plan
 from autopar.search.bounds.cheap import fewest_seconds
 from autopar.search.evaluation import Proof, Solution, cost, in_segments, make_plan, tidy
 from autopar.search.minimum_memory import explain, explain_host, least_memory, something_fits
@@ -81,7 +81,7 @@ def price_pins(
     """``plan``, found with ``options``, with the price of each pin: the time saved if that pin alone were left to the search.
 
     Each pin needs its own search, with ``time_limit_s`` for all together; the part that a search had no time to settle lies between the
-    two figures. ``shared`` as in ``search``.
+    two figures. A pin that another one needs has no price. ``shared`` as in ``search``.
     """
     shared = Shared() if shared is None else shared
     priced: list[PinPrice] = []
@@ -92,7 +92,10 @@ def price_pins(
         if options.progress is not None:
             options.progress(f"the price of {key}={value}")
         trial = replace(options.without(key), time_limit_s=left, progress=None)
-        state = explore(graph, cluster, pricer, trial, plan.prediction.step_time_s, shared)
+        try:
+            state = explore(graph, cluster, pricer, trial, plan.prediction.step_time_s, shared)
+        except UsageError:
+            continue
         priced.append(PinPrice(key, value, state.step_s, min(state.bound_s, state.step_s)))
     return replace(plan, pins=tuple(priced))
 
@@ -109,7 +112,8 @@ def explore(
     if cluster.count < 1:
         raise UsageError(f"a plan needs at least one device, not {cluster.count}")
     deadline = time.monotonic() + options.time_limit_s
-    pricer, options = pricer.ahead(options.prefetch or 1), replace(options, compiled=pricer.compiled)
+    pricer = pricer.of_program(options.prefetch or 1, options.sync or ALL_REDUCE)
+    options = replace(options, compiled=pricer.compiled)
     state = State(options, Prices(graph, cluster, pricer, options, shared), pricer, deadline, step_s=known_s)
     instances = _open_all(graph, cluster, state)
     while state.left_s() > 0:

@@ -24,11 +24,13 @@ from autopar.plan import (
     Role,
     StagePlan,
     Strategy,
+    effective_sync,
+    given_up,
 )
 from autopar.schedules import Schedule
 from autopar.schedules.memory import most_in_flight
 from autopar.schedules.step_time import lower_bound, simulate
-from autopar.search.notes import host_notes, notes_of
+from autopar.search.notes import host_notes, notes_of, sync_notes
 from autopar.search.problem import Choice, Devices, Mesh, Pricer
 from autopar.search.tables import Instance
 from autopar.search.timeline import Counts, Device, Moment
@@ -274,7 +276,7 @@ def make_plan(
         for s, ((i, j), device) in enumerate(zip(pairwise(priced.bounds), choice.schedule.device, strict=True))
     )
     layers = tuple(LayerPlan(a.name, a.cls, b) for a, b in zip(graph.layers, strategies, strict=True))
-    peak = cluster.peak_flops(precision)
+    peak, sync = cluster.peak_flops(precision), effective_sync(pricer.sync, mesh, strategies)
     plan = Plan(
         model=graph.name,
         devices=str(cluster),
@@ -292,13 +294,15 @@ def make_plan(
         notes=(
             *proof.notes,
             *notes_of(graph, choice, strategies, mesh),
+            *sync_notes(sync),
             *host_notes(offloaded, [stage.host_limit_bytes for stage in cluster.stages(choice.schedule.pipeline)]),
         ),
         wall_time_s=proof.wall_time_s,
         peak_memory_bytes=proof.peak_memory_bytes,
         chunks=choice.schedule.chunks,
         prefetch=pricer.prefetch,
-        allow=graph.allow,
+        sync=sync,
+        allow=(*graph.allow, *given_up(sync)),
     )
     return replace(plan, notes=(*plan.notes, f"priced alone: {plan.unwritten}")) if plan.unwritten else plan
 
@@ -351,7 +355,7 @@ def memory_timeline(graph: Graph, cluster: Devices, pricer: Pricer, plan: Plan) 
     Raises:
         InfeasibleError: a layer has no price.
     """
-    choice, pricer = Choice(plan.mesh, plan.sized_schedule), pricer.ahead(plan.prefetch)
+    choice, pricer = Choice(plan.mesh, plan.sized_schedule), pricer.of_program(plan.prefetch, plan.sync)
     strategies = [layer.strategy for layer in plan.layers]
     views, stages = cluster.stages(plan.pipeline), []
     for s, stage in enumerate(plan.stages):

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Unpack
 
 from autopar.errors import BatchError, UsageError
 from autopar.graph import Graph
-from autopar.pins import ANY, PinKeywords, PlanPins, checked
+from autopar.pins import ANY, PinKeywords, PlanPins, check_sync, checked
 from autopar.plan import (
+    ALL_REDUCE,
     BATCHES,
     OFFLOADS,
     REPLICATING,
@@ -27,8 +29,11 @@ from autopar.plan import (
     Role,
     StagePlan,
     Strategy,
+    effective_sync,
+    given_up,
 )
 from autopar.schedules import Schedule, check_schedule, default_schedule
+from autopar.search.options import check_allowed, check_replicas
 from autopar.segments import shortened
 
 
@@ -70,14 +75,16 @@ def manual_plan(
     strategies: dict[int, Strategy] | None = None,
     sequence: bool = False,
     precision: str = "float64",
+    allow: Collection[str] = (),
     **pins: Unpack[PinKeywords],
 ) -> Plan:
     """A plan in which every layer has the same strategy, except those that ``strategies`` gives by index.
 
     ``pins`` are decisions for the plan and for every layer (``autopar.pins``). A degree that is left out is 1, ZeRO is stage 0, and
     nothing is recomputed or offloaded; ``zero`` takes effect if a layer has a data axis of more than one device, ``reduce="step"`` under
-    ZeRO 2 and 3 and with several microbatches. ``sequence`` shards activations between tensor-parallel regions along the sequence.
-    ``cuts`` are the first layers of the stages after the first (default: layers distributed evenly).
+    ZeRO 2 and 3 and with several microbatches, ``sync`` if a layer has several replicas; ``allow`` has what it gives up. ``sequence``
+    shards activations between tensor-parallel regions along the sequence. ``cuts`` are the first layers of the stages after the first
+    (default: layers distributed evenly).
 
     Without ``mesh`` a stage's mesh is ("data", "expert", "ring", "ulysses", "tensor"), outermost first, and axes of size 1 are left out
     (a single axis ("data", size 1) stands when all are). With ``mesh`` those five degrees are not used: an axis takes the role that its
@@ -95,23 +102,19 @@ def manual_plan(
         *((name, getattr(given, name) or 1) for name in ("data", "expert", "ring", "ulysses", "tensor"))
     )
     common = _common(mesh, _roles(mesh, sequence), given)
-    if given.reduce == "step" and common.zero >= 2 and microbatches > 1:
-        common = replace(common, reduce="step")
     chosen = dict.fromkeys(range(count), common) | (strategies or {})
     if len(chosen) != count:
         raise UsageError(
             f"strategies are given for layers {sorted(set(chosen) - set(range(count)))}, the model has {count} layers"
         )
     bounds = _bounds(count, pipeline * chunks, cuts)
-    check_schedule(
-        sized := Schedule(
-            given.schedule or default_schedule(pipeline, microbatches, chunks), pipeline, microbatches, chunks
-        )
-    )
+    schedule = given.schedule or default_schedule(pipeline, microbatches, chunks)
+    check_schedule(sized := Schedule(schedule, pipeline, microbatches, chunks))
     own = [chosen[i].under(sized) for i in range(count)]
     chosen = dict(enumerate(shortened(graph, own, bounds)))
     for index, strategy in chosen.items():
-        _check_strategy(graph, mesh, microbatches, index, strategy)
+        _check_strategy(graph, mesh, given, index, strategy)
+    sync = _sync(graph, mesh, given, chosen.values(), allow)
     size = math.prod(axis.size for axis in mesh)
     return Plan(
         model=graph.name,
@@ -129,7 +132,8 @@ def manual_plan(
         solver="by hand",
         chunks=chunks,
         prefetch=given.prefetch or 1,
-        allow=graph.allow,
+        sync=sync,
+        allow=(*graph.allow, *given_up(sync)),
     )
 
 
@@ -151,7 +155,19 @@ def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins) ->
     )
     if common.degree(mesh, *REPLICATING) == 1 or not given.zero:
         return common
-    return replace(common, zero=given.zero, replicate=given.replicate or 1)
+    once = given.reduce == "step" and given.zero >= 2 and (given.microbatches or 1) > 1
+    return replace(common, zero=given.zero, replicate=given.replicate or 1, reduce="step" if once else common.reduce)
+
+
+def _sync(
+    graph: Graph, mesh: tuple[Axis, ...], given: PlanPins, strategies: Collection[Strategy], allow: Collection[str]
+) -> str:
+    """How replicas are synchronised. Under local steps all layers have the same data axes."""
+    check_allowed(allow, given.sync)
+    axes = {strategy.replicas(mesh)[0] for strategy in strategies}
+    degrees = [s.degree(mesh, Role.DATA) for s in strategies]
+    check_replicas(graph, given.sync, [None] if len(axes) > 1 else degrees)
+    return effective_sync(given.sync or ALL_REDUCE, mesh, strategies)
 
 
 def _roles(mesh: tuple[Axis, ...], sequence: bool) -> tuple[Role, ...]:
@@ -191,8 +207,9 @@ def _bounds(count: int, stages: int, cuts: tuple[int, ...] | None) -> tuple[int,
     return bounds
 
 
-def _check_strategy(graph: Graph, mesh: tuple[Axis, ...], microbatches: int, index: int, strategy: Strategy) -> None:
-    """Raise if a layer's strategy does not fit the mesh, or if its data axes do not divide the batch."""
+def _check_strategy(graph: Graph, mesh: tuple[Axis, ...], given: PlanPins, index: int, strategy: Strategy) -> None:
+    """Raise if a layer's strategy does not fit the mesh or the pins of the plan, or if its data axes do not divide the batch."""
+    check_sync(given.sync, graph.layers[index].name, strategy.zero, strategy.replicate)
     if len(strategy.roles) != len(mesh):
         raise UsageError(
             f"the strategy of layer {index} has {len(strategy.roles)} roles for a mesh of {len(mesh)} axes"
@@ -204,7 +221,7 @@ def _check_strategy(graph: Graph, mesh: tuple[Axis, ...], microbatches: int, ind
             f"replicate is {strategy.replicate}, and the sizes of the outermost data axes multiply to {', '.join(map(str, counts))}",
             "give one of these numbers, or a mesh with other data axes",
         )
-    ways = strategy.degree(mesh, *BATCHES)
+    ways, microbatches = strategy.degree(mesh, *BATCHES), given.microbatches or 1
     shares = microbatches * ways
     if graph.batch_size % shares:
         raise BatchError(

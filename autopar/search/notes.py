@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.graph import Graph
-from autopar.plan import NARROW_GRADIENTS, NARROW_MOMENTS, Role, Strategy
+from autopar.plan import APART, NARROW_GRADIENTS, NARROW_MOMENTS, Role, Strategy, local_steps
 from autopar.search.problem import Choice, Mesh
 
 
@@ -41,6 +41,17 @@ def notes_of(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh:
     }
     notes += [f"not exact, as {name} allows: {narrow[name]}, not in float32" for name in graph.narrow]
     return tuple(notes)
+
+
+def sync_notes(sync: str) -> tuple[str, ...]:
+    """A note on replicas that are not synchronised in every step."""
+    if not (steps := local_steps(sync)):
+        return ()
+    every = "in every step" if steps == 1 else f"every {steps} steps"
+    return (
+        f"not exact, as {APART} allows: each replica updates by the gradients of its own samples, and parameters are averaged {every}; "
+        "optimizer states are not",
+    )
 
 
 def host_notes(offloaded: Sequence[int], limits: Sequence[int]) -> tuple[str, ...]:

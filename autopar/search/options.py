@@ -11,8 +11,8 @@ from fnmatch import fnmatchcase
 
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.pins import OF_LAYER, PINS, LayerPins, PlanPins, Value, checked
-from autopar.plan import ALLOWED, Role
+from autopar.pins import OF_LAYER, PINS, LayerPins, PlanPins, Value, check_sync, checked
+from autopar.plan import ALLOWED, APART, Role, local_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,6 @@ class SearchOptions(PlanPins):
     progress: Callable[[str], None] | None = None
 
     def __post_init__(self) -> None:
-        check_allowed(self.allow)
         for name in PINS:
             if (given := getattr(self, name)) is not None:
                 object.__setattr__(self, name, checked(name, given))
@@ -56,6 +55,7 @@ class SearchOptions(PlanPins):
             else:
                 object.__setattr__(self, key, value)
         object.__setattr__(self, "pin", some)
+        check_allowed(self.allow, self.sync)
 
     @property
     def common(self) -> LayerPins:
@@ -76,10 +76,35 @@ class SearchOptions(PlanPins):
         return replace(self, **{key: None})  # type: ignore[arg-type]
 
 
-def check_allowed(allow: Collection[str]) -> None:
-    """Raise ``UsageError`` if ``allow`` is not a set of names in ``ALLOWED``."""
+def check_allowed(allow: Collection[str], sync: str | None = None) -> None:
+    """Raise ``UsageError`` if ``allow`` is not a set of names in ``ALLOWED``, or lacks what ``sync`` gives up."""
     if isinstance(allow, str) or not set(allow) <= set(ALLOWED):
         raise UsageError(f"allow={allow!r} is not known", f"it is a set of: {', '.join(ALLOWED)}")
+    if local_steps(sync) and APART not in allow:
+        raise UsageError(
+            f"sync={sync} is not exact: between two averages every replica trains by itself, which one device does not",
+            f"allow={{'{APART}'}} (--allow {APART.replace('_', '-')}) gives that up; or leave sync out",
+        )
+
+
+def check_replicas(graph: Graph, sync: str | None, degrees: Sequence[int | None]) -> None:
+    """Raise ``UsageError`` if ``sync`` lets replicas of ``graph`` train apart, and they cannot. ``degrees`` are the layers' pinned degrees
+    of data parallelism: the number of replicas is the user's decision, since it changes what is computed."""
+    if not local_steps(sync):
+        return
+    hint = "leave sync out: other synchronisations compute what one device computes"
+    if graph.unmicrobatchable:
+        raise UsageError(f"sync={sync}: replicas cannot train apart: {graph.unmicrobatchable}", hint)
+    if graph.buffers:
+        raise UsageError(
+            f"sync={sync}: replicas cannot train apart: the model writes {next(iter(graph.buffers))}", hint
+        )
+    if len(set(degrees)) > 1 or None in degrees:
+        found = ", ".join("any" if n is None else str(n) for n in dict.fromkeys(degrees))
+        raise UsageError(
+            f"sync={sync} needs one number of replicas, which decides what is computed, and the layers' data degrees are {found}",
+            "pin data, for every layer alike, and leave expert out",
+        )
 
 
 def pins_by_layer(graph: Graph, options: SearchOptions) -> tuple[LayerPins, ...]:
@@ -115,11 +140,11 @@ def pins_by_layer(graph: Graph, options: SearchOptions) -> tuple[LayerPins, ...]
                 "pin recompute=full or recompute=none, or offload=optimizer",
             )
         pins.check_segment(layer.name)
-    return (
-        tuple(_of_experts(graph, i, pins) for i, pins in enumerate(found))
-        if any(p.expert for p in found)
-        else tuple(found)
-    )
+        check_sync(options.sync, layer.name, pins.zero, pins.replicate)
+    if any(pins.expert for pins in found):
+        found = [_of_experts(graph, i, pins) for i, pins in enumerate(found)]
+    check_replicas(graph, options.sync, [pins.data for pins in found])
+    return tuple(found)
 
 
 def _of_experts(graph: Graph, layer: int, pins: LayerPins) -> LayerPins:

@@ -43,6 +43,7 @@ from autopar.graph import Graph
 from autopar.layer_price import LayerPrice
 from autopar.pins import ANY, LayerPins
 from autopar.plan import (
+    ALL_REDUCE,
     FULL,
     NONE,
     OFFLOADS,
@@ -83,19 +84,19 @@ LONG_SEQUENCE = 16384
 class Pricer(Protocol):
     """Prices of layers, and of resharding and sends between them. ``edge`` and ``p2p`` depend on a strategy's roles alone.
 
-    ``prefetch`` is the number of layers whose parameters the priced program gathers ahead of the computation. ``compiled``: whether it
-    compiles layers where no pin decides.
+    ``prefetch`` and ``sync`` are those of the priced program (see ``Plan``). ``compiled``: whether it compiles layers where no pin decides.
     """
 
     prefetch: int
+    sync: str
     compiled: bool
 
     def on(self, cluster: Any) -> Pricer:
         """The prices on other devices, such as those of one stage."""
         ...
 
-    def ahead(self, prefetch: int) -> Pricer:
-        """The prices with that ``prefetch``."""
+    def of_program(self, prefetch: int, sync: str) -> Pricer:
+        """The prices with that ``prefetch`` and ``sync``."""
         ...
 
     def layer(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
@@ -234,6 +235,8 @@ def strategies(
             continue
         prefix = prefixes[-1]
         roles = (Role.DATA,) * prefix + (Role.IDLE,) * (outer - prefix) + suffix
+        if options.sync not in (None, ALL_REDUCE):
+            pins = replace(pins, zero=0)
         for zero, copies in _zeros(mesh, roles, gpus_per_node, pins):
             for reduce in _reductions(zero, several, pins):
                 found += [

@@ -13,7 +13,7 @@ from typing import Any
 
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.plan import Plan, Role, Strategy
+from autopar.plan import PARAMETER_SERVER, Plan, Role, Strategy
 from autopar.schedules import DUALPIPE_V, GPIPE, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE, ZERO_BUBBLE_V
 from autopar.search.manual import grid_mesh, make_mesh, manual_plan
 from autopar.shard import plan_shardings
@@ -79,13 +79,14 @@ def kinds(devices: int) -> tuple[Kind, ...]:
     """At least one kind for every way to parallelize over ``devices`` processes, then combinations and plans of mixed layers."""
     if devices == 1:
         return (kind("one device"), kind("one device, recompute", recompute=True, microbatches=2))
-    return (*_single(devices), *_combined(devices), *_mixed(devices))
+    return (*_single(devices), *_combined(devices), *_served(devices), *_mixed(devices))
 
 
 def _single(n: int) -> tuple[Kind, ...]:
     return (
         kind(f"data {n}", data=n, microbatches=2),
         *(kind(f"data {n}, zero {zero}", data=n, zero=zero, microbatches=2) for zero in (1, 2, 3)),
+        kind(f"data {n}, parameter server", data=n, sync=PARAMETER_SERVER, microbatches=2),
         kind(f"tensor {n}", tensor=n),
         kind(f"tensor+sequence {n}", tensor=n, sequence=True),
         kind(f"tensor {n}, no overlap", tensor=n, overlap="none"),
@@ -215,6 +216,26 @@ def _split(half: int) -> tuple[Kind, ...]:
             schedule=DUALPIPE_V,
             **two,
         ),
+    )
+
+
+def _served(n: int) -> tuple[Kind, ...]:
+    """Parameter servers of each stage or slice."""
+    if n % 2 or n < 4:
+        return ()
+    half = n // 2
+    served = {"data": half, "sync": PARAMETER_SERVER, "pipeline": 2, "microbatches": 4}
+    return (
+        kind(
+            f"data {half} x tensor+sequence 2, parameter server",
+            data=half,
+            tensor=2,
+            sequence=True,
+            sync=PARAMETER_SERVER,
+        ),
+        kind(f"ring 2 x ulysses {half}, parameter server", ring=2, ulysses=half, sync=PARAMETER_SERVER),
+        kind(f"pipeline 2 x data {half}, parameter server, recompute", **served, schedule=ONE_F_ONE_B, recompute=True),
+        kind(f"pipeline 2, zero bubble x data {half}, parameter server", **served, schedule=ZERO_BUBBLE),
     )
 
 

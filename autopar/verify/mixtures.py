@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.plan import FULL, NONE, SELECTIVE, Axis, Plan, Role, Strategy
+from autopar.plan import ALL_REDUCE, FULL, NONE, SELECTIVE, Axis, Plan, Role, Strategy
 from autopar.schedules import GPIPE, SPLIT, Schedule, default_schedule, refusal
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.shard.plan import LayerTypes, layer_sharding, plan_shardings
@@ -46,7 +46,8 @@ def describe(plan: Plan) -> str:
     stages = f"{len(plan.stages)} stages{devices} (cut at {cuts}) of " if plan.pipeline > 1 else ""
     mesh = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh)
     runs = "; ".join(f"{count} of {text}" for text, count in _runs(plan))
-    return f"{stages}{mesh}, {plan.schedule}, {plan.microbatches} microbatches: {runs}"
+    sync = f", {plan.sync}" if plan.sync != ALL_REDUCE else ""
+    return f"{stages}{mesh}, {plan.schedule}, {plan.microbatches} microbatches{sync}: {runs}"
 
 
 def _runs(plan: Plan) -> list[tuple[str, int]]:

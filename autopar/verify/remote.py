@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from autopar.run import remote
@@ -30,8 +31,7 @@ def gradients(folder: str, state: str, batch: dict[str, Tensor]) -> tuple[float,
     """The loss, and on rank 0 the whole gradients, of one global batch, and the state after an update with ``UPDATE_LR``."""
     trainer = open_trainer(folder, state)
     loss, found = remote.perform(trainer, "gradients", batch)
-    trainer.update()
-    return loss, found, trainer.state_dict()
+    return loss, found, _updated(trainer)
 
 
 def gradients_twice(
@@ -40,10 +40,28 @@ def gradients_twice(
     """``gradients`` of one batch; then, again from the values of ``state``, the loss and the gradients of another batch."""
     trainer = open_trainer(folder, state)
     loss, found = remote.perform(trainer, "gradients", batch)
-    trainer.update()
-    after = trainer.state_dict()
+    after = _updated(trainer)
     remote.perform(trainer, "load_state_dict", state)
     return (loss, found, after), remote.perform(trainer, "gradients", other)
+
+
+def _updated(trainer: Any) -> dict[str, Tensor]:
+    """The state dict after an update. Raises ``RuntimeError`` if ranks that read the same parameter have different values of it."""
+    trainer.update()
+    program, world = trainer.program, trainer.world
+    apart = program.local_steps and trainer.steps % program.local_steps
+    for layout in program.layouts:
+        _, zero, axes = program.group(layout)
+        axes = program.parted(axes)[0] if apart else axes
+        if layout.stage not in trainer.stages or zero >= 2 or not axes:
+            continue
+        values = trainer.stages[layout.stage].get_parameter(layout.name).detach().nan_to_num()
+        ends = torch.stack((values, -values))
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=world.group(axes))
+        if not torch.equal(ends[0], -ends[1]):
+            raise RuntimeError(f"the update of {layout.original} is not the same on the ranks of {', '.join(axes)}")
+    state: dict[str, Tensor] = trainer.state_dict()
+    return state
 
 
 def watch(folder: str, state: str, batch: dict[str, Tensor], layer: str | None) -> dict[str, dict[str, list[Any]]]:

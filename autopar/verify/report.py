@@ -50,7 +50,8 @@ class Failure:
 @dataclass(frozen=True, slots=True)
 class Report:
     """A model's verification. ``skipped`` gives the kinds that the model does not admit, with the reason; ``notes`` the changes made for
-    the comparison (dropout, sizes). ``attacks`` are those tried on one device, ``attacks_skipped`` the others, with the reason."""
+    the comparison (dropout, sizes). ``reference`` says with what a plan that gives up exactness was compared, if not with training on one
+    device. ``attacks`` are those tried on one device, ``attacks_skipped`` the others, with the reason."""
 
     model: str
     devices: int
@@ -62,11 +63,17 @@ class Report:
     notes: tuple[str, ...] = ()
     attacks: tuple[Attacked, ...] = ()
     attacks_skipped: dict[str, str] = field(default_factory=dict)
+    reference: str = ""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether any plan was checked, and all results equal those that they were compared with."""
+        return bool(self.checked) and not self.failures and self.max_relative_difference <= EXACT
 
     @property
     def exact(self) -> bool:
-        """Whether any plan was checked, and all results equal those of one device."""
-        return bool(self.checked) and not self.failures and self.max_relative_difference <= EXACT
+        """Whether any plan was checked, and all results equal those of training on one device."""
+        return self.agrees and not self.reference
 
     @property
     def max_relative_difference(self) -> float:
@@ -91,6 +98,8 @@ class Report:
             "attacks_in_plans": {check.kind: check.attack for check in self.checked if check.attack},
             "attacks_skipped": self.attacks_skipped,
             "notes": list(self.notes),
+            "agrees": self.agrees,
+            "reference": self.reference,
             "model": self.model,
             "devices": self.devices,
         }

@@ -17,7 +17,7 @@ from autopar.emit import emit
 from autopar.errors import AutoparError, LaunchError, ProgramError, UsageError
 from autopar.graph import Graph
 from autopar.measure import Error
-from autopar.plan import MICROBATCH_STATISTICS, Plan
+from autopar.plan import MICROBATCH_STATISTICS, Plan, local_steps
 from autopar.plan_files import check_model, read_plan
 from autopar.run.pool import WorkerPool
 from autopar.search.options import check_allowed
@@ -36,6 +36,12 @@ MEMORY_BYTES = 8 * 10**9
 
 MICROBATCHES = 2
 """Number of microbatches in plans for a model whose microbatches are treated as separate batches."""
+
+FIRST_STEP = (
+    "the first step of one device (the mean of the replicas' losses, gradients and updates by plain SGD); later steps, in which replicas "
+    "train apart, are not those of one device"
+)
+"""What a plan with local steps is compared with."""
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of the current check, the number of finished plans, and the number of plans."""
@@ -59,6 +65,8 @@ def verify(
     The model runs at its own size, in ``devices`` local gloo processes, with dropout off. Without ``plan`` one plan of every kind of
     parallelism that the model admits is checked. With ``plan``, only that plan: if it is for more devices, its axes are shrunk to fit,
     and the program at the plan's own size is only type-checked. Every program is type-checked.
+
+    A plan with local steps is not exact: the report says that its first step alone is compared with one device.
 
     With ``allow={"microbatch_statistics"}``, or a plan made with it, a model that couples the examples of a batch is run in
     microbatches and compared with one device that accumulates the mean over the same microbatches.
@@ -116,6 +124,7 @@ def verify_workload(
         check_model(plan, real or subject.graph)
         small = shrink_plan(plan, subject.graph, devices)
         plans = [("the given plan", lambda graph: small)]
+        run.reference = FIRST_STEP if local_steps(small.sync) else ""
         if small is not plan:
             run.check_types(plan, real or subject.graph, small.device_count)
     with run.pools:
@@ -159,6 +168,7 @@ class _Run:
     devices: int
     attacks: Attacks
     pools: ExitStack = field(default_factory=ExitStack)
+    reference: str = ""
     _pool: dict[int, WorkerPool] = field(default_factory=dict)
     _checked: list[Checked] = field(default_factory=list)
     _failures: list[Failure] = field(default_factory=list)
@@ -252,6 +262,7 @@ class _Run:
             notes=(*off, *self._notes),
             attacks=tuple(Attacked(name, error.value, error.where) for name, error in self.attacks.tried.items()),
             attacks_skipped=self.attacks.skipped,
+            reference=self.reference,
         )
 
     def _attack_failures(self) -> list[Failure]:

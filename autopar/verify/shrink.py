@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from autopar.graph import Graph
-from autopar.plan import Axis, Plan, Role, Strategy
+from autopar.plan import Axis, Plan, Role, Strategy, given_up
 from autopar.schedules import default_schedule
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.verify.kinds import microbatches
@@ -110,6 +110,8 @@ def shrink_plan(plan: Plan, graph: Graph, devices: int) -> Plan:
         strategies=strategies,
         microbatches=parts,
         schedule=schedule,
+        sync=plan.sync,
+        allow=given_up(plan.sync),
     )
 
 

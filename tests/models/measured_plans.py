@@ -74,6 +74,8 @@ def memory_kinds() -> tuple[Kind, ...]:
             for z in (2, 3)
         ),
         kind("data 2, ZeRO 3, gathered 2 layers ahead", data=2, zero=3, prefetch=2),
+        kind("data 2, parameter server", data=2, sync="parameter-server"),
+        kind("data 2, local steps", data=2, sync="local-steps:1", allow=("local_steps",), microbatches=2),
         kind("data 4, ZeRO 1", data=4, zero=1),
         kind("data 4, ZeRO 3", data=4, zero=3),
         kind("data 2 x tensor 2", data=2, tensor=2),

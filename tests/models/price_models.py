@@ -14,7 +14,7 @@ from torch import fx
 from autopar.devices import Cluster
 from autopar.graph import Graph, Layer, LayerClass, Value
 from autopar.layer_price import LayerPrice
-from autopar.plan import Axis, Role, Strategy
+from autopar.plan import ALL_REDUCE, Axis, Role, Strategy
 from autopar.price.collectives import group, group_time_s
 from autopar.price.layer import assemble, bind, core, divisible, measure, spread
 from autopar.price.live_memory import Neighbours
@@ -247,5 +247,5 @@ def price_layer(
     microbatches = math.prod(axis.size for axis in axes if axis.stride == 0)
     c = core(bound, given, cluster, numbers)
     flops = table.model_flops / microbatches
-    around = spread(c, strategy.data_axes(mesh), microbatches, flops, cluster, numbers, trainer)
+    around = spread(c, strategy.data_axes(mesh), microbatches, flops, cluster, numbers, trainer, ALL_REDUCE)
     return assemble(c, around, strategy, cluster, numbers, trainer, neighbours)

@@ -101,10 +101,10 @@ class RandomPricer:
     def __init__(self, graph: Graph, seed: int, density: float, edges: float, slower: float = 1.0) -> None:
         self.graph, self.seed, self.density, self.edges, self.slower = graph, seed, density, edges, slower
 
-    prefetch = 1
+    prefetch, sync = 1, "all-reduce"
     compiled = False
 
-    def ahead(self, prefetch: int) -> RandomPricer:
+    def of_program(self, prefetch: int, sync: str) -> RandomPricer:
         return self
 
     def on(self, cluster: Devices) -> RandomPricer:
@@ -491,10 +491,10 @@ class TransformerPricer:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
 
-    prefetch = 1
+    prefetch, sync = 1, "all-reduce"
     compiled = False
 
-    def ahead(self, prefetch: int) -> TransformerPricer:
+    def of_program(self, prefetch: int, sync: str) -> TransformerPricer:
         return self
 
     def on(self, cluster: Devices) -> TransformerPricer:

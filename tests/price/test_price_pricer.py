@@ -12,7 +12,7 @@ from price_models import chain, llama_block, mlp, mlp_types, price_layer, replic
 from autopar.devices import parse
 from autopar.graph import LayerClass
 from autopar.layer_price import LayerPrice
-from autopar.plan import FULL, NONE, Axis, Recomputation, Role, Strategy
+from autopar.plan import ALL_REDUCE, FULL, NONE, Axis, Recomputation, Role, Strategy
 from autopar.price import Pricer, edge_s, trace
 from autopar.price.collectives import p2p_s
 from autopar.price.live_memory import Neighbours
@@ -159,10 +159,13 @@ def test_layers_gathered_ahead_cost_memory_under_zero_3_and_nothing_else():
     """Chains of one class: each layer more that is gathered ahead is one more all-gather's result."""
     cls, mesh = mlp(B, SEQ, H, 4 * H), (Axis("data", 8, 1),)
     one = Pricer(chain(cls, 4), CLUSTER, "bfloat16", solve_mlp)
-    gathered = 2 * _numel(cls)
+    gathered, smaller = 2 * _numel(cls), parse("1x4xH100-80GB")
+
+    def ahead(n: int, pricer: Pricer = one) -> Pricer:
+        return pricer.of_program(n, ALL_REDUCE)
 
     def prices(zero: int, again: Recomputation = NONE) -> list[LayerPrice]:
-        found = (one.ahead(n).layer("mlp", mesh, Strategy((DATA,), zero, again), 2) for n in (1, 2, 3))
+        found = (ahead(n).layer("mlp", mesh, Strategy((DATA,), zero, again), 2) for n in (1, 2, 3))
         return [price for price in found if price is not None]
 
     for zero, again in ((3, NONE), (3, FULL), (2, NONE)):
@@ -173,10 +176,10 @@ def test_layers_gathered_ahead_cost_memory_under_zero_3_and_nothing_else():
         assert third.transient_bytes >= second.transient_bytes
     for zero, again in ((0, NONE), (1, NONE), (3, Recomputation("full", 2))):
         assert len(set(prices(zero, again))) == 1
-    assert one.ahead(1) is one and one.ahead(2) is one.ahead(2)
-    node = one.on(parse("1x4xH100-80GB")).ahead(2)
-    assert node is one.on(parse("1x4xH100-80GB")).ahead(2) and (node.prefetch, one.prefetch) == (2, 1)
-    assert one.ahead(2).on(parse("1x4xH100-80GB")).prefetch == 2
+    assert ahead(1) is one and ahead(2) is ahead(2)
+    node = ahead(2, one.on(smaller))
+    assert node is ahead(2, one.on(smaller)) and (node.prefetch, one.prefetch) == (2, 1)
+    assert ahead(2).on(smaller).prefetch == 2
 
 
 def test_a_pinned_prefetch_is_planned_and_priced():

@@ -126,7 +126,7 @@ def predicted(graph: Graph, kind: Kind) -> list[dict[str, int]]:
     priced = evaluate(
         graph,
         cluster,
-        Pricer(graph, cluster, "float32").ahead(plan.prefetch),
+        Pricer(graph, cluster, "float32").of_program(plan.prefetch, plan.sync),
         mesh=plan.mesh,
         stage_bounds=[0, *(stage.stop for stage in plan.stages)],
         strategies=[layer.strategy for layer in plan.layers],

@@ -100,6 +100,8 @@ def patched(name: str, model: str, options: dict[str, Any], where: Any, attribut
 TENSOR, SEQUENCE, DATA = {"tensor": 2}, {"tensor": 2, "sequence": True}, {"data": 2}
 WAITING = TENSOR | {"overlap": "none"}  # conversions and products apart
 DATA_TENSOR = {"data": 2, "tensor": 2}
+SERVER = DATA | {"sync": "parameter-server"}
+AVERAGED = DATA | {"sync": "local-steps:1", "allow": {"local_steps"}}
 GRID = {"mesh": make_mesh(("tensor0", 2), ("tensor1", 2))}
 TWO_AXES = {"mesh": make_mesh(("outer", 2), ("inner", 2))}
 REDUCED = (
@@ -251,6 +253,19 @@ RUNTIME = tuple(
          r"index = dist\.get_rank\(self\._group\) if self\._scattered else 0", "index = 0"),
         ("parameters.py", "ZeRO 1 keeps the last microbatch's gradient only", "llama", {"data": 2, "zero": 1, "microbatches": 2},
          r"grad\.add_\(gradient\)", "grad.copy_(gradient)"),
+        ("parameters.py", "the server does not broadcast", "gpt2", SERVER,
+         r"dist\.broadcast\(self\._values, group=self\._group, group_src=0\)", "pass"),
+        ("parameters.py", "the server's own gradient counts twice", "gpt2", SERVER,
+         r"self\._work = dist\.reduce\(", r"self._grads *= 1 + self._updates; self._work = dist.reduce("),
+        ("parameters.py", "another rank than the server updates", "gpt2", SERVER,
+         r"dist\.get_rank\(self\._group\) == 0", "dist.get_rank(self._group) == 1"),
+        ("parameters.py", "the sum is on another rank than the server", "gpt2", SERVER, r"group_dst=0", "group_dst=1"),
+        ("parameters.py", "another rank than the server broadcasts", "gpt2", SERVER, r"group_src=0", "group_src=1"),
+        ("parameters.py", "replicas are averaged over the wrong group", "llama", AVERAGED | DATA_TENSOR,
+         r"world\.group\(self\._apart\)", 'world.group(("tensor",))'),
+        ("parameters.py", "replicas are added up, not averaged", "gpt2", AVERAGED,
+         r"return tensor\.div_\(.*\)", "return tensor"),
+        ("runtime.py", "replicas are not averaged", "gpt2", AVERAGED, r"group\.average\(\)", "pass"),
         ("runtime.py", "the schedule divides gradients by the microbatches", "llama", PIPELINE_ZERO,
          r'"scale_grads": False', '"scale_grads": True'),
         ("runtime.py", "the losses of microbatches apart are added, not averaged", "resnet by microbatch", {"data": 2, "microbatches": 2},

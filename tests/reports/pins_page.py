@@ -15,7 +15,7 @@ _HEADING = "| pin | of | values | decides | example |\n|---|---|---|---|---|\n"
 def table() -> str:
     """The rows of every pin, with the heading."""
     return _HEADING + "".join(
-        f"| `{pin.name}` | {'layers' if pin.of_layer else 'the plan'} | {_values(pin.values) or pin.choices} | {pin.meaning} "
+        f"| `{pin.name}` | {'layers' if pin.of_layer else 'the plan'} | {_values(pin.names) or pin.choices} | {pin.meaning} "
         f"| `--pin {pin.example}` |\n"
         for pin in PINS.values()
     )

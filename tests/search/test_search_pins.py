@@ -89,6 +89,12 @@ class TestRefused:
             ({"data": 8, "microbatches": 4}, r"2 samples do not divide by data 8\n.*1, 2"),
             ({"pipeline": 3}, r"fit are 1, 2, 4"),
             ({"schedule": "none", "pipeline": 2}, "2 stages needs a schedule"),
+            ({"layers.0.sync": "parameter-server"}, "sync is of the whole plan"),
+            (
+                {"sync": "parameter-server", "layers.1.zero": 2},
+                "sync=parameter-server needs whole parameters and gradients on every replica, and layers.1 has ZeRO 2\n.*leave",
+            ),
+            ({"sync": "parameter-server", "replicate": 2}, "layers.0 has hybrid sharding .replicate=2."),
         ],
     )
     def test_the_message_names_the_choices(self, pin: dict[str, int | str], words: str) -> None:

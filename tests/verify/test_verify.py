@@ -21,8 +21,10 @@ import autopar.emit.program as program
 from autopar import zoo
 from autopar.capture import capture, reference
 from autopar.cli.app import cli
-from autopar.errors import BatchError, ModelError, UsageError
+from autopar.cli.verify import verdict
+from autopar.errors import BatchError, LaunchError, ModelError, UsageError
 from autopar.plan import FULL, Role
+from autopar.program import copy_runtime
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.shard import annotate
 from autopar.verify import Difference, attack, check_plan, kinds, locate, make_subject, shrink_config, shrink_plan
@@ -231,6 +233,34 @@ def test_the_first_node_that_differs_is_named(what: str, workers2: WorkerPool, m
     assert isinstance(difference, Difference) and re.search(found, str(difference)), str(difference)
     # parameters' gradients are in no order: of those that are summed wrongly, the one that is farthest off
     assert difference.op != "parameter" or difference.node == error.where
+
+
+def test_a_plan_with_local_steps_is_not_called_exact(tmp_path: Path) -> None:
+    model, batch, loss_fn = mlp()
+    graph = annotate(capture(model.double(), batch, loss_fn, precision="float64"))
+    plan = manual_plan(graph, data=2, sync="local-steps:3", allow={"local_steps"})
+    report = autopar.verify(model, batch, loss_fn, plan=plan)
+    assert report.agrees and not report.exact and report.max_relative_difference < 1e-9
+    assert report.to_json()["exact"] is False and "the first step of one device" in report.to_json()["reference"]
+    assert verdict(report).startswith("agrees, and is not exact: 1 plans") and "first step" in verdict(report)
+
+
+def test_replicas_that_differ_after_an_update_are_found(workers2: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients, and what the first replica reads, are right."""
+    given = subject("mlp")
+    plan = manual_plan(given.graph, data=2, sync="parameter-server")
+    assert check_plan(given, plan, workers2, typed=False).error.exact
+
+    def faulty(folder: Path, *uses: Any) -> None:
+        copy_runtime(folder, *uses)
+        file = Path(folder) / "parameters.py"
+        text, count = re.subn(r"dist\.broadcast\(.*\)", "pass", file.read_text())
+        assert count == 1
+        file.write_text(text)
+
+    monkeypatch.setattr(program, "copy_runtime", faulty)
+    with pytest.raises(LaunchError, match="is not the same on the ranks of data"):
+        check_plan(given, plan, workers2, typed=False)
 
 
 def test_a_failure_is_reported_with_its_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

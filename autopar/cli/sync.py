@@ -1,0 +1,90 @@
+"""``autopar sync``: traffic and seconds of the ways to synchronise replicas, by textbook algorithm and as priced."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+from autopar.cli.console import console, plain_table
+from autopar.devices import Cluster, parse
+from autopar.plan import ALL_REDUCE, LOCAL_STEPS, PARAMETER_SERVER, Axis
+from autopar.price.algorithms import ALGORITHMS, algorithm
+from autopar.price.collectives import group, group_time_s
+from autopar.price.state import Precision
+from autopar.price.state import precision as numbers_of
+from autopar.types import Collective
+from autopar.units import parse_count, seconds, size
+
+PRICED = "as priced"
+"""The row of the collectives that emitted programs call, as plans price them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way to synchronise, by one algorithm, per step of training: of several steps between averages the mean.
+
+    ``messages`` follow one another; ``busiest_bytes`` pass through one rank, in and out, and all ranks send ``traffic_bytes``: no figures
+    where NCCL or gloo choose the algorithm.
+    """
+
+    sync: str
+    algorithm: str
+    seconds: float
+    messages: float | None = None
+    busiest_bytes: float | None = None
+    traffic_bytes: float | None = None
+
+
+def rows(elements: int, cluster: Cluster, numbers: Precision, steps: int) -> list[Row]:
+    """The synchronisations of a model of ``elements`` parameters whose replicas are the devices of ``cluster``, one on each; ``steps`` are
+    those between two averages."""
+    members = group((Axis("data", cluster.count, 1),), cluster)
+    gradients, parameters = elements * numbers.averaged, elements * numbers.width
+    masters = elements * (numbers.at_rest or numbers.width)
+    reduced, sent = (Collective.REDUCE, gradients), (Collective.BROADCAST, parameters)
+    syncs: list[tuple[str, int, list[tuple[Collective, int]]]] = [
+        (ALL_REDUCE, 1, [(Collective.ALL_REDUCE, gradients)]),
+        (PARAMETER_SERVER, 1, [reduced, sent]),
+        (f"{LOCAL_STEPS}:{steps}", steps, [(Collective.ALL_REDUCE, masters)]),
+    ]
+    found = []
+    for sync, every, parts in syncs:
+        for name in ALGORITHMS:
+            ways = [algorithm(name, collective, members.size, count) for collective, count in parts]
+            found.append(
+                Row(
+                    sync,
+                    name,
+                    sum(way.seconds(members, cluster) for way in ways) / every,
+                    sum(way.messages for way in ways) / every,
+                    sum(way.busiest_bytes for way in ways) / every,
+                    sum(way.traffic_bytes for way in ways) / every,
+                )
+            )
+        priced_s = sum(group_time_s(collective, count, members, cluster) for collective, count in parts)
+        found.append(Row(sync, PRICED, priced_s / every))
+    return found
+
+
+def sync_command(
+    parameters: str, devices: str, precision: str, steps: int, calibration: str | None, as_json: bool
+) -> None:
+    """Prints the table."""
+    cluster = parse(devices, calibration=calibration)
+    found = rows(parse_count(parameters), cluster, numbers_of(precision), steps)
+    if as_json:
+        print(json.dumps([dataclasses.asdict(row) for row in found], indent=1))
+        return
+    table = plain_table(
+        f"{parameters} parameters in {precision}, a replica on each of {cluster.count} devices ({cluster}); per step"
+    )
+    for name in ("sync", "algorithm"):
+        table.add_column(name, no_wrap=True)
+    for name in ("messages in turn", "busiest rank", "all ranks", "time"):
+        table.add_column(name, justify="right")
+    for row in found:
+        through, sent = ("-" if n is None else size(round(n)) for n in (row.busiest_bytes, row.traffic_bytes))
+        messages = "-" if row.messages is None else f"{row.messages:,.4g}"
+        table.add_row(row.sync, row.algorithm, messages, through, sent, seconds(row.seconds))
+    console().print(table)

@@ -1,0 +1,135 @@
+"""Three textbook algorithms of a reduction, a broadcast and an all-reduce, in rounds of messages.
+
+The model is that of Thakur, Rabenseifner and Gropp (Optimization of Collective Communication Operations in MPICH, 2005): in one round a
+rank sends at most one message and receives at most one, and a message of *b* bytes takes *alpha + b / beta*. Of *n* ranks and a tensor of
+*B* bytes:
+
+* ``sequential``: a server receives the tensor of one rank after another, and sends it to one after another::
+
+      reduce, broadcast   (n-1) (alpha + B / beta)           all-reduce, the two together, twice as long
+
+* ``ring``: every rank passes pieces of *B / n* on to its neighbour; a reduce-scatter, then an all-gather. A reduction to one rank ends with
+  the pieces' way around the ring to it, and a broadcast begins with their way from it::
+
+      all of them         2 (n-1) (alpha + B / n / beta)
+
+* ``halving-doubling``: the reduce-scatter halves the tensor with partners *n/2*, *n/4*, ..., 1 ranks away, the all-gather doubles it again
+  (Rabenseifner); a reduction ends, and a broadcast begins, with a binomial tree of pieces::
+
+      all of them         2 log2(n) alpha + 2 B (n-1) / n / beta
+
+  If *n* is no power of two, ranks beyond the largest one below *n* give their tensor to a neighbour first and get the result from it last,
+  each of which takes *alpha + B / beta*. A reduction has only the first, a broadcast only the last.
+
+Sums' own arithmetic is not counted. Emitted programs call NCCL or gloo, whose collectives ``autopar.price.collectives`` prices; this module
+is for comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autopar.devices import Cluster
+from autopar.price.collectives import Group
+from autopar.types import Collective
+
+TO_ALL = Collective.ALL_REDUCE
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """``senders`` messages of ``size`` bytes at the same time, each to a rank at most ``distance`` away (``on_ring``: to the next one on a
+    ring of all ranks); ``times`` such rounds in turn."""
+
+    size: float
+    senders: int
+    distance: int
+    times: int = 1
+    on_ring: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """The rounds of a collective, and the bytes that the busiest rank sends and receives, together."""
+
+    rounds: tuple[Round, ...]
+    busiest_bytes: float
+
+    @property
+    def messages(self) -> int:
+        """Rounds, each of which takes one latency."""
+        return sum(r.times for r in self.rounds)
+
+    @property
+    def bytes_in_turn(self) -> float:
+        """The bytes of one message per round, which are sent one after the other."""
+        return sum(r.size * r.times for r in self.rounds)
+
+    @property
+    def traffic_bytes(self) -> float:
+        """The bytes that all ranks send."""
+        return sum(r.size * r.senders * r.times for r in self.rounds)
+
+    def seconds(self, members: Group, cluster: Cluster) -> float:
+        """Seconds over ``members``, whose ranks fill one node after another.
+
+        A message between nodes has one device's share of the network. A ring passes each border of a node once, over the shares of all its
+        members there, as in ``autopar.price.collectives``.
+        """
+        total_s = cluster.collective_s if self.rounds else 0.0
+        for r in self.rounds:
+            link = cluster.inter if members.nodes > 1 and r.distance >= members.per_node else cluster.intra
+            beta = link.bytes_per_s * (members.per_node if r.on_ring else 1)
+            total_s += r.times * (link.latency_s + r.size / min(beta, cluster.intra.bytes_per_s))
+        return total_s
+
+
+def sequential(collective: Collective, ranks: int, size: float) -> Algorithm:
+    """A server and one other rank at a time."""
+    ways = 2 if collective is TO_ALL else 1
+    rounds = tuple(Round(size, 1, distance, ways) for distance in range(1, ranks))
+    return Algorithm(rounds, ways * (ranks - 1) * size)
+
+
+def ring(collective: Collective, ranks: int, size: float) -> Algorithm:
+    """Pieces from neighbour to neighbour."""
+    n, piece = ranks, size / ranks
+    around = Round(piece, n, n - 1, n - 1, True)  # the last rank's neighbour is the first
+    if collective is TO_ALL:
+        return Algorithm((around, around), 4 * (n - 1) * piece)
+    to_one = tuple(Round(piece, left, n - 1, 1, True) for left in range(n - 1, 0, -1))
+    rounds = (around, *to_one) if collective is Collective.REDUCE else (*reversed(to_one), around)
+    return Algorithm(rounds, (4 * n - 5) * piece)
+
+
+def halving_doubling(collective: Collective, ranks: int, size: float) -> Algorithm:
+    """Recursive halving, recursive doubling and binomial trees."""
+    n = 1 << (ranks.bit_length() - 1)
+    extra = ranks - n
+    piece, steps = size / n, [1 << i for i in range(n.bit_length() - 1)]
+    # the ranks that go on are every other one of the first: up to twice as far from each other
+    doubling = [Round(piece * step, n, step + min(step, extra)) for step in steps]
+    to_one = [Round(piece * step, n // (2 * step), step + min(step, extra)) for step in steps]
+    give = [Round(size, extra, 1)] if extra else []
+    first, last = {
+        Collective.ALL_REDUCE: ([*give, *reversed(doubling)], [*doubling, *give]),
+        Collective.REDUCE: ([*give, *reversed(doubling)], to_one),
+        Collective.BROADCAST: ([*reversed(to_one)], [*doubling, *give]),
+    }[collective]
+    through = (4 if collective is TO_ALL else 3) * (n - 1) * piece
+    return Algorithm((*first, *last), through + (2 if collective is TO_ALL else 1) * size * bool(extra))
+
+
+ALGORITHMS: dict[str, Callable[[Collective, int, float], Algorithm]] = {
+    "sequential": sequential,
+    "ring": ring,
+    "halving-doubling": halving_doubling,
+}
+"""The algorithms of ``Collective.REDUCE``, ``BROADCAST`` and ``ALL_REDUCE`` by name: functions of the collective, ranks and bytes."""
+
+
+def algorithm(name: str, collective: Collective, ranks: int, size: float) -> Algorithm:
+    """The rounds of ``collective`` over ``ranks`` of a tensor of ``size`` bytes; none for one rank."""
+    assert collective in (Collective.REDUCE, Collective.BROADCAST, Collective.ALL_REDUCE), collective
+    return ALGORITHMS[name](collective, ranks, size) if ranks > 1 else Algorithm((), 0.0)
