@@ -1,4 +1,4 @@
-"""The ordered actions of each device of a pipeline: exactly the lists that ``torch.distributed.pipelining`` runs.
+"""The ordered actions of each device of a pipeline: exactly the lists that ``torch.distributed.pipelining`` runs, and Chimera's.
 
 An action is ("F", "B", "I" or "W", stage, microbatch): a forward, a whole backward, or one in two parts, of the inputs (I) and of the
 weights (W). GPipe, 1F1B and interleaved 1F1B run whole backwards. ``zero-bubble`` is interleaved 1F1B (or 1F1B) that runs W when a device
@@ -6,15 +6,18 @@ would otherwise wait; ``zbv`` and ``dualpipev`` have two stages on each device, 
 ``dualpipev`` pairs some forwards and backwards for overlap; torch 2.13 runs the two one after the other, and sends the forward's result
 when both are done.
 
+``chimera`` runs whole backwards of two pipelines in opposite directions (``_chimera``).
+
 Stage 0 runs both parts like the other stages: its first part computes the gradients that its later layers pass to the earlier ones.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Iterator
 
-from autopar.schedules import DUALPIPE_V, GPIPE, INTERLEAVED, NO_PIPELINE, ZERO_BUBBLE, ZERO_BUBBLE_V, Schedule
+from autopar.schedules import CHIMERA, DUALPIPE_V, GPIPE, INTERLEAVED, NO_PIPELINE, ZERO_BUBBLE, ZERO_BUBBLE_V, Schedule
 
 Action = tuple[str, int, int]
 """``"F"``, ``"B"``, ``"I"`` or ``"W"``, the stage (a device may have several), the microbatch."""
@@ -34,7 +37,9 @@ def device_groups(schedule: Schedule, rank: int) -> Iterator[Group]:
     if schedule.name == DUALPIPE_V:
         return _dualpipe(rank, line, m)
     found: Iterator[Action]
-    if schedule.name == ZERO_BUBBLE_V:
+    if schedule.name == CHIMERA:
+        found = iter(_chimera(schedule)[rank])
+    elif schedule.name == ZERO_BUBBLE_V:
         found = (action for action in _zbv(rank, line, max(2 * line - 1, m)) if action[2] < m)
     elif schedule.name == ZERO_BUBBLE:
         found = _zero_bubble(rank, line, chunks, m)
@@ -135,6 +140,46 @@ def _zbv(rank: int, line: int, microbatches: int) -> Iterator[Action]:
     for stage in (second, first):
         while count["W", stage] < count["I", stage]:
             yield from run("W", stage)
+
+
+@functools.lru_cache(maxsize=64)
+def _chimera(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+    """Chimera's direct concatenation (section 3.5 of the paper), for every device.
+
+    The lists are what the devices do if forwards and backwards take equally long, as the paper draws them, and each device runs a backward
+    as soon as it can, and otherwise a forward. A copy of stage ``s`` has at most ``min(P/2, P - s)`` microbatches in flight: it has sent
+    P/2 forwards on when the first gradient comes back. With ``P`` microbatches this is the paper's basic unit, in which no device waits but
+    ``P - 2`` times; each further ``P`` begin in the unit before. Ranks ``r`` and ``P - 1 - r`` do the same at any time, in opposite
+    directions: if both directions have work, the later stage goes first, whichever direction that is.
+    """
+    line, half = schedule.pipeline, schedule.microbatches // 2
+    begun = dict.fromkeys(((kind, s, up) for kind in "FB" for s in range(line) for up in range(2)), 0)
+    ended: set[Action] = set()
+    found: list[list[Action]] = [[] for _ in range(line)]
+
+    def ready(stage: int, up: int) -> Iterator[Action]:
+        back, ahead = begun["B", stage, up], begun["F", stage, up]
+        backward, forward = ("B", stage, back + up * half), ("F", stage, ahead + up * half)
+        source = ("F", stage, backward[2]) if stage == line - 1 else ("B", stage + 1, backward[2])
+        if back < ahead and source in ended:
+            yield backward
+        room = ahead < half and ahead - back < min(line // 2, line - stage)
+        if room and (stage == 0 or ("F", stage - 1, forward[2]) in ended):
+            yield forward
+
+    while len(ended) < 4 * half * line:
+        now: list[Action] = []
+        for rank in range(line):
+            choices = [*ready(rank, 0), *ready(line - 1 - rank, 1)]
+            if choices:
+                action = min(choices, key=lambda action: (action[0] != "B", -action[1]))
+                found[rank].append(action)
+                now.append(action)
+        for kind, stage, microbatch in now:
+            begun[kind, stage, microbatch // half] += 1
+        assert now, schedule
+        ended.update(now)
+    return tuple(tuple(actions) for actions in found)
 
 
 def _dualpipe(rank: int, line: int, microbatches: int) -> Iterator[Group]:

@@ -367,14 +367,14 @@ def memory_timeline(graph: Graph, cluster: Devices, pricer: Pricer, plan: Plan) 
 
 def _prediction(graph: Graph, cluster: Devices, priced: Priced, peak: float) -> Prediction:
     schedule, found = priced.choice.schedule, priced.cost
-    m, of_device = schedule.microbatches, schedule.by_device
+    m, of_device = schedule.microbatches // schedule.copies, schedule.by_device
 
     work = [f + b for f, b in zip(of_device(found.forward_s), of_device(found.backward_s), strict=True)]
     slowest = max(range(len(work)), key=lambda d: work[d])
     busy = m * work[slowest]
     moving = m * of_device(found.communication_s)[slowest]
     optimizer = max(of_device(found.per_step_s))
-    flops = m * sum(p.flops for p in priced.prices)
+    flops = schedule.microbatches * sum(p.flops for p in priced.prices)
     step = found.step_time_s
     return Prediction(
         step_time_s=step,
