@@ -14,7 +14,7 @@ from typing import Any
 from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.plan import Plan, Role, Strategy
-from autopar.schedules import DUALPIPE_V, GPIPE, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE, ZERO_BUBBLE_V
+from autopar.schedules import CHIMERA, DUALPIPE_V, GPIPE, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE, ZERO_BUBBLE_V
 from autopar.search.manual import grid_mesh, make_mesh, manual_plan
 from autopar.shard import plan_shardings
 
@@ -79,7 +79,7 @@ def kinds(devices: int) -> tuple[Kind, ...]:
     """At least one kind for every way to parallelize over ``devices`` processes, then combinations and plans of mixed layers."""
     if devices == 1:
         return (kind("one device"), kind("one device, recompute", recompute=True, microbatches=2))
-    return (*_single(devices), *_combined(devices), *_mixed(devices))
+    return (*_single(devices), *_combined(devices), *_both_ways(devices), *_mixed(devices))
 
 
 def _single(n: int) -> tuple[Kind, ...]:
@@ -96,6 +96,11 @@ def _single(n: int) -> tuple[Kind, ...]:
         kind(f"pipeline {n}", pipeline=n, microbatches=4 if n <= 4 else n, schedule=ONE_F_ONE_B),
         kind(f"pipeline {n}, gpipe", pipeline=n, microbatches=2, schedule=GPIPE),
         kind(f"pipeline {n}, zero bubble", pipeline=n, microbatches=4 if n <= 4 else n, schedule=ZERO_BUBBLE),
+        *(
+            [kind(f"pipeline {n}, Chimera", pipeline=n, microbatches=4 if n <= 4 else n, schedule=CHIMERA)]
+            if n % 2 == 0
+            else []
+        ),
         # more than three devices would require models of many layers
         *(_in_chunks(n) if n <= 3 else ()),
         kind(f"recompute, data {n}, zero 3", data=n, zero=3, recompute=True),
@@ -215,6 +220,29 @@ def _split(half: int) -> tuple[Kind, ...]:
             schedule=DUALPIPE_V,
             **two,
         ),
+    )
+
+
+def _both_ways(n: int) -> tuple[Kind, ...]:
+    """Chimera, beside what shards each stage over half of the devices."""
+    if n % 2 or n < 4:
+        return ()
+    half = n // 2
+    two = {"pipeline": 2, "microbatches": 4, "schedule": CHIMERA}
+    return (
+        kind(f"pipeline 2, Chimera x data {half}, zero 1", data=half, zero=1, **two),
+        kind(f"pipeline 2, Chimera x data {half}, zero 3, recompute", data=half, zero=3, recompute=True, **two),
+        kind(
+            f"pipeline 2, Chimera x data {half}, zero 2, reduced once a step", data=half, zero=2, reduce="step", **two
+        ),
+        kind(
+            f"pipeline 2, Chimera x tensor+sequence {half}, recompute in part",
+            tensor=half,
+            sequence=True,
+            recompute="selective",
+            **two,
+        ),
+        kind(f"pipeline 2, Chimera x expert {half}, zero 2", expert=half, zero=2, **two),
     )
 
 
