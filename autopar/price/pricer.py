@@ -62,7 +62,7 @@ class Pricer:
     ) -> None:
         self.graph, self.cluster = graph, cluster
         self.trainer = dataclasses.replace(trainer, cpu=True) if cluster.kind == "cpu" else trainer
-        self.prefetch = 1
+        self.prefetch, self.copies = 1, 1
         self.numbers = trainer.precision(precision_name, graph.allow)
         self._pipelined = dataclasses.replace(cluster, pipelined=True)
         self._types = LayerTypes(graph, solve)
@@ -81,6 +81,7 @@ class Pricer:
         self._p2p: dict[tuple[int, Mesh, tuple[Role, ...], int], float] = {}
         self._elsewhere: dict[Cluster, Pricer] = {}
         self._deeper: dict[int, Pricer] = {}
+        self._mirrored: dict[int, Pricer] = {}
         self._makers = {name: (i, k) for i, layer in enumerate(graph.layers) for k, name in enumerate(layer.outputs)}
         self._readers = self._find_readers()
         self._adjacent = [self._find_adjacent(1)]
@@ -94,7 +95,7 @@ class Pricer:
             other = copy.copy(self)
             other.cluster, other._pipelined = cluster, dataclasses.replace(cluster, pipelined=True)
             other._cores, other._placed, other._spread, other._layers = {}, {}, {}, {}
-            other._beside, other._edges, other._p2p, other._deeper = {}, {}, {}, {}
+            other._beside, other._edges, other._p2p, other._deeper, other._mirrored = {}, {}, {}, {}, {}
             self._elsewhere[_nameless(cluster)] = other
         return self._elsewhere[_nameless(cluster)]
 
@@ -109,10 +110,25 @@ class Pricer:
         if prefetch not in self._deeper:
             other = copy.copy(self)
             other.prefetch, other._layers, other._elsewhere, other._deeper = prefetch, {}, {}, {}
-            other._beside = {}
+            other._beside, other._mirrored = {}, {}
             other._adjacent = [self._find_adjacent(distance) for distance in range(1, prefetch + 1)]
             self._deeper[prefetch] = other
         return self._deeper[prefetch]
+
+    def mirrored(self, copies: int) -> Pricer:
+        """The pricer of a program with ``copies`` copies of each stage, on pipeline ranks that mirror each other (``Schedule.copies``): the
+        copies' gradients are summed, and each copy runs an equal share of the microbatches.
+
+        The sum has the price of the two ranks that are farthest from each other: those of the first and the last stage.
+        """
+        if copies == self.copies:
+            return self
+        if copies not in self._mirrored:
+            other = copy.copy(self)
+            other.copies, other._layers, other._spread = copies, {}, {}
+            other._elsewhere, other._deeper, other._mirrored = {}, {}, {}
+            self._mirrored[copies] = other
+        return self._mirrored[copies]
 
     def layer(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
         """The price of a layer class; ``None`` if a role is inadmissible or a local shape is not whole."""
@@ -211,8 +227,12 @@ class Pricer:
         if key not in self._spread:
             # if each microbatch is treated as a whole batch, the graph's flops are those of one microbatch
             flops = self._table(cls_name)[0].model_flops / self.graph.parts(microbatches)
-            axes = strategy.data_axes(mesh)
-            self._spread[key] = spread(c, axes, microbatches, flops, cluster, self.numbers, self.trainer)
+            copies, shards = strategy.data_axes(mesh)
+            if self.copies > 1:
+                far = max(math.prod(axis.size for axis in mesh), self.cluster.count // 2)
+                copies = (Axis("mirror", self.copies, far), *copies)
+            mine = microbatches // self.copies
+            self._spread[key] = spread(c, (copies, shards), mine, flops, cluster, self.numbers, self.trainer)
         return self._spread[key]
 
     def _neighbours(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> Neighbours:

@@ -85,7 +85,7 @@ class Schedule:
     def copies(self) -> int:
         """The number of copies of each stage. Each copy runs an equal share of the microbatches; the second copy of a stage is on the
         rank that mirrors the first copy's (``rank``)."""
-        return 2 if self.name == CHIMERA else 1
+        return copies_of(self.name)
 
     def rank(self, stage: int, microbatch: int) -> int:
         """The pipeline rank that runs a stage for a microbatch."""
@@ -125,6 +125,11 @@ class Schedule:
     def by_device(self, values: Sequence[float]) -> list[float]:
         """Sums over the stages of each device."""
         return [sum(values[s] for s in self.own(d)) for d in range(self.pipeline)]
+
+
+def copies_of(name: str | None) -> int:
+    """The number of copies of each stage under the schedule ``name``."""
+    return 2 if name == CHIMERA else 1
 
 
 def default_schedule(pipeline: int, microbatches: int, chunks: int = 1) -> str:

@@ -29,7 +29,7 @@ from autopar.schedules import Schedule
 from autopar.schedules.memory import most_in_flight
 from autopar.schedules.step_time import lower_bound, simulate
 from autopar.search.notes import host_notes, notes_of
-from autopar.search.problem import Choice, Devices, Mesh, Pricer
+from autopar.search.problem import Choice, Devices, Mesh, Pricer, mirrors, no_mirror
 from autopar.search.tables import Instance
 from autopar.search.timeline import Counts, Device, Moment
 from autopar.segments import shortened
@@ -351,7 +351,8 @@ def memory_timeline(graph: Graph, cluster: Devices, pricer: Pricer, plan: Plan) 
     Raises:
         InfeasibleError: a layer has no price.
     """
-    choice, pricer = Choice(plan.mesh, plan.sized_schedule), pricer.ahead(plan.prefetch)
+    choice = Choice(plan.mesh, plan.sized_schedule)
+    pricer = pricer.ahead(plan.prefetch).mirrored(choice.schedule.copies)
     strategies = [layer.strategy for layer in plan.layers]
     views, stages = cluster.stages(plan.pipeline), []
     for s, stage in enumerate(plan.stages):
@@ -405,8 +406,12 @@ def evaluate(
 
     Raises:
         InfeasibleError: a layer has no price under its strategy (an inadmissible role, an indivisible size).
+        UsageError: copies of a stage on unequal devices.
     """
     strategies = shortened(graph, [strategy.under(schedule) for strategy in strategies], stage_bounds)
+    if not mirrors(cluster, schedule):
+        raise no_mirror(schedule.name)
+    pricer = pricer.mirrored(schedule.copies)
     stages, borders = cluster.stages(schedule.pipeline), cluster.borders(schedule.pipeline)
     prices: list[LayerPrice] = []
     last, links, microbatches = len(graph.layers) - 1, schedule.links, schedule.microbatches

@@ -106,6 +106,9 @@ class RandomPricer:
     def ahead(self, prefetch: int) -> RandomPricer:
         return self
 
+    def mirrored(self, copies: int) -> RandomPricer:
+        return self
+
     def on(self, cluster: Devices) -> RandomPricer:
         return type(self)(self.graph, self.seed, self.density, self.edges, cluster.slower)
 
@@ -493,6 +496,9 @@ class TransformerPricer:
     prefetch = 1
 
     def ahead(self, prefetch: int) -> TransformerPricer:
+        return self
+
+    def mirrored(self, copies: int) -> TransformerPricer:
         return self
 
     def on(self, cluster: Devices) -> TransformerPricer:
