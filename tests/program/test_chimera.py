@@ -103,6 +103,29 @@ def test_both_copies_train_as_one_device(options: dict[str, Any], workers4: Work
         assert len(values) == len(found) * 2 // len(stages) and all(torch.equal(values[0], other) for other in values)
 
 
+FAULTS = {  # faults that gradients alone do not show: a file of the program, a pattern, the replacement
+    "both copies of a parameter count in the norm": (
+        "parameters.py",
+        "if axis not in spread",
+        'if axis not in spread and axis != "mirror"',
+    ),
+    "one copy of a stage is not updated": (
+        "runtime.py",
+        "        if self.optimizer is not None:",
+        "        if self.optimizer is not None and not self.world.coordinates[MIRROR][0]:",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_in_training_are_caught(fault: str, workers4: WorkerPool, tmp_path: Path) -> None:
+    folder, model, batch = emitted(tmp_path, FAULTS[fault], **PLAN, data=2, zero=1)
+    right, _, _ = emitted(tmp_path / "right", **PLAN, data=2, zero=1)
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    found, wanted = (workers4.run("test_chimera:trained", f, state, batch, MAX_NORM)[0] for f in (folder, right))
+    assert found["losses"][0] == wanted["losses"][0] and found["losses"][1:] != pytest.approx(wanted["losses"][1:])
+
+
 def test_values_that_stages_pass_on(workers2: WorkerPool) -> None:
     torch.manual_seed(0)
     batch = (torch.randn(8, 8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64))
