@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
 from autopar.errors import UsageError
-from autopar.plan import DEGREES, OFFLOADS, OVERLAPS, RECOMPUTATIONS, REDUCTIONS, Recomputation
+from autopar.plan import COMPILATIONS, DEGREES, OFFLOADS, OVERLAPS, RECOMPUTATIONS, REDUCTIONS, Recomputation
 from autopar.schedules import SCHEDULES
 
 Value = int | str | bool
@@ -108,6 +108,17 @@ class LayerPins:
         "overlap=none",
         values=OVERLAPS,
     )
+    compile: bool | str | None = _pin(
+        "what torch.compile compiles: nothing, or each layer's arithmetic; nothing where none is pinned",
+        "compile=layers",
+        values=COMPILATIONS,
+        switch=True,
+    )
+
+    @property
+    def compiled(self) -> bool:
+        """Whether layers are compiled."""
+        return self.compile == COMPILATIONS[1]
 
     def recomputations(self, segments: Sequence[int] = (1,)) -> tuple[Recomputation, ...]:
         """The recomputations that the pins allow. ``segments`` are the numbers of layers to recompute as one where no pin decides."""
@@ -178,6 +189,7 @@ class PinKeywords(TypedDict, total=False):
     offload: str | None
     segment: int | None
     overlap: str | None
+    compile: bool | str | None
 
 
 OF_LAYER = tuple(f.name for f in fields(LayerPins))

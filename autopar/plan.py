@@ -89,6 +89,9 @@ early."""
 
 TENSOR_OVERLAP = OVERLAPS[1]
 
+COMPILATIONS = ("none", "layers")
+"""The parts of a program that ``torch.compile`` compiles: nothing, or each layer's own arithmetic."""
+
 
 _recomputations: dict[tuple[str, int], Recomputation] = {}
 
@@ -147,6 +150,9 @@ class Strategy:
 
     ``reduce`` is a choice under ZeRO 2 and 3. Gradients that are reduced once a step add up locally and whole over the microbatches. Under
     ZeRO 0 and 1 they always do.
+
+    With ``compiled`` the program passes the layer's arithmetic to ``torch.compile``, if ``compiles`` and if the layer's class admits it
+    (``ops.compilation``).
     """
 
     roles: tuple[Role, ...]
@@ -156,6 +162,7 @@ class Strategy:
     replicate: int = 1
     reduce: str = "microbatch"
     overlap: str = TENSOR_OVERLAP
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         assert self.zero in (0, 1, 2, 3), self.zero
@@ -174,9 +181,15 @@ class Strategy:
         return self.offload in ("activations", "both")
 
     def under(self, schedule: Schedule) -> Strategy:
-        """The same strategy for a pipeline of this schedule: without overlap if the schedule splits the backward pass, because it computes
-        the weights' gradients in a later action."""
-        return dataclasses.replace(self, overlap="none") if schedule.split else self
+        """The same strategy for a pipeline of this schedule: without overlap and not compiled if the schedule splits the backward pass,
+        because it computes the weights' gradients in a later action."""
+        return dataclasses.replace(self, overlap="none", compiled=False) if schedule.split else self
+
+    @property
+    def compiles(self) -> bool:
+        """Whether layers of this strategy are compiled. Selective recomputation and activations in the host's memory intercept the ops and
+        the saved tensors of an eager layer, so such layers stay eager."""
+        return self.compiled and self.recomputation is not SELECTIVE and not self.offloads_activations
 
     @property
     def reduces_once(self) -> bool:
@@ -368,6 +381,7 @@ class Plan:
                     "replicate": s.replicate,
                     "reduce": s.reduce,
                     "overlap": s.overlap,
+                    "compiled": s.compiled,
                     "recomputation": dataclasses.asdict(s.recomputation),
                     "offload": s.offload,
                     "roles": [role.value for role in s.roles],
@@ -447,6 +461,7 @@ class Plan:
                         layer.get("replicate", 1),
                         layer.get("reduce", "microbatch"),
                         layer.get("overlap", "none"),
+                        layer.get("compiled", False),
                     ),
                 )
                 for layer in data["layers"]

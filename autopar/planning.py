@@ -13,6 +13,7 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.explain import Study, suggest
 from autopar.graph import Graph
 from autopar.measure import peak_memory_bytes
+from autopar.ops.compilation import stays_eager
 from autopar.plan import Plan
 from autopar.plan_files import check_devices, check_model, read_plan
 from autopar.precision import name_of
@@ -122,8 +123,20 @@ def find_plan(
         found = price_pins(graph, cluster, pricer.on(cluster), options, found, options.pin_time_s, shared)
     without_rule = f"replicated, because no sharding rule covers it: {', '.join(graph.replicated)}"
     notes = (*found.notes, *cluster.notes, *graph.notes, *([without_rule] if graph.replicated else []))
+    notes += _eager_layers(graph, found)
     wall_time_s = time.perf_counter() - start_s
     return dataclasses.replace(found, wall_time_s=wall_time_s, peak_memory_bytes=peak_memory_bytes(), notes=notes)
+
+
+def _eager_layers(graph: Graph, plan: Plan) -> tuple[str, ...]:
+    """A note on the layers that stay eager in a plan that compiles layers."""
+    wanted = [layer for layer in plan.layers if layer.strategy.compiled]
+    reasons = {name: stays_eager(cls) for name, cls in graph.classes.items()}
+    eager = [layer for layer in wanted if reasons[layer.cls] or not layer.strategy.compiles]
+    if not eager:
+        return ()
+    reason = reasons[eager[0].cls] or "saves selected values or offloads activations, which needs eager ops"
+    return (f"{len(eager)} of {len(wanted)} layers are not compiled: {eager[0].name} {reason}",)
 
 
 def _on_the_best_devices(

@@ -72,7 +72,7 @@ ALLOWED: dict[str, set[str]] = {
     "search": set(),
     "workload": {"capture", "search", "shard"},
     "explain": {"devices", "price", "search", "workload"},
-    "planning": {"capture", "devices", "explain", "price", "run", "search", "workload"},
+    "planning": {"ops", "capture", "devices", "explain", "price", "run", "search", "workload"},
     "sweep": {"devices", "explain", "search"},
     "emit": {"ops", "passes", "program", "rules", "shard"},
     "checks": {"ops", "flow", "passes", "price", "program", "rules"},

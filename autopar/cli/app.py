@@ -379,7 +379,7 @@ def hardware(action: str | None, name: str | None, as_json: bool) -> None:
 @_options(
     *(
         _pin_option(PINS[name], "{}", (ANY,))
-        for name in ("schedule", "chunks", "recompute", "segment", "offload", "overlap")
+        for name in ("schedule", "chunks", "recompute", "segment", "offload", "overlap", "compile")
     )
 )
 @click.option("--timeline", is_flag=True, help="Also show the memory of each device at each action of a step.")

@@ -192,7 +192,7 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
                 f"a global batch of {graph.batch_size} does not divide into microbatches of {size} on {rest} data-parallel devices",
                 f"--microbatch times {rest} must divide it; without --microbatch there is one microbatch",
             )
-    of_layers = ("tensor", "expert", "recompute", "segment", "offload", "overlap")
+    of_layers = ("tensor", "expert", "recompute", "segment", "offload", "overlap", "compile")
     pins = {name: request.get(name) for name in (*OF_PLAN, *of_layers)}
     pins |= {"data": rest // expert, "ring": context, "microbatches": microbatches}
     plan = manual_plan(graph, sequence=bool(request.get("sequence")), **pins)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from autopar.emit.body import statements
 from autopar.emit.experts import body_method, name_bodies
 from autopar.emit.expressions import Text
 from autopar.emit.names import Names, attributes
+from autopar.ops.compilation import stays_eager
 from autopar.ops.meta import meta
 from autopar.plan import FULL, SELECTIVE
 from autopar.types import SpmdType
@@ -124,15 +125,22 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
     returns = "torch.Tensor" if count == 1 else "tuple[torch.Tensor, ...]"
     body += [line for op, name in bodies.items() for line in body_method(op, name)]
     outer = _outer(layer, arguments, held)
+    compiled = ["    @torch.compile(dynamic=False)"] if is_compiled(layer) and not watch else []
     if not outer:
-        return [f"    def forward({signature}) -> {returns}:", *body]
+        return [*compiled, f"    def forward({signature}) -> {returns}:", *body]
     return [
         f"    def forward({signature}) -> {returns}:",
         *outer,
         "",
+        *compiled,
         f"    def compute({signature}) -> {returns}:",
         *body,
     ]
+
+
+def is_compiled(layer: LocalLayer) -> bool:
+    """Whether ``torch.compile`` compiles the layer's arithmetic."""
+    return layer.strategy.compiles and not stays_eager(layer.cls)
 
 
 def _outer(layer: LocalLayer, arguments: list[str], held: list[str]) -> list[str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autopar.emit.custom import custom_modules
 from autopar.emit.expressions import kernel_module, literal
-from autopar.emit.layer import buffer_paths, layer_class, parameter_paths
+from autopar.emit.layer import buffer_paths, is_compiled, layer_class, parameter_paths
 from autopar.emit.names import Names
 from autopar.emit.opaque import describe_opaque, imported_modules
 from autopar.emit.prelude import prelude_function
@@ -39,7 +39,7 @@ Collectives are calls of spmd_types that name the axis and both types. Written b
 
 from __future__ import annotations
 
-import spmd_types as spmd
+{spmd}
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -108,7 +108,7 @@ def emit(
         torch.save({**graph.constants, **values}, constants)
     else:
         constants.unlink(missing_ok=True)
-    copy_runtime(path, _siblings(local, bool(modules)))
+    copy_runtime(path, _siblings(local, bool(modules)), _is_compiled(local))
     return local
 
 
@@ -150,6 +150,7 @@ def model_source(program: LocalProgram, opaque: bool = False, watch: bool = Fals
     axes = tuple(axis.name for axis in plan.mesh)
     header = _HEADER.format(
         imports="\n".join(f"import {name}" for name in (*_siblings(program, opaque), *custom_modules(program.graph))),
+        spmd="from compiled import spmd" if _is_compiled(program) else "import spmd_types as spmd",
         model=plan.model,
         devices=plan.devices,
         summary=f"{plan.device_count} device(s)",
@@ -176,6 +177,11 @@ def model_source(program: LocalProgram, opaque: bool = False, watch: bool = Fals
         f"STAGES = ({tuple_text},)\n",
     ]
     return "\n\n".join(parts)
+
+
+def _is_compiled(program: LocalProgram) -> bool:
+    """Whether some of the program's layers are compiled."""
+    return any(is_compiled(layer) for layer in program.layers)
 
 
 def _siblings(program: LocalProgram, opaque: bool) -> list[str]:

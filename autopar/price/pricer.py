@@ -8,8 +8,9 @@ import itertools
 import math
 
 from autopar.devices import Cluster
-from autopar.graph import Graph
+from autopar.graph import Graph, LayerClass
 from autopar.layer_price import LayerPrice
+from autopar.ops.compilation import stays_eager
 from autopar.plan import Axis, Recomputation, Role, Strategy
 from autopar.price import table as tables
 from autopar.price.collectives import p2p_s
@@ -82,6 +83,8 @@ class Pricer:
         self._elsewhere: dict[Cluster, Pricer] = {}
         self._deeper: dict[int, Pricer] = {}
         self._mirrored: dict[int, Pricer] = {}
+        self._compiled: Pricer | None = None
+        self._compiles = False  # whether this prices compiled layers
         self._makers = {name: (i, k) for i, layer in enumerate(graph.layers) for k, name in enumerate(layer.outputs)}
         self._readers = self._find_readers()
         self._adjacent = [self._find_adjacent(1)]
@@ -92,10 +95,10 @@ class Pricer:
         if _nameless(cluster) == _nameless(self.cluster):
             return self
         if _nameless(cluster) not in self._elsewhere:
-            other = copy.copy(self)
+            other = self._variant()
             other.cluster, other._pipelined = cluster, dataclasses.replace(cluster, pipelined=True)
-            other._cores, other._placed, other._spread, other._layers = {}, {}, {}, {}
-            other._beside, other._edges, other._p2p, other._deeper, other._mirrored = {}, {}, {}, {}, {}
+            other._cores, other._placed, other._spread = {}, {}, {}
+            other._beside, other._edges, other._p2p = {}, {}, {}
             self._elsewhere[_nameless(cluster)] = other
         return self._elsewhere[_nameless(cluster)]
 
@@ -108,9 +111,8 @@ class Pricer:
         if prefetch == self.prefetch:
             return self
         if prefetch not in self._deeper:
-            other = copy.copy(self)
-            other.prefetch, other._layers, other._elsewhere, other._deeper = prefetch, {}, {}, {}
-            other._beside, other._mirrored = {}, {}
+            other = self._variant()
+            other.prefetch, other._beside = prefetch, {}
             other._adjacent = [self._find_adjacent(distance) for distance in range(1, prefetch + 1)]
             self._deeper[prefetch] = other
         return self._deeper[prefetch]
@@ -124,14 +126,31 @@ class Pricer:
         if copies == self.copies:
             return self
         if copies not in self._mirrored:
-            other = copy.copy(self)
-            other.copies, other._layers, other._spread = copies, {}, {}
-            other._elsewhere, other._deeper, other._mirrored = {}, {}, {}
+            other = self._variant()
+            other.copies, other._spread = copies, {}
             self._mirrored[copies] = other
         return self._mirrored[copies]
 
+    def _of_compiled_layers(self) -> Pricer:
+        """The pricer of a program that compiles the layers whose classes admit it. Layouts do not depend on that, and are shared."""
+        if self._compiled is None:
+            other = self._variant()
+            other.trainer, other._compiles = dataclasses.replace(self.trainer, fused=True), True
+            other._tables, other._flags, other._bound, other._cores = {}, {}, {}, {}
+            other._placed, other._spread, other._beside = {}, {}, {}
+            self._compiled = other
+        return self._compiled
+
+    def _variant(self) -> Pricer:
+        """A copy of this pricer without prices of layers, and without variants of its own."""
+        other = copy.copy(self)
+        other._layers, other._elsewhere, other._deeper, other._mirrored, other._compiled = {}, {}, {}, {}, None
+        return other
+
     def layer(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
         """The price of a layer class; ``None`` if a role is inadmissible or a local shape is not whole."""
+        if strategy.compiles and not self._compiles:
+            return self._of_compiled_layers().layer(cls_name, mesh, strategy, microbatches)
         key = (cls_name, self._number(mesh), strategy, microbatches)
         if key not in self._layers:
             found = self._place(cls_name, mesh, strategy.roles, microbatches)
@@ -308,8 +327,14 @@ class Pricer:
 
     def _table(self, cls_name: str) -> tuple[tables.ClassTable, tables.Rows]:
         if (cls_name, ()) not in self._tables:
-            self._tables[cls_name, ()] = tables.build(self.graph.classes[cls_name], self.numbers, self.trainer)
+            self._tables[cls_name, ()] = self._build(cls_name, self.graph.classes[cls_name])
         return self._tables[cls_name, ()]
+
+    def _build(self, cls_name: str, cls: LayerClass) -> tuple[tables.ClassTable, tables.Rows]:
+        """The table of a class, or of the class when it is padded."""
+        eager = self._compiles and stays_eager(self.graph.classes[cls_name])
+        trainer = dataclasses.replace(self.trainer, fused=False) if eager else self.trainer
+        return tables.build(cls, self.numbers, trainer)
 
     def _padded_table(
         self, cls_name: str, counts: tuple[int, ...], runs: Runs, types: tuple[AxisTypes, ...]
@@ -320,7 +345,7 @@ class Pricer:
             cls = pad_class(
                 self.graph.classes[cls_name], Sharding(tuple(a for a, _ in axes), tuple(t for _, t in axes))
             )
-            table, rows = tables.build(cls, self.numbers, self.trainer)
+            table, rows = self._build(cls_name, cls)
             table = dataclasses.replace(table, model_flops=self._table(cls_name)[0].model_flops)
             self._tables[cls_name, counts] = table, rows
         return self._tables[cls_name, counts]

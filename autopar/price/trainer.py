@@ -13,6 +13,7 @@ from autopar.graph import LayerClass
 from autopar.plan import Strategy
 from autopar.price.collectives import Group, beside_s, group_time_s
 from autopar.price.draft import Draft
+from autopar.price.fusion import merge
 from autopar.price.live_memory import Share, replicated_transient, sharded_bytes
 from autopar.price.moves import Move
 from autopar.price.selective import Selection, select_emitted
@@ -28,11 +29,13 @@ class Trainer:
 
     Each method answers one question of a price. ``cpu`` means PyTorch's CPU kernels and gloo instead of CUDA kernels and NCCL.
     ``starts_early``: the gradient of a column-parallel product's input is reduced while the weight's gradient is computed
-    (``passes.overlap``).
+    (``passes.overlap``). ``fused``: a chain of pointwise ops and reductions is one kernel and saves only its inputs, as in layers that
+    ``torch.compile`` compiles and in hand-written kernels (``price.fusion``).
     """
 
     cpu: bool = False
     starts_early: bool = True
+    fused: bool = False
 
     def precision(self, name: str, allow: Collection[str] = ()) -> Precision:
         """Bytes per element: parameters, the copies of gradients, optimizer state."""
@@ -44,6 +47,8 @@ class Trainer:
 
     def adapt(self, costs: Draft) -> None:
         """Change the costs of eager PyTorch ops if the trainer runs other kernels."""
+        if self.fused:
+            merge(costs)
 
     def selection(
         self, cls: LayerClass, ops: Sequence[fx.Node], run: Trace, saved: Sequence[Saved]

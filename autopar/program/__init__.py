@@ -16,6 +16,7 @@ FILES = (
     "agree.py",
     "bidirectional.py",
     "collectives.py",
+    "compiled.py",
     "custom.py",
     "flattened.py",
     "guards.py",
@@ -43,18 +44,22 @@ FILES = (
 )
 
 
-def copy_runtime(folder: str | os.PathLike[str], uses: Iterable[str]) -> None:
+def copy_runtime(folder: str | os.PathLike[str], uses: Iterable[str], compiled: bool = False) -> None:
     """Write the runtime into a program's folder: ``train.py``, the modules that ``model.py`` ``uses``, and all that these import.
 
-    Imports of each other become imports of siblings. A file of an earlier program in the folder that this one does not need is removed.
+    Imports of each other become imports of siblings. In a program with ``compiled`` layers the modules take the collectives of spmd-types
+    from ``compiled.py``. A file of an earlier program in the folder that this one does not need is removed.
     """
     there = Path(folder)
     there.mkdir(parents=True, exist_ok=True)
-    needed = needed_files({"train", *uses})
+    needed = needed_files({"train", *uses, *(["compiled"] if compiled else [])})
     for name in FILES:
         if name in needed:
-            (there / name).write_text(_as_sibling(name))
-        elif (there / name).is_file() and (there / name).read_text() == _as_sibling(name):
+            (there / name).write_text(_as_sibling(name, compiled))
+        elif (there / name).is_file() and (there / name).read_text() in (
+            _as_sibling(name, compiled=False),
+            _as_sibling(name, compiled=True),
+        ):
             (there / name).unlink()
 
 
@@ -82,7 +87,9 @@ def _imported(name: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _as_sibling(name: str) -> str:
+def _as_sibling(name: str, compiled: bool) -> str:
     """The text of a file as it is in a program's folder."""
     text = (Path(__file__).parent / name).read_text()
+    if compiled and name != "compiled.py":
+        text = text.replace("import spmd_types as spmd\n", "from compiled import spmd\n")
     return text.replace("from autopar.program.", "from ").replace("from autopar.program import", "import")

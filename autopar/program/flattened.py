@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import spmd_types as spmd
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -70,6 +71,7 @@ def convert(x: Tensor, axes: Axes, **options: Any) -> Tensor:
     return _over(spmd.convert, x, axes, options)
 
 
+@torch.compiler.disable  # a collective, see compiled.py
 def _over(collective: Callable[..., Tensor], x: Tensor, axes: Axes, options: dict[str, Any]) -> Tensor:
     """The collective on the flattened axis. The type checker sees a mesh in which the axes are one, and the original mesh afterwards."""
     if len(axes) < 2:

@@ -36,6 +36,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, axis: Axes,
     return linears(x, [weight], None if bias is None else [bias], axis=axis, src=src)[0]
 
 
+@torch.compiler.disable  # torch.compile would wait for the reduction where it starts
 def linears(
     x: Tensor,
     weights: Sequence[Tensor],

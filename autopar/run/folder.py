@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -26,9 +26,18 @@ def program_modules(folder: str | os.PathLike[str]) -> Iterator[None]:
         yield
     finally:
         sys.path.remove(path)
-        for name in names:
-            sys.modules.pop(name, None)
+        ours = {name: module for name in names if (module := sys.modules.pop(name, None)) is not None}
+        if "compiled" in ours:
+            _rename(ours, path)
         sys.modules.update(before)
+
+
+def _rename(modules: Mapping[str, ModuleType], path: str) -> None:
+    """Give the folder's modules names that no other module has: ``torch.compile`` imports the module of each function that it traces, by
+    name, in the program's first step."""
+    for name, module in modules.items():
+        module.__name__ = f"{name} of {path}"
+        sys.modules[module.__name__] = module
 
 
 def import_runtime(folder: str | os.PathLike[str]) -> ModuleType:

@@ -142,7 +142,12 @@ def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins) ->
         )
     given.check_segment("every layer")
     common = Strategy(  # the least that the pins allow
-        roles, 0, given.recomputations()[0], given.offload or "none", overlap=given.overlap or TENSOR_OVERLAP
+        roles,
+        0,
+        given.recomputations()[0],
+        given.offload or "none",
+        overlap=given.overlap or TENSOR_OVERLAP,
+        compiled=given.compiled,
     )
     if common.degree(mesh, *REPLICATING) == 1 or not given.zero:
         return common

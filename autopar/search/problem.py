@@ -242,7 +242,10 @@ def strategies(
         roles = (Role.DATA,) * prefix + (Role.IDLE,) * (outer - prefix) + suffix
         for zero, copies in _zeros(mesh, roles, gpus_per_node, pins):
             for reduce in _reductions(zero, several, pins):
-                found += [Strategy(roles, zero, *how, copies, reduce, pins.overlap or TENSOR_OVERLAP) for how in hows]
+                found += [
+                    Strategy(roles, zero, *how, copies, reduce, pins.overlap or TENSOR_OVERLAP, pins.compiled)
+                    for how in hows
+                ]
     return found
 
 

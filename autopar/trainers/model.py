@@ -24,7 +24,6 @@ from autopar.price.trace import INTERNAL, Saved, Trace
 from autopar.price.trainer import Trainer
 from autopar.sharding import AxisTypes
 from autopar.trainers.attention import unfuse_attention, with_scores
-from autopar.trainers.fusion import merge
 from autopar.trainers.selective import select_published
 from autopar.types import Collective
 
@@ -37,8 +36,6 @@ class OtherTrainer(Trainer):
     PyTorch's cross entropy, and under ZeRO 2 and 3 prefetch the next layer's parameters.
 
     ==================  ==============================================================================================
-    ``fused``           a chain of pointwise ops and reductions is one kernel and saves only its inputs, as hand-written kernels
-                        and ``torch.compile`` do
     ``flash``           flash attention, which saves no scores
     ``gradient_bytes``  bytes of a 16-bit parameter's gradient, all copies that persist from microbatch to microbatch: 2 for a single
     copy,
@@ -57,7 +54,6 @@ class OtherTrainer(Trainer):
     ==================  ==============================================================================================
     """
 
-    fused: bool = False
     flash: bool = True
     gradient_bytes: int = 2
     fresh_bytes: int = 0
@@ -105,8 +101,7 @@ class OtherTrainer(Trainer):
             unfuse_attention(costs)
         if self.loss_copies:
             self._add_loss_copies(costs)
-        if self.fused:
-            merge(costs)
+        Trainer.adapt(self, costs)
 
     def _add_loss_copies(self, costs: Draft) -> None:
         for i, node in enumerate(costs.ops):

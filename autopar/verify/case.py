@@ -29,6 +29,12 @@ class Outcome:
     attacked: Error | None = None
 
 
+RUNNING_S = 60
+"""Seconds after which a program that has not answered is taken to hang."""
+COMPILING_S = 600
+"""The same for a program whose layers ``torch.compile`` compiles first: on a CPU, a C++ compiler runs for every kernel."""
+
+
 def check_plan(
     subject: Subject, plan: Plan, pool: WorkerPool, *, typed: bool = True, attack: Subject | None = None
 ) -> Outcome:
@@ -47,10 +53,12 @@ def check_plan(
         state = Path(folder) / "initial.pt"
         torch.save(subject.state, state)
         files = (str(program), str(state))
+        limit_s = COMPILING_S if any(layer.strategy.compiles for layer in plan.layers) else RUNNING_S
         if attack is None:
-            answers = pool.run("autopar.verify.remote:gradients", *files, subject.batch)
+            answers = pool.run("autopar.verify.remote:gradients", *files, subject.batch, timeout_s=limit_s)
             return Outcome(compare_step(subject, *answers[0]), stages)
-        first, second = pool.run("autopar.verify.remote:gradients_twice", *files, subject.batch, attack.batch)[0]
+        both = (subject.batch, attack.batch)
+        first, second = pool.run("autopar.verify.remote:gradients_twice", *files, *both, timeout_s=limit_s)[0]
     loss, gradients = second
     return Outcome(compare_step(subject, *first), stages, compare(loss, gradients, attack.loss, attack.gradients))
 

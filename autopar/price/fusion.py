@@ -114,6 +114,12 @@ def heavy(node: fx.Node) -> bool:
     return op.is_cross_entropy or op.looks_up or cost.model_flops(node) > 0
 
 
+def _reduces(node: fx.Node) -> bool:
+    """Whether the op's result is smaller than what it reads, as a mean's is."""
+    made = sum(t.numel() for t in cost.tensors(node.meta["val"]))
+    return any(sum(t.numel() for t in cost.tensors(o.meta["val"])) > made for o in operands(node))
+
+
 def _written(ops: Sequence[fx.Node], group: dict[str, int], origin: Callable[[fx.Node], fx.Node]) -> frozenset[str]:
     """The fused ops whose results other kernels read."""
     written = set()
@@ -154,8 +160,8 @@ def _saved(
             found.append(Saved(storage, reader.name, operand, *run.extent[storage]))
 
     def again(node: fx.Node) -> None:
-        """Save everything that computing a fused op's result again needs."""
-        if node.name in written:
+        """Save everything that computing a fused op's result again needs; a reduction's result, which is small, is not computed again."""
+        if node.name in written or _reduces(node):
             save(node, node, OUTPUT)
             return
         for i, o in enumerate(operands(node)):

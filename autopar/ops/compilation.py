@@ -1,0 +1,32 @@
+"""Whether ``torch.compile`` compiles a layer class: its ops decide, beside the layer's strategy (``Strategy.compiles``)."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autopar.graph import LayerClass
+from autopar.ops.experts import Experts
+from autopar.ops.facts import Kind, facts, is_custom, is_random
+
+
+def stays_eager(cls: LayerClass) -> str:
+    """Why a layer of the class is not compiled, as the end of a sentence about it; empty if it is."""
+    if cls.updates:
+        return "writes buffers"
+    for node in cls.graph.graph.nodes:
+        if node.op == "call_function" and (reason := _reason(node)):
+            return reason
+    return ""
+
+
+def _reason(node: fx.Node) -> str:
+    op = facts(node)
+    if isinstance(node.target, Experts):
+        return "has experts, whose numbers of tokens depend on the batch"
+    if is_custom(node.target) or op.name.startswith("autopar.opaque_"):
+        return "runs code that is not in its graph"
+    if op.kind is Kind.RECURRENCE:
+        return "is recurrent, which is one kernel already"
+    if is_random(node):
+        return "draws random numbers, whose seeds the program computes in each microbatch"
+    return ""

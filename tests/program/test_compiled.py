@@ -1,0 +1,289 @@
+"""Compiled layers: the programs compute what eager ones do, one compilation serves all layers of a class, and prices know."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch._dynamo
+from exactness import MODELS, subject
+from price_models import chain, llama_block
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from workers import WorkerPool
+
+from autopar.capture import capture
+from autopar.checks.collectives import check_collectives
+from autopar.checks.types import check_program
+from autopar.devices import parse
+from autopar.emit import emit
+from autopar.measure import EXACT
+from autopar.ops.compilation import stays_eager
+from autopar.plan import FULL, NONE, SELECTIVE, Axis, Plan, Role, Strategy
+from autopar.planning import find_plan
+from autopar.price import Pricer
+from autopar.run import remote as run_remote
+from autopar.schedules import Schedule
+from autopar.search import SearchOptions, search
+from autopar.search.manual import manual_plan
+from autopar.shard import annotate
+from autopar.verify import remote
+from autopar.verify.case import compare_step
+
+BACKEND = "aot_eager_decomp_partition"
+"""Everything of torch's default backend but the code that it writes and compiles: its tracing, its operators, its cut between forward and
+backward. That code takes a C++ compiler a minute for each program; the exactness matrix has such cases."""
+
+
+def gradients(folder: str, state: str, batch: dict[str, Tensor]) -> tuple[Any, int, int]:
+    """In a worker: the step that verification compares, and how many graphs and frames were compiled for it."""
+    torch._dynamo.reset()
+    counters.clear()
+    with mock.patch("torch.compile", functools.partial(torch.compile, backend=BACKEND)):
+        found = remote.gradients(folder, state, batch)
+    return found, counters["stats"]["unique_graphs"], counters["frames"]["ok"]
+
+
+def compiled(model: str, pool: WorkerPool, folder: Path, **pins: Any) -> tuple[int, int]:
+    """Run a compiled program, hold it against the model on one device, and return the numbers of compiled graphs and frames."""
+    given = subject(model)
+    program = folder / "program"
+    check_collectives(emit(given.graph, manual_plan(given.graph, compile="layers", **pins), program))
+    check_program(program)
+    torch.save(given.state, folder / "initial.pt")
+    answers = pool.run("test_compiled:gradients", str(program), str(folder / "initial.pt"), given.batch, timeout_s=300)
+    found, graphs, frames = answers[0]
+    error = compare_step(given, *found)
+    assert error.value <= EXACT, error
+    return graphs, frames
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        {"data": 2, "zero": 3, "recompute": True, "microbatches": 2},
+        {"tensor": 2, "sequence": True},
+        {"tensor": 2, "overlap": "none", "recompute": True},
+        {"pipeline": 2, "microbatches": 4, "schedule": "1f1b"},
+        {"data": 2, "zero": 2, "segment": 2},
+        {"ring": 2},
+        {"ulysses": 2, "zero": 3},
+    ],
+    ids=str,
+)
+def test_compiled_programs_are_exact(pins: dict[str, Any], workers2: WorkerPool, tmp_path: Path) -> None:
+    graphs, _ = compiled("llama", workers2, tmp_path, **pins)
+    assert graphs > 0
+
+
+@pytest.mark.parametrize("model", ["gpt2", "bert", "mlp", "packed", "dit", "odd_llama"])
+def test_compiled_models_are_exact_on_one_device(model: str, workers1: WorkerPool, tmp_path: Path) -> None:
+    graphs, _ = compiled(model, workers1, tmp_path)
+    assert graphs > 0
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    def __init__(self, layers: int, drop: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.drop, self.head = nn.Dropout(drop), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.drop(x))
+
+
+def blocks(layers: int, drop: float = 0.0) -> Any:
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 16, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
+    return annotate(capture(Blocks(layers, drop).double(), (x, y), nn.functional.mse_loss, precision="float64"))
+
+
+def steps(folder: str, batch: dict[str, Tensor], backend: str) -> tuple[list[float], int, int]:
+    """In a worker: the losses of three steps, and how many graphs were compiled in the first and in all of them."""
+    torch._dynamo.reset()
+    counters.clear()
+    options = {"optimizer": None, "lr": 1e-2, "seed": 0, "max_norm": 1.0, "state": None}
+    with mock.patch("torch.compile", functools.partial(torch.compile, backend=backend)):
+        trainer = run_remote.open_trainer(folder, options, device="cpu", timeout_s=60)
+        losses = [trainer.step(batch)]
+        first = counters["stats"]["unique_graphs"]
+        losses += [trainer.step(batch) for _ in range(2)]
+    return losses, first, counters["stats"]["unique_graphs"]
+
+
+def test_one_compilation_serves_every_layer_of_a_class_and_every_step(workers1: WorkerPool, tmp_path: Path) -> None:
+    found = {}
+    for layers in (2, 5):
+        folder = tmp_path / str(layers)
+        emit(graph := blocks(layers), manual_plan(graph, compile="layers", microbatches=2), folder)
+        batch = dict(
+            zip((v.name for v in graph.inputs), (torch.randn(8, 16).double(), torch.randn(8, 4).double()), strict=True)
+        )
+        found[layers] = workers1.run("test_compiled:steps", str(folder), batch, BACKEND, timeout_s=300)[0]
+    assert found[2][1:] == found[5][1:]  # the number of layers does not matter
+    assert found[2][1] == found[2][2] > 0  # nothing is compiled after the first step
+
+
+def test_the_default_backend_computes_the_same(workers1: WorkerPool, tmp_path: Path) -> None:
+    """With the code that torch's own backend writes and compiles."""
+    graph = blocks(2)
+    batch = dict(
+        zip((v.name for v in graph.inputs), (torch.randn(8, 16).double(), torch.randn(8, 4).double()), strict=True)
+    )
+    losses = []
+    for compile in ("none", "layers"):
+        emit(graph, manual_plan(graph, compile=compile), tmp_path / compile)
+        losses.append(workers1.run("test_compiled:steps", str(tmp_path / compile), batch, "inductor", timeout_s=300)[0])
+    assert losses[0][1] == 0 < losses[1][1]
+    assert losses[1][0] == pytest.approx(losses[0][0], rel=1e-12)
+    assert losses[0][0][-1] < losses[0][0][0]
+
+
+# -- which layers -----------------------------------------------------------------------------------------------------
+
+
+def test_only_layers_that_admit_it_are_compiled(tmp_path: Path) -> None:
+    graph = blocks(3, drop=0.1)
+    reasons = {name: stays_eager(cls) for name, cls in graph.classes.items()}
+    assert [reason for reason in reasons.values() if reason] == [
+        "draws random numbers, whose seeds the program computes in each microbatch"
+    ]
+    emit(graph, manual_plan(graph, compile="layers"), tmp_path)
+    text = (tmp_path / "model.py").read_text()
+    assert text.count("@torch.compile(dynamic=False)") == sum(not reason for reason in reasons.values())
+    assert "from compiled import spmd" in text and (tmp_path / "compiled.py").is_file()
+    emit(graph, manual_plan(graph), tmp_path)  # an eager program in the same folder
+    assert "compile" not in (tmp_path / "model.py").read_text() and not (tmp_path / "compiled.py").exists()
+    assert "import spmd_types as spmd" in (tmp_path / "kernels.py").read_text()
+
+
+def test_a_strategy_compiles_unless_ops_or_saved_tensors_are_intercepted() -> None:
+    roles = (Role.DATA,)
+    assert Strategy(roles, compiled=True).compiles and Strategy(roles, recomputation=FULL, compiled=True).compiles
+    assert not Strategy(roles).compiles
+    assert not Strategy(roles, recomputation=SELECTIVE, compiled=True).compiles
+    assert not Strategy(roles, offload="activations", compiled=True).compiles
+    assert Strategy(roles, offload="optimizer", compiled=True).compiles
+    split, whole = Schedule("zero-bubble", 2, 4), Schedule("1f1b", 2, 4)
+    assert (
+        Strategy(roles, compiled=True).under(whole).compiles
+        and not Strategy(roles, compiled=True).under(split).compiles
+    )
+
+
+def test_a_plan_keeps_what_is_compiled() -> None:
+    graph = blocks(2)
+    plan = manual_plan(graph, compile="layers")
+    assert all(layer.strategy.compiled for layer in Plan.from_json(json.loads(plan.dumps())).layers)
+
+
+# -- prices -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_compiled_layer_is_faster_and_saves_less() -> None:
+    cluster, mesh = parse("1x1xH100-80GB"), (Axis("data", 1, 1),)
+    pricer = Pricer(chain(llama_block(4, 512, 1024, 8, 8, 2816), 3), cluster, "bfloat16")
+    for again in (NONE, FULL, SELECTIVE):
+        eager, fused = (
+            pricer.layer("block", mesh, Strategy((Role.DATA,), recomputation=again, compiled=compiled), 1)
+            for compiled in (False, True)
+        )
+        assert eager is not None and fused is not None
+        if again is SELECTIVE:
+            assert fused == eager
+            continue
+        assert fused.forward_s < eager.forward_s and fused.backward_s < eager.backward_s
+        assert fused.flops == eager.flops and fused.parameters_bytes == eager.parameters_bytes
+        assert fused.saved_bytes < eager.saved_bytes if again is NONE else fused.saved_bytes == eager.saved_bytes
+
+
+def test_layers_that_stay_eager_are_priced_so() -> None:
+    graph = blocks(2, drop=0.1)
+    pricer = Pricer(graph, parse("1x1xH100-80GB"), "float32")
+    mesh = (Axis("data", 1, 1),)
+    for name, cls in graph.classes.items():
+        eager, fused = (pricer.layer(name, mesh, Strategy((Role.DATA,), compiled=on), 1) for on in (False, True))
+        assert (eager == fused) == bool(stays_eager(cls)), name
+
+
+def saved(folder: str, batch: dict[str, Tensor]) -> dict[str, int]:
+    """In a worker: the bytes that each layer saves for its backward pass, besides parameters and tensors of the batch."""
+    torch._dynamo.reset()
+    options = {"optimizer": None, "lr": 1e-2, "seed": 0, "max_norm": None, "state": None}
+    found: dict[str, int] = {}
+    with mock.patch("torch.compile", functools.partial(torch.compile, backend=BACKEND)):
+        trainer = run_remote.open_trainer(folder, options, device="cpu", timeout_s=60)
+        (stage,) = trainer.stages.values()
+        others = {t.untyped_storage().data_ptr() for t in (*stage.parameters(), *stage.buffers())}
+        for name, layer in stage.named_children():
+            layer.forward = functools.partial(_counted, layer.forward, others, found, name)
+        trainer.forward_backward(batch)
+    return found
+
+
+def _counted(forward: Any, others: set[int], found: dict[str, int], name: str, *args: Any) -> Any:
+    """``forward``; the bytes that it saves in other storages than ``others``, each once, go to ``found``."""
+    storages: dict[int, int] = {}
+
+    @torch.compiler.disable
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in others:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward(*args)
+    found[name] = sum(storages.values())
+    return result
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_the_price_knows_what_a_compiled_layer_saves(model: str, workers1: WorkerPool, tmp_path: Path) -> None:
+    """torch's partitioner cuts the joint graph where the least is saved; the price is its sum within 0.1 %."""
+    built, batch, _ = MODELS[model]()
+    graph = annotate(capture(built, batch))
+    plan = manual_plan(graph, compile="layers", precision="float32")
+    emit(graph, plan, tmp_path)
+    measured = workers1.run("test_compiled:saved", str(tmp_path), batch, timeout_s=300)[0]
+    pricer = Pricer(graph, parse("1"), "float32")
+    eager = dataclasses.replace(plan.layers[0].strategy, compiled=False)
+    for layer, size in zip(graph.layers[1:-1], list(measured.values())[1:-1], strict=True):
+        price, without = (pricer.layer(layer.cls, plan.mesh, s, 1) for s in (plan.layers[0].strategy, eager))
+        assert price is not None and without is not None
+        assert price.saved_bytes == pytest.approx(size, rel=0.001), layer.name
+        assert price.saved_bytes < 0.9 * without.saved_bytes
+
+
+def test_the_search_takes_the_pin() -> None:
+    graph = chain(llama_block(8, 512, 1024, 8, 8, 2816), 4)
+    cluster = parse("1x4xH100-80GB")
+    pricer = Pricer(graph, cluster, "bfloat16")
+    eager, fused = (search(graph, cluster, pricer, SearchOptions(compile=how)) for how in (None, "layers"))
+    assert not any(layer.strategy.compiled for layer in eager.layers)
+    assert all(layer.strategy.compiled for layer in fused.layers)
+    assert fused.prediction.step_time_s < eager.prediction.step_time_s
+
+
+def test_a_plan_says_which_layers_stay_eager() -> None:
+    graph, cluster = blocks(3, drop=0.1), parse("1x1xH100-80GB")
+    plan = find_plan(graph, cluster, SearchOptions(compile="layers", recompute=False))
+    assert "1 of 4 layers are not compiled: head draws random numbers" in " ".join(plan.notes)
+    assert "not compiled" not in " ".join(find_plan(graph, cluster, SearchOptions(recompute=False)).notes)
