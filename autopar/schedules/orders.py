@@ -13,7 +13,6 @@ Stage 0 runs both parts like the other stages: its first part computes the gradi
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Iterator
 
@@ -38,7 +37,7 @@ def device_groups(schedule: Schedule, rank: int) -> Iterator[Group]:
         return _dualpipe(rank, line, m)
     found: Iterator[Action]
     if schedule.name == CHIMERA:
-        found = iter(_chimera(schedule)[rank])
+        found = _chimera(rank, line, m)
     elif schedule.name == ZERO_BUBBLE_V:
         found = (action for action in _zbv(rank, line, max(2 * line - 1, m)) if action[2] < m)
     elif schedule.name == ZERO_BUBBLE:
@@ -142,44 +141,24 @@ def _zbv(rank: int, line: int, microbatches: int) -> Iterator[Action]:
             yield from run("W", stage)
 
 
-@functools.lru_cache(maxsize=64)
-def _chimera(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
-    """Chimera's direct concatenation (section 3.5 of the paper), for every device.
+def _chimera(rank: int, line: int, microbatches: int) -> Iterator[Action]:
+    """Chimera's bidirectional pipelines: the first half of the microbatches goes down, the second half up.
 
-    The lists are what the devices do if forwards and backwards take equally long, as the paper draws them, and each device runs a backward
-    as soon as it can, and otherwise a forward. A copy of stage ``s`` has at most ``min(P/2, P - s)`` microbatches in flight: it has sent
-    P/2 forwards on when the first gradient comes back. With ``P`` microbatches this is the paper's basic unit, in which no device waits but
-    ``P - 2`` times; each further ``P`` begin in the unit before. Ranks ``r`` and ``P - 1 - r`` do the same at any time, in opposite
-    directions: if both directions have work, the later stage goes first, whichever direction that is.
+    In each direction, forwards and backwards pass one stage in 3 time slots, and a microbatch begins every 6. A rank then has one slot in
+    6 for each direction's forward (3 slots apart, because ``line`` is even), and the two slots after it for that direction's backward. So
+    no two actions of a rank meet, and the list is the actions in the order of their slots; running, each begins as early as it can.
+
+    With ``line`` microbatches the times are those of the paper's basic unit (section 3.1). With more, the paper concatenates units (section
+    3.5), which leaves bubbles between them where backwards are longer than forwards; here all microbatches are in one steady state, with
+    as many in flight. In all, a device waits ``line - 2`` times the longer of a forward and a backward.
     """
-    line, half = schedule.pipeline, schedule.microbatches // 2
-    begun = dict.fromkeys(((kind, s, up) for kind in "FB" for s in range(line) for up in range(2)), 0)
-    ended: set[Action] = set()
-    found: list[list[Action]] = [[] for _ in range(line)]
-
-    def ready(stage: int, up: int) -> Iterator[Action]:
-        back, ahead = begun["B", stage, up], begun["F", stage, up]
-        backward, forward = ("B", stage, back + up * half), ("F", stage, ahead + up * half)
-        source = ("F", stage, backward[2]) if stage == line - 1 else ("B", stage + 1, backward[2])
-        if back < ahead and source in ended:
-            yield backward
-        room = ahead < half and ahead - back < min(line // 2, line - stage)
-        if room and (stage == 0 or ("F", stage - 1, forward[2]) in ended):
-            yield forward
-
-    while len(ended) < 4 * half * line:
-        now: list[Action] = []
-        for rank in range(line):
-            choices = [*ready(rank, 0), *ready(line - 1 - rank, 1)]
-            if choices:
-                action = min(choices, key=lambda action: (action[0] != "B", -action[1]))
-                found[rank].append(action)
-                now.append(action)
-        for kind, stage, microbatch in now:
-            begun[kind, stage, microbatch // half] += 1
-        assert now, schedule
-        ended.update(now)
-    return tuple(tuple(actions) for actions in found)
+    half = microbatches // 2
+    slots: list[tuple[int, Action]] = []
+    for stage, first in ((rank, 0), (line - 1 - rank, half)):
+        for i in range(half):
+            slots.append((6 * i + 3 * stage, ("F", stage, first + i)))
+            slots.append((6 * i + 3 * (2 * line - 2 - stage) + 1, ("B", stage, first + i)))
+    return (action for _, action in sorted(slots))
 
 
 def _dualpipe(rank: int, line: int, microbatches: int) -> Iterator[Group]:
