@@ -1,5 +1,5 @@
-"""Writes the program folder: ``model.py``, ``plan.json``, ``layouts.json``, folded constants, and unchanged copies of the support
-files."""
+"""Writes the program folder: ``model.py``, ``plan.json``, ``layouts.json``, folded constants, under Chimera ``schedule.csv``, and unchanged
+copies of the support files."""
 
 from __future__ import annotations
 

@@ -14,7 +14,16 @@ from typing import Any
 from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.plan import Plan, Role, Strategy
-from autopar.schedules import CHIMERA, DUALPIPE_V, GPIPE, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE, ZERO_BUBBLE_V
+from autopar.schedules import (
+    CHIMERA,
+    DUALPIPE_V,
+    GPIPE,
+    INTERLEAVED,
+    ONE_F_ONE_B,
+    ZERO_BUBBLE,
+    ZERO_BUBBLE_V,
+    copies_of,
+)
 from autopar.search.manual import grid_mesh, make_mesh, manual_plan
 from autopar.shard import plan_shardings
 
@@ -45,8 +54,8 @@ class Kind:
         return plan
 
     def _fitted(self, graph: Graph) -> dict[str, Any]:
-        wanted = self.options.get("microbatches", 1)
-        return self.options | {"microbatches": microbatches(graph, wanted, self._ways())}
+        wanted, copies = self.options.get("microbatches", 1), copies_of(self.options.get("schedule"))
+        return self.options | {"microbatches": microbatches(graph, wanted, self._ways(), copies)}
 
     def _ways(self) -> int:
         """The number of shards into which the roles divide a microbatch along the batch."""
@@ -60,12 +69,13 @@ class Kind:
         )
 
 
-def microbatches(graph: Graph, wanted: int, ways: int = 1) -> int:
+def microbatches(graph: Graph, wanted: int, ways: int = 1, copies: int = 1) -> int:
     """The largest number of microbatches, up to ``wanted``, that the model admits and that divides its batch on ``ways`` data-parallel
-    devices."""
+    devices; an equal number for each of ``copies`` of a stage."""
     if graph.unmicrobatchable:
         return graph.accumulated
-    return next((m for m in range(wanted, 1, -1) if graph.batch_size % (m * ways) == 0), 1)
+    tried = (m for m in range(wanted, 1, -1) if m % copies == 0)
+    return next((m for m in tried if graph.batch_size % (m * ways) == 0), 1)
 
 
 def kind(name: str, **options: Any) -> Kind:
