@@ -110,6 +110,10 @@ def memory_kinds() -> tuple[Kind, ...]:
             schedule="dualpipev",
         ),
         kind("pipeline 2 x data 2, ZBV, ZeRO 2", pipeline=2, chunks=2, data=2, zero=2, microbatches=4, schedule="zbv"),
+        kind("pipeline 2, Chimera, 4 microbatches", pipeline=2, microbatches=4, schedule="chimera"),
+        kind("pipeline 4, Chimera, 8 microbatches", pipeline=4, microbatches=8, schedule="chimera"),
+        kind("pipeline 2 x data 2, Chimera, ZeRO 1", pipeline=2, data=2, zero=1, microbatches=4, schedule="chimera"),
+        kind("pipeline 2 x data 2, Chimera, ZeRO 3", pipeline=2, data=2, zero=3, microbatches=4, schedule="chimera"),
     )
 
 
