@@ -109,16 +109,15 @@ class LayerPins:
         values=OVERLAPS,
     )
     compile: bool | str | None = _pin(
-        "what torch.compile compiles: nothing, or each layer's arithmetic; nothing where none is pinned",
-        "compile=layers",
+        "what torch.compile compiles: nothing, or each layer's arithmetic; layers on GPUs and nothing on CPUs where none is pinned",
+        "compile=none",
         values=COMPILATIONS,
         switch=True,
     )
 
-    @property
-    def compiled(self) -> bool:
-        """Whether layers are compiled."""
-        return self.compile == COMPILATIONS[1]
+    def compiled(self, default: bool) -> bool:
+        """Whether layers are compiled; ``default`` where no pin decides."""
+        return default if self.compile is None else self.compile == COMPILATIONS[1]
 
     def recomputations(self, segments: Sequence[int] = (1,)) -> tuple[Recomputation, ...]:
         """The recomputations that the pins allow. ``segments`` are the numbers of layers to recompute as one where no pin decides."""

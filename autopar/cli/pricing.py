@@ -21,6 +21,7 @@ from autopar.errors import BatchError, UsageError
 from autopar.graph import Graph
 from autopar.pins import OF_PLAN
 from autopar.plan import (
+    COMPILATIONS,
     REPLICATING,
     SEQUENCES,
     LayerPlan,
@@ -195,6 +196,7 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
     of_layers = ("tensor", "expert", "recompute", "segment", "offload", "overlap", "compile")
     pins = {name: request.get(name) for name in (*OF_PLAN, *of_layers)}
     pins |= {"data": rest // expert, "ring": context, "microbatches": microbatches}
+    pins["compile"] = pins["compile"] or COMPILATIONS[cluster.kind != "cpu"]
     plan = manual_plan(graph, sequence=bool(request.get("sequence")), **pins)  # type: ignore[arg-type]
 
     def own(layer: LayerPlan) -> LayerPlan:

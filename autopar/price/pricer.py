@@ -64,6 +64,7 @@ class Pricer:
         self.graph, self.cluster = graph, cluster
         self.trainer = dataclasses.replace(trainer, cpu=True) if cluster.kind == "cpu" else trainer
         self.prefetch, self.copies = 1, 1
+        self.compiled = self.trainer.compiles and not self.trainer.cpu
         self.numbers = trainer.precision(precision_name, graph.allow)
         self._pipelined = dataclasses.replace(cluster, pipelined=True)
         self._types = LayerTypes(graph, solve)

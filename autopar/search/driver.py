@@ -111,6 +111,7 @@ def explore(
         raise UsageError(f"a plan needs at least one device, not {cluster.count}")
     deadline = time.monotonic() + options.time_limit_s
     pricer = pricer.ahead(options.prefetch or 1).mirrored(copies_of(options.schedule))
+    options = replace(options, compiled=pricer.compiled)
     state = State(options, Prices(graph, cluster, pricer, options, shared), pricer, deadline, step_s=known_s)
     instances = _open_all(graph, cluster, state)
     while state.left_s() > 0:

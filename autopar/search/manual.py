@@ -147,7 +147,7 @@ def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins) ->
         given.recomputations()[0],
         given.offload or "none",
         overlap=given.overlap or TENSOR_OVERLAP,
-        compiled=given.compiled,
+        compiled=given.compiled(default=False),
     )
     if common.degree(mesh, *REPLICATING) == 1 or not given.zero:
         return common

@@ -23,7 +23,8 @@ class SearchOptions(PlanPins):
     that the search may use without a pin, besides data; by default tensor parallelism, expert parallelism if there are experts, and
     Ulysses and ring attention if the sequence is long. ``allow`` names the kinds of exactness that may be given up (some of ``ALLOWED``).
     The search stops once the gap is ``target_gap``, or at the time limit. With ``pin_time_s`` the search also prices the pins, in about
-    this time. ``progress`` is called with a short text whenever the incumbent or the bound improves.
+    this time. ``progress`` is called with a short text whenever the incumbent or the bound improves. ``compiled``: whether layers
+    are compiled where no pin decides (the search takes it from the prices).
 
     Raises:
         UsageError: an unknown key, a value that a pin cannot have, a pin with two different values, an unknown name in ``allow``.
@@ -35,6 +36,7 @@ class SearchOptions(PlanPins):
     pin: Mapping[str, Value] = field(default_factory=dict)
     allow: Collection[str] = ()
     roles: tuple[Role, ...] | None = None
+    compiled: bool = False
     memory_limit_bytes: int | None = None
     pin_time_s: float | None = None
     progress: Callable[[str], None] | None = None

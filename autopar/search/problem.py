@@ -87,10 +87,12 @@ LONG_SEQUENCE = 16384
 class Pricer(Protocol):
     """Prices of layers, and of resharding and sends between them. ``edge`` and ``p2p`` depend on a strategy's roles alone.
 
-    ``prefetch`` is the number of layers whose parameters the priced program gathers ahead of the computation.
+    ``prefetch`` is the number of layers whose parameters the priced program gathers ahead of the computation. ``compiled``: whether it
+    compiles layers where no pin decides.
     """
 
     prefetch: int
+    compiled: bool
 
     def on(self, cluster: Any) -> Pricer:
         """The prices on other devices, such as those of one stage."""
@@ -243,7 +245,15 @@ def strategies(
         for zero, copies in _zeros(mesh, roles, gpus_per_node, pins):
             for reduce in _reductions(zero, several, pins):
                 found += [
-                    Strategy(roles, zero, *how, copies, reduce, pins.overlap or TENSOR_OVERLAP, pins.compiled)
+                    Strategy(
+                        roles,
+                        zero,
+                        *how,
+                        copies,
+                        reduce,
+                        pins.overlap or TENSOR_OVERLAP,
+                        pins.compiled(options.compiled),
+                    )
                     for how in hows
                 ]
     return found

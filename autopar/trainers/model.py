@@ -65,6 +65,7 @@ class OtherTrainer(Trainer):
     overlap_data: int = 0
     overlap_tensor: float = 0.0
     starts_early: bool = False  # part of ``overlap_tensor``
+    compiles: bool = False  # ``fused`` says it
 
     def precision(self, name: str, allow: Collection[str] = ()) -> Precision:
         own = Trainer.precision(self, name, allow)

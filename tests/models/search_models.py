@@ -102,6 +102,7 @@ class RandomPricer:
         self.graph, self.seed, self.density, self.edges, self.slower = graph, seed, density, edges, slower
 
     prefetch = 1
+    compiled = False
 
     def ahead(self, prefetch: int) -> RandomPricer:
         return self
@@ -494,6 +495,7 @@ class TransformerPricer:
         self.graph = graph
 
     prefetch = 1
+    compiled = False
 
     def ahead(self, prefetch: int) -> TransformerPricer:
         return self

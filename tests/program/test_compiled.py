@@ -272,11 +272,11 @@ def test_the_price_knows_what_a_compiled_layer_saves(model: str, workers1: Worke
         assert price.saved_bytes < 0.9 * without.saved_bytes
 
 
-def test_the_search_takes_the_pin() -> None:
+def test_plans_for_gpus_compile_layers_unless_a_pin_says_no() -> None:
     graph = chain(llama_block(8, 512, 1024, 8, 8, 2816), 4)
     cluster = parse("1x4xH100-80GB")
     pricer = Pricer(graph, cluster, "bfloat16")
-    eager, fused = (search(graph, cluster, pricer, SearchOptions(compile=how)) for how in (None, "layers"))
+    eager, fused = (search(graph, cluster, pricer, SearchOptions(compile=how)) for how in ("none", None))
     assert not any(layer.strategy.compiled for layer in eager.layers)
     assert all(layer.strategy.compiled for layer in fused.layers)
     assert fused.prediction.step_time_s < eager.prediction.step_time_s
@@ -286,4 +286,7 @@ def test_a_plan_says_which_layers_stay_eager() -> None:
     graph, cluster = blocks(3, drop=0.1), parse("1x1xH100-80GB")
     plan = find_plan(graph, cluster, SearchOptions(compile="layers", recompute=False))
     assert "1 of 4 layers are not compiled: head draws random numbers" in " ".join(plan.notes)
-    assert "not compiled" not in " ".join(find_plan(graph, cluster, SearchOptions(recompute=False)).notes)
+    assert "not compiled" not in " ".join(
+        find_plan(graph, cluster, SearchOptions(compile="none", recompute=False)).notes
+    )
+    assert not any(layer.strategy.compiled for layer in find_plan(graph, parse("1"), SearchOptions()).layers)
