@@ -27,7 +27,8 @@ The same holds for schedules with two-part backwards (``schedules.SPLIT``), even
 one is the sum of ``weight(i, k(i))``, and a microbatch between the two parts keeps ``waiting`` live besides ``saved``.
 
 Under Chimera stage ``s`` has a second copy on device ``P - 1 - s``, and each copy runs half of the microbatches: the device pays the ``g``
-of both its stages and keeps the weights of both. Such choices have the cheap bound alone.
+of both its stages and keeps the weights of both. Such choices have the cheap bound alone, and with few layers the proof of the label
+method.
 
 1F1B never has more microbatches in flight than GPipe, and was never slower on tens of thousands of random stages (observed, and a test
 checks it; not proved), so GPipe is planned only if it is pinned, and the bound does not cover it.

@@ -218,11 +218,6 @@ def _close(state: State, node: Node) -> None:
     state.closed_s = min(state.closed_s, _integer(state, node) if engine.integer else node.bound_s)
 
 
-def _leave(state: State, node: Node) -> None:
-    """The bound is final: no solver decides the choice."""
-    state.closed_s = min(state.closed_s, node.bound_s)
-
-
 def _labels(state: State, node: Node) -> bool:
     """Run the label method; whether it solved the choice."""
     instance, deadline = node.instance, time.monotonic() + min(state.left_s(), 3.0)
@@ -269,5 +264,6 @@ SEVERAL_STAGES = Engine(
     segments=False,
     integer=False,
 )
-BOTH_WAYS = Engine((_first, _leave), construct_devices, fewest_seconds, segments=False, integer=False)
-"""Schedules that have copies of each stage: the cheap bound alone, and solutions as with several stages on each device."""
+BOTH_WAYS = Engine((_first, _close), construct_devices, fewest_seconds, segments=False, integer=False)
+"""Schedules that have copies of each stage: solutions as with several stages on each device, the cheap bound alone, and, for models of few
+layers, the label method."""

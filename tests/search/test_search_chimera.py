@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from autopar.search import SearchOptions, evaluate, search
 from autopar.search.bounds.cheap import fewest_seconds
 from autopar.search.construct.devices import construct_devices
 from autopar.search.evaluation import Solution, cost, fits
+from autopar.search.exact import solve_labels
 from autopar.search.manual import make_mesh
 from autopar.search.problem import choices
 from autopar.search.tables import Prices
@@ -47,7 +49,7 @@ def test_no_plan_of_equal_layers_is_faster_than_the_pinned_one() -> None:
     options = SearchOptions(schedule="chimera", pipeline=4, microbatches=8)
     plan = search(GRAPH, parse("4xH100-80GB"), pricer("4xH100-80GB"), options)
     assert (plan.schedule, plan.pipeline, plan.microbatches, plan.chunks) == ("chimera", 4, 8, 1)
-    assert plan.bound_s <= plan.prediction.step_time_s and Plan.from_json(plan.to_json()) == plan
+    assert plan.gap < 0.01 and Plan.from_json(plan.to_json()) == plan
     others = [
         given("4xH100-80GB", plan.sized_schedule, cuts, Strategy((Role.DATA,)))
         for cuts in itertools.combinations(range(1, 8), 3)
@@ -107,7 +109,7 @@ def test_unequal_devices_are_refused(tmp_path: Path) -> None:
 
 
 def test_bounds_and_solutions_against_every_plan() -> None:
-    """Random prices: the bound is below the fastest plan that fits, what is found fits and is rarely much slower."""
+    """Random prices: the label method finds the fastest plan that fits, the bound is below it, and what is constructed is hardly slower."""
     ratios, nothing = [], 0
     for seed in range(400):
         graph, cluster, prices = random_problem(seed, layers=4, devices=(2,))
@@ -126,6 +128,7 @@ def test_bounds_and_solutions_against_every_plan() -> None:
             )
             best = min((cost(instance, s).step_time_s for s in every if fits(instance, s)), default=None)
             built = construct_devices(instance)
+            assert solve_labels(instance, inf, inf)[0] == pytest.approx(inf if best is None else best, rel=1e-12)
             if best is None:
                 assert built is None
                 nothing += 1
@@ -134,7 +137,11 @@ def test_bounds_and_solutions_against_every_plan() -> None:
             if built is not None:
                 assert fits(instance, built[1]) and built[0] >= best * (1 - 1e-9)
                 ratios.append(built[0] / best)
-    assert len(ratios) >= 10 and sorted(ratios)[len(ratios) // 2] <= 1.02, (len(ratios), nothing, sorted(ratios))
+    assert nothing >= 5 and len(ratios) >= 10 and sorted(ratios)[len(ratios) // 2] <= 1.02, (
+        len(ratios),
+        nothing,
+        sorted(ratios),
+    )
 
 
 @pytest.mark.parametrize(
