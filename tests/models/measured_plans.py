@@ -114,6 +114,10 @@ def memory_kinds() -> tuple[Kind, ...]:
         kind("pipeline 4, Chimera, 8 microbatches", pipeline=4, microbatches=8, schedule="chimera"),
         kind("pipeline 2 x data 2, Chimera, ZeRO 1", pipeline=2, data=2, zero=1, microbatches=4, schedule="chimera"),
         kind("pipeline 2 x data 2, Chimera, ZeRO 3", pipeline=2, data=2, zero=3, microbatches=4, schedule="chimera"),
+        kind("one device, compiled", compile="layers"),
+        kind("one device, compiled, recompute, 2 microbatches", compile="layers", recompute=True, microbatches=2),
+        kind("data 2, ZeRO 3, compiled", data=2, zero=3, compile="layers"),
+        kind("tensor 2, sequence, compiled", tensor=2, sequence=True, compile="layers"),
     )
 
 

