@@ -33,7 +33,7 @@ from autopar.plan import (
     SYNCS,
     Recomputation,
 )
-from autopar.schedules import SCHEDULES
+from autopar.schedules import CHIMERA, SCHEDULES
 
 Value = int | str | bool
 
@@ -217,8 +217,14 @@ class PinKeywords(TypedDict, total=False):
     compile: bool | str | None
 
 
-def check_sync(sync: str | None, layer: str, zero: int | None, replicate: int | None) -> None:
-    """Raise ``UsageError`` if the ZeRO stage or the copies of ``layer`` contradict ``sync``."""
+def check_sync(given: PlanPins, layer: str, zero: int | None, replicate: int | None) -> None:
+    """Raise ``UsageError`` if the schedule, or the ZeRO stage or the copies of ``layer``, contradict ``sync``."""
+    sync = given.sync
+    if sync not in (None, ALL_REDUCE) and given.schedule == CHIMERA:
+        raise UsageError(
+            f"sync={sync} is for replicas of whole pipelines, and {CHIMERA} sums the gradients of a stage's two copies by {ALL_REDUCE}",
+            f"use another schedule, or leave sync out: {ALL_REDUCE} goes with every schedule",
+        )
     sharding = f"ZeRO {zero}" if zero else f"hybrid sharding (replicate={replicate})" if (replicate or 1) > 1 else ""
     if sync not in (None, ALL_REDUCE) and sharding:
         raise UsageError(

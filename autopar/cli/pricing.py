@@ -19,7 +19,7 @@ from autopar.cli.timeline import print_timeline, timeline_data
 from autopar.devices import Cluster, parse
 from autopar.errors import BatchError, UsageError
 from autopar.graph import Graph
-from autopar.pins import OF_PLAN, check_sync
+from autopar.pins import OF_PLAN, PlanPins, check_sync
 from autopar.plan import (
     COMPILATIONS,
     REPLICATING,
@@ -194,7 +194,8 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
                 f"a global batch of {graph.batch_size} does not divide into microbatches of {size} on {rest} data-parallel devices",
                 f"--microbatch times {rest} must divide it; without --microbatch there is one microbatch",
             )
-    check_sync(request.get("sync"), "every layer", request.get("zero"), None)
+    whole = PlanPins(sync=request.get("sync"), schedule=request.get("schedule"))
+    check_sync(whole, "every layer", request.get("zero"), None)
     check_replicas(graph, request.get("sync"), [rest // expert, rest])  # layers with experts, and without
     of_layers = ("tensor", "expert", "recompute", "segment", "offload", "overlap", "compile")
     pins = {name: request.get(name) for name in (*OF_PLAN, *of_layers)}

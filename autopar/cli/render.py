@@ -51,6 +51,8 @@ def _overview(plan: Plan) -> RenderableType:
     spread = f", in each of {len(plan.stages)} pipeline stages" if plan.pipeline > 1 else ""
     if plan.chunks > 1:
         spread += f", {plan.chunks} of them on each device" + (", in a V" if plan.schedule in V_SHAPED else "")
+    if plan.sized_schedule.copies > 1:
+        spread += ", and a copy of each on the device that mirrors its own"
     table.add_row("mesh", f"{axes}{spread}" + (" (last axis innermost)" if len(plan.mesh) > 1 else ""))
     batch = f"{plan.global_batch:,} in {_plural(plan.microbatches, 'microbatch', 'microbatches')}"
     table.add_row("batch", batch if plan.schedule == "none" else f"{batch}, schedule {plan.schedule}")

@@ -1,5 +1,5 @@
-"""Writes the program folder: ``model.py``, ``plan.json``, ``layouts.json``, folded constants, and unchanged copies of the support
-files."""
+"""Writes the program folder: ``model.py``, ``plan.json``, ``layouts.json``, folded constants, under Chimera ``schedule.csv``, and unchanged
+copies of the support files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from autopar.ops.meta import meta
 from autopar.plan import SELECTIVE, Plan, given_up, local_steps
 from autopar.precision import name_of
 from autopar.program import copy_runtime
+from autopar.program.bidirectional import ORDERS
 from autopar.program.state import write_initial
+from autopar.schedules.orders import device_order
 from autopar.shard import plan_shardings
 from passes.stages import LocalProgram, cut_stages
 
@@ -102,6 +104,7 @@ def emit(
         )
         + "\n"
     )
+    _write_orders(path, plan)
     if modules:
         (path / "opaque.json").write_text(json.dumps(modules, indent=1) + "\n")
     else:
@@ -114,6 +117,17 @@ def emit(
         constants.unlink(missing_ok=True)
     copy_runtime(path, _siblings(local, bool(modules)), _is_compiled(local))
     return local
+
+
+def _write_orders(folder: Path, plan: Plan) -> None:
+    """Write the actions of every pipeline rank where torch has no schedule that runs them; remove an old file where it has."""
+    schedule = plan.sized_schedule
+    if schedule.copies == 1:
+        (folder / ORDERS).unlink(missing_ok=True)
+        return
+    rows = (device_order(schedule, rank) for rank in range(schedule.pipeline))
+    text = "\n".join(",".join(f"{stage}{kind}{microbatch}" for kind, stage, microbatch in row) for row in rows)
+    (folder / ORDERS).write_text(f"{text}\n")
 
 
 def _refuse_priced(plan: Plan) -> None:

@@ -10,7 +10,7 @@ from autopar.explain.describe import describe, memory_bytes
 from autopar.explain.study import Study
 from autopar.pins import OF_PLAN
 from autopar.plan import DEGREES, REPLICATING, Plan
-from autopar.schedules import DUALPIPE_V, INTERLEAVED, SPLIT, ZERO_BUBBLE, ZERO_BUBBLE_V
+from autopar.schedules import CHIMERA, DUALPIPE_V, INTERLEAVED, SPLIT, ZERO_BUBBLE, ZERO_BUBBLE_V
 
 Pins = dict[str, Any]
 
@@ -59,6 +59,7 @@ def definitions(gpus_per_node: int, count: int, hosts: bool) -> list[tuple[str, 
         ("zero_bubble", "a zero-bubble pipeline", {"schedule": ZERO_BUBBLE}),
         ("zbv", "a zero-bubble pipeline in a V (ZBV)", {"schedule": ZERO_BUBBLE_V}),
         ("dualpipev", "a DualPipeV pipeline", {"schedule": DUALPIPE_V}),
+        ("chimera", "pipelines in both directions (Chimera)", {"schedule": CHIMERA}),
         ("no_tensor", "no tensor parallelism", {"tensor": 1}),
         ("no_expert", "no expert parallelism", {"expert": 1}),
         ("no_sequence", "neither Ulysses nor ring attention", {"ulysses": 1, "ring": 1}),
@@ -100,7 +101,7 @@ def family(study: Study, plan: Plan, name: str, title: str, pins: Pins) -> Famil
     """Solves one family, unless ``plan`` is of it."""
     given = tuple(pins.items())
     chosen = obeys(plan, pins)
-    bounded: Pins = {"time_limit_s": min(PRICED_S, study.limit_s)} if pins.get("schedule") in SPLIT else {}
+    bounded: Pins = {"time_limit_s": min(PRICED_S, study.limit_s)} if pins.get("schedule") in (*SPLIT, CHIMERA) else {}
     try:
         best = plan if chosen else study.solve(**pins, **bounded)
     except (InfeasibleError, UsageError) as error:

@@ -382,21 +382,23 @@ def spread(
     sync: str,
 ) -> Spread:
     """The data-parallel groups of ``axes`` and their collectives, for ``microbatches`` per step of ``flops`` each, synchronised by ``sync``
-    (``plan.SYNCS``). ``axes`` are ``Strategy.data_axes``, or for replicas that train apart ``Strategy.replicas``."""
+    (``plan.SYNCS``). ``axes`` are ``Strategy.data_axes`` and the axis of a stage's copies, or for replicas that train apart
+    ``Strategy.replicas``."""
     copies, members = (group(each, cluster) for each in axes)
+    everyone = group((*axes[0], *axes[1]), cluster)
     parameters, trainable = math.ceil(c.parameters), math.ceil(c.trainable)
 
-    def over(collective: Collective, size: int, around_layer: bool) -> float:
+    def over(collective: Collective, size: int, around_layer: bool, ranks: Group = members) -> float:
         if not size:
             return 0.0
-        return trainer.data_collective_s(collective, size, c.tensors, members, cluster, around_layer)
+        return trainer.data_collective_s(collective, size, c.tensors, ranks, cluster, around_layer)
 
     def reduced(around_layer: bool) -> float:
         shard = -(-trainable // members.size) * numbers.averaged
         found = over(Collective.REDUCE_SCATTER, trainable * numbers.reduced, around_layer)
         if not shard or copies.size == 1:
             return found
-        return found + trainer.data_collective_s(Collective.ALL_REDUCE, shard, c.tensors, copies, cluster, around_layer)
+        return found + over(Collective.ALL_REDUCE, shard, around_layer, copies)
 
     def published() -> float:
         if sync == PARAMETER_SERVER:
@@ -416,7 +418,7 @@ def spread(
             over(Collective.ALL_GATHER, parameters * numbers.width, True),
         ),
         reduce_s=(reduced(False), reduced(True)),
-        average_s=over(average, trainable * numbers.averaged, False),
+        average_s=over(average, trainable * numbers.averaged, False, members if local_steps(sync) else everyone),
         publish_s=published(),
     )
 

@@ -63,7 +63,7 @@ class Pricer:
     ) -> None:
         self.graph, self.cluster = graph, cluster
         self.trainer = dataclasses.replace(trainer, cpu=True) if cluster.kind == "cpu" else trainer
-        self.prefetch, self.sync = 1, ALL_REDUCE
+        self.prefetch, self.sync, self.copies = 1, ALL_REDUCE, 1
         self.compiled = self.trainer.compiles and not self.trainer.cpu
         self.numbers = trainer.precision(precision_name, graph.allow)
         self._pipelined = dataclasses.replace(cluster, pipelined=True)
@@ -83,6 +83,7 @@ class Pricer:
         self._p2p: dict[tuple[int, Mesh, tuple[Role, ...], int], float] = {}
         self._elsewhere: dict[Cluster, Pricer] = {}
         self._programs: dict[tuple[int, str], Pricer] = {}
+        self._mirrored: dict[int, Pricer] = {}
         self._compiled: Pricer | None = None
         self._compiles = False  # whether this prices compiled layers
         self._makers = {name: (i, k) for i, layer in enumerate(graph.layers) for k, name in enumerate(layer.outputs)}
@@ -95,10 +96,10 @@ class Pricer:
         if _nameless(cluster) == _nameless(self.cluster):
             return self
         if _nameless(cluster) not in self._elsewhere:
-            other = copy.copy(self)
+            other = self._variant()
             other.cluster, other._pipelined = cluster, dataclasses.replace(cluster, pipelined=True)
-            other._cores, other._placed, other._spread, other._layers = {}, {}, {}, {}
-            other._beside, other._edges, other._p2p, other._programs, other._compiled = {}, {}, {}, {}, None
+            other._cores, other._placed, other._spread = {}, {}, {}
+            other._beside, other._edges, other._p2p = {}, {}, {}
             self._elsewhere[_nameless(cluster)] = other
         return self._elsewhere[_nameless(cluster)]
 
@@ -112,23 +113,41 @@ class Pricer:
         if (prefetch, sync) == (self.prefetch, self.sync):
             return self
         if (prefetch, sync) not in self._programs:
-            other = copy.copy(self)
-            other.prefetch, other.sync = prefetch, sync
-            other._layers, other._elsewhere, other._programs, other._beside, other._spread = {}, {}, {}, {}, {}
-            other._compiled = None
+            other = self._variant()
+            other.prefetch, other.sync, other._beside, other._spread = prefetch, sync, {}, {}
             other._adjacent = [self._find_adjacent(distance) for distance in range(1, prefetch + 1)]
             self._programs[prefetch, sync] = other
         return self._programs[prefetch, sync]
 
+    def mirrored(self, copies: int) -> Pricer:
+        """The pricer of a program with ``copies`` copies of each stage, on pipeline ranks that mirror each other (``Schedule.copies``): the
+        copies' gradients are summed, and each copy runs an equal share of the microbatches.
+
+        The sum has the price of the two ranks that are farthest from each other: those of the first and the last stage.
+        """
+        if copies == self.copies:
+            return self
+        if copies not in self._mirrored:
+            other = self._variant()
+            other.copies, other._spread = copies, {}
+            self._mirrored[copies] = other
+        return self._mirrored[copies]
+
     def _of_compiled_layers(self) -> Pricer:
         """The pricer of a program that compiles the layers whose classes admit it. Layouts do not depend on that, and are shared."""
         if self._compiled is None:
-            other = copy.copy(self)
+            other = self._variant()
             other.trainer, other._compiles = dataclasses.replace(self.trainer, fused=True), True
             other._tables, other._flags, other._bound, other._cores = {}, {}, {}, {}
-            other._placed, other._spread, other._beside, other._layers = {}, {}, {}, {}
+            other._placed, other._spread, other._beside = {}, {}, {}
             self._compiled = other
         return self._compiled
+
+    def _variant(self) -> Pricer:
+        """A copy of this pricer without prices of layers, and without variants of its own."""
+        other = copy.copy(self)
+        other._layers, other._elsewhere, other._programs, other._mirrored, other._compiled = {}, {}, {}, {}, None
+        return other
 
     def layer(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
         """The price of a layer class; ``None`` if a role is inadmissible or a local shape is not whole."""
@@ -229,8 +248,13 @@ class Pricer:
         if key not in self._spread:
             # if each microbatch is treated as a whole batch, the graph's flops are those of one microbatch
             flops = self._table(cls_name)[0].model_flops / self.graph.parts(microbatches)
-            axes = strategy.replicas(mesh) if local_steps(self.sync) else strategy.data_axes(mesh)
-            self._spread[key] = spread(c, axes, microbatches, flops, cluster, self.numbers, self.trainer, self.sync)
+            copies, shards = strategy.replicas(mesh) if local_steps(self.sync) else strategy.data_axes(mesh)
+            if self.copies > 1:
+                far = max(math.prod(axis.size for axis in mesh), self.cluster.count // 2)
+                copies = (Axis("mirror", self.copies, far), *copies)
+            mine = microbatches // self.copies
+            axes = copies, shards
+            self._spread[key] = spread(c, axes, mine, flops, cluster, self.numbers, self.trainer, self.sync)
         return self._spread[key]
 
     def _neighbours(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> Neighbours:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 FILES = (
     "agree.py",
+    "bidirectional.py",
     "collectives.py",
     "compiled.py",
     "custom.py",

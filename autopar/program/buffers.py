@@ -7,14 +7,14 @@ writes them once, at the end of the step: every microbatch reads the values from
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.program.world import BufferRecord, Program, World
+from autopar.program.world import MIRROR, BufferRecord, Program, World
 
 
 class StageBuffers:
@@ -47,15 +47,24 @@ class StageBuffers:
             module = self._stages[stage].get_submodule(layer)
             names: Any = module.UPDATES
             for name, new in zip(names, zip(*microbatches, strict=True), strict=True):
-                alike = len(new) == 1 or not new[0].is_floating_point()
-                module.get_buffer(name).copy_(new[-1] if alike else torch.stack(new).mean(0))
+                module.get_buffer(name).copy_(self._mean(new) if new[0].is_floating_point() else new[-1])
         self.clear()
         for name in sorted({record.original for record in self._records}):
             self._spread(name)
 
-    def _writers(self) -> set[int]:
-        """This rank's stages that return new values; the others have copies of buffers that they read."""
-        return {record.stage for record in self._own if record.written}
+    def _mean(self, new: Sequence[Tensor]) -> Tensor:
+        """The mean of the microbatches' new values, of those that the stage's other copy ran included."""
+        mean = new[0] if len(new) == 1 else torch.stack(list(new)).mean(0)
+        copies = self._world.coordinates[MIRROR][1]
+        if copies > 1:
+            mean = mean.clone()
+            dist.all_reduce(mean, group=self._world.group((MIRROR,)))
+            mean /= copies
+        return mean
+
+    def _writers(self) -> list[int]:
+        """This rank's stages that return new values, in order; the others have copies of buffers that they read."""
+        return sorted({record.stage for record in self._own if record.written})
 
     def _returned(self, stage: int) -> list[tuple[str, list[Tensor]]]:
         updates: Any = self._stages[stage].updates

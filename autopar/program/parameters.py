@@ -148,7 +148,7 @@ class FlatGroup:
         self._work: dist.Work | None = None  # the reduction, while it runs
         self._sum: Tensor | None = None  # its result under ZeRO 1
         self._over_copies = False  # whether the sum over the copies has started
-        self.arrivals = Arrivals(len(layouts) * int(program.plan["microbatches"]))
+        self.arrivals = Arrivals(len(layouts) * program.passes)
         self._slots: list[Slot] = []
         self._adders: dict[int, Callable[[Tensor], None]] = {}  # by the parameter's identity
         self._unwritten: set[str] = set()  # the parameters whose gradients in the buffer are from an earlier step

@@ -149,7 +149,7 @@ class Reductions:
 
 def _last_backward(groups: Sequence[Group], program: Program) -> LastBackward:
     layers = [group.module for group in groups if isinstance(group, ShardedGroup) and group.reduces_once]
-    return LastBackward(layers, int(program.plan["microbatches"]))
+    return LastBackward(layers, program.passes)
 
 
 def _early(groups: Sequence[Group], records: Mapping[str, Mapping[str, object]]) -> list[FlatGroup]:

@@ -31,6 +31,7 @@ from torch.distributed.pipelining import (
 
 from autopar.program import optimizers
 from autopar.program.agree import same_batch, same_start
+from autopar.program.bidirectional import BothWays, read_orders, with_transfers
 from autopar.program.collectives import all_gather
 from autopar.program.parameters import (
     Group,
@@ -42,7 +43,7 @@ from autopar.program.parameters import (
 from autopar.program.reductions import Reductions
 from autopar.program.state import initial, read_state, wrong_state
 from autopar.program.weight_gradients import SplitStage
-from autopar.program.world import Layout, Program, World, load, start
+from autopar.program.world import MIRROR, Layout, Program, World, load, start
 
 __all__ = ["Trainer", "initial", "load", "read_state", "start", "wrong_state"]
 
@@ -297,7 +298,21 @@ class _Pipeline:
         self._apart = "microbatch_statistics" in program.plan.get("allow", ())
         self._modules = {index: _Microbatch(index, stage, world, reductions) for index, stage in stages.items()}
         self._kinds = program.model.STAGES
-        self._schedule = self._make_schedule() if len(self._kinds) > 1 else None
+        self._both = self._both_ways() if program.directions > 1 else None
+        self._schedule = self._make_schedule() if len(self._kinds) > 1 and self._both is None else None
+
+    def _both_ways(self) -> BothWays:
+        steps = with_transfers(read_orders(self.program.folder), len(self._kinds))
+        group = self.world.mesh.get_group("pipeline")
+        return BothWays(
+            steps[dist.get_rank(group)],
+            self._modules,
+            {i: (_metas(self._kinds[i].RECEIVES), _metas(self._kinds[i].SENDS)) for i in self._modules},
+            last=len(self._kinds) - 1,
+            term=self._term,
+            group=group,
+            device=self.world.device,
+        )
 
     def _make_schedule(self) -> Any:
         stages: list[Any] = [self._stage(index) for index in self.world.stages]
@@ -351,9 +366,11 @@ class _Pipeline:
         # The current mesh belongs to this thread. The backward must run here too, not in a thread of the device: it recomputes layers,
         # whose collectives name axes of that mesh.
         with self.world.in_mesh(), torch.autograd.set_multithreading_enabled(False):
-            if self._schedule is None:
+            chunks = {name: tensor.chunk(self.microbatches) for name, tensor in inputs.items()}
+            if self._both is not None:
+                losses = self._both.step(chunks)
+            elif self._schedule is None:
                 (module,) = self._modules.values()
-                chunks = {name: tensor.chunk(self.microbatches) for name, tensor in inputs.items()}
                 for i in range(self.microbatches):
                     loss = self._term(module(**{name: parts[i] for name, parts in chunks.items()}))
                     loss.backward()
@@ -414,6 +431,8 @@ class _Pipeline:
             for axis, kind in self._kinds[-1].LOSS.items():
                 if kind == "P" and self.world.coordinates[axis][1] > 1:
                     dist.all_reduce(total, group=self.world.mesh.get_group(axis))
+        if self.world.coordinates[MIRROR][1] > 1:
+            dist.all_reduce(total, group=self.world.group((MIRROR,)))
         if self.world.pipeline > 1:
             group = self.world.mesh.get_group("pipeline")
             dist.broadcast(total, dist.get_global_rank(group, self.world.placed[-1]), group=group)

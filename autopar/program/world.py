@@ -32,6 +32,11 @@ from autopar.program.weight_gradients import Turn
 warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")
 
 
+MIRROR = "mirror"
+"""The axis of two pipeline ranks that have copies of the same stages, ``r`` and ``P - 1 - r`` of ``P``; of size 1 unless microbatches go
+through the pipeline in both directions. All parameters are ``R`` on it."""
+
+
 # -- records ----------------------------------------------------------------------------------------------------------
 
 
@@ -173,6 +178,21 @@ class Program:
         }
         return tuple(axis for axis in axes if axis not in apart), tuple(axis for axis in axes if axis in apart)
 
+    @property
+    def directions(self) -> int:
+        """In how many directions microbatches go through the pipeline ranks; there is a copy of each stage for each direction."""
+        return 2 if self.plan["schedule"] == "chimera" else 1
+
+    @property
+    def passes(self) -> int:
+        """The number of microbatches of a step that a copy of a stage runs."""
+        return int(self.plan["microbatches"]) // self.directions
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The sizes of the axes on which parameters have types, outermost first: ``mirror`` and the axes of a stage's mesh."""
+        return {MIRROR: self.directions, **self.model.MESH}
+
     def group(self, layout: Layout) -> tuple[str, int, tuple[str, ...]]:
         """The stage's child that has the parameter (``""``: the stage itself), its ZeRO stage, and the axes (larger than 1)
         on which it is ``R`` and its gradient is a term of the sum.
@@ -183,23 +203,26 @@ class Program:
         """
         child, zero = self._home(layout)
         data = self.model.STAGES[layout.stage].GROUPS[child]["data_axes"]
-        axes = tuple(axis for axis in layout.replicated if self.model.MESH[axis] > 1)
-        usual = set(axes) == {axis for axis in data if self.model.MESH[axis] > 1}
+        sizes = self.axes
+        axes = tuple(axis for axis in (MIRROR, *layout.replicated) if sizes[axis] > 1)
+        spread = set(axes) - {MIRROR}  # ZeRO does not shard over the copies of a stage
+        usual = spread == {axis for axis in data if sizes[axis] > 1}
         if layout.shared is not None:
             zero = min(self._home(copy)[1] for copy in self.layouts if copy.shared == layout.shared)
         odd = layout.original_shape == () or layout.dtype != self._main_dtype(layout.stage, child)
         explicit = child == "" or layout.shared is not None or not usual or odd
-        return child, min(zero, 1 if explicit else 3) if axes else 0, axes
+        return child, min(zero, 1 if explicit else 3) if spread else 0, axes
 
     def copies(self, layout: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The axes of ``group`` that replicate what ZeRO shards, and those over which ZeRO shards: all, except under hybrid sharding.
+        """The axes of ``group`` that replicate what ZeRO shards, and those over which ZeRO shards: all, except ``mirror``, and except under
+        hybrid sharding.
 
         Tied copies are all sharded over the axes that every layer that has one shards over, so that their updates are the same.
         """
         records = [layout] if layout.shared is None else [c for c in self.layouts if c.shared == layout.shared]
         groups = [self.model.STAGES[c.stage].GROUPS[self._home(c)[0]] for c in records]
         axes = self.group(layout)[2]
-        replicating = {axis for group in groups for axis in group.get("replicate_axes", ())}
+        replicating = {MIRROR, *(axis for group in groups for axis in group.get("replicate_axes", ()))}
         return tuple(a for a in axes if a in replicating), tuple(a for a in axes if a not in replicating)
 
     def _home(self, layout: Layout) -> tuple[str, int]:
@@ -260,7 +283,8 @@ class World:
     placed: tuple[int, ...]  # the pipeline rank of each stage of the program
     mesh: DeviceMesh  # all devices: "pipeline", then one stage's axes
     stage_mesh: DeviceMesh  # one stage's axes
-    coordinates: Mapping[str, tuple[int, int]]  # axis: index, size
+    grid: Tensor  # all ranks: pairs of pipeline ranks that mirror each other (or single ones), "mirror", then one stage's axes
+    coordinates: Mapping[str, tuple[int, int]]  # axis ("mirror" and one stage's axes): index, size
     groups: Mapping[tuple[str, ...], dist.ProcessGroup]  # over one or several flattened axes, outermost first
     # by tied parameter: the pipeline ranks that have a copy, if several have one
     shared: Mapping[str, dist.ProcessGroup]
@@ -283,17 +307,15 @@ class World:
             yield
 
     def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
-        return self.mesh.get_group(axes[0]) if len(axes) == 1 else self.groups[axes]
+        return self.groups[axes] if axes in self.groups else self.mesh.get_group(*axes)
 
     def data_mesh(self, copies: tuple[str, ...], shards: tuple[str, ...]) -> DeviceMesh:
         """The mesh that FSDP2 shards a layer over: the flattened axes ``shards``, inside of ``copies`` if there are any."""
         if not copies:
             return DeviceMesh.from_group(self.group(shards), self.device.type, mesh_dim_names=("shard",))
-        dims = [
-            1 + list(self.coordinates).index(axis) for axis in (*copies, *shards)
-        ]  # the mesh's first dim is the pipeline
+        dims = [1 + list(self.coordinates).index(axis) for axis in (*copies, *shards)]
         sizes = [math.prod(self.coordinates[axis][1] for axis in axes) for axes in (copies, shards)]
-        grids = self.mesh.mesh.movedim(dims, tuple(range(-len(dims), 0))).reshape(-1, *sizes)
+        grids = self.grid.movedim(dims, tuple(range(-len(dims), 0))).reshape(-1, *sizes)
         own = next(grid for grid in grids if dist.get_rank() in grid)
         groups = [self.group(copies), self.group(shards)]
         return DeviceMesh.from_group(groups, self.device.type, mesh=own, mesh_dim_names=("replicate", "shard"))
@@ -331,17 +353,32 @@ def start(program: Program, *, device: str | None = None, timeout_s: float = 600
     place = mesh.get_coordinate()
     assert place is not None
     placed = tuple(int(stage["devices"][0]) // int(stage["devices"][1]) for stage in program.plan["stages"])
+    both = program.directions == 2
+    mirrored = both and 2 * place[0] >= line
+    grid = mirror_grid(mesh.mesh, program.directions)
+    own = (place[0], line - 1 - place[0]) if both else (place[0],)
+    indices = (int(mirrored), *place[1:])
     return World(
         device=here,
-        stages=tuple(stage for stage in range(stages) if placed[stage] == place[0]),
+        stages=tuple(stage for stage in range(stages) if placed[stage] in own),
         placed=placed,
         mesh=mesh,
         stage_mesh=mesh[tuple(axes)],
-        coordinates={axis: (index, axes[axis]) for axis, index in zip(axes, place[1:], strict=True)},
-        groups=_axis_groups(program, mesh.mesh),
-        shared=_stage_groups(program, mesh.mesh, placed),
+        grid=grid,
+        coordinates={axis: (index, n) for (axis, n), index in zip(program.axes.items(), indices, strict=True)},
+        groups=_axis_groups(program, grid),
+        shared=_stage_groups(program, grid, placed),
         replica=_replica_group(program, mesh.mesh),
     )
+
+
+def mirror_grid(ranks: Tensor, directions: int) -> Tensor:
+    """``ranks[pipeline, ...]`` with a dim ``mirror`` after the first: pipeline ranks ``r`` and ``P - 1 - r`` side by side if there are two
+    ``directions``."""
+    if directions == 1:
+        return ranks.unsqueeze(1)
+    half = len(ranks) // 2
+    return torch.stack((ranks[:half], ranks[half:].flip(0)), 1)
 
 
 def _check_world(size: int, axes: Mapping[str, int], shape: Sequence[int]) -> None:
@@ -366,15 +403,16 @@ def _axis_groups(program: Program, ranks: Tensor) -> dict[tuple[str, ...], dist.
     whole = {program.group(layout)[2] for layout in program.layouts}
     sets = whole | {axes for layout in program.layouts for axes in program.copies(layout)}
     sets |= {part for axes in whole for part in program.parted(axes)}
-    wanted = {axes for axes in sets if len(axes) > 1}
-    names = list(program.model.MESH)
+    wanted = {axes for axes in sets if len(axes) > 1} | ({(MIRROR,)} if program.directions > 1 else set())
+    names = list(program.axes)
     return flat_groups(wanted | set(getattr(program.model, "FLATTENED", ())), names, ranks)
 
 
 def flat_groups(
     wanted: Iterable[tuple[str, ...]], names: Sequence[str], ranks: Tensor
 ) -> dict[tuple[str, ...], dist.ProcessGroup]:
-    """A group over each of ``wanted`` (axes outermost first); ``ranks`` has a dim of stages, then one for every axis of ``names``.
+    """A group over each of ``wanted`` (axes outermost first); ``ranks`` has a dim of stages, or of pairs of stages that mirror each other,
+    then one for every axis of ``names``.
 
     All ranks of the world must call this.
     """
@@ -397,15 +435,17 @@ def _replica_group(program: Program, ranks: Tensor) -> dist.ProcessGroup | None:
     return _subgroups(ranks.movedim(apart, list(range(len(apart)))).flatten(0, len(apart) - 1).flatten(1))
 
 
-def _stage_groups(program: Program, ranks: Tensor, placed: Sequence[int]) -> dict[str, dist.ProcessGroup]:
-    """A group for every tied parameter with copies on several pipeline ranks."""
+def _stage_groups(program: Program, grid: Tensor, placed: Sequence[int]) -> dict[str, dist.ProcessGroup]:
+    """A group for every tied parameter with copies on several pipeline ranks. Ranks that mirror each other are in two groups: the
+    reduction of gradients over ``mirror`` comes later."""
     places: dict[str, set[int]] = {}
     for layout in program.layouts:
         if layout.shared is not None:
-            places.setdefault(layout.shared, set()).add(placed[layout.stage])
+            place = placed[layout.stage]
+            places.setdefault(layout.shared, set()).add(place if place < len(grid) else max(placed) - place)
     groups = {}
     for key in sorted(key for key, found in places.items() if len(found) > 1):
-        group = _subgroups(ranks[sorted(places[key])].flatten(1).t())
+        group = _subgroups(grid[sorted(places[key])].flatten(1).t())
         if group is not None:
             groups[key] = group
     return groups

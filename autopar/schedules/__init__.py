@@ -10,7 +10,13 @@ interleaved-1f1b    2 or more          in turn          whole
 zero-bubble         1 or more          in turn          in two parts (torch's InterleavedZeroBubble)
 zbv                 2                  in a V           in two parts (torch's ZBVZeroBubble)
 dualpipev           2                  in a V           in two parts at both ends (torch's DualPipeV)
+chimera             2                  both ways        whole
 ==================  =================  ===============  =============================================
+
+Under ``chimera`` (Li and Hoefler, "Chimera: efficiently training large-scale neural networks with bidirectional pipelines", SC 2021,
+arXiv:2107.06925) every stage has two copies. The first half of the microbatches goes *down* the pipeline ranks, from the first to the
+last; the second half goes *up*. Rank ``r`` of ``P`` has stage ``r`` of the pipeline that goes down and stage ``P - 1 - r`` of the one that
+goes up. So ranks ``r`` and ``P - 1 - r`` have the same two stages, and the sum of their gradients is the gradient of the step.
 
 This module has the names, the device of each stage, and the sizes that a schedule admits. ``orders`` has the list of actions of every
 device, ``memory`` the microbatches in flight and the live memory of a device, ``step_time`` the seconds of a step. Emitted programs
@@ -33,13 +39,14 @@ INTERLEAVED = "interleaved-1f1b"
 ZERO_BUBBLE = "zero-bubble"
 ZERO_BUBBLE_V = "zbv"
 DUALPIPE_V = "dualpipev"
+CHIMERA = "chimera"
 
-SCHEDULES = (NO_PIPELINE, GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V)
+SCHEDULES = (NO_PIPELINE, GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V, CHIMERA)
 
 SPLIT = (ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V)
 """Schedules that run a backward in two parts, of the inputs and of the weights (``program.weight_gradients``)."""
 
-SEVERAL_STAGES = (INTERLEAVED, *SPLIT)
+SEVERAL_STAGES = (INTERLEAVED, *SPLIT, CHIMERA)
 """Schedules that may give a device several stages."""
 
 V_SHAPED = (ZERO_BUBBLE_V, DUALPIPE_V)
@@ -48,7 +55,7 @@ V_SHAPED = (ZERO_BUBBLE_V, DUALPIPE_V)
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule at one size: ``pipeline`` devices, ``chunks`` stages on each device, ``microbatches`` per step."""
+    """A schedule at one size: ``pipeline`` devices, ``chunks`` stages on each device (each stage once), ``microbatches`` per step."""
 
     name: str
     pipeline: int
@@ -69,17 +76,37 @@ class Schedule:
         """Whether the schedule may give a device several stages."""
         return self.name in SEVERAL_STAGES
 
+    @property
+    def many_moments(self) -> bool:
+        """Whether a device's memory may be fullest at any moment, and not only when it first runs backward."""
+        return self.split or self.copies > 1
+
+    @property
+    def copies(self) -> int:
+        """The number of copies of each stage. Each copy runs an equal share of the microbatches; the second copy of a stage is on the
+        rank that mirrors the first copy's (``rank``)."""
+        return copies_of(self.name)
+
+    def rank(self, stage: int, microbatch: int) -> int:
+        """The pipeline rank that runs a stage for a microbatch."""
+        first = self.device[stage]
+        return first if microbatch * self.copies < self.microbatches else self.pipeline - 1 - first
+
     @cached_property
     def device(self) -> tuple[int, ...]:
-        """The pipeline rank of each stage: the stages of each chunk take the ranks in ascending order; if the schedule is a V, every
-        second chunk takes them in descending order."""
+        """The pipeline rank of each stage (of its first copy): the stages of each chunk take the ranks in ascending order; if the schedule
+        is a V, every second chunk takes them in descending order."""
         line = tuple(range(self.pipeline))
         back = line[::-1] if self.name in V_SHAPED else line
         return tuple(d for chunk in range(self.chunks) for d in (back if chunk % 2 else line))
 
     @cached_property
     def _own(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(s for s, d in enumerate(self.device) if d == own) for own in range(self.pipeline))
+        ends = (0, self.microbatches - 1)  # one microbatch of each copy
+        return tuple(
+            tuple(s for s in range(self.stages) if own in {self.rank(s, i) for i in ends})
+            for own in range(self.pipeline)
+        )
 
     def own(self, device: int) -> tuple[int, ...]:
         """The stages of a device, in order."""
@@ -98,6 +125,11 @@ class Schedule:
     def by_device(self, values: Sequence[float]) -> list[float]:
         """Sums over the stages of each device."""
         return [sum(values[s] for s in self.own(d)) for d in range(self.pipeline)]
+
+
+def copies_of(name: str | None) -> int:
+    """The number of copies of each stage under the schedule ``name``."""
+    return 2 if name == CHIMERA else 1
 
 
 def default_schedule(pipeline: int, microbatches: int, chunks: int = 1) -> str:
@@ -122,6 +154,21 @@ def refusal(schedule: Schedule) -> tuple[str, str] | None:
         return f"{name} is a schedule of pipelines, and there is one device in the line", "use pipeline 2 or more"
     if name == INTERLEAVED and chunks == 1:
         return f"{name} needs several stages on each device, and chunks is 1", "use chunks 2 or more, or 1f1b"
+    if name == CHIMERA and chunks != 1:
+        return (
+            f"{name} has two stages on each device, one for each direction, and chunks is {chunks}",
+            "use chunks 1, or interleaved-1f1b",
+        )
+    if name == CHIMERA and pipeline % 2:
+        return (
+            f"{name} has pairs of devices with the same two stages, and the pipeline has {pipeline} devices",
+            "use an even number of pipeline devices, or 1f1b",
+        )
+    if name == CHIMERA and microbatches % 2:
+        return (
+            f"{name} sends half of the microbatches in each direction, and there are {microbatches}",
+            "take an even number of microbatches, or 1f1b",
+        )
     if name in V_SHAPED and chunks != 2:
         return f"{name} has two stages on each device, and chunks is {chunks}", "use chunks 2, or zero-bubble"
     if chunks > 1 and name not in SEVERAL_STAGES:

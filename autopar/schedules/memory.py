@@ -5,7 +5,8 @@ two parts, the first part frees them, and leaves the bytes that *wait* for the s
 stage's transients are live too.
 
 A schedule of whole backwards has most live memory when its device first runs backward: the microbatches of all earlier forwards are in
-flight. If backwards are in two parts, each moment of the order may be the fullest, depending on the bytes that the stages save.
+flight. If backwards are in two parts, or microbatches go in both directions, each moment of the order may be the fullest, depending on the
+bytes that the stages save.
 """
 
 from __future__ import annotations
@@ -39,12 +40,11 @@ def fullest(schedule: Schedule) -> Fullest:
     in_flight, waiting, at_work = [0] * schedule.stages, [0] * schedule.stages, []
     for d in range(schedule.pipeline):
         own = schedule.own(d)
-        if schedule.split:
+        if schedule.many_moments:
             counts, work = moments(schedule, d)
             moment = int(counts.sum(axis=1).argmax())
-            row = counts[moment].tolist()
-            for k, stage in enumerate(own):
-                in_flight[stage], waiting[stage] = row[k], row[schedule.chunks + k]
+            for stage, n, q in zip(own, *by_kind(schedule, d, counts[moment]), strict=True):
+                in_flight[stage], waiting[stage] = n, q
             at_work.append(own[int(work[moment])])
         else:
             stage = own[0]
@@ -59,7 +59,8 @@ def moments(schedule: Schedule, device: int) -> tuple[Indices, Indices]:
     """The moments at which a device's memory may peak: the microbatches in flight of each of its stages ``[moment, stage]``, and the
     index of the running stage ``[moment]``. If backwards are in two parts, further columns after those of the stages count the
     microbatches between the two parts. A moment that has no more of anything than another is left out."""
-    own, chunks = schedule.own(device), schedule.chunks
+    own = schedule.own(device)
+    chunks = len(own)
     place = {stage: k for k, stage in enumerate(own)}
     order = list(device_order(schedule, device))
     kind = np.array([kind for kind, _, _ in order])
@@ -83,17 +84,23 @@ def moments(schedule: Schedule, device: int) -> tuple[Indices, Indices]:
     return rows[keep, 1:], rows[keep, 0]
 
 
+def by_kind(schedule: Schedule, device: int, counts: Indices) -> tuple[list[int], list[int]]:
+    """One row of ``moments``: the microbatches in flight of each stage of the device, and those between the two parts."""
+    own, row = len(schedule.own(device)), counts.tolist()
+    return row[:own], row[own:] or [0] * own
+
+
 def most_in_flight(schedule: Schedule, device: int) -> int:
     """The largest number of microbatches that are ever in flight in all stages of a device together."""
-    if schedule.split:
+    if schedule.many_moments:
         counts, _ = moments(schedule, device)
-        return int(counts[:, : schedule.chunks].sum(axis=1).max())
+        return int(counts[:, : len(schedule.own(device))].sum(axis=1).max())
     return sum(fullest(schedule).in_flight[s] for s in schedule.own(device))
 
 
 def _most_of_each(schedule: Schedule) -> tuple[int, ...]:
     """The largest number of microbatches that are ever in flight in each stage."""
-    if not schedule.split:
+    if not schedule.many_moments:
         return fullest(schedule).in_flight
     counts = {d: moments(schedule, d)[0].max(axis=0) for d in range(schedule.pipeline)}
     return tuple(int(counts[d][schedule.own(d).index(s)]) for s, d in enumerate(schedule.device))
@@ -101,7 +108,7 @@ def _most_of_each(schedule: Schedule) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=512)
 def passing(schedule: Schedule) -> tuple[int, ...]:
-    """Tensors of a border's size that torch's pipeline keeps at each stage besides the layers' saved activations: outputs until their
+    """Tensors of a border's size that the pipeline keeps at each stage besides the layers' saved activations: outputs until their
     backward, receive buffers for gradients and later inputs (see ``program.runtime`` for 1F1B), the last gradient that was sent. Between
     two stages of one device nothing is sent or received."""
     m, found, links = schedule.microbatches, [], (None, *schedule.links, None)
@@ -110,6 +117,8 @@ def passing(schedule: Schedule) -> tuple[int, ...]:
             outputs, gradients, inputs, sent = 0, 0, 0, 0
         elif schedule.name == ONE_F_ONE_B:
             outputs, gradients, inputs, sent = n, 2, 0, int(m > n)
+        elif schedule.copies > 1:  # ``program.bidirectional`` receives into fresh tensors, at most two inputs early
+            outputs, gradients, inputs, sent = n, 1, 2, 1
         else:
             outputs, gradients, inputs, sent = n, m, m - n, int(schedule.name != GPIPE)
         found.append((outputs + gradients) * (links[s + 1] is not None) + (inputs + sent) * (links[s] is not None))

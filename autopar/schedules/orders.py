@@ -1,10 +1,12 @@
-"""The ordered actions of each device of a pipeline: exactly the lists that ``torch.distributed.pipelining`` runs.
+"""The ordered actions of each device of a pipeline: exactly the lists that ``torch.distributed.pipelining`` runs, and Chimera's.
 
 An action is ("F", "B", "I" or "W", stage, microbatch): a forward, a whole backward, or one in two parts, of the inputs (I) and of the
 weights (W). GPipe, 1F1B and interleaved 1F1B run whole backwards. ``zero-bubble`` is interleaved 1F1B (or 1F1B) that runs W when a device
 would otherwise wait; ``zbv`` and ``dualpipev`` have two stages on each device, in a V: the first device has the first and the last stage.
 ``dualpipev`` pairs some forwards and backwards for overlap; torch 2.13 runs the two one after the other, and sends the forward's result
 when both are done.
+
+``chimera`` runs whole backwards of two pipelines in opposite directions (``_chimera``).
 
 Stage 0 runs both parts like the other stages: its first part computes the gradients that its later layers pass to the earlier ones.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from autopar.schedules import DUALPIPE_V, GPIPE, INTERLEAVED, NO_PIPELINE, ZERO_BUBBLE, ZERO_BUBBLE_V, Schedule
+from autopar.schedules import CHIMERA, DUALPIPE_V, GPIPE, INTERLEAVED, NO_PIPELINE, ZERO_BUBBLE, ZERO_BUBBLE_V, Schedule
 
 Action = tuple[str, int, int]
 """``"F"``, ``"B"``, ``"I"`` or ``"W"``, the stage (a device may have several), the microbatch."""
@@ -34,7 +36,9 @@ def device_groups(schedule: Schedule, rank: int) -> Iterator[Group]:
     if schedule.name == DUALPIPE_V:
         return _dualpipe(rank, line, m)
     found: Iterator[Action]
-    if schedule.name == ZERO_BUBBLE_V:
+    if schedule.name == CHIMERA:
+        found = _chimera(rank, line, m)
+    elif schedule.name == ZERO_BUBBLE_V:
         found = (action for action in _zbv(rank, line, max(2 * line - 1, m)) if action[2] < m)
     elif schedule.name == ZERO_BUBBLE:
         found = _zero_bubble(rank, line, chunks, m)
@@ -135,6 +139,26 @@ def _zbv(rank: int, line: int, microbatches: int) -> Iterator[Action]:
     for stage in (second, first):
         while count["W", stage] < count["I", stage]:
             yield from run("W", stage)
+
+
+def _chimera(rank: int, line: int, microbatches: int) -> Iterator[Action]:
+    """Chimera's bidirectional pipelines: the first half of the microbatches goes down, the second half up.
+
+    In each direction, forwards and backwards pass one stage in 3 time slots, and a microbatch begins every 6. A rank then has one slot in
+    6 for each direction's forward (3 slots apart, because ``line`` is even), and the two slots after it for that direction's backward. So
+    no two actions of a rank meet, and the list is the actions in the order of their slots; running, each begins as early as it can.
+
+    With ``line`` microbatches the times are those of the paper's basic unit (section 3.1). With more, the paper concatenates units (section
+    3.5), which leaves bubbles between them where backwards are longer than forwards; here all microbatches are in one steady state, with
+    as many in flight. In all, a device waits ``line - 2`` times the longer of a forward and a backward.
+    """
+    half = microbatches // 2
+    slots: list[tuple[int, Action]] = []
+    for stage, first in ((rank, 0), (line - 1 - rank, half)):
+        for i in range(half):
+            slots.append((6 * i + 3 * stage, ("F", stage, first + i)))
+            slots.append((6 * i + 3 * (2 * line - 2 - stage) + 1, ("B", stage, first + i)))
+    return (action for _, action in sorted(slots))
 
 
 def _dualpipe(rank: int, line: int, microbatches: int) -> Iterator[Group]:

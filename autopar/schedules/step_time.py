@@ -241,6 +241,8 @@ def textbook_paths(schedule: Schedule) -> Array:
     has done m - n_d backwards; this gives uniform stages their (m + p - 1) t. The textbook's ``sum t + (m-1) max t`` is no bound for
     uneven stages: with p=2, t_1 small, the step is m t_0, as t_1 hides under stage 0.
 
+    If every stage has two copies, ``upto`` alone holds, with m/2 microbatches and for the first of the device's stages.
+
     If backwards are in two parts, ``upto`` and ``round`` hold for forwards and gradients of inputs, and each of the two may also end with
     all work of the device: its weights' gradients may come last of all.
     """
@@ -252,8 +254,10 @@ def textbook_paths(schedule: Schedule) -> Array:
     forwards, backwards = np.zeros((2, 2 * line + len(late), stages))
     for d in range(line):
         own = np.array(schedule.own(d))
-        forwards[d, :d] = backwards[d, :d] = 1
-        forwards[d, own] = backwards[d, own] = m
+        forwards[d, : own[0]] = backwards[d, : own[0]] = 1
+        forwards[d, own] = backwards[d, own] = m // schedule.copies
+        if schedule.copies > 1:
+            continue
         at = line + d
         forwards[at] = 1
         forwards[at, own] += m - before[own]

@@ -24,11 +24,12 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.graph import Graph
 from autopar.pins import ANY
 from autopar.plan import ALL_REDUCE, PinPrice, Plan
+from autopar.schedules import copies_of
 from autopar.search.bounds.cheap import fewest_seconds
 from autopar.search.evaluation import Proof, Solution, cost, in_segments, make_plan, tidy
 from autopar.search.minimum_memory import explain, explain_host, least_memory, something_fits
 from autopar.search.options import SearchOptions
-from autopar.search.problem import Choice, Devices, Pricer, choices, in_chunks
+from autopar.search.problem import Choice, Devices, Pricer, choices, in_chunks, mirrors, no_mirror
 from autopar.search.state import State
 from autopar.search.steps import ONE_STAGE, advance, decided, engine_of, nothing_fits, segmented
 from autopar.search.tables import Instance, Prices, Shared
@@ -112,7 +113,7 @@ def explore(
     if cluster.count < 1:
         raise UsageError(f"a plan needs at least one device, not {cluster.count}")
     deadline = time.monotonic() + options.time_limit_s
-    pricer = pricer.of_program(options.prefetch or 1, options.sync or ALL_REDUCE)
+    pricer = pricer.of_program(options.prefetch or 1, options.sync or ALL_REDUCE).mirrored(copies_of(options.schedule))
     options = replace(options, compiled=pricer.compiled)
     state = State(options, Prices(graph, cluster, pricer, options, shared), pricer, deadline, step_s=known_s)
     instances = _open_all(graph, cluster, state)
@@ -131,7 +132,10 @@ def explore(
 def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Instance]:
     """Price every outer choice and give it its cheap bound."""
     instances: list[Instance] = []
-    todo = _by_mesh(choices(graph, cluster.count, state.options, state.prices.pins))
+    found = choices(graph, cluster.count, state.options, state.prices.pins)
+    todo = _by_mesh([choice for choice in found if mirrors(cluster, choice.schedule)])
+    if not todo:
+        raise no_mirror(found[0].schedule.name)
     for number, (choice, more) in enumerate(todo):
         if instances and state.left_s() < state.options.time_limit_s / 3:
             state.unpriced = sum(1 + len(rest) for _, rest in todo[number:])

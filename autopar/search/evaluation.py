@@ -31,7 +31,7 @@ from autopar.schedules import Schedule
 from autopar.schedules.memory import most_in_flight
 from autopar.schedules.step_time import lower_bound, simulate
 from autopar.search.notes import host_notes, notes_of, sync_notes
-from autopar.search.problem import Choice, Devices, Mesh, Pricer
+from autopar.search.problem import Choice, Devices, Mesh, Pricer, mirrors, no_mirror
 from autopar.search.tables import Instance
 from autopar.search.timeline import Counts, Device, Moment
 from autopar.segments import shortened
@@ -355,7 +355,8 @@ def memory_timeline(graph: Graph, cluster: Devices, pricer: Pricer, plan: Plan) 
     Raises:
         InfeasibleError: a layer has no price.
     """
-    choice, pricer = Choice(plan.mesh, plan.sized_schedule), pricer.of_program(plan.prefetch, plan.sync)
+    choice = Choice(plan.mesh, plan.sized_schedule)
+    pricer = pricer.of_program(plan.prefetch, plan.sync).mirrored(choice.schedule.copies)
     strategies = [layer.strategy for layer in plan.layers]
     views, stages = cluster.stages(plan.pipeline), []
     for s, stage in enumerate(plan.stages):
@@ -371,14 +372,14 @@ def memory_timeline(graph: Graph, cluster: Devices, pricer: Pricer, plan: Plan) 
 
 def _prediction(graph: Graph, cluster: Devices, priced: Priced, peak: float) -> Prediction:
     schedule, found = priced.choice.schedule, priced.cost
-    m, of_device = schedule.microbatches, schedule.by_device
+    m, of_device = schedule.microbatches // schedule.copies, schedule.by_device
 
     work = [f + b for f, b in zip(of_device(found.forward_s), of_device(found.backward_s), strict=True)]
     slowest = max(range(len(work)), key=lambda d: work[d])
     busy = m * work[slowest]
     moving = m * of_device(found.communication_s)[slowest]
     optimizer = max(of_device(found.per_step_s))
-    flops = m * sum(p.flops for p in priced.prices)
+    flops = schedule.microbatches * sum(p.flops for p in priced.prices)
     step = found.step_time_s
     return Prediction(
         step_time_s=step,
@@ -409,8 +410,12 @@ def evaluate(
 
     Raises:
         InfeasibleError: a layer has no price under its strategy (an inadmissible role, an indivisible size).
+        UsageError: copies of a stage on unequal devices.
     """
     strategies = shortened(graph, [strategy.under(schedule) for strategy in strategies], stage_bounds)
+    if not mirrors(cluster, schedule):
+        raise no_mirror(schedule.name)
+    pricer = pricer.mirrored(schedule.copies)
     stages, borders = cluster.stages(schedule.pipeline), cluster.borders(schedule.pipeline)
     prices: list[LayerPrice] = []
     last, links, microbatches = len(graph.layers) - 1, schedule.links, schedule.microbatches

@@ -223,7 +223,8 @@ class _Enumeration:
     def _once(self) -> float:
         """The largest once-per-step seconds of a device."""
         steps = self._side(self.parts)
-        return max(steps if self.schedule.chunks == 1 else self.schedule.by_device(steps))
+        alone = self.schedule.chunks * self.schedule.copies == 1
+        return max(steps if alone else self.schedule.by_device(steps))
 
     def _least(self, done: int) -> float:
         """A lower bound of the step, if layers from ``done`` on take their best times."""

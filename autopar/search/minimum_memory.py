@@ -51,7 +51,7 @@ def _balanced(instance: Instance) -> Solution:
     """The best of a few solutions that fill all devices equally: first for the moment with the most microbatches in flight, then for the
     moment with the most memory."""
     found = [_least_at(instance, first_moments(instance))]
-    for _ in range(2 if instance.schedule.split else 0):
+    for _ in range(2 if instance.schedule.many_moments else 0):
         found.append(_least_at(instance, fullest_moments(instance, found[-1])))
     return min(found, key=lambda solution: max(shares_of_limits(instance, solution)))
 
@@ -273,7 +273,7 @@ def explain(graph: Graph, instance: Instance, solution: Solution, unpriced: int)
     limits = instance.layout.limit
     worst = max(range(len(by_stage)), key=lambda s: by_stage[s].total / limits[s])
     held = by_stage[worst]
-    spans = list(pairwise(solution.bounds))[worst :: instance.schedule.pipeline]
+    spans = [solution.bounds[s : s + 2] for s in instance.schedule.own(worst)]
     i, j = max(spans, key=lambda span: span[1] - span[0])
     part, size = _largest_part(held)
     place = instance.layout.place[worst]

@@ -140,7 +140,7 @@ def pins_by_layer(graph: Graph, options: SearchOptions) -> tuple[LayerPins, ...]
                 "pin recompute=full or recompute=none, or offload=optimizer",
             )
         pins.check_segment(layer.name)
-        check_sync(options.sync, layer.name, pins.zero, pins.replicate)
+        check_sync(options, layer.name, pins.zero, pins.replicate)
     if any(pins.expert for pins in found):
         found = [_of_experts(graph, i, pins) for i, pins in enumerate(found)]
     check_replicas(graph, options.sync, [pins.data for pins in found])

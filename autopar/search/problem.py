@@ -26,6 +26,10 @@ need at once (``schedules.memory.moments``). Such choices have separate bounds a
 The same holds for schedules with two-part backwards (``schedules.SPLIT``), even with one chunk: ``b_s`` is then two prices, the second
 one is the sum of ``weight(i, k(i))``, and a microbatch between the two parts keeps ``waiting`` live besides ``saved``.
 
+Under Chimera stage ``s`` has a second copy on device ``P - 1 - s``, and each copy runs half of the microbatches: the device pays the ``g``
+of both its stages and keeps the weights of both. Such choices have the cheap bound alone, and with few layers the proof of the label
+method.
+
 1F1B never has more microbatches in flight than GPipe, and was never slower on tens of thousands of random stages (observed, and a test
 checks it; not proved), so GPipe is planned only if it is pinned, and the bound does not cover it.
 """
@@ -55,6 +59,7 @@ from autopar.plan import (
     Strategy,
 )
 from autopar.schedules import (
+    CHIMERA,
     INTERLEAVED,
     NO_PIPELINE,
     SEVERAL_STAGES,
@@ -97,6 +102,10 @@ class Pricer(Protocol):
 
     def of_program(self, prefetch: int, sync: str) -> Pricer:
         """The prices with that ``prefetch`` and ``sync``."""
+        ...
+
+    def mirrored(self, copies: int) -> Pricer:
+        """The prices with that many copies of each stage (``Schedule.copies``)."""
         ...
 
     def layer(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
@@ -421,6 +430,22 @@ def schedules(layers: int, pipeline: int, microbatches: int, name: str | None, c
     return [schedule for schedule in found if schedule.stages <= layers and refusal(schedule) is None]
 
 
+def mirrors(cluster: Devices, schedule: Schedule) -> bool:
+    """Whether both copies of every stage have equal devices and links; a price is one of both."""
+    if schedule.copies == 1:
+        return True
+    stages, borders = list(cluster.stages(schedule.pipeline)), list(cluster.borders(schedule.pipeline))
+    return stages == stages[::-1] and borders == borders[::-1]
+
+
+def no_mirror(schedule: str) -> UsageError:
+    """The error for devices with which no pipeline ``mirrors``."""
+    return UsageError(
+        f"{schedule} has copies of each stage on devices that mirror each other, and these have other devices or links",
+        "use devices of one kind, full nodes, or 1f1b",
+    )
+
+
 def in_chunks(choice: Choice, layers: int) -> list[Choice]:
     """The choice with several stages on each device, as few as possible first; pins of schedule and chunks are not checked.
 
@@ -443,7 +468,7 @@ def _no_schedule(layers: int, pipelines: Sequence[int], counts: Sequence[int], o
     pipeline, chunks = min((p for p in pipelines if p > 1), default=1), options.chunks
     if options.schedule in SEVERAL_STAGES or (chunks or 1) > 1:
         schedule = options.schedule or INTERLEAVED
-        chunks = (1 if schedule == ZERO_BUBBLE else 2) if chunks is None else chunks
+        chunks = (1 if schedule in (ZERO_BUBBLE, CHIMERA) else 2) if chunks is None else chunks
         if (why := refusal(Schedule(schedule, pipeline, max(counts), chunks))) is not None:
             return UsageError(*why)
         return UsageError(

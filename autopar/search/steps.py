@@ -60,6 +60,8 @@ class Engine:
 
 
 def engine_of(instance: Instance) -> Engine:
+    if instance.schedule.copies > 1:
+        return BOTH_WAYS
     return SEVERAL_STAGES if instance.schedule.interleaved else ONE_STAGE
 
 
@@ -262,3 +264,6 @@ SEVERAL_STAGES = Engine(
     segments=False,
     integer=False,
 )
+BOTH_WAYS = Engine((_first, _close), construct_devices, fewest_seconds, segments=False, integer=False)
+"""Schedules that have copies of each stage: solutions as with several stages on each device, the cheap bound alone, and, for models of few
+layers, the label method."""

@@ -251,6 +251,12 @@ class Instance:
         """The pipeline rank of each stage."""
         return np.array(self.schedule.device, dtype=np.int64)
 
+    @cached_property
+    def owns(self) -> Array:
+        """``[stage, device]``: 1 where the device has the stage (or a copy of it)."""
+        own = [self.schedule.own(d) for d in range(self.schedule.pipeline)]
+        return np.array([[float(s in mine) for mine in own] for s in range(self.schedule.stages)])
+
     def regime(self, stage: int) -> Regime:
         return self._by_stage[stage]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from autopar.layer_price import LayerPrice
 from autopar.plan import Memory
 from autopar.schedules import Schedule
-from autopar.schedules.memory import StageBytes, levels, moments, passing_by, peak
+from autopar.schedules.memory import StageBytes, by_kind, levels, moments, passing_by, peak
 from autopar.schedules.orders import device_order
 
 Counts = tuple[tuple[float, float], ...]
@@ -54,9 +54,9 @@ class Device:
 
     def fullest_moment(self) -> Counts:
         """The microbatches in flight at the fullest moment."""
-        number, chunks = peak(self.schedule, self.device, self.stages)[2], self.schedule.chunks
-        row = moments(self.schedule, self.device)[0][number].tolist()
-        return tuple(zip(row[:chunks], row[chunks:] or [0] * chunks, strict=True))
+        number = peak(self.schedule, self.device, self.stages)[2]
+        counts = moments(self.schedule, self.device)[0][number]
+        return tuple(zip(*by_kind(self.schedule, self.device, counts), strict=True))
 
     def timeline(self) -> tuple[Moment, ...]:
         """Every action in the order in which the device runs them, with the live memory."""

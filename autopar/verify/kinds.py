@@ -14,7 +14,16 @@ from typing import Any
 from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.plan import PARAMETER_SERVER, Plan, Role, Strategy
-from autopar.schedules import DUALPIPE_V, GPIPE, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE, ZERO_BUBBLE_V
+from autopar.schedules import (
+    CHIMERA,
+    DUALPIPE_V,
+    GPIPE,
+    INTERLEAVED,
+    ONE_F_ONE_B,
+    ZERO_BUBBLE,
+    ZERO_BUBBLE_V,
+    copies_of,
+)
 from autopar.search.manual import grid_mesh, make_mesh, manual_plan
 from autopar.shard import plan_shardings
 
@@ -45,8 +54,8 @@ class Kind:
         return plan
 
     def _fitted(self, graph: Graph) -> dict[str, Any]:
-        wanted = self.options.get("microbatches", 1)
-        return self.options | {"microbatches": microbatches(graph, wanted, self._ways())}
+        wanted, copies = self.options.get("microbatches", 1), copies_of(self.options.get("schedule"))
+        return self.options | {"microbatches": microbatches(graph, wanted, self._ways(), copies)}
 
     def _ways(self) -> int:
         """The number of shards into which the roles divide a microbatch along the batch."""
@@ -60,12 +69,13 @@ class Kind:
         )
 
 
-def microbatches(graph: Graph, wanted: int, ways: int = 1) -> int:
+def microbatches(graph: Graph, wanted: int, ways: int = 1, copies: int = 1) -> int:
     """The largest number of microbatches, up to ``wanted``, that the model admits and that divides its batch on ``ways`` data-parallel
-    devices."""
+    devices; an equal number for each of ``copies`` of a stage."""
     if graph.unmicrobatchable:
         return graph.accumulated
-    return next((m for m in range(wanted, 1, -1) if graph.batch_size % (m * ways) == 0), 1)
+    tried = (m for m in range(wanted, 1, -1) if m % copies == 0)
+    return next((m for m in tried if graph.batch_size % (m * ways) == 0), 1)
 
 
 def kind(name: str, **options: Any) -> Kind:
@@ -79,7 +89,7 @@ def kinds(devices: int) -> tuple[Kind, ...]:
     """At least one kind for every way to parallelize over ``devices`` processes, then combinations and plans of mixed layers."""
     if devices == 1:
         return (kind("one device"), kind("one device, recompute", recompute=True, microbatches=2))
-    return (*_single(devices), *_combined(devices), *_served(devices), *_mixed(devices))
+    return (*_single(devices), *_combined(devices), *_both_ways(devices), *_served(devices), *_mixed(devices))
 
 
 def _single(n: int) -> tuple[Kind, ...]:
@@ -97,6 +107,11 @@ def _single(n: int) -> tuple[Kind, ...]:
         kind(f"pipeline {n}", pipeline=n, microbatches=4 if n <= 4 else n, schedule=ONE_F_ONE_B),
         kind(f"pipeline {n}, gpipe", pipeline=n, microbatches=2, schedule=GPIPE),
         kind(f"pipeline {n}, zero bubble", pipeline=n, microbatches=4 if n <= 4 else n, schedule=ZERO_BUBBLE),
+        *(
+            [kind(f"pipeline {n}, Chimera", pipeline=n, microbatches=4 if n <= 4 else n, schedule=CHIMERA)]
+            if n % 2 == 0
+            else []
+        ),
         # more than three devices would require models of many layers
         *(_in_chunks(n) if n <= 3 else ()),
         kind(f"recompute, data {n}, zero 3", data=n, zero=3, recompute=True),
@@ -236,6 +251,29 @@ def _served(n: int) -> tuple[Kind, ...]:
         kind(f"ring 2 x ulysses {half}, parameter server", ring=2, ulysses=half, sync=PARAMETER_SERVER),
         kind(f"pipeline 2 x data {half}, parameter server, recompute", **served, schedule=ONE_F_ONE_B, recompute=True),
         kind(f"pipeline 2, zero bubble x data {half}, parameter server", **served, schedule=ZERO_BUBBLE),
+    )
+
+
+def _both_ways(n: int) -> tuple[Kind, ...]:
+    """Chimera, beside what shards each stage over half of the devices."""
+    if n % 2 or n < 4:
+        return ()
+    half = n // 2
+    two = {"pipeline": 2, "microbatches": 4, "schedule": CHIMERA}
+    return (
+        kind(f"pipeline 2, Chimera x data {half}, zero 1", data=half, zero=1, **two),
+        kind(f"pipeline 2, Chimera x data {half}, zero 3, recompute", data=half, zero=3, recompute=True, **two),
+        kind(
+            f"pipeline 2, Chimera x data {half}, zero 2, reduced once a step", data=half, zero=2, reduce="step", **two
+        ),
+        kind(
+            f"pipeline 2, Chimera x tensor+sequence {half}, recompute in part",
+            tensor=half,
+            sequence=True,
+            recompute="selective",
+            **two,
+        ),
+        kind(f"pipeline 2, Chimera x expert {half}, zero 2", expert=half, zero=2, **two),
     )
 
 

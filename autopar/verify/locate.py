@@ -157,10 +157,12 @@ class _Search:
         """The value (0) or gradient (1) of every microbatch and rank of the layer's stage, microbatches outermost."""
         plan = self.program.plan
         stage, attribute = plan.stage_of(layer), layer_attribute(self.program, layer)
-        first, count = plan.stages[stage].devices
-        ranks = records[first : first + count]
-        columns = [rank.get(attribute, {}).get(key, [])[which::2] for rank in ranks]
-        parts = [column[i] if i < len(column) else None for i in range(plan.microbatches) for column in columns]
+        schedule, count = plan.sized_schedule, plan.stages[stage].devices[1]
+        columns = [rank.get(attribute, {}).get(key, [])[which::2] for rank in records]
+        parts: list[Tensor | None] = []
+        for i in range(plan.microbatches):
+            first, own = schedule.rank(stage, i) * count, i % (plan.microbatches // schedule.copies)
+            parts += [column[own] if own < len(column) else None for column in columns[first : first + count]]
         found = [part for part in parts if isinstance(part, Tensor)]
         return found if len(found) == len(parts) else None
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.plan import ALL_REDUCE, FULL, NONE, SELECTIVE, Axis, Plan, Role, Strategy
-from autopar.schedules import GPIPE, SPLIT, Schedule, default_schedule, refusal
+from autopar.schedules import CHIMERA, GPIPE, SPLIT, Schedule, default_schedule, refusal
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.shard.plan import LayerTypes, layer_sharding, plan_shardings
 
@@ -86,7 +86,9 @@ def _draw(graph: Graph, devices: int, rng: random.Random) -> Plan:
     schedules = {default_schedule(pipeline, microbatches, chunks)}
     if chunks == 1 and pipeline > 1:
         schedules.add(GPIPE)
-    schedules.update(name for name in SPLIT if refusal(Schedule(name, pipeline, microbatches, chunks)) is None)
+    schedules.update(
+        name for name in (*SPLIT, CHIMERA) if refusal(Schedule(name, pipeline, microbatches, chunks)) is None
+    )
     return manual_plan(
         graph,
         mesh=mesh,

@@ -68,6 +68,29 @@ def test_compile_goes_through_the_stages_in_order_and_trains(tmp_path):
     )
 
 
+def test_a_pinned_schedule_in_both_directions_trains(tmp_path):
+    module, batch = small(hidden=3)
+    pins = {"schedule": "chimera", "pipeline": 2, "microbatches": 4}
+    with autopar.compile(module, 2, batch, nn.functional.cross_entropy, lr=0.01, **pins) as program:
+        assert program.plan.schedule == "chimera" and program.plan.pipeline == 2
+        losses = program.train([batch], steps=3)
+        trained = program.state_dict()
+        program.emit(tmp_path / "p")
+    optimizer, eager = torch.optim.AdamW(module.parameters(), lr=0.01), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(module(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        eager.append(loss.item())
+    assert losses == pytest.approx(eager, rel=1e-4)
+    torch.testing.assert_close(trained, dict(module.state_dict()), rtol=1e-3, atol=1e-4)
+    assert (tmp_path / "p" / "schedule.csv").read_text().splitlines() == [
+        "0F0,1F2,1B2,0F1,0B0,1F3,1B3,0B1",
+        "0F2,1F0,1B0,0F3,0B2,1F1,1B1,0B3",
+    ]
+
+
 def test_without_a_folder_the_program_takes_its_own_along_when_it_goes():
     module, batch = small()
     program = autopar.compile(module, 1, batch, nn.functional.cross_entropy)

@@ -54,6 +54,7 @@ def accumulated(model: nn.Module, parts: list[Any], loss_fn: Any) -> tuple[float
         ("mixtral balanced by microbatch", "pipeline 2 x data 2, zero 2"),
         ("resnet by microbatch", "data 2, zero 2"),
         ("resnet by microbatch", "pipeline 2, gpipe"),
+        ("resnet by microbatch", "pipeline 2, Chimera"),
     ],
 )
 def test_equal_to_one_device_that_accumulates(model: str, kind: str, request: pytest.FixtureRequest) -> None:

@@ -107,6 +107,9 @@ class RandomPricer:
     def of_program(self, prefetch: int, sync: str) -> RandomPricer:
         return self
 
+    def mirrored(self, copies: int) -> RandomPricer:
+        return self
+
     def on(self, cluster: Devices) -> RandomPricer:
         return type(self)(self.graph, self.seed, self.density, self.edges, cluster.slower)
 
@@ -495,6 +498,9 @@ class TransformerPricer:
     compiled = False
 
     def of_program(self, prefetch: int, sync: str) -> TransformerPricer:
+        return self
+
+    def mirrored(self, copies: int) -> TransformerPricer:
         return self
 
     def on(self, cluster: Devices) -> TransformerPricer:

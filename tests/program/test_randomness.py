@@ -21,6 +21,7 @@ from autopar.search.manual import manual_plan
 from autopar.shard import annotate
 
 PIPELINE: dict[str, Any] = {"pipeline": 2, "microbatches": 2, "schedule": "1f1b"}
+BOTH_WAYS: dict[str, Any] = {"pipeline": 2, "microbatches": 4, "schedule": "chimera"}
 STEPS = 2
 
 
@@ -97,6 +98,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "ulysses": {"ulysses": 2},
     "ring": {"ring": 2},
     "pipeline": PIPELINE,
+    "both ways": BOTH_WAYS,
 }
 
 
@@ -130,9 +132,10 @@ def test_ranks_agree_where_they_hold_the_same(
         ("data", {"recompute": True}),
         ("tensor", {"recompute": True}),
         ("pipeline", {"recompute": True}),
+        ("both ways", {"recompute": True}),
         ("tensor", {"segment": 3}),
     ],
-    ids=["data", "tensor", "pipeline", "tensor, layers as one"],
+    ids=["data", "tensor", "pipeline", "both ways", "tensor, layers as one"],
 )
 def test_recomputation_repeats_the_masks(plan: str, how: dict[str, Any], workers2: WorkerPool, tmp_path: Path) -> None:
     kept = run(workers2, tmp_path / "kept", [1], **PLANS[plan])
@@ -145,7 +148,9 @@ def test_recomputation_repeats_the_masks(plan: str, how: dict[str, Any], workers
 
 
 @pytest.mark.parametrize(
-    ("plan", "drops"), [("tensor", (0.25, 0.0)), ("pipeline", (0.25, 0.25))], ids=["tensor", "pipeline"]
+    ("plan", "drops"),
+    [("tensor", (0.25, 0.0)), ("pipeline", (0.25, 0.25)), ("both ways", (0.25, 0.25))],
+    ids=["tensor", "pipeline", "both ways"],
 )
 def test_masks_do_not_depend_on_the_plan_where_nothing_random_is_sharded(
     plan: str, drops: tuple[float, float], workers2: WorkerPool, tmp_path: Path
@@ -189,9 +194,12 @@ def train(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor], optim
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_weight_of_two_stages_counts_once_in_the_norm(optimizer: str, workers2: WorkerPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("plan", ["pipeline", "both ways"])
+def test_a_weight_of_two_stages_counts_once_in_the_norm(
+    plan: str, optimizer: str, workers2: WorkerPool, tmp_path: Path
+) -> None:
     graph, state, batch = dropping(0.0, 0.0)
-    emit(graph, manual_plan(graph, **PIPELINE), tmp_path)
+    emit(graph, manual_plan(graph, **PLANS[plan]), tmp_path)
     losses, trained = workers2.run("test_randomness:train", str(tmp_path), state, batch, optimizer)[0]
     model = gpt2()
     update = OPTIMIZERS[optimizer](model.parameters())

@@ -128,7 +128,7 @@ def test_reductions_start_under_the_last_backward(zero: int, workers2: WorkerPoo
 
 FAULTS: dict[str, Fault] = {
     "the result is not waited for": ("parameters.py", r"(?s)(def finish_reduction.*?)self\._work\.wait\(\)", r"\1pass"),
-    "the first microbatch starts it": ("parameters.py", r' \* int\(program\.plan\["microbatches"\]\)', ""),
+    "the first microbatch starts it": ("parameters.py", r' \* program\.passes', ""),
     "all start again after the schedule": ("reductions.py", r"self\._early\[self\._started :\]", "self._early"),
     "the next step goes on counting groups": ("reductions.py", r"(last\.clear\(\)\n)        self\._started = 0", r"\1"),
     "the next step goes on counting gradients": ("parameters.py", r"self\.arrivals\.reset\(\)", "pass"),

@@ -230,6 +230,8 @@ def test_where_a_server_makes_no_sense() -> None:
     for zero in (1, 2, 3):
         with pytest.raises(UsageError, match=f"parameter-server needs whole parameters .* has ZeRO {zero}"):
             planned(tied(), data=2, zero=zero, **SERVER)
+    with pytest.raises(UsageError, match="chimera sums the gradients of a stage's two copies"):
+        planned(tied(), data=2, pipeline=2, microbatches=2, schedule="chimera", **SERVER)
     mixed = {0: Strategy((Role.DATA,), zero=1)}
     with pytest.raises(UsageError, match="has ZeRO 1"):
         planned(tied(), data=2, strategies=mixed, **SERVER)

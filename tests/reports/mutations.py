@@ -197,6 +197,8 @@ UNSEEN = tuple(
 
 ZERO_2 = {"data": 2, "zero": 2}
 PIPELINE = {"pipeline": 2, "microbatches": 4}
+BOTH_WAYS = {"pipeline": 2, "microbatches": 4, "schedule": "chimera"}
+BOTH_WAYS_ZERO = {"pipeline": 2, "data": 2, "microbatches": 4, "schedule": "chimera", "zero": 1}
 PIPELINE_ZERO = {"pipeline": 2, "data": 2, "zero": 2, "microbatches": 2}
 RUNTIME = tuple(
     text(*line)
@@ -281,6 +283,26 @@ RUNTIME = tuple(
          GRID, r"for axis, dim in self\.sharded:", "for axis, dim in reversed(self.sharded):"),
         ("world.py", "gradients are reduced over the wrong group of ranks", "llama", TWO_AXES,
          r"ranks\.permute\(\*outer, \*inner\)", "ranks.permute(*inner, *outer)"),
+        ("world.py", "the gradients of a stage's copies are not summed", "llama", BOTH_WAYS,
+         r"for axis in \(MIRROR, \*layout\.replicated\)", "for axis in layout.replicated"),
+        ("world.py", "ranks that do not mirror each other sum their gradients", "llama", BOTH_WAYS | {"pipeline": 4},
+         r"ranks\[half:\]\.flip\(0\)", "ranks[half:]"),
+        ("parameters.py", "the gradients of a stage's copies are summed twice", "llama", BOTH_WAYS,
+         r"self\._work = dist\.all_reduce\(self\._grads, group=self\._group, async_op=True\)",
+         "dist.all_reduce(self._grads, group=self._group); dist.all_reduce(self._grads, group=self._group)"),
+        ("parameters.py", "under ZeRO 1 each copy of a stage updates by its own microbatches", "llama", BOTH_WAYS_ZERO,
+         r"self\._work, self\._over_copies = dist\.all_reduce\(self\._sum, group=self\._copies, async_op=True\), True",
+         "self._work, self._over_copies = None, True"),
+        ("parameters.py", "tied gradients of one device's two stages are not added up", "gpt2", BOTH_WAYS,
+         r"self\._grads \+= other\._grads", "pass"),
+        ("bidirectional.py", "both directions run the first half of the microbatches", "llama", BOTH_WAYS,
+         r"parts\[step\.microbatch\]", "parts[step.microbatch % (len(parts) // 2)]"),
+        ("bidirectional.py", "a stage sends its inputs back instead of their gradients", "llama", BOTH_WAYS,
+         r"torch\.zeros_like\(tensor\) if tensor\.grad is None else tensor\.grad\.contiguous\(\)", "tensor.detach()"),
+        ("runtime.py", "the loss is that of one direction", "llama", BOTH_WAYS,
+         r"dist\.all_reduce\(total, group=self\.world\.group\(\(MIRROR,\)\)\)", "pass"),
+        ("buffers.py", "running statistics are those of one direction", "resnet by microbatch", BOTH_WAYS | {"microbatches": 2},
+         r"dist\.all_reduce\(mean, group=.*", "mean *= copies"),
     )
 )  # fmt: skip
 

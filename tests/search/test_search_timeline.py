@@ -81,6 +81,7 @@ def test_orders_are_whole_and_hold_what_the_search_counts(line, chunks):
         (2, "zero-bubble", 2),
         (4, "zbv", 2),
         (2, "dualpipev", 2),
+        (4, "chimera", 1),
     ],
 )
 def test_the_maximum_is_the_predicted_memory(pipeline, schedule, chunks):
@@ -100,7 +101,7 @@ def test_the_maximum_is_the_predicted_memory(pipeline, schedule, chunks):
         for kinds in ("F", "BW", "BI"):
             assert sum(m.kind in kinds for m in moments) == 4 * chunks
         last = moments[-1].memory
-        if schedule not in SPLIT:
+        if schedule not in (*SPLIT, "chimera"):
             assert last.activations == min(
                 m.memory.activations for m in moments if m.kind == "B" and m.stage == moments[-1].stage
             )
@@ -118,6 +119,8 @@ def test_the_maximum_is_the_predicted_memory(pipeline, schedule, chunks):
         (3, 4, "gpipe", 1, (4 + 4, 4 + 4, 0)),
         # one input and one gradient for each microbatch; of the inputs those in flight are saved anyway
         (2, 4, "interleaved-1f1b", 2, (3 + 4, 2 + 4 + 2 + 1, 2 + 4 + 2 + 1, 3 + 1)),
+        # outputs in flight and a gradient; two inputs that come early, and the gradient that was sent last
+        (4, 8, "chimera", 1, (4 + 1, 3 + 1 + 2 + 1, 2 + 1 + 2 + 1, 2 + 1)),
         # nothing is received where the next stage is on the same device
         (2, 4, "zbv", 2, (4 + 4, 1 + 1, 2 + 4, 3 + 1)),
     ],

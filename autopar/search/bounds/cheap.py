@@ -40,12 +40,14 @@ def _one_stage(instance: Instance) -> float:
 
 def _several_stages(instance: Instance) -> float:
     """For several stages on each device: the mean over devices of the path ``upto``."""
-    line, m = instance.schedule.pipeline, instance.schedule.microbatches
+    line, m, copies = instance.schedule.pipeline, instance.schedule.microbatches, instance.schedule.copies
     time = instance.least("time")
-    work = max((float(time.sum()) + float(sends(instance).sum())) / line, float(time.max()))
-    # device d begins after at least d layers: each stage has at least one
-    fill = float((np.arange(line - 1, 0, -1) * outside(instance)[: line - 1]).sum()) / line
-    return m * work + fill + float(instance.least("step").sum()) / line
+    work = max((float(time.sum()) + float(sends(instance).sum())) / line, float(time.max()) / copies)
+    # a device whose first stage is s begins after at least s layers: each stage has at least one
+    begins = np.array([instance.schedule.own(d)[0] for d in range(line)])
+    later = (begins[:, None] > np.arange(line - 1)).sum(axis=0)
+    fill = float((later * outside(instance)[: line - 1]).sum()) / line
+    return m * work + fill + copies * float(instance.least("step").sum()) / line
 
 
 def smallest_bottleneck(spans: Sequence[Array]) -> float:

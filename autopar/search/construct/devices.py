@@ -1,4 +1,4 @@
-"""Constructed solutions of a choice with several stages on each device (interleaved 1F1B, zero bubble).
+"""Constructed solutions of a choice with several stages on each device (interleaved 1F1B, zero bubble, Chimera).
 
 1. ``balanced_cuts`` cuts the layers so that the largest share of a device is little more than the mean: bisection over that largest
    share; stages are filled one after the other up to the share that their device may have by then.
@@ -50,7 +50,7 @@ def _picks(instance: Instance) -> list[tuple[float, tuple[Indices, ...], list[in
     loaded device (times the excess of memory), the mode, the candidates; the fastest first."""
     counts = np.bincount(instance.kind, minlength=len(instance.kinds))
     n, q, line = float(instance.in_flight.mean()), float(instance.waiting.mean()), instance.schedule.pipeline
-    room = float(sum(instance.layout.limit[:line]))
+    room, copies = float(sum(instance.layout.limit[:line])), instance.schedule.copies
     found = []
     for allowed in (mode.allowed for mode in modes_of(instance)):
         seconds = [seconds_of(instance, table)[keep] for table, keep in zip(instance.kinds, allowed, strict=True)]
@@ -60,7 +60,7 @@ def _picks(instance: Instance) -> list[tuple[float, tuple[Indices, ...], list[in
             price = step * memory_scale(instance)
             rows = [int((s + price * h).argmin()) for s, h in zip(seconds, held, strict=True)]
             work = sum(c * float(s[k]) for c, s, k in zip(counts, seconds, rows, strict=True))
-            full = sum(c * float(h[k]) for c, h, k in zip(counts, held, rows, strict=True)) / room
+            full = copies * sum(c * float(h[k]) for c, h, k in zip(counts, held, rows, strict=True)) / room
             pick = [int(keep[k]) for keep, k in zip(allowed, rows, strict=True)]
             here = [*here[:1], (work * max(1.0, full), allowed, pick)]
             if full <= 1:
@@ -111,7 +111,7 @@ class _Draft:
         """For many cuts ``[set, ...]``: the sums of each stage ``[set, stage]``, and of each device ``[set, device]``."""
         device = self.instance.device
         values = sums[device, bounds[:, 1:]] - sums[device, bounds[:, :-1]]
-        return values, values @ (device[:, None] == np.arange(self.line))
+        return values, values @ self.instance.owns
 
     def stages(self, cuts: Sequence[tuple[int, ...]]) -> Array:
         """Seconds of each part of the stages of many cuts: ``[part, stage, set]``."""
@@ -206,7 +206,7 @@ def construct_devices(instance: Instance, deadline: float = np.inf) -> tuple[flo
             if instance.schedule.split:
                 for bounds in uneven_cuts(instance, draft.pick, draft.seconds):
                     tries.cut(bounds, draft.allowed)
-    if tries.solution is not None and instance.schedule.split:
+    if tries.solution is not None and instance.schedule.many_moments:
         tries.take(polished(instance, tries.solution, tries.refined, deadline))
     if tries.solution is None:
         need, solution = least_memory(instance)
@@ -231,6 +231,8 @@ def _refined(
         pick = [0] * instance.layers
         for d in range(line):
             own = instance.schedule.own(d)
+            if instance.schedule.device[own[0]] != d:
+                continue  # an earlier device has the same stages
             runs = [range(bounds[s], bounds[s + 1]) for s in own]
             layers = [i for run in runs for i in run]
             held = [n for n, run in zip(moments[d], runs, strict=True) for _ in run]
@@ -250,7 +252,7 @@ def _refined(
             return solution
         # another moment of the schedule has more live memory than the planned one
         full = shares_of_limits(instance, solution)
-        if instance.schedule.split:
+        if instance.schedule.many_moments:
             _turn(moments, seen, rooms, full, fullest_moments(instance, solution))
         else:
             rooms = [room * 0.999 / max(full) for room in rooms]

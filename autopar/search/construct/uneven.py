@@ -59,5 +59,5 @@ def polished(instance: Instance, best: Solution, refine: Refine, deadline: float
 
 def _moved(instance: Instance, solution: Solution) -> list[tuple[int, ...]]:
     now = cost(instance, solution)
-    busy = np.bincount(instance.device, np.add(now.forward_s, now.backward_s))
+    busy = np.add(now.forward_s, now.backward_s) @ instance.owns
     return moved_by_one(solution.bounds, [instance.schedule.own(int(d)) for d in np.argsort(busy)])

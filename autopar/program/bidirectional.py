@@ -1,0 +1,212 @@
+"""Two pipelines in opposite directions through the same pipeline ranks.
+
+Chimera (Li and Hoefler, "Chimera: efficiently training large-scale neural networks with bidirectional pipelines", SC 2021,
+arXiv:2107.06925) has two copies of every stage. The first half of the microbatches goes from the first pipeline rank to the last, the
+second half from the last to the first. ``schedule.csv`` has a row for each pipeline rank with its actions in order: ``2F0`` and ``2B0``
+are the forward and the backward of stage 2 for microbatch 0. A copy's gradients are those of its own half of the microbatches; the sum
+with the other copy's is a reduction over the axis ``mirror`` (``world``).
+
+torch's pipelines cannot run this: they number the stages in one line, and take a rank's neighbouring numbers for neighbouring stages.
+
+This file is copied into every emitted program; it needs torch alone.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+ORDERS = "schedule.csv"
+"""The file in a folder with the actions of every pipeline rank."""
+
+FORWARD, BACKWARD = "F", "B"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a rank: an action (``peer`` is ``None``), or a transfer with the pipeline rank ``peer``.
+
+    A transfer after a forward has the outputs of ``stage - 1`` for ``stage``; one after a backward has the gradients from ``stage + 1`` for
+    ``stage``. ``send`` says which side this rank is on.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+    peer: int | None = None
+    send: bool = False
+
+
+def read_orders(folder: Path) -> list[list[Step]]:
+    """The actions of every pipeline rank, from the folder's ``schedule.csv``."""
+    with (folder / ORDERS).open(newline="") as file:
+        return [[_parsed(text) for text in row] for row in csv.reader(file)]
+
+
+def _parsed(text: str) -> Step:
+    found = re.fullmatch(r"(\d+)([FB])(\d+)", text.strip())
+    if found is None:
+        raise ValueError(f"{ORDERS} has {text!r}; an action is a stage, F or B, and a microbatch, such as 2F0")
+    return Step(found[2], int(found[1]), int(found[3]))
+
+
+def with_transfers(orders: Sequence[Sequence[Step]], stages: int) -> list[list[Step]]:
+    """Every rank's actions and transfers, in an order that cannot block.
+
+    The ranks take turns. An action's results are sent right after it, and the receiver's list gets the receipt at once, too: all ranks have
+    the transfers in the order of one common list, whichever lists they are in.
+
+    Raises ``ValueError`` if an action waits for a result that no rank computes before.
+    """
+    ranks = {(step.stage, step.microbatch): rank for rank, order in enumerate(orders) for step in order}
+    found: list[list[Step]] = [[] for _ in orders]
+    here: set[tuple[str, int, int]] = set()  # the inputs that have been sent
+    left = [deque(order) for order in orders]
+    while any(left):
+        moved = False
+        for rank, order in enumerate(left):
+            if not order or not _ready(order[0], here, stages):
+                continue
+            step, moved = order.popleft(), True
+            found[rank].append(step)
+            target = step.stage + (1 if step.kind == FORWARD else -1)
+            if not 0 <= target < stages:
+                if step.kind == FORWARD:
+                    here.add((BACKWARD, step.stage, step.microbatch))
+                continue
+            here.add((step.kind, target, step.microbatch))
+            peer = ranks[target, step.microbatch]
+            found[rank].append(Step(step.kind, target, step.microbatch, peer, True))
+            found[peer].append(Step(step.kind, target, step.microbatch, rank, False))
+        if not moved:
+            stuck = [f"{order[0].stage}{order[0].kind}{order[0].microbatch}" for order in left if order]
+            raise ValueError(f"{ORDERS} has actions that wait for each other: {', '.join(stuck)}")
+    return found
+
+
+def _ready(step: Step, here: set[tuple[str, int, int]], stages: int) -> bool:
+    if step.kind == FORWARD and step.stage == 0:
+        return True
+    return (step.kind, step.stage, step.microbatch) in here
+
+
+Metas = tuple[Tensor, ...]
+"""Shapes and dtypes of the tensors that cross a border; those that require a gradient get one back."""
+
+
+class BothWays:
+    """Runs one rank's actions.
+
+    ``modules`` are its stages; ``borders`` gives for each stage the tensors that it receives and sends. ``term`` makes a microbatch's
+    term of the loss of the last stage's result. ``group`` has the pipeline ranks.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        modules: Mapping[int, nn.Module],
+        borders: Mapping[int, tuple[Metas, Metas]],
+        *,
+        last: int,
+        term: Callable[[Tensor], Tensor],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._steps, self._modules, self._borders = steps, modules, borders
+        self._last, self._term, self._group, self._device = last, term, group, device
+        self._clear()
+
+    def _clear(self) -> None:
+        self._received: dict[tuple[str, int, int], tuple[list[dist.Work], list[Tensor]]] = {}
+        self._saved: dict[tuple[int, int], tuple[list[Tensor], tuple[Tensor, ...]]] = {}  # inputs and outputs
+        self._gradients: dict[tuple[int, int], list[Tensor]] = {}  # of inputs, until they are sent
+        self._sent: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
+        self._losses: list[Tensor] = []
+
+    def step(self, inputs: Mapping[str, Sequence[Tensor]]) -> list[Tensor]:
+        """Run all actions; ``inputs`` are each input's microbatches. Returns this rank's terms of the loss."""
+        self._clear()
+        for step in self._steps:
+            if step.peer is not None:
+                self._send(step) if step.send else self._receive(step)
+            elif step.kind == FORWARD:
+                self._forward(step, {name: parts[step.microbatch] for name, parts in inputs.items()})
+            else:
+                self._backward(step)
+        while self._sent:
+            _wait(self._sent.popleft()[0])
+        losses = self._losses
+        self._clear()
+        return losses
+
+    def _forward(self, step: Step, inputs: dict[str, Tensor]) -> None:
+        arrived = self._taken(step) if step.stage else []
+        for tensor, meta in zip(arrived, self._borders[step.stage][0], strict=True):
+            tensor.requires_grad_(meta.requires_grad)
+        result: Any = self._modules[step.stage](*arrived, **inputs)
+        if step.stage == self._last:
+            result = self._term(result)
+            self._losses.append(result.detach())
+        outputs = (result,) if isinstance(result, Tensor) else tuple(result)
+        self._saved[step.stage, step.microbatch] = arrived, outputs
+
+    def _backward(self, step: Step) -> None:
+        arrived, outputs = self._saved.pop((step.stage, step.microbatch))
+        if step.stage == self._last:
+            outputs[0].backward()
+        else:
+            used = [output for output, meta in zip(outputs, self._borders[step.stage][1], strict=True) if _flows(meta)]
+            pairs = [pair for pair in zip(used, self._taken(step), strict=True) if pair[0].requires_grad]
+            if pairs:
+                torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        if step.stage:
+            self._gradients[step.stage, step.microbatch] = [
+                torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.contiguous()
+                for tensor in arrived
+                if tensor.requires_grad
+            ]
+
+    def _taken(self, step: Step) -> list[Tensor]:
+        """The tensors that a step needs from another stage, once they are here."""
+        works, tensors = self._received.pop((step.kind, step.stage, step.microbatch))
+        _wait(works)
+        return tensors
+
+    def _receive(self, step: Step) -> None:
+        receives, sends = self._borders[step.stage]
+        metas = receives if step.kind == FORWARD else [meta for meta in sends if _flows(meta)]
+        tensors = [torch.empty(meta.shape, dtype=meta.dtype, device=self._device) for meta in metas]
+        self._received[step.kind, step.stage, step.microbatch] = self._transfer(dist.irecv, tensors, step), tensors
+
+    def _send(self, step: Step) -> None:
+        while self._sent and all(work.is_completed() for work in self._sent[0][0]):
+            self._sent.popleft()
+        if step.kind == FORWARD:
+            tensors = [output.detach() for output in self._saved[step.stage - 1, step.microbatch][1]]
+        else:
+            tensors = self._gradients.pop((step.stage + 1, step.microbatch))
+        self._sent.append((self._transfer(dist.isend, tensors, step), tensors))
+
+    def _transfer(self, way: Callable[..., Any], tensors: Sequence[Tensor], step: Step) -> list[dist.Work]:
+        assert step.peer is not None
+        peer = dist.get_global_rank(self._group, step.peer)
+        transfers = [dist.P2POp(way, tensor, peer, self._group) for tensor in tensors]
+        return dist.batch_isend_irecv(transfers) if transfers else []
+
+
+def _flows(meta: Tensor) -> bool:
+    return meta.requires_grad
+
+
+def _wait(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
