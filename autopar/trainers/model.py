@@ -65,7 +65,7 @@ class OtherTrainer(Trainer):
     overlap_data: int = 0
     overlap_tensor: float = 0.0
     starts_early: bool = False  # part of ``overlap_tensor``
-    compiles: bool = False  # ``fused`` says it
+    compiles: bool = False  # the kernels of other trainers are described by ``fused``
 
     def precision(self, name: str, allow: Collection[str] = ()) -> Precision:
         own = Trainer.precision(self, name, allow)

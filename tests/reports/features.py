@@ -131,8 +131,8 @@ def page(lines: Sequence[Mapping[str, Any]]) -> str:
     text = [
         "# What each feature gains\n",
         "Predicted tokens per second and GPU, H100-80GB in nodes of 8, bfloat16. Each row is planned anew for a program with one feature "
-        "more than the row above, so that its plan suits it; in brackets the step time against the row above. Nothing here is measured but "
-        "the last rows. A plan is within the stated gap of the best that its prices allow.\n",
+        "more than the row above, so that its plan suits it; in brackets the step time against the row above. Only the "
+        "published figures are measured. A plan is within the stated gap of the best that its prices allow.\n",
     ]
     for request in REQUESTS:
         own = {line["step"]: line for line in lines if (line["model"], line["gpus"]) == (request.model, request.gpus)}
