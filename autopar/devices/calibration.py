@@ -5,7 +5,8 @@ the number of ``processes`` that ran at the time, its ``size``, ``unit``, ``medi
 ``count`` of samples.
 
 The file's path is ``AUTOPAR_CALIBRATION`` (empty: no file), else ``~/.cache/autopar/calibration.json`` (``XDG_CACHE_HOME`` is
-respected). It applies to this machine's own devices if their number was measured.
+respected). It applies to this machine's own devices if their number was measured. One that was measured on a GPU applies to GPUs of the
+same kind anywhere, where it is given by name: their ops take as long, and links are priced as without it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar.devices.cluster import Cluster, Link
+from autopar.devices import hardware
+from autopar.devices.cluster import Cluster, Gpu, Link
 from autopar.devices.measured import POINTWISE, Curve, Ops, Wires
 from autopar.errors import DeviceError
 
@@ -121,6 +123,8 @@ def _sound(figure: Figure) -> bool:
 def apply(cluster: Cluster, path: Path | None) -> Cluster:
     """This machine's devices with their measurements: from the file at ``path``, or at the default path if there is one.
 
+    A file that is given prices the ops of GPUs elsewhere, if one GPU of their kind was measured.
+
     Raises:
         DeviceError: ``path`` is given and the devices are not those that were measured; or as ``read``.
     """
@@ -129,12 +133,9 @@ def apply(cluster: Cluster, path: Path | None) -> Cluster:
         path = default_path()
         if path is None or not cluster.local or (VARIABLE not in os.environ and not path.is_file()):
             return cluster
-    if not cluster.local:
-        raise DeviceError(
-            f"{path} is a calibration of this machine, and {cluster.name} are other devices",
-            "a cluster.toml describes devices elsewhere",
-        )
     found = read(path)
+    if not cluster.local:
+        return _of_kind(cluster, found, path)
     counts = found.processes(cluster.kind)
     reason = _elsewhere(found)
     if not reason and cluster.count not in counts:
@@ -151,6 +152,25 @@ def apply(cluster: Cluster, path: Path | None) -> Cluster:
     return _calibrated(cluster, figures, (*cluster.notes, note), name)
 
 
+def _of_kind(cluster: Cluster, found: Calibration, path: Path) -> Cluster:
+    """Devices elsewhere with the ops of one GPU of their kind."""
+    figures = [f for f in found.figures if f.device == "cuda" and f.processes == 1]
+    name = str(found.machine.get("gpu", ""))
+    if not figures or cluster.parts or cluster.kind != "cuda":
+        raise DeviceError(
+            f"{path} is a calibration of a machine{' with ' * bool(name)}{name}, and {cluster.name} are other devices",
+            "`autopar profile --processes 1` on a GPU of the same kind measures ops for plans elsewhere; a cluster.toml describes the rest",
+        )
+    kind = hardware.match_device(name, int(found.machine["gpu_memory_bytes"]))
+    if kind != cluster.gpu.name:
+        raise DeviceError(
+            f"{path} was measured on {name} ({kind}), and {cluster.name} has {cluster.gpu.name}",
+            "calibrate with a GPU of the kind that is planned for",
+        )
+    note = f"ops are priced by what was measured on one {name}: {_short(path)}, {found.measured_at}; links are not"
+    return dataclasses.replace(cluster, gpu=_measured_gpu(cluster, figures, _short(path)), notes=(*cluster.notes, note))
+
+
 def _short(path: Path) -> str:
     """The path as a plan records it: without the user's home, because plans are shared."""
     try:
@@ -160,25 +180,10 @@ def _short(path: Path) -> str:
 
 
 def _calibrated(cluster: Cluster, figures: list[Figure], notes: tuple[str, ...], source: str) -> Cluster:
-    launch = {f.backward: f.median for f in figures if f.name == "launch"}
-    ops = _ops(figures, launch)
-    products = {dtype: curve for (dtype, backward), curve in ops.products.items() if not backward}
-    best = {dtype: max(curve.y) for dtype, curve in products.items()}
-    copies = ops.moves[POINTWISE, False]
-    start_s = (launch[False] + launch[True]) / 2
+    gpu = _measured_gpu(cluster, figures, source)
     wires = _wires(figures)
     link = wires.curves.get(("p2p", 2))
     ways = Link(link.y[0], link.x[-1] / link.y[-1], source) if link is not None else cluster.intra
-    gpu = dataclasses.replace(
-        cluster.gpu,
-        peak_flops=cluster.gpu.peak_flops | best if cluster.kind == "cpu" else cluster.gpu.peak_flops,
-        memory_bytes_per_s=copies.y[-1] / cluster.gpu.memory_efficiency,
-        # an op on a CPU begins when the one before has ended; the host launches a GPU's kernels while others run
-        kernel_s=start_s if cluster.kind == "cpu" else cluster.gpu.kernel_s,
-        op_floor_s=0.0 if cluster.kind == "cpu" else start_s,
-        measured=ops,
-        sources=(("measured", source),),
-    )
     slow = [f.median for f in figures if f.name == "overlap"]
     call = [f.median for f in figures if f.name == "call"]
     return dataclasses.replace(
@@ -189,6 +194,26 @@ def _calibrated(cluster: Cluster, figures: list[Figure], notes: tuple[str, ...],
         collective_s=call[0] if call else cluster.collective_s,
         overlap_slowdown=slow[0] if slow else cluster.overlap_slowdown,
         notes=notes,
+    )
+
+
+def _measured_gpu(cluster: Cluster, figures: list[Figure], source: str) -> Gpu:
+    """The cluster's device with its ops as measured."""
+    launch = {f.backward: f.median for f in figures if f.name == "launch"}
+    ops = _ops(figures, launch)
+    products = {dtype: curve for (dtype, backward), curve in ops.products.items() if not backward}
+    best = {dtype: max(curve.y) for dtype, curve in products.items()}
+    copies = ops.moves[POINTWISE, False]
+    start_s = (launch[False] + launch[True]) / 2
+    return dataclasses.replace(
+        cluster.gpu,
+        peak_flops=cluster.gpu.peak_flops | best if cluster.kind == "cpu" else cluster.gpu.peak_flops,
+        memory_bytes_per_s=copies.y[-1] / cluster.gpu.memory_efficiency,
+        # an op on a CPU begins when the one before has ended; the host launches a GPU's kernels while others run
+        kernel_s=start_s if cluster.kind == "cpu" else cluster.gpu.kernel_s,
+        op_floor_s=0.0 if cluster.kind == "cpu" else start_s,
+        measured=ops,
+        sources=(("measured", source),),
     )
 
 

@@ -162,7 +162,7 @@ def _attention(dtype: str, shape: list[int]) -> Figures:
 
 
 def _move(kind: str, elements: int) -> Figures:
-    width = min(512, elements // 4)
+    width = min(512 if _device.type == "cpu" else 4096, elements // 4)
     x = torch.randn(elements // width, width, device=_device, requires_grad=True)
     y = torch.randn_like(x, requires_grad=True)
     rows, scale = x.shape[0], torch.ones(width, device=_device)
@@ -185,11 +185,14 @@ def _move(kind: str, elements: int) -> Figures:
 
 
 def _update(elements: int) -> Figures:
-    parameter = nn.Parameter(torch.zeros(elements, device=_device))
-    parameter.grad = torch.ones_like(parameter)
-    optimizer = torch.optim.AdamW([parameter])
+    """The optimizer's time of one tensor. On a GPU it updates many tensors in one kernel, and their number divides the time."""
+    count = 1 if _device.type == "cpu" else 16
+    parameters = [nn.Parameter(torch.zeros(elements, device=_device)) for _ in range(count)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW(parameters)
     size = {"elements": float(elements), "bytes": 28.0 * elements}  # gradient; both moments and the parameter, twice
-    return [_figure("update", _seconds(optimizer.step), size)]
+    return [_figure("update", [s / count for s in _seconds(optimizer.step)], size)]
 
 
 def _wire(name: str, members: int, size: int) -> Figures:

@@ -28,7 +28,8 @@ def profile(processes: Iterable[int], device: str | None = None, progress: Progr
     """
     counts = sorted(set(processes))
     tell = progress or (lambda text, done, total: None)
-    plans = [(count, _device(device, count), tasks(count)) for count in counts]
+    kinds = {count: _device(device, count) for count in counts}
+    plans = [(count, kind, tasks(count, kind)) for count, kind in kinds.items()]
     total, done = sum(len(found) for _, _, found in plans), 0
     figures: list[Figure] = []
     for count, kind, found in plans:
@@ -55,6 +56,9 @@ def measured(workers: Processes, device: str, found: Iterable[Task]) -> Iterator
 def calibration(figures: Iterable[Figure]) -> Calibration:
     """The calibration of this machine that these measurements make, as of now."""
     machine = this_machine() | {"torch": torch.__version__}
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        machine |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory}
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     return Calibration(machine, now, tuple(figures))
 

@@ -1,4 +1,5 @@
-"""The list of measurements: shapes, sizes and kinds of op, small enough that all of them take less than two minutes.
+"""The list of measurements: shapes, sizes and kinds of op of a processor or of a GPU, small enough that all of them take less than two
+minutes.
 
 Bytes and FLOPs of an op are counted as ``autopar.price`` counts them, because prices look them up in the measured curves. Forward reads
 an op's operands and writes its result; backward reads the result's gradient and, for each operand, the operand and (where it has one)
@@ -11,22 +12,84 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-# (rows, contracted, columns): from a skinny product that reads its matrix once, bound by memory, to a square one
-PRODUCTS = (
-    (1, 1024, 1024),
-    (4, 1024, 1024),
-    (16, 512, 4096),
-    (16, 4096, 512),
-    (32, 512, 512),
-    (64, 256, 1024),
-    (128, 128, 128),
-    (256, 512, 512),
-    (512, 256, 688),
-    (1024, 512, 512),
-    (1024, 1024, 1024),
-)
-DTYPES = ("float32", "bfloat16", "float64")
-ATTENTIONS = ((4, 4, 64, 64), (4, 4, 256, 64), (2, 2, 1024, 64), (1, 2, 2048, 64))  # batch, heads, length, head size
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is measured on one kind of device.
+
+    ``products`` are (rows, contracted, columns): from a skinny product that reads its matrix once, bound by memory, to a square one;
+    ``attentions`` (batch, heads, length, head size). ``few`` of the products are measured in the dtypes that are slow.
+    """
+
+    products: tuple[tuple[int, int, int], ...]
+    few: slice
+    dtypes: tuple[str, ...]
+    slow: tuple[str, ...]
+    attentions: tuple[tuple[int, int, int, int], ...]
+    attention: str  # its dtype
+    moved: tuple[int, ...]  # elements
+    updated: tuple[int, ...]  # elements
+
+
+SIZES = {
+    "cpu": Sizes(
+        products=(
+            (1, 1024, 1024),
+            (4, 1024, 1024),
+            (16, 512, 4096),
+            (16, 4096, 512),
+            (32, 512, 512),
+            (64, 256, 1024),
+            (128, 128, 128),
+            (256, 512, 512),
+            (512, 256, 688),
+            (1024, 512, 512),
+            (1024, 1024, 1024),
+        ),
+        few=slice(6, 8),
+        dtypes=("float32", "bfloat16"),
+        slow=("float64",),
+        attentions=((4, 4, 64, 64), (4, 4, 256, 64), (2, 2, 1024, 64), (1, 2, 2048, 64)),
+        attention="float32",
+        moved=(1 << 13, 1 << 17, 1 << 20, 1 << 23),
+        updated=(1 << 8, 1 << 14, 1 << 18, 1 << 22),
+    ),
+    # each takes longer than its launch from the host, which has a price of its own
+    "cuda": Sizes(
+        products=(
+            (16, 16384, 16384),
+            (64, 16384, 16384),
+            (256, 8192, 8192),
+            (512, 8192, 8192),
+            (1024, 8192, 8192),
+            (2048, 4096, 4096),
+            (4096, 4096, 4096),
+            (16384, 768, 3072),
+            (8192, 1024, 4096),
+            (8192, 4096, 4096),
+            (8192, 8192, 1024),
+            (8192, 4096, 14336),
+            (8192, 14336, 4096),
+            (8192, 8192, 8192),
+            (8192, 4096, 128256),
+        ),
+        few=slice(5, 7),
+        dtypes=("bfloat16",),
+        slow=("float32", "float64"),
+        attentions=(
+            (16, 16, 1024, 64),
+            (4, 16, 4096, 64),
+            (4, 32, 2048, 128),
+            (1, 8, 8192, 128),
+            (1, 32, 8192, 128),
+            (1, 16, 16384, 128),
+        ),
+        attention="bfloat16",
+        moved=(1 << 17, 1 << 20, 1 << 23, 1 << 26, 1 << 28),
+        updated=(1 << 12, 1 << 18, 1 << 22, 1 << 25),
+    ),
+}
+"""By ``torch.device``'s type. A GPU reaches its rates with larger operands than a processor has time for."""
 # By an op's name: the multiples of its result's bytes that it moves forward and backward.
 MOVES: dict[str, tuple[int, int]] = {
     "pointwise": (3, 5),  # a product of two values
@@ -39,11 +102,9 @@ MOVES: dict[str, tuple[int, int]] = {
     "cat": (2, 3),
     "cross_entropy_loss": (1, 2),  # of the logits
 }
-MOVE_ELEMENTS = (1 << 13, 1 << 17, 1 << 20, 1 << 23)
 WIRE_BYTES = (1 << 8, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SHARDED_WIDTHS = (64, 512, 1536)  # of a square matrix in one FSDP module
-UPDATE_ELEMENTS = (1 << 8, 1 << 14, 1 << 18, 1 << 22)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +120,22 @@ class Task:
         return f"{self.function} {' '.join(words)}"
 
 
-def tasks(processes: int) -> list[Task]:
-    """All measurements while ``processes`` run."""
-    return list(_tasks(processes))
+def tasks(processes: int, device: str) -> list[Task]:
+    """All measurements while ``processes`` run on devices of a type ("cpu", "cuda")."""
+    return list(_tasks(processes, SIZES[device]))
 
 
-def _tasks(processes: int) -> Iterator[Task]:
+def _tasks(processes: int, sizes: Sizes) -> Iterator[Task]:
     yield Task("launch")
-    for dtype in DTYPES:
-        for shape in PRODUCTS if dtype != "float64" else PRODUCTS[6:8]:
+    for dtype in (*sizes.dtypes, *sizes.slow):
+        for shape in sizes.products if dtype in sizes.dtypes else sizes.products[sizes.few]:
             yield Task("product", {"dtype": dtype, "shape": list(shape)})
-    for sizes in ATTENTIONS:
-        yield Task("attention", {"dtype": "float32", "shape": list(sizes)})
+    for attention in sizes.attentions:
+        yield Task("attention", {"dtype": sizes.attention, "shape": list(attention)})
     for kind in MOVES:
-        for elements in MOVE_ELEMENTS:
+        for elements in sizes.moved:
             yield Task("move", {"kind": kind, "elements": elements})
-    for elements in UPDATE_ELEMENTS:
+    for elements in sizes.updated:
         yield Task("update", {"elements": elements})
     for members in range(2, processes + 1):
         if processes % members == 0:

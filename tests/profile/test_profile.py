@@ -203,7 +203,7 @@ def test_bytes_are_counted_as_the_price_counts_them():
 
 
 def test_all_numbers_of_processes_have_tasks():
-    names = [task.function for task in tasks(1)]
+    names = [task.function for task in tasks(1, "cpu")]
     assert "wire" not in names and "product" in names
-    members = {task.arguments["members"] for task in tasks(4) if task.function == "wire"}
+    members = {task.arguments["members"] for task in tasks(4, "cpu") if task.function == "wire"}
     assert members == {2, 4}
