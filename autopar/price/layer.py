@@ -27,11 +27,12 @@ import numpy as np
 from autopar.devices import Cluster
 from autopar.devices.measured import Floats
 from autopar.layer_price import LayerPrice
-from autopar.plan import PARAMETER_SERVER, SELECTIVE, TENSOR_OVERLAP, Axis, Strategy, local_steps
+from autopar.plan import SELECTIVE, TENSOR_OVERLAP, Axis, Strategy
 from autopar.price.collectives import Group, beside_s, group, group_time_s
 from autopar.price.host import Offloaded, host_state_bytes, host_update_s, waited_s
 from autopar.price.live_memory import Alive, Neighbours, Share
 from autopar.price.moves import Move, layer_moves
+from autopar.price.replicas import Spread
 from autopar.price.selective import Flags, Selected
 from autopar.price.state import Precision, state_bytes
 from autopar.price.table import AxisFlags, ClassTable, Rows
@@ -79,25 +80,6 @@ class Sizes:
 
     parts: tuple[int, ...]
     ways: tuple[Way, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """The devices with the same parameters over which ZeRO shards them, with seconds of collectives over them.
-
-    ``gather_s`` and ``reduce_s`` have two values: once per step (ZeRO 0 and 1), and around each pass of a layer (ZeRO 2 and 3). If there
-    are several copies of the shards, ``reduce_s`` includes the sum over the copies. ``average_s`` is the reduction without ZeRO, once per
-    step, and ``publish_s`` what follows the update then: a parameter server's broadcast, or an average of parameters. ``flops`` are those
-    of one microbatch, see ``LayerPrice``.
-    """
-
-    size: int
-    microbatches: int
-    flops: float
-    gather_s: tuple[float, float]
-    reduce_s: tuple[float, float]
-    average_s: float
-    publish_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,58 +353,6 @@ def _move_s(move: Move, collective: Collective, way: Way, cluster: Cluster) -> f
     return group_time_s(collective, whole, way.members, cluster)
 
 
-def spread(
-    c: Core,
-    axes: tuple[tuple[Axis, ...], tuple[Axis, ...]],
-    microbatches: int,
-    flops: float,
-    cluster: Cluster,
-    numbers: Precision,
-    trainer: Trainer,
-    sync: str,
-) -> Spread:
-    """The data-parallel groups of ``axes`` and their collectives, for ``microbatches`` per step of ``flops`` each, synchronised by ``sync``
-    (``plan.SYNCS``). ``axes`` are ``Strategy.data_axes`` and the axis of a stage's copies, or for replicas that train apart
-    ``Strategy.replicas``."""
-    copies, members = (group(each, cluster) for each in axes)
-    everyone = group((*axes[0], *axes[1]), cluster)
-    parameters, trainable = math.ceil(c.parameters), math.ceil(c.trainable)
-
-    def over(collective: Collective, size: int, around_layer: bool, ranks: Group = members) -> float:
-        if not size:
-            return 0.0
-        return trainer.data_collective_s(collective, size, c.tensors, ranks, cluster, around_layer)
-
-    def reduced(around_layer: bool) -> float:
-        shard = -(-trainable // members.size) * numbers.averaged
-        found = over(Collective.REDUCE_SCATTER, trainable * numbers.reduced, around_layer)
-        if not shard or copies.size == 1:
-            return found
-        return found + over(Collective.ALL_REDUCE, shard, around_layer, copies)
-
-    def published() -> float:
-        if sync == PARAMETER_SERVER:
-            return over(Collective.BROADCAST, trainable * numbers.width, False)
-        if not (steps := local_steps(sync)) or copies.size == 1:
-            return 0.0
-        masters = trainable * (numbers.at_rest or numbers.width)
-        return trainer.data_collective_s(Collective.ALL_REDUCE, masters, c.tensors, copies, cluster, False) / steps
-
-    average = Collective.REDUCE if sync == PARAMETER_SERVER else Collective.ALL_REDUCE
-    return Spread(
-        size=members.size,
-        microbatches=microbatches,
-        flops=flops,
-        gather_s=(
-            over(Collective.ALL_GATHER, parameters * numbers.width, False),
-            over(Collective.ALL_GATHER, parameters * numbers.width, True),
-        ),
-        reduce_s=(reduced(False), reduced(True)),
-        average_s=over(average, trainable * numbers.averaged, False, members if local_steps(sync) else everyone),
-        publish_s=published(),
-    )
-
-
 def assemble(
     c: Core,
     spread: Spread,
@@ -437,36 +367,37 @@ def assemble(
     trainable, offloaded = math.ceil(c.trainable), Offloaded.of(strategy, cluster)
     gather, reduce = spread.gather_s[zero >= 2], spread.reduce_s[zero >= 2]
     exposed = functools.partial(trainer.exposed_sharded_s, slowdown=cluster.overlap_slowdown)
-
     again, part = float(strategy.recomputation.kind == "full"), float(strategy.recomputation is SELECTIVE)
     forward_wire_s, backward_wire_s = _wires_s(c, strategy, trainer, cluster)
-    forward_compute_s = max(c.forward_compute_s, c.forward_host_s - forward_wire_s)
     each_time = zero >= 2 and not strategy.reduces_once  # gradients are reduced in every microbatch
-    added = (1 - 1 / spread.microbatches) * trainable / (data if each_time else 1)
-    accumulate_s = added * numbers.accumulated / cluster.gpu.bytes_per_s
-    device_s = c.backward_compute_s + accumulate_s + (again * c.forward_compute_s + part * c.selective_compute_s)
+    copies_s = _copies_s(spread, strategy, zero)
+    forward_compute_s = max(c.forward_compute_s + copies_s[0], c.forward_host_s - forward_wire_s)
+    accumulate_s = _accumulate_s(spread, trainable / (data if each_time else 1), numbers, cluster)
+    again_s = again * c.forward_compute_s + part * c.selective_compute_s
+    device_s = c.backward_compute_s + accumulate_s + copies_s[1] + again_s
     host_s = c.backward_host_s + again * c.forward_host_s + part * c.selective_host_s
     backward_compute_s = max(device_s, host_s - backward_wire_s)
     waits_s = _waits_s(c, strategy, data if zero >= 2 else 1, cluster, forward_compute_s, backward_compute_s)
     forward_wire_s, backward_wire_s = forward_wire_s + waits_s[0], backward_wire_s + waits_s[1]
-    forward_exposed = exposed(gather if zero >= 2 else 0.0, forward_compute_s)
-    back_s = (reduce if each_time else 0.0) + (_gathers(strategy) * gather if zero == 3 else 0.0)
+    forward_exposed = exposed(gather * (zero >= 2), forward_compute_s)
+    back_s = reduce * each_time + _gathers(strategy) * gather * (zero == 3)
     backward_exposed = exposed(back_s, backward_compute_s)
 
-    segment, segment_bytes = strategy.recomputation.layers, _activations(c, strategy, 1)[0]
+    segment_bytes = _activations(c, strategy, 1)[0]
     if offloaded.activations:
         forward_exposed += waited_s(segment_bytes, forward_compute_s, cluster)
         backward_exposed += waited_s(segment_bytes, backward_compute_s, cluster)
     updated = trainable / (data if zero else 1)
-    on_device_s = cluster.gpu.update_s(updated * update_bytes(numbers), c.tensors)
-    step_s = host_update_s(updated, numbers, cluster) if offloaded.optimizer else on_device_s
+    step_s = _update_s(updated, c.tensors, numbers, cluster, on_host=offloaded.optimizer)
     if zero < 2:
         reduction_s, published_s = (reduce, gather) if zero else (spread.average_s, spread.publish_s)
         step_s += trainer.exposed_reduction_s(reduction_s, backward_compute_s, cluster.overlap_slowdown)
         step_s += trainer.exposed_gather_s(published_s, forward_compute_s, cluster.overlap_slowdown)
     elif not each_time:
-        step_s += exposed(back_s + reduce, backward_compute_s) - exposed(back_s, backward_compute_s) + waits_s[2]
-
+        last_s = exposed(
+            back_s + reduce, backward_compute_s + copies_s[2]
+        )  # of a backward that is longer by the copies
+        step_s += copies_s[2] + last_s - exposed(back_s, backward_compute_s) + waits_s[2]
     parameters, gradients, optimizer, saved, transient = _bytes(
         c, spread, strategy, data, zero, numbers, trainer, offloaded, neighbours
     )
@@ -487,11 +418,32 @@ def assemble(
         # if launching from the host takes longer than the device's work, its time is divided in the same proportion
         weight_s=weight_s / device_s * backward_compute_s if weight_s else 0.0,
         waiting_bytes=math.ceil(c.waiting_bytes),
-        segment=segment,
+        segment=strategy.recomputation.layers,
         kept_bytes=math.ceil(segment_bytes),
         host_bytes=host_state_bytes(math.ceil(updated), numbers) if offloaded.optimizer else 0,
         host_saved_bytes=math.ceil(segment_bytes) if on_host else 0,
     )
+
+
+def _accumulate_s(spread: Spread, elements: float, numbers: Precision, cluster: Cluster) -> float:
+    """Seconds for which a microbatch adds so many elements to the gradients; the first of a step overwrites them."""
+    return (1 - 1 / spread.microbatches) * elements * numbers.accumulated / cluster.gpu.bytes_per_s
+
+
+def _update_s(updated: float, tensors: int, numbers: Precision, cluster: Cluster, on_host: bool) -> float:
+    """Seconds of the optimizer for so many elements."""
+    if on_host:
+        return host_update_s(updated, numbers, cluster)
+    return cluster.gpu.update_s(updated * update_bytes(numbers), tensors)
+
+
+def _copies_s(spread: Spread, strategy: Strategy, zero: int) -> tuple[float, float, float]:
+    """Seconds of the copies of ZeRO 2 and 3: in a forward, in a backward, and once a step."""
+    if zero < 2:
+        return 0.0, 0.0, 0.0
+    gather_s, reduce_s = spread.copies_s
+    back_s = _gathers(strategy) * gather_s if zero == 3 else 0.0
+    return (gather_s, back_s, reduce_s) if strategy.reduces_once else (gather_s, back_s + reduce_s, 0.0)
 
 
 def _wires_s(c: Core, strategy: Strategy, trainer: Trainer, cluster: Cluster) -> tuple[float, float]:

@@ -20,7 +20,6 @@ from autopar.price.layer import (
     Core,
     Runs,
     Sizes,
-    Spread,
     assemble,
     bind,
     core,
@@ -28,10 +27,10 @@ from autopar.price.layer import (
     measure,
     move_s,
     saved_bytes,
-    spread,
 )
 from autopar.price.live_memory import Neighbours
 from autopar.price.moves import wire
+from autopar.price.replicas import Spread, Tensors, spread
 from autopar.price.state import state_bytes
 from autopar.price.trainer import EMITTED, Trainer
 from autopar.rules.padding import padded, padding
@@ -253,8 +252,8 @@ class Pricer:
                 far = max(math.prod(axis.size for axis in mesh), self.cluster.count // 2)
                 copies = (Axis("mirror", self.copies, far), *copies)
             mine = microbatches // self.copies
-            axes = copies, shards
-            self._spread[key] = spread(c, axes, mine, flops, cluster, self.numbers, self.trainer, self.sync)
+            axes, tensors = (copies, shards), Tensors(math.ceil(c.parameters), math.ceil(c.trainable), c.tensors)
+            self._spread[key] = spread(tensors, axes, mine, flops, cluster, self.numbers, self.trainer, self.sync)
         return self._spread[key]
 
     def _neighbours(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> Neighbours:

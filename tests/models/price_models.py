@@ -16,8 +16,9 @@ from autopar.graph import Graph, Layer, LayerClass, Value
 from autopar.layer_price import LayerPrice
 from autopar.plan import ALL_REDUCE, Axis, Role, Strategy
 from autopar.price.collectives import group, group_time_s
-from autopar.price.layer import assemble, bind, core, divisible, measure, spread
+from autopar.price.layer import assemble, bind, core, divisible, measure
 from autopar.price.live_memory import Neighbours
+from autopar.price.replicas import Tensors, spread
 from autopar.price.table import build, flags
 from autopar.price.trainer import EMITTED, Trainer
 from autopar.shard.plan import MICROBATCH
@@ -247,5 +248,6 @@ def price_layer(
     microbatches = math.prod(axis.size for axis in axes if axis.stride == 0)
     c = core(bound, given, cluster, numbers)
     flops = table.model_flops / microbatches
-    around = spread(c, strategy.data_axes(mesh), microbatches, flops, cluster, numbers, trainer, ALL_REDUCE)
+    tensors = Tensors(math.ceil(c.parameters), math.ceil(c.trainable), c.tensors)
+    around = spread(tensors, strategy.data_axes(mesh), microbatches, flops, cluster, numbers, trainer, ALL_REDUCE)
     return assemble(c, around, strategy, cluster, numbers, trainer, neighbours)

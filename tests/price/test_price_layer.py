@@ -430,15 +430,13 @@ def test_data_parallel_reductions_come_once_a_step_or_hide_under_compute():
     first = must(price((DATA,), (8,), zero=1))
     assert first.step_s == pytest.approx(update / 8 + gather + beside_the_backward(reduction))
     assert sharded.step_s == pytest.approx(update / 8)
-    assert sharded.forward_s == pytest.approx(
-        max(plain.forward_s, gather) + slowed * min(plain.forward_s, gather), rel=1e-3
-    )
-    assert sharded.backward_s == pytest.approx(
-        max(plain.backward_s, both) + slowed * min(plain.backward_s, both), rel=1e-3
-    )
-    assert sharded.communication_s == pytest.approx(
-        sharded.forward_s + sharded.backward_s - plain.forward_s - plain.backward_s
-    )
+    copies = EMITTED.sharded_copies_s(weights, weights, gradients, H100)
+    assert copies == pytest.approx((2 * weights / H100.gpu.bytes_per_s, (weights + gradients) / H100.gpu.bytes_per_s))
+    forward = plain.forward_s + copies[0]
+    assert sharded.forward_s == pytest.approx(max(forward, gather) + slowed * min(forward, gather), rel=1e-3)
+    backward = plain.backward_s + sum(copies)
+    assert sharded.backward_s == pytest.approx(max(backward, both) + slowed * min(backward, both), rel=1e-3)
+    assert sharded.communication_s == pytest.approx(sharded.forward_s + sharded.backward_s - forward - backward)
 
 
 @pytest.mark.parametrize("zero", [2, 3])
@@ -449,15 +447,19 @@ def test_gradients_that_are_reduced_once_a_step_overlap_the_last_backward_and_st
     alone = must(price((DATA,), (parts,), microbatches))  # its whole gradients add up, too
     update_s = must(price(microbatches=microbatches)).step_s / parts
     slowed = constants.OVERLAP_SLOWDOWN.value
+    gather_copies_s, reduce_copies_s = EMITTED.sharded_copies_s(2 * parameters, 2 * parameters, 4 * parameters, H100)
+    backward_s = alone.backward_s + gather_copies_s * (zero == 3)
 
-    def beside_s(wire_s: float) -> float:
-        return max(0.0, wire_s - alone.backward_s) + slowed * min(wire_s, alone.backward_s)
+    def beside_s(wire_s: float, arithmetic_s: float) -> float:
+        return max(0.0, wire_s - arithmetic_s) + slowed * min(wire_s, arithmetic_s)
 
     reduce_s = time_s(Collective.REDUCE_SCATTER, 4 * parameters, parts, 1, H100)
     gather_s = time_s(Collective.ALL_GATHER, 2 * parameters, parts, 1, H100) if zero == 3 else 0.0
     assert once.forward_s == each.forward_s
-    assert once.backward_s == pytest.approx(alone.backward_s + beside_s(gather_s))
-    assert once.step_s == pytest.approx(update_s + beside_s(gather_s + reduce_s) - beside_s(gather_s))
+    hidden_s = beside_s(gather_s, backward_s)
+    assert once.backward_s == pytest.approx(backward_s + hidden_s)
+    last_s = reduce_copies_s + beside_s(gather_s + reduce_s, backward_s + reduce_copies_s)
+    assert once.step_s == pytest.approx(update_s + last_s - hidden_s)
     assert each.step_s == pytest.approx(update_s)
     assert (each.gradients_bytes, once.gradients_bytes) == (4 * parameters // parts, 4 * parameters)
     kept = ("parameters_bytes", "optimizer_bytes", "saved_bytes")

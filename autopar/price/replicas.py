@@ -1,0 +1,98 @@
+"""The devices that have the same parameters: what data parallelism sends between them, and copies, once a step or around each pass of a
+layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.devices import Cluster
+from autopar.plan import PARAMETER_SERVER, Axis, local_steps
+from autopar.price.collectives import Group, group
+from autopar.price.state import Precision
+from autopar.price.trainer import Trainer
+from autopar.types import Collective
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The devices with the same parameters over which ZeRO shards them, with seconds of collectives over them.
+
+    ``gather_s`` and ``reduce_s`` have two values: once per step (ZeRO 0 and 1), and around each pass of a layer (ZeRO 2 and 3). If there
+    are several copies of the shards, ``reduce_s`` includes the sum over the copies. ``copies_s`` are those of ZeRO 2 and 3, between flat
+    buffers and parameters: around a gather, and around a reduction. ``average_s`` is the reduction without ZeRO, once per
+    step, and ``publish_s`` what follows the update then: a parameter server's broadcast, or an average of parameters. ``flops`` are those
+    of one microbatch, see ``LayerPrice``.
+    """
+
+    size: int
+    microbatches: int
+    flops: float
+    gather_s: tuple[float, float]
+    reduce_s: tuple[float, float]
+    copies_s: tuple[float, float]
+    average_s: float
+    publish_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """A layer's parameters on one device: elements, those that are trained, and the number of tensors."""
+
+    parameters: int
+    trainable: int
+    count: int
+
+
+def spread(
+    tensors: Tensors,
+    axes: tuple[tuple[Axis, ...], tuple[Axis, ...]],
+    microbatches: int,
+    flops: float,
+    cluster: Cluster,
+    numbers: Precision,
+    trainer: Trainer,
+    sync: str,
+) -> Spread:
+    """The data-parallel groups of ``axes`` and their collectives, for ``microbatches`` per step of ``flops`` each, synchronised by ``sync``
+    (``plan.SYNCS``). ``axes`` are ``Strategy.data_axes`` and the axis of a stage's copies, or for replicas that train apart
+    ``Strategy.replicas``."""
+    copies, members = (group(each, cluster) for each in axes)
+    everyone = group((*axes[0], *axes[1]), cluster)
+    parameters, trainable = tensors.parameters, tensors.trainable
+
+    def over(collective: Collective, size: int, around_layer: bool, ranks: Group = members) -> float:
+        if not size:
+            return 0.0
+        return trainer.data_collective_s(collective, size, tensors.count, ranks, cluster, around_layer)
+
+    def reduced(around_layer: bool) -> float:
+        shard = -(-trainable // members.size) * numbers.averaged
+        found = over(Collective.REDUCE_SCATTER, trainable * numbers.reduced, around_layer)
+        if not shard or copies.size == 1:
+            return found
+        return found + over(Collective.ALL_REDUCE, shard, around_layer, copies)
+
+    def published() -> float:
+        if sync == PARAMETER_SERVER:
+            return over(Collective.BROADCAST, trainable * numbers.width, False)
+        if not (steps := local_steps(sync)) or copies.size == 1:
+            return 0.0
+        masters = trainable * (numbers.at_rest or numbers.width)
+        return trainer.data_collective_s(Collective.ALL_REDUCE, masters, tensors.count, copies, cluster, False) / steps
+
+    average = Collective.REDUCE if sync == PARAMETER_SERVER else Collective.ALL_REDUCE
+    return Spread(
+        size=members.size,
+        microbatches=microbatches,
+        flops=flops,
+        gather_s=(
+            over(Collective.ALL_GATHER, parameters * numbers.width, False),
+            over(Collective.ALL_GATHER, parameters * numbers.width, True),
+        ),
+        reduce_s=(reduced(False), reduced(True)),
+        copies_s=trainer.sharded_copies_s(
+            parameters * numbers.width, trainable * numbers.width, trainable * numbers.reduced, cluster
+        ),
+        average_s=over(average, trainable * numbers.averaged, False, members if local_steps(sync) else everyone),
+        publish_s=published(),
+    )
