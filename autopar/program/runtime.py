@@ -45,20 +45,22 @@ from autopar.program.state import initial, read_state, wrong_state
 from autopar.program.weight_gradients import SplitStage
 from autopar.program.world import MIRROR, Layout, Program, World, load, start
 
-__all__ = ["Trainer", "initial", "load", "read_state", "start", "wrong_state"]
+__all__ = ["Trainer", "adamw", "initial", "load", "read_state", "start", "wrong_state"]
 
 
-def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The default optimizer."""
-    return torch.optim.AdamW(params, lr=3e-4)
+def adamw(params: list[nn.Parameter], lr: float, world: World) -> torch.optim.Optimizer:
+    """The default optimizer; on GPUs one kernel updates many tensors."""
+    return torch.optim.AdamW(params, lr=lr, fused=world.device.type == "cuda" or None)
 
 
 class Trainer:
     """This rank's share of the training: call its methods on every rank in the same order.
 
-    ``optimizer`` makes an optimizer from the list of the user's parameters (or from pairs with their names, if its argument is called
-    ``named_parameters``). These parameters are placeholders, which this rank's own tensors replace (see ``optimizers``). Initial values
-    are ``state`` (a state dict of the user's model) or drawn from ``seed``, whatever the plan. ``max_norm`` clips gradients in ``step``.
+    ``optimizer`` (``adamw`` if left out) makes an optimizer from the list of the user's parameters, or from pairs with their names if its
+    argument is called ``named_parameters``. These parameters are placeholders, which this rank's own tensors replace (see
+    ``optimizers``). Initial values are ``state`` (a state dict of the user's model), ``values`` (by a parameter's record) or drawn from
+    ``seed``, whatever the plan.
+    ``max_norm`` clips gradients in ``step``.
     """
 
     def __init__(
@@ -66,8 +68,9 @@ class Trainer:
         program: Program,
         world: World,
         *,
-        optimizer: optimizers.Optimizer = adamw,
+        optimizer: optimizers.Optimizer | None = None,
         state: Mapping[str, Tensor] | None = None,
+        values: Callable[[Layout], Tensor] | None = None,
         seed: int = 0,
         max_norm: float | None = None,
     ) -> None:
@@ -81,9 +84,10 @@ class Trainer:
         if state is not None:
             self.load_state_dict(state)
         else:
-            self._load(seeded(seed))
+            self._load(values or seeded(seed))
         self._pipeline = _Pipeline(program, world, self.stages, self._by_stage, self._reductions)
         masters = [(master.layout, master.tensor) for group in self._groups for master in group.masters]
+        optimizer = optimizer or (lambda params: adamw(params, 3e-4, world))
         self.optimizer = optimizers.make(optimizer, program, masters)
         self._seed, self.steps = seed, 0  # updates so far
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.program.runtime import Trainer, initial, load, read_state, start, wrong_state
+from autopar.program.runtime import Trainer, adamw, initial, load, read_state, start, wrong_state
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -111,7 +111,7 @@ def main() -> None:
     trainer = Trainer(
         program,
         world,
-        optimizer=lambda params: torch.optim.AdamW(params, lr=args.lr),
+        optimizer=lambda params: adamw(params, args.lr, world),
         state=state,
         seed=args.seed,
         max_norm=args.clip,

@@ -31,7 +31,7 @@ def open_trainer(folder: str, options: dict[str, Any], *, device: str | None, ti
         return runtime.Trainer(
             program,
             world,
-            optimizer=make or (lambda params: torch.optim.AdamW(params, lr=lr)),
+            optimizer=make or (lambda params: runtime.adamw(params, lr, world)),
             state=runtime.read_state(state) if state is not None else None,
             seed=options["seed"],
             max_norm=options["max_norm"],
