@@ -33,7 +33,8 @@ from autopar.bench.models import Stack, Subject
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """A hand-tuned choice. ``sharding`` of the data-parallel part: ``ddp``, ``fsdp`` (ZeRO-3) or ``fsdp-keep`` (ZeRO-2). DDP reduces its
-    gradients in buckets of ``bucket_mb`` under the backward pass; FSDP gathers a block ahead of the computation."""
+    gradients in buckets of ``bucket_mb`` under the backward pass; FSDP gathers a block ahead of the computation. ``compiled``: the whole
+    model by ``torch.compile``; ``autocast``: bfloat16 arithmetic on float32 parameters by ``torch.autocast``."""
 
     data: int = 1
     tensor: int = 1
@@ -41,13 +42,16 @@ class Recipe:
     sharding: str = "ddp"
     microbatches: int = 1
     bucket_mb: int = 25  # DDP's own default
+    compiled: bool = False
+    autocast: bool = False
 
     @property
     def name(self) -> str:
         parts = [f"{self.sharding} {self.data}"] if self.data > 1 else []
         parts += [f"{kind} {n}" for kind, n in (("tensor", self.tensor), ("pipeline", self.pipeline)) if n > 1]
         name = " x ".join(parts or ["one device"]) + (f", {self.microbatches} microbatches" * (self.microbatches > 1))
-        return name + f", {self.bucket_mb} MB buckets" * (self.bucket_mb != 25)
+        name += f", {self.bucket_mb} MB buckets" * (self.bucket_mb != 25)
+        return name + ", autocast" * self.autocast + ", compiled" * self.compiled
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -78,25 +82,27 @@ def recipes(processes: int, subject: Subject) -> list[Recipe]:
 class HandTuned:
     """A recipe's program on this rank. ``step`` takes the whole global batch, updates, and returns the loss."""
 
-    def __init__(self, subject: Subject, recipe: Recipe, lr: float) -> None:
-        self.subject, self.recipe = subject, recipe
+    def __init__(self, subject: Subject, recipe: Recipe, lr: float, device: str = "cpu") -> None:
+        self.subject, self.recipe, self.device = subject, recipe, device
         sizes = {"pipeline": recipe.pipeline, "data": recipe.data, "tensor": recipe.tensor}
-        self.mesh: DeviceMesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        self.mesh: DeviceMesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         self.place = dict(zip(sizes, self.mesh.get_coordinate() or (), strict=True))
         torch.manual_seed(0)
-        module: nn.Module = subject.build()
+        module: nn.Module = subject.build().to(device)
         assert isinstance(module, Stack)
         if recipe.tensor > 1:
             _shard_tensors(module, self.mesh["tensor"])
         if recipe.pipeline > 1:
             module = _stage_of(module, self.place["pipeline"], recipe.pipeline)
         self.module = self._spread(module)
-        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=lr)
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=lr, fused=device == "cuda" or None)
+        if recipe.compiled:
+            self.module.compile()
         self._schedule = self._pipeline() if recipe.pipeline > 1 else None
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
         self.optimizer.zero_grad(set_to_none=True)
-        mine = [tensor.chunk(self.recipe.data)[self.place["data"]] for tensor in (inputs, targets)]
+        mine = [tensor.chunk(self.recipe.data)[self.place["data"]].to(self.device) for tensor in (inputs, targets)]
         with self._vocabulary_parallel():
             loss = self._accumulate(*mine) if self._schedule is None else self._run_schedule(*mine)
         self.optimizer.step()
@@ -121,7 +127,8 @@ class HandTuned:
         count, total = self.recipe.microbatches, 0.0
         for i, (x, y) in enumerate(zip(inputs.chunk(count), targets.chunk(count), strict=True)):
             with self._sync(i == count - 1):
-                loss = self.subject.loss_fn(self.module(x), y) / count
+                with torch.autocast(self.device, torch.bfloat16, enabled=self.recipe.autocast):
+                    loss = self.subject.loss_fn(self.module(x), y) / count
                 loss.backward()
                 total += float(loss.detach())
         return total
@@ -143,7 +150,7 @@ class HandTuned:
     def _pipeline(self) -> Schedule1F1B:
         group = self.mesh.get_group("pipeline")
         stage = PipelineStage(
-            self.module, self.place["pipeline"], self.recipe.pipeline, torch.device("cpu"), group=group
+            self.module, self.place["pipeline"], self.recipe.pipeline, torch.device(self.device), group=group
         )
         return Schedule1F1B(stage, self.recipe.microbatches, loss_fn=self.subject.loss_fn)
 

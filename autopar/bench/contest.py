@@ -149,15 +149,22 @@ class Arena:
     """
 
     def __init__(
-        self, subject: Subject, processes: int, steps: int, folder: Path, places: Places | None = None
+        self,
+        subject: Subject,
+        processes: int,
+        steps: int,
+        folder: Path,
+        places: Places | None = None,
+        device: str = "cpu",
+        precision: str | None = None,
     ) -> None:
-        self.subject, self.count, self.steps, self.folder = subject, processes, steps, folder
+        self.subject, self.count, self.steps, self.folder, self.device = subject, processes, steps, folder, device
         self.rounds: dict[str, list[float]] = {}
         self.losses: dict[str, list[float]] = {}
         self.errors: dict[str, str] = {}
         self.standing: list[str] = []
         torch.manual_seed(0)
-        self.workload = Workload(subject.build(), subject.batch(0), subject.loss_fn, subject.name)
+        self.workload = Workload(subject.build(), subject.batch(0), subject.loss_fn, subject.name, precision)
         self._places = places
         self._openers: dict[str, tuple[Any, ...]] = {}
         self._emitted: set[str] = set()
@@ -183,11 +190,11 @@ class Arena:
         torch.save(self.workload.model.state_dict(), state)
         inputs = [value.name for value in graph.inputs]
         self._emitted.add(name)
-        self._open(name, "open_program", str(folder), inputs, LEARNING_RATE, str(state))
+        self._open(name, "open_program", str(folder), inputs, LEARNING_RATE, str(state), self.device)
 
     def open_hand_tuned(self, recipe: Recipe) -> None:
         """Open a hand-tuned program; ``errors`` says if it fails."""
-        self._open(recipe.name, "open_hand_tuned", self.subject.name, recipe.to_dict(), LEARNING_RATE)
+        self._open(recipe.name, "open_hand_tuned", self.subject.name, recipe.to_dict(), LEARNING_RATE, self.device)
 
     def leave_out(self, slower_than: float) -> None:
         """Drop contenders that failed, and hand-tuned ones that take ``slower_than`` times as long as the best of them, for all later
@@ -232,7 +239,7 @@ class Arena:
 
     def _start(self) -> Processes:
         processes = Processes(self.count, places=self._places)
-        processes.call("autopar.run.remote:join", "cpu", TIMEOUT_S)
+        processes.call("autopar.run.remote:join", self.device, TIMEOUT_S)
         return processes
 
     def _open(self, name: str, opener: str, *args: Any) -> None:

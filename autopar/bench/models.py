@@ -64,7 +64,7 @@ def _rotate(x: Tensor) -> Tensor:
     rates = 10000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angle = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32).unsqueeze(1) * rates
     a, b = x[..., :half], x[..., half:]
-    return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
+    return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1).to(x.dtype)
 
 
 class GatedMLP(nn.Module):
@@ -165,3 +165,18 @@ MODELS: dict[str, Subject] = {
     )
 }
 """The models of ``autopar bench``, by name."""
+
+LARGE: dict[str, Subject] = {
+    subject.name: subject
+    for subject in (
+        _decoder("gpt2-0.12b", width=768, layers=12, length=1024, rows=16, vocabulary=50304, gpt=True),
+        _decoder("llama-0.4b", width=1536, layers=12, length=2048, rows=8, vocabulary=32768),
+        _decoder("llama-0.9b", width=2048, layers=16, length=2048, rows=6, vocabulary=32768),
+    )
+}
+"""Models of 0.1 to 1 billion parameters, for one GPU."""
+
+
+def subject(name: str) -> Subject:
+    """A model of either table."""
+    return MODELS[name] if name in MODELS else LARGE[name]

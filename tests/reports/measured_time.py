@@ -72,7 +72,7 @@ def measure(subject: Subject, processes: int, rounds: int, steps: int, seed: int
             torch.save(module.state_dict(), state)
             for i, (name, plan) in enumerate(made.items()):
                 emit(graph, plan, Path(home) / str(i))
-                arguments = (name, str(Path(home) / str(i)), names, 1e-4, str(state))
+                arguments = (name, str(Path(home) / str(i)), names, 1e-4, str(state), "cpu")
                 workers.call("autopar.bench.remote:open_program", *arguments, timeout_s=TIMEOUT_S)
             order = list(made)
             for number in range(rounds):

@@ -82,7 +82,7 @@ def measure_link(nodes: int, rate: str) -> Line:
     with limited_nodes(nodes, rate) as places:
         workers = Processes(nodes, places=places)
         try:
-            found = measured(workers, "cpu", [task for task in tasks(nodes) if _is_needed(task)])
+            found = measured(workers, "cpu", [task for task in tasks(nodes, "cpu") if _is_needed(task)])
             figures = [figure for of_task in found for figure in of_task]
         finally:
             workers.close()
