@@ -319,6 +319,37 @@ def verify(**request: Any) -> None:
 
 
 @cli.command(
+    short_help="Run ranks of a plan alone on one device, and compare memory and time with the prediction.",
+    help="Run ranks of the program for MODEL alone on one device, before anyone books the others: the real stage modules at the real "
+    "local shapes, with collectives that return at once. The command prints peak memory and the time of a step "
+    "without communication as measured and as predicted. Times compare where the device is of the kind that was planned for."
+    + _MODEL_HELP,
+)
+@_model_options
+@_pin_options
+@_plan_file_option
+@_capture_check_option
+@_type_check_option
+@click.option(
+    "--rank",
+    "ranks",
+    type=int,
+    multiple=True,
+    metavar="N",
+    help="A rank; may be repeated. Default: the first of every stage.",
+)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Default: the GPU if there is one.")
+@click.option(
+    "--steps", type=click.IntRange(1), default=5, show_default=True, metavar="N", help="How many steps to time."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each rank.")
+def rehearse(**request: Any) -> None:
+    from autopar.cli.rehearse import rehearse_command
+
+    rehearse_command(**request)
+
+
+@cli.command(
     short_help="Measure this machine, so that plans for it are priced by measurements.",
     help="Measure this machine in under two minutes: products, attention, passes over memory, the start of an op, the optimizer, and "
     "collectives by size, with 2 and with 4 processes at work. The command writes a file by which plans for this "

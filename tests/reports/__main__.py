@@ -64,6 +64,10 @@ REPORTS = {
         (("-m", "autopar", "profile"), program("measured_time")),
     ),
     "mutations": Report("faults put in on purpose, and what catches them", (program("mutations"),)),
+    "one-device": Report(
+        "emitted programs on one device against eager PyTorch and torch.compile (a quiet machine, or --device cuda)",
+        (program("one_device"),),
+    ),
     "overlap": Report(
         "communication hidden under computation, on nodes with limited links (root, a quiet machine, 25 minutes)",
         (program("overlap"),),
@@ -76,6 +80,10 @@ REPORTS = {
         (program("random_models", "--count", "5000", "--seed", "0", "--results", "docs/evidence/random_models.jsonl"),),
     ),
     "reference": Report("docs/reference: the command line, the Python interface, the rules", (program("reference"),)),
+    "rehearsal": Report(
+        "ranks of large plans alone on one device: memory and time against the prediction (--device cuda on a GPU)",
+        (program("rehearsals"),),
+    ),
     "simpler": Report("simpler searches under the same prices", (program("simpler"),)),
     # torchvision's wheels are built for a torch with CUDA. Where it is installed transformers imports it, and beside another torch that
     # fails: it stays in a folder of its own, with timm, which needs it. tests/models/survey_other.py finds them there.

@@ -12,7 +12,6 @@ machine is.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import sys
@@ -26,7 +25,6 @@ import torch.distributed as dist
 from measured_plans import SMALL, memory_kinds
 from places import EVIDENCE
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 from workers import WorkerPool
 
 from autopar.capture import capture
@@ -36,6 +34,7 @@ from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.price import Pricer
 from autopar.run import remote
+from autopar.run.allocations import Allocations
 from autopar.search import evaluate
 from autopar.shard import annotate
 from autopar.verify import Kind
@@ -65,58 +64,15 @@ def peak(folder: str, batch: dict[str, Tensor]) -> dict[str, int]:
 
 
 def profiled_steps(folder: str, batch: dict[str, Tensor]) -> dict[str, int]:
-    """Two steps under the profiler, and what it saw."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    """Two steps, and the allocations of the second."""
+    memory = Allocations()
+    with memory.recorded():
         options = {"optimizer": None, "lr": 1e-3, "seed": 0, "max_norm": None, "state": None}
         trainer = remote.open_trainer(folder, options, device="cpu", timeout_s=600)
         trainer.step(batch)
-        with torch.profiler.record_function("the second step"):
+        with memory.step():
             trainer.step(batch)
-            # not isinstance, which a weak proxy answers for its referent, alive or not
-        tensors = [value for value in gc.get_objects() if issubclass(type(value), Tensor)]
-        alive = {address for value in tensors for address in addresses(value)}
-    with tempfile.TemporaryDirectory() as home:
-        path = Path(home) / "trace.json"
-        seen.export_chrome_trace(str(path))
-        return running_peak(json.loads(path.read_text())["traceEvents"], alive)
-
-
-def addresses(tensor: Tensor) -> list[int]:
-    """Where a tensor's values are, and its gradient's."""
-    found = [tensor] if not tensor.is_leaf or tensor.grad is None else [tensor, tensor.grad]
-    return [t.untyped_storage().data_ptr() for t in found if type(t) in (Tensor, torch.nn.Parameter)]
-
-
-def running_peak(events: list[dict[str, Any]], alive: set[int]) -> dict[str, int]:
-    """From a trace: the bytes held when the second step begins, and the most that are held while it runs.
-
-    What another thread released has no event of its own: its place is taken anew, or nothing is ``alive`` there at the end. Such a
-    block counts until the next event.
-    """
-    step = next(e for e in events if e.get("name") == "the second step" and "dur" in e)
-    changes = sorted(
-        (float(e["ts"]), int(e["args"]["Bytes"]), int(e["args"]["Addr"])) for e in events if e.get("name") == "[memory]"
-    )
-    open_blocks: dict[int, int] = {}  # address: which change made it
-    lost: set[int] = set()
-    for i, (_, change, address) in enumerate(changes):
-        if change < 0:
-            open_blocks.pop(address, None)
-            continue
-        if address in open_blocks:
-            lost.add(open_blocks[address])
-        open_blocks[address] = i
-    lost |= {i for address, i in open_blocks.items() if address not in alive}
-    start, stop = float(step["ts"]), float(step["ts"]) + float(step["dur"])
-    held = at_rest = highest = passing = 0
-    for i, (when, change, _) in enumerate(changes):
-        held += change - passing
-        passing = change if i in lost else 0
-        if when <= start:
-            at_rest = highest = held
-        elif when <= stop:
-            highest = max(highest, held)
-    return {"at_rest": at_rest, "peak": highest}
+    return {"at_rest": memory.at_rest_bytes, "peak": memory.peak_bytes}
 
 
 def predicted(graph: Graph, kind: Kind) -> list[dict[str, int]]:

@@ -1,0 +1,327 @@
+"""One rank of a plan alone on one device: peak memory and time of a step before anyone books the other devices.
+
+The emitted program runs as rank ``r`` of all ranks: the same stage modules at the same local shapes, the same schedule, with torch's fake
+process group, whose collectives return at once with the rank's own share in place of the others'. What a pipeline stage receives is
+drawn at random: arithmetic on zeros or NaN takes less power, and so less time. Losses have no meaning. Memory does not depend on values,
+except with experts, whose numbers of tokens do.
+
+On a GPU the peak is that of PyTorch's caching allocator (``torch.cuda.max_memory_allocated``), on a CPU the highest running sum of all
+allocations and releases (``allocations``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.devices import Cluster
+from autopar.devices.cluster import Link
+from autopar.errors import LaunchError, UsageError
+from autopar.graph import Graph
+from autopar.plan import Memory, Plan
+from autopar.run.allocations import Allocations
+from autopar.run.folder import import_runtime, program_modules
+from autopar.run.processes import Processes
+from autopar.torch_private import fake_store, overload_name
+
+WARM_UP = 2
+"""Steps before those that are measured: layers are compiled and the optimizer makes its state in the first, the allocator settles."""
+TIMEOUT_S = 1800.0
+FREE = Link(0.0, float("inf"), "a rehearsal's collectives return at once")
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """One rank's rehearsal: bytes and seconds of a step as predicted and as measured.
+
+    ``predicted_s`` is arithmetic and update without communication and bubbles; ``rounds_s`` are the seconds of each measured step.
+    ``reserved_bytes`` is what the caching allocator took from the GPU at most (0 on a CPU).
+    """
+
+    rank: int
+    stages: tuple[int, ...]
+    device: str
+    predicted: Memory
+    peak_bytes: int
+    at_rest_bytes: int
+    reserved_bytes: int
+    predicted_s: float
+    rounds_s: tuple[float, ...]
+
+    @property
+    def step_s(self) -> float:
+        return statistics.median(self.rounds_s)
+
+    @property
+    def memory_error(self) -> float:
+        """Predicted over measured peak memory, less 1."""
+        return self.predicted.total / self.peak_bytes - 1
+
+    @property
+    def time_error(self) -> float:
+        """Predicted over measured seconds, less 1."""
+        return self.predicted_s / self.step_s - 1
+
+    def to_json(self) -> dict[str, Any]:
+        parts = {part: getattr(self.predicted, part) for part in Memory.__slots__}
+        return {
+            "rank": self.rank,
+            "stages": list(self.stages),
+            "device": self.device,
+            "predicted_bytes": self.predicted.total,
+            "predicted_parts": parts,
+            "peak_bytes": self.peak_bytes,
+            "at_rest_bytes": self.at_rest_bytes,
+            "reserved_bytes": self.reserved_bytes,
+            "memory_error": self.memory_error,
+            "predicted_s": self.predicted_s,
+            "step_s": self.step_s,
+            "rounds_s": list(self.rounds_s),
+            "time_error": self.time_error,
+        }
+
+
+def first_ranks(plan: Plan) -> tuple[int, ...]:
+    """The first rank of every pipeline position. Ranks of one position run the same stages at the same local shapes."""
+    return tuple(range(0, plan.device_count, plan.devices_per_stage))
+
+
+def check_ranks(plan: Plan, ranks: Sequence[int]) -> None:
+    """Raises ``UsageError`` if the plan has no such rank."""
+    for rank in ranks:
+        if not 0 <= rank < plan.device_count:
+            raise UsageError(
+                f"the plan has no rank {rank}: it is for {plan.device_count} devices",
+                f"write a rank from 0 to {plan.device_count - 1}",
+            )
+
+
+def drawn_batch(graph: Graph) -> dict[str, Tensor]:
+    """A global batch of random values by the inputs' names: normal numbers, and integers that are valid indices of every embedding and
+    valid classes of every loss."""
+    generator = torch.Generator().manual_seed(0)
+    count = _valid_integers(graph)
+    batch = {}
+    for value in graph.inputs:
+        if value.dtype.is_floating_point:
+            batch[value.name] = torch.randn(value.shape, generator=generator).to(value.dtype)
+        else:
+            batch[value.name] = torch.randint(0, count, value.shape, generator=generator).to(value.dtype)
+    return batch
+
+
+def _valid_integers(graph: Graph) -> int:
+    """The rows of the smallest embedding, or the classes of the smallest loss; 2 where the model has neither."""
+    places = {"aten::embedding": 0, "aten::cross_entropy_loss": 1}  # the op: the dim of its first argument
+    found = []
+    for cls in graph.classes.values():
+        for node in cls.graph.graph.nodes:
+            name = (overload_name(node.target) or "").partition(".")[0]
+            if name in places:
+                shape = node.args[0].meta["val"].shape
+                found.append(int(shape[min(places[name], len(shape) - 1)]))
+    return min(found, default=2)
+
+
+def without_communication(cluster: Cluster) -> Cluster:
+    """The cluster for prices of a rehearsal: communication takes no time."""
+    return replace(
+        cluster,
+        intra=FREE,
+        inter=FREE,
+        between=None if cluster.between is None else FREE,
+        collective_s=0.0,
+        network=None,
+        wires=None,
+        parts=tuple(without_communication(part) for part in cluster.parts),
+    )
+
+
+def rehearse(
+    folder: str | os.PathLike[str],
+    alone: Plan,
+    batch: dict[str, Tensor],
+    ranks: Sequence[int],
+    device: str,
+    steps: int = 5,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Iterator[Rehearsal]:
+    """Rehearse ranks of the program in ``folder``, each in a process of its own.
+
+    Args:
+        folder: the emitted program.
+        alone: the program's plan with its prediction ``without_communication``.
+        batch: a global batch by the inputs' names.
+        ranks: whom to rehearse.
+        device: "cuda" or "cpu".
+        steps: how many steps to time.
+
+    Raises:
+        UsageError: the plan has no such rank.
+        LaunchError: the program fails, for lack of memory for example.
+    """
+    check_ranks(alone, ranks)
+    for rank in ranks:
+        progress(f"rank {rank}")
+        workers = Processes(1, env={"LOCAL_WORLD_SIZE": "1"})
+        try:
+            (found,) = workers.call(
+                "autopar.run.rehearsal:perform",
+                str(folder),
+                batch,
+                rank,
+                alone.device_count,
+                device,
+                steps,
+                timeout_s=TIMEOUT_S,
+            )
+        except LaunchError as error:
+            raise LaunchError(f"rank {rank} fails in rehearsal: {error.message}", error.hint) from error
+        finally:
+            workers.close()
+        stages = tuple(found["stages"])
+        yield Rehearsal(
+            rank=rank,
+            stages=stages,
+            device=found["device"],
+            predicted=alone.stages[stages[0]].memory,
+            peak_bytes=found["peak_bytes"],
+            at_rest_bytes=found["at_rest_bytes"],
+            reserved_bytes=found["reserved_bytes"],
+            predicted_s=alone.microbatches * sum(alone.stages[stage].microbatch_s for stage in stages)
+            + alone.prediction.optimizer_s,
+            rounds_s=tuple(found["rounds_s"]),
+        )
+
+
+# -- in the worker ----------------------------------------------------------------------------------------------------
+
+
+def perform(folder: str, batch: dict[str, Tensor], rank: int, count: int, device: str, steps: int) -> dict[str, Any]:
+    """Be rank ``rank`` of ``count``: some steps to warm up, then ``steps`` timed ones, then one whose memory is measured.
+
+    Raises ``RuntimeError`` if a loss that this rank computes is no number.
+    """
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=count)
+    _answer_for_others()
+    memory = _OnGpu() if device == "cuda" else Allocations()
+    with memory.recorded():
+        trainer = _open(folder, device)
+        for _ in range(WARM_UP):
+            trainer.step(batch)
+        rounds = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            trainer.step(batch)  # returns the loss, for which the host waits
+            rounds.append(time.perf_counter() - start)
+        with memory.step():
+            loss = trainer.step(batch)
+    if math.isnan(loss):
+        raise RuntimeError("the loss is no number, so that the times are those of arithmetic on NaN")
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    return {
+        "stages": list(trainer.world.stages),
+        "device": name,
+        "rounds_s": rounds,
+        "peak_bytes": memory.peak_bytes,
+        "at_rest_bytes": memory.at_rest_bytes,
+        "reserved_bytes": torch.cuda.max_memory_reserved() if device == "cuda" else 0,
+    }
+
+
+def _open(folder: str, device: str) -> Any:
+    with program_modules(folder):
+        runtime = import_runtime(folder)
+        program = runtime.load(folder)
+        world = runtime.start(program, device=device)
+        generator = torch.Generator(world.device).manual_seed(0)
+
+        def drawn(layout: Any) -> Tensor:
+            whole = torch.empty(layout.original_shape, dtype=layout.dtype, device=world.device)
+            return whole.normal_(0, 0.02, generator=generator)
+
+        trainer = runtime.Trainer(program, world, values=drawn)
+    for stage in trainer.stages.values():
+        stage.register_forward_pre_hook(lambda _, activations: _draw(activations, 1.0))
+        stage.register_forward_hook(_draw_gradients)
+    return trainer
+
+
+def _answer_for_others() -> None:
+    """Give values to what torch's fake process group leaves as it is: NaN would spread from there.
+
+    ``recv``: torch's stages agree by it, before the first step, that the shapes which they were given hold. Up to torch 2.11 the fake group
+    writes no results of reduce-scatters and all-to-alls; this rank's own share stands for them.
+    """
+    reduce, exchange, exchange_single = dist.reduce_scatter_tensor, dist.all_to_all, dist.all_to_all_single
+
+    def own_share(output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **options: Any) -> Any:
+        work = reduce(output, input, op, group, **options)
+        output.detach().copy_(input.view(-1).chunk(dist.get_world_size(group))[dist.get_rank(group)].view_as(output))
+        return work
+
+    def own_parts(outputs: list[Tensor], inputs: list[Tensor], *given: Any, **options: Any) -> Any:
+        work = exchange(outputs, inputs, *given, **options)
+        for output, own in zip(outputs, inputs, strict=True):
+            _copy_part(output, own)
+        return work
+
+    def own_rows(output: Tensor, input: Tensor, *given: Any, **options: Any) -> Any:
+        work = exchange_single(output, input, *given, **options)
+        _copy_part(output, input)
+        return work
+
+    replaced = {"reduce_scatter_tensor": own_share, "all_to_all": own_parts, "all_to_all_single": own_rows}
+    for name, function in {**replaced, "recv": lambda tensor, *_, **__: tensor.fill_(1)}.items():
+        setattr(dist, name, function)
+
+
+def _copy_part(output: Tensor, own: Tensor) -> None:
+    """As many of this rank's elements as both have, then zeros."""
+    count, flat = min(output.numel(), own.numel()), output.detach().view(-1)
+    flat[:count].copy_(own.detach().reshape(-1)[:count])
+    flat[count:].zero_()
+
+
+def _draw(received: Sequence[Any], scale: float) -> None:
+    """Draw the values of what a stage received, in place."""
+    for tensor in received:
+        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            tensor.detach().normal_(0, scale)
+
+
+def _draw_gradients(stage: Any, _: Any, out: Any) -> None:
+    """Draw the gradients that a stage receives for its outputs; the last stage makes the loss's itself."""
+    for tensor in out if isinstance(out, tuple) else (out,):
+        if tensor.requires_grad and tensor.dim():
+            tensor.register_hook(lambda gradient: _draw([gradient], 1e-3))
+
+
+class _OnGpu:
+    """As ``Allocations``, of the GPU's caching allocator."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = self.at_rest_bytes = 0
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        yield
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        torch.cuda.synchronize()
+        self.at_rest_bytes = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        yield
+        torch.cuda.synchronize()
+        self.peak_bytes = torch.cuda.max_memory_allocated()
