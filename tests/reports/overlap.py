@@ -115,9 +115,9 @@ def measure_feature(feature: Feature, cluster: Cluster, how: How) -> Line:
         Arena(subject, feature.nodes, how.steps, Path(folder), places) as arena,
     ):
         graph = arena.workload.capture()
-        plan = feature.plan(graph)
-        arena.open_program(WITH, graph, plan)
-        arena.open_program(WITHOUT, graph, plan, feature.change)
+        plans = {WITH: feature.plan(graph), WITHOUT: feature.plan_without(graph)}
+        arena.open_program(WITH, graph, plans[WITH])
+        arena.open_program(WITHOUT, graph, plans[WITHOUT], feature.change)
         arena.open_hand_tuned(feature.by_hand)
         order = random.Random(how.seed)
         for _ in range(how.rounds):
@@ -133,7 +133,10 @@ def measure_feature(feature: Feature, cluster: Cluster, how: How) -> Line:
             "model": feature.model,
             "by_hand": by_hand,
             "rounds_s": arena.rounds,
-            "priced_s": {WITH: price_s(graph, cluster, plan), WITHOUT: price_s(graph, without_overlap(cluster), plan)},
+            "priced_s": {
+                WITH: price_s(graph, cluster, plans[WITH]),
+                WITHOUT: price_s(graph, without_overlap(cluster) if feature.patch else cluster, plans[WITHOUT]),
+            },
             "losses": {"steps": len(arena.losses[WITH]), "by_hand_difference": difference},
             "traces": traces,
             **how.settings,

@@ -37,8 +37,9 @@ Plans are priced by what was measured on the same links.
 FEATURES_HEAD = """
 ## With and without each kind of overlap
 
-Both programs are emitted from one plan and do the same arithmetic: the losses of all their steps are equal in every bit, or the report
-fails. The program without overlap has a few lines at the end of one file of its folder that take the overlap out. Communication, and the
+Both programs are emitted and do the same arithmetic: the losses of all their steps are equal in every bit, or the report fails. The
+program without overlap is that of a plan with one other pin, or has a few lines at the end of one file of its folder that take the overlap
+out. Communication, and the
 share of it that runs under computation, are from torch's profiler over one more step of each program. A span of communication
 includes the wait for the slowest node; in a pipeline it is that of a send, until it is received.
 """
@@ -125,8 +126,6 @@ def _hidden(line: Line, program: str) -> str:
 
 
 def _feature(feature: Feature, line: Line) -> str:
-    (name, patch), *others = feature.patch.items()
-    assert not others, feature.name
     priced, losses = line["priced_s"], line["losses"]
     steps = f"{line['steps']} timed step{'s' * (line['steps'] > 1)}"
     difference = losses["by_hand_difference"]
@@ -141,11 +140,15 @@ def _feature(feature: Feature, line: Line) -> str:
 - {line["rounds"]} rounds of {steps}, at a load of {line["load"]}.
 - The price of a step is {1e3 * priced[WITH]:.0f} ms with and {1e3 * priced[WITHOUT]:.0f} ms without the overlap.
 - The losses of {losses["steps"]} steps are equal in every bit with and without; those by hand {by_hand}.
-- These lines at the end of `{name}` take the overlap out:
+{_change(feature)}"""
 
-```python
-{patch.rstrip()}
-```"""
+
+def _change(feature: Feature) -> str:
+    """How the program without overlap differs."""
+    if feature.pins_without:
+        return f"- The plan without overlap pins {' and '.join(f'`{k}={v}`' for k, v in feature.pins_without.items())}."
+    ((name, patch),) = feature.patch.items()
+    return f"- These lines at the end of `{name}` take the overlap out:\n\n```python\n{patch.rstrip()}\n```"
 
 
 def _clock(lines: Sequence[Line]) -> str:
