@@ -37,9 +37,9 @@ Plans are priced by what was measured on the same links.
 FEATURES_HEAD = """
 ## With and without each kind of overlap
 
-Both programs are emitted and do the same arithmetic: the losses of all their steps are equal in every bit, or the report fails. The
-program without overlap is that of a plan with one other pin, or has a few lines at the end of one file of its folder that take the overlap
-out. Communication, and the
+The program without overlap has a few lines at the end of one file of its folder that take the overlap out: then both do the same
+arithmetic, and the losses of all their steps are equal in every bit, or the report fails. Or it is that of a plan with one other pin, which
+may add in another order: then the losses differ by rounding. Communication, and the
 share of it that runs under computation, are from torch's profiler over one more step of each program. A span of communication
 includes the wait for the slowest node; in a pipeline it is that of a send, until it is received.
 """
@@ -128,8 +128,6 @@ def _hidden(line: Line, program: str) -> str:
 def _feature(feature: Feature, line: Line) -> str:
     priced, losses = line["priced_s"], line["losses"]
     steps = f"{line['steps']} timed step{'s' * (line['steps'] > 1)}"
-    difference = losses["by_hand_difference"]
-    by_hand = f"differ by at most {difference:.1g} of their value" if difference else "are equal to them too"
     return f"""
 ### {feature.name}
 
@@ -139,8 +137,12 @@ def _feature(feature: Feature, line: Line) -> str:
 
 - {line["rounds"]} rounds of {steps}, at a load of {line["load"]}.
 - The price of a step is {1e3 * priced[WITH]:.0f} ms with and {1e3 * priced[WITHOUT]:.0f} ms without the overlap.
-- The losses of {losses["steps"]} steps are equal in every bit with and without; those by hand {by_hand}.
+- The losses of {losses["steps"]} steps {_differ(losses["without_difference"])} without, and {_differ(losses["by_hand_difference"])} by hand.
 {_change(feature)}"""
+
+
+def _differ(difference: float) -> str:
+    return f"differ by at most {difference:.1g} of their value from those" if difference else "equal in every bit those"
 
 
 def _change(feature: Feature) -> str:
