@@ -185,7 +185,7 @@ def measure_clock(gather_s: float) -> Line:
     times = {**TIMES, "gather": gather_s, "reduce": 2 * gather_s}
     found = {}
     with tempfile.TemporaryDirectory() as home, WorkerPool(2) as pool:
-        for number, (name, ahead) in enumerate((("own roots", 1), ("nothing ahead", 0), ("a layer ahead", 1))):
+        for number, (name, ahead) in enumerate((("own roots", 1), ("a layer ahead", 1), ("two layers ahead", 2))):
             folder = Path(home) / str(number)
             program(folder, prefetch=ahead, data=2, zero=3)
             for file, lines in OWN_ROOTS.items() if name == "own roots" else ():

@@ -137,7 +137,8 @@ def _feature(feature: Feature, line: Line) -> str:
 
 - {line["rounds"]} rounds of {steps}, at a load of {line["load"]}.
 - The price of a step is {1e3 * priced[WITH]:.0f} ms with and {1e3 * priced[WITHOUT]:.0f} ms without the overlap.
-- The losses of {losses["steps"]} steps {_differ(losses["without_difference"])} without, and {_differ(losses["by_hand_difference"])} by hand.
+- The losses of {losses["steps"]} steps {_differ(losses["without_difference"])} without,
+  and {_differ(losses["by_hand_difference"])} by hand.
 {_change(feature)}"""
 
 
@@ -160,13 +161,13 @@ def _clock(lines: Sequence[Line]) -> str:
     layers, times = found[0]["layers"], found[0]["times_s"]
     compute_s = layers * (times["forward"] + times["backward"])
     rows = [
-        "| gather, reduction of a layer | each layer its own root | one root, nothing ahead | one root, a layer ahead | least |",
+        "| gather, reduction of a layer | each layer its own root | one root, a layer ahead | one root, two layers ahead | least |",
         "|---|---|---|---|---|",
     ]
     for line in found:
         t, seconds = line["times_s"], line["step_s"]
         cells = [f"{t['gather']:g} s, {t['reduce']:g} s"]
-        cells += [f"{seconds[name]:g} s" for name in ("own roots", "nothing ahead", "a layer ahead")]
+        cells += [f"{seconds[name]:g} s" for name in ("own roots", "a layer ahead", "two layers ahead")]
         communicate_s = layers * (2 * t["gather"] + t["reduce"])
         cells.append(f"{max(compute_s + t['gather'] + t['reduce'], communicate_s):g} s")
         rows.append(f"| {' | '.join(cells)} |")
