@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +23,32 @@ FAST, SLOW = "1gbit", "200mbit"
 @dataclass(frozen=True, slots=True)
 class Feature:
     """A kind of overlap: a plan whose program has it (``pins`` of ``manual_plan``), what to change so that it does not, and the program
-    that a person would write with PyTorch's own parts. ``about`` and ``without`` say what each does, ``note`` what to expect."""
+    that a person would write with PyTorch's own parts. What changes is the plan (``pins_without``, in place of those of ``pins``) or lines
+    of the emitted program (``patch``). ``about`` and ``without`` say what each does, ``note`` what to expect."""
 
-    name: str
+    kind: str
     about: str
     without: str
     model: str
     rate: str
     pins: Mapping[str, Any]
-    patch: Mapping[str, str]
     by_hand: Recipe
     note: str
+    patch: Mapping[str, str] = field(default_factory=dict)
+    pins_without: Mapping[str, Any] = field(default_factory=dict)
     nodes: int = 2
 
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-{self.nodes}"
+
     def plan(self, graph: Any) -> Any:
-        """The plan of both emitted programs."""
+        """The plan of the program with overlap."""
         return manual_plan(graph, precision="float32", **self.pins)
+
+    def plan_without(self, graph: Any) -> Any:
+        """The plan of the program without."""
+        return manual_plan(graph, precision="float32", **{**self.pins, **self.pins_without})
 
     def change(self, folder: Path) -> None:
         """Take the overlap out of an emitted program."""
@@ -71,53 +81,87 @@ Schedule1F1B = Waiting
 """
 }
 
-FEATURES = (
-    Feature(
-        "zero0",
-        "ZeRO 0: each layer's gradients are summed while the backward pass goes on in earlier layers",
-        "all sums start after the backward pass",
-        "llama",
-        FAST,
-        {"data": 2, "zero": 0},
-        NOTHING_EARLY,
-        Recipe(data=2, bucket_mb=4),
-        "By hand it is DDP, whose buckets do the same.",
-    ),
-    Feature(
-        "zero1",
-        "ZeRO 1: each layer's gradients are reduced and scattered while the backward pass goes on in earlier layers",
-        "all reductions start after the backward pass",
-        "llama",
-        FAST,
-        {"data": 2, "zero": 1},
-        NOTHING_EARLY,
-        Recipe(data=2, bucket_mb=4),
-        "By hand it is DDP again, which keeps all of the optimizer's state on every node and gathers no parameters after the update.",
-    ),
-    Feature(
-        "zero3",
-        "ZeRO 3: the layers have one FSDP root, and the parameters of the next layer are gathered ahead",
-        "each layer is a root of its own, and nothing is gathered ahead",
-        "llama",
-        FAST,
-        {"data": 2, "zero": 3},
-        OWN_ROOTS,
-        Recipe(data=2, sharding="fsdp"),
-        "FSDP2 overlaps by streams of the device, and a processor has none: it waits for each collective where it is started, with and "
-        "without the root. So nothing can be gained here; the clock below shows what a device with streams gains.",
-    ),
-    Feature(
-        "1f1b",
-        "1F1B: what a stage sends while its pipeline fills and drains travels under the next microbatch",
-        "a stage waits for all that it sends",
-        "long-sequence",
-        SLOW,
-        {"pipeline": 2, "microbatches": 4, "schedule": "1f1b"},
-        WAITING,
-        Recipe(pipeline=2, microbatches=4),
-        "Both programs run torch's schedule, which in its steady state waits for what it sends and receives in pairs.",
-    ),
-)
+
+def features(nodes: int) -> tuple[Feature, ...]:
+    """The kinds of overlap on so many nodes."""
+    return (
+        Feature(
+            "zero0",
+            "ZeRO 0: each layer's gradients are summed while the backward pass goes on in earlier layers",
+            "all sums start after the backward pass",
+            "llama",
+            FAST,
+            {"data": nodes, "zero": 0},
+            Recipe(data=nodes, bucket_mb=4),
+            "By hand it is DDP, whose buckets do the same.",
+            patch=NOTHING_EARLY,
+            nodes=nodes,
+        ),
+        Feature(
+            "zero1",
+            "ZeRO 1: each layer's gradients are reduced and scattered while the backward pass goes on in earlier layers",
+            "all reductions start after the backward pass",
+            "llama",
+            FAST,
+            {"data": nodes, "zero": 1},
+            Recipe(data=nodes, bucket_mb=4),
+            "By hand it is DDP again, which keeps all of the optimizer's state on every node and gathers no parameters after the update.",
+            patch=NOTHING_EARLY,
+            nodes=nodes,
+        ),
+        Feature(
+            "zero3",
+            "ZeRO 3: the layers have one FSDP root, and the parameters of the next layer are gathered ahead",
+            "each layer is a root of its own, and nothing is gathered ahead",
+            "llama",
+            FAST,
+            {"data": nodes, "zero": 3},
+            Recipe(data=nodes, sharding="fsdp"),
+            "FSDP2 overlaps by streams of the device, and a processor has none: it waits for each collective where it is started, with and "
+            "without the root. So nothing can be gained here; the clock below shows what a device with streams gains.",
+            patch=OWN_ROOTS,
+            nodes=nodes,
+        ),
+        Feature(
+            "tensor",
+            "Tensor parallelism: the gradient of a column-parallel product's input is reduced while the weight's gradient is computed",
+            "the reduction is awaited where it starts",
+            "llama",
+            FAST,
+            {"tensor": nodes},
+            Recipe(tensor=nodes),
+            "By hand it is parallelize_module, whose collectives are awaited where their results are used.",
+            pins_without={"overlap": "none"},
+            nodes=nodes,
+        ),
+        Feature(
+            "1f1b",
+            "1F1B: what a stage sends while its pipeline fills and drains travels under the next microbatch",
+            "a stage waits for all that it sends",
+            "long-sequence",
+            SLOW,
+            {"pipeline": nodes, "microbatches": 4, "schedule": "1f1b"},
+            Recipe(pipeline=nodes, microbatches=4),
+            "Both programs run torch's schedule, which in its steady state waits for what it sends and receives in pairs.",
+            patch=WAITING,
+            nodes=nodes,
+        ),
+        Feature(
+            "zero-bubble",
+            "Zero bubble: gradients of weights are computed while a stage waits for the gradients of its outputs",
+            "1F1B, which computes both kinds of gradients at once",
+            "long-sequence",
+            SLOW,
+            {"pipeline": nodes, "microbatches": 4, "schedule": "zero-bubble"},
+            Recipe(pipeline=nodes, microbatches=4),
+            "Two cores run all nodes, so that the bubbles of 4 nodes cost other nodes' time and not a processor's.",
+            pins_without={"schedule": "1f1b"},
+            nodes=nodes,
+        ),
+    )
+
+
+FEATURES = (*features(2), *features(4))
 
 
 @dataclass(frozen=True, slots=True)

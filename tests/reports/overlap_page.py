@@ -37,8 +37,9 @@ Plans are priced by what was measured on the same links.
 FEATURES_HEAD = """
 ## With and without each kind of overlap
 
-Both programs are emitted from one plan and do the same arithmetic: the losses of all their steps are equal in every bit, or the report
-fails. The program without overlap has a few lines at the end of one file of its folder that take the overlap out. Communication, and the
+The program without overlap has a few lines at the end of one file of its folder that take the overlap out: then both do the same
+arithmetic, and the losses of all their steps are equal in every bit, or the report fails. Or it is that of a plan with one other pin, which
+may add in another order: then the losses differ by rounding. Communication, and the
 share of it that runs under computation, are from torch's profiler over one more step of each program. A span of communication
 includes the wait for the slowest node; in a pipeline it is that of a send, until it is received.
 """
@@ -125,12 +126,8 @@ def _hidden(line: Line, program: str) -> str:
 
 
 def _feature(feature: Feature, line: Line) -> str:
-    (name, patch), *others = feature.patch.items()
-    assert not others, feature.name
     priced, losses = line["priced_s"], line["losses"]
     steps = f"{line['steps']} timed step{'s' * (line['steps'] > 1)}"
-    difference = losses["by_hand_difference"]
-    by_hand = f"differ by at most {difference:.1g} of their value" if difference else "are equal to them too"
     return f"""
 ### {feature.name}
 
@@ -140,12 +137,21 @@ def _feature(feature: Feature, line: Line) -> str:
 
 - {line["rounds"]} rounds of {steps}, at a load of {line["load"]}.
 - The price of a step is {1e3 * priced[WITH]:.0f} ms with and {1e3 * priced[WITHOUT]:.0f} ms without the overlap.
-- The losses of {losses["steps"]} steps are equal in every bit with and without; those by hand {by_hand}.
-- These lines at the end of `{name}` take the overlap out:
+- The losses of {losses["steps"]} steps {_differ(losses["without_difference"])} without,
+  and {_differ(losses["by_hand_difference"])} by hand.
+{_change(feature)}"""
 
-```python
-{patch.rstrip()}
-```"""
+
+def _differ(difference: float) -> str:
+    return f"differ by at most {difference:.1g} of their value from those" if difference else "equal in every bit those"
+
+
+def _change(feature: Feature) -> str:
+    """How the program without overlap differs."""
+    if feature.pins_without:
+        return f"- The plan without overlap pins {' and '.join(f'`{k}={v}`' for k, v in feature.pins_without.items())}."
+    ((name, patch),) = feature.patch.items()
+    return f"- These lines at the end of `{name}` take the overlap out:\n\n```python\n{patch.rstrip()}\n```"
 
 
 def _clock(lines: Sequence[Line]) -> str:
@@ -155,13 +161,13 @@ def _clock(lines: Sequence[Line]) -> str:
     layers, times = found[0]["layers"], found[0]["times_s"]
     compute_s = layers * (times["forward"] + times["backward"])
     rows = [
-        "| gather, reduction of a layer | each layer its own root | one root, nothing ahead | one root, a layer ahead | least |",
+        "| gather, reduction of a layer | each layer its own root | one root, a layer ahead | one root, two layers ahead | least |",
         "|---|---|---|---|---|",
     ]
     for line in found:
         t, seconds = line["times_s"], line["step_s"]
         cells = [f"{t['gather']:g} s, {t['reduce']:g} s"]
-        cells += [f"{seconds[name]:g} s" for name in ("own roots", "nothing ahead", "a layer ahead")]
+        cells += [f"{seconds[name]:g} s" for name in ("own roots", "a layer ahead", "two layers ahead")]
         communicate_s = layers * (2 * t["gather"] + t["reduce"])
         cells.append(f"{max(compute_s + t['gather'] + t['reduce'], communicate_s):g} s")
         rows.append(f"| {' | '.join(cells)} |")

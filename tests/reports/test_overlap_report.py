@@ -53,6 +53,7 @@ def trained(folder: str) -> dict[str, Any]:
             "gradients": trainer.gradients(),
             "early": len(trainer._reductions._early),
             "roots": sum(isinstance(stage, FSDPModule) for stage in trainer.stages.values()),
+            "overlapped": (Path(folder) / "kernels_overlap.py").is_file(),
             "schedule": type(trainer._pipeline._schedule).__name__,
         }
 
@@ -61,20 +62,21 @@ OVERLAPS: dict[str, tuple[str, Any, Any]] = {  # what of ``trained`` tells, with
     "zero0": ("early", 4, 0),
     "zero1": ("early", 4, 0),
     "zero3": ("roots", 1, 0),
+    "tensor": ("overlapped", True, False),
     "1f1b": ("schedule", "Schedule1F1B", "Waiting"),
+    "zero-bubble": ("schedule", "ScheduleInterleavedZeroBubble", "Schedule1F1B"),
 }
 
 
-@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name)
+@pytest.mark.parametrize("feature", [f for f in FEATURES if f.nodes == 2], ids=lambda feature: feature.kind)
 def test_a_patch_takes_the_overlap_out_and_no_bit_changes(feature: Feature, workers2: WorkerPool, tmp_path: Path):
     torch.manual_seed(0)
     graph = annotate(capture(Steps().double(), batch(), nn.functional.mse_loss))
-    plan = manual_plan(graph, **feature.pins)
-    emit(graph, plan, tmp_path / "with")
-    emit(graph, plan, tmp_path / "without")
+    emit(graph, manual_plan(graph, **feature.pins), tmp_path / "with")
+    emit(graph, manual_plan(graph, **{**feature.pins, **feature.pins_without}), tmp_path / "without")
     feature.change(tmp_path / "without")
     some, others = (workers2.run("test_overlap_report:trained", str(tmp_path / name)) for name in ("with", "without"))
-    what, has, has_not = OVERLAPS[feature.name]
+    what, has, has_not = OVERLAPS[feature.kind]
     for one, other in zip(some, others, strict=True):
         assert (one[what], other[what]) == (has, has_not)
         assert one["losses"] == other["losses"] and one["losses"][0] > one["losses"][1]
@@ -85,11 +87,16 @@ def test_a_patch_takes_the_overlap_out_and_no_bit_changes(feature: Feature, work
 def test_losses_that_differ_in_a_bit_are_not_compared():
     arena = object.__new__(Arena)
     arena.losses = {"with": [1.0, 0.5], "without": [1.0, 0.5], "ddp 2": [1.0, 0.6]}
-    assert check_losses(arena, "ddp 2") == pytest.approx(0.1 / 0.6)
+    found = check_losses(arena, "ddp 2", in_bits=True)
+    assert found == {"steps": 2, "without_difference": 0, "by_hand_difference": pytest.approx(0.1 / 0.6)}
     arena.losses["without"][1] += 2**-53
     arena.subject = type("Toy", (), {"name": "toy"})
     with pytest.raises(ProgramError, match="step 1"):
-        check_losses(arena, "ddp 2")
+        check_losses(arena, "ddp 2", in_bits=True)
+    assert check_losses(arena, "ddp 2", in_bits=False)["without_difference"] == pytest.approx(2**-52)
+    arena.losses["without"][1] += 1e-4
+    with pytest.raises(ProgramError, match="step 1"):
+        check_losses(arena, "ddp 2", in_bits=False)
 
 
 def test_spans_of_a_step():
