@@ -59,12 +59,12 @@ class Attention(nn.Module):
 
 
 def _rotate(x: Tensor) -> Tensor:
-    """Rotary positions (Su et al. 2021, eq. 34), halves paired."""
+    """Rotary positions (Su et al. 2021, eq. 34), halves paired; angles in float32, the result in the dtype of ``x``."""
     half = x.shape[-1] // 2
     rates = 10000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angle = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32).unsqueeze(1) * rates
     a, b = x[..., :half], x[..., half:]
-    return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
+    return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1).to(x.dtype)
 
 
 class GatedMLP(nn.Module):

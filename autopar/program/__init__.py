@@ -31,6 +31,7 @@ FILES = (
     "offload.py",
     "opaque.py",
     "optimizers.py",
+    "scaling.py",
     "segments.py",
     "selective.py",
     "state.py",
