@@ -23,6 +23,7 @@ FILES = (
     "kernels.py",
     "kernels_ctc.py",
     "kernels_experts.py",
+    "kernels_fp8.py",
     "kernels_norm.py",
     "kernels_overlap.py",
     "kernels_random.py",

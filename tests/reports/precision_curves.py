@@ -8,6 +8,7 @@ a process of its own; on a GPU, which is faster than one process needs, they run
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -29,6 +30,7 @@ import autopar
 from autopar.bench.models import DecoderBlock, Stack, token_loss
 from autopar.errors import UsageError
 from autopar.picture import pyplot, save
+from autopar.plan import FP8
 
 WINDOW = 20
 """Steps over which a curve is smoothed: each point is the mean of the last ones."""
@@ -36,7 +38,7 @@ WINDOW = 20
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One curve: the keywords of ``compile`` that make it."""
+    """One curve: its precision, and what the plan allows itself, whether it gains or not."""
 
     name: str
     precision: str
@@ -44,7 +46,7 @@ class Way:
 
 
 REFERENCE = "float32"
-WAYS = (Way(REFERENCE, "float32"), Way("bfloat16", "bfloat16"), Way("float16", "float16"))
+WAYS = (Way(REFERENCE, "float32"), Way("bfloat16", "bfloat16"), Way("float16", "float16"), Way(FP8, "bfloat16", (FP8,)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +91,18 @@ def train(way: Way, steps: int) -> dict[str, Any]:
     size = SIZES[device]
     torch.manual_seed(0)
     model, data = size.build(), list(batches(size, steps))
-    program = autopar.compile(
-        model,
-        1,
-        data[0],
-        token_loss,
-        precision=way.precision,
-        allow=way.allow,
-        compile="none",  # a compilation of every precision would take longer than the training
-        capture_check=False,
-        lr=3e-4,
-        max_norm=1.0,
-        time_limit_s=600,
-    )
+    options: dict[str, Any] = {
+        "precision": way.precision,
+        "compile": "none",  # a compilation of every precision would take longer than the training
+        "capture_check": False,
+        "lr": 3e-4,
+        "max_norm": 1.0,
+        "time_limit_s": 600,
+    }
+    program = autopar.compile(model, 1, data[0], token_loss, **options)
+    if way.allow:
+        plan = dataclasses.replace(program.plan, allow=way.allow)
+        program = autopar.compile(model, 1, data[0], token_loss, plan=plan, **options)
     losses = program.train(data)
     return {
         "precision": way.name,
@@ -153,7 +154,8 @@ def page(lines: list[dict[str, Any]]) -> str:
         f"of {reference['tokens_per_step']:,} bytes, as an emitted program on one device ({reference['device']}, torch "
         f"{reference['torch']}, Python {reference['python']}). All precisions start from the same",
         "values and read the same batches; AdamW, gradients clipped to a norm of 1. In bfloat16 and float16 the parameters' master",
-        "copies, the sums of gradients and Adam's moments are float32; in float16 the loss is scaled dynamically.\n",
+        "copies, the sums of gradients and Adam's moments are float32; in float16 the loss is scaled dynamically. fp8 is bfloat16 with the",
+        "products of the blocks in 8 bits.\n",
         "![loss by step](precision.svg)\n",
         f"The difference is that of the curves' means over {WINDOW} steps, where it is largest, to {REFERENCE}'s curve, which ends "
         f"at {last:.4f}.\n",
