@@ -59,12 +59,12 @@ class Scaled(NamedTuple):
 
 
 def scaled(x: Tensor, dtype: torch.dtype) -> Scaled:
-    """``x`` in 8 bits. Values that are infinite or NaN make all results of a product NaN."""
+    """``x`` in 8 bits, contiguous. A value that is infinite or NaN makes all products with it NaN."""
     low, high = torch.aminmax(x)
     largest = torch.maximum(-low, high).float().clamp(min=_SMALLEST)
     room = torch.finfo(dtype).max / largest
     scale = (room.view(torch.int32) & _EXPONENT).view(torch.float32)
-    return Scaled((x * scale).to(dtype), scale.reciprocal())
+    return Scaled((x * scale).to(dtype, memory_format=torch.contiguous_format), scale.reciprocal())
 
 
 def product(a: Scaled, b: Scaled) -> Tensor:

@@ -55,6 +55,13 @@ def test_scales_are_the_largest_powers_of_two(dtype: torch.dtype, size: float) -
     assert (error <= bits * x.double().abs().clamp(min=smallest)).all() and error.max() > 0
 
 
+def test_the_layout_is_what_the_hardware_takes() -> None:
+    """Rows are contiguous, whatever the strides of the tensor."""
+    x = torch.randn(32, 48).bfloat16()
+    assert scaled(x.t(), FORWARD).values.is_contiguous() and scaled(x, FORWARD).transposed().values.is_contiguous()
+    assert torch.equal(scaled(x.t(), FORWARD).values.float(), scaled(x, FORWARD).transposed().values.float())
+
+
 def products(x: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The result and both gradients, with operands rounded in a loop of their own, in float64."""
 
