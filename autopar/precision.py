@@ -13,6 +13,7 @@ ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 """Bytes of one element, by the names of torch's dtypes."""
 
 PRECISIONS = tuple(ELEMENT_BYTES)
+FLOAT16 = "float16"  # the precision whose losses are scaled
 FLOAT8 = "float8"  # matrix products in 8 bits: devices have a rate for it, no model is captured in it
 SPELLINGS = {name: name for name in PRECISIONS} | {
     "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from autopar.capture import apart, capture
+from autopar.capture import apart, capture, in_float8
 from autopar.errors import AutoparError, BatchError, ModelError
 from autopar.graph import Graph
+from autopar.plan import FP8
 from autopar.precision import normalise
 from autopar.search.concessions import Concession
 from autopar.shard import annotate
@@ -86,9 +87,12 @@ class Recapture(Protocol):
 
 
 def with_concession(graph: Graph, recapture: Recapture, concession: Concession) -> Graph:
-    """The graph of plans that make the concession: of one microbatch where each microbatch has its own statistics and loss."""
+    """The graph of plans that make the concession: of one microbatch where each microbatch has its own statistics and loss, and with
+    products in 8 bits where they are allowed."""
     part = apart(graph, lambda rows: recapture(global_batch=rows), concession.microbatches)
-    return part if part.narrow == concession.narrow else dataclasses.replace(part, narrow=concession.narrow)
+    narrow = tuple(name for name in concession.narrow if name != FP8)
+    part = part if part.narrow == narrow else dataclasses.replace(part, narrow=narrow)
+    return in_float8(part) if FP8 in concession.narrow else part
 
 
 def sequence_length(graph: Graph) -> int | None:

@@ -59,7 +59,7 @@ class Attention(nn.Module):
 
 
 def _rotate(x: Tensor) -> Tensor:
-    """Rotary positions (Su et al. 2021, eq. 34), halves paired."""
+    """Rotary positions (Su et al. 2021, eq. 34), halves paired; angles in float32, the result in the dtype of ``x``."""
     half = x.shape[-1] // 2
     rates = 10000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angle = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32).unsqueeze(1) * rates

@@ -3,6 +3,7 @@
 from autopar.capture.apart import apart
 from autopar.capture.batch import BatchStructure, flatten_batch, rebuild_batch
 from autopar.capture.check import NOT_COMPARED, check_capture
+from autopar.capture.float8 import in_float8
 from autopar.capture.float64 import WholeFloat64
 from autopar.capture.opaque import opaque
 from autopar.capture.pipeline import capture
@@ -15,6 +16,7 @@ __all__ = [
     "capture",
     "check_capture",
     "flatten_batch",
+    "in_float8",
     "opaque",
     "rebuild_batch",
 ]

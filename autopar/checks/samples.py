@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autopar.checks.rules import Sample, held, sample
 from autopar.checks.sample_experts import gated_experts, plain_experts
-from autopar.program import kernels, kernels_ctc, kernels_norm, kernels_random, kernels_rnn
+from autopar.program import kernels, kernels_ctc, kernels_fp8, kernels_norm, kernels_random, kernels_rnn
 from autopar.program.kernels_experts import grouped_linear, of_rows
 
 aten = torch.ops.aten
@@ -115,6 +115,7 @@ def products() -> list[Sample]:
         sample(aten.linear.default, r(6, 5, 12), r(6, 12), r(6)),
         sample(aten.linear.default, r(6, 12), r(4, 12)),
         sample(aten.linear.default, r(1, 6, 12), r(6, 12)),
+        sample(kernels_fp8.linear, r(6, 5, 12), r(6, 12)),
         *(
             sample(aten.matmul.default, a, c)
             for a, c in ((r(6), r(6)), (r(6), r(6, 4)), (r(2, 6, 12), r(12)), (r(6, 12), r(12, 6)))

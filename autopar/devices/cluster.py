@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.devices import constants
-from autopar.devices.measured import ATTENTION, Floats, Ops, Wires
+from autopar.devices.measured import ATTENTION, PRODUCT8, Floats, Ops, Wires
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,8 @@ class Gpu:
         if self.measured is not None:
             return self.measured.seconds(kinds, flops, moved, dtype, backward)
         rates = np.where(kinds == ATTENTION, self.attention_flops_per_s(dtype), self.flops_per_s(dtype))
+        if (narrow := kinds == PRODUCT8).any():
+            rates = np.where(narrow, self.flops_per_s("float8"), rates)
         # a product's tiles are loaded before and stored after the arithmetic: the two overlap in part, best where one is much longer
         return np.asarray(np.hypot(flops / rates, moved / self.bytes_per_s))
 

@@ -46,6 +46,16 @@ FP8_PASSES = Constant(
     "ratio of bytes",
     "assumed: an operand is read for its largest value, read and written in 8 bits, and read: 6 bytes for 2",
 )
+FP8_ROUNDING = Constant(
+    4.5,
+    "ratio of bytes",
+    "library: program/kernels_fp8.py: 16-bit numbers are read for the largest, read and written scaled, read and written in 8 bits",
+)
+FP8_KERNELS = Constant(
+    20.0,
+    "kernels of one product",
+    "library: program/kernels_fp8.py: ten for each operand (its largest value, the scale, the rounding); the product is the last",
+)
 USABLE_MEMORY_CPU = Constant(
     0.7,
     "fraction of the machine's memory",
@@ -93,7 +103,6 @@ TF32_OVER_BF16 = Constant(
     "ratio of peak FLOP/s",
     "vendor: TF32 runs at half the bfloat16 rate on A100, H100 and B200; holds with float32 matmul precision 'high'",
 )
-FP8_OVER_BF16 = Constant(2.0, "ratio of peak FLOP/s", "vendor: 1,979 of 989 TFLOP/s on H100, 4,500 of 2,250 on B200")
 FP32_OVER_FP16_VOLTA = Constant(
     0.125,
     "ratio of peak FLOP/s",

@@ -150,11 +150,14 @@ def _peak(entry: Mapping[str, Any]) -> float:
     return float(entry.get("peak_bf16_dense_tflops") or entry.get("peak_fp16_dense_tflops") or 0.0) * _TERA
 
 
-def peaks(bf16_flops: float | None, fp16_flops: float | None = None) -> dict[str, float]:
-    """Dense FLOP/s by precision from the one figure that every specification has."""
+def peaks(
+    bf16_flops: float | None, fp16_flops: float | None = None, fp8_flops: float | None = None
+) -> dict[str, float]:
+    """Dense FLOP/s by precision from the one figure that every specification has. Without ``fp8_flops`` products in 8 bits run at
+    bfloat16's rate."""
     if bf16_flops:
         return {
-            "float8": bf16_flops * c.FP8_OVER_BF16.value,
+            "float8": fp8_flops or bf16_flops,
             "bfloat16": bf16_flops,
             "float16": bf16_flops,
             "float32": bf16_flops * c.TF32_OVER_BF16.value,
@@ -163,7 +166,7 @@ def peaks(bf16_flops: float | None, fp16_flops: float | None = None) -> dict[str
     assert fp16_flops
     single = fp16_flops * c.FP32_OVER_FP16_VOLTA.value
     # without bfloat16 in hardware it runs in the float32 units
-    return {"bfloat16": single, "float16": fp16_flops, "float32": single, "float64": single / 2}
+    return {"float8": single, "bfloat16": single, "float16": fp16_flops, "float32": single, "float64": single / 2}
 
 
 def gpu(name: str, memory_bytes: int | None = None) -> Gpu:
@@ -176,7 +179,7 @@ def gpu(name: str, memory_bytes: int | None = None) -> Gpu:
     return Gpu(
         name=name,
         memory_bytes=memory_bytes or int(gib * c.GIB_PER_VENDOR_GB.value),
-        peak_flops=peaks(peak if bf16 else None, peak),
+        peak_flops=peaks(peak if bf16 else None, peak, entry.get("peak_fp8_dense_tflops", 0.0) * _TERA),
         matmul_efficiency=sustained / peak,
         memory_bytes_per_s=entry["hbm_gb_per_s"] * _GIGA,
         memory_efficiency=c.MEMORY_EFFICIENCY.value * c.SUSTAINED.value
@@ -264,7 +267,13 @@ def cpu(processes: int) -> tuple[Gpu, Link]:
     device = Gpu(
         name="cpu",
         memory_bytes=machine_memory_bytes() // processes,
-        peak_flops={"bfloat16": flops * low, "float16": flops * low, "float32": flops, "float64": flops / 2},
+        peak_flops={
+            "float8": flops * low,
+            "bfloat16": flops * low,
+            "float16": flops * low,
+            "float32": flops,
+            "float64": flops / 2,
+        },
         matmul_efficiency=1.0,  # the figures are rates of real code, not peaks
         memory_bytes_per_s=c.CPU_BYTES_PER_S.value,
         memory_efficiency=1.0,

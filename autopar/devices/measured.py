@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 PRODUCT, ATTENTION, POINTWISE, VIEW = "product", "attention", "pointwise", "view"
+PRODUCT8 = "product in 8 bits"
 """Kinds of op with curves of their own. Every other kind is an op's name, and has the curve of ``POINTWISE`` where it was not measured."""
 
 
@@ -70,8 +71,9 @@ class Ops:
         found = np.zeros_like(flops)
         for kind in np.unique(kinds):
             here = kinds == kind
-            if kind == PRODUCT:
-                rate = self._of(self.products, dtype, backward).at(flops[here] / np.maximum(moved[here], 1.0))
+            if kind in (PRODUCT, PRODUCT8):
+                numbers = "float8" if kind == PRODUCT8 else dtype
+                rate = self._of(self.products, numbers, backward).at(flops[here] / np.maximum(moved[here], 1.0))
                 found[here] = flops[here] / rate
             elif kind == ATTENTION:
                 found[here] = flops[here] / self._of(self.attention, dtype, backward).at(flops[here])

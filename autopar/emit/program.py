@@ -22,7 +22,7 @@ from autopar.errors import ModelError, UsageError
 from autopar.graph import Graph
 from autopar.ops.meta import meta
 from autopar.plan import SELECTIVE, Plan, given_up, local_steps
-from autopar.precision import name_of
+from autopar.precision import FLOAT16, name_of
 from autopar.program import copy_runtime
 from autopar.program.bidirectional import ORDERS
 from autopar.program.state import write_initial
@@ -78,7 +78,7 @@ def emit(
             f"{len(graph.valueless)} buffers of the model have no values, and its forward pass computes with them: {some}",
             "build the model on the CPU; or on meta with its parameters alone, as autopar.zoo does, so that the program gets true tables",
         )
-    _refuse_float16(graph)
+    _refuse_float16(graph, plan)
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     local = cut_stages(graph, plan, plan_shardings(graph, plan))
@@ -136,8 +136,11 @@ def _refuse_priced(plan: Plan) -> None:
         raise UsageError(f"this plan is priced alone: {plan.unwritten}", "plan anew without it (offload, or allow)")
 
 
-def _refuse_float16(graph: Graph) -> None:
-    """Raise ``UsageError`` if gradients would be float16: small ones become zeros, large ones infinite, without loss scaling."""
+def _refuse_float16(graph: Graph, plan: Plan) -> None:
+    """Raise ``UsageError`` if gradients would be float16 in a program of another precision: small ones become zeros, large ones infinite,
+    without loss scaling."""
+    if plan.precision == FLOAT16:
+        return
     found = [(p.original, p.dtype) for p in graph.parameters.values() if p.trainable]
     found += [(value.name, value.dtype) for value in graph.values.values() if value.requires_grad]
     for cls in graph.classes.values():
@@ -146,8 +149,9 @@ def _refuse_float16(graph: Graph) -> None:
     for name, dtype in found:
         if dtype == torch.float16:
             raise UsageError(
-                f"the gradient of {name} would be float16, which is too narrow for gradients, and programs have no loss scaling",
-                "use bfloat16 (precision='bfloat16', --precision bfloat16): as fast, with the range of float32",
+                f"the gradient of {name} would be float16, which is too narrow for gradients, and the loss of a program in "
+                f"{plan.precision} is not scaled",
+                "ask for one precision: precision='float16', whose loss is scaled, or 'bfloat16', with the range of float32",
             )
 
 

@@ -8,6 +8,7 @@ from autopar.plan import (
     ALL_REDUCE,
     APART,
     DEGREES,
+    FP8,
     FULL,
     MICROBATCH_STATISTICS,
     NARROW,
@@ -61,7 +62,7 @@ def describe(plan: Plan) -> str:
         if count:
             whose = "" if count == len(plan.layers) else f" of {count} of {len(plan.layers)} layers"
             parts.append(f"{what}{whose} in the host's memory")
-    parts += [f"{name.replace('_', ' ')} (not exact)" for name in NARROW if name in plan.allow]
+    parts += [f"{name.replace('_', ' ')} (not exact)" for name in (*NARROW, FP8) if name in plan.allow]
     return ", ".join(parts)
 
 

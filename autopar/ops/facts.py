@@ -29,7 +29,7 @@ class Kind(Enum):
     """The kind of an op; the value lists the ops by their full names."""
 
     ATTENTION = ("aten.scaled_dot_product_attention", "kernels.attention")
-    PRODUCT = aten_names("linear matmul mm bmm mv addmm addbmm baddbmm")
+    PRODUCT = (*aten_names("linear matmul mm bmm mv addmm addbmm baddbmm"), "kernels_fp8.linear")
     EINSUM = aten_names("einsum")
     GROUPED_PRODUCT = ("aten._grouped_mm", "transformers.grouped_mm_fallback")  # as models call it
     EXPERTS_PRODUCT = ("kernels_experts.grouped_linear",)  # as the body of a mixture calls it
@@ -104,6 +104,11 @@ class Op:
     def is_product(self) -> bool:
         """Whether the op is a product of matrices or a convolution, whose operands have one dtype."""
         return self.kind in _PRODUCTS
+
+    @property
+    def in_float8(self) -> bool:
+        """Whether the op is a product of 8-bit numbers."""
+        return self.name == "kernels_fp8.linear"
 
     @property
     def is_expensive(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autopar.devices import constants
-from autopar.devices.measured import ATTENTION, PRODUCT
+from autopar.devices.measured import ATTENTION, PRODUCT, PRODUCT8
 from autopar.ops import cost
 from autopar.ops.facts import Kind, facts
 from autopar.ops.operands import operands
@@ -66,6 +66,7 @@ def draft(ops: tuple[fx.Node, ...], run: Trace, size: Size, float8: bool) -> Dra
     _add_forks(ops, run, slots)
     if float8:
         _convert_operands(ops, slots)
+    _round_operands(ops, run, slots)
     flops = [_flops(node, run) for node in ops]
     return Draft(
         ops=ops,
@@ -74,8 +75,13 @@ def draft(ops: tuple[fx.Node, ...], run: Trace, size: Size, float8: bool) -> Dra
         slots=slots,
         forward_flops=[f.forward for f in flops],
         backward_flops=[f.backward for f in flops],
-        forward_kernels=[float(node.name not in run.views) for node in ops],
-        backward_kernels=[f.backward_kernels for f in flops],
+        forward_kernels=[
+            float(constants.FP8_KERNELS.value if facts(node).in_float8 else node.name not in run.views) for node in ops
+        ],
+        backward_kernels=[
+            f.backward_kernels * (constants.FP8_KERNELS.value if facts(node).in_float8 else 1.0)
+            for node, f in zip(ops, flops, strict=True)
+        ],
         model_flops=[f.model for f in flops],
         kinds=[_kind(node) for node in ops],
         saved=run.saved,
@@ -85,6 +91,8 @@ def draft(ops: tuple[fx.Node, ...], run: Trace, size: Size, float8: bool) -> Dra
 def _kind(node: fx.Node) -> str:
     if cost.is_attention(node):
         return ATTENTION
+    if facts(node).in_float8:
+        return PRODUCT8
     return PRODUCT if cost.model_flops(node) else facts(node).short
 
 
@@ -134,6 +142,25 @@ def _convert_operands(ops: tuple[fx.Node, ...], slots: list[Slot]) -> None:
         if slot.operand != OUTPUT and cost.model_flops(ops[slot.op]) and not cost.is_attention(ops[slot.op]):
             slot.forward *= constants.FP8_PASSES.value
             slot.backward *= constants.FP8_PASSES.value
+
+
+def _round_operands(ops: tuple[fx.Node, ...], run: Trace, slots: list[Slot]) -> None:
+    """Add the rounding of the operands of ``kernels_fp8.linear``, which its backward pass repeats, and of the result's gradient.
+
+    The backward pass rounds a tensor, transposes it in 8 bits, and reads it once, the gradient twice; it writes the operands' gradients.
+    """
+    for slot in slots:
+        if not facts(ops[slot.op]).in_float8:
+            continue
+        rounding, once = (
+            constants.FP8_ROUNDING.value,
+            0.5,
+        )  # one pass over 8-bit numbers moves half the bytes of the 16-bit tensor
+        if slot.operand != OUTPUT:
+            slot.forward = (rounding + once) * slot.bytes
+        if slot.backward:
+            reads, writes = (2, 0) if slot.operand == OUTPUT else (1, run.requires_grad[slot.value])
+            slot.backward = (rounding + (2 + reads) * once + writes) * slot.bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -548,5 +548,5 @@ def _activations(c: Core, strategy: Strategy, segment: int) -> tuple[float, floa
 
 
 def update_bytes(numbers: Precision) -> int:
-    """Bytes that the optimizer moves per parameter: reads the gradient, reads and writes its state and the parameter."""
-    return numbers.gradient + 2 * numbers.optimizer + 2 * numbers.shard
+    """Bytes that an update moves per parameter: the loss scale's, the gradient is read, its state and the parameter read and written."""
+    return numbers.unscaled + numbers.gradient + 2 * numbers.optimizer + 2 * numbers.shard

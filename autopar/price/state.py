@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autopar.errors import UsageError
 from autopar.plan import NARROW_GRADIENTS, NARROW_MOMENTS
-from autopar.precision import ELEMENT_BYTES, FLOAT8
+from autopar.precision import ELEMENT_BYTES, FLOAT8, FLOAT16
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class Precision:
     ``accumulated``  memory traffic of adding one microbatch's gradient to those of earlier microbatches
     ``averaged``     a gradient's in a reduction without ZeRO
     ``fresh``        the gradient from one backward pass, until it is added to the others
+    ``unscaled``     memory traffic of looking for an overflow in a gradient, and of dividing it by the loss scale
     ===============  =================================================================================================
     """
 
@@ -36,6 +37,7 @@ class Precision:
     accumulated: int
     averaged: int
     fresh: int = 0
+    unscaled: int = 0
 
     @property
     def reduced(self) -> int:
@@ -62,7 +64,8 @@ def precision(name: str, allow: Collection[str] = ()) -> Precision:
     moments = 2 * (2 if NARROW_MOMENTS in allow else 4)
     # a wide sum is read and written, and the product's result is read; for a narrow sum the product does another read and write
     accumulated = 2 * gradient + width if gradient > width else 3 * gradient
-    return Precision(name, width, gradient, moments + 4, True, width, 4, accumulated, gradient)
+    unscaled = 3 * gradient if name == FLOAT16 else 0  # two reads and a write
+    return Precision(name, width, gradient, moments + 4, True, width, 4, accumulated, gradient, unscaled=unscaled)
 
 
 def state_bytes(

@@ -106,8 +106,8 @@ Metas = tuple[Tensor, ...]
 class BothWays:
     """Runs one rank's actions.
 
-    ``modules`` are its stages; ``borders`` gives for each stage the tensors that it receives and sends. ``term`` makes a microbatch's
-    term of the loss of the last stage's result. ``group`` has the pipeline ranks.
+    ``modules`` are its stages; ``borders`` gives for each stage the tensors that it receives and sends. ``term`` makes the scalar whose
+    backward pass gives a microbatch's gradients of the last stage's result. ``group`` has the pipeline ranks.
     """
 
     def __init__(
@@ -130,10 +130,9 @@ class BothWays:
         self._saved: dict[tuple[int, int], tuple[list[Tensor], tuple[Tensor, ...]]] = {}  # inputs and outputs
         self._gradients: dict[tuple[int, int], list[Tensor]] = {}  # of inputs, until they are sent
         self._sent: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
-        self._losses: list[Tensor] = []
 
-    def step(self, inputs: Mapping[str, Sequence[Tensor]]) -> list[Tensor]:
-        """Run all actions; ``inputs`` are each input's microbatches. Returns this rank's terms of the loss."""
+    def step(self, inputs: Mapping[str, Sequence[Tensor]]) -> None:
+        """Run all actions; ``inputs`` are each input's microbatches."""
         self._clear()
         for step in self._steps:
             if step.peer is not None:
@@ -144,9 +143,7 @@ class BothWays:
                 self._backward(step)
         while self._sent:
             _wait(self._sent.popleft()[0])
-        losses = self._losses
         self._clear()
-        return losses
 
     def _forward(self, step: Step, inputs: dict[str, Tensor]) -> None:
         arrived = self._taken(step) if step.stage else []
@@ -155,7 +152,6 @@ class BothWays:
         result: Any = self._modules[step.stage](*arrived, **inputs)
         if step.stage == self._last:
             result = self._term(result)
-            self._losses.append(result.detach())
         outputs = (result,) if isinstance(result, Tensor) else tuple(result)
         self._saved[step.stage, step.microbatch] = arrived, outputs
 

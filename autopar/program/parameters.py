@@ -194,6 +194,10 @@ class FlatGroup:
             Master(slot.layout, tensor, _alike(slot.layout, (*self._shards, *self._apart), self._world))
         )
 
+    def own_gradients(self) -> list[Tensor]:
+        """The gradients that this rank's masters read, after the reduction."""
+        return [self._grads[self._own]] if self.masters else []
+
     def adders(self) -> Mapping[int, Callable[[Tensor], None]]:
         """By the identity of each trainable parameter that the stage reads: the function that adds a microbatch's gradient, for gradients
         that autograd does not compute."""
@@ -379,6 +383,10 @@ class ShardedGroup:
         for layout in self._params:
             gathered = self._stage.get_parameter(layout.name)
             self._adders[id(gathered)] = functools.partial(self._late.add, layout.name)
+
+    def own_gradients(self) -> list[Tensor]:
+        """As of ``FlatGroup``."""
+        return [master.tensor.grad for master in self.masters if master.tensor.grad is not None]
 
     def adders(self) -> Mapping[int, Callable[[Tensor], None]]:
         """As of ``FlatGroup``; the stage reads parameters that FSDP2 has gathered."""

@@ -41,6 +41,7 @@ from autopar.program.parameters import (
     seeded,
 )
 from autopar.program.reductions import Reductions
+from autopar.program.scaling import LossScale
 from autopar.program.state import initial, read_state, wrong_state
 from autopar.program.weight_gradients import SplitStage
 from autopar.program.world import MIRROR, Layout, Program, World, load, start
@@ -59,8 +60,9 @@ class Trainer:
     ``optimizer`` (``adamw`` if left out) makes an optimizer from the list of the user's parameters, or from pairs with their names if its
     argument is called ``named_parameters``. These parameters are placeholders, which this rank's own tensors replace (see
     ``optimizers``). Initial values are ``state`` (a state dict of the user's model), ``values`` (by a parameter's record) or drawn from
-    ``seed``, whatever the plan.
-    ``max_norm`` clips gradients in ``step``.
+    ``seed``, whatever the plan. ``max_norm`` clips gradients in ``step``.
+    ``loss_scale`` is the dynamic loss scale of a program in float16, otherwise ``None``; losses, gradients and norms that the trainer
+    returns are without it.
     """
 
     def __init__(
@@ -85,23 +87,37 @@ class Trainer:
             self.load_state_dict(state)
         else:
             self._load(values or seeded(seed))
-        self._pipeline = _Pipeline(program, world, self.stages, self._by_stage, self._reductions)
+        self.loss_scale = LossScale(world.device) if program.plan["precision"] == "float16" else None
+        self._pipeline = _Pipeline(program, world, self.stages, self._by_stage, self._reductions, self.loss_scale)
         masters = [(master.layout, master.tensor) for group in self._groups for master in group.masters]
         optimizer = optimizer or (lambda params: adamw(params, 3e-4, world))
         self.optimizer = optimizers.make(optimizer, program, masters)
-        self._seed, self.steps = seed, 0  # updates so far
+        self._seed, self.steps = seed, 0  # updates so far, skipped ones included
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
         """One update on the global ``batch`` (every rank gets the whole batch); returns the loss before the update, on every rank."""
         loss = self._forward_backward(batch)
         if self.max_norm is not None:
             self._clip(self.max_norm)
-        self.update()
-        return float(loss)  # the host waits for the device here alone
+        # the host waits for the device once per step: at the end, or to learn whether the update is skipped
+        if self.loss_scale is None:
+            self._update()
+            return float(loss)
+        value, overflowed = torch.stack((loss, self.loss_scale.overflowed())).tolist()
+        self._update(skipped=overflowed > 0)
+        return float(value)
 
     def update(self) -> None:
-        """Update the parameters by the gradients from ``forward_backward``, and the buffers by the values that it computed."""
-        if self.optimizer is not None:
+        """Update the parameters by the gradients from ``forward_backward``, and the buffers by the values that it computed.
+
+        If a gradient in float16 overflowed on any rank, parameters and the optimizer's states stay as they are on all ranks.
+        """
+        self._update(skipped=self.loss_scale is not None and bool(self.loss_scale.overflowed() > 0))
+
+    def _update(self, skipped: bool = False) -> None:
+        if self.loss_scale is not None:
+            self.loss_scale.update(skipped)
+        if self.optimizer is not None and not skipped:
             self.optimizer.step()
         self.steps += 1
         apart = self.program.local_steps
@@ -123,6 +139,8 @@ class Trainer:
         self._reductions.start()
         loss = self._pipeline.sum(losses)
         self._reductions.finish()
+        if self.loss_scale is not None:
+            self.loss_scale.unscale(gradient for group in self._groups for gradient in group.own_gradients())
         return loss
 
     def clip_(self, max_norm: float) -> float:
@@ -140,7 +158,10 @@ class Trainer:
         grads = [grad for master in counted if (grad := master.tensor.grad) is not None]
         norms = [_norm(grad) for grad in grads] or [torch.zeros((), dtype=torch.float64, device=self.world.device)]
         squares = torch.stack(norms).square().sum()
-        dist.all_reduce(squares, group=self.world.replica)
+        if self.loss_scale is not None and self.world.replica is None:
+            squares = self.loss_scale.agree(squares)
+        else:
+            dist.all_reduce(squares, group=self.world.replica)
         norm = squares.sqrt()
         nn.utils.clip_grads_with_norm_([master.tensor for master in masters], max_norm, norm)
         return norm
@@ -296,8 +317,11 @@ class _Pipeline:
         stages: Mapping[int, nn.Module],
         groups: Mapping[int, Sequence[Group]],
         reductions: Reductions,
+        scale: LossScale | None = None,
     ) -> None:
         self.program, self.world, self._groups = program, world, groups
+        self._scale = scale
+        self._losses: list[Tensor] = []  # this rank's terms of the step's loss, without the scale
         self.microbatches = int(program.plan["microbatches"])
         self._apart = "microbatch_statistics" in program.plan.get("allow", ())
         self._modules = {index: _Microbatch(index, stage, world, reductions) for index, stage in stages.items()}
@@ -366,29 +390,29 @@ class _Pipeline:
                 inputs[module.prefix + name] = self._local(batch[name], spec).to(device)
             if kind.RANDOM:
                 inputs[module.prefix + "key"] = torch.arange(key, key + self.microbatches)
-        losses: list[Tensor] = []
+        self._losses = []
         # The current mesh belongs to this thread. The backward must run here too, not in a thread of the device: it recomputes layers,
         # whose collectives name axes of that mesh.
         with self.world.in_mesh(), torch.autograd.set_multithreading_enabled(False):
             chunks = {name: tensor.chunk(self.microbatches) for name, tensor in inputs.items()}
             if self._both is not None:
-                losses = self._both.step(chunks)
+                self._both.step(chunks)
             elif self._schedule is None:
                 (module,) = self._modules.values()
                 for i in range(self.microbatches):
-                    loss = self._term(module(**{name: parts[i] for name, parts in chunks.items()}))
-                    loss.backward()
-                    losses.append(loss.detach())
+                    self._term(module(**{name: parts[i] for name, parts in chunks.items()})).backward()
             else:
                 target = torch.zeros(
                     self.microbatches, device=device
                 )  # the schedule requires a target; the stage computes the loss
-                self._schedule.step(target=target, losses=losses, return_outputs=False, **inputs)
-        return losses
+                self._schedule.step(target=target, return_outputs=False, **inputs)
+        return self._losses
 
     def _term(self, loss: Tensor) -> Tensor:
-        """A microbatch's term of the step's loss."""
-        return loss / self.microbatches if self._apart else loss
+        """Note a microbatch's term of the step's loss; the scalar whose backward pass gives the gradients."""
+        term = loss / self.microbatches if self._apart else loss
+        self._losses.append(term.detach())
+        return term if self._scale is None else self._scale.scaled(term)
 
     def _scalars(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The scalars that the prelude computes: for the whole batch, or for every microbatch along dim 0."""

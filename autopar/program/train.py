@@ -3,7 +3,7 @@
 Yours to edit. Training starts from ``initial.pt``, the values of the model that was compiled, or from ``--init FILE``. ``--data`` is a
 file of ``torch.save({"input_ids": tensor, ...})`` whose tensors hold examples along dim 0; a step takes the next ``global_batch`` of them,
 from the start again at the end. ``--data synthetic`` makes some up, of the right shapes.
-Standard output has one JSON object a step, standard error says the same to people.
+Standard output has one JSON object a step, standard error says the same to people. In float16 it has the loss scale of the next step.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def main() -> None:
         loss = trainer.step(next(data))
         seconds = time.perf_counter() - began
         if dist.get_rank() == 0:
-            print(json.dumps({"step": step, "loss": loss, "step_time_s": seconds}), flush=True)
+            scale = {} if trainer.loss_scale is None else {"loss_scale": trainer.loss_scale.scale}
+            print(json.dumps({"step": step, "loss": loss, "step_time_s": seconds, **scale}), flush=True)
             print(f"step {step:4d}  loss {loss:.4f}  {seconds:.3f} s", file=sys.stderr, flush=True)
     if args.save:
         state = trainer.state_dict()

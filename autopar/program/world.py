@@ -243,8 +243,8 @@ class Program:
 
     def dtypes(self, layout: Layout) -> tuple[torch.dtype, torch.dtype]:
         """The dtype of master copies and gradient sums, and the dtype of the stage's arithmetic."""
-        if self.plan["precision"] == "bfloat16" and layout.dtype == torch.bfloat16:
-            return torch.float32, torch.bfloat16
+        if layout.dtype.itemsize == 2 and layout.dtype == getattr(torch, self.plan["precision"]):
+            return torch.float32, layout.dtype
         return layout.dtype, layout.dtype
 
 

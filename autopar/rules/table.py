@@ -53,6 +53,7 @@ TABLE: dict[str, Entry] = {
     "aten.mul": v.elementwise("linear 0 1", "linear 0"),
     "aten.div": v.division,
     "aten.linear": "* k, n k, +n -> * n",
+    "kernels_fp8.linear": "* k, n k -> * n",
     "aten.matmul": v.matmul,
     "aten.mm": "m k, k n -> m n ; linear 0 1",
     "aten.bmm": "b m k, b k n -> b m n ; linear 0 1",

@@ -27,6 +27,7 @@ from autopar.errors import BatchError, LaunchError, UsageError
 from autopar.graph import Graph
 from autopar.keywords import Training
 from autopar.plan import Plan
+from autopar.precision import FLOAT16
 from autopar.program.optimizers import RefusedOptimizerError, checked
 from autopar.program.state import INITIAL, has_values, initial, write_initial, wrong_state
 from autopar.program.world import load
@@ -170,6 +171,23 @@ class Program:
             torch.save(_tensors(state), path)
             self._call("load_state_dict", str(path))
         self._given = {name: state.get(name, tensor) for name, tensor in self._given.items()}
+
+    def scaler_state_dict(self) -> dict[str, float | int]:
+        """The state of the dynamic loss scale of a program in float16, as ``torch.amp.GradScaler.state_dict`` has it; empty in others."""
+        state: dict[str, float | int] = self._call("scaler_state_dict")
+        return state
+
+    def load_scaler_state_dict(self, state: Mapping[str, float | int]) -> None:
+        """Set the state of the loss scale from ``scaler_state_dict``, to go on with a training that was saved.
+
+        Raises ``UsageError`` in programs without a loss scale.
+        """
+        if self.plan.precision != FLOAT16:
+            raise UsageError(
+                f"a program in {self.plan.precision} does not scale its loss",
+                "only programs in float16 have this state",
+            )
+        self._call("load_scaler_state_dict", dict(state))
 
     # -- the folder --
 

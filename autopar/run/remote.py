@@ -68,6 +68,11 @@ def perform(trainer: Any, name: str, *args: Any) -> Any:
         return trainer.forward_backward(*args), trainer.gradients()
     if name == "state_dict":
         return trainer.state_dict()
+    if name == "scaler_state_dict":
+        return {} if trainer.loss_scale is None else trainer.loss_scale.state_dict()
+    if name == "load_scaler_state_dict":
+        trainer.loss_scale.load_state_dict(*args)
+        return None
     assert name == "load_state_dict", name
     trainer.load_state_dict(torch.load(args[0], weights_only=True, mmap=True))
     return None

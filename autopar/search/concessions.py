@@ -7,9 +7,11 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from autopar.errors import CaptureError, InfeasibleError
 from autopar.graph import Graph
-from autopar.plan import MICROBATCH_STATISTICS, NARROW, Plan
+from autopar.plan import FP8, MICROBATCH_STATISTICS, NARROW, Plan
 from autopar.search.options import SearchOptions
 
 
@@ -17,8 +19,8 @@ from autopar.search.options import SearchOptions
 class Concession:
     """The exactness that one plan gives up.
 
-    ``narrow`` names what is in 16 bits (some of ``NARROW``). Each of ``microbatches`` computes its own statistics and loss; with one
-    microbatch, the whole batch, they are exact.
+    ``narrow`` names what is in 16 bits (some of ``NARROW``), and ``FP8`` if products are in 8. Each of ``microbatches`` computes its own
+    statistics and loss; with one microbatch, the whole batch, they are exact.
     """
 
     narrow: tuple[str, ...] = ()
@@ -27,16 +29,18 @@ class Concession:
     @staticmethod
     def of(plan: Plan) -> Concession:
         """The exactness that ``plan`` gives up."""
-        narrow = tuple(name for name in NARROW if name in plan.allow)
+        narrow = tuple(name for name in (*NARROW, FP8) if name in plan.allow)
         return Concession(narrow, plan.microbatches if MICROBATCH_STATISTICS in plan.allow else 1)
 
 
 def concessions(graph: Graph, options: SearchOptions) -> list[Concession]:
     """Every combination that the user allows and that may gain something for the graph, the smallest concession first.
 
-    If the examples of a batch are independent, microbatches are exact; parameters wider than 16 bits concede no precision.
+    If the examples of a batch are independent, microbatches are exact; parameters wider than 16 bits concede no precision, and products in
+    8 bits have results in bfloat16.
     """
     names = [name for name in NARROW if name in options.allow and graph.dtype.itemsize == 2]
+    names += [FP8] if FP8 in options.allow and graph.dtype == torch.bfloat16 else []
     narrow = [some for count in range(len(names) + 1) for some in itertools.combinations(names, count)]
     counts = [1]
     if MICROBATCH_STATISTICS in options.allow and graph.unmicrobatchable:

@@ -23,7 +23,8 @@ import numpy as np
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph import Graph
 from autopar.pins import ANY
-from autopar.plan import ALL_REDUCE, PinPrice, Plan
+from autopar.plan import ALL_REDUCE, FP8, PinPrice, Plan
+from autopar.precision import FLOAT8
 from autopar.schedules import copies_of
 from autopar.search.bounds.cheap import fewest_seconds
 from autopar.search.evaluation import Proof, Solution, cost, in_segments, make_plan, tidy
@@ -147,7 +148,8 @@ def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Instance]:
             state.push(instance, fewest_seconds(instance), more=more)
     if not instances:
         raise _no_price(graph, state)
-    peak = cluster.peak_flops(state.options.precision)
+    numbers = (state.options.precision, *([FLOAT8] if FP8 in graph.allow else []))
+    peak = max(cluster.peak_flops(name) for name in numbers)  # the floor holds for products of both kinds
     if peak:
         first = instances[0]
         flops = sum(first.table(i).prices[0].flops for i in range(first.layers))

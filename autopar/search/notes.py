@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.graph import Graph
-from autopar.plan import APART, NARROW_GRADIENTS, NARROW_MOMENTS, Role, Strategy, local_steps
+from autopar.plan import APART, FP8, NARROW_GRADIENTS, NARROW_MOMENTS, Role, Strategy, local_steps
 from autopar.search.problem import Choice, Mesh
 
 
@@ -36,10 +36,12 @@ def notes_of(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh:
     elif graph.unmicrobatchable:
         notes.append(f"one microbatch only: {graph.unmicrobatchable}")
     narrow = {
-        NARROW_GRADIENTS: "gradients add up and are reduced in 16 bits",
-        NARROW_MOMENTS: "Adam keeps its moments in 16 bits",
+        NARROW_GRADIENTS: "gradients add up and are reduced in 16 bits, not in float32",
+        NARROW_MOMENTS: "Adam keeps its moments in 16 bits, not in float32",
+        FP8: "products with weights multiply 8-bit numbers (e4m3, gradients e5m2, one scale for each tensor of a device); embeddings, "
+        "the head, attention, routers, experts, and weights of dims that 16 does not divide stay in bfloat16",
     }
-    notes += [f"not exact, as {name} allows: {narrow[name]}, not in float32" for name in graph.narrow]
+    notes += [f"not exact, as {name} allows: {narrow[name]}" for name in graph.narrow]
     return tuple(notes)
 
 

@@ -90,6 +90,7 @@ class OtherTrainer(Trainer):
             at_rest=0,
             accumulated=accumulated,
             averaged=own.width if copies else reduced,  # DDP reduces the 16-bit copy
+            unscaled=0,  # their optimizers divide by the loss scale as they read the gradient
         )
 
     def trace(self, cls: LayerClass) -> Trace:

@@ -54,6 +54,16 @@ def test_h100_figures_are_the_files():
     assert dict(cluster.gpu.sources)["bf16"].startswith("stas00/ml-engineering")
 
 
+def test_rates_in_8_bits_are_the_files_or_those_in_16(tmp_path):
+    for name, tflops in (("H100-80GB", 1979), ("B200-180GB", 4500), ("A100-80GB", 312), ("V100-32GB", 125 / 8)):
+        assert parse(f"8x{name}").gpu.peak_flops["float8"] == tflops * 1e12
+    path = tmp_path / "cluster.toml"
+    path.write_text('gpu = "A100-80GB"\npeak_fp8_tflops = 700\n')
+    assert parse(str(path)).gpu.peak_flops == parse("8xA100-80GB").gpu.peak_flops | {"float8": 700e12}
+    path.write_text('gpu = "X1"\nmemory_gb = 1\nmemory_gb_per_s = 1\npeak_bf16_tflops = 10\npeak_fp8_tflops = 30\n')
+    assert parse(str(path)).gpu.peak_flops["float8"] == 30e12
+
+
 def test_nvlink_connects_the_nodes_of_a_domain(tmp_path):
     known = parse("64xGB200")
     assert (known.nodes, known.gpus_per_node, known.nvlink_domain, known.linked_gpus) == (16, 4, 72, 64)

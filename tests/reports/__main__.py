@@ -72,6 +72,9 @@ REPORTS = {
         "communication hidden under computation, on nodes with limited links (root, a quiet machine, 25 minutes)",
         (program("overlap"),),
     ),
+    "precision": Report(
+        "loss curves of one model in every precision (a GPU: two minutes; a CPU: ten)", (program("precision_curves"),)
+    ),
     "published": Report(
         "the automatic layout on every cell of the published sweep", (program("published"),), options=False
     ),

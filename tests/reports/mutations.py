@@ -271,7 +271,7 @@ RUNTIME = tuple(
         ("runtime.py", "the schedule divides gradients by the microbatches", "llama", PIPELINE_ZERO,
          r'"scale_grads": False', '"scale_grads": True'),
         ("runtime.py", "the losses of microbatches apart are added, not averaged", "resnet by microbatch", {"data": 2, "microbatches": 2},
-         r"return loss / self\.microbatches if", "return loss if"),
+         r"term = loss / self\.microbatches if", "term = loss if"),
         ("runtime.py", "every rank takes the first slice of the batch", "llama", DATA,
          r"index \* extent, extent\)", "0 * extent, extent)"),
         ("runtime.py", "the loss of one rank is taken for the whole", "llama", DATA, r'if kind == "P" and', 'if kind == "S" and'),

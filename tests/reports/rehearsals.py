@@ -15,7 +15,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,7 @@ CASES = (
 )
 
 
-def run_case(case: Case, calibration: str | None, done: set[int]) -> list[Line]:
+def run_case(case: Case, calibration: str | None, done: set[int]) -> Iterator[Line]:
     """A line for every rank that is not ``done``."""
     entry = zoo.find(case.model)
     precision = "bfloat16" if case.kind == "cuda" else "float32"
@@ -121,8 +121,8 @@ def run_case(case: Case, calibration: str | None, done: set[int]) -> list[Line]:
     ranks = [rank for rank in case.ranks or first_ranks(plan) if rank not in done]
     with tempfile.TemporaryDirectory() as folder:
         emit_program(graph, plan, Path(folder), type_check=False)
-        return [
-            {
+        for found in rehearse(folder, alone, drawn_batch(graph), ranks, case.kind, STEPS[case.kind]):
+            yield {
                 "case": case.name,
                 "kind": case.kind,
                 "model": case.model,
@@ -135,8 +135,6 @@ def run_case(case: Case, calibration: str | None, done: set[int]) -> list[Line]:
                 "torch": torch.__version__,
                 **found.to_json(),
             }
-            for found in rehearse(folder, alone, drawn_batch(graph), ranks, case.kind, STEPS[case.kind])
-        ]
 
 
 HEAD = """# Ranks of large plans alone on one device

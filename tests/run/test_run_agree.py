@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from exactness import MODELS, subject
 from programs import Shape, mlp_batch, mlp_model, mlp_plan, write_mlp
 from torch import Tensor
 from workers import WorkerPool
 
-from autopar.capture import capture
 from autopar.cli import main
-from autopar.emit import emit
 from autopar.errors import UsageError
 from autopar.program.agree import digest
 from autopar.run import Program
 from autopar.run.folder import import_runtime, program_modules
-from autopar.search.manual import manual_plan
-from autopar.shard import annotate
 
 
 def attempts(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> dict[str, str]:
@@ -102,15 +96,3 @@ def test_the_command_line_refuses_a_negative_rate(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as ended:
         main(["run", "nothing.py:model", "--devices", "2", "--lr", "-1"])
     assert ended.value.code == 2 and "--lr" in capsys.readouterr().err
-
-
-def test_float16_is_planned_and_not_emitted(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model, batch, _ = MODELS["llama"]()
-    graph = annotate(capture(model, batch, precision="float16", name="llama"))
-    plan = dataclasses.replace(manual_plan(graph, data=2), precision="float16")
-    with pytest.raises(UsageError, match="would be float16") as error:
-        emit(graph, plan, tmp_path)
-    assert error.value.hint and "bfloat16" in error.value.hint
-    assert not (tmp_path / "model.py").exists()
-    emit(subject("llama").graph, manual_plan(subject("llama").graph, data=2), tmp_path)

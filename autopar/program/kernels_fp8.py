@@ -1,0 +1,108 @@
+"""Products with weights in 8 bits: e4m3 operands forward, e5m2 gradients backward (Micikevicius et al., "FP8 formats for deep learning",
+arXiv:2209.05433), results in bfloat16.
+
+Every operand is multiplied by one scale for the whole tensor, which follows from the tensor's largest value in this very call (dynamic
+scaling). A scale is a power of two, the largest that leaves the tensor in range: the multiplication rounds nothing, and in a
+floating-point format nothing but the smallest numbers would gain by another factor. Each rank scales its own slices: no collective is
+added, and the rounding of a product depends on the plan. ``allow={"fp8"}`` gives that exactness up.
+
+GPUs with 8-bit tensor cores run the products by ``torch.nn.functional.scaled_mm``. Other devices multiply the same rounded numbers in
+bfloat16, which holds them exactly: results differ by the order of accumulation alone.
+
+This file is copied into programs that have such products; it needs torch and spmd-types alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import spmd_types as spmd
+import torch
+import torch.nn.functional as F  # noqa: N812  torch's own convention
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from autopar.program.kernels import linear_beside_ones
+
+FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
+MULTIPLE = 16
+"""Both dims of a local weight are multiples of this number, as the hardware needs it; other products stay in bfloat16."""
+_SMALLEST = 2.0**-100  # a tensor of zeros is scaled as if this were its largest value
+_EXPONENT = 0x7F800000  # the bits of a float32's exponent: without the others it is the largest power of two not above the number
+_CAPABILITY = (8, 9)  # of CUDA devices with 8-bit tensor cores
+
+
+@torch.compiler.disable  # scales are computed with views of a float's bits, between compiled parts of the layer
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """``F.linear(x, weight)`` in 8 bits: ``x [..., k]`` and ``weight [n, k]`` in bfloat16 give ``[..., n]`` in bfloat16.
+
+    Operands of another dtype, and weights whose local dims are no multiples of ``MULTIPLE``, are multiplied as they are.
+    """
+    if spmd.is_type_checking():
+        ones = [dim for dim, size in enumerate(x.shape[:-1]) if size == 1]
+        return linear_beside_ones(x, weight, ones) if 0 < len(ones) < x.ndim - 1 else F.linear(x, weight)
+    if x.is_meta or x.dtype != torch.bfloat16 or any(size % MULTIPLE for size in weight.shape):
+        return F.linear(x, weight)
+    result: Tensor = _Linear.apply(x, weight)
+    return result
+
+
+class Scaled(NamedTuple):
+    """A tensor in 8 bits: ``values * unit`` is about the tensor; ``unit`` is a scalar in float32, a power of two."""
+
+    values: Tensor
+    unit: Tensor
+
+    def transposed(self) -> Scaled:
+        """The transposed matrix, in memory of its own."""
+        return Scaled(self.values.t().contiguous(), self.unit)
+
+
+def scaled(x: Tensor, dtype: torch.dtype) -> Scaled:
+    """``x`` in 8 bits, contiguous. A value that is infinite or NaN makes all products with it NaN."""
+    low, high = torch.aminmax(x)
+    largest = torch.maximum(-low, high).float().clamp(min=_SMALLEST)
+    room = torch.finfo(dtype).max / largest
+    scale = (room.view(torch.int32) & _EXPONENT).view(torch.float32)
+    return Scaled((x * scale).to(dtype, memory_format=torch.contiguous_format), scale.reciprocal())
+
+
+def product(a: Scaled, b: Scaled) -> Tensor:
+    """``a [m, k] @ b[n, k].T`` in bfloat16."""
+    if a.values.is_cuda and torch.cuda.get_device_capability(a.values.device) >= _CAPABILITY:
+        whole: Any = F.ScalingType.TensorWise
+        return F.scaled_mm(
+            a.values, b.values.t(), a.unit.view(1), whole, b.unit.view(1), whole, output_dtype=torch.bfloat16
+        )
+    return F.linear(a.values.to(torch.bfloat16), b.values.to(torch.bfloat16)) * (a.unit * b.unit)
+
+
+class _Linear(torch.autograd.Function):
+    """The three products of a linear layer in 8 bits. The operands are saved as they are, like those of ``F.linear``, and rounded again:
+    a weight under ZeRO 3 is gathered again for the backward pass, and other ops may have saved the input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        rows = product(scaled(x.reshape(-1, x.shape[-1]), FORWARD), scaled(weight, FORWARD))
+        return rows.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        upstream = scaled(rows, BACKWARD)
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_x = product(upstream, scaled(weight, FORWARD).transposed()).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            read = x.reshape(-1, x.shape[-1])
+            if missing := -len(rows) % MULTIPLE:  # this product contracts the rows: zeros fill them up
+                upstream, read = scaled(_filled(rows, missing), BACKWARD), _filled(read, missing)
+            of_weight = product(upstream.transposed(), scaled(read, FORWARD).transposed())
+        return of_x, of_weight
+
+
+def _filled(rows: Tensor, missing: int) -> Tensor:
+    return torch.cat((rows, rows.new_zeros(missing, rows.shape[1])))

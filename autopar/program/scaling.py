@@ -1,0 +1,122 @@
+"""Dynamic loss scaling of programs in float16, with the rule, the defaults and the state of ``torch.amp.GradScaler``.
+
+Small gradients become zero in float16. The last stage multiplies its loss by the scale before the backward pass, and the sums of
+gradients, which are in float32, are divided by it before they are clipped and used. A step in which any rank has a gradient that is
+infinite or NaN updates nothing on any rank, and halves the scale; 2,000 steps in turn without one double it (Micikevicius et al., "Mixed
+precision training", ICLR 2018, section 3.2).
+
+Each rank looks at the gradients that it owns after their reduction: a non-finite term makes a non-finite sum. One all-reduce then adds up
+the findings of all ranks, together with the squares of the gradients' norm if the step clips. The host reads the sum together with the
+step's loss, once per step and before the update. Every optimizer can thus be skipped, also a user's own class that knows nothing of
+scaling, and the scale is a plain number, the same on all ranks.
+
+The ops that ``GradScaler`` itself uses are private to torch (``_amp_foreach_non_finite_check_and_unscale_``). Here they are ``aminmax``,
+which keeps NaN, and a multiplication: two passes over the flat buffers of gradients.
+
+This file is copied into every emitted program; it needs torch alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.program.agree import same_start
+
+_LIMITS = torch.finfo(torch.float32)  # GradScaler's scale is a tensor of this dtype
+
+
+class LossScale:
+    """The scale of a rank's loss. In each step: ``scaled``, ``unscale``, ``agree``, then ``update`` with the finding.
+
+    The arguments are those of ``torch.amp.GradScaler``. Factors that are powers of two change no bit of a gradient that neither overflows
+    nor underflows.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        scale: float = 65536.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> None:
+        self.scale = scale
+        self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
+        self._growth_interval, self._good_steps = growth_interval, 0  # steps in turn without an overflow
+        self._device = device
+        self._found = torch.zeros((), dtype=torch.float64, device=device)
+        self._agreed = True
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss times the scale, in float32 or wider: the scale itself is beyond float16."""
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.scale
+
+    @torch.no_grad()
+    def unscale(self, gradients: Iterable[Tensor]) -> None:
+        """Divide this rank's gradients by the scale in place, and note whether one of them was infinite or NaN."""
+        finite = torch.ones((), dtype=torch.bool, device=self._device)
+        inverse = 1 / self.scale
+        for gradient in gradients:
+            if gradient.numel():
+                finite &= torch.stack(torch.aminmax(gradient)).isfinite().all()
+                gradient.mul_(inverse)
+        self._found, self._agreed = finite.logical_not().double(), False
+
+    def agree(self, beside: Tensor | None = None) -> Tensor:
+        """Add up the findings of all ranks in one all-reduce, with ``beside``, a scalar in float64 whose sum is returned."""
+        both = torch.stack((self._found, torch.zeros_like(self._found) if beside is None else beside))
+        dist.all_reduce(both)
+        self._found, self._agreed = both[0], True
+        return both[1]
+
+    def overflowed(self) -> Tensor:
+        """The number of ranks with a non-finite gradient in this step, a scalar on the device; the same on every rank."""
+        if not self._agreed:
+            self.agree()
+        return self._found
+
+    def update(self, overflowed: bool) -> None:
+        """Set the next step's scale.
+
+        Raises ``RuntimeError`` if the scale would become smaller than float32 can represent: no scale makes the gradients finite.
+        """
+        if overflowed:
+            self.scale, self._good_steps = self.scale * self._backoff_factor, 0
+            if self.scale < _LIMITS.tiny:
+                raise RuntimeError(
+                    "the gradients are not finite at any loss scale: the model's loss or its values are NaN"
+                )
+            return
+        self._good_steps += 1
+        if self._good_steps == self._growth_interval:
+            grown, self._good_steps = self.scale * self._growth_factor, 0
+            self.scale = grown if grown <= _LIMITS.max else self.scale
+
+    def state_dict(self) -> dict[str, float | int]:
+        """The state, the same on every rank, under the names of ``torch.amp.GradScaler.state_dict``."""
+        return {
+            "scale": self.scale,
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "_growth_tracker": self._good_steps,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the state from one of ``state_dict``, or of ``torch.amp.GradScaler.state_dict``, given on every rank.
+
+        Raises ``ValueError`` if an entry is missing, or ranks are given different states.
+        """
+        missing = [name for name in self.state_dict() if name not in state]
+        if missing:
+            raise ValueError(f"the state of the loss scale has no {', '.join(missing)}")
+        same_start({}, [], {"the state of the loss scale": sorted(state.items())}, self._device)
+        self.scale = float(state["scale"])
+        self._growth_factor, self._backoff_factor = float(state["growth_factor"]), float(state["backoff_factor"])
+        self._growth_interval, self._good_steps = int(state["growth_interval"]), int(state["_growth_tracker"])

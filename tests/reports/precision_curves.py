@@ -1,0 +1,225 @@
+"""Loss curves of one model in each precision: ``make report NAME=precision`` trains and writes ``docs/evidence/precision.{jsonl,svg,md}``.
+
+A small decoder learns to predict the bytes of Python's standard library. Every precision starts from the same values and reads the same
+batches; ``autopar.compile`` plans and emits each program for one device (a GPU if there is one), and the program trains. Each precision is
+a process of its own; on a GPU, which is faster than one process needs, they run at the same time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from places import EVIDENCE
+from torch import Tensor, nn
+
+import autopar
+from autopar.bench.models import DecoderBlock, Stack, token_loss
+from autopar.errors import UsageError
+from autopar.picture import pyplot, save
+from autopar.plan import FP8
+
+WINDOW = 20
+"""Steps over which a curve is smoothed: each point is the mean of the last ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One curve: its precision, and what the plan allows itself, whether it gains or not."""
+
+    name: str
+    precision: str
+    allow: tuple[str, ...] = ()
+
+
+REFERENCE = "float32"
+WAYS = (Way(REFERENCE, "float32"), Way("bfloat16", "bfloat16"), Way("float16", "float16"), Way(FP8, "bfloat16", (FP8,)))
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """The model's width, layers and sequence length in bytes, and the sequences in a batch."""
+
+    width: int
+    layers: int
+    length: int
+    rows: int
+
+    def build(self) -> nn.Module:
+        """The decoder: bytes are its tokens."""
+        inner = self.width * 8 // 3 // 64 * 64
+        blocks: list[nn.Module] = [DecoderBlock(self.width, 64, inner) for _ in range(self.layers)]
+        head = nn.Sequential(nn.RMSNorm(self.width), nn.Linear(self.width, 256, bias=False))
+        return Stack(nn.Embedding(256, self.width), blocks, head)
+
+
+SIZES = {"cuda": Size(512, 8, 512, 16), "cpu": Size(128, 3, 128, 8)}
+
+
+def text() -> Tensor:
+    """The sources of the top level of Python's standard library, in the order of their names, as bytes."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+
+
+def batches(size: Size, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and targets of every step: windows of the text, drawn with one seed."""
+    data, generator = text(), torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        starts = torch.randint(len(data) - size.length - 1, (size.rows,), generator=generator)
+        windows = torch.stack([data[start : start + size.length + 1] for start in starts]).long()
+        yield windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def train(way: Way, steps: int) -> dict[str, Any]:
+    """One curve, trained in this process."""
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # this process is the program's one rank
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = SIZES[device]
+    torch.manual_seed(0)
+    model, data = size.build(), list(batches(size, steps))
+    options: dict[str, Any] = {
+        "precision": way.precision,
+        "compile": "none",  # a compilation of every precision would take longer than the training
+        "capture_check": False,
+        "lr": 3e-4,
+        "max_norm": 1.0,
+        "time_limit_s": 600,
+    }
+    program = autopar.compile(model, 1, data[0], token_loss, **options)
+    if way.allow:
+        plan = dataclasses.replace(program.plan, allow=way.allow)
+        program = autopar.compile(model, 1, data[0], token_loss, plan=plan, **options)
+    losses = program.train(data)
+    return {
+        "precision": way.name,
+        "losses": losses,
+        "loss_scale": program.scaler_state_dict().get("scale"),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "tokens_per_step": size.rows * size.length,
+        "text_bytes": len(text()),
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def train_apart(way: Way, steps: int) -> dict[str, Any]:
+    """``train`` in a process of its own."""
+    command = [sys.executable, "-W", "ignore", __file__, "--only", way.name, "--steps", str(steps)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{way.name} failed:\n{done.stderr[-4000:]}")
+    line: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    print(f"{way.name:10} loss {line['losses'][0]:.4f} -> {line['losses'][-1]:.4f}", file=sys.stderr, flush=True)
+    return line
+
+
+def smoothed(losses: Sequence[float]) -> list[float]:
+    """The mean of the last ``WINDOW`` losses (of fewer at the beginning), for every step."""
+    windows = (losses[max(0, i + 1 - WINDOW) : i + 1] for i in range(len(losses)))
+    return [math.fsum(window) / len(window) for window in windows]
+
+
+def furthest(line: dict[str, Any], reference: dict[str, Any]) -> tuple[int, float]:
+    """The step at which the smoothed curve is furthest from the reference's, and by how much there (positive: a larger loss)."""
+    pairs = zip(smoothed(line["losses"]), smoothed(reference["losses"]), strict=True)
+    differences = [a - b for a, b in pairs]
+    step = max(range(len(differences)), key=lambda i: abs(differences[i]))
+    return step, differences[step]
+
+
+def page(lines: list[dict[str, Any]]) -> str:
+    """The page that is made of the results."""
+    (reference,) = (line for line in lines if line["precision"] == REFERENCE)
+    steps = len(reference["losses"])
+    last = smoothed(reference["losses"])[-1]
+    parts = [
+        "# Precision\n",
+        f"A decoder of {reference['parameters'] / 1e6:.1f} million parameters learns to predict the bytes of Python's standard library "
+        f"({reference['text_bytes'] / 1e6:.1f} MB), {steps} steps",
+        f"of {reference['tokens_per_step']:,} bytes, as an emitted program on one device ({reference['device']}, torch "
+        f"{reference['torch']}, Python {reference['python']}). All precisions start from the same",
+        "values and read the same batches; AdamW, gradients clipped to a norm of 1. In bfloat16 and float16 the parameters' master",
+        "copies, the sums of gradients and Adam's moments are float32; in float16 the loss is scaled dynamically. fp8 is bfloat16 with the",
+        "products of the blocks in 8 bits.\n",
+        "![loss by step](precision.svg)\n",
+        f"The difference is that of the curves' means over {WINDOW} steps, where it is largest, to {REFERENCE}'s curve, which ends "
+        f"at {last:.4f}.\n",
+        "| precision | first loss | last loss | largest difference | at step | of the loss there |",
+        "|---|---|---|---|---|---|",
+    ]
+    for line in lines:
+        step, difference = furthest(line, reference)
+        share = abs(difference) / smoothed(reference["losses"])[step]
+        apart = f"{difference:+.4f} | {step} | {share:.2%}" if line is not reference else "- | - | -"
+        parts.append(f"| {line['precision']} | {line['losses'][0]:.4f} | {line['losses'][-1]:.4f} | {apart} |")
+    for line in lines:
+        if line["loss_scale"] is not None:
+            skipped = round(math.log2(65536 / line["loss_scale"]))
+            parts.append(
+                f"\nThe loss scale of {line['precision']} is {line['loss_scale']:,.0f} at the end: {skipped} steps were skipped."
+            )
+    return "\n".join([*parts, "", "Made by `make report NAME=precision`. Do not edit."]) + "\n"
+
+
+def draw(lines: list[dict[str, Any]], path: Path) -> None:
+    """The smoothed curves, and their differences from the reference's."""
+    (reference,) = (line for line in lines if line["precision"] == REFERENCE)
+    base = smoothed(reference["losses"])
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(8, 3))
+    for line in lines:
+        curve = smoothed(line["losses"])
+        left.plot(curve, label=line["precision"], linewidth=1)
+        right.plot([a - b for a, b in zip(curve, base, strict=True)], label=line["precision"], linewidth=1)
+    left.set_ylabel(f"loss, mean over {WINDOW} steps")
+    right.set_ylabel(f"difference from {REFERENCE}")
+    left.legend()
+    for panel in (left, right):
+        panel.set_xlabel("step")
+        panel.grid(alpha=0.3)
+    save(figure, path, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument(
+        "--only", choices=[way.name for way in WAYS], help="print the line of one precision, write nothing"
+    )
+    parser.add_argument("--page", action="store_true", help="make the page anew, train nothing")
+    asked = parser.parse_args()
+    if asked.only:
+        print(json.dumps(train(next(way for way in WAYS if way.name == asked.only), asked.steps)))
+        return
+    path = EVIDENCE / "precision.jsonl"
+    if asked.page:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+    else:
+        with ThreadPoolExecutor(len(WAYS) if torch.cuda.is_available() else 1) as pool:
+            lines = list(pool.map(lambda way: train_apart(way, asked.steps), WAYS))
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (EVIDENCE / "precision.md").write_text(page(lines))
+    try:
+        draw(lines, EVIDENCE / "precision.svg")
+    except UsageError as error:  # a GPU machine may have no matplotlib; --page draws elsewhere
+        print(f"no plot: {error.message}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # the process group of a program in this process is not ended
