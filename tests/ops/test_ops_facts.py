@@ -9,12 +9,17 @@ import torch
 from torch import fx
 
 from autopar.ops.facts import Kind, facts, is_pointwise, is_random, op_of
-from autopar.program import kernels, kernels_experts, kernels_random
+from autopar.program import kernels, kernels_experts, kernels_fp8, kernels_random
 from passes.collectives import convert
 from passes.localise_layer import scale
 
 aten = torch.ops.aten
-MODULES = {"kernels": kernels, "kernels_experts": kernels_experts, "kernels_random": kernels_random}
+MODULES = {
+    "kernels": kernels,
+    "kernels_experts": kernels_experts,
+    "kernels_fp8": kernels_fp8,
+    "kernels_random": kernels_random,
+}
 NAMES = [name for kind in Kind for name in kind.value]
 
 

@@ -92,7 +92,7 @@ def page(lines: list[Line]) -> str:
     for device in dict.fromkeys(line["device"] for line in lines):
         here = [line for line in lines if line["device"] == device]
         versions = ", ".join(sorted({line["torch"] for line in here}))
-        parts.append(f"\n## {device} (torch {versions})\n")
+        parts.append(f"\n## {device} (torch {versions})\n\n")
         rows = [
             "| model | parameters | tokens a step | programs | emitted | by hand | emitted / by hand |",
             "|---|---|---|---|---|---|---|",

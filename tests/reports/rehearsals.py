@@ -69,10 +69,16 @@ NARROW = {
 
 CASES = (
     Case("8B on 8", "llama3-8b", f"1x8x{GPU}", "cuda", 32),
-    Case("70B on 64", "llama3-70b", f"8x8x{GPU}", "cuda", 64),
     Case(
-        "70B on 64, 4 stages", "llama3-70b", f"8x8x{GPU}", "cuda", 32, {"pipeline": 4, "tensor": 8, "schedule": "1f1b"}
+        "70B on 64, 4 stages",
+        "llama3-70b",
+        f"8x8x{GPU}",
+        "cuda",
+        32,
+        {"pipeline": 4, "tensor": 8, "schedule": "1f1b"},
+        ranks=(0, 48),
     ),
+    Case("70B on 64", "llama3-70b", f"8x8x{GPU}", "cuda", 64),
     Case(
         "8B narrow on 64, ZeRO 3",
         "llama3-8b",
