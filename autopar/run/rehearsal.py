@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from autopar.devices import Cluster
 from autopar.devices.cluster import Link
@@ -210,7 +211,7 @@ def rehearse(
 def perform(folder: str, batch: dict[str, Tensor], rank: int, count: int, device: str, steps: int) -> dict[str, Any]:
     """Be rank ``rank`` of ``count``: some steps to warm up, then ``steps`` timed ones, then one whose memory is measured.
 
-    Raises ``RuntimeError`` if a loss that this rank computes is no number.
+    Raises ``RuntimeError`` if the loss or a parameter is no number in the end.
     """
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=count)
     _answer_for_others()
@@ -226,8 +227,9 @@ def perform(folder: str, batch: dict[str, Tensor], rank: int, count: int, device
             rounds.append(time.perf_counter() - start)
         with memory.step():
             loss = trainer.step(batch)
-    if math.isnan(loss):
-        raise RuntimeError("the loss is no number, so that the times are those of arithmetic on NaN")
+    values = [parameter for stage in trainer.stages.values() for parameter in stage.parameters()]
+    if not math.isfinite(loss) or not all(bool(_local(value).isfinite().all()) for value in values):
+        raise RuntimeError("the loss or a parameter is no number, so that the times are those of arithmetic on NaN")
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     return {
         "stages": list(trainer.world.stages),
@@ -255,6 +257,11 @@ def _open(folder: str, device: str) -> Any:
         stage.register_forward_pre_hook(lambda _, activations: _draw(activations, 1.0))
         stage.register_forward_hook(_draw_gradients)
     return trainer
+
+
+def _local(parameter: Tensor) -> Tensor:
+    value = parameter.detach()
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _answer_for_others() -> None:

@@ -139,6 +139,7 @@ def run_case(case: Case, calibration: str | None, done: set[int]) -> Iterator[Li
                 "microbatches": plan.microbatches,
                 "calibrated": calibration is not None,
                 "torch": torch.__version__,
+                "values": "finite",  # a rehearsal ends with an error where a loss or a parameter is no number
                 **found.to_json(),
             }
 
@@ -149,6 +150,12 @@ Each rank runs its emitted program alone: the real stage modules at the real loc
 return at once (`autopar rehearse`). Peak memory is that of PyTorch's allocator over a whole step; the time is that of arithmetic and update
 without communication, and the prediction is that of the same prices.
 """
+
+
+def is_timed(line: Line) -> bool:
+    """Whether the rank is known to have computed with numbers, and not with NaN, which takes less power and time: the rank that computes
+    the loss, or one whose parameters were checked."""
+    return line.get("values") == "finite" or line["pipeline"] - 1 in line["stages"]
 
 
 def page(lines: list[Line]) -> str:
@@ -178,16 +185,20 @@ def page(lines: list[Line]) -> str:
                 size(line["peak_bytes"]),
                 f"{line['memory_error']:+.1%}",
             ]
-            if timed:
+            if timed and is_timed(line):
                 cells += [seconds(line["predicted_s"]), seconds(line["step_s"]), f"{line['time_error']:+.1%}"]
+            elif timed:
+                cells += [seconds(line["predicted_s"]), "values unchecked", "-"]
             parts.append(f"| {' | '.join(cells)} |\n")
         errors = [abs(line["memory_error"]) for line in here]
         parts.append(
             f"\nMemory of {len(here)} ranks: off by {statistics.median(errors):.1%} in the median, {max(errors):.1%} at most.\n"
         )
         if timed:
-            times = [abs(line["time_error"]) for line in here]
-            parts.append(f"Time: off by {statistics.median(times):.1%} in the median, {max(times):.1%} at most.\n")
+            times = [abs(line["time_error"]) for line in here if is_timed(line)]
+            parts.append(
+                f"Time of {len(times)}: off by {statistics.median(times):.1%} in the median, {max(times):.1%} at most.\n"
+            )
     return "".join(parts) + "\nMade by `make report NAME=rehearsal`. Do not edit.\n"
 
 
