@@ -210,9 +210,9 @@ class Strategy:
 
     @property
     def compiles(self) -> bool:
-        """Whether layers of this strategy are compiled. Selective recomputation and activations in the host's memory intercept the ops and
-        the saved tensors of an eager layer, so such layers stay eager."""
-        return self.compiled and self.recomputation is not SELECTIVE and not self.offloads_activations
+        """Whether layers of this strategy are compiled. Activations in the host's memory intercept the saved tensors of an eager layer, so
+        such layers stay eager."""
+        return self.compiled and not self.offloads_activations
 
     @property
     def reduces_once(self) -> bool:

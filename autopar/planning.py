@@ -135,7 +135,7 @@ def _eager_layers(graph: Graph, plan: Plan) -> tuple[str, ...]:
     eager = [layer for layer in wanted if reasons[layer.cls] or not layer.strategy.compiles]
     if not eager:
         return ()
-    reason = reasons[eager[0].cls] or "saves selected values or offloads activations, which needs eager ops"
+    reason = reasons[eager[0].cls] or "offloads activations, which intercepts the tensors that it saves"
     return (f"{len(eager)} of {len(wanted)} layers are not compiled: {eager[0].name} {reason}",)
 
 

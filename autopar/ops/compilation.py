@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from autopar.graph import LayerClass
-from autopar.ops.facts import Kind, facts, is_custom, is_random
+from autopar.ops.facts import Kind, facts, is_custom
 
 
 def stays_eager(cls: LayerClass) -> str:
@@ -24,6 +24,4 @@ def _reason(node: fx.Node) -> str:
         return "runs code that is not in its graph"
     if op.kind is Kind.RECURRENCE:
         return "is recurrent, which is one kernel already"
-    if is_random(node):
-        return "draws random numbers, whose seeds the program computes in each microbatch"
     return ""
