@@ -142,7 +142,7 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
 
 def is_compiled(layer: LocalLayer) -> bool:
     """Whether ``torch.compile`` compiles the layer's arithmetic."""
-    return layer.strategy.compiles and not stays_eager(layer.cls)
+    return layer.strategy.compiled and not stays_eager(layer.cls)
 
 
 def _outer(layer: LocalLayer, arguments: list[str], held: list[str], seeds: list[fx.Node]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Whether ``torch.compile`` compiles a layer class: its ops decide, beside the layer's strategy (``Strategy.compiles``)."""
+"""Whether ``torch.compile`` can compile a layer class: its ops decide."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autopar.ops.facts import Kind, facts, is_custom
 
 
 def stays_eager(cls: LayerClass) -> str:
-    """Why a layer of the class is not compiled, as the end of a sentence about it; empty if it is."""
+    """Why a layer of the class is not compiled where its strategy asks for it, as the end of a sentence about it; empty if it is."""
     if cls.updates:
         return "writes buffers"
     for node in cls.graph.graph.nodes:
