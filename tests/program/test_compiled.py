@@ -207,7 +207,7 @@ def test_dropout_in_compiled_layers_is_that_of_one_eager_device(
 
 
 class Noisy(nn.Module):
-    """Noise on the input, and blocks that are left out at random, example by example."""
+    """Noise, and blocks that are left out at random, example by example."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,6 +216,7 @@ class Noisy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + 0.1 * torch.randn_like(x)
         for block in self.blocks:
+            x = x + block(x) * torch.rand_like(x)
             x = x + block(x) * (0.75 + torch.rand(x.shape[0], 1, dtype=x.dtype)).floor() / 0.75
         return x
 
@@ -336,10 +337,23 @@ def test_the_price_knows_what_a_compiled_layer_saves(model: str, workers1: Worke
         assert price.saved_bytes < without.saved_bytes
 
 
-def test_the_price_knows_the_masks_of_dropout(workers1: WorkerPool, tmp_path: Path) -> None:
-    """A byte for each number, drawn once."""
-    built, batch = gpt2(hidden=0.25).float(), dropping(0.25, 0.0)[2]
-    graph = annotate(capture(built, batch))
+def dropout() -> tuple[Any, dict[str, Tensor]]:
+    batch = dropping(0.25, 0.0)[2]
+    return annotate(capture(gpt2(hidden=0.25).float(), batch)), batch
+
+
+def noise() -> tuple[Any, dict[str, Tensor]]:
+    pair = torch.randn(8, 16), torch.randn(8, 16)
+    graph = annotate(capture(Noisy(), pair, nn.functional.mse_loss))
+    return graph, dict(zip((v.name for v in graph.inputs), pair, strict=True))
+
+
+@pytest.mark.parametrize("model", [dropout, noise])
+def test_the_price_knows_the_random_numbers_that_a_layer_saves(
+    model: Any, workers1: WorkerPool, tmp_path: Path
+) -> None:
+    """A dropout's mask takes a byte for each number. Neither it nor other random numbers are drawn again."""
+    graph, batch = model()
     plan = manual_plan(graph, compile="layers", precision="float32")
     emit(graph, plan, tmp_path)
     measured = workers1.run("test_compiled:saved", str(tmp_path), batch, timeout_s=300)[0]
