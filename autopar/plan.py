@@ -174,8 +174,7 @@ class Strategy:
     ``reduce`` is a choice under ZeRO 2 and 3. Gradients that are reduced once a step add up locally and whole over the microbatches. Under
     ZeRO 0 and 1 they always do.
 
-    With ``compiled`` the program passes the layer's arithmetic to ``torch.compile``, if ``compiles`` and if the layer's class admits it
-    (``ops.compilation``).
+    With ``compiled`` the program passes the layer's arithmetic to ``torch.compile``, if the layer's class admits it (``ops.compilation``).
     """
 
     roles: tuple[Role, ...]
@@ -207,12 +206,6 @@ class Strategy:
         """The same strategy for a pipeline of this schedule: without overlap and not compiled if the schedule splits the backward pass,
         because it computes the weights' gradients in a later action."""
         return dataclasses.replace(self, overlap="none", compiled=False) if schedule.split else self
-
-    @property
-    def compiles(self) -> bool:
-        """Whether layers of this strategy are compiled. Selective recomputation and activations in the host's memory intercept the ops and
-        the saved tensors of an eager layer, so such layers stay eager."""
-        return self.compiled and self.recomputation is not SELECTIVE and not self.offloads_activations
 
     @property
     def reduces_once(self) -> bool:

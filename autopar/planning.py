@@ -132,11 +132,10 @@ def _eager_layers(graph: Graph, plan: Plan) -> tuple[str, ...]:
     """A note on the layers that stay eager in a plan that compiles layers."""
     wanted = [layer for layer in plan.layers if layer.strategy.compiled]
     reasons = {name: stays_eager(cls) for name, cls in graph.classes.items()}
-    eager = [layer for layer in wanted if reasons[layer.cls] or not layer.strategy.compiles]
+    eager = [layer for layer in wanted if reasons[layer.cls]]
     if not eager:
         return ()
-    reason = reasons[eager[0].cls] or "saves selected values or offloads activations, which needs eager ops"
-    return (f"{len(eager)} of {len(wanted)} layers are not compiled: {eager[0].name} {reason}",)
+    return (f"{len(eager)} of {len(wanted)} layers are not compiled: {eager[0].name} {reasons[eager[0].cls]}",)
 
 
 def _on_the_best_devices(

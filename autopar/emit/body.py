@@ -9,7 +9,6 @@ from torch import fx
 
 from autopar.emit.expressions import Text, expression, joined_call, literal
 from autopar.emit.names import Names
-from autopar.ops.facts import facts
 from autopar.ops.meta import meta
 from passes.collectives import convert
 from passes.overlap import JOINED, converted_types, passed_on, results_of, weights_of
@@ -41,8 +40,6 @@ def statements(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Names, w
                 lines = _with_deletions(lines, named, ends)
             break
         text = expression(node, texts)
-        if meta(node).get("kept"):
-            text = Text(f"selective.keep(lambda: {text.text})")
         if _inline(node, text) and not watch:
             texts[node] = text
             continue
@@ -68,11 +65,10 @@ def _joined_lines(node: fx.Node, names: str, texts: dict[fx.Node, Text]) -> list
     whose = "weights' gradients are" if len(weights_of(node)) > 1 else "weight's gradient is"
     remark = f"        # backward: the {collective} of the input's gradient runs while the {whose} computed"
     call, given = joined_call(node, texts)
-    head, end = ("selective.keep(lambda: ", "))") if meta(node).get("kept") else ("", ")")
-    line = f"        {names} = {head}{call}({', '.join(given)}{end}"
+    line = f"        {names} = {call}({', '.join(given)})"
     if len(line) <= WIDTH:
         return [remark, line]
-    return [remark, f"        {names} = {head}{call}(", *(f"            {one}," for one in given), f"        {end}"]
+    return [remark, f"        {names} = {call}(", *(f"            {one}," for one in given), "        )"]
 
 
 def _with_deletions(lines: list[str], named: list[str], ends: list[int]) -> list[str]:
@@ -105,10 +101,13 @@ def _name(node: fx.Node) -> str:
 def _inline(node: fx.Node, text: Text) -> bool:
     """Whether the expression may stand in its only reader: a conversion always gets its own line, so that readers see it, and so does the
     input of joined products."""
-    # values inside ``keep`` are saved: a product that is not saved gets its own line
-    if meta(node).get("kept") or ("kept" in meta(node) and facts(node).is_expensive):
-        return False
-    if node.target is convert or node.target in JOINED or len(node.users) != 1 or len(text.text) > WIDTH // 2:
+    if (
+        meta(node).get("kept")
+        or node.target is convert
+        or node.target in JOINED
+        or len(node.users) != 1
+        or len(text.text) > WIDTH // 2
+    ):
         return False
     user = next(iter(node.users))
     if user.target in JOINED and user.args[0] is node:

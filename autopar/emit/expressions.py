@@ -104,9 +104,17 @@ def kernel_module(node: fx.Node) -> str | None:
 
 
 def expression(node: fx.Node, texts: Texts) -> Text:
-    """The call as text; ``texts`` holds the expressions of its operands."""
+    """The call as text; ``texts`` holds the expressions of its operands. ``selective.keep`` makes the call if its result is kept."""
     if node.target is convert:
         return Text(_conversion(node, texts))
+    text = _call(node, texts)
+    if not meta(node).get("kept") or node.target in JOINED:
+        return text
+    function, _, arguments = text.text.partition("(")
+    return Text(_called(function, arguments.removesuffix(")"), kept=True))
+
+
+def _call(node: fx.Node, texts: Texts) -> Text:
     if node.target is share:
         return Text(f"{texts[_operand(node)].within(PRODUCT)} / {node.args[1]}", PRODUCT)
     if node.target is scale:
@@ -144,10 +152,16 @@ def joined_call(node: fx.Node, texts: Texts) -> tuple[str, list[str]]:
     """Products joined with the conversion of their input: the function, and the arguments. The input's type is written like that of a
     conversion."""
     _, axes, source = converted_types(node)
-    given = [literal(arg, texts) for arg in node.args]
     options = [f"axis={literal(axes[0] if len(axes) == 1 else axes, {})}", f"src=spmd.{source}"]
     options += ["whole=True"] if node.kwargs.get("whole") else []
-    return f"kernels_overlap.{getattr(node.target, '__name__', '')}", [*given, ", ".join(options)]
+    function = f"kernels_overlap.{getattr(node.target, '__name__', '')}"
+    given = [*(literal(arg, texts) for arg in node.args), ", ".join(options)]
+    return ("selective.keep", [function, *given]) if meta(node).get("kept") else (function, given)
+
+
+def _called(function: str, arguments: str, kept: bool) -> str:
+    """The call of a function, by ``selective.keep`` if its result is kept."""
+    return f"selective.keep({function}, {arguments})" if kept else f"{function}({arguments})"
 
 
 def _operand(node: fx.Node) -> fx.Node:
@@ -183,7 +197,8 @@ def _conversion(node: fx.Node, texts: Texts) -> str:
     text = texts[value].text
     if str(source) == "P" and _strided(value):
         text = f"{texts[value].within(ATOM)}.contiguous()"  # as an all-reduce needs it
-    return conversion_text(text, tuple(map(str, axes)), str(source), str(target), dtype)
+    kept = bool(meta(node).get("kept"))
+    return conversion_text(text, tuple(map(str, axes)), str(source), str(target), dtype, kept)
 
 
 def _strided(value: fx.Node) -> bool:
@@ -197,9 +212,11 @@ _REDUCES_BACKWARD = frozenset(("IR", "SR", "PR"))
 _ALL_REDUCES_BACKWARD = frozenset(("IR", "PR"))
 
 
-def conversion_text(value: str, axes: tuple[str, ...], source: str, target: str, dtype: torch.dtype | None) -> str:
+def conversion_text(
+    value: str, axes: tuple[str, ...], source: str, target: str, dtype: torch.dtype | None, kept: bool = False
+) -> str:
     """The call that converts ``value``: ``spmd_types``'s on one axis, ``flattened``'s on several. ``dtype`` is the value's dtype if a
-    gradient flows through it.
+    gradient flows through it; ``kept``: selective recomputation saves the result.
 
     A gradient in reduced precision is reduced in that precision, like the activations and as in Megatron; ``spmd_types`` requires an
     explicit argument for it.
@@ -217,7 +234,8 @@ def conversion_text(value: str, axes: tuple[str, ...], source: str, target: str,
     reduced = dtype in (torch.bfloat16, torch.float16) and kinds in _REDUCES_BACKWARD
     options = f', backward_options={{"op_dtype": {dtype}}}' if reduced else ""
     where, over = ("spmd", f'"{axes[0]}"') if len(axes) == 1 else ("flattened", literal(axes, {}))
-    text = f"{where}.{call}({value}, {over}, src=spmd.{source}, dst=spmd.{target}{expert}{options})"
+    given = f"{value}, {over}, src=spmd.{source}, dst=spmd.{target}{expert}{options}"
+    text = _called(f"{where}.{call}", given, kept)
     return f"kernels.dense_gradient({text})" if dtype is not None and kinds in _ALL_REDUCES_BACKWARD else text
 
 

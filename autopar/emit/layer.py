@@ -6,13 +6,14 @@ from torch import fx
 
 from autopar.emit.body import statements
 from autopar.emit.experts import body_method, name_bodies
-from autopar.emit.expressions import Text
+from autopar.emit.expressions import Text, literal
 from autopar.emit.names import Names, attributes
 from autopar.ops.compilation import stays_eager
 from autopar.ops.meta import meta
 from autopar.plan import FULL, SELECTIVE
 from autopar.types import SpmdType
 from passes.layer import LocalLayer
+from passes.localise_layer import random_seed
 
 
 def layer_class(
@@ -115,53 +116,64 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
         if kind != "activation":
             held.append(argument)
         notes.append(f"        # {argument} {tuple(meta(node)['val'].shape)}: {types_text(axes, layer.border(index))}")
-    typed = [f"{argument}: torch.Tensor" for argument in arguments]
-    if layer.random:
-        arguments.append("key")
-        typed.append("key: int")
-    signature = ", ".join(["self", *typed])
+    compiled = is_compiled(layer) and not watch
+    seeds = [node for node in nodes if node.target is random_seed] if compiled else []
+    texts.update({node: Text(f"seeds[{number}]") for number, node in enumerate(seeds)})
+    typed = ", ".join(["self", *(f"{argument}: torch.Tensor" for argument in arguments)])
+    signature = f"{typed}, key: int" if layer.random else typed
+    inner = f"{typed}, seeds: tuple[torch.Tensor, ...]" if seeds else signature
     body = [*notes, *statements(nodes, texts, names, watch)]
     count = len(layer.cls.outputs) + len(layer.cls.updates)
     returns = "torch.Tensor" if count == 1 else "tuple[torch.Tensor, ...]"
     body += [line for op, name in bodies.items() for line in body_method(op, name)]
-    outer = _outer(layer, arguments, held)
-    compiled = ["    @torch.compile(dynamic=False)"] if is_compiled(layer) and not watch else []
+    outer = _outer(layer, arguments, held, seeds)
+    decorators = ["    @torch.compile(dynamic=False)"] if compiled else []
     if not outer:
-        return [*compiled, f"    def forward({signature}) -> {returns}:", *body]
+        return [*decorators, f"    def forward({signature}) -> {returns}:", *body]
     return [
         f"    def forward({signature}) -> {returns}:",
         *outer,
         "",
-        *compiled,
-        f"    def compute({signature}) -> {returns}:",
+        *decorators,
+        f"    def compute({inner}) -> {returns}:",
         *body,
     ]
 
 
 def is_compiled(layer: LocalLayer) -> bool:
     """Whether ``torch.compile`` compiles the layer's arithmetic."""
-    return layer.strategy.compiles and not stays_eager(layer.cls)
+    return layer.strategy.compiled and not stays_eager(layer.cls)
 
 
-def _outer(layer: LocalLayer, arguments: list[str], held: list[str]) -> list[str]:
-    """The ``forward`` that wraps ``compute``, if needed; ``held`` are the arguments that are in memory anyway."""
-    call = ", ".join(["self.compute", *arguments])
+def _outer(layer: LocalLayer, arguments: list[str], held: list[str], seeds: list[fx.Node]) -> list[str]:
+    """The ``forward`` that wraps ``compute``, if needed; ``held`` are the arguments that are in memory anyway.
+
+    ``seeds``: compiled code takes them as tensors, because it would be compiled anew for each new number.
+    """
+    first = []
+    if seeds:
+        assert [node.args[0] for node in seeds] == list(range(len(seeds)))
+        axes = ", ".join(literal(node.args[1], {}) for node in seeds)
+        first = [f"        seeds = kernels.seeds(key, self.number, [{axes}])"]
+    own = ["seeds"] if seeds else ["key"] if layer.random else []
+    given = ", ".join([*arguments, *own])
     found: list[str] = []
     if layer.strategy.recomputation is FULL:  # the stage handles segments of several layers
         found = [
             "        # Recomputed in the backward pass: only the arguments are kept.",
-            f"        return checkpoint({call}, use_reentrant=False, preserve_rng_state=False)",
+            f"        return checkpoint(self.compute, {given}, use_reentrant=False, preserve_rng_state=False)",
         ]
     elif layer.strategy.recomputation is SELECTIVE:
         found = [
             "        # Recomputed in the backward pass, but for what is kept.",
-            f"        return selective.selectively({call})",
+            f"        return selective.selectively(self.compute, {given})",
         ]
-    if not layer.strategy.offloads_activations:
-        return found
-    found = found or [f"        return self.compute({', '.join(arguments)})"]
-    return [
-        "        # What the backward pass needs waits in the host's memory.",
-        f"        with offload.saved({', '.join(['self', *held])}):",
-        *(f"    {line}" for line in found),
-    ]
+    elif seeds or layer.strategy.offloads_activations:
+        found = [f"        return self.compute({given})"]
+    if layer.strategy.offloads_activations:
+        found = [
+            "        # What the backward pass needs waits in the host's memory.",
+            f"        with offload.saved({', '.join(['self', *held])}):",
+            *(f"    {line}" for line in found),
+        ]
+    return [*first, *found]

@@ -1,15 +1,15 @@
-"""Whether ``torch.compile`` compiles a layer class: its ops decide, beside the layer's strategy (``Strategy.compiles``)."""
+"""Whether ``torch.compile`` can compile a layer class: its ops decide."""
 
 from __future__ import annotations
 
 from torch import fx
 
 from autopar.graph import LayerClass
-from autopar.ops.facts import Kind, facts, is_custom, is_random
+from autopar.ops.facts import Kind, facts, is_custom
 
 
 def stays_eager(cls: LayerClass) -> str:
-    """Why a layer of the class is not compiled, as the end of a sentence about it; empty if it is."""
+    """Why a layer of the class is not compiled where its strategy asks for it, as the end of a sentence about it; empty if it is."""
     if cls.updates:
         return "writes buffers"
     for node in cls.graph.graph.nodes:
@@ -24,6 +24,4 @@ def _reason(node: fx.Node) -> str:
         return "runs code that is not in its graph"
     if op.kind is Kind.RECURRENCE:
         return "is recurrent, which is one kernel already"
-    if is_random(node):
-        return "draws random numbers, whose seeds the program computes in each microbatch"
     return ""

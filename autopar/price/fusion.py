@@ -3,7 +3,8 @@
 Every op gets a *depth*: the number of heavy ops (products, attention, lookups, losses) on the longest path before it. Pointwise ops and
 reductions of equal depth that pass values to each other are one kernel: no path between two of them leads through a heavy op, so
 the kernels have an order. A kernel reads each value from outside once and writes the values that others read. For the backward pass it
-saves the values that it read or wrote, instead of those that its ops would save; its backward kernel computes the rest from them.
+saves the values that it read or wrote, instead of those that its ops would save; its backward kernel computes the rest from them, and from
+the masks of dropout, which are drawn once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.ops import cost
-from autopar.ops.facts import facts
+from autopar.ops.facts import Kind, facts
 from autopar.ops.operands import operands
 from autopar.price.draft import Draft, Slot
 from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
@@ -111,7 +112,7 @@ def fuse(ops: Sequence[fx.Node], run: Trace, saved: Sequence[Saved]) -> Fusion:
 def heavy(node: fx.Node) -> bool:
     """Whether the op is a separate kernel."""
     op = facts(node)
-    return op.is_cross_entropy or op.looks_up or cost.model_flops(node) > 0
+    return op.is_cross_entropy or op.looks_up or op.kind is Kind.DRAW or cost.model_flops(node) > 0
 
 
 def _reduces(node: fx.Node) -> bool:
@@ -153,7 +154,9 @@ def _saved(
 
     def save(node: fx.Node, reader: fx.Node, operand: int) -> None:
         storage = run.storage.get(node.name)
-        if storage is None or storage in run.excluded or not run.requires_grad.get(node.name, False):
+        # what needs no gradient is made from tensors that are in memory anyway; random numbers are not drawn again
+        drawn = facts(node).kind is Kind.DRAW
+        if storage is None or storage in run.excluded or not (drawn or run.requires_grad.get(node.name, False)):
             return
         if (storage, reader.name) not in seen:
             seen.add((storage, reader.name))

@@ -150,7 +150,7 @@ class Pricer:
 
     def layer(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
         """The price of a layer class; ``None`` if a role is inadmissible or a local shape is not whole."""
-        if strategy.compiles and not self._compiles:
+        if strategy.compiled and not self._compiles:
             return self._of_compiled_layers().layer(cls_name, mesh, strategy, microbatches)
         key = (cls_name, self._number(mesh), strategy, microbatches)
         if key not in self._layers:

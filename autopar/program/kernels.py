@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.program import flattened
+from autopar.program.kernels_random import Seed, chosen
 
 Axis = str | dist.ProcessGroup
 Axes = Axis | Sequence[Axis]
@@ -230,7 +231,7 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    seed: int | None = None,
+    seed: Seed | None = None,
 ) -> Tensor:
     """``scaled_dot_product_attention`` on ``[batch, heads, length, size]``, batch and heads sharded equally in all three operands.
 
@@ -257,11 +258,23 @@ def attention(
                     has == wants or (size == 1 and not has),
                     f"attention: the mask is sharded as {has}, not {wants}",
                 )
-    with spmd.local(), _seeded(seed if dropout_p else None, query.device):
-        out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+    options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    if seed is None or not dropout_p:
+        out = _attention(query, key, value, attn_mask, **options)
+    else:
+        out = _seeded_attention(seed, query, key, value, attn_mask, **options)
     return _declare(out, _places(query)) if spmd.is_type_checking() else out
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, **options: Any) -> Tensor:
+    with spmd.local():
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, **options)
+
+
+@torch.compiler.disable  # torch.compile does not trace changes of torch's own generator
+def _seeded_attention(seed: Seed, query: Tensor, *others: Any, **options: Any) -> Tensor:
+    with _seeded(seed, query.device):
+        return _attention(query, *others, **options)
 
 
 def convolution(
@@ -297,12 +310,13 @@ def convolution(
 
 
 @contextlib.contextmanager
-def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
+def _seeded(seed: Seed | None, device: torch.device) -> Iterator[None]:
     """A context that draws from ``seed``, and restores the generators afterwards."""
     if seed is None or device.type == "meta":
         yield
         return
     cuda = device.type == "cuda"
+    seed = int(seed)
     with torch.random.fork_rng([device] if cuda else []):
         (torch.cuda.manual_seed if cuda else torch.default_generator.manual_seed)(seed)
         yield
@@ -328,25 +342,24 @@ def seed(key: int, layer: int, op: int, axes: Sequence[str] = ()) -> int:
     return state >> 1
 
 
-def dropout(x: Tensor, p: float, seed: int) -> Tensor:
+def seeds(key: int, layer: int, axes: Sequence[Sequence[str]]) -> tuple[Tensor, ...]:
+    """The seeds of a layer's random ops as tensors on the CPU; ``axes`` are those of each op."""
+    numbers = [seed(key, layer, op, each) for op, each in enumerate(axes)]
+    with spmd.no_typecheck():
+        return tuple(torch.tensor(number, device="cpu") for number in numbers)
+
+
+def dropout(x: Tensor, p: float, seed: Seed) -> Tensor:
     """Dropout whose mask is a function of ``seed`` and the local shape.
 
     Ranks with the same ``x`` (I, R) must pass the same seed and then agree; ranks with slices should pass different seeds. A
-    recomputation draws the same mask again.
+    recomputation draws the same mask again. The backward pass needs the mask alone, a byte for each number.
     """
     if p == 0.0:
         return x
-    with spmd.no_typecheck():
-        generator = None
-        if x.device.type != "meta":
-            generator = torch.Generator(x.device)
-            generator.manual_seed(seed)
-        keep = torch.empty_like(x, requires_grad=False).bernoulli_(1.0 - p, generator=generator).div_(1.0 - p)
     if spmd.is_type_checking():
-        types = {axis: V if t is V else R for axis, t in spmd.get_local_type(x).items()}
         _require(P not in spmd.get_local_type(x).values(), "dropout: the terms of a sum would be dropped one by one")
-        spmd.assert_type(keep, types, spmd.get_partition_spec(x))
-    return x * keep
+    return x * chosen(x, 1.0 - p, seed) / (1.0 - p)
 
 
 # -- sharded vocabularies --------------------------------------------------------------------------------------------

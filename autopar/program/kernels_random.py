@@ -1,42 +1,79 @@
-"""Random numbers that a model draws in its forward pass (noise, stochastic depth), as functions of a seed.
+"""Random numbers that a model draws in its forward pass (dropout, noise, stochastic depth), as functions of a seed.
+
+They are one op, ``autopar::draw``, which ``torch.compile`` calls and does not look into: compiled and eager layers draw the same numbers.
 
 This file is copied into every emitted program; it needs only torch and spmd-types.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import spmd_types as spmd
 import torch
 from spmd_types import P, R, SpmdTypeError, V
 from torch import Tensor
 
+Seed = int | Tensor
+"""A number; in compiled layers a tensor on the CPU that has it, because ``torch.compile`` would compile anew for each new number."""
 
-def uniform(like: Tensor, low: float = 0.0, high: float = 1.0, seed: int | None = None) -> Tensor:
+
+def uniform(like: Tensor, low: float = 0.0, high: float = 1.0, seed: Seed | None = None) -> Tensor:
     """Numbers between ``low`` and ``high`` in the shape, dtype and types of ``like``.
 
     They are a function of ``seed`` and the local shape. Ranks with the same ``like`` must pass the same seed and then agree; ranks
     with slices should pass different seeds. A recomputation draws the same numbers. Without a seed, torch's own generator draws.
     """
-    with spmd.no_typecheck():
-        drawn = _empty(like).uniform_(low, high, generator=_generator(like, seed))
-    return _declared(drawn, like)
+    return _drawn("uniform", like, like.dtype, [low, high], seed)
 
 
-def normal(like: Tensor, mean: float = 0.0, std: float = 1.0, seed: int | None = None) -> Tensor:
+def normal(like: Tensor, mean: float = 0.0, std: float = 1.0, seed: Seed | None = None) -> Tensor:
     """Like ``uniform``, from the normal distribution."""
+    return _drawn("normal", like, like.dtype, [mean, std], seed)
+
+
+def chosen(like: Tensor, share: float, seed: Seed) -> Tensor:
+    """A mask in the shape and types of ``like``: each element is true with probability ``share``."""
+    return _drawn("bernoulli", like, torch.bool, [share], seed)
+
+
+def _drawn(how: str, like: Tensor, dtype: torch.dtype, given: list[float], seed: Seed | None) -> Tensor:
     with spmd.no_typecheck():
-        drawn = _empty(like).normal_(mean, std, generator=_generator(like, seed))
+        number = torch.tensor(seed, device="cpu") if isinstance(seed, int) else seed
+        draw = _draw if number is None else torch.ops.autopar.draw
+        drawn: Tensor = draw(how, like.shape, dtype, like.device, given, number)
     return _declared(drawn, like)
 
 
-def _empty(like: Tensor) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+def _draw(
+    how: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    given: Sequence[float],
+    seed: Tensor | None,
+) -> Tensor:
+    generator = None
+    if seed is not None and device.type != "meta":
+        generator = torch.Generator(device).manual_seed(int(seed))
+    empty = torch.empty(shape, dtype=dtype, device=device)
+    made: Tensor = getattr(empty, f"{how}_")(*given, generator=generator)
+    return made
 
 
-def _generator(like: Tensor, seed: int | None) -> torch.Generator | None:
-    if seed is None or like.device.type == "meta":
-        return None
-    return torch.Generator(like.device).manual_seed(seed)
+def _draw_shape(
+    how: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device, given: Sequence[float], seed: Tensor
+) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+if not hasattr(torch.ops.autopar, "draw"):  # another program in this process may have defined it
+    torch.library.custom_op(
+        "autopar::draw",
+        _draw,
+        mutates_args=(),
+        schema="(str how, int[] shape, ScalarType dtype, Device device, float[] given, Tensor seed) -> Tensor",
+    ).register_fake(_draw_shape)
 
 
 def _declared(drawn: Tensor, like: Tensor) -> Tensor:

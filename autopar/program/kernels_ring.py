@@ -28,6 +28,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own convention
 from torch import Tensor
 
 from autopar.program.kernels import Axes, _declare, _group, _places, _require, _split
+from autopar.program.kernels_random import Seed
 
 SCORES = 2**26
 """The most scores that exist at once: queries are processed in runs of as many rows as stay below."""
@@ -44,7 +45,7 @@ def ring_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    seed: int | None = None,
+    seed: Seed | None = None,
 ) -> Tensor:
     """``scaled_dot_product_attention`` on ``[..., heads, length / n, size]``, the length of all three operands S on ``axis`` (or axes,
     outermost first); other axes may shard batch and heads, equally in all three.
@@ -334,12 +335,12 @@ class _RingAttention(torch.autograd.Function):
 spmd.register_local_autograd_function(_RingAttention)
 
 
-def _generator(like: Tensor, dropout_p: float, seed: int | None) -> torch.Generator | None:
+def _generator(like: Tensor, dropout_p: float, seed: Seed | None) -> torch.Generator | None:
     if not dropout_p:
         return None
     assert seed is not None, "dropout in ring attention is a function of a seed"
     generator = torch.Generator(like.device)
-    generator.manual_seed(seed)
+    generator.manual_seed(int(seed))
     return generator
 
 

@@ -29,6 +29,7 @@ def saved(layer: nn.Module, *here: Tensor) -> Iterator[None]:
     stay = {0, *(tensor.untyped_storage().data_ptr() for tensor in resident)}  # 0: nothing is there
     call = _Call(_latest)
 
+    @torch.compiler.disable  # torch.compile would compile the copies
     def put(tensor: Tensor) -> Tensor | _Saved:
         plain = tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
         return call.put(tensor) if plain and tensor.untyped_storage().data_ptr() not in stay else tensor
@@ -129,6 +130,7 @@ class _Saved:
         self.steps = steps
 
 
+@torch.compiler.disable
 def _take(kept: Tensor | _Saved) -> Tensor:
     if isinstance(kept, Tensor):
         return kept

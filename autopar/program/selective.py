@@ -1,24 +1,25 @@
 """Selective activation checkpointing: the backward pass recomputes cheap ops; results of products and all-reduces are saved.
 
-In a layer's ``compute``, ``keep`` wraps the calls whose results are saved; ``selectively`` runs ``compute`` with them. Both use the
-selective checkpointing of ``torch.utils.checkpoint`` with a policy by place: inside ``keep``, the results of the ops listed below are
-saved; everything else is recomputed.
+In a layer's ``compute``, ``keep`` makes the calls whose results are saved; ``selectively`` runs ``compute`` with them. Both use the
+selective checkpointing of ``torch.utils.checkpoint``: inside ``keep``, the results of the ops listed below are saved. Everything else is
+recomputed. In a layer that ``torch.compile`` compiles, these calls run as they are (products are kernels of their own in any case), and
+what lies between them is compiled: so the same values are saved.
 
 This file is copied into every emitted program; it needs torch alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextvars import ContextVar
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
 from typing import Any, TypeVar
 
+import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 Result = TypeVar("Result")
-
-_keeping: ContextVar[bool] = ContextVar("keeping", default=False)
+Contexts = Iterator[AbstractContextManager[Any]]
 
 # The ops that products, convolutions and all-reduces consist of, besides views and a wait that returns at once.
 _KEPT = frozenset(
@@ -28,25 +29,53 @@ _KEPT = frozenset(
     )
 )
 
+_running: ContextVar[Contexts | None] = ContextVar("contexts of the next calls of keep", default=None)
 
-def keep(compute: Callable[[], Result]) -> Result:
-    """``compute()``, with a result that is saved for the backward pass instead of recomputed."""
-    token = _keeping.set(True)
-    try:
-        return compute()
-    finally:
-        _keeping.reset(token)
+
+@torch.compiler.disable
+def keep(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    """``function(*args, **kwargs)``, with a result that is saved for the backward pass instead of recomputed."""
+    contexts = _running.get()
+    if contexts is None:
+        return function(*args, **kwargs)
+    with next(contexts):
+        return function(*args, **kwargs)
 
 
 def selectively(compute: Callable[..., Any], *args: Any) -> Any:
     """``compute(*args)``; its arguments and the results inside ``keep`` are saved, the rest is recomputed in the backward pass."""
-    contexts = partial(create_selective_checkpoint_contexts, _policy)
-    return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts)
+
+
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The context of the forward pass, in which each call of ``keep`` saves, and that of the recomputation, in which it takes."""
+    saved: list[AbstractContextManager[Any]] = []
+
+    def saving() -> Contexts:
+        while True:
+            # a pair for each call: outside of these calls no op is intercepted, so that torch.compile can run there
+            first, again = create_selective_checkpoint_contexts(_policy)
+            saved.append(again)
+            yield first
+
+    return _Running(saving), _Running(lambda: iter(saved))
+
+
+class _Running(AbstractContextManager[None]):
+    """A context in which calls of ``keep`` run in the contexts that ``make`` gives, one after another."""
+
+    def __init__(self, make: Callable[[], Contexts]) -> None:
+        self.make = make
+        self.tokens: list[Token[Contexts | None]] = []
+
+    def __enter__(self) -> None:
+        self.tokens.append(_running.set(self.make()))
+
+    def __exit__(self, *exception: object) -> None:
+        _running.reset(self.tokens.pop())
 
 
 def _policy(context: object, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if not _keeping.get():
-        return CheckpointPolicy.PREFER_RECOMPUTE
     name = str(op).rpartition(".")[0]  # without its overload
     # every backend has an attention op of its own, with the output and the logsumexp of each row as results
     kept = name in _KEPT or ("attention" in name and "backward" not in name)

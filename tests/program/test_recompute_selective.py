@@ -31,8 +31,8 @@ class Block(nn.Module):
         self.how, self.up, self.down, self.last = how, nn.Linear(8, 32), nn.Linear(32, 8), nn.Linear(8, 8)
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        up = keep(lambda: self.up(x))
-        down = keep(lambda: self.down(torch.nn.functional.gelu(up)))
+        up = keep(self.up, x)
+        down = keep(self.down, torch.nn.functional.gelu(up))
         return self.last(torch.tanh(down)) + x
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -79,11 +79,12 @@ class LlamaDecoderLayer(nn.Module):
         del input_layernorm_weight_r
         # self_attn
         # backward: the reduce-scatter of the input's gradient runs while the weights' gradients are computed
-        linear, linear_1, linear_2 = selective.keep(lambda: kernels_overlap.linears(
+        linear, linear_1, linear_2 = selective.keep(
+            kernels_overlap.linears,
             mul_1,
             [self.self_attn.q_proj.weight, self.self_attn.k_proj.weight, self.self_attn.v_proj.weight],
             axis="tensor", src=spmd.S(1),
-        ))
+        )
         view = kernels.reshape(linear, [8, 16, 4, 4], (None, None, "tensor", None))
         transpose = view.transpose(1, 2)
         view_1 = kernels.reshape(linear_1, [8, 16, 2, 4], (None, None, "tensor", None))
@@ -91,14 +92,13 @@ class LlamaDecoderLayer(nn.Module):
         view_2 = kernels.reshape(linear_2, [8, 16, 2, 4], (None, None, "tensor", None))
         cat = torch.cat([-transpose[..., 2:4], transpose[..., :2]], -1)
         cat_1 = torch.cat([-transpose_1[..., 2:4], transpose_1[..., :2]], -1)
-        scaled_dot_product_attention = selective.keep(lambda: kernels.attention(transpose * constant_0 + cat * constant_1, transpose_1 * constant_0 + cat_1 * constant_1, view_2.transpose(1, 2), scale=0.5, enable_gqa=True, is_causal=True))
+        scaled_dot_product_attention = selective.keep(kernels.attention, transpose * constant_0 + cat * constant_1, transpose_1 * constant_0 + cat_1 * constant_1, view_2.transpose(1, 2), scale=0.5, enable_gqa=True, is_causal=True)
         reshape = scaled_dot_product_attention.transpose(1, 2).reshape(8, 16, 16)
         del mul_1, linear_1, linear_2, view, transpose, view_1, transpose_1, view_2, cat, cat_1, scaled_dot_product_attention
         # self_attn.o_proj
-        linear_3 = F.linear(reshape, self.self_attn.o_proj.weight)
-        linear_3_s = selective.keep(lambda: spmd.reduce_scatter(linear_3, "tensor", src=spmd.P, dst=spmd.S(1)))
+        linear_3_s = selective.keep(spmd.reduce_scatter, F.linear(reshape, self.self_attn.o_proj.weight), "tensor", src=spmd.P, dst=spmd.S(1))
         add_3 = x + linear_3_s
-        del reshape, linear_3, linear_3_s
+        del reshape, linear_3_s
         # post_attention_layernorm
         rsqrt_1 = torch.rsqrt(torch.pow(add_3, 2).mean([-1], keepdim=True) + 1e-06)
         post_attention_layernorm_weight_r = kernels.dense_gradient(spmd.convert(self.post_attention_layernorm.weight, "tensor", src=spmd.I, dst=spmd.R))
@@ -106,11 +106,12 @@ class LlamaDecoderLayer(nn.Module):
         del rsqrt, rsqrt_1, post_attention_layernorm_weight_r
         # mlp
         # backward: the reduce-scatter of the input's gradient runs while the weights' gradients are computed
-        linear_4, linear_5 = selective.keep(lambda: kernels_overlap.linears(
+        linear_4, linear_5 = selective.keep(
+            kernels_overlap.linears,
             mul_7,
             [self.mlp.gate_proj.weight, self.mlp.up_proj.weight],
             axis="tensor", src=spmd.S(1),
-        ))
+        )
         del mul_7
         # mlp.down_proj
         linear_6 = F.linear(F.silu(linear_4) * linear_5, self.mlp.down_proj.weight)
@@ -145,11 +146,12 @@ class LlamaForCausalLMHead(nn.Module):
         del rsqrt, model_norm_weight_r
         # module.lm_head
         # backward: the reduce-scatter of the input's gradient runs while the weight's gradient is computed
-        linear = selective.keep(lambda: kernels_overlap.linear(
+        linear = selective.keep(
+            kernels_overlap.linear,
             mul_1,
             self.lm_head.weight,
             axis="tensor", src=spmd.S(1),
-        ))
+        )
         del mul_1
         # module
         cross_entropy_sum = kernels.vocab_parallel_cross_entropy_sum(linear, F.pad(labels, [0, 1], value=-100.0)[..., 1:17], "tensor", ignore_index=-100, label_smoothing=0.0, partial_axes=())
