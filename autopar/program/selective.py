@@ -24,7 +24,7 @@ Contexts = Iterator[AbstractContextManager[Any]]
 # The ops that products, convolutions and all-reduces consist of, besides views and a wait that returns at once.
 _KEPT = frozenset(
     (
-        *(f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution")),
+        *(f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_scaled_mm_v2")),
         *(f"_c10d_functional.{name}" for name in ("all_reduce", "reduce_scatter_tensor")),
     )
 )
