@@ -16,12 +16,15 @@ from passes.overlap import JOINED, converted_types, passed_on, results_of, weigh
 WIDTH = 110  # a longer line is split: its expression gets a name
 
 
-def statements(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Names, watch: bool = False) -> list[str]:
+def statements(
+    nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Names, watch: bool = False, compiled: bool = False
+) -> list[str]:
     """One line per value that is used twice, is converted, or is too long to stand inside another expression; with ``watch`` one per
     value.
 
     At the end of each part of the model, names that nothing reads any more are deleted: the backward pass keeps the tensors that it
-    needs, and the rest would otherwise stay in memory until the method returns.
+    needs, and the rest would otherwise stay in memory until the method returns. Not in ``compiled`` code: a name that is still to be
+    deleted is alive where a collective ends a compiled part, and its value would be made and saved as a result of that part.
     """
     lines: list[str] = []
     watched: list[str] = []
@@ -36,7 +39,7 @@ def statements(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Names, w
             if watch:
                 lines.append(f"        self.watched = {{{', '.join(watched)}}}")
             lines.append("        return " + ", ".join(literal(result, texts) for result in results))
-            if not watch:
+            if not watch and not compiled:
                 lines = _with_deletions(lines, named, ends)
             break
         text = expression(node, texts)

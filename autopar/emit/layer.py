@@ -122,7 +122,7 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
     typed = ", ".join(["self", *(f"{argument}: torch.Tensor" for argument in arguments)])
     signature = f"{typed}, key: int" if layer.random else typed
     inner = f"{typed}, seeds: tuple[torch.Tensor, ...]" if seeds else signature
-    body = [*notes, *statements(nodes, texts, names, watch)]
+    body = [*notes, *statements(nodes, texts, names, watch, compiled)]
     count = len(layer.cls.outputs) + len(layer.cls.updates)
     returns = "torch.Tensor" if count == 1 else "tuple[torch.Tensor, ...]"
     body += [line for op, name in bodies.items() for line in body_method(op, name)]

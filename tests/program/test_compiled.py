@@ -337,6 +337,21 @@ def test_the_price_knows_what_a_compiled_layer_saves(model: str, workers1: Worke
         assert price.saved_bytes < without.saved_bytes
 
 
+def test_a_compiled_part_that_a_collective_ends_saves_no_more_than_it_must(
+    workers2: WorkerPool, tmp_path: Path
+) -> None:
+    """A name that is deleted after a collective would be a result of the part before: a norm's input again, in float32."""
+    built, batch, _ = MODELS["llama"]()
+    graph = annotate(capture(built.bfloat16(), batch))
+    plan = manual_plan(graph, compile="layers", precision="bfloat16", tensor=2)
+    emit(graph, plan, tmp_path)
+    measured = workers2.run("test_compiled:saved", str(tmp_path), batch, timeout_s=300)[0]
+    pricer = Pricer(graph, parse("2"), "bfloat16")
+    for layer, size in zip(graph.layers[1:-1], list(measured.values())[1:-1], strict=True):
+        price = pricer.layer(layer.cls, plan.mesh, plan.layers[0].strategy, 1)
+        assert price is not None and price.saved_bytes == pytest.approx(size, rel=0.002), layer.name
+
+
 def dropout() -> tuple[Any, dict[str, Tensor]]:
     batch = dropping(0.25, 0.0)[2]
     return annotate(capture(gpt2(hidden=0.25).float(), batch)), batch
