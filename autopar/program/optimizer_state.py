@@ -22,6 +22,8 @@ from autopar.program.world import World
 
 TENSOR, NUMBER = "tensor", "number"
 """Kinds of state: a tensor with dims, and one without. The other kinds are the numbers of Python."""
+_OF_THE_PROGRAM = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
+"""Options of a group that are no part of the training: which parameters a rank has, and which kernels update them."""
 _PYTHON: dict[str, type] = {"int": int, "float": float, "bool": bool}
 
 
@@ -41,7 +43,7 @@ def described(optimizer: torch.optim.Optimizer | None, keys: Mapping[str, str]) 
 
 def _plain(key: str, option: Any) -> Any:
     """An option as JSON; ``...`` if it has no such form, and always comes from the function that makes the optimizer."""
-    if key in ("params", "param_names"):
+    if key in _OF_THE_PROGRAM:
         return ...
     if isinstance(option, Tensor) and option.dim() == 0:
         return option.item()
