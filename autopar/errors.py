@@ -11,6 +11,7 @@
     ├── CaptureError             the model cannot be exported
     ├── InfeasibleError          no plan fits the devices
     ├── ProgramError             an emitted folder that cannot be loaded or is ill-typed
+    ├── CheckpointError          a checkpoint that cannot be written or read
     └── LaunchError              a process that died, a port that is taken
 
 A message says what is wrong with names and values, and why; ``hint`` says what to do. Broken invariants of autopar
@@ -88,6 +89,10 @@ class InfeasibleError(AutoparError):
 
 class ProgramError(AutoparError):
     """An emitted program cannot be loaded, or does not type-check."""
+
+
+class CheckpointError(AutoparError):
+    """A checkpoint cannot be written or read: a full disk, a damaged file, another model; nothing was lost."""
 
 
 class LaunchError(AutoparError):

@@ -283,6 +283,7 @@ def test_exported_names():
         "AutoparError",
         "BatchError",
         "CaptureError",
+        "CheckpointError",
         "DeviceError",
         "InfeasibleError",
         "LaunchError",

@@ -237,10 +237,18 @@ def emit(**request: Any) -> None:
     "--seed", type=int, default=0, show_default=True, metavar="N", help="The seed of the parameters and the batch."
 )
 @click.option("-o", "--output", metavar="DIR", help="Keep the program in this folder.")
-def run(**request: Any) -> None:
-    from autopar.cli.commands import run_command
+@click.option("--checkpoint", metavar="DIR", help="Write checkpoints into this folder.")
+@click.option(
+    "--every", type=click.IntRange(1), default=100, show_default=True, metavar="N", help="Steps between checkpoints."
+)
+@click.option(
+    "--keep", type=click.IntRange(1), default=2, show_default=True, metavar="K", help="How many checkpoints stay."
+)
+@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint, if there is one, up to --steps in all.")
+def run(checkpoint: str | None, every: int, keep: int, resume: bool, **request: Any) -> None:
+    from autopar.cli.commands import Checkpoints, run_command
 
-    run_command(**request)
+    run_command(checkpoints=Checkpoints(checkpoint, every, keep, resume), **request)
 
 
 @cli.command(

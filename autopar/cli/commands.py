@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -15,16 +16,20 @@ from autopar.cli.output import output_folder
 from autopar.cli.render import print_plan
 from autopar.compile import emit_program, start_program
 from autopar.devices import Cluster, parse
-from autopar.errors import BatchError, InfeasibleError, LaunchError
+from autopar.errors import BatchError, InfeasibleError, LaunchError, UsageError
 from autopar.graph import Graph
 from autopar.keywords import Training
 from autopar.pins import PINS, read_pins
 from autopar.plan import Plan
 from autopar.planning import plan_model
+from autopar.program.checkpoint_files import has_any
 from autopar.program.state import INITIAL
 from autopar.search import SearchOptions
 from autopar.units import parse_size
 from autopar.workload import Recapture, Workload
+
+if TYPE_CHECKING:
+    from autopar.run import Program
 
 
 def plan_command(as_json: bool, **request: Any) -> None:
@@ -74,7 +79,9 @@ def emit_command(output: str, **request: Any) -> None:
     print(folder)
 
 
-def run_command(steps: int, seed: int, lr: float, output: str | None, **request: Any) -> None:
+def run_command(
+    steps: int, seed: int, lr: float, output: str | None, *, checkpoints: Checkpoints, **request: Any
+) -> None:
     """``autopar run``: trains on the factory's batch over and over, prints the loss of each step."""
     devices = request["devices"]
     if not parse(devices).local:
@@ -97,7 +104,39 @@ def run_command(steps: int, seed: int, lr: float, output: str | None, **request:
             progress=messages,
         )
     with program:
-        program.train([workload.batch], steps, lambda step, loss: print(f"step {step + 1} loss {loss:.6f}", flush=True))
+        begun = checkpoints.load(program)
+
+        def after(step: int, loss: float) -> None:
+            number = begun + step + 1
+            print(f"step {number} loss {loss:.6f}", flush=True)
+            checkpoints.save(program, number, steps)
+
+        program.train([workload.batch], max(0, steps - begun), after)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoints:
+    """Where and when ``autopar run`` writes checkpoints: into ``folder``, ``every`` so many steps, of which ``keep`` stay."""
+
+    folder: str | None
+    every: int
+    keep: int
+    resume: bool
+
+    def __post_init__(self) -> None:
+        if self.resume and self.folder is None:
+            raise UsageError("--resume has no folder to read from", "add --checkpoint DIR")
+
+    def load(self, program: Program) -> int:
+        """Go on from the newest checkpoint, if asked to and if there is one; the number of steps that it has."""
+        if self.folder is None or not self.resume or not has_any(Path(self.folder)):
+            return 0
+        return program.load(self.folder)
+
+    def save(self, program: Program, step: int, last: int) -> None:
+        """Write a checkpoint after this step, if it is time to."""
+        if self.folder is not None and (step % self.every == 0 or step == last):
+            program.save(self.folder, keep=self.keep)
 
 
 def planned(

@@ -15,6 +15,9 @@ from pathlib import Path
 FILES = (
     "agree.py",
     "bidirectional.py",
+    "boxes.py",
+    "checkpoint.py",
+    "checkpoint_files.py",
     "collectives.py",
     "compiled.py",
     "custom.py",
@@ -31,7 +34,9 @@ FILES = (
     "kernels_rnn.py",
     "offload.py",
     "opaque.py",
+    "optimizer_state.py",
     "optimizers.py",
+    "pretrained.py",
     "scaling.py",
     "segments.py",
     "selective.py",
@@ -43,6 +48,7 @@ FILES = (
     "runtime.py",
     "train.py",
     "weight_gradients.py",
+    "weights.py",
 )
 
 

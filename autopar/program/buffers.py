@@ -90,12 +90,16 @@ class StageBuffers:
             if buffer is not None:
                 buffer.copy_(new)
 
+    def own(self) -> list[tuple[BufferRecord, Tensor]]:
+        """The buffers of this rank's stages, with their records."""
+        return [(record, self._stages[record.stage].get_buffer(record.name)) for record in self._own]
+
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Set the buffers that a state dict of the user's model contains."""
-        for record in self._own:
+        for record, tensor in self.own():
             if record.original in state:
-                self._stages[record.stage].get_buffer(record.name).copy_(state[record.original])
+                tensor.copy_(state[record.original])
 
     @torch.no_grad()
     def values(self) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.program.buffers import StageBuffers
 from autopar.program.collectives import all_gather, reduce_scatter
-from autopar.program.weight_gradients import LateGradients
+from autopar.program.weight_gradients import LateGradients, start_gradients
 from autopar.program.world import Layout, Program, World
 
 # -- initial values ---------------------------------------------------------------------------------------------------
@@ -68,12 +68,13 @@ def given(state: Mapping[str, Tensor]) -> Callable[[Layout], Tensor]:
 class Master:
     """A tensor that the optimizer owns: this rank's slice of a parameter, or under ZeRO its piece of that slice.
 
-    ``alike`` are the axes whose ranks all have the same values.
+    ``alike`` are the axes whose ranks all have the same values; ``first`` is the piece's first element in the slice.
     """
 
     layout: Layout
     tensor: nn.Parameter
     alike: tuple[str, ...]
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,7 @@ class FlatGroup:
         self._adders: dict[int, Callable[[Tensor], None]] = {}  # by the parameter's identity
         self._unwritten: set[str] = set()  # the parameters whose gradients in the buffer are from an earlier step
         self.masters: list[Master] = []
+        self.frozen: list[Master] = []  # whole slices of parameters that are not trained
         start = 0
         for layout, shape in zip(layouts, shapes, strict=True):
             stop = start + shape.numel()
@@ -161,6 +163,8 @@ class FlatGroup:
             self._slots.append(Slot(layout, param, start, stop))
             if trainable:
                 self._add_master(self._slots[-1])
+            else:
+                self.frozen.append(Master(layout, param, _alike(layout, (), world)))
             start = stop
 
     def _add_master(self, slot: Slot) -> None:
@@ -190,9 +194,8 @@ class FlatGroup:
         piece = self._owned[low - self._own.start : high - self._own.start]
         tensor = nn.Parameter(piece if self._scattered else piece.view(slot.param.shape))
         tensor.grad = self._grads[low:high].view(tensor.shape)
-        self.masters.append(
-            Master(slot.layout, tensor, _alike(slot.layout, (*self._shards, *self._apart), self._world))
-        )
+        alike = _alike(slot.layout, (*self._shards, *self._apart), self._world)
+        self.masters.append(Master(slot.layout, tensor, alike, low - slot.start))
 
     def own_gradients(self) -> list[Tensor]:
         """The gradients that this rank's masters read, after the reduction."""
@@ -361,7 +364,7 @@ class ShardedGroup:
         if record.get("opaque") and hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
             module.set_reduce_scatter_unused_params(True)  # ranks may lack gradients, and all must reduce the same ones
             if self.reduces_once:
-                module.register_forward_pre_hook(lambda layer, _: _start_gradients(layer, ignored))
+                module.register_forward_pre_hook(lambda layer, _: start_gradients(layer, ignored))
         module.set_gradient_divide_factor(1.0)  # a sum: each rank's loss is a term of the whole loss
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         self._params = {layout: stage.get_parameter(layout.name) for layout in layouts}
@@ -372,11 +375,13 @@ class ShardedGroup:
         self._adders: dict[int, Callable[[Tensor], None]] = {}
         if program.splits_backward:
             module.register_forward_pre_hook(self._gathered)
-        self.masters = [
-            Master(layout, nn.Parameter(_shard(param)), _alike(layout, shards, world))
-            for layout, param in self._params.items()
-            if layout.trainable
-        ]
+        self.masters: list[Master] = []
+        self.frozen: list[Master] = []
+        for layout, param in self._params.items():
+            first = _rows(param, param.shape[0])[0] * param.shape[1:].numel()
+            shard = nn.Parameter(_shard(param), layout.trainable)
+            mine = self.masters if layout.trainable else self.frozen
+            mine.append(Master(layout, shard, _alike(layout, shards, world), first))
 
     def _gathered(self, *_: object) -> None:
         """Before a forward, once FSDP2 has gathered the parameters: note the gathered tensors, which products read."""
@@ -437,17 +442,6 @@ class ShardedGroup:
         trainable = {layout.name: param for layout, param in self._params.items() if layout.trainable}
         grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trainable.items()}
         return {name: _full(grad) for name, grad in grads.items()}
-
-
-def _start_gradients(layer: nn.Module, ignored: set[nn.Parameter]) -> None:
-    """Give every gathered parameter of the layer a gradient of zeros, except those that FSDP ignores.
-
-    A parameter whose first gradient comes in the last microbatch would otherwise have it in 16 bits beside the others' sums in float32,
-    and FSDP reduces gradients of one dtype only.
-    """
-    for param in layer.parameters():
-        if param.requires_grad and param.grad is None and param not in ignored:
-            param.grad = torch.zeros_like(param)
 
 
 Group = FlatGroup | ShardedGroup

@@ -13,7 +13,9 @@ other order would be wrong where layers of one stage use different data axes.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,9 +31,11 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from autopar.program import optimizers
+from autopar.program import checkpoint, optimizers, pretrained, weights
 from autopar.program.agree import same_batch, same_start
 from autopar.program.bidirectional import BothWays, read_orders, with_transfers
+from autopar.program.checkpoint import has_checkpoint
+from autopar.program.checkpoint_files import CheckpointError
 from autopar.program.collectives import all_gather
 from autopar.program.parameters import (
     Group,
@@ -46,7 +50,17 @@ from autopar.program.state import initial, read_state, wrong_state
 from autopar.program.weight_gradients import SplitStage
 from autopar.program.world import MIRROR, Layout, Program, World, load, start
 
-__all__ = ["Trainer", "adamw", "initial", "load", "read_state", "start", "wrong_state"]
+__all__ = [
+    "CheckpointError",
+    "Trainer",
+    "adamw",
+    "has_checkpoint",
+    "initial",
+    "load",
+    "read_state",
+    "start",
+    "wrong_state",
+]
 
 
 def adamw(params: list[nn.Parameter], lr: float, world: World) -> torch.optim.Optimizer:
@@ -59,8 +73,9 @@ class Trainer:
 
     ``optimizer`` (``adamw`` if left out) makes an optimizer from the list of the user's parameters, or from pairs with their names if its
     argument is called ``named_parameters``. These parameters are placeholders, which this rank's own tensors replace (see
-    ``optimizers``). Initial values are ``state`` (a state dict of the user's model), ``values`` (by a parameter's record) or drawn from
-    ``seed``, whatever the plan. ``max_norm`` clips gradients in ``step``.
+    ``optimizers``). Initial values are ``state`` (a state dict of the user's model, or the path of its safetensors), ``values`` (by a
+    parameter's record) or drawn from ``seed``, whatever the plan; or the training goes on from ``resume``, a folder that ``load`` takes.
+    ``max_norm`` clips gradients in ``step``.
     ``loss_scale`` is the dynamic loss scale of a program in float16, otherwise ``None``; losses, gradients and norms that the trainer
     returns are without it.
     """
@@ -71,10 +86,11 @@ class Trainer:
         world: World,
         *,
         optimizer: optimizers.Optimizer | None = None,
-        state: Mapping[str, Tensor] | None = None,
+        state: Mapping[str, Tensor] | str | os.PathLike[str] | None = None,
         values: Callable[[Layout], Tensor] | None = None,
         seed: int = 0,
         max_norm: float | None = None,
+        resume: str | os.PathLike[str] | None = None,
     ) -> None:
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm is {max_norm}: gradients are scaled to a norm above 0, or left alone (None)")
@@ -83,16 +99,26 @@ class Trainer:
         self.stages, self._by_stage, self._buffers = build_stages(program, world)
         self._groups = [group for groups in self._by_stage.values() for group in groups]
         self._reductions = Reductions(program, self._by_stage)
-        if state is not None:
+        self.optimizer: torch.optim.Optimizer | None = None
+        if isinstance(state, str | os.PathLike):
+            self.load_weights(state)
+        elif state is not None:
             self.load_state_dict(state)
-        else:
+        elif resume is None:
             self._load(values or seeded(seed))
         self.loss_scale = LossScale(world.device) if program.plan["precision"] == "float16" else None
         self._pipeline = _Pipeline(program, world, self.stages, self._by_stage, self._reductions, self.loss_scale)
         masters = [(master.layout, master.tensor) for group in self._groups for master in group.masters]
         optimizer = optimizer or (lambda params: adamw(params, 3e-4, world))
         self.optimizer = optimizers.make(optimizer, program, masters)
-        self._seed, self.steps = seed, 0  # updates so far, skipped ones included
+        self._seed, self.steps, self.rows = (
+            seed,
+            0,
+            0,
+        )  # updates so far, skipped ones included, and the rows of their batches
+        self._background: checkpoint.Background | None = None
+        if resume is not None:
+            self.load(resume)
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
         """One update on the global ``batch`` (every rank gets the whole batch); returns the loss before the update, on every rank."""
@@ -120,6 +146,7 @@ class Trainer:
         if self.optimizer is not None and not skipped:
             self.optimizer.step()
         self.steps += 1
+        self.rows += int(self.program.plan["global_batch"])
         apart = self.program.local_steps
         for group in self._groups:
             if apart and self.steps % apart == 0:
@@ -154,7 +181,7 @@ class Trainer:
     @torch.no_grad()
     def _clip(self, max_norm: float) -> Tensor:
         masters = [master for group in self._groups for master in group.masters]
-        counted = [m for m in masters if self.world.first_on(m.alike) and self._first_copy(m.layout)]
+        counted = [m for m in masters if self.world.first_on(m.alike) and self.program.is_first_copy(m.layout)]
         grads = [grad for master in counted if (grad := master.tensor.grad) is not None]
         norms = [_norm(grad) for grad in grads] or [torch.zeros((), dtype=torch.float64, device=self.world.device)]
         squares = torch.stack(norms).square().sum()
@@ -193,13 +220,58 @@ class Trainer:
         self._load(given(state))
         self._buffers.load(state)
 
+    def save(self, folder: str | os.PathLike[str], *, keep: int | None = None, wait: bool = True) -> Path:
+        """Write a checkpoint, ``folder/step-N``, that any plan of this model can load; the last ``keep`` checkpoints stay (``None``: all).
+
+        Every rank writes its own parts of parameters, optimizer state and buffers, and the folder gets its name when all have finished.
+        Without ``wait`` this returns when the parts are copied to the host's memory, and a thread writes them. Raises ``CheckpointError``
+        on every rank, also for the save before if a thread failed to write it; the training can go on.
+        """
+        self.finish_saving()
+        scale = None if self.loss_scale is None else self.loss_scale.state_dict()
+        counters = {"steps": self.steps, "rows": self.rows, "seed": self._seed, "loss_scale": scale}
+        if wait:
+            return checkpoint.save(self._training(), folder, counters, keep)
+        self._background = self._background or checkpoint.Background()
+        return self._background.save(self._training(), folder, counters, keep)
+
+    def finish_saving(self) -> None:
+        """Wait for a checkpoint that a thread writes. Raises ``CheckpointError`` on every rank if it could not be written."""
+        if self._background is not None:
+            self._background.finish()
+
+    def load(self, folder: str | os.PathLike[str]) -> int:
+        """Go on from a checkpoint: ``folder`` itself, or the newest whole one in it. Returns its number of steps.
+
+        Under the plan that saved it the training goes on bit for bit. Raises ``CheckpointError`` on every rank.
+        """
+        self.finish_saving()
+        counters = checkpoint.load(self._training(), folder)
+        self.steps, self.rows, self._seed = counters["steps"], counters["rows"], counters["seed"]
+        if self.loss_scale is not None and counters["loss_scale"] is not None:
+            self.loss_scale.load_state_dict(counters["loss_scale"])
+        return self.steps
+
+    def save_weights(self, folder: str | os.PathLike[str], *, file_bytes: int = weights.FILE_BYTES) -> None:
+        """Write parameters and buffers as safetensors files of up to ``file_bytes`` each, in the model's dtypes, into a new folder.
+
+        Every rank writes its own parts. Raises ``CheckpointError`` on every rank.
+        """
+        pretrained.save(self._training(), folder, file_bytes)
+
+    def load_weights(self, path: str | os.PathLike[str]) -> None:
+        """Set parameters and buffers from a safetensors file, or a folder of them; every rank reads its own parts. Optimizer state stays.
+
+        Raises ``CheckpointError`` on every rank, with the names that are missing, unknown or of other shapes.
+        """
+        pretrained.load(self._training(), path)
+
+    def _training(self) -> checkpoint.Training:
+        return checkpoint.Training(self.program, self.world, self._groups, self._buffers, self.optimizer)
+
     def _load(self, source: Callable[[Layout], Tensor]) -> None:
         for group in self._groups:
             group.load(source)
-
-    def _first_copy(self, layout: Layout) -> bool:
-        copies = [other.stage for other in self.program.layouts if other.shared == layout.shared]
-        return layout.shared is None or layout.stage == min(copies)
 
     @torch.no_grad()
     def _collect(
@@ -209,7 +281,7 @@ class Trainer:
         fused: dict[str, Tensor] = {}
         for stage in range(len(self.program.model.STAGES)):
             for index, layouts in enumerate(grouping(self.program, stage)):
-                layouts = tuple(layout for layout in layouts if wanted(layout) and self._first_copy(layout))
+                layouts = tuple(layout for layout in layouts if wanted(layout) and self.program.is_first_copy(layout))
                 if not layouts:
                     continue
                 local = of(self._by_stage[stage][index]) if stage in self._by_stage else {}

@@ -76,21 +76,21 @@ def wrong_state(records: Mapping[str, Any], state: Mapping[str, Tensor]) -> str:
     known |= {name: shape for names, shape in needed.items() for name in names}
     given = {name: tensor for name, tensor in state.items() if not name.endswith("_extra_state")}
     sentences = [
-        _sentence("it has no", [names[0] for names in needed if not any(name in given for name in names)]),
-        _sentence("the model has no", [name for name in given if name not in known]),
-        _sentence("no tensor is", [name for name, value in given.items() if not isinstance(value, Tensor)]),
+        sentence("it has no", [names[0] for names in needed if not any(name in given for name in names)]),
+        sentence("the model has no", [name for name in given if name not in known]),
+        sentence("no tensor is", [name for name, value in given.items() if not isinstance(value, Tensor)]),
     ]
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor) and name in known}
     shapes = {name: tuple(value.shape) for name, value in tensors.items()}
     sentences += [
-        _sentence("on meta, without values, is", [name for name, value in tensors.items() if value.is_meta]),
-        _sentence(
+        sentence("on meta, without values, is", [name for name, value in tensors.items() if value.is_meta]),
+        sentence(
             "of another shape is",
             [f"{name} ({shape}, in the model {known[name]})" for name, shape in shapes.items() if shape != known[name]],
         ),
     ]
     if not any(sentences):
-        sentences.append(_sentence("one parameter in the model, and two values here, have", _torn(needed, tensors)))
+        sentences.append(sentence("one parameter in the model, and two values here, have", _torn(needed, tensors)))
     return "; ".join(sentence for sentence in sentences if sentence)
 
 
@@ -110,6 +110,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return bool(((a == b) | ((a != a) & (b != b))).all())  # noqa: PLR0124  a NaN is the same as a NaN
 
 
-def _sentence(what: str, names: list[str]) -> str:
+def sentence(what: str, names: Sequence[str]) -> str:
+    """``what`` and the first few names; ``""`` if there are none."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{what} {', '.join(names[:_SHOWN])}{more}" if names else ""

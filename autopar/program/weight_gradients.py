@@ -214,3 +214,14 @@ class LateGradients:
             for piece in self._pieces.values():
                 dist.all_reduce(piece, group=self._copies)
         return self._pieces
+
+
+def start_gradients(layer: nn.Module, ignored: set[nn.Parameter]) -> None:
+    """Give every gathered parameter of the layer a gradient of zeros, except those that FSDP ignores.
+
+    A parameter whose first gradient comes in the last microbatch would otherwise have it in 16 bits beside the others' sums in float32,
+    and FSDP reduces gradients of one dtype only.
+    """
+    for param in layer.parameters():
+        if param.requires_grad and param.grad is None and param not in ignored:
+            param.grad = torch.zeros_like(param)

@@ -225,6 +225,10 @@ class Program:
         replicating = {MIRROR, *(axis for group in groups for axis in group.get("replicate_axes", ()))}
         return tuple(a for a in axes if a in replicating), tuple(a for a in axes if a not in replicating)
 
+    def is_first_copy(self, layout: Layout) -> bool:
+        """Whether a parameter is not tied to one of an earlier stage."""
+        return layout.shared is None or layout.stage == min(c.stage for c in self.layouts if c.shared == layout.shared)
+
     def _home(self, layout: Layout) -> tuple[str, int]:
         groups = self.model.STAGES[layout.stage].GROUPS
         child = layout.name.split(".")[0]

@@ -23,7 +23,7 @@ from autopar import devices
 from autopar.capture.batch import BatchStructure, flatten_batch
 from autopar.checks.types import check_program
 from autopar.devices import Cluster
-from autopar.errors import BatchError, LaunchError, UsageError
+from autopar.errors import BatchError, CheckpointError, LaunchError, UsageError
 from autopar.graph import Graph
 from autopar.keywords import Training
 from autopar.plan import Plan
@@ -188,6 +188,46 @@ class Program:
                 "only programs in float16 have this state",
             )
         self._call("load_scaler_state_dict", dict(state))
+
+    def save(self, folder: str | os.PathLike[str], *, keep: int | None = None) -> Path:
+        """Write a checkpoint of the training, ``folder/step-N`` after ``N`` steps, and return its path.
+
+        A program of the same model under any other plan can load it. Each process writes its own parts of parameters and optimizer state;
+        all machines share ``folder``. Of the checkpoints up to this one, the last ``keep`` stay (``None``: all).
+
+        Raises ``CheckpointError``, say where the disk is full; the training can go on.
+        """
+        return Path(self._with_files("save", folder, keep=keep))
+
+    def load(self, folder: str | os.PathLike[str]) -> int:
+        """Go on from a checkpoint: ``folder`` itself, or the newest whole one in it. Returns its number of steps.
+
+        Parameters, buffers, optimizer state, the options of the optimizer's groups and the seed are those of the checkpoint.
+
+        Raises ``CheckpointError`` where it is damaged, or of another model or optimizer.
+        """
+        return int(self._with_files("load", folder))
+
+    def save_weights(self, folder: str | os.PathLike[str]) -> None:
+        """Write the parameters and buffers as safetensors files, in the model's dtypes, into a new folder that all machines share.
+
+        A large model is divided into files of up to 5 GB with an index, as transformers does; each process writes its own parts. Raises
+        ``CheckpointError``.
+        """
+        self._with_files("save_weights", folder)
+
+    def load_weights(self, path: str | os.PathLike[str]) -> None:
+        """Set the parameters and buffers from a safetensors file, or a folder of them; each process reads its own parts.
+
+        Raises ``CheckpointError`` with the names that are missing, unknown or of other shapes.
+        """
+        self._with_files("load_weights", path)
+
+    def _with_files(self, name: str, path: str | os.PathLike[str], **options: Any) -> Any:
+        answer: dict[str, Any] = self._call(name, str(Path(path).resolve()), options)
+        if "error" in answer:
+            raise CheckpointError(answer["error"], answer["hint"])
+        return answer["result"]
 
     # -- the folder --
 

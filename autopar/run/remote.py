@@ -73,6 +73,20 @@ def perform(trainer: Any, name: str, *args: Any) -> Any:
     if name == "load_scaler_state_dict":
         trainer.loss_scale.load_state_dict(*args)
         return None
+    if name in ("save", "load", "save_weights", "load_weights"):
+        return _with_files(trainer, name, *args)
     assert name == "load_state_dict", name
     trainer.load_state_dict(torch.load(args[0], weights_only=True, mmap=True))
     return None
+
+
+def _with_files(trainer: Any, name: str, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Save or load; a refusal is an answer, which leaves the processes alive: the folder's own class of errors is unknown here."""
+    try:
+        result = getattr(trainer, name)(folder, **options)
+    except RuntimeError as error:
+        if type(error).__name__ != "CheckpointError":
+            raise
+        refusal: Any = error
+        return {"error": refusal.message, "hint": refusal.hint}
+    return {"result": result if isinstance(result, int) else str(result)}

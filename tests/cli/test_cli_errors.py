@@ -44,6 +44,7 @@ PLAN = ("plan", "gpt2", "--global-batch", "8")
         (("plan", "gpt22", "--devices", "8xH100-80GB"), "no model called 'gpt22'"),
         (("emit", "gpt2", "--devices", "4", "-o", __file__), "is a file"),
         (("run", "gpt2", "--devices", "4", "--steps", "0"), "--steps"),
+        (("run", "gpt2", "--devices", "4", "--resume"), "add --checkpoint DIR"),
         (("emit", "gpt2", "--devices", "4", "-o", f"{__file__}/program"), "is a file"),
         (("sweep", "gpt2", "--devices", "8", "--plot", "/nowhere/at/all.png"), "no folder /nowhere/at"),
         (("sweep", "gpt2", "--devices", "8", "--plot", "all.txt"), "no ending that pictures have"),

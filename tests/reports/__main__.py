@@ -46,6 +46,9 @@ REPORTS = {
     "capture-check": Report(
         "what the comparison of the captured graph with the model costs", (program("check_cost"),), options=False
     ),
+    "checkpoints": Report(
+        "training that goes on under another plan, pairs of plans drawn at random", (program("checkpoints"),)
+    ),
     "dtensor-check": Report(
         "our rules against DTensor's, and which is wrong where they differ",
         (("-m", "autopar.checks", "--dtensor", "docs/evidence/dtensor-check.md"),),

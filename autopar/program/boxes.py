@@ -1,0 +1,118 @@
+"""Boxes: the parts of the user's tensors that a rank has, whatever the plan.
+
+A rank has its slice of a parameter, or under ZeRO a range of the slice's elements. A *box* is a rectangular part of the original tensor,
+without padding: the form in which ``torch.distributed.checkpoint`` writes, and finds again, parts of tensors.
+
+This file is copied into every emitted program; it needs torch alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from autopar.program.world import Layout
+
+LARGEST = 64 * 2**20
+"""Bytes of the largest box in a checkpoint: a box is read whole, however little of it a rank needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangular part of a tensor: its first element along every dim, and its size."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor of ``shape`` that a checkpoint has under ``path``, and this rank's ``values`` in the box: a view."""
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    box: Box
+    values: Tensor
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.path)
+
+
+def whole(path: tuple[str, ...], values: Tensor) -> Piece:
+    """A piece that is all of a tensor."""
+    shape = tuple(values.shape)
+    return Piece(path, shape, Box((0,) * len(shape), shape), values)
+
+
+def cut(shape: Sequence[int], low: int, high: int) -> Iterator[Box]:
+    """The boxes that have the elements ``low`` to ``high`` (exclusive, in row-major order) of a tensor of this shape, in that order.
+
+    A range of a matrix is at most three boxes: the end of a row, whole rows, the beginning of a row. Rows of more dims are cut likewise.
+    """
+    if low >= high:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-low // row), high // row  # the whole rows
+    if first > last:  # the range is inside one row
+        yield from _in_row(shape, last, low - last * row, high - last * row)
+        return
+    if low < first * row:
+        yield from _in_row(shape, first - 1, low - (first - 1) * row, row)
+    if first < last:
+        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+    yield from _in_row(shape, last, 0, high - last * row)
+
+
+def _in_row(shape: Sequence[int], index: int, low: int, high: int) -> Iterator[Box]:
+    for box in cut(shape[1:], low, high):
+        yield Box((index, *box.offsets), (1, *box.sizes))
+
+
+def pieces(
+    path: tuple[str, ...], layout: Layout, window: Sequence[tuple[int, int]], values: Tensor, first: int
+) -> Iterator[Piece]:
+    """The pieces of an original parameter (or of a tensor of its shape) that this rank has, without padding.
+
+    ``window`` is the rank's slice of the stored parameter (``Layout.window``); ``values`` are the elements of the slice from the element
+    ``first`` on.
+    """
+    flat, at = values.view(-1), 0
+    for box in cut([extent for _, extent in window], first, first + flat.numel()):
+        count = math.prod(box.sizes)
+        view = flat[at : at + count].view(box.sizes)
+        at += count
+        offsets, sizes = [], []
+        for dim, (start, _) in enumerate(window):
+            offset = start + box.offsets[dim]
+            size = max(0, min(box.sizes[dim], layout.shape[dim] - offset))
+            view = view.narrow(dim, 0, size)
+            offsets.append(offset)
+            sizes.append(size)
+        if layout.part is not None:
+            offsets[layout.part[0]] += layout.part[1]
+        if view.numel():
+            yield Piece(path, layout.original_shape, Box(tuple(offsets), tuple(sizes)), view)
+
+
+def divided(piece: Piece) -> Iterator[Piece]:
+    """The piece in boxes of up to ``LARGEST`` bytes, divided along the first dim that has several elements."""
+    sizes = piece.box.sizes
+    dim = next((dim for dim, size in enumerate(sizes) if size > 1), None)
+    parts = -(-piece.values.numel() * piece.values.element_size() // LARGEST)
+    if dim is None or parts <= 1:
+        yield piece
+        return
+    step = -(-sizes[dim] // parts)
+    for start in range(0, sizes[dim], step):
+        length = min(step, sizes[dim] - start)
+        offsets = [*piece.box.offsets]
+        offsets[dim] += start
+        box = Box(tuple(offsets), (*sizes[:dim], length, *sizes[dim + 1 :]))
+        yield from divided(replace(piece, box=box, values=piece.values.narrow(dim, start, length)))

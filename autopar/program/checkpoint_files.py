@@ -1,0 +1,232 @@
+"""The folders of checkpoints: ``step-N`` is whole, ``step-N.partial`` is being written or was left half-written.
+
+A checkpoint has ``checkpoint.json`` (facts, to be read by people too), torch's ``.metadata``, and the tensors' files, of which
+``.metadata`` lists all parts with their places. Nothing in it is unpickled into code.
+
+This file is copied into every emitted program; it needs torch alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+FACTS, METADATA, PARTIAL = "checkpoint.json", ".metadata", ".partial"
+FORMAT = 1
+_REPLACED = ".replaced"  # a checkpoint in whose place another one of the same step is put
+_STEP = re.compile(rf"step-(\d+)({_REPLACED})?")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or read; ``message`` says why, ``hint`` what to do."""
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(f"{message}; {hint}")
+        self.message, self.hint = message, hint
+
+
+@dataclass(frozen=True)
+class Found:
+    """A whole checkpoint: its folder, the content of ``checkpoint.json``, and torch's metadata of its tensors."""
+
+    path: Path
+    facts: Mapping[str, Any]
+    metadata: Metadata
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def partial_of(folder: Path, steps: int) -> Path:
+    """The folder that the checkpoint after ``steps`` steps is written to."""
+    return folder / f"step-{steps}{PARTIAL}"
+
+
+def final_of(partial: Path) -> Path:
+    """The folder's name once it is whole."""
+    return partial.with_name(partial.name.removesuffix(PARTIAL))
+
+
+def begin(partial: Path) -> None:
+    """Make an empty folder to write to."""
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+
+
+def discard(partial: Path) -> None:
+    """Remove a checkpoint that could not be written, which may have filled the disk."""
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def finish(partial: Path, facts: Mapping[str, Any], keep: int | None) -> Path:
+    """Add the facts, check that everything is there, and give the folder its final name; remove all but the last ``keep`` checkpoints.
+
+    Files and folders are on the disk before the next of these steps begins.
+    """
+    with (partial / FACTS).open("w") as file:
+        json.dump(facts, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    opened = opened_or_why(partial)
+    if isinstance(opened, str):
+        raise CheckpointError(
+            f"the checkpoint in {partial} is not whole: {opened}", "all machines must write to one shared folder"
+        )
+    _sync(partial)
+    target = final_of(partial)
+    before = target.with_name(f"{target.name}{_REPLACED}")
+    if target.exists():
+        shutil.rmtree(before, ignore_errors=True)
+        target.rename(before)
+    partial.rename(target)
+    _sync(target.parent)
+    shutil.rmtree(before, ignore_errors=True)
+    if keep is not None:
+        _forget(target, keep)
+    return target
+
+
+def _forget(newest: Path, keep: int) -> None:
+    """Remove checkpoints before ``newest`` except the last ``keep - 1``, and half-written ones."""
+    own = _order(newest)
+    earlier = [path for path in _steps(newest.parent) if _order(path) < own]
+    halves = [path for path in newest.parent.glob(f"step-*{PARTIAL}") if _STEP.match(path.name)]
+    for path in [*earlier[keep - 1 :], *halves]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def has_any(folder: Path) -> bool:
+    """Whether a folder is a checkpoint, or has one that was finished."""
+    return _is_checkpoint(folder) or bool(_steps(folder))
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return (folder / METADATA).is_file() or (folder / FACTS).is_file()
+
+
+def newest(folder: Path) -> tuple[Found, str]:
+    """The checkpoint in ``folder``, which is one itself or has the newest whole one; and a message on those that were skipped.
+
+    Raises ``CheckpointError`` where there is none.
+    """
+    if _is_checkpoint(folder):
+        opened = opened_or_why(folder)
+        if isinstance(opened, str):
+            raise CheckpointError(f"the checkpoint {folder} is damaged: {opened}", "load an earlier one")
+        return opened, ""
+    skipped = [f"{path.name} (its save did not end)" for path in folder.glob(f"step-*{PARTIAL}")]
+    for path in _steps(folder):
+        opened = opened_or_why(path)
+        if isinstance(opened, Found):
+            return opened, f"loading {path}; skipped {', '.join(skipped)}" if skipped else ""
+        skipped.append(f"{path.name} ({opened})")
+    why = f": {', '.join(skipped)}" if skipped else ""
+    raise CheckpointError(f"{folder} has no whole checkpoint{why}", "give the folder that checkpoints were saved to")
+
+
+def _steps(folder: Path) -> list[Path]:
+    """The checkpoints in a folder that have their final names, newest first."""
+    found = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name)]
+    return sorted(found, key=_order, reverse=True)
+
+
+def _order(path: Path) -> tuple[int, bool]:
+    found = _STEP.fullmatch(path.name)
+    assert found is not None
+    return int(found[1]), found[2] is None
+
+
+def opened_or_why(path: Path, check_files: bool = True) -> Found | str:
+    """The checkpoint, or why it is not whole; without ``check_files`` the tensors' files are not looked at."""
+    for name in (FACTS, METADATA):
+        if not (path / name).is_file():
+            return f"it has no {name}"
+    try:
+        facts = json.loads((path / FACTS).read_text())
+        with (path / METADATA).open("rb") as file:
+            metadata = _Unpickler(file).load()
+        ends: dict[str, int] = {}
+        for part in metadata.storage_data.values():
+            ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
+    except Exception as error:  # noqa: BLE001  whatever is wrong with these files
+        return f"its {FACTS} or {METADATA} cannot be read: {error}"
+    if facts.get("format") != FORMAT:
+        return f"its format is {facts.get('format')}, and this program reads {FORMAT}"
+    for name, end in sorted(ends.items()) if check_files else ():
+        file_path = path / name
+        size = file_path.stat().st_size if file_path.is_file() else None
+        if size is None or size < end:
+            return f"its file {name} is missing" if size is None else f"its file {name} ends {end - size} bytes early"
+    return Found(path, facts, metadata)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads torch's metadata: its records, sizes and dtypes, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        allowed = {
+            "torch.distributed.checkpoint.metadata": None,
+            "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+            "torch.serialization": ("_get_layout",),
+            "torch": ("Size", *(key for key, value in vars(torch).items() if isinstance(value, torch.dtype))),
+        }
+        if module in allowed and "." not in name:
+            found = super().find_class(module, name)
+            names = allowed[module]
+            if name in names if names is not None else getattr(found, "__module__", None) == module:
+                return found
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def explained(error: BaseException, folder: Path, writing: bool) -> CheckpointError:
+    """Any error of writing or reading as one sentence."""
+    if isinstance(error, CheckpointError):
+        return error
+    system = _system_error(error)
+    text = f"{type(error).__name__}: {error}".splitlines()[0] if system is None else str(system)
+    if not writing:
+        return CheckpointError(
+            f"the checkpoint {folder} could not be read: {text}",
+            "parameters may have been read in part: load another checkpoint before going on",
+        )
+    kept = "the training and earlier checkpoints are as they were"
+    if system is not None and system.errno in _FULL:
+        return CheckpointError(f"there is no room for a checkpoint in {folder.parent}: {text}", f"{kept}; make room")
+    return CheckpointError(f"the checkpoint could not be written to {folder}: {text}", f"{kept}; try another folder")
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    """The operating system's error that is, or caused, this one."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error

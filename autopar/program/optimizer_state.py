@@ -1,0 +1,192 @@
+"""The optimizer's state in a checkpoint: for each parameter, tensors of its shape and numbers; for each group, its options.
+
+A tensor of the parameter's shape (``exp_avg``) is divided as the parameter is, and a number (``step``) is there once. A tensor of another
+shape (Adafactor's ``row_var``) is written whole by a rank that has the whole parameter.
+
+This file is copied into every emitted program; it needs torch alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from autopar.program.boxes import Piece, pieces, whole
+from autopar.program.checkpoint_files import CheckpointError
+from autopar.program.parameters import Master
+from autopar.program.world import World
+
+TENSOR, NUMBER = "tensor", "number"
+"""Kinds of state: a tensor with dims, and one without. The other kinds are the numbers of Python."""
+_OF_THE_PROGRAM = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
+"""Options of a group that are no part of the training: which parameters a rank has, and which kernels update them."""
+_PYTHON: dict[str, type] = {"int": int, "float": float, "bool": bool}
+
+
+# -- what is saved ----------------------------------------------------------------------------------------------------
+
+
+def described(optimizer: torch.optim.Optimizer | None, keys: Mapping[str, str]) -> dict[str, Any] | None:
+    """The optimizer's class, its groups' options that JSON can express, and the kind of each key of its state."""
+    if optimizer is None:
+        return None
+    groups = [
+        {key: plain for key, option in group.items() if (plain := _plain(key, option)) is not ...}
+        for group in optimizer.param_groups
+    ]
+    return {"class": type(optimizer).__qualname__, "groups": groups, "keys": dict(keys)}
+
+
+def _plain(key: str, option: Any) -> Any:
+    """An option as JSON; ``...`` if it has no such form, and always comes from the function that makes the optimizer."""
+    if key in _OF_THE_PROGRAM:
+        return ...
+    if isinstance(option, Tensor) and option.dim() == 0:
+        return option.item()
+    if isinstance(option, tuple | list):
+        items = [_plain("", item) for item in option]
+        return ... if ... in items else items
+    return option if option is None or isinstance(option, bool | int | float | str) else ...
+
+
+def merged(parts: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+    """All ranks' descriptions as one; ``None`` if no rank has an optimizer. A key that is a number for one parameter is one for all."""
+    found = [part for part in parts if part is not None]
+    if not found:
+        return None
+    kinds: dict[str, str] = {}
+    for part in found:
+        for key, kind in part["keys"].items():
+            kinds[key] = kind if kinds.get(key, TENSOR) == TENSOR else kinds[key]
+    return {**found[0], "keys": dict(sorted(kinds.items()))}
+
+
+def saved(
+    optimizer: torch.optim.Optimizer | None, masters: Sequence[Master], world: World
+) -> tuple[list[Piece], dict[str, str]]:
+    """The pieces of this rank's optimizer state, and the kind of each key."""
+    found: list[Piece] = []
+    kinds: dict[str, str] = {}
+    for master in masters if optimizer is not None else ():
+        assert optimizer is not None
+        for key, value in optimizer.state.get(master.tensor, {}).items():
+            kind = _kind(master, key, value)
+            kinds[key] = kind if kinds.get(key, TENSOR) == TENSOR else kinds[key]
+            found += _pieces(master, key, value, world)
+    return found, kinds
+
+
+def _kind(master: Master, key: Any, value: Any) -> str:
+    """Raises ``CheckpointError`` if the value has no place in a checkpoint."""
+    if not isinstance(key, str) or "." in key:
+        raise _refused(master, key, "its key is not a word")
+    if isinstance(value, Tensor):
+        like = value.shape == master.tensor.shape
+        if not like and value.dim() and tuple(master.tensor.shape) != master.layout.original_shape:
+            raise _refused(master, key, "it has another shape than the parameter, of which no rank has the whole")
+        return TENSOR if like or value.dim() else NUMBER
+    for name, kind in _PYTHON.items():
+        if type(value) is kind:
+            return name
+    raise _refused(master, key, f"it is a {type(value).__name__}")
+
+
+def _refused(master: Master, key: Any, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"the optimizer's state {key!r} of {master.layout.original} cannot be saved: {why}",
+        "a state is a tensor or a number, and its key is a word",
+    )
+
+
+def _path(master: Master, key: str) -> tuple[str, ...]:
+    return "optimizer", master.layout.original, key
+
+
+def _pieces(master: Master, key: str, value: Any, world: World) -> Iterator[Piece]:
+    if isinstance(value, Tensor) and value.shape == master.tensor.shape:
+        window = master.layout.window(world.coordinates)
+        yield from pieces(_path(master, key), master.layout, window, value.detach().contiguous(), master.first)
+    elif isinstance(value, Tensor):
+        yield whole(_path(master, key), value.detach())
+    else:
+        yield whole(_path(master, key), torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None))
+
+
+# -- what is read -----------------------------------------------------------------------------------------------------
+
+
+class Restored:
+    """The optimizer state that a checkpoint has for this rank's masters: made empty, filled by reading ``pieces``, then installed.
+
+    ``facts`` describe the optimizer that was saved, ``stored`` has the metadata of the checkpoint's tensors by name. Raises
+    ``CheckpointError`` where the checkpoint is of another optimizer.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        masters: Sequence[Master],
+        world: World,
+        facts: Mapping[str, Any] | None,
+        stored: Mapping[str, TensorStorageMetadata],
+    ) -> None:
+        self._optimizer, self._facts = optimizer, facts
+        self._states: dict[Tensor, dict[str, Tensor]] = {}
+        self.pieces: list[Piece] = []
+        if optimizer is None or facts is None:
+            return
+        _check(optimizer, facts)
+        on_device = {
+            id(param): bool(group.get("capturable") or group.get("fused"))
+            for group in optimizer.param_groups
+            for param in group["params"]
+        }
+        for master in masters:
+            state = self._states.setdefault(master.tensor, {})
+            for key, kind in facts["keys"].items():
+                there = stored.get(".".join(_path(master, key)))
+                if there is None:
+                    continue
+                shape = tuple(there.size)
+                if kind == TENSOR and shape == master.layout.original_shape:
+                    shape = tuple(master.tensor.shape)
+                # torch's optimizers read the number of steps on the host
+                host = kind != TENSOR and key == "step" and not on_device[id(master.tensor)]
+                device = "cpu" if host or kind in _PYTHON else master.tensor.device
+                state[key] = torch.zeros(shape, dtype=there.properties.dtype, device=device)
+                self.pieces += _pieces(master, key, state[key], world)
+
+    def install(self) -> None:
+        """Give the optimizer its state, and its groups their options."""
+        if self._optimizer is None or self._facts is None:
+            return
+        self._optimizer.state.clear()
+        for param, state in self._states.items():
+            kinds = self._facts["keys"]
+            values = {key: value.item() if kinds[key] in _PYTHON else value for key, value in state.items()}
+            if values:
+                self._optimizer.state[param] = values
+        for group, options in zip(self._optimizer.param_groups, self._facts["groups"], strict=True):
+            for key, value in options.items():
+                if isinstance(group.get(key), Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def _check(optimizer: torch.optim.Optimizer, facts: Mapping[str, Any]) -> None:
+    own = type(optimizer).__qualname__
+    if own != facts["class"]:
+        raise CheckpointError(
+            f"the checkpoint has the state of {facts['class']}, and the program trains with {own}",
+            f"train with {facts['class']}, or start from the checkpoint's parameters alone",
+        )
+    if len(optimizer.param_groups) != len(facts["groups"]):
+        raise CheckpointError(
+            f"the checkpoint has {len(facts['groups'])} groups of parameters, and the optimizer {len(optimizer.param_groups)}",
+            "make the optimizer with the same groups",
+        )

@@ -1,0 +1,106 @@
+"""Checkpoints through ``Program`` and through the folder's ``train.py``."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from programs import Shape, mlp_batch, mlp_model, write_mlp
+from safetensors.torch import load_file
+from test_run_program import mlp, one_process, state
+from workers import WorkerPool
+
+from autopar.errors import CheckpointError
+from autopar.run.folder import program_modules
+
+
+def test_another_program_goes_on(tmp_path: Path) -> None:
+    losses, model = one_process(4)
+    with mlp(tmp_path / "first", Shape(data=2, zero=(1, 3))) as program:
+        assert program.train([mlp_batch(0), mlp_batch(1)]) == pytest.approx(losses[:2], rel=1e-12)
+        assert program.save(tmp_path / "saved", keep=1) == tmp_path / "saved" / "step-2"
+        for refused, why in (
+            (lambda: program.load(tmp_path / "nowhere"), "has no whole checkpoint"),
+            (lambda: program.save(tmp_path / "saved", keep=0), "keep is 0"),
+        ):
+            with pytest.raises(CheckpointError, match=why):
+                refused()
+        assert program.step(mlp_batch(0)) == pytest.approx(losses[2], rel=1e-12)  # nothing was lost
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in state().items()}
+    with mlp(tmp_path / "second", Shape(), state=zeros) as program:
+        assert program.load(tmp_path / "saved") == 2
+        assert program.train([mlp_batch(0), mlp_batch(1)]) == pytest.approx(losses[2:], rel=1e-12)
+        trained = program.state_dict()
+    assert all((trained[name] - value).abs().max() < 1e-12 for name, value in model.state_dict().items())
+
+
+def test_weights_go_from_one_program_to_another(tmp_path: Path) -> None:
+    with mlp(tmp_path / "first", Shape()) as program:
+        program.save_weights(tmp_path / "weights")
+        with pytest.raises(CheckpointError, match="weights exists"):
+            program.save_weights(tmp_path / "weights")
+        program.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in state().items()})
+        program.load_weights(tmp_path / "weights")
+        loaded = program.state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in state().items())
+
+
+def ran(folder: str, *args: str) -> tuple[dict[int, float], str]:
+    """In a worker: ``train.py`` with these arguments; the losses by step, and what it says to people."""
+    out, talk = io.StringIO(), io.StringIO()
+    with program_modules(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(talk):
+        before, sys.argv = sys.argv, [f"{folder}/train.py", "--device", "cpu", *args]
+        try:
+            importlib.import_module("train").main()
+        except SystemExit as end:
+            talk.write(f"exit {end.code}\n")
+        finally:
+            sys.argv = before
+    lines = map(json.loads, out.getvalue().splitlines())
+    return {line["step"]: line["loss"] for line in lines}, talk.getvalue()
+
+
+def test_train_resumes_where_it_ended(workers1: WorkerPool, workers2: WorkerPool, tmp_path: Path) -> None:
+    """Of three batches in the file, the fifth step reads the second one again."""
+    programs = {1: write_mlp(tmp_path / "one", Shape()), 2: write_mlp(tmp_path / "two", Shape(data=2, zero=(1, 3)))}
+    for program in programs.values():
+        torch.save(state(), program / "initial.pt")
+    batches = [mlp_batch(i) for i in range(3)]
+    data, saved = str(tmp_path / "data.pt"), str(tmp_path / "saved")
+    torch.save({name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}, data)
+
+    def train(pool: WorkerPool, *args: str) -> Any:
+        return pool.run("test_run_checkpoint:ran", str(programs[pool.count]), "--data", data, "--lr", "0.01", *args)[0]
+
+    straight, _ = train(workers1, "--steps", "5")
+    options = ("--checkpoint", saved, "--every", "2", "--keep", "2", "--resume")
+    first, talk = train(workers2, "--steps", "3", "--async-save", *options)
+    assert "has no checkpoint: the training starts from the beginning" in talk and "step-3" in talk
+    assert sorted(path.name for path in Path(saved).iterdir()) == ["step-2", "step-3"]
+    second, talk = train(workers1, "--steps", "5", "--save-weights", f"{tmp_path}/weights", *options)
+    assert "goes on at step 3" in talk
+    assert list(first | second) == list(straight)
+    assert list((first | second).values()) == pytest.approx(list(straight.values()), rel=1e-12)
+    assert sorted(path.name for path in Path(saved).iterdir()) == ["step-4", "step-5"]
+    trained = mlp_model()
+    trained.load_state_dict(load_file(tmp_path / "weights" / "model.safetensors"), strict=False)  # tied
+    third, _ = train(workers2, "--steps", "1", "--init", f"{tmp_path}/weights")
+    assert third[0] == pytest.approx(trained(**batches[0]).item(), rel=1e-12) != straight[0]
+
+
+def test_train_goes_on_where_a_checkpoint_cannot_be_written(workers1: WorkerPool, tmp_path: Path) -> None:
+    program = write_mlp(tmp_path / "one", Shape())
+    (tmp_path / "file").touch()
+    args = ("--draw-init", "--steps", "2", "--every", "1", "--checkpoint", str(tmp_path / "file" / "saved"))
+    losses, talk = workers1.run("test_run_checkpoint:ran", str(program), *args)[0]
+    assert list(losses) == [0, 1]
+    assert talk.count("no checkpoint: the checkpoint could not be written to") == 2 and talk.endswith("exit 1\n")
+    talk = workers1.run("test_run_checkpoint:ran", str(program), "--draw-init", "--resume")[0][1]
+    assert "--resume takes --checkpoint DIR" in talk and talk.endswith("exit 2\n")
