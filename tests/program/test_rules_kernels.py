@@ -322,7 +322,7 @@ def test_checker_accepts_every_candidate(mesh, tmp_path):
         [
             "import torch",
             "import torch.nn.functional as F",
-            "from autopar.program import kernels, kernels_ctc, kernels_experts, kernels_norm, kernels_random, kernels_rnn",
+            "from autopar.program import kernels, kernels_ctc, kernels_experts, kernels_fp8, kernels_norm, kernels_random, kernels_rnn",
             "",
         ],
     )
