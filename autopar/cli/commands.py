@@ -126,6 +126,11 @@ class Checkpoints:
     def __post_init__(self) -> None:
         if self.resume and self.folder is None:
             raise UsageError("--resume has no folder to read from", "add --checkpoint DIR")
+        if self.folder is not None and not self.resume and has_any(Path(self.folder)):
+            raise UsageError(
+                f"{self.folder} has checkpoints of another training, which this one would replace",
+                "add --resume to go on with it, or give another folder",
+            )
 
     def load(self, program: Program) -> int:
         """Go on from the newest checkpoint, if asked to and if there is one; the number of steps that it has."""

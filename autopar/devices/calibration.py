@@ -156,12 +156,13 @@ def _of_kind(cluster: Cluster, found: Calibration, path: Path) -> Cluster:
     """Devices elsewhere with the ops of one GPU of their kind."""
     figures = [f for f in found.figures if f.device == "cuda" and f.processes == 1]
     name = str(found.machine.get("gpu", ""))
-    if not figures or cluster.parts or cluster.kind != "cuda":
+    memory = found.machine.get("gpu_memory_bytes")
+    if not figures or not name or memory is None or cluster.parts or cluster.kind != "cuda":
         raise DeviceError(
             f"{path} is a calibration of a machine{' with ' * bool(name)}{name}, and {cluster.name} are other devices",
             "`autopar profile --processes 1` on a GPU of the same kind measures ops for plans elsewhere; a cluster.toml describes the rest",
         )
-    kind = hardware.match_device(name, int(found.machine["gpu_memory_bytes"]))
+    kind = hardware.match_device(name, int(memory))
     if kind != cluster.gpu.name:
         raise DeviceError(
             f"{path} was measured on {name} ({kind}), and {cluster.name} has {cluster.gpu.name}",

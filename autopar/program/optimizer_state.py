@@ -151,13 +151,16 @@ class Restored:
                 there = stored.get(".".join(_path(master, key)))
                 if there is None:
                     continue
-                shape = tuple(there.size)
+                shape, dtype = tuple(there.size), there.properties.dtype
                 if kind == TENSOR and shape == master.layout.original_shape:
                     shape = tuple(master.tensor.shape)
+                    # state in its parameter's dtype follows the parameter; narrow moments stay what they are
+                    if dtype == stored[f"model.{master.layout.original}"].properties.dtype:
+                        dtype = master.tensor.dtype
                 # torch's optimizers read the number of steps on the host
                 host = kind != TENSOR and key == "step" and not on_device[id(master.tensor)]
                 device = "cpu" if host or kind in _PYTHON else master.tensor.device
-                state[key] = torch.zeros(shape, dtype=there.properties.dtype, device=device)
+                state[key] = torch.zeros(shape, dtype=dtype, device=device)
                 self.pieces += _pieces(master, key, state[key], world)
 
     def install(self) -> None:

@@ -60,15 +60,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--save", help="where to save the state dict at the end")
     parser.add_argument("--save-weights", metavar="DIR", help="a new folder for the weights as safetensors at the end")
     parser.add_argument("--checkpoint", metavar="DIR", help="a folder for checkpoints, which all machines share")
-    parser.add_argument("--every", type=count, default=100, metavar="N", help="steps from one checkpoint to the next")
-    parser.add_argument("--keep", type=count, default=2, metavar="K", help="how many checkpoints stay")
+    parser.add_argument("--every", type=count, metavar="N", help="steps from one checkpoint to the next; default: 100")
+    parser.add_argument("--keep", type=count, metavar="K", help="how many checkpoints stay; default: 2")
     parser.add_argument("--async-save", action="store_true", help="write checkpoints while the training goes on")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: GPUs if there is one for every process")
     parser.add_argument("--timeout", type=float, default=600, help="seconds after which a collective gives up")
     args = parser.parse_args()
-    if args.resume and not args.checkpoint:
-        parser.error("--resume takes --checkpoint DIR, the folder of the checkpoints")
+    for option in ("resume", "every", "keep", "async_save"):
+        if getattr(args, option) and not args.checkpoint:
+            parser.error(f"--{option.replace('_', '-')} takes --checkpoint DIR, the folder of the checkpoints")
+    args.every, args.keep = args.every or 100, args.keep or 2
     return args
 
 
@@ -138,8 +140,16 @@ def start_values(args: argparse.Namespace, records: Mapping[str, Any]) -> dict[s
 def open_trainer(args: argparse.Namespace) -> Trainer:
     """The trainer, at the start or where the newest checkpoint ends."""
     program = load(FOLDER)
+    if args.save_weights and (program.local_steps or Path(args.save_weights).exists()):
+        why = "replicas have weights of their own under local steps" if program.local_steps else "it exists"
+        raise SystemExit(f"--save-weights {args.save_weights}: {why}; use --save, or the name of a new folder")
     state = None if args.resume else start_values(args, program.records)
     world = start(program, device=args.device, timeout_s=args.timeout)
+    if args.checkpoint and not args.resume and has_checkpoint(args.checkpoint):
+        raise SystemExit(
+            f"{args.checkpoint} has checkpoints of another training, which this one would replace; add --resume to go on with it, or give "
+            "another folder"
+        )
     resume = args.checkpoint if args.resume and has_checkpoint(args.checkpoint) else None
     if args.resume and resume is None:
         state = start_values(args, program.records)

@@ -252,6 +252,26 @@ def test_16_bits_go_on_from_masters_in_float32(precision: str, workers2: WorkerP
         assert scale is None or scale["_growth_tracker"] + math.log2(2**16 / scale["scale"]) >= 3
 
 
+def test_optimizer_state_follows_its_parameter_to_another_dtype(workers1: WorkerPool, tmp_path: Path) -> None:
+    """Saved in float64, read by a program in float32, whose optimizer cannot mix the two."""
+    torch.manual_seed(0)
+    model, batch, _ = MODELS["llama"]()
+    answers = {}
+    for precision, given in (
+        ("float64", {"save": str(tmp_path / "saved")}),
+        ("float32", {"load": str(tmp_path / "saved")}),
+    ):
+        graph = annotate(capture(model, batch, precision=precision))
+        plan = dataclasses.replace(manual_plan(graph), precision=precision)
+        emit(graph, plan, tmp_path / precision)
+        torch.save({n: t.detach() for n, t in model.state_dict().items()}, tmp_path / precision / "initial.pt")
+        start = {"state": str(tmp_path / precision / "initial.pt")} if precision == "float64" else {}
+        program = str(tmp_path / precision)
+        answers[precision] = workers1.run("resumed:trained", program, [dict(batch)] * 2, "adamw", **given, **start)
+    losses = [loss for answer in answers.values() for loss in answer[0]["losses"]]
+    assert losses == sorted(losses, reverse=True) and len(losses) == 4
+
+
 # -- the folders ------------------------------------------------------------------------------------------------------
 
 

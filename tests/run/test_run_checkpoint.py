@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from test_run_program import mlp, one_process, state
 from workers import WorkerPool
 
-from autopar.errors import CheckpointError
+from autopar.cli.commands import Checkpoints
+from autopar.errors import CheckpointError, UsageError
 from autopar.run.folder import program_modules
 
 
@@ -93,6 +94,20 @@ def test_train_resumes_where_it_ended(workers1: WorkerPool, workers2: WorkerPool
     trained.load_state_dict(load_file(tmp_path / "weights" / "model.safetensors"), strict=False)  # tied
     third, _ = train(workers2, "--steps", "1", "--init", f"{tmp_path}/weights")
     assert third[0] == pytest.approx(trained(**batches[0]).item(), rel=1e-12) != straight[0]
+    for refused, why in (
+        (("--checkpoint", saved), "has checkpoints of another training"),
+        (("--save-weights", f"{tmp_path}/weights"), "it exists; use --save, or the name of a new folder"),
+    ):
+        losses, talk = train(workers1, "--steps", "1", *refused)
+        assert not losses and why in talk
+    assert sorted(path.name for path in Path(saved).iterdir()) == ["step-4", "step-5"]
+
+
+def test_a_new_run_does_not_replace_the_checkpoints_of_another(tmp_path: Path) -> None:
+    (tmp_path / "step-7").mkdir()
+    assert Checkpoints(str(tmp_path), every=1, keep=2, resume=True).folder == str(tmp_path)
+    with pytest.raises(UsageError, match="has checkpoints of another training"):
+        Checkpoints(str(tmp_path), every=1, keep=2, resume=False)
 
 
 def test_train_goes_on_where_a_checkpoint_cannot_be_written(workers1: WorkerPool, tmp_path: Path) -> None:
@@ -102,5 +117,6 @@ def test_train_goes_on_where_a_checkpoint_cannot_be_written(workers1: WorkerPool
     losses, talk = workers1.run("test_run_checkpoint:ran", str(program), *args)[0]
     assert list(losses) == [0, 1]
     assert talk.count("no checkpoint: the checkpoint could not be written to") == 2 and talk.endswith("exit 1\n")
-    talk = workers1.run("test_run_checkpoint:ran", str(program), "--draw-init", "--resume")[0][1]
-    assert "--resume takes --checkpoint DIR" in talk and talk.endswith("exit 2\n")
+    for option in (("--resume",), ("--every", "5"), ("--keep", "3"), ("--async-save",)):
+        talk = workers1.run("test_run_checkpoint:ran", str(program), "--draw-init", *option)[0][1]
+        assert f"{option[0]} takes --checkpoint DIR" in talk and talk.endswith("exit 2\n")
