@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-PRODUCT, ATTENTION, POINTWISE, VIEW = "product", "attention", "pointwise", "view"
 PRODUCT8 = "product in 8 bits"
+PRODUCT, ATTENTION, POINTWISE, VIEW = "product", "attention", "pointwise", "view"
 """Kinds of op with curves of their own. Every other kind is an op's name, and has the curve of ``POINTWISE`` where it was not measured."""
 
 

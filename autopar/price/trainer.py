@@ -90,7 +90,7 @@ class Trainer:
         """Seconds of FSDP's copies around a gather of a layer's parameters and around a reduction of their gradients.
 
         FSDP2 copies what it gathered out of the flat buffer, and gradients into a buffer in the dtype of the reduction, on the stream that
-        computes, and so never beside arithmetic. On an H100 these copies are 6 % of a step of Llama-3-8B (docs/evidence/rehearsal.md).
+        computes, and so never beside arithmetic.
         On CPUs they are part of the collectives, as ``autopar profile`` measures them.
         """
         if self.cpu:

@@ -101,7 +101,16 @@ class Background:
         self, training: Training, folder: str | os.PathLike[str], counters: Mapping[str, Any], keep: int | None
     ) -> Path:
         """Start to write a checkpoint; the folder that it will have. All ranks call this, after ``finish``."""
-        job = _prepared(training, folder, counters, keep).copied()
+        prepared = _prepared(training, folder, counters, keep)
+        copies: list[Any] = []
+        try:
+            # a rank without memory for its copy must not leave the others waiting for it
+            on_every_rank(lambda: copies.append(prepared.copied()), prepared.partial, writing=True)
+        except CheckpointError:
+            if dist.get_rank() == 0:
+                discard(prepared.partial)
+            raise
+        (job,) = copies
         self._last = self._thread.submit(job.write, self._group)
         return final_of(job.partial)
 

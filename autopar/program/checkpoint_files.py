@@ -161,8 +161,8 @@ def _order(path: Path) -> tuple[int, bool]:
     return int(found[1]), found[2] is None
 
 
-def opened_or_why(path: Path, check_files: bool = True) -> Found | str:
-    """The checkpoint, or why it is not whole; without ``check_files`` the tensors' files are not looked at."""
+def opened_or_why(path: Path) -> Found | str:
+    """The checkpoint, or why it is not whole."""
     for name in (FACTS, METADATA):
         if not (path / name).is_file():
             return f"it has no {name}"
@@ -173,11 +173,12 @@ def opened_or_why(path: Path, check_files: bool = True) -> Found | str:
         ends: dict[str, int] = {}
         for part in metadata.storage_data.values():
             ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
+        form = facts.get("format")
     except Exception as error:  # noqa: BLE001  whatever is wrong with these files
         return f"its {FACTS} or {METADATA} cannot be read: {error}"
-    if facts.get("format") != FORMAT:
-        return f"its format is {facts.get('format')}, and this program reads {FORMAT}"
-    for name, end in sorted(ends.items()) if check_files else ():
+    if form != FORMAT:
+        return f"its format is {form}, and this program reads {FORMAT}"
+    for name, end in sorted(ends.items()):
         file_path = path / name
         size = file_path.stat().st_size if file_path.is_file() else None
         if size is None or size < end:

@@ -36,7 +36,7 @@ from autopar.workload import Workload
 from autopar.zoo.hf import build_config
 
 RESULTS, PAGE = EVIDENCE / "rehearsal.jsonl", EVIDENCE / "rehearsal.md"
-STEPS = {"cuda": 3, "cpu": 3}
+STEPS = 3
 GPU = "H100-80GB"
 Line = dict[str, Any]
 
@@ -127,7 +127,7 @@ def run_case(case: Case, calibration: str | None, done: set[int]) -> Iterator[Li
     ranks = [rank for rank in case.ranks or first_ranks(plan) if rank not in done]
     with tempfile.TemporaryDirectory() as folder:
         emit_program(graph, plan, Path(folder), type_check=False)
-        for found in rehearse(folder, alone, drawn_batch(graph), ranks, case.kind, STEPS[case.kind]):
+        for found in rehearse(folder, alone, drawn_batch(graph), ranks, case.kind, STEPS):
             yield {
                 "case": case.name,
                 "kind": case.kind,
