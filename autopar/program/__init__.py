@@ -32,6 +32,7 @@ FILES = (
     "kernels_random.py",
     "kernels_ring.py",
     "kernels_rnn.py",
+    "masters.py",
     "offload.py",
     "opaque.py",
     "optimizer_state.py",

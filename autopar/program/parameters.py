@@ -1,4 +1,4 @@
-"""The parameters of this rank's stages: initial values, flat buffers (ZeRO 0 and 1), FSDP2 (ZeRO 2 and 3).
+"""The parameters of this rank's stages: initial values, flat buffers (ZeRO 0 and 1), FSDP2 (ZeRO 2 and 3); for others see ``masters``.
 
 Everything here is a function of the parameters' layout records (``layouts.json``). The optimizer owns plain tensors, the
 *masters*: whole local slices, or under ZeRO this rank's pieces of them.
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.program.buffers import StageBuffers
 from autopar.program.collectives import all_gather, reduce_scatter
+from autopar.program.masters import LocalGroup, Master, alike, set_parameter
 from autopar.program.weight_gradients import LateGradients, start_gradients
 from autopar.program.world import Layout, Program, World
 
@@ -62,19 +63,6 @@ def given(state: Mapping[str, Tensor]) -> Callable[[Layout], Tensor]:
 
 
 # -- groups of parameters ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Master:
-    """A tensor that the optimizer owns: this rank's slice of a parameter, or under ZeRO its piece of that slice.
-
-    ``alike`` are the axes whose ranks all have the same values; ``first`` is the piece's first element in the slice.
-    """
-
-    layout: Layout
-    tensor: nn.Parameter
-    alike: tuple[str, ...]
-    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +147,12 @@ class FlatGroup:
         for layout, shape in zip(layouts, shapes, strict=True):
             stop = start + shape.numel()
             param = nn.Parameter(self._values[start:stop].view(shape), requires_grad=trainable)
-            _set_parameter(stage, layout.name, param)
+            set_parameter(stage, layout.name, param)
             self._slots.append(Slot(layout, param, start, stop))
             if trainable:
                 self._add_master(self._slots[-1])
             else:
-                self.frozen.append(Master(layout, param, _alike(layout, (), world)))
+                self.frozen.append(Master(layout, param, alike(layout, (), world)))
             start = stop
 
     def _add_master(self, slot: Slot) -> None:
@@ -194,8 +182,8 @@ class FlatGroup:
         piece = self._owned[low - self._own.start : high - self._own.start]
         tensor = nn.Parameter(piece if self._scattered else piece.view(slot.param.shape))
         tensor.grad = self._grads[low:high].view(tensor.shape)
-        alike = _alike(slot.layout, (*self._shards, *self._apart), self._world)
-        self.masters.append(Master(slot.layout, tensor, alike, low - slot.start))
+        same = alike(slot.layout, (*self._shards, *self._apart), self._world)
+        self.masters.append(Master(slot.layout, tensor, same, low - slot.start))
 
     def own_gradients(self) -> list[Tensor]:
         """The gradients that this rank's masters read, after the reduction."""
@@ -348,7 +336,7 @@ class ShardedGroup:
         for layout in layouts:
             shape = stage.get_parameter(layout.name).shape
             values = torch.zeros(shape, dtype=program.dtypes(layout)[0], device=world.device)
-            _set_parameter(stage, layout.name, nn.Parameter(values, layout.trainable))
+            set_parameter(stage, layout.name, nn.Parameter(values, layout.trainable))
         self.mesh = world.data_mesh(copies, shards)
         fully_shard(
             module,
@@ -381,7 +369,7 @@ class ShardedGroup:
             first = _rows(param, param.shape[0])[0] * param.shape[1:].numel()
             shard = nn.Parameter(_shard(param), layout.trainable)
             mine = self.masters if layout.trainable else self.frozen
-            mine.append(Master(layout, shard, _alike(layout, shards, world), first))
+            mine.append(Master(layout, shard, alike(layout, shards, world), first))
 
     def _gathered(self, *_: object) -> None:
         """Before a forward, once FSDP2 has gathered the parameters: note the gathered tensors, which products read."""
@@ -444,12 +432,7 @@ class ShardedGroup:
         return {name: _full(grad) for name, grad in grads.items()}
 
 
-Group = FlatGroup | ShardedGroup
-
-
-def _alike(layout: Layout, zero_axes: Sequence[str], world: World) -> tuple[str, ...]:
-    spread = {axis for axis, _ in layout.sharded}.union(zero_axes)
-    return tuple(axis for axis in world.coordinates if axis not in spread)
+Group = LocalGroup | FlatGroup | ShardedGroup
 
 
 def _shard(tensor: Tensor) -> Tensor:
@@ -478,11 +461,6 @@ def _rows(param: Tensor, rows: int) -> tuple[int, int]:
 def _full(tensor: Tensor) -> Tensor:
     assert isinstance(tensor, DTensor)
     return tensor.full_tensor()
-
-
-def _set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    path, _, leaf = name.rpartition(".")
-    setattr(module.get_submodule(path), leaf, param)
 
 
 # -- stages -----------------------------------------------------------------------------------------------------------
@@ -546,8 +524,7 @@ def _build(index: int, stage: nn.Module, program: Program, world: World) -> list
     for layouts in grouping(program, index):
         for layout in layouts:
             _check_layout(layout, stage, world)
-        which = ShardedGroup if program.group(layouts[0])[1] >= 2 else FlatGroup
-        groups.append(which(stage, layouts, world, program))
+        groups.append(_group_of(layouts, program)(stage, layouts, world, program))
     left = [name for name, tensor in (*stage.named_parameters(), *stage.named_buffers()) if tensor.is_meta]
     if left:
         raise ValueError(
@@ -560,6 +537,15 @@ def _build(index: int, stage: nn.Module, program: Program, world: World) -> list
     if meshes:
         gather_ahead(stage, _layers(index, stage, program), meshes[0])
     return groups
+
+
+def _group_of(layouts: Sequence[Layout], program: Program) -> type[Group]:
+    """How a group of parameters is stored."""
+    zero, axes = program.group(layouts[0])[1:]
+    wide, compute = program.dtypes(layouts[0])
+    if zero >= 2:
+        return ShardedGroup
+    return FlatGroup if axes or layouts[0].shared is not None or wide != compute else LocalGroup
 
 
 def _layers(index: int, stage: nn.Module, program: Program) -> list[Layer]:
