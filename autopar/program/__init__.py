@@ -45,6 +45,7 @@ FILES = (
     "world.py",
     "buffers.py",
     "parameters.py",
+    "publications.py",
     "reductions.py",
     "runtime.py",
     "train.py",

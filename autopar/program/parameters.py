@@ -102,8 +102,8 @@ class FlatGroup:
     """Parameters in one flat buffer whose gradients are reduced explicitly, once a step: ZeRO 0 and 1.
 
     ZeRO 0 all-reduces the gradients over the data axes. ZeRO 1 reduce-scatters them (under hybrid sharding inside of a copy, and this
-    rank's piece is then summed over the copies), the optimizer updates this rank's piece of the buffer, and the pieces are
-    all-gathered. If masters are wider than the computation (float32 and bfloat16), gradients add up in the masters' dtype.
+    rank's piece is then summed over the copies), the optimizer updates this rank's piece of the buffer, and the pieces are all-gathered
+    (see ``publications``). If masters are wider than the computation (float32 and bfloat16), gradients add up in the masters' dtype.
 
     With a parameter server ZeRO 0 reduces the gradients to the group's first rank, which alone has masters, updates them, and broadcasts
     the parameters. Replicas that train apart reduce gradients inside of each replica only; a replica's loss is its term of the batch's loss
@@ -137,6 +137,8 @@ class FlatGroup:
         self._work: dist.Work | None = None  # the reduction, while it runs
         self._sum: Tensor | None = None  # its result under ZeRO 1
         self._over_copies = False  # whether the sum over the copies has started
+        self._sending: dist.Work | None = None  # the publication, while it runs
+        self._source: Tensor | None = None  # its operand under ZeRO 1
         self.arrivals = Arrivals(len(layouts) * program.passes)
         self._slots: list[Slot] = []
         self._adders: dict[int, Callable[[Tensor], None]] = {}  # by the parameter's identity
@@ -285,16 +287,33 @@ class FlatGroup:
         """The mean over the replicas that train apart."""
         return tensor if self._replicas is None else self._average_(tensor.clone(), self._replicas)
 
-    @torch.no_grad()
+    @property
+    def is_sent(self) -> bool:
+        """Whether other ranks need this rank's masters, or this rank theirs."""
+        return self._scattered or self._served
+
     def publish(self) -> None:
         """After the optimizer's update: copy the masters into the parameters that the stage reads, on this rank and on those that it
         serves."""
+        self.start_publication()
+        self.finish_publication()
+
+    @torch.no_grad()
+    def start_publication(self) -> None:
+        """Start to ``publish``; the masters may change afterwards."""
         if self._scattered:
-            all_gather(self._values, self._owned.to(self._values.dtype, copy=True), group=self._group)
+            self._source = self._owned.to(self._values.dtype, copy=True)
+            self._sending = all_gather(self._values, self._source, group=self._group, async_op=True)
         elif self._mixed:
             self._values.copy_(self._owned)
         if self._served:
-            dist.broadcast(self._values, group=self._group, group_src=0)
+            self._sending = dist.broadcast(self._values, group=self._group, group_src=0, async_op=True)
+
+    def finish_publication(self) -> None:
+        """Wait for the parameters; on a GPU the device waits, not the host."""
+        if self._sending is not None:
+            self._sending.wait()
+        self._sending = self._source = None
 
     def values(self) -> dict[str, Tensor]:
         """This rank's whole slice of every parameter, by its name in the stage: the mean of replicas that train apart."""
