@@ -19,10 +19,10 @@ _ARITHMETIC_S = 5e-3
 
 def profile_command(processes: str, device: str | None, output: str | None, as_json: bool) -> None:
     """Measures with a progress bar on stderr, writes the file, prints what was found."""
+    counts = _counts(processes)
     path = output_file(output, "-o") if output else default_path()
     if path is None:
         raise UsageError("AUTOPAR_CALIBRATION is empty, so there is no place for the file", "name a file with -o FILE")
-    counts = _counts(processes)
     with progress_bar("profile") as show:
         found = profile(counts, device, show)
     try:
