@@ -315,6 +315,9 @@ class PinPrice:
         return 1 - self.step_time_without_s / step_time_s, 1 - self.bound_without_s / step_time_s
 
 
+GIVEN = "given"
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Mesh, stages, schedule, microbatches and a strategy for every layer, with the prediction and the proved bound.
@@ -339,7 +342,7 @@ class Plan:
     prediction: Prediction
     bound_s: float
     gap: float
-    solver: str = ""
+    solver: str = ""  # what proved the bound; ``GIVEN``: the user wrote the plan down, and nothing was searched
     notes: tuple[str, ...] = ()
     imports: tuple[
         str, ...
@@ -378,6 +381,11 @@ class Plan:
     def sized_schedule(self) -> Schedule:
         """The schedule with its numbers of devices, microbatches and chunks."""
         return Schedule(self.schedule, self.pipeline, self.microbatches, self.chunks)
+
+    @property
+    def too_full(self) -> tuple[int, ...]:
+        """The stages that need more memory than a device may use; a plan that was searched has none."""
+        return tuple(i for i, stage in enumerate(self.stages) if stage.memory.total > stage.memory_limit_bytes)
 
     @property
     def unwritten(self) -> str:

@@ -286,10 +286,10 @@ def _check_types(layer: LocalLayer, name: str) -> None:
     """Follow the types through the graph, changed by its conversions alone."""
     sharding, originals = layer.sharding, {node.name: node for node in layer.cls.graph.graph.nodes}
     flow = gradient_flow(layer.cls)
-    held: dict[fx.Node, Types] = {}
+    current: dict[fx.Node, Types] = {}
 
     def changed(value: fx.Node, axes: tuple[str, ...], source: SpmdType, target: SpmdType) -> Types:
-        now = list(held[value])
+        now = list(current[value])
         for i, axis in enumerate(sharding.axes):
             if axis.name in axes:
                 if not _alike(now[i], source, flow[_origin(value).name]):
@@ -298,43 +298,43 @@ def _check_types(layer: LocalLayer, name: str) -> None:
         return tuple(now)
 
     for node in layer.graph.graph.nodes:
-        if node in held:
+        if node in current:
             continue
         if node.target is convert:
             value, axes, source, target = node.args
             assert isinstance(value, fx.Node) and isinstance(axes, tuple)
-            held[node] = changed(value, axes, SpmdType.parse(str(source)), SpmdType.parse(str(target)))
+            current[node] = changed(value, axes, SpmdType.parse(str(source)), SpmdType.parse(str(target)))
             if not node.users:
                 _fault(name, f"nothing reads {value.name} as {target} on {', '.join(axes)}")
         elif node.target in JOINED:
             value, axes, own = converted_types(node)
             read = changed(value, axes, own, R)
             for one in results_of(node):
-                held[one.node] = sharding.produced(one.node.name) if one.product else read
+                current[one.node] = sharding.produced(one.node.name) if one.product else read
                 if one.product and one.weight is not None:
                     _arrives(name, read, sharding.needed(one.product, 0), value, flow, sharding, one.product)
                     weight = sharding.needed(one.product, 1)
-                    _arrives(name, held[one.weight], weight, one.weight, flow, sharding, one.product)
+                    _arrives(name, current[one.weight], weight, one.weight, flow, sharding, one.product)
                 if one.bias is not None:
                     added = [o.name for o in operands(originals[one.node.name])].index(_origin(one.bias).name)
                     bias = sharding.needed(one.node.name, added)
-                    _arrives(name, held[one.bias], bias, one.bias, flow, sharding, one.node.name)
+                    _arrives(name, current[one.bias], bias, one.bias, flow, sharding, one.node.name)
         elif node.target is share:
             value = node.args[0]
             assert isinstance(value, fx.Node)
-            types = zip(sharding.axes, held[value], strict=True)
-            held[node] = tuple(P if axis.name == MICROBATCH else t for axis, t in types)
+            types = zip(sharding.axes, current[value], strict=True)
+            current[node] = tuple(P if axis.name == MICROBATCH else t for axis, t in types)
         elif node.op == "output":
             for i, value in enumerate(node.args[0]):
-                _arrives(name, held[value], sharding.output(i), value, flow, sharding)
+                _arrives(name, current[value], sharding.output(i), value, flow, sharding)
         elif node.name in originals:
-            held[node] = sharding.produced(node.name)
-            inputs = [inner for n in node.all_input_nodes for inner in ([n] if n in held else n.all_input_nodes)]
+            current[node] = sharding.produced(node.name)
+            inputs = [inner for n in node.all_input_nodes for inner in ([n] if n in current else n.all_input_nodes)]
             for i, operand in enumerate(operands(originals[node.name]) if node.op != "placeholder" else ()):
                 arriving = [n for n in inputs if _origin(n).name == operand.name]
                 wanted = sharding.needed(node.name, i)
-                if arriving and not any(_same(held[n], wanted, flow[operand.name], sharding) for n in arriving):
-                    _arrives(name, held[arriving[0]], wanted, arriving[0], flow, sharding, node.name)
+                if arriving and not any(_same(current[n], wanted, flow[operand.name], sharding) for n in arriving):
+                    _arrives(name, current[arriving[0]], wanted, arriving[0], flow, sharding, node.name)
 
 
 def _arrives(

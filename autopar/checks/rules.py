@@ -35,7 +35,7 @@ class Sample:
     target: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    held: tuple[int, ...] = ()
+    without_gradient: tuple[int, ...] = ()
     """Tensor operands without a gradient, though floating: running statistics, class weights."""
 
     @property
@@ -58,9 +58,9 @@ def sample(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Sample:
     return Sample(target, args, kwargs)
 
 
-def held(given: Sample, *operands_: int) -> Sample:
+def without_gradient(given: Sample, *operands_: int) -> Sample:
     """The sample with these tensor operands treated as constants."""
-    return replace(given, held=operands_)
+    return replace(given, without_gradient=operands_)
 
 
 def build(given: Sample) -> tuple[fx.Node, list[Value]]:
@@ -102,7 +102,7 @@ def check(given: Sample, shards: Sequence[int] = SHARDS) -> Report:
     for candidate in found:
         for n in shards:
             if candidate.extent % n == 0:
-                worst = max(worst, check_candidate(node, values, candidate, n, given.held))
+                worst = max(worst, check_candidate(node, values, candidate, n, given.without_gradient))
                 executions += 1
     return Report(len(found), executions, worst)
 

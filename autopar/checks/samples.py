@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.checks.rules import Sample, held, sample
+from autopar.checks.rules import Sample, sample, without_gradient
 from autopar.checks.sample_experts import gated_experts, plain_experts
 from autopar.program import kernels, kernels_ctc, kernels_fp8, kernels_norm, kernels_random, kernels_rnn
 from autopar.program.kernels_experts import grouped_linear, of_rows
@@ -274,7 +274,7 @@ def reductions() -> list[Sample]:
         sample(aten.sort.default, r(6, 5), 1),
         sample(aten.topk.default, r(6, 5, 12), 2, 1),
         sample(aten.cross_entropy_loss.default, r(6, 5), n(5, 6), None, 2, -100, 0.1),
-        held(sample(aten.cross_entropy_loss.default, r(6, 5, 12), n(5, 6, 12), u(5), 0), 2),
+        without_gradient(sample(aten.cross_entropy_loss.default, r(6, 5, 12), n(5, 6, 12), u(5), 0), 2),
         sample(aten.cross_entropy_loss.default, r(6, 5), n(5, 6)),
         sample(aten.nll_loss.default, r(6, 5), n(5, 6), None, 2),
         sample(aten.rnn_tanh_cell.default, r(6, 5), r(6, 4), r(4, 5), r(4, 4), r(4), r(4)),
@@ -282,17 +282,23 @@ def reductions() -> list[Sample]:
         sample(aten.gru_cell.default, r(6, 5), r(6, 4), r(12, 5), r(12, 4), r(12), r(12)),
         sample(aten.lstm_cell.default, r(6, 5), [r(6, 4), r(6, 4)], r(16, 5), r(16, 4), r(16), r(16)),
         sample(aten.nll_loss_nd.default, r(6, 5, 12), n(5, 6, 12), None, 2),
-        *(held(sample(_overload(name), u(6, 12), u(6, 12), *more), 1) for name in _LOSSES for more in ((), (0,), (2,))),
+        *(
+            without_gradient(sample(_overload(name), u(6, 12), u(6, 12), *more), 1)
+            for name in _LOSSES
+            for more in ((), (0,), (2,))
+        ),
         *(
             sample(aten.binary_cross_entropy_with_logits.default, r(6, 12), u(6, 12), None, None, reduction)
             for reduction in (0, 1, 2)
         ),
-        held(sample(aten.binary_cross_entropy_with_logits.default, r(6, 12), u(6, 12), None, u(12), 2), 2),
-        held(sample(aten.binary_cross_entropy_with_logits.default, r(6, 12), u(6, 12), u(6, 1), None, 0), 2),
+        without_gradient(sample(aten.binary_cross_entropy_with_logits.default, r(6, 12), u(6, 12), None, u(12), 2), 2),
+        without_gradient(
+            sample(aten.binary_cross_entropy_with_logits.default, r(6, 12), u(6, 12), u(6, 1), None, 0), 2
+        ),
         sample(aten.binary_cross_entropy.default, u(6, 12), u(6, 12), None, 2),
         sample(kernels.cross_entropy_sum, r(6, 12, 5), n(5, 6, 12)),
         sample(kernels.cross_entropy_sum, r(6, 5), n(5, 6), 0, 0.1),
-        held(sample(kernels.cross_entropy_sum, r(6, 12, 5), n(5, 6, 12), 0, 0.1, u(5)), 2),
+        without_gradient(sample(kernels.cross_entropy_sum, r(6, 12, 5), n(5, 6, 12), 0, 0.1, u(5)), 2),
         sample(kernels_ctc.ctc_loss, r(6, 12, 5).log_softmax(-1), n(4, 6, 3) + 1, n(4, 6) + 8, n(4, 6), 0, True),
     ]
 

@@ -102,16 +102,19 @@ def read_flags(words: Sequence[str]) -> dict[str, Any]:
 
 
 def price_command(as_json: bool, timeline: bool, plan_file: str | None, flags: Sequence[str], **request: Any) -> None:
-    """``autopar price``: prints the plan's prediction as ``autopar plan`` does, and with ``timeline`` the memory through a step."""
+    """``autopar price``: prints the plan's prediction as ``autopar plan`` does, and with ``timeline`` the memory through a step. Ends with
+    status 1 where the plan does not fit."""
     plan, moments = price_request(request | translated(read_flags(flags)), plan_file, timeline)
     if as_json:
         print(json.dumps(plan.to_json() | ({"timeline": timeline_data(moments)} if timeline else {}), indent=1))
-        return
-    out = console()
-    print_plan(plan, out)
-    if timeline:
-        out.print()
-        print_timeline(moments, out)
+    else:
+        out = console()
+        print_plan(plan, out)
+        if timeline:
+            out.print()
+            print_timeline(moments, out)
+    if plan.too_full:
+        raise SystemExit(1)
 
 
 def translated(found: Mapping[str, Any]) -> dict[str, Any]:

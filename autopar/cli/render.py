@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.cli.console import plain_table
-from autopar.plan import ALL_REDUCE, SEQUENCES, LayerPlan, Memory, Plan, Role, StagePlan, Strategy
+from autopar.plan import ALL_REDUCE, GIVEN, SEQUENCES, LayerPlan, Memory, Plan, Role, StagePlan, Strategy
 from autopar.schedules import V_SHAPED
 from autopar.units import seconds, size
 
@@ -175,6 +175,8 @@ def _quality(plan: Plan) -> RenderableType:
     p = plan.prediction
     table = _grid()
     table.add_row("speed", f"{p.tokens_per_s_per_device:,.0f} tokens/s per device, MFU {p.mfu:.1%}")
+    if plan.solver == GIVEN:
+        return table
     table.add_row("bound", f"no plan of those searched takes less than {seconds(plan.bound_s)}: gap {plan.gap:.2%}")
     if plan.solver:
         table.add_row("solver", plan.solver)

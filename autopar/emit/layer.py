@@ -94,7 +94,7 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
     names = Names()
     texts: dict[fx.Node, Text] = {}
     arguments: list[str] = []
-    held: list[str] = []
+    resident: list[str] = []
     notes: list[str] = []
     nodes = list(layer.graph.graph.nodes)
     bodies = name_bodies(nodes)
@@ -114,7 +114,7 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
         texts[node] = Text(argument)
         arguments.append(argument)
         if kind != "activation":
-            held.append(argument)
+            resident.append(argument)
         notes.append(f"        # {argument} {tuple(meta(node)['val'].shape)}: {types_text(axes, layer.border(index))}")
     compiled = is_compiled(layer) and not watch
     seeds = [node for node in nodes if node.target is random_seed] if compiled else []
@@ -126,7 +126,7 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
     count = len(layer.cls.outputs) + len(layer.cls.updates)
     returns = "torch.Tensor" if count == 1 else "tuple[torch.Tensor, ...]"
     body += [line for op, name in bodies.items() for line in body_method(op, name)]
-    outer = _outer(layer, arguments, held, seeds)
+    outer = _outer(layer, arguments, resident, seeds)
     decorators = ["    @torch.compile(dynamic=False)"] if compiled else []
     if not outer:
         return [*decorators, f"    def forward({signature}) -> {returns}:", *body]
@@ -145,8 +145,8 @@ def is_compiled(layer: LocalLayer) -> bool:
     return layer.strategy.compiled and not stays_eager(layer.cls)
 
 
-def _outer(layer: LocalLayer, arguments: list[str], held: list[str], seeds: list[fx.Node]) -> list[str]:
-    """The ``forward`` that wraps ``compute``, if needed; ``held`` are the arguments that are in memory anyway.
+def _outer(layer: LocalLayer, arguments: list[str], resident: list[str], seeds: list[fx.Node]) -> list[str]:
+    """The ``forward`` that wraps ``compute``, if needed; ``resident`` are the arguments that are in memory anyway.
 
     ``seeds``: compiled code takes them as tensors, because it would be compiled anew for each new number.
     """
@@ -173,7 +173,7 @@ def _outer(layer: LocalLayer, arguments: list[str], held: list[str], seeds: list
     if layer.strategy.offloads_activations:
         found = [
             "        # What the backward pass needs waits in the host's memory.",
-            f"        with offload.saved({', '.join(['self', *held])}):",
+            f"        with offload.saved({', '.join(['self', *resident])}):",
             *(f"    {line}" for line in found),
         ]
     return [*first, *found]

@@ -98,7 +98,7 @@ def emit(
             {
                 "parameters": layouts(local),
                 "buffers": buffers(local),
-                "model": [dataclasses.asdict(held) for held in graph.state],
+                "model": [dataclasses.asdict(entry) for entry in graph.state],
             },
             indent=1,
         )

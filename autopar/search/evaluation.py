@@ -13,6 +13,7 @@ from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.layer_price import LayerPrice
 from autopar.plan import (
+    GIVEN,
     OFFLOADS,
     RECOMPUTATIONS,
     REDUCTIONS,
@@ -35,6 +36,7 @@ from autopar.search.problem import Choice, Devices, Mesh, Pricer, mirrors, no_mi
 from autopar.search.tables import Instance
 from autopar.search.timeline import Counts, Device, Moment
 from autopar.segments import shortened
+from autopar.units import size
 
 State = tuple[int, int, int]
 """Bytes of parameters, of their gradients and of their optimizer state."""
@@ -163,8 +165,8 @@ def all_in_turn(instance: Instance, solution: Solution) -> Solution:
 
 def leaving_room(instance: Instance, solution: Solution) -> Instance:
     """The instance with its limits lowered by the bytes that the solution lacks: a solution chosen by its layers' shares may then fit."""
-    held = memories(instance, solution)
-    limits = (limit - max(m.total - limit, 0.0) for m, limit in zip(held, instance.layout.limit, strict=True))
+    live = memories(instance, solution)
+    limits = (limit - max(m.total - limit, 0.0) for m, limit in zip(live, instance.layout.limit, strict=True))
     return replace(instance, layout=replace(instance.layout, limit=tuple(limits)))
 
 
@@ -343,10 +345,10 @@ def fullest_moments(instance: Instance, solution: Solution) -> list[Counts]:
     return [device.fullest_moment() for device in devices(instance.schedule, stages)]
 
 
-def less(held: Memory, state: State) -> Memory:
-    """``held`` without ``state``: parameters, gradients, optimizer."""
+def less(live: Memory, state: State) -> Memory:
+    """``live`` without ``state``: parameters, gradients, optimizer."""
     p, g, o = state
-    return replace(held, parameters=held.parameters - p, gradients=held.gradients - g, optimizer=held.optimizer - o)
+    return replace(live, parameters=live.parameters - p, gradients=live.gradients - g, optimizer=live.optimizer - o)
 
 
 def memory_timeline(graph: Graph, cluster: Devices, pricer: Pricer, plan: Plan) -> tuple[tuple[Moment, ...], ...]:
@@ -403,7 +405,7 @@ def evaluate(
     schedule: Schedule,
     precision: str,
 ) -> Plan:
-    """The price of a plan that was written by hand: nothing is searched, so ``bound_s`` is 0, ``gap`` 1 and ``solver`` "given".
+    """The price of a plan that was written by hand: nothing is searched, so ``bound_s`` is 0, ``gap`` 1 and ``solver`` ``GIVEN``.
 
     ``stage_bounds`` are (0, first layer of stage 1, ..., number of layers); ``strategies`` has one per layer. Memory above the limit is
     a note here, not an error.
@@ -436,18 +438,13 @@ def evaluate(
         Priced(Choice(mesh, schedule), stage_bounds, strategies, prices, found),
         precision=precision,
         limits=[stage.memory_limit_bytes for stage in stages],
-        proof=Proof(0.0, 1.0, "given"),
+        proof=Proof(0.0, 1.0, GIVEN),
     )
-    over = [s for s, stage in enumerate(plan.stages) if stage.memory.total > stage.memory_limit_bytes]
-    if not over:
-        return plan
-    return replace(
-        plan,
-        notes=(
-            *plan.notes,
-            f"does not fit: stages {over} need more than {plan.stages[over[0]].memory_limit_bytes} bytes",
-        ),
-    )
+    over = [
+        f"stage {i} needs {size(plan.stages[i].memory.total)} of {size(plan.stages[i].memory_limit_bytes)}"
+        for i in plan.too_full
+    ]
+    return replace(plan, notes=(*plan.notes, f"the plan does not fit: {', '.join(over)}")) if over else plan
 
 
 def _price(graph: Graph, pricer: Pricer, index: int, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice:

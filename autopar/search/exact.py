@@ -144,8 +144,8 @@ class _Labels:
         label[:, 1] += 0 if self.single else halves
         if not (self.alone and instance.segmented):
             return label, np.zeros(len(label), dtype=np.int64)
-        held, joinable = _joined(instance, layer, place, last, joinable)
-        label[:, self.seconds] += self.in_flight * held
+        live, joinable = _joined(instance, layer, place, last, joinable)
+        label[:, self.seconds] += self.in_flight * live
         return label, joinable
 
     def _fits(self, label: Array) -> NDArray[np.bool_]:

@@ -32,14 +32,14 @@ class Front:
     """Ways to run some layers: live bytes, rising, and cost, falling. A way combines a way of each of two parts, or is one candidate of
     one layer."""
 
-    held: Array
+    live: Array
     cost: Array
     made: Indices  # two parts: (way of the first) * (number of ways of the second) + way of the second; else the candidate
     parts: tuple[Front, Front] | None = None
     table: int = 0  # the candidate's table; 0 if there is no layer
 
     def __len__(self) -> int:
-        return len(self.held)
+        return len(self.live)
 
     def picks(self, way: int) -> list[tuple[int, int]]:
         """The table and the candidate of each layer of a way."""
@@ -50,10 +50,10 @@ class Front:
         return [*first.picks(made // len(second)), *second.picks(made % len(second))]
 
 
-def front(held: Array, cost: Array, candidates: Indices, table: int) -> Front:
+def front(live: Array, cost: Array, candidates: Indices, table: int) -> Front:
     """The ways to run one layer that no other way beats, among candidates with these live bytes and costs."""
-    best = falling(held, cost)
-    return Front(held[best], cost[best], candidates[best], table=table)
+    best = falling(live, cost)
+    return Front(live[best], cost[best], candidates[best], table=table)
 
 
 NOTHING = Front(np.zeros(1), np.zeros(1), np.zeros(1, dtype=np.int64))
@@ -62,13 +62,13 @@ NOTHING = Front(np.zeros(1), np.zeros(1), np.zeros(1, dtype=np.int64))
 def merged(a: Front, b: Front, limit: float, bound: bool) -> Front:
     """The ways to run the layers of both within a limit. Above ``WAYS`` some are left out, or (``bound``) neighbours are merged into one
     that is as cheap as the cheaper and keeps as little live as the smaller."""
-    held, cost = np.add.outer(a.held, b.held).ravel(), np.add.outer(a.cost, b.cost).ravel()
-    keep = falling(held, cost)
-    keep = keep[: int(np.searchsorted(held[keep], limit, side="right"))]
+    live, cost = np.add.outer(a.live, b.live).ravel(), np.add.outer(a.cost, b.cost).ravel()
+    keep = falling(live, cost)
+    keep = keep[: int(np.searchsorted(live[keep], limit, side="right"))]
     first = last = np.arange(0, len(keep), -(-len(keep) // WAYS) or 1)
     if bound and len(first):
         last = np.append(first[1:], len(keep)) - 1
-    return Front(held[keep[first]], cost[keep[last]], keep[first], (a, b))
+    return Front(live[keep[first]], cost[keep[last]], keep[first], (a, b))
 
 
 def only(table: Table, roles: Roles) -> Indices:
@@ -113,11 +113,11 @@ class Knapsacks:
             keep = np.arange(len(table)) if self.roles is None else only(table, self.roles)
             time, forward, step = self.weights
             cost = (time * here.time + forward * here.forward + step * here.step)[keep]
-            held, transient = (here.weights + n * here.saved)[keep], here.at_work(passing)[keep]
+            live, transient = (here.weights + n * here.saved)[keep], here.at_work(passing)[keep]
             levels: list[tuple[float, Front]] = []
             for level in np.unique(transient).tolist():
                 some = np.flatnonzero(transient <= level)
-                ways = front(held[some], cost[some], keep[some], id(table))
+                ways = front(live[some], cost[some], keep[some], id(table))
                 if not levels or not np.array_equal(ways.made, levels[-1][1].made):
                     levels.append((level, ways))
             self._levels[id(table)] = levels
@@ -158,7 +158,7 @@ class Knapsacks:
             a, b = self._of(tuple(parts[:-1])), self._of(tuple(parts[-1:]))
             if not len(a) or not len(b):
                 continue
-            at = np.searchsorted(a.held, room - b.held, side="right") - 1
+            at = np.searchsorted(a.live, room - b.live, side="right") - 1
             cost = np.where(at >= 0, b.cost + a.cost[at], np.inf)
             way = int(cost.argmin())
             if cost[way] < best[0]:

@@ -62,9 +62,9 @@ def _least_at(instance: Instance, moments: Sequence[Counts]) -> Solution:
     for d, moment in enumerate(moments):
         tables = instance.at(instance.layout.place[d])
         n, q = np.mean(moment, axis=0).tolist()
-        held = [t.held(n, q) + t.transient / instance.layers for t in tables]
-        picks.append(np.array([int(h.argmin()) for h in held]))
-        each = np.array([float(h.min()) for h in held])[instance.kind]
+        live = [t.live(n, q) + t.transient / instance.layers for t in tables]
+        picks.append(np.array([int(h.argmin()) for h in live]))
+        each = np.array([float(h.min()) for h in live])[instance.kind]
         shares.append(np.concatenate([[0.0], np.cumsum(each)]) / instance.layout.limit[d])
     bounds = balanced_cuts(shares, instance.schedule.device)
     device = np.repeat(instance.device, np.diff(bounds))
@@ -109,12 +109,12 @@ def _by_layer(instance: Instance, regime: Regime) -> tuple[Array, Array]:
     runs, tables = compositions(instance), instance.at(place)
     working = [table.at_work(passing) for table in tables]
     levels = np.unique(np.concatenate(working))
-    held = np.full((len(tables), len(levels)), NOTHING)
-    for own, table, each in zip(held, tables, working, strict=True):
+    live = np.full((len(tables), len(levels)), NOTHING)
+    for own, table, each in zip(live, tables, working, strict=True):
         order = each.argsort()
         some = np.searchsorted(each[order], levels, "right")  # how many candidates are below each level
-        own[some > 0] = np.minimum.accumulate(table.held(n)[order])[some[some > 0] - 1]
-    needs = runs.counts @ held + levels
+        own[some > 0] = np.minimum.accumulate(table.live(n)[order])[some[some > 0] - 1]
+    needs = runs.counts @ live + levels
     best = needs.min(axis=1)
     return runs.spread(np.where(best < NOTHING, best, np.inf)), runs.spread(levels[needs.argmin(axis=1)])
 
@@ -130,7 +130,7 @@ def _by_segment(instance: Instance, regime: Regime) -> tuple[Array, Array]:
         here = _Ways(instance, regime, height)
         if last is not None and here.same(last):
             continue
-        needs = here.held + height
+        needs = here.live + height
         level[needs < best] = height
         best = np.minimum(best, needs)
         last = here
@@ -153,9 +153,9 @@ class _Ways:
         self.which: list[Indices] = []  # and that segment's candidate
         for table, some in zip(self.tables, self.allowed, strict=True):
             sizes = np.arange(1, int(table.segment.max()) + 1)[:, None]
-            held = np.where(some & (sizes <= table.segment), sizes * table.weights + self.n * table.kept, np.inf)
-            self.which.append(held.argmin(axis=1))
-            self.costs.append(held.min(axis=1))
+            live = np.where(some & (sizes <= table.segment), sizes * table.weights + self.n * table.kept, np.inf)
+            self.which.append(live.argmin(axis=1))
+            self.costs.append(live.min(axis=1))
         self._mixed: dict[tuple[frozenset[int], int], tuple[float, dict[int, int]]] = {}
 
     def same(self, other: _Ways) -> bool:
@@ -164,7 +164,7 @@ class _Ways:
         return all(np.array_equal(a, b) for a, b in zip(mine, others, strict=True))
 
     @cached_property
-    def held(self) -> Array:
+    def live(self) -> Array:
         """``[i, j]``: bytes of layers i..j-1; ``inf`` if a layer has no candidate, and for empty runs."""
         instance, counts = self.instance, np.arange(self.instance.layers + 1)
         i, j = counts[:, None], counts[None, :]
@@ -221,13 +221,13 @@ class _Ways:
             for numbers in self._common(different):
                 kind, k = next(iter(numbers.items()))
                 table = self.tables[kind]
-                held = float(size * table.weights[k] + self.n * table.kept[k])
+                live = float(size * table.weights[k] + self.n * table.kept[k])
                 if (
                     all(self.allowed[other][at] for other, at in numbers.items())
                     and size <= table.segment[k]
-                    and held < best[0]
+                    and live < best[0]
                 ):
-                    best = held, numbers
+                    best = live, numbers
             self._mixed[key] = best
         return self._mixed[key]
 
@@ -272,10 +272,10 @@ def explain(graph: Graph, instance: Instance, solution: Solution, unpriced: int)
     by_stage = memories(instance, solution)
     limits = instance.layout.limit
     worst = max(range(len(by_stage)), key=lambda s: by_stage[s].total / limits[s])
-    held = by_stage[worst]
+    live = by_stage[worst]
     spans = [solution.bounds[s : s + 2] for s in instance.schedule.own(worst)]
     i, j = max(spans, key=lambda span: span[1] - span[0])
-    part, size = _largest_part(held)
+    part, size = _largest_part(live)
     place = instance.layout.place[worst]
     prices = {layer: instance.table(layer, place).prices[solution.pick[layer]] for layer in range(i, j)}
     n = int(instance.in_flight[worst])
@@ -299,7 +299,7 @@ def explain(graph: Graph, instance: Instance, solution: Solution, unpriced: int)
         scope, hint = " among the others", f"give the search more time (--time-limit); {hint}"
     return InfeasibleError(
         f"{answer}: the plan of least memory{scope} ({instance.choice}) still needs "
-        f"{gigabytes(held.total)} on stage {worst} ({where}), of which "
+        f"{gigabytes(live.total)} on stage {worst} ({where}), of which "
         f"{gigabytes(size)} are {part}; its largest layer is {graph.layers[largest].name} with {gigabytes(layer_bytes(largest))}",
         hint,
     )
@@ -319,12 +319,12 @@ def explain_host(instance: Instance, solution: Solution) -> InfeasibleError:
     )
 
 
-def _largest_part(held: Memory) -> tuple[str, int]:
+def _largest_part(live: Memory) -> tuple[str, int]:
     parts = {
-        "parameters": held.parameters,
-        "gradients": held.gradients,
-        "optimizer state": held.optimizer,
-        "activations": held.activations,
-        "transients": held.transients,
+        "parameters": live.parameters,
+        "gradients": live.gradients,
+        "optimizer state": live.optimizer,
+        "activations": live.activations,
+        "transients": live.transients,
     }
     return max(parts.items(), key=lambda item: item[1])

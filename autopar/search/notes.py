@@ -21,7 +21,7 @@ def notes_of(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh:
             "samples does not divide further"
         )
     if shared := graph.shared_parameters:
-        notes.append(f"used by several layers, and held once where one device has them: {', '.join(sorted(shared))}")
+        notes.append(f"used by several layers, and stored once where one device has them: {', '.join(sorted(shared))}")
     if any(s.degree(mesh, Role.EXPERT) > 1 for s in strategies):
         notes.append("experts are priced as if all got the same number of tokens: uneven loads make them slower")
     if graph.accumulated > 1:

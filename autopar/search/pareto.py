@@ -54,9 +54,9 @@ def _no_worse(some: Array, others: Array) -> NDArray[np.bool_]:
     return found
 
 
-def falling(held: Array, cost: Array) -> Indices:
+def falling(live: Array, cost: Array) -> Indices:
     """The ways that no other way beats in both live bytes and cost, sorted by bytes."""
-    order = np.argsort(held, kind="stable")
+    order = np.argsort(live, kind="stable")
     cost = cost[order]
     keep = np.ones(len(order), dtype=bool)
     keep[1:] = cost[1:] < np.minimum.accumulate(cost)[:-1]

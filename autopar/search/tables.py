@@ -88,7 +88,7 @@ class Table:
         """The two or three parts of ``time``."""
         return (self.forward, self.backward, *([self.weight] if self.split else []))
 
-    def held(self, in_flight: float, waiting: float = 0.0) -> Array:
+    def live(self, in_flight: float, waiting: float = 0.0) -> Array:
         """Live bytes: weights and the activations of ``in_flight`` microbatches, ``waiting`` of them between the two parts of a
         backward."""
         return self.weights + in_flight * self.saved + waiting * self.waiting
@@ -262,8 +262,8 @@ class Instance:
 
     @cached_property
     def _by_stage(self) -> tuple[Regime, ...]:
-        held = self.in_flight.tolist(), passing(self.schedule)
-        return tuple(zip(*held, self.layout.place, self.layout.limit, strict=False))  # for each device, its first stage
+        live = self.in_flight.tolist(), passing(self.schedule)
+        return tuple(zip(*live, self.layout.place, self.layout.limit, strict=False))  # for each device, its first stage
 
     @cached_property
     def regimes(self) -> tuple[Regime, ...]:

@@ -390,7 +390,7 @@ def _typecheck(function, node, tensors, candidate, given: Sample) -> None:
     local = {}
     for i, (o, x, t) in enumerate(zip(operands(node), tensors, candidate.operands, strict=True)):
         x = (x.chunk(2, t.dim)[0] if t.sharded else x).detach().clone()
-        x.requires_grad_((x.is_floating_point() or x.is_complex()) and i not in given.held)
+        x.requires_grad_((x.is_floating_point() or x.is_complex()) and i not in given.without_gradient)
         local[o.name] = spmd.assert_type(x, {"t": S(t.dim) if t.sharded else AXES[t.kind], "d": R})
     with typecheck(local=False):
         out = function(**local)

@@ -224,13 +224,13 @@ def _by_composition(instance: Instance, costs: list[Array], regime: Regime, ladd
     """
     n, passing, place, limit = regime
     runs = compositions(instance)
-    best, held, transient = [], [], []
+    best, live, transient = [], [], []
     for table, first, cost in zip(instance.at(place), instance.kinds, costs, strict=True):
         memory = (table.weights + n * table.saved)[first.bounding]
         best.append((cost[None, :] + ladder[:, None] * memory[None, :]).min(axis=1))
-        held.append(float(memory.min()))
+        live.append(float(memory.min()))
         transient.append(float(table.at_work(passing)[first.bounding].min()))
     room = limit - runs.most(np.array(transient))
     price = runs.counts @ np.array(best)
     price -= ladder * room[:, None]
-    return np.where(runs.counts @ np.array(held) <= room, price.max(axis=1), np.inf)
+    return np.where(runs.counts @ np.array(live) <= room, price.max(axis=1), np.inf)

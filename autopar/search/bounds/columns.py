@@ -188,8 +188,8 @@ class _Linear:
         parts = len(self.send)
         self.latest = sums[:, :parts].T + self.send
         weights, saved, waiting, transient = sums[:, parts + 1 :].T
-        held = weights + self.in_flight * saved + self.waiting * waiting + self.transient * transient
-        return np.bincount(self.device, held, minlength=self.line).astype(np.float64)
+        live = weights + self.in_flight * saved + self.waiting * waiting + self.transient * transient
+        return np.bincount(self.device, live, minlength=self.line).astype(np.float64)
 
 
 def longer_path(instance: Instance, mean: Array, least_s: float) -> Array | None:

@@ -174,10 +174,10 @@ class Line:
             cost = self.m * table.time + table.step
             if path:
                 cost = cost - (hidden - 1) * table.forward - float(table.forward.min())
-            held = table.weights + n * table.saved
+            live = table.weights + n * table.saved
             if at_work is not None:
-                held = held + table.at_work(at_work)
-            self.fronts[key] = front(held, cost, np.arange(len(table)), table=1)
+                live = live + table.at_work(at_work)
+            self.fronts[key] = front(live, cost, np.arange(len(table)), table=1)
         return self.fronts[key]
 
 
@@ -203,8 +203,8 @@ class _Device:
         self, line: Line, stages: Sequence[Stage], place: int, limit: float, others: Others, path: bool
     ) -> None:
         self.line, self.place, self.limit, self.path = line, place, limit, path
-        instance, held = line.instance, [n for n, _, _ in stages]
-        self.free: Slot = min(held), max(held), None
+        instance, live = line.instance, [n for n, _, _ in stages]
+        self.free: Slot = min(live), max(live), None
         kinds = [k for k, n in zip(line.others, others, strict=True) for _ in range(n)]
         # a stage without the first and the last layer has a layer of the most frequent kind, unless it has one of the remaining others
         slots = [(n, n, at_work) for n, at_work, ends in stages if not ends]
@@ -214,7 +214,7 @@ class _Device:
             self.limit -= min(float(table.transient.min()) for table in tables)
         if loose:
             slots = [
-                (n, max(held), None)
+                (n, max(live), None)
                 for n, _, _ in sorted(slots, key=lambda slot: slot[0])[: max(len(slots) - loose, 0)]
             ]
         self.fewest = len(slots)

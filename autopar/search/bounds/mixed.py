@@ -74,10 +74,10 @@ class _Ways:
         some, table = table.bounding, table.at(self.place)
         s = int(self.own[at])
         cost = (weights[0, s] * table.forward + weights[1, s] * table.backward + once * table.step)[some]
-        held = (table.weights + int(self.instance.in_flight[s]) * table.saved)[some]
+        live = (table.weights + int(self.instance.in_flight[s]) * table.saved)[some]
         if first and s == self.at_work:
-            held = held + table.at_work(self.passing)[some]
-        return front(held, cost, at * len(table) + some, table=kind + 1)
+            live = live + table.at_work(self.passing)[some]
+        return front(live, cost, at * len(table) + some, table=kind + 1)
 
     def cheapest(self, weights: Array, once: float) -> Iterator[tuple[int, Front]]:
         """Per number of layers of the most frequent kind, the ways that may be cheapest: the last way of each is the cheapest."""
@@ -85,8 +85,8 @@ class _Ways:
         for at, kind in enumerate(self.first):
             ways = merged(ways, self._single(kind, at, weights, once, True), self.limit, bound=True)
         some = [self._single(self.common, at, weights, once, False) for at in range(len(self.own))]
-        held, cost, made = (np.concatenate([getattr(f, name) for f in some]) for name in ("held", "cost", "made"))
-        free = front(held, cost, made, table=self.common + 1)
+        live, cost, made = (np.concatenate([getattr(f, name) for f in some]) for name in ("live", "cost", "made"))
+        free = front(live, cost, made, table=self.common + 1)
         for layers in range(self.first.count(self.common), self.high + 1):
             if layers >= self.low:
                 yield layers, ways

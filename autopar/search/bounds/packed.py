@@ -98,9 +98,9 @@ class _Room:
         m, least = instance.schedule.microbatches, []
         tables = instance.at(place)
         for table in tables:
-            held = table.held(n, waiting)
-            priced = (m * table.time[None, :] + ladder[:, None] * held[None, :]).min(axis=1)
-            least.append(np.append(priced, held.min()))
+            live = table.live(n, waiting)
+            priced = (m * table.time[None, :] + ladder[:, None] * live[None, :]).min(axis=1)
+            least.append(np.append(priced, live.min()))
         cost = np.array(least)  # [kind, price]
         return cost[common], self.sets @ cost[others], np.append(ladder * room, room)
 

@@ -54,13 +54,13 @@ def _picks(instance: Instance) -> list[tuple[float, tuple[Indices, ...], list[in
     found = []
     for allowed in (mode.allowed for mode in modes_of(instance)):
         seconds = [seconds_of(instance, table)[keep] for table, keep in zip(instance.kinds, allowed, strict=True)]
-        held = [t.held(n, q)[keep] for t, keep in zip(instance.kinds, allowed, strict=True)]
+        live = [t.live(n, q)[keep] for t, keep in zip(instance.kinds, allowed, strict=True)]
         here: list[tuple[float, tuple[Indices, ...], list[int]]] = []
         for step in LADDER:
             price = step * memory_scale(instance)
-            rows = [int((s + price * h).argmin()) for s, h in zip(seconds, held, strict=True)]
+            rows = [int((s + price * h).argmin()) for s, h in zip(seconds, live, strict=True)]
             work = sum(c * float(s[k]) for c, s, k in zip(counts, seconds, rows, strict=True))
-            full = copies * sum(c * float(h[k]) for c, h, k in zip(counts, held, rows, strict=True)) / room
+            full = copies * sum(c * float(h[k]) for c, h, k in zip(counts, live, rows, strict=True)) / room
             pick = [int(keep[k]) for keep, k in zip(allowed, rows, strict=True)]
             here = [*here[:1], (work * max(1.0, full), allowed, pick)]
             if full <= 1:
@@ -78,7 +78,7 @@ class _Draft:
         places = instance.layout.place[: self.line]
         sums = {place: self._sums(place) for place in set(places)}
         self.parts = np.array([sums[place][0] for place in places])  # [device, part, layers]
-        self.held = np.array([sums[place][1] for place in places])
+        self.live = np.array([sums[place][1] for place in places])
         self.sends = sends(instance)
         self.seconds, device = self.parts.sum(axis=1), instance.schedule.device
         self.cuts = [
@@ -96,7 +96,7 @@ class _Draft:
         once = np.array([float(t.step[k]) for t, k in chosen]) / self.m
         parts = np.array([[float(part[k]) for part in t.seconds] for t, k in chosen]).T
         parts[:2] += once / 2
-        rows = np.vstack([parts, [float(t.held(n, q)[k]) for t, k in chosen]])
+        rows = np.vstack([parts, [float(t.live(n, q)[k]) for t, k in chosen]])
         sums = np.zeros((len(rows), len(kind) + 1))
         np.cumsum(rows[:, kind], axis=1, out=sums[:, 1:])
         return sums[:-1], sums[-1]
@@ -104,8 +104,8 @@ class _Draft:
     @property
     def too_much(self) -> float:
         """The live bytes of the fullest device, as a multiple of its limit."""
-        _, held = self._by_stage(np.array([self.bounds]), self.held)
-        return max(float(x) / limit for x, limit in zip(held[0], self.instance.layout.limit, strict=False))
+        _, live = self._by_stage(np.array([self.bounds]), self.live)
+        return max(float(x) / limit for x, limit in zip(live[0], self.instance.layout.limit, strict=False))
 
     def _by_stage(self, bounds: Indices, sums: Array) -> tuple[Array, Array]:
         """For many cuts ``[set, ...]``: the sums of each stage ``[set, stage]``, and of each device ``[set, device]``."""
@@ -235,13 +235,13 @@ def _refined(
                 continue  # an earlier device has the same stages
             runs = [range(bounds[s], bounds[s + 1]) for s in own]
             layers = [i for run in runs for i in run]
-            held = [n for n, run in zip(moments[d], runs, strict=True) for _ in run]
+            live = [n for n, run in zip(moments[d], runs, strict=True) for _ in run]
             place, limit = instance.layout.place[d], instance.layout.limit[d] * rooms[d]
             borders = tuple(border[i] if j == i + 1 else -1 for i, j in pairwise(layers))
             passing = passing_by(instance.schedule, d)
-            key = (id(allowed), tuple(kind[layers].tolist()), tuple(held), borders, place, passing, limit)
+            key = (id(allowed), tuple(kind[layers].tolist()), tuple(live), borders, place, passing, limit)
             if key not in cache:
-                cache[key] = Selection(instance, allowed, layers, held, place, passing, limit).solve()
+                cache[key] = Selection(instance, allowed, layers, live, place, passing, limit).solve()
             chosen = cache[key]
             if chosen is None:
                 return None

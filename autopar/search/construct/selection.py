@@ -59,7 +59,7 @@ class Selection:
         self.keep = [allowed[k] for k in kinds]
         priced = list(zip(self.tables, self.keep, strict=True))
         self.weight = [seconds_of(instance, t)[keep] for t, keep in priced]
-        self.held = [t.held(*n)[keep] for (t, keep), n in zip(priced, in_flight, strict=True)]
+        self.live = [t.live(*n)[keep] for (t, keep), n in zip(priced, in_flight, strict=True)]
         self.transient = [t.at_work(passing)[keep] for t, keep in priced]
         self.edges = [
             instance.edge(i, place)[np.ix_(*keep)] if j == i + 1 else np.zeros([len(k) for k in keep])
@@ -116,14 +116,14 @@ class Selection:
         return own + sum(float(edge[a, b]) for edge, (a, b) in zip(self.edges, pairwise(at), strict=True))
 
     def _fits(self, pick: list[int]) -> bool:
-        held = sum(h[k] for h, k in zip(self.held, pick, strict=True))
-        needs = float(held + max(t[k] for t, k in zip(self.transient, pick, strict=True)))
+        live = sum(h[k] for h, k in zip(self.live, pick, strict=True))
+        needs = float(live + max(t[k] for t, k in zip(self.transient, pick, strict=True)))
         return needs <= self.limit and self._room_for(pick)
 
     def _viterbi(self, price: float) -> list[int]:
         # a share of the transient is priced too: only the stage's largest counts, and it is not known yet
         local = [
-            w + price * (h + t / len(self.held)) for w, h, t in zip(self.weight, self.held, self.transient, strict=True)
+            w + price * (h + t / len(self.live)) for w, h, t in zip(self.weight, self.live, self.transient, strict=True)
         ]
         if self.pressure:
             local = [here + price * self.pressure * h for here, h in zip(local, self.offloaded, strict=True)]
@@ -140,26 +140,26 @@ class Selection:
     def _spend(self, pick: list[int]) -> list[int]:
         """Change single layers while a change saves time and fits, most seconds per byte first."""
         pick = list(pick)
-        held = float(sum(h[k] for h, k in zip(self.held, pick, strict=True)))
+        live = float(sum(h[k] for h, k in zip(self.live, pick, strict=True)))
         highest = max(float(t[k]) for t, k in zip(self.transient, pick, strict=True))
-        moves = [self._move(pick, a, held, highest) for a in range(len(pick))]
+        moves = [self._move(pick, a, live, highest) for a in range(len(pick))]
         for _ in range(4 * len(pick)):
             a = max(range(len(pick)), key=lambda a: moves[a][0])
             if moves[a][0] <= 0:
                 break
-            fresh = self._move(pick, a, held, highest)  # memory may have been spent since
+            fresh = self._move(pick, a, live, highest)  # memory may have been spent since
             if fresh != moves[a]:
                 moves[a] = fresh
                 continue
             k = fresh[1]
-            held += float(self.held[a][k] - self.held[a][pick[a]])
+            live += float(self.live[a][k] - self.live[a][pick[a]])
             highest = max(highest, float(self.transient[a][k]))
             pick[a] = k
             for near in range(max(a - 1, 0), min(a + 2, len(pick))):
-                moves[near] = self._move(pick, near, held, highest)
+                moves[near] = self._move(pick, near, live, highest)
         return pick
 
-    def _move(self, pick: list[int], a: int, held: float, highest: float) -> tuple[float, int]:
+    def _move(self, pick: list[int], a: int, live: float, highest: float) -> tuple[float, int]:
         """The best other candidate of layer ``a``: (seconds saved per byte, 0 if no candidate saves time and fits; the candidate)."""
         total = self.weight[a].copy()
         if a > 0:
@@ -167,8 +167,8 @@ class Selection:
         if a + 1 < len(pick):
             total += self.edges[a][:, pick[a + 1]]
         saves = total[pick[a]] - total
-        more = self.held[a] - self.held[a][pick[a]]
-        ok = (saves > 1e-15) & (held + more + np.maximum(highest, self.transient[a]) <= self.limit)
+        more = self.live[a] - self.live[a][pick[a]]
+        ok = (saves > 1e-15) & (live + more + np.maximum(highest, self.transient[a]) <= self.limit)
         if self.offloaded:
             others = sum(float(h[k]) for h, k in zip(self.offloaded, pick, strict=True)) - self.offloaded[a][pick[a]]
             ok &= others + self.offloaded[a] <= self.room

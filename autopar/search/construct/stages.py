@@ -162,8 +162,8 @@ def tied_cost(instance: Instance, layers: Sequence[int], price: float) -> float:
     n, total = float(instance.in_flight.max()), 0.0
     for layer in layers:
         t = instance.table(layer)
-        held = t.weights + n * t.saved + t.transient
-        total += float((seconds_of(instance, t) + price * memory_scale(instance) * held).min())
+        live = t.weights + n * t.saved + t.transient
+        total += float((seconds_of(instance, t) + price * memory_scale(instance) * live).min())
     return total
 
 
@@ -224,11 +224,11 @@ def _stage_costs(instance: Instance, mode: Mode, regime: Regime) -> Array:
     runs = compositions(instance)
     columns = []
     for table, keep in zip(instance.at(place), mode.allowed, strict=True):
-        weight, held = seconds_of(instance, table)[keep], (table.weights + n * table.saved)[keep]
-        choice = (weight[None, :] + ladder[:, None] * held[None, :]).argmin(axis=1)
-        columns.append(np.stack([weight[choice], held[choice], table.at_work(passing)[keep][choice]]))
-    time, held, transient = np.stack(columns, axis=2)  # each [ladder, kind]
-    needs = held @ runs.counts.T + runs.most(transient)
+        weight, live = seconds_of(instance, table)[keep], (table.weights + n * table.saved)[keep]
+        choice = (weight[None, :] + ladder[:, None] * live[None, :]).argmin(axis=1)
+        columns.append(np.stack([weight[choice], live[choice], table.at_work(passing)[keep][choice]]))
+    time, live, transient = np.stack(columns, axis=2)  # each [ladder, kind]
+    needs = live @ runs.counts.T + runs.most(transient)
     times = time @ runs.counts.T
     ok = needs <= limit
     first = ok.argmax(axis=0)[None]

@@ -29,17 +29,17 @@ Refine = Callable[[tuple[int, ...]], Solution | None]
 
 def uneven_cuts(instance: Instance, pick: Sequence[int], seconds: Array) -> list[tuple[int, ...]]:
     """Cuts for the candidates ``pick`` of each kind; ``seconds[device, layers]`` are sums over the first layers, from none to all."""
-    layout, held, schedule = instance.layout, np.zeros_like(seconds), instance.schedule
+    layout, live, schedule = instance.layout, np.zeros_like(seconds), instance.schedule
     number = np.bincount(instance.kind, minlength=len(instance.kinds))
     for d in range(schedule.pipeline):
         counts, _ = moments(schedule, d)
         means = {(float(n), float(q)) for n, q in counts.reshape(len(counts), 2, schedule.chunks).mean(axis=2)}
         chosen = list(zip(instance.at(layout.place[d]), pick, strict=True))
-        ways = [np.array([float(t.held(n, q)[k]) for t, k in chosen]) for n, q in sorted(means)]
-        each = max(ways, key=lambda held: float(number @ held))  # the moment at which such layers need most
-        held[d, 1:] = np.cumsum(each[instance.kind]) / layout.limit[d]
-    share = seconds / float(seconds[:, -1].mean()) * len(held)
-    cuts = [balanced_cuts(list((1 - mix) * share + mix * held), instance.schedule.device) for mix in MIXTURES]
+        ways = [np.array([float(t.live(n, q)[k]) for t, k in chosen]) for n, q in sorted(means)]
+        each = max(ways, key=lambda live: float(number @ live))  # the moment at which such layers need most
+        live[d, 1:] = np.cumsum(each[instance.kind]) / layout.limit[d]
+    share = seconds / float(seconds[:, -1].mean()) * len(live)
+    cuts = [balanced_cuts(list((1 - mix) * share + mix * live), instance.schedule.device) for mix in MIXTURES]
     return list(dict.fromkeys(cuts))
 
 
