@@ -1,0 +1,126 @@
+"""Training from a data set: every rank reads its own rows, and the numbers are those of whole global batches, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from loading import dataset, made, order
+from programs import Shape, mlp_model, mlp_plan, write_mlp
+from torch import Tensor
+from workers import WorkerPool
+
+from autopar.errors import BatchError, NonFiniteLossError, UsageError
+from autopar.run import Program
+
+
+def state() -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in mlp_model().state_dict().items()}
+
+
+SHAPES = [
+    Shape(data=2, zero=(0, 3), microbatches=2),
+    Shape(tensor=2),
+    Shape(pipeline=2, microbatches=4, schedule="1f1b"),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_own_rows_are_the_whole_batch(workers2: WorkerPool, tmp_path: Path, shape: Shape) -> None:
+    torch.save(made(), tmp_path / "data.pt")
+    folder = write_mlp(tmp_path / "program", shape)
+    ranks = workers2.run("loading:compared", str(folder), state(), made(), str(tmp_path / "data.pt"))
+    for found in ranks:
+        assert all(found["same"]) and all(found["evaluated"]) and len(found["evaluated"]) == 6, found
+    own = [sum(found["rows"], []) for found in ranks]
+    assert sorted(set(own[0]) | set(own[1])) == sorted(order(30, True, 3, 0)[:24].tolist())
+    if shape.data == 2:
+        assert len(own[0]) == len(own[1]) == 12 and not set(own[0]) & set(own[1])
+    if shape.tensor == 2:
+        assert all("have different values of 'labels'" in found["uneven"] for found in ranks)
+
+
+def test_training_goes_on_at_the_next_row_under_another_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Batches of 8 rows, then of 12 under another plan: rows 8 to 19 follow, then the next epoch's."""
+    monkeypatch.chdir(tmp_path)
+    torch.save(made(), "data.pt")
+    options = ["--data", "data.pt", "--shuffle", "--seed", "3", "--lr", "0.01", "--checkpoint", "saved"]
+    for steps, shape in (("1", Shape()), ("3", Shape(data=2, microbatches=2, batch=12))):
+        folder = write_mlp(tmp_path / f"to{steps}", shape)
+        program = Program(mlp_plan(shape), folder, state=state(), type_check=False)
+        program.launch(*options, "--resume", "--steps", steps)
+    records = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+
+    model, wanted = mlp_model(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    first, second = order(30, True, 3, 0), order(30, True, 3, 1)
+    for step, rows in enumerate((first[:8], first[8:20], second[:12])):
+        optimizer.zero_grad()
+        loss = model(**{name: tensor[rows] for name, tensor in made().items()})
+        loss.backward()
+        optimizer.step()
+        wanted.append((step, pytest.approx(loss.item(), rel=1e-10)))
+    assert [(record["step"], record["loss"]) for record in records] == wanted
+
+
+def changed(odd: str) -> dict[str, Tensor]:
+    rows = made()
+    ids = rows.pop("input_ids")
+    others = {"row": {"input_ids": ids[:, :2]}, "dtype": {"input_ids": ids.double()}, "name": {}}
+    return rows | others[odd]
+
+
+def test_a_program_trains_from_a_data_set(tmp_path: Path) -> None:
+    """With a pipeline of two processes: epochs, a checkpoint in the middle of one, records, evaluation, and what is refused."""
+    shape, records = Shape(pipeline=2, microbatches=2, schedule="1f1b"), list[dict[str, float]]()
+    options = {"state": state(), "type_check": False, "optimizer": "loading:sgd", "max_norm": 1.0}
+    with Program(mlp_plan(shape), write_mlp(tmp_path / "program", shape), **options) as program:
+        data = program.loader("loading:dataset", shuffle=True, seed=5, workers=1)
+        file = program.loader(made(), shuffle=True, seed=5)
+        before = program.evaluate(file)
+        assert program.evaluate(data) == before and len(data) == len(before) == 3
+        losses = program.train(data, steps=4, log=tmp_path / "log", on_step=lambda *step: records.append(step[2]))
+        program.save(tmp_path / "saved")
+        rest = program.train(data)
+        assert len(rest) == 2  # of the second epoch
+        program.load(tmp_path / "saved")
+        assert program.train(file) == rest  # the same rows in the same order
+        assert records == [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+        assert [record["step"] for record in records] == [0, 1, 2, 3]
+        assert [record["loss"] for record in records] == losses
+        assert all(record["gradient_norm"] > 0 for record in records)
+
+        with pytest.raises(BatchError, match=r"rank \d: row 8 to 15 of epoch 0: OSError: row 11 is on a bad sector"):
+            program.train(program.loader("loading:broken"), on_step=lambda *step: losses.append(step[1]))
+        assert len(losses) == 5  # the step before it was trained
+        program.save(tmp_path / "after")  # and the training can go on
+        for source, why in {
+            "loading:stream": "Stream cannot be read by row",
+            "loading:missing": "there is no data set loading:missing",
+            "nothing.pt": "there is no file",
+        }.items():
+            with pytest.raises(UsageError, match=why):
+                program.loader(source)
+        with pytest.raises(BatchError, match="has 5 rows, and one global batch takes 8"):
+            program.loader({name: tensor[:5] for name, tensor in made().items()})
+        with pytest.raises(UsageError, match="cannot import the data set a Counting"):
+            program.loader(dataset())
+        for odd, why in {
+            "row": r"a row of 'input_ids' has shape \(2,\) and dtype torch.int64, and the program takes \(3,\) and torch.int64",
+            "dtype": "dtype torch.float64, and the program takes",
+            "name": "the batch has no 'input_ids'",
+        }.items():
+            with pytest.raises(BatchError, match=why):
+                program.loader(changed(odd))
+        again = program.loader("loading:dataset")
+        assert program.train(again, steps=1)
+        ids = program.state_dict()
+        ids["layers.1.down.bias"][2] = float("nan")
+        program.load_state_dict(ids)
+        with pytest.raises(NonFiniteLossError, match=r"the loss of step 8 is nan; .* the parameter layers.1.down.bias"):
+            program.train(again, steps=1)
+        assert len(program.train(again, steps=1, on_nan="skip")) == 1
