@@ -35,6 +35,26 @@ def order(rows: int, shuffle: bool, seed: int, epoch: int) -> Tensor:
     return torch.tensor(list(data))
 
 
+def stopped(runtime: Any, trainer: Any, rows: Any) -> str:
+    """Why a step stops in which the first layer of the last stage has a result that is not finite."""
+    stage = max(trainer.stages)
+    hooks = []
+    if stage == len(trainer.program.model.STAGES) - 1:
+        layer = dict(trainer.stages[stage].named_children())["layer_1"]
+        hooks.append(layer.register_forward_hook(lambda module, args, result: result * float("inf")))
+    before = trainer.steps, [master.tensor.clone() for group in trainer._groups for master in group.masters]
+    try:
+        trainer.step(rows, "stop")
+    except runtime.NonFiniteLossError as error:
+        after = [master.tensor for group in trainer._groups for master in group.masters]
+        assert before[0] == trainer.steps and all(torch.equal(a, b) for a, b in zip(before[1], after, strict=True))
+        return str(error.message)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return ""
+
+
 def compared(folder: str, state: str | dict[str, Tensor], data: dict[str, Tensor], file: str) -> dict[str, Any]:
     """Losses and gradients of whole global batches, and of own rows from a data set and from a file; and what was read."""
     with program_modules(folder):
@@ -65,6 +85,9 @@ def compared(folder: str, state: str | dict[str, Tensor], data: dict[str, Tensor
                 found["evaluated"].append(trainer.evaluate(whole) == trainer.evaluate(rows))
                 found["same"].append(trainer.forward_backward(rows) == loss)
         found["same"].append(loss == trainer.forward_backward(whole))  # evaluation left nothing over
+        program.model.PRELUDE_BY_ROWS = False  # then the labels are gathered
+        found["same"].append(loss == trainer.forward_backward(rows))
+        found["stopped"] = stopped(runtime, trainer, rows)
         if program.model.MESH.get("tensor", 1) > 1:
             try:
                 trainer.loader(uneven()).read((0, 0))

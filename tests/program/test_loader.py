@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from loading import dataset, made, order
 from programs import Shape, mlp_model, mlp_plan, write_mlp
-from torch import Tensor
+from torch import Tensor, nn
 from workers import WorkerPool
 
+from autopar.capture import capture
+from autopar.emit.prelude import row_sums
 from autopar.errors import BatchError, NonFiniteLossError, UsageError
+from autopar.program.metrics import Meter
+from autopar.program.runtime import in_training_alone
 from autopar.run import Program
 
 
@@ -34,6 +41,10 @@ def test_own_rows_are_the_whole_batch(workers2: WorkerPool, tmp_path: Path, shap
     ranks = workers2.run("loading:compared", str(folder), state(), made(), str(tmp_path / "data.pt"))
     for found in ranks:
         assert all(found["same"]) and all(found["evaluated"]) and len(found["evaluated"]) == 6, found
+        assert re.search(
+            rf"the loss of step 0 is (nan|inf|-inf); .* a result of the layer layer_1 \(stage {shape.pipeline - 1}, microbatch 0\)",
+            found["stopped"],
+        ), found["stopped"]
     own = [sum(found["rows"], []) for found in ranks]
     assert sorted(set(own[0]) | set(own[1])) == sorted(order(30, True, 3, 0)[:24].tolist())
     if shape.data == 2:
@@ -65,6 +76,70 @@ def test_training_goes_on_at_the_next_row_under_another_batch(
         optimizer.step()
         wanted.append((step, pytest.approx(loss.item(), rel=1e-10)))
     assert [(record["step"], record["loss"]) for record in records] == wanted
+
+
+def test_records_and_the_comparison_with_the_prediction(tmp_path: Path) -> None:
+    plan = mlp_plan(Shape()).to_json() | {"step_time_s": 10.0, "mfu": 0.5, "peak_memory_bytes": 1000}
+    meter = Meter(plan, tmp_path / "log")
+    tables = []
+    for step in range(25):
+        meter.begin()
+        record = meter.end(step, 1.5, 2000, {"gradient_norm": None, "loss_scale": 4.0})
+        tables.append(meter.comparison(2000))
+    meter.close()
+    assert [bool(table) for table in tables] == [step == 19 for step in range(25)]
+    assert "10,000.0 ms" in tables[19] and "The prediction has compute" in tables[19] and "2.00" in tables[19]
+    assert record == json.loads((tmp_path / "log").read_text().splitlines()[24])
+    assert set(record) == {
+        "step",
+        "loss",
+        "step_time_s",
+        "rows_per_s",
+        "tokens_per_s",
+        "peak_memory_bytes",
+        "mfu",
+        "loss_scale",
+    }
+    assert record["mfu"] == pytest.approx(5 / record["step_time_s"])
+    assert record["rows_per_s"] == pytest.approx(8 / record["step_time_s"])
+    if importlib.util.find_spec("tensorboard") is None:
+        with pytest.raises(ModuleNotFoundError, match="pip install tensorboard"):
+            Meter(plan, tensorboard=tmp_path / "board")
+
+
+class Weighted(nn.Module):
+    """Losses that need of the whole batch: an integer sum over rows, a sum of floating numbers, or the order of the rows."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layer = kind, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        losses = self.layer(x).square().sum(-1)
+        if self.kind == "count":
+            return (losses * (weights > 0)).sum() / (weights > 0).sum()
+        if self.kind == "weights":
+            return (losses * weights).sum() / weights.sum()
+        if self.kind == "order":
+            return losses.sum() / (weights[1:] > weights[:-1]).sum()
+        return losses.sum() / (weights.view(8, 1) > 0).sum()
+
+
+@pytest.mark.parametrize(("kind", "sums"), [("count", 1), ("weights", None), ("order", None), ("rows", None)])
+def test_a_prelude_is_computed_by_rows_where_rules_prove_it(kind: str, sums: int | None) -> None:
+    graph = capture(Weighted(kind), (torch.randn(8, 4), torch.rand(8)))
+    assert graph.prelude is not None
+    found = row_sums(graph.prelude)
+    assert (None if found is None else len(found)) == sums
+
+
+def test_evaluation_in_training_mode_is_refused() -> None:
+    kinds = SimpleNamespace(STAGES=(SimpleNamespace(RANDOM=False), SimpleNamespace(RANDOM=True)))
+    assert "as dropout does" in in_training_alone(SimpleNamespace(model=kinds, buffers=()))  # type: ignore[arg-type]
+    quiet = SimpleNamespace(STAGES=(SimpleNamespace(RANDOM=False),))
+    written = (SimpleNamespace(original="norm.running_mean"),)
+    assert "norm.running_mean" in in_training_alone(SimpleNamespace(model=quiet, buffers=written))  # type: ignore[arg-type]
+    assert not in_training_alone(SimpleNamespace(model=quiet, buffers=()))  # type: ignore[arg-type]
 
 
 def changed(odd: str) -> dict[str, Tensor]:
