@@ -40,13 +40,15 @@ class Order:
 
     With ``shuffle`` an epoch's order is a permutation drawn from ``seed + epoch``. ``workers`` is the number of processes with which each
     rank reads. ``names`` is the nest of a sample (tuples, lists, dicts) with the names of the program's inputs as leaves and ``None`` for
-    all else; without it a sample is a dict by these names.
+    all else; without it a sample is a dict by these names. ``last`` says what is done with the rows that are left at the end of an epoch,
+    fewer than a global batch: ``"drop"``, or ``"pad"``, which fills the batch with rows that the loss leaves out.
     """
 
     shuffle: bool = False
     seed: int = 0
     workers: int = 0
     names: Any = None
+    last: str = "drop"
 
 
 class Tensors(Dataset[Mapping[str, Tensor]]):
@@ -107,10 +109,8 @@ class Loader:
         order: how the rows follow each other.
         collate: makes tensors of a list of samples, by default as ``DataLoader`` does.
 
-    The rows that are left at the end of an epoch, fewer than a global batch, are dropped.
-
     Raises:
-        DataError: the data set has no length, or is shorter than one global batch.
+        DataError: the data set has no length, or is shorter than one global batch; or nothing proves that the loss leaves padding out.
     """
 
     def __init__(
@@ -128,13 +128,24 @@ class Loader:
         self.batch, self._pinned = self._share.batch, world.device.type == "cuda"
         self._dataset = self._opened(dataset)
         self.rows = len(self._dataset)
-        if self.rows < self.batch:
+        pads = self._order.last == "pad" and not program.local_steps
+        self._ignored: Mapping[str, int] = program.model.IGNORED if pads else {}
+        if self._order.last == "pad" and not self._ignored:
+            raise DataError(
+                "a short batch cannot be filled with this model: nothing proves that its loss leaves rows out",
+                'last="drop"; it is proved for cross entropies over the number of valid labels, where no op couples the rows of a batch',
+            )
+        if self.rows < (1 if self._ignored else self.batch):
             raise DataError(
                 f"the data set has {self.rows} rows, and one global batch takes {self.batch}",
                 "give more rows, or plan for a smaller batch",
             )
         self._batches: Iterator[Any] = iter(())
         self._next: tuple[int, int] | None = None  # where the next of them begins
+
+    def __len__(self) -> int:
+        """The number of global batches of an epoch."""
+        return -(-self.rows // self.batch) if self._ignored else self.rows // self.batch
 
     @property
     def key(self) -> str:
@@ -190,6 +201,11 @@ class Loader:
             if begin != self._next and len(self._share.rows):
                 self._batches = iter(self._source(begin))
             tensors = self._checked(next(self._batches)) if len(self._share.rows) else {}
+            beyond = self._share.rows + begin[1] >= self.rows
+            for name, value in self._ignored.items():
+                if name in tensors and beyond.any():
+                    tensors[name] = tensors[name].clone()
+                    tensors[name][beyond] = value
         except Exception as error:  # noqa: BLE001  whatever a data set raises, all ranks must hear of it
             what = str(error).strip().splitlines() or [""]
             problem = f"row {begin[1]} to {begin[1] + self.batch - 1} of epoch {begin[0]}: "
@@ -201,8 +217,8 @@ class Loader:
         return Rows(tensors), after
 
     def ends(self, position: Sequence[int]) -> bool:
-        """Whether the epoch has no whole global batch after ``position``."""
-        return position[1] + self.batch > self.rows
+        """Whether the epoch has no batch after ``position``."""
+        return position[1] + (1 if self._ignored else self.batch) > self.rows
 
     def epoch_of(self, position: Sequence[int]) -> int:
         """The epoch of the batch after ``position``."""
@@ -242,6 +258,7 @@ class Loader:
             order = self._permutation(current)
             while not self.ends((current, row)):
                 wanted = own + row
+                wanted = torch.where(wanted < self.rows, wanted, row)  # a row of the batch, whose labels are ignored
                 yield (wanted if order is None else order[wanted]).tolist()
                 row += self.batch
             row = 0

@@ -2,8 +2,8 @@
 
 Yours to edit. Training starts from ``initial.pt``, the values of the model that was compiled, or from ``--init FILE``. ``--data`` is a
 file of ``torch.save({"input_ids": tensor, ...})`` whose tensors hold examples along dim 0, or ``MODULE:FUNCTION``, a function that
-returns a map-style data set of dicts by these names. A step takes the next ``global_batch`` rows, of which each rank reads its own; rows
-that are left at the end of an epoch are dropped. ``--data synthetic`` makes rows up, of the right shapes.
+returns a map-style data set of dicts by these names. A step takes the next ``global_batch`` rows, of which each rank reads its own.
+``--data synthetic`` makes rows up, of the right shapes.
 ``--checkpoint DIR --every 100`` writes checkpoints, and ``--resume`` goes on from the newest one, under this plan or any other.
 Standard output has one JSON object a step, standard error says the same to people. In float16 it has the loss scale of the next step.
 """
@@ -54,6 +54,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--shuffle", action="store_true", help="read the rows in an order drawn from --seed and the epoch"
+    )
+    parser.add_argument(
+        "--last", choices=("drop", "pad"), default="drop", help="about the rows at an epoch's end, fewer than a batch"
     )
     parser.add_argument(
         "--workers", type=int, default=0, metavar="N", help="processes with which each rank reads its rows"
@@ -127,7 +130,9 @@ def dataset(args: argparse.Namespace, program: Program) -> Any:
 
 def open_loader(args: argparse.Namespace, trainer: Trainer) -> Loader:
     """This rank's rows of the data, from where the training is."""
-    loader = trainer.loader(dataset(args, trainer.program), Order(args.shuffle, args.seed, args.workers))
+    loader = trainer.loader(
+        dataset(args, trainer.program), Order(args.shuffle, args.seed, args.workers, last=args.last)
+    )
     if trainer.positions and loader.key not in trainer.positions:
         raise SystemExit(
             f"the checkpoint was trained with {', '.join(trainer.positions)}, and these data are {loader.key}: resume with the same "

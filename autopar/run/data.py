@@ -20,15 +20,16 @@ from autopar.run.worker import resolve
 class Data:
     """A data set that is open on every rank of one program; ``program.train`` and ``program.evaluate`` take it in place of batches.
 
-    ``rows`` is its number of rows, ``batch`` that of a global batch. Its length is the number of global batches of an epoch.
+    ``rows`` is its number of rows, ``batch`` that of a global batch. Its length is the number of global batches of an epoch, ``batches``.
     """
 
     number: int
     rows: int
     batch: int
+    batches: int
 
     def __len__(self) -> int:
-        return self.rows // self.batch
+        return self.batches
 
 
 def names_of(structure: BatchStructure | None) -> Any:

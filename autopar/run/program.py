@@ -195,6 +195,7 @@ class Program:
         *,
         shuffle: bool = False,
         seed: int = 0,
+        last: str = "drop",
         workers: int = 0,
         collate: Callable[[list[Any]], Any] | str | None = None,
     ) -> Data:
@@ -205,16 +206,21 @@ class Program:
                 (``torch.save``), or a function that returns a map-style data set or a ``DataLoader`` of one: a function at the top of a
                 module, or its name ``"module:function"``. Under ``torchrun`` also the data set itself, or a ``DataLoader`` of one.
             shuffle, seed: draw each epoch's order from ``seed + epoch``, as ``DistributedSampler`` does.
+            last: what is done with the rows that are left at the end of an epoch, fewer than a global batch: ``"drop"``, or ``"pad"``,
+                which fills the batch with rows that the loss leaves out.
             workers: the number of processes with which each rank reads.
             collate: makes tensors of a list of samples, by default as ``DataLoader`` does; a function at the top of a module, or its name.
 
-        A sample has the structure of the batches that the model was captured with, without dim 0. Rows that are left at the end of an epoch
-        are dropped. ``save`` and ``load`` keep the position, also in the middle of an epoch.
+        A sample has the structure of the batches that the model was captured with, without dim 0. ``save`` and ``load`` keep the position,
+        also in the middle of an epoch.
 
         Raises:
-            BatchError: the data set is shorter than a global batch, or cannot be read by row.
+            BatchError: the data set is shorter than a global batch, or cannot be read by row; or nothing proves that the loss leaves
+                padding out.
             UsageError: worker processes cannot import it.
         """
+        if last not in ("drop", "pad"):
+            raise UsageError(f"last is {last!r}", '"drop" or "pad"')
         names = names_of(self._structure)
         source, by = dataset, collate
         if not _under_torchrun() or isinstance(dataset, str | Path):
@@ -224,7 +230,7 @@ class Program:
             source = sent(dataset, names, path)
         if not _under_torchrun() and collate is not None:
             by = importable(collate, "collate function", "a function")
-        order = {"shuffle": shuffle, "seed": seed, "workers": workers, "names": names}
+        order = {"shuffle": shuffle, "seed": seed, "workers": workers, "names": names, "last": last}
         self._opened += 1
         return Data(**self._answers("open_data", self._opened, source, order, by)[0])
 

@@ -105,7 +105,7 @@ def _open_data(trainer: Any, number: int, source: Any, order: dict[str, Any], co
         ) from error
     collate = resolve(collate) if isinstance(collate, str) else collate
     loader = trainer.loaders[number] = trainer.loader(source, order, collate=collate)
-    return {"number": number, "rows": loader.rows, "batch": loader.batch}
+    return {"number": number, "rows": loader.rows, "batch": loader.batch, "batches": len(loader)}
 
 
 def _train_step(trainer: Any, batch: Any, on_nan: str) -> dict[str, Any]:

@@ -85,6 +85,9 @@ def compared(folder: str, state: str | dict[str, Tensor], data: dict[str, Tensor
                 found["evaluated"].append(trainer.evaluate(whole) == trainer.evaluate(rows))
                 found["same"].append(trainer.forward_backward(rows) == loss)
         found["same"].append(loss == trainer.forward_backward(whole))  # evaluation left nothing over
+        padded, _ = trainer.loader(data, runtime.Order(last="pad")).read((0, 24))
+        found["padded"] = trainer.forward_backward(padded), trainer.gradients()
+        trainer.forward_backward(whole)
         program.model.PRELUDE_BY_ROWS = False  # then the labels are gathered
         found["same"].append(loss == trainer.forward_backward(rows))
         found["stopped"] = stopped(runtime, trainer, rows)

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from workers import WorkerPool
 
 from autopar.capture import capture
+from autopar.emit.ignored import ignored_labels
 from autopar.emit.prelude import row_sums
 from autopar.errors import BatchError, NonFiniteLossError, UsageError
 from autopar.program.metrics import Meter
 from autopar.program.runtime import in_training_alone
 from autopar.run import Program
+from autopar.shard import annotate
 
 
 def state() -> dict[str, Tensor]:
@@ -45,6 +47,13 @@ def test_own_rows_are_the_whole_batch(workers2: WorkerPool, tmp_path: Path, shap
             rf"the loss of step 0 is (nan|inf|-inf); .* a result of the layer layer_1 \(stage {shape.pipeline - 1}, microbatch 0\)",
             found["stopped"],
         ), found["stopped"]
+    loss, gradients = ranks[0]["padded"]
+    model = mlp_model()
+    wanted = model(**{name: tensor[24:] for name, tensor in made().items()})  # 6 rows
+    wanted.backward()
+    assert loss == pytest.approx(wanted.item(), rel=1e-12)
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(gradients[name], parameter.grad, rtol=1e-10, atol=1e-13), name
     own = [sum(found["rows"], []) for found in ranks]
     assert sorted(set(own[0]) | set(own[1])) == sorted(order(30, True, 3, 0)[:24].tolist())
     if shape.data == 2:
@@ -131,6 +140,32 @@ def test_a_prelude_is_computed_by_rows_where_rules_prove_it(kind: str, sums: int
     assert graph.prelude is not None
     found = row_sums(graph.prelude)
     assert (None if found is None else len(found)) == sums
+
+
+class Labelled(nn.Module):
+    """Cross entropies, some of which a row with ignored labels would change."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layer, self.table = kind, nn.Linear(4, 5), nn.Embedding(6, 4)
+        self.register_buffer("weights", torch.tensor([1.0, 2, 1, 1, 3]))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        if self.kind == "coupled":
+            x = x - x.mean(0)
+        if self.kind == "read twice":
+            x = x + self.table(labels.clamp(min=0))
+        logits = self.layer(x)
+        weight = self.weights if self.kind == "weights" else None
+        if self.kind == "two losses":
+            return nn.functional.cross_entropy(logits, labels) + logits.square().mean()
+        return nn.functional.cross_entropy(logits, labels, weight=weight, ignore_index=-7)
+
+
+@pytest.mark.parametrize("kind", ["plain", "coupled", "read twice", "weights", "two losses"])
+def test_rows_are_padding_where_the_graph_proves_that_the_loss_leaves_them_out(kind: str) -> None:
+    graph = annotate(capture(Labelled(kind), (torch.randn(8, 4), torch.randint(5, (8,)))))
+    assert ignored_labels(graph) == ({"labels": -7} if kind == "plain" else {})
 
 
 def test_evaluation_in_training_mode_is_refused() -> None:

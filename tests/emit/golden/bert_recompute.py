@@ -219,4 +219,6 @@ def PRELUDE(batch, constants, total):  # noqa: N802
     return {"valid_labels": to}
 
 
+IGNORED = {"labels": -100}  # labels of rows that the loss leaves out
+
 STAGES = (Stage0,)
