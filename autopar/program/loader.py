@@ -207,9 +207,9 @@ class Loader:
                     tensors[name] = tensors[name].clone()
                     tensors[name][beyond] = value
         except Exception as error:  # noqa: BLE001  whatever a data set raises, all ranks must hear of it
-            what = str(error).strip().splitlines() or [""]
-            problem = f"row {begin[1]} to {begin[1] + self.batch - 1} of epoch {begin[0]}: "
-            problem += error.message if isinstance(error, DataError) else f"{type(error).__name__}: {what[-1]}"
+            kind, lines = type(error).__name__, str(error).strip().splitlines() or [""]  # of a worker, its traceback
+            what = error.message if isinstance(error, DataError) else f"{kind}: {lines[-1].removeprefix(f'{kind}: ')}"
+            problem = f"row {begin[1]} to {begin[1] + self.batch - 1} of epoch {begin[0]}: {what}"
         after = begin[0], begin[1] + self.batch
         self._next = None if problem else self._begin(*after)
         self._share.agree(tensors, (*begin, self.rows), problem)

@@ -33,7 +33,7 @@ class Meter:
     """The records of a training's steps, on the one rank that writes them.
 
     ``plan`` is the content of ``plan.json``. Records go to ``log``, one JSON object a line after those that are there, and to a TensorBoard
-    in the folder ``tensorboard``.
+    in the folder ``tensorboard``. ``seconds`` has the times of the steps before, and gets those of further ones.
 
     Raises ``ModuleNotFoundError`` with what to install if there is no tensorboard.
     """
@@ -43,11 +43,12 @@ class Meter:
         plan: Mapping[str, Any],
         log: str | os.PathLike[str] | None = None,
         tensorboard: str | os.PathLike[str] | None = None,
+        seconds: list[float] | None = None,
     ) -> None:
         self._plan = plan
         self._log = None if log is None else Path(log).open("a", encoding="utf-8")  # noqa: SIM115  open until close
         self._board = None if tensorboard is None else _board(tensorboard)
-        self._seconds: list[float] = []
+        self._seconds: list[float] = [] if seconds is None else seconds
         self._began = time.perf_counter()
 
     def begin(self) -> None:

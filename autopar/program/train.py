@@ -92,6 +92,9 @@ def arguments() -> argparse.Namespace:
     for option in ("resume", "every", "keep", "async_save"):
         if getattr(args, option) and not args.checkpoint:
             parser.error(f"--{option.replace('_', '-')} takes --checkpoint DIR, the folder of the checkpoints")
+    for option in ("epochs", "shuffle"):
+        if getattr(args, option) and args.data == "synthetic":
+            parser.error(f"--{option} takes --data FILE: rows that are made up have no end")
     args.every, args.keep = args.every or 100, args.keep or 2
     return args
 

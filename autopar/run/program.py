@@ -123,6 +123,7 @@ class Program:
         self._processes: Processes | None = None
         self._failure: LaunchError | None = None
         self._opened = 0  # data sets so far
+        self._seconds: list[float] = []  # of the steps of ``train``
 
     # -- training --
 
@@ -163,7 +164,11 @@ class Program:
             raise UsageError(f"on_nan is {on_nan!r}", '"stop" or "skip"')
         first = os.environ.get("RANK", "0") == "0"
         plan = json.loads((self.folder / "plan.json").read_text())
-        with closing(Meter(plan, log if first else None, tensorboard if first else None)) as meter:
+        try:
+            opened = Meter(plan, log if first else None, tensorboard if first else None, self._seconds)
+        except (OSError, ImportError) as error:
+            raise UsageError(f"there can be no log: {error}", "leave log= or tensorboard= out") from error
+        with closing(opened) as meter:
             return train(batches, steps, lambda batch: self._train_step(batch, on_nan, meter), on_step)
 
     def _train_step(self, batch: Any, on_nan: str, meter: Meter) -> tuple[dict[str, Any], bool]:
