@@ -32,6 +32,7 @@ from autopar.plan import Plan
 from autopar.planning import plan_model
 from autopar.progress import Progress, report
 from autopar.run import Program, ranks
+from autopar.run.folder import folder_for_program
 from autopar.search import SearchOptions
 from autopar.workload import Workload
 
@@ -83,10 +84,12 @@ def compile(
     A model on the CPU keeps its values, and the folder starts from them. Under ``torchrun`` every process calls this and rank 0 searches.
 
     Raises:
-        UsageError: devices, a batch or pins that make no sense; exit status 2 on the command line.
+        UsageError: devices, a batch or pins that make no sense, a folder with other files; exit status 2 on the command line.
         CaptureError, InfeasibleError: the model cannot be exported; no plan fits.
     """
     request, training, pins = read_keywords(keywords)
+    if folder is not None and ranks.is_first_of_machine():
+        folder_for_program(folder)
     cluster = parse(devices, memory_limit_bytes=request.memory_limit_bytes, calibration=request.calibration)
     options = SearchOptions(pin=pin or {}, allow=request.allow, time_limit_s=request.time_limit_s, **pins)
     workload = Workload(model, batch, loss_fn, None, request.precision, request.local_batch_norm)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from autopar.pins import PINS, PinKeywords
 
 if TYPE_CHECKING:
+    import torch
+
     from autopar.run.program import Optimizer
 
 R = TypeVar("R")
@@ -22,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Request:
     """How a model is planned and what is checked, besides the pins; ``autopar.compile`` says what each field means."""
 
-    precision: str | None = None
+    precision: str | torch.dtype | None = None
     local_batch_norm: bool = False
     allow: Collection[str] = ()
     memory_limit_bytes: int | None = None
@@ -47,7 +49,7 @@ class Training:
 class Keywords(PinKeywords, total=False):
     """Pins and the fields of ``Request`` and ``Training`` as keywords; a test holds the names and types to theirs."""
 
-    precision: str | None
+    precision: str | torch.dtype | None
     local_batch_norm: bool
     allow: Collection[str]
     memory_limit_bytes: int | None

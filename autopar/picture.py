@@ -25,14 +25,19 @@ def pyplot() -> Any:
 
 
 def save(figure: Any, path: Path, **options: Any) -> None:
-    """Writes ``figure`` (``.png``, ``.svg`` or ``.pdf``) and closes it; ``options`` are those of ``savefig``.
+    """Write ``figure`` (``.png``, ``.svg`` or ``.pdf``) and close it; ``options`` are those of ``savefig``.
+
+    The same figure gives the same SVG file, without a date and with the same identifiers.
 
     Raises:
         UsageError: the file cannot be written, or its ending is not known.
     """
     figure.tight_layout()
+    if path.suffix == ".svg":
+        options = {"metadata": {"Date": None}, **options}
     try:
-        figure.savefig(path, **options)
+        with pyplot().rc_context({"svg.hashsalt": "autopar"}):
+            figure.savefig(path, **options)
     except (OSError, ValueError) as error:
         raise UsageError(f"the plot cannot be written to {path}: {error}", "use .png, .svg or .pdf") from error
     finally:

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 from autopar.schedules import Schedule
+from autopar.units import seconds
 
 
 class Role(Enum):
@@ -358,6 +359,15 @@ class Plan:
         assert all(a.stop == b.start for a, b in zip(self.stages, self.stages[1:], strict=False))
         assert all(len(layer.strategy.roles) == len(self.mesh) for layer in self.layers)
         assert self.sync == ALL_REDUCE or not any(layer.strategy.zero for layer in self.layers), self.sync
+
+    def __str__(self) -> str:
+        """The plan in a sentence; ``autopar price`` prints all of it."""
+        mesh = " x ".join(f"{axis.name} {axis.size}" for axis in self.mesh)
+        stages = f"{len(self.stages)} stages ({self.schedule}) of mesh" if len(self.stages) > 1 else "mesh"
+        return (
+            f"plan of {self.model} for {self.device_count} devices ({self.devices}): {stages} {mesh}, {self.microbatches} microbatches, "
+            f"one step in {seconds(self.prediction.step_time_s)}, at most {self.gap:.1%} from the best"
+        )
 
     @property
     def pipeline(self) -> int:

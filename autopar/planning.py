@@ -42,6 +42,11 @@ def plan_model(
     its own statistics.
     """
     start_s = time.perf_counter()
+    if options.schedule is not None and options.pipeline == 1 and (options.chunks or 1) == 1:
+        raise UsageError(
+            f"schedule={options.schedule} orders the microbatches of a pipeline, and pipeline=1 is none",
+            "leave one of the two pins out",
+        )
     given = plan if isinstance(plan, Plan | None) else read_plan(plan)
     graph = capture_model(workload, progress)
     if ranks.is_rank_0():

@@ -20,15 +20,16 @@ SPELLINGS = {name: name for name in PRECISIONS} | {
 }  # fmt: skip
 
 
-def normalise(name: str) -> str:
-    """One of ``PRECISIONS`` for any of their spellings.
+def normalise(name: str | torch.dtype) -> str:
+    """One of ``PRECISIONS`` for any of their spellings, or for a dtype.
 
     Raises:
         UsageError: there is no such precision.
     """
-    if name.lower() not in SPELLINGS:
+    spelling = str(name).removeprefix("torch.").lower()
+    if spelling not in SPELLINGS:
         raise UsageError(f"there is no precision {name!r}", f"the precisions are {', '.join(PRECISIONS)}")
-    return SPELLINGS[name.lower()]
+    return SPELLINGS[spelling]
 
 
 def torch_dtype(name: str) -> torch.dtype:

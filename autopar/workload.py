@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import apart, capture, in_float8
-from autopar.errors import AutoparError, BatchError, ModelError
+from autopar.errors import AutoparError, BatchError, ModelError, UsageError
 from autopar.graph import Graph
 from autopar.plan import FP8
 from autopar.precision import normalise
@@ -34,7 +34,7 @@ class Workload:
     batch: Any
     loss_fn: Callable[..., Any] | None = None
     name: str | None = None
-    precision: str | None = None
+    precision: str | torch.dtype | None = None
     local_batch_norm: bool = False
 
     def capture(self) -> Graph:
@@ -42,12 +42,17 @@ class Workload:
 
         Raises:
             ModelError: the model is no module.
-            UsageError: an unknown precision.
+            UsageError: an unknown precision, or a loss that is no function.
             CaptureError: the model cannot be exported.
         """
         if not isinstance(self.model, nn.Module):
             raise ModelError(
                 f"the model is {type(self.model).__name__}, not a torch.nn.Module", "wrap a function in a module"
+            )
+        if self.loss_fn is not None and not callable(self.loss_fn):
+            raise UsageError(
+                f"loss_fn is {self.loss_fn!r}, which cannot be called",
+                "give a function of the model's output and the targets, such as torch.nn.functional.cross_entropy",
             )
         precision = None if self.precision is None else normalise(self.precision)
         return annotate(

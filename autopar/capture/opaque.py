@@ -60,6 +60,8 @@ def opaque(module: nn.Module, output: Callable[..., Tensor] | None = None) -> nn
     ``output`` is called with the inputs (without values) and returns a tensor of the output's shape and dtype
     (``torch.empty``); without it the output is like the first input. A module is wrapped once: not inside another opaque one.
     """
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"opaque takes a torch.nn.Module, not {module!r}", "wrap a function in a module")
     if any(isinstance(child, Opaque) for child in module.modules()):
         raise UsageError(f"{type(module).__name__} has an opaque module inside already", "wrap the outer one alone")
     return Opaque(module, register(module, output))

@@ -12,7 +12,6 @@ import torch
 
 from autopar.cli.console import Messages, console
 from autopar.cli.load import Sizes, load_model
-from autopar.cli.output import output_folder
 from autopar.cli.render import print_plan
 from autopar.compile import emit_program, start_program
 from autopar.devices import Cluster, parse
@@ -24,6 +23,7 @@ from autopar.plan import Plan
 from autopar.planning import plan_model
 from autopar.program.checkpoint_files import has_any
 from autopar.program.state import INITIAL
+from autopar.run.folder import folder_for_program
 from autopar.search import SearchOptions
 from autopar.units import parse_size
 from autopar.workload import Recapture, Workload
@@ -55,7 +55,7 @@ def print_infeasible(error: InfeasibleError) -> NoReturn:
 
 def emit_command(output: str, **request: Any) -> None:
     """``autopar emit``: writes the folder, with the model's values where it has any, prints its path."""
-    folder = output_folder(output)
+    folder = folder_for_program(output)
     torch.manual_seed(0)
     workload, cluster, graph, plan = planned(request, device=None)
     with Messages() as messages:
@@ -89,7 +89,7 @@ def run_command(
             f"{devices} describes devices that are not here, so nothing can run on them",
             "`autopar emit` writes the program for them; `--devices 4` runs on this machine",
         )
-    folder = output_folder(output) if output else None
+    folder = folder_for_program(output) if output else None
     torch.manual_seed(seed)
     workload, cluster, graph, plan = planned(request, device="cpu")
     with Messages() as messages:

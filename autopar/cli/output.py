@@ -30,21 +30,3 @@ def output_file(name: str | Path, option: str, picture: bool = False) -> Path:
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UsageError(f"{option} {path} cannot be written: no permission", "choose another place")
     return path
-
-
-def output_folder(name: str) -> Path:
-    """The folder to emit into: new, empty, or one that an earlier emission filled.
-
-    Raises:
-        UsageError: the folder is a file, contains other files, or cannot be written into.
-    """
-    folder = Path(name)
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{name} is a file, and the program is a folder", "give -o a new folder")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "plan.json").is_file():
-        raise UsageError(f"{name} holds other files than a program", "give -o a new or an empty folder")
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        reason = "no permission" if there.is_dir() else f"{there} is a file"
-        raise UsageError(f"{name} cannot be made: {reason}", "give -o a folder that can be made and written to")
-    return folder

@@ -35,7 +35,7 @@ from autopar.search import evaluate, manual_plan, memory_timeline
 from autopar.search.concessions import Concession
 from autopar.search.options import check_replicas
 from autopar.search.timeline import Moment
-from autopar.units import seconds
+from autopar.units import seconds, size
 from autopar.workload import with_concession
 
 # A flag of another trainer: the name of our option that means the same. Flags without a value are true.
@@ -282,13 +282,13 @@ def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
         )
     found.append(("MFU", a.prediction.mfu, b.prediction.mfu, "%"))
     for part in ("total", "parameters", "gradients", "optimizer", "activations", "transients"):
-        found.append((f"memory, {part}", largest(a, part), largest(b, part), "GiB"))
+        found.append((f"memory, {part}", largest(a, part), largest(b, part), "B"))
     return found
 
 
 def _form(value: Any, unit: str) -> str:
     if unit == "s":
         return seconds(value if value > _NOTHING else 0.0)
-    if unit == "GiB":
-        return f"{value / 2**30:.1f} GiB"
+    if unit == "B":
+        return size(value)
     return f"{100 * value:.1f} %" if unit == "%" else str(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 from autopar.cli.console import console, plain_table, progress_bar
 from autopar.cli.output import output_file
@@ -10,16 +11,18 @@ from autopar.devices.calibration import Calibration, default_path
 from autopar.errors import UsageError
 from autopar.profile import profile
 
+PROCESSES_PER_CORE = 8
+
 _ARITHMETIC_S = 5e-3
 """The arithmetic for which waiting is shown: waiting grows with the square root of the time since the devices last met."""
 
 
 def profile_command(processes: str, device: str | None, output: str | None, as_json: bool) -> None:
     """Measures with a progress bar on stderr, writes the file, prints what was found."""
+    counts = _counts(processes)
     path = output_file(output, "-o") if output else default_path()
     if path is None:
         raise UsageError("AUTOPAR_CALIBRATION is empty, so there is no place for the file", "name a file with -o FILE")
-    counts = _counts(processes)
     with progress_bar("profile") as show:
         found = profile(counts, device, show)
     try:
@@ -41,6 +44,12 @@ def _counts(text: str) -> list[int]:
         counts = [0]
     if min(counts) < 1:
         raise UsageError(f"{text!r} is not a list of numbers of processes", "write --processes 2,4")
+    most = PROCESSES_PER_CORE * (os.cpu_count() or 1)
+    if max(counts) > most:
+        raise UsageError(
+            f"{max(counts)} processes on {os.cpu_count()} processors would measure how they wait for each other",
+            f"measure up to {most} processes here",
+        )
     return counts
 
 

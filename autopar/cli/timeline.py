@@ -10,10 +10,10 @@ from rich.console import Console
 
 from autopar.cli.console import plain_table
 from autopar.search.timeline import Moment
+from autopar.units import size
 
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _COLUMNS = 64  # of a device's curve
-_GIB = 2**30
 
 Timeline = Sequence[Sequence[Moment]]
 
@@ -52,7 +52,7 @@ def print_timeline(devices: Timeline, console: Console) -> None:
         action = f"{top.kind}{top.microbatch}" + (
             f" of stage {top.stage}" if len({x.stage for x in moments}) > 1 else ""
         )
-        sizes = (f"{size / _GIB:.2f} GiB" for size in (m.activations, m.transients, m.total))
+        sizes = map(size, (m.activations, m.transients, m.total))
         table.add_row(str(d), action, *sizes, curve([x.memory.total for x in moments], most))
     console.print(table)
 

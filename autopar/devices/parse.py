@@ -63,6 +63,7 @@ from autopar.devices import hardware
 from autopar.devices.calibration import apply as measured_here
 from autopar.devices.cluster import Cluster, Gpu, Host, Link, joined
 from autopar.errors import DeviceError
+from autopar.units import size
 
 _FORMS = (
     'write 4, "8xH100-80GB", "128x8xH100-80GB" (nodes x GPUs x kind), the path of a TOML file, or a list of devices'
@@ -105,9 +106,16 @@ def parse(spec: Any, *, memory_limit_bytes: int | None = None, calibration: str 
         cluster = measured_here(cluster, None if calibration is None else Path(calibration))
     if memory_limit_bytes is None:
         return cluster
-    if memory_limit_bytes <= 0:
+    if isinstance(memory_limit_bytes, bool) or not isinstance(memory_limit_bytes, int | float):
+        raise DeviceError(f"memory_limit_bytes is {memory_limit_bytes!r}, and it is a number of bytes", "40e9 is 40 GB")
+    if not memory_limit_bytes > 0:
         raise DeviceError(
             f"a memory limit of {memory_limit_bytes} bytes leaves room for nothing", "give a positive number of bytes"
+        )
+    if cluster.kind == "cuda" and memory_limit_bytes > (most := cluster.gpu.memory_bytes):
+        raise DeviceError(
+            f"the memory limit is {size(int(memory_limit_bytes))}, and a device of {cluster.name} has {size(most)}",
+            "give a lower limit, or describe devices with more memory in a cluster file",
         )
     return dataclasses.replace(cluster, memory_override_bytes=int(memory_limit_bytes))
 

@@ -392,7 +392,7 @@ def assemble(
     if zero < 2:
         reduction_s, published_s = (reduce, gather) if zero else (spread.average_s, spread.publish_s)
         step_s += trainer.exposed_reduction_s(reduction_s, backward_compute_s, cluster.overlap_slowdown)
-        step_s += trainer.exposed_gather_s(published_s, forward_compute_s, cluster.overlap_slowdown)
+        step_s += trainer.exposed_gather_s(published_s, forward_compute_s, cluster.overlap_slowdown) + spread.mean_s
     elif not each_time:
         last_s = exposed(
             back_s + reduce, backward_compute_s + copies_s[2]

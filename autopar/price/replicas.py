@@ -20,8 +20,8 @@ class Spread:
     ``gather_s`` and ``reduce_s`` have two values: once per step (ZeRO 0 and 1), and around each pass of a layer (ZeRO 2 and 3). If there
     are several copies of the shards, ``reduce_s`` includes the sum over the copies. ``copies_s`` are those of ZeRO 2 and 3, between flat
     buffers and parameters: around a gather, and around a reduction. ``average_s`` is the reduction without ZeRO, once per
-    step, and ``publish_s`` what follows the update then: a parameter server's broadcast, or an average of parameters. ``flops`` are those
-    of one microbatch, see ``LayerPrice``.
+    step. ``publish_s`` is a parameter server's broadcast of the updated parameters. ``mean_s`` is the average of the parameters of
+    replicas that train apart, which nothing hides. ``flops`` are those of one microbatch, see ``LayerPrice``.
     """
 
     size: int
@@ -32,6 +32,7 @@ class Spread:
     copies_s: tuple[float, float]
     average_s: float
     publish_s: float
+    mean_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +73,7 @@ def spread(
             return found
         return found + over(Collective.ALL_REDUCE, shard, around_layer, copies)
 
-    def published() -> float:
-        if sync == PARAMETER_SERVER:
-            return over(Collective.BROADCAST, trainable * numbers.width, False)
+    def averaged() -> float:
         if not (steps := local_steps(sync)) or copies.size == 1:
             return 0.0
         masters = trainable * (numbers.at_rest or numbers.width)
@@ -94,5 +93,6 @@ def spread(
             parameters * numbers.width, trainable * numbers.width, trainable * numbers.reduced, cluster
         ),
         average_s=over(average, trainable * numbers.averaged, False, members if local_steps(sync) else everyone),
-        publish_s=published(),
+        publish_s=over(Collective.BROADCAST, trainable * numbers.width, False) if sync == PARAMETER_SERVER else 0.0,
+        mean_s=averaged(),
     )

@@ -112,9 +112,9 @@ class Trainer:
         return beside_s(backward_s, communication_s, slowdown)
 
     def exposed_gather_s(self, communication_s: float, forward_s: float, slowdown: float) -> float:
-        """The seconds that sending updated parameters (ZeRO 1's gather, a server's broadcast, an average) adds to the step, if one
-        microbatch's forward of the layer computes for ``forward_s``. Emitted programs send them before the next step begins."""
-        return communication_s
+        """The seconds that sending updated parameters (ZeRO 1's gather, a server's broadcast) adds to the step, if one microbatch's
+        forward of the layer computes for ``forward_s``. Emitted programs send them during the next step's first forward."""
+        return beside_s(forward_s, communication_s, slowdown)
 
     def border_bytes(self, size: float) -> float:
         """Bytes that a pipeline stage allocates to receive or send one activation of ``size`` bytes."""

@@ -1,4 +1,4 @@
-"""The parameters of this rank's stages: initial values, flat buffers (ZeRO 0 and 1), FSDP2 (ZeRO 2 and 3).
+"""The parameters of this rank's stages: initial values, flat buffers (ZeRO 0 and 1), FSDP2 (ZeRO 2 and 3); for others see ``masters``.
 
 Everything here is a function of the parameters' layout records (``layouts.json``). The optimizer owns plain tensors, the
 *masters*: whole local slices, or under ZeRO this rank's pieces of them.
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.program.buffers import StageBuffers
 from autopar.program.collectives import all_gather, reduce_scatter
+from autopar.program.masters import LocalGroup, Master, alike, set_parameter
 from autopar.program.weight_gradients import LateGradients, start_gradients
 from autopar.program.world import Layout, Program, World
 
@@ -65,19 +66,6 @@ def given(state: Mapping[str, Tensor]) -> Callable[[Layout], Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Master:
-    """A tensor that the optimizer owns: this rank's slice of a parameter, or under ZeRO its piece of that slice.
-
-    ``alike`` are the axes whose ranks all have the same values; ``first`` is the piece's first element in the slice.
-    """
-
-    layout: Layout
-    tensor: nn.Parameter
-    alike: tuple[str, ...]
-    first: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Slot:
     """A parameter of the stage, and its range in the group's flat buffers."""
 
@@ -114,8 +102,8 @@ class FlatGroup:
     """Parameters in one flat buffer whose gradients are reduced explicitly, once a step: ZeRO 0 and 1.
 
     ZeRO 0 all-reduces the gradients over the data axes. ZeRO 1 reduce-scatters them (under hybrid sharding inside of a copy, and this
-    rank's piece is then summed over the copies), the optimizer updates this rank's piece of the buffer, and the pieces are
-    all-gathered. If masters are wider than the computation (float32 and bfloat16), gradients add up in the masters' dtype.
+    rank's piece is then summed over the copies), the optimizer updates this rank's piece of the buffer, and the pieces are all-gathered
+    (see ``publications``). If masters are wider than the computation (float32 and bfloat16), gradients add up in the masters' dtype.
 
     With a parameter server ZeRO 0 reduces the gradients to the group's first rank, which alone has masters, updates them, and broadcasts
     the parameters. Replicas that train apart reduce gradients inside of each replica only; a replica's loss is its term of the batch's loss
@@ -149,6 +137,8 @@ class FlatGroup:
         self._work: dist.Work | None = None  # the reduction, while it runs
         self._sum: Tensor | None = None  # its result under ZeRO 1
         self._over_copies = False  # whether the sum over the copies has started
+        self._sending: dist.Work | None = None  # the publication, while it runs
+        self._source: Tensor | None = None  # its operand under ZeRO 1
         self.arrivals = Arrivals(len(layouts) * program.passes)
         self._slots: list[Slot] = []
         self._adders: dict[int, Callable[[Tensor], None]] = {}  # by the parameter's identity
@@ -159,12 +149,12 @@ class FlatGroup:
         for layout, shape in zip(layouts, shapes, strict=True):
             stop = start + shape.numel()
             param = nn.Parameter(self._values[start:stop].view(shape), requires_grad=trainable)
-            _set_parameter(stage, layout.name, param)
+            set_parameter(stage, layout.name, param)
             self._slots.append(Slot(layout, param, start, stop))
             if trainable:
                 self._add_master(self._slots[-1])
             else:
-                self.frozen.append(Master(layout, param, _alike(layout, (), world)))
+                self.frozen.append(Master(layout, param, alike(layout, (), world)))
             start = stop
 
     def _add_master(self, slot: Slot) -> None:
@@ -194,8 +184,8 @@ class FlatGroup:
         piece = self._owned[low - self._own.start : high - self._own.start]
         tensor = nn.Parameter(piece if self._scattered else piece.view(slot.param.shape))
         tensor.grad = self._grads[low:high].view(tensor.shape)
-        alike = _alike(slot.layout, (*self._shards, *self._apart), self._world)
-        self.masters.append(Master(slot.layout, tensor, alike, low - slot.start))
+        same = alike(slot.layout, (*self._shards, *self._apart), self._world)
+        self.masters.append(Master(slot.layout, tensor, same, low - slot.start))
 
     def own_gradients(self) -> list[Tensor]:
         """The gradients that this rank's masters read, after the reduction."""
@@ -297,16 +287,33 @@ class FlatGroup:
         """The mean over the replicas that train apart."""
         return tensor if self._replicas is None else self._average_(tensor.clone(), self._replicas)
 
-    @torch.no_grad()
+    @property
+    def is_sent(self) -> bool:
+        """Whether other ranks need this rank's masters, or this rank theirs."""
+        return self._scattered or self._served
+
     def publish(self) -> None:
         """After the optimizer's update: copy the masters into the parameters that the stage reads, on this rank and on those that it
         serves."""
+        self.start_publication()
+        self.finish_publication()
+
+    @torch.no_grad()
+    def start_publication(self) -> None:
+        """Start to ``publish``; the masters may change afterwards."""
         if self._scattered:
-            all_gather(self._values, self._owned.to(self._values.dtype, copy=True), group=self._group)
+            self._source = self._owned.to(self._values.dtype, copy=True)
+            self._sending = all_gather(self._values, self._source, group=self._group, async_op=True)
         elif self._mixed:
             self._values.copy_(self._owned)
         if self._served:
-            dist.broadcast(self._values, group=self._group, group_src=0)
+            self._sending = dist.broadcast(self._values, group=self._group, group_src=0, async_op=True)
+
+    def finish_publication(self) -> None:
+        """Wait for the parameters; on a GPU the device waits, not the host."""
+        if self._sending is not None:
+            self._sending.wait()
+        self._sending = self._source = None
 
     def values(self) -> dict[str, Tensor]:
         """This rank's whole slice of every parameter, by its name in the stage: the mean of replicas that train apart."""
@@ -348,7 +355,7 @@ class ShardedGroup:
         for layout in layouts:
             shape = stage.get_parameter(layout.name).shape
             values = torch.zeros(shape, dtype=program.dtypes(layout)[0], device=world.device)
-            _set_parameter(stage, layout.name, nn.Parameter(values, layout.trainable))
+            set_parameter(stage, layout.name, nn.Parameter(values, layout.trainable))
         self.mesh = world.data_mesh(copies, shards)
         fully_shard(
             module,
@@ -381,7 +388,7 @@ class ShardedGroup:
             first = _rows(param, param.shape[0])[0] * param.shape[1:].numel()
             shard = nn.Parameter(_shard(param), layout.trainable)
             mine = self.masters if layout.trainable else self.frozen
-            mine.append(Master(layout, shard, _alike(layout, shards, world), first))
+            mine.append(Master(layout, shard, alike(layout, shards, world), first))
 
     def _gathered(self, *_: object) -> None:
         """Before a forward, once FSDP2 has gathered the parameters: note the gathered tensors, which products read."""
@@ -444,12 +451,7 @@ class ShardedGroup:
         return {name: _full(grad) for name, grad in grads.items()}
 
 
-Group = FlatGroup | ShardedGroup
-
-
-def _alike(layout: Layout, zero_axes: Sequence[str], world: World) -> tuple[str, ...]:
-    spread = {axis for axis, _ in layout.sharded}.union(zero_axes)
-    return tuple(axis for axis in world.coordinates if axis not in spread)
+Group = LocalGroup | FlatGroup | ShardedGroup
 
 
 def _shard(tensor: Tensor) -> Tensor:
@@ -478,11 +480,6 @@ def _rows(param: Tensor, rows: int) -> tuple[int, int]:
 def _full(tensor: Tensor) -> Tensor:
     assert isinstance(tensor, DTensor)
     return tensor.full_tensor()
-
-
-def _set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    path, _, leaf = name.rpartition(".")
-    setattr(module.get_submodule(path), leaf, param)
 
 
 # -- stages -----------------------------------------------------------------------------------------------------------
@@ -546,8 +543,7 @@ def _build(index: int, stage: nn.Module, program: Program, world: World) -> list
     for layouts in grouping(program, index):
         for layout in layouts:
             _check_layout(layout, stage, world)
-        which = ShardedGroup if program.group(layouts[0])[1] >= 2 else FlatGroup
-        groups.append(which(stage, layouts, world, program))
+        groups.append(_group_of(layouts, program)(stage, layouts, world, program))
     left = [name for name, tensor in (*stage.named_parameters(), *stage.named_buffers()) if tensor.is_meta]
     if left:
         raise ValueError(
@@ -560,6 +556,15 @@ def _build(index: int, stage: nn.Module, program: Program, world: World) -> list
     if meshes:
         gather_ahead(stage, _layers(index, stage, program), meshes[0])
     return groups
+
+
+def _group_of(layouts: Sequence[Layout], program: Program) -> type[Group]:
+    """How a group of parameters is stored."""
+    zero, axes = program.group(layouts[0])[1:]
+    wide, compute = program.dtypes(layouts[0])
+    if zero >= 2:
+        return ShardedGroup
+    return FlatGroup if axes or layouts[0].shared is not None or wide != compute else LocalGroup
 
 
 def _layers(index: int, stage: nn.Module, program: Program) -> list[Layer]:

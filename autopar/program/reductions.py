@@ -143,7 +143,7 @@ class Reductions:
             flat.finish_reduction()
         self._running.clear()
         for group in self._groups:
-            if isinstance(group, ShardedGroup):
+            if not isinstance(group, FlatGroup):
                 group.finish_reduction()
 
 

@@ -37,6 +37,7 @@ from autopar.program.parameters import (
     seeded,
 )
 from autopar.program.pipeline import Pipeline
+from autopar.program.publications import Publications
 from autopar.program.reductions import Reductions
 from autopar.program.scaling import LossScale
 from autopar.program.share import Batch, DataError
@@ -108,6 +109,7 @@ class Trainer:
         self.stages, self._by_stage, self._buffers = build_stages(program, world)
         self._groups = [group for groups in self._by_stage.values() for group in groups]
         self._reductions = Reductions(program, self._by_stage)
+        self._publications = Publications(program, self.stages, self._by_stage)
         self.optimizer: torch.optim.Optimizer | None = None
         if isinstance(state, str | os.PathLike):
             self.load_weights(state)
@@ -171,6 +173,7 @@ class Trainer:
     def _leave_out(self, batch: Batch, loss: float, on_nan: str) -> None:
         self._buffers.clear()
         if on_nan == "stop":
+            self.finish_update()
             why = first_non_finite(self._pipeline, self._groups, batch, self._key())
             self._buffers.clear()
             raise NonFiniteLossError(
@@ -192,16 +195,21 @@ class Trainer:
     def _update(self, skipped: bool = False) -> None:
         if self.loss_scale is not None:
             self.loss_scale.update(skipped)
+        self.finish_update()  # of parameters that the forward pass did not read
         if self.optimizer is not None and not skipped:
             self.optimizer.step()
         self.steps += 1
         self.rows += int(self.program.plan["global_batch"])
         apart = self.program.local_steps
-        for group in self._groups:
-            if apart and self.steps % apart == 0:
-                group.average()
-            group.publish()
+        for group in self._groups if apart and self.steps % apart == 0 else ():
+            group.average()
+        self._publications.start()
         self._buffers.write()
+
+    def finish_update(self) -> None:
+        """Wait until the stages' parameters have the values of the last update. Whatever reads them outside of a step calls this first;
+        methods of this class do."""
+        self._publications.finish()
 
     def forward_backward(self, batch: Batch) -> float:
         """Return the global batch's loss; leave its gradients, summed over ranks, microbatches and tied copies."""
@@ -227,6 +235,7 @@ class Trainer:
         """
         if changes := in_training_alone(self.program):
             raise ModeError(changes)
+        self.finish_update()
         self._pipeline.share.check(batch)
         return float(self._pipeline.sum(self._pipeline.forward(batch, 0)))
 
@@ -260,6 +269,7 @@ class Trainer:
     def state_dict(self) -> dict[str, Tensor]:
         """The parameters and written buffers, whole, by original name (under every name of a tied one), on the CPU of rank 0; nothing
         elsewhere."""
+        self.finish_update()
         state = dict(self._collect(lambda group: group.values(), lambda layout: True))
         for layout in self.program.layouts:
             if layout.original in state:
@@ -334,9 +344,11 @@ class Trainer:
         pretrained.load(self._training(), path)
 
     def _training(self) -> checkpoint.Training:
+        self.finish_update()
         return checkpoint.Training(self.program, self.world, self._groups, self._buffers, self.optimizer)
 
     def _load(self, source: Callable[[Layout], Tensor]) -> None:
+        self.finish_update()
         for group in self._groups:
             group.load(source)
 

@@ -1,4 +1,4 @@
-"""Importing a program's folder into a process whose own modules may have the same names."""
+"""A program's folder: where it may be written, and importing it into a process whose own modules may have the same names."""
 
 from __future__ import annotations
 
@@ -9,6 +9,29 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+from autopar.errors import UsageError
+
+
+def folder_for_program(name: Any) -> Path:
+    """The folder to emit into: new, empty, or one that an earlier emission filled.
+
+    Raises:
+        UsageError: the folder is a file, contains other files, or cannot be written into.
+    """
+    if not isinstance(name, str | os.PathLike):
+        raise UsageError(f"the program's folder is {name!r}, which is no path", 'write "program"')
+    folder = Path(name)
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file, and the program is a folder", "give a new folder")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "plan.json").is_file():
+        raise UsageError(f"{folder} holds other files than a program", "give a new or an empty folder")
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        reason = "no permission" if there.is_dir() else f"{there} is a file"
+        raise UsageError(f"{folder} cannot be made: {reason}", "give a folder that can be made and written to")
+    return folder
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from autopar.program.state import INITIAL, has_values, initial, write_initial, w
 from autopar.program.world import load
 from autopar.run import remote
 from autopar.run.data import Data, importable, names_of, sent
-from autopar.run.folder import program_modules
+from autopar.run.folder import folder_for_program, program_modules
 from autopar.run.processes import Processes
 from autopar.run.training import OnStep, train
 from autopar.run.worker import is_consequence, resolve
@@ -337,7 +337,7 @@ class Program:
     def emit(self, folder: str | os.PathLike[str]) -> Path:
         """Copy the program to ``folder`` (made if missing) and return its path. The copy starts from the values that this
         ``Program`` was given."""
-        there = Path(folder)
+        there = folder_for_program(folder)
         if there.resolve() != self.folder.resolve():
             shutil.copytree(self.folder, there, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
         if self._state is not None:

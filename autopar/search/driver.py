@@ -310,9 +310,9 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
         )
     if instance.schedule.pipeline > 1 and state.options.schedule is None and state.options.chunks is None:
         lines = " and ".join(map(str, sorted(state.chunked)))
+        searched = f"only for pipelines of {lines} devices" if lines else "for no pipeline"
         notes.append(
-            f"several stages on a device were looked for in {f'pipelines of {lines} alone' if lines else 'no pipeline'}: the schedule "
-            "interleaved-1f1b looks in all where it is pinned"
+            f"plans with several stages on a device were searched {searched}; pin schedule=interleaved-1f1b to search them for every one"
         )
     gap = max(0.0, 1 - bound / state.step_s) if state.step_s > 0 else 0.0
     proof = Proof(

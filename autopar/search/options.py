@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,8 @@ class SearchOptions(PlanPins):
     are compiled where no pin decides (the search takes it from the prices).
 
     Raises:
-        UsageError: an unknown key, a value that a pin cannot have, a pin with two different values, an unknown name in ``allow``.
+        UsageError: an unknown key, a value that a pin cannot have, a pin with two different values, an unknown name in ``allow``, a time
+            limit that is no number of seconds.
     """
 
     precision: str = "bfloat16"
@@ -42,6 +44,12 @@ class SearchOptions(PlanPins):
     progress: Callable[[str], None] | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.pin, Mapping):
+            raise UsageError(f"pin is {self.pin!r}, and pins are a mapping of keys to values", 'write {"pipeline": 4}')
+        if not isinstance(self.time_limit_s, int | float) or not 0 < self.time_limit_s < math.inf:
+            raise UsageError(
+                f"the time limit is {self.time_limit_s!r}, and it is a number of seconds above 0", "20 is the default"
+            )
         for name in PINS:
             if (given := getattr(self, name)) is not None:
                 object.__setattr__(self, name, checked(name, given))

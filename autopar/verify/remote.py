@@ -48,6 +48,7 @@ def gradients_twice(
 def _updated(trainer: Any) -> dict[str, Tensor]:
     """The state dict after an update. Raises ``RuntimeError`` if ranks that read the same parameter have different values of it."""
     trainer.update()
+    trainer.finish_update()
     program, world = trainer.program, trainer.world
     apart = program.local_steps and trainer.steps % program.local_steps
     for layout in program.layouts:

@@ -57,6 +57,10 @@ PLAN = ("plan", "gpt2", "--global-batch", "8")
         (("explain", "nowhere.json", "--devices", "8xH100-80GB"), "no file nowhere.json"),
         (("compare", "nowhere.json", "nowhere.json"), "nowhere.json cannot be read"),
         (("verify", "gpt2", "--seq", "0"), "--seq is 0"),
+        ((*PLAN, "--devices", "8xH100-80GB", "--time-limit", "nan"), "the time limit is nan"),
+        ((*PLAN, "--devices", "8xH100-80GB", "--memory-limit", "200GB"), "a device of 8xH100-80GB has 85.9 GB"),
+        ((*PLAN, "--devices", "8xH100-80GB", "--schedule", "1f1b", "--pipeline", "1"), "pipeline=1 is none"),
+        (("profile", "--processes", "100000"), "100000 processes on"),
     ],
 )
 def test_requests_that_are_wrong_end_with_2_and_a_hint(capsys, argv, words):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import fields
-from typing import get_type_hints
+from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from torch import nn
 
 import autopar
 from autopar.cli.app import cli
-from autopar.errors import UsageError
+from autopar.errors import AutoparError, UsageError
 from autopar.keywords import Keywords, Request, Training, as_keywords, read_keywords
 from autopar.pins import OF_LAYER, OF_PLAN, PINS, LayerPins, PinKeywords, PlanPins, checked, read_pin
+from autopar.precision import normalise
 
 
 def test_keywords_are_those_of_the_table():
@@ -65,3 +67,35 @@ def test_examples_of_the_table_are_pins(name: str):
     assert key.endswith(name) and checked(key, value) == value
     with pytest.raises(UsageError, match=f"{name} is 'nothing', it must be "):
         checked(name, "nothing")
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"pin": ["pipeline=2"]}, "pins are a mapping"),
+        ({"memory_limit_bytes": "40GB"}, "it is a number of bytes"),
+        ({"time_limit_s": "long"}, "it is a number of seconds"),
+        ({"loss_fn": "cross_entropy"}, "cannot be called"),
+        ({"precision": torch.int8}, "no precision torch.int8"),
+        ({"folder": Path(__file__).parent}, "holds other files than a program"),
+        ({"folder": 3}, "is no path"),
+    ],
+    ids=str,
+)
+def test_values_that_make_no_sense_are_refused_by_name(keywords: dict[str, Any], words: str):
+    with pytest.raises(AutoparError, match=words) as error:
+        autopar.compile(nn.Linear(1, 1), 1, (torch.zeros(1, 1),), **keywords)
+    assert error.value.hint
+
+
+def test_a_precision_may_be_a_dtype():
+    assert [normalise(torch.bfloat16), normalise("bf16"), normalise("torch.float64")] == [
+        "bfloat16",
+        "bfloat16",
+        "float64",
+    ]
+
+
+def test_only_modules_are_opaque():
+    with pytest.raises(UsageError, match="opaque takes a torch.nn.Module, not 3"):
+        autopar.opaque(3)  # type: ignore[arg-type]

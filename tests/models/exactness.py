@@ -241,6 +241,24 @@ KINDS: tuple[Kind, ...] = (
     kind("offload, pipeline 2 x data 2, zero 1", pipeline=2, data=2, zero=1, offload="activations", microbatches=4),
     Kind("mixed: tensor 1, 2 and 4", 4, mixed=_three_degrees),
     Kind("mixed: ring, ulysses, data and tensor+sequence", 4, mixed=_sequence_roles),
+    # torch.compile for each class of layers
+    *(
+        kind(f"compiled, {name}", compile="layers", **options)
+        for name, options in {
+            "data 2, zero 3, recompute in part": {"data": 2, "zero": 3, "recompute": "selective"},
+            "tensor+sequence 2": {"tensor": 2, "sequence": True, "microbatches": 2},
+            "ring 2, recompute": {"ring": 2, "recompute": True},
+            "expert 2, zero 1": {"expert": 2, "zero": 1},
+            "pipeline 2 of 2 chunks": {"pipeline": 2, "chunks": 2, "microbatches": 4},
+            "pipeline 2 x data 2, zero 2": {
+                "pipeline": 2,
+                "data": 2,
+                "zero": 2,
+                "microbatches": 4,
+                "schedule": "1f1b",
+            },
+        }.items()
+    ),
     # numbers of devices that divide little
     *kinds(1),
     kind("data 3, zero 3", data=3, zero=3, microbatches=2),

@@ -133,7 +133,7 @@ FAULTS: dict[str, tuple[str, tuple[str, str], Fault]] = {
         "mlp", ("one device", "data 2, zero 1"), ("checkpoint.py", r"group\.publish\(\)", "pass"),
     ),
     "pieces begin where slices begin": (
-        "mlp", ("data 2, zero 1", "one device"), ("parameters.py", r"alike, low - slot\.start\)", "alike, 0)"),
+        "mlp", ("data 2, zero 1", "one device"), ("parameters.py", r"same, low - slot\.start\)", "same, 0)"),
     ),
     "shards begin where slices begin": (
         "mlp", ("data 2, zero 3", "one device"), ("parameters.py", r"first = _rows\(param, .*", "first = 0"),

@@ -105,7 +105,7 @@ def test_both_copies_train_as_one_device(options: dict[str, Any], workers4: Work
 
 FAULTS = {  # faults that gradients alone do not show: a file of the program, a pattern, the replacement
     "both copies of a parameter count in the norm": (
-        "parameters.py",
+        "masters.py",
         "if axis not in spread",
         'if axis not in spread and axis != "mirror"',
     ),

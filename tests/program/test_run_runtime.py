@@ -232,3 +232,24 @@ def refusals(folder: str, batches: list[dict[str, Tensor]]) -> list[str]:
                 trainer.step(batch)
             said.append(str(error.value))
         return said
+
+
+def test_parameters_without_replicas_have_no_second_copy(workers2: WorkerPool, tmp_path: Path) -> None:
+    """Neither a parameter nor its gradient is copied where one rank alone computes the gradient."""
+    names = sorted(dict(mlp_model().named_parameters()))
+    run = "test_run_runtime:without_copies"
+    first, last = workers2.run(run, str(write_mlp(tmp_path / "stages", Shape(pipeline=2))), mlp_batch())
+    assert sorted({*first, *last}) == [name for name in names if name != "embed.weight"]  # it is in both stages
+    assert workers2.run(run, str(write_mlp(tmp_path / "data", Shape(data=2))), mlp_batch()) == [[], []]
+
+
+def without_copies(folder: str, batch: dict[str, Tensor]) -> list[str]:
+    """The parameters that the optimizer updates in the stage itself, by the gradient that autograd accumulated."""
+    with program_modules(folder):
+        runtime = import_runtime(folder)
+        program = runtime.load(folder)
+        trainer = runtime.Trainer(program, runtime.start(program))
+        trainer.forward_backward(batch)
+        gradients = {id(param.grad): param for stage in trainer.stages.values() for param in stage.parameters()}
+        masters = [master for group in trainer._groups for master in group.masters]
+        return [m.layout.original for m in masters if gradients.get(id(m.tensor.grad)) is m.tensor]

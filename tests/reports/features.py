@@ -24,6 +24,7 @@ from autopar.precision import name_of
 from autopar.price import Pricer
 from autopar.price.trainer import EMITTED, Trainer
 from autopar.search import SearchOptions
+from autopar.workload import sequence_length
 
 RESULTS, PAGE = EVIDENCE / "features.jsonl", EVIDENCE / "features.md"
 TIME_LIMIT_S = 120.0
@@ -31,10 +32,12 @@ TIME_LIMIT_S = 120.0
 
 @dataclass(frozen=True)
 class Waiting(Trainer):
-    """A program that does not hide some of data parallelism's collectives: those of ZeRO 2 and 3, or the reductions of ZeRO 0 and 1."""
+    """A program that does not hide some of data parallelism's collectives: those of ZeRO 2 and 3, the reductions of ZeRO 0 and 1, or ZeRO
+    1's gathers."""
 
     sharded: bool = True
     reductions: bool = True
+    gathers: bool = True
 
     def exposed_sharded_s(self, communication_s: float, compute_s: float, slowdown: float) -> float:
         return (
@@ -45,6 +48,11 @@ class Waiting(Trainer):
         if self.reductions:
             return communication_s
         return Trainer.exposed_reduction_s(self, communication_s, backward_s, slowdown)
+
+    def exposed_gather_s(self, communication_s: float, forward_s: float, slowdown: float) -> float:
+        if self.gathers:
+            return communication_s
+        return Trainer.exposed_gather_s(self, communication_s, forward_s, slowdown)
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,12 @@ _COPIES, _REDUCE, _OVERLAP, _EAGER = (
 STEPS = (
     Step("nothing hidden", Waiting(), _COPIES | _REDUCE | _OVERLAP | _EAGER),
     Step("one FSDP root", Waiting(sharded=False), _COPIES | _REDUCE | _OVERLAP | _EAGER),
-    Step("reductions under the backward", EMITTED, _COPIES | _REDUCE | _OVERLAP | _EAGER),
+    Step(
+        "reductions under the backward",
+        Waiting(sharded=False, reductions=False),
+        _COPIES | _REDUCE | _OVERLAP | _EAGER,
+    ),
+    Step("gathers under the next forward", EMITTED, _COPIES | _REDUCE | _OVERLAP | _EAGER),
     Step("hybrid sharding", EMITTED, _REDUCE | _OVERLAP | _EAGER),
     Step("reductions once a step", EMITTED, _OVERLAP | _EAGER),
     Step("tensor overlap", EMITTED, _EAGER),
@@ -95,8 +108,9 @@ REQUESTS = (
 )
 
 
-def plans(request: Request, done: Sequence[str]) -> Iterator[tuple[Step, Plan]]:
-    """The plan of every step whose name is not in ``done``; one capture and one solution of the types serve all."""
+def plans(request: Request, done: Sequence[str]) -> Iterator[tuple[Step, Plan, int | None]]:
+    """The plan of every step whose name is not in ``done``, and the tokens of a sequence; one capture and one solution of the types serve
+    all."""
     todo = [step for step in STEPS if step.name not in done]
     if not todo:
         return
@@ -105,7 +119,7 @@ def plans(request: Request, done: Sequence[str]) -> Iterator[tuple[Step, Plan]]:
     for step in todo:
         pricer = Pricer(graph, cluster, name_of(graph.dtype), trainer=step.trainer)
         options = SearchOptions(time_limit_s=TIME_LIMIT_S, **step.pins)
-        yield step, find_plan(graph, cluster, options, pricer=pricer)
+        yield step, find_plan(graph, cluster, options, pricer=pricer), sequence_length(graph)
 
 
 def published(request: Request) -> dict[str, Any] | None:
@@ -188,7 +202,7 @@ def main() -> int:
         lines = [json.loads(line) for line in RESULTS.read_text().splitlines()]
     for request in () if asked.page else REQUESTS:
         done = [line["step"] for line in lines if (line["model"], line["gpus"]) == (request.model, request.gpus)]
-        for step, plan in plans(request, done):
+        for step, plan, seq in plans(request, done):
             figures = dataclasses.asdict(plan.prediction)
             lines.append(
                 {
@@ -196,12 +210,7 @@ def main() -> int:
                     "gpus": request.gpus,
                     "step": step.name,
                     "global_batch": plan.global_batch,
-                    "seq": round(
-                        figures["tokens_per_s_per_device"]
-                        * plan.device_count
-                        * figures["step_time_s"]
-                        / plan.global_batch
-                    ),
+                    "seq": seq,
                     "step_time_s": figures["step_time_s"],
                     "tokens_per_s_per_gpu": figures["tokens_per_s_per_device"],
                     "mfu": figures["mfu"],

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 from exactness import KINDS, MODELS, ROWS, subject
 from matrix_page import passed, write_page
 from places import EVIDENCE, ROOT, TESTS
@@ -49,7 +50,7 @@ MIXTURES, SEED = 48, 1  # kept with the code
 MIXTURE_DEVICES = (2, 4, 4, 4, 8)
 DEVICES = 64
 ROWS_AT_64 = 128  # 64 devices in two microbatches, or 16 in eight
-CASE_S = 180  # longer than any case: what takes longer hangs
+CASE_S = 600  # longer than any case: what takes longer hangs
 
 
 # -- 64 devices -------------------------------------------------------------------------------------------------------
@@ -170,8 +171,12 @@ def _result(case: Case, pools: dict[int, WorkerPool]) -> dict[str, Any]:
     except UsageError as error:
         return {"reason": error.message}
     pool = pools.setdefault(case.devices, WorkerPool(case.devices))
+    line: dict[str, Any] = {}
+    if any(layer.strategy.compiled for layer in plan.layers):
+        line["backend"] = backend_of(case)
+        pool.run("matrix:compile_with", line["backend"])
     outcome = check_plan(given, plan, pool)
-    line: dict[str, Any] = {"error": outcome.error.value, "where": outcome.error.where}
+    line |= {"error": outcome.error.value, "where": outcome.error.where}
     line["stages_typed"] = outcome.stages_typed
     if case.kind.startswith("mixture"):
         line["plan"] = describe(plan)
@@ -179,6 +184,22 @@ def _result(case: Case, pools: dict[int, WorkerPool]) -> dict[str, Any]:
         with contextlib.suppress(UsageError):  # 64 devices may be too many for what 4 share
             line["stages_typed_at_64"] = check_at_64(case.model, case.at_64)
     return line
+
+
+def backend_of(case: Case) -> str:
+    """What compiles a case's layers: every eighth case torch's default, which takes a C++ compiler up to a minute for each; the others all
+    of it but the code that it writes: its tracing, its operators, its cut between forward and backward."""
+    number = int(hashlib.sha256(f"{case.model} {case.kind}".encode()).hexdigest(), 16)
+    return "inductor" if number % 8 == 0 else "aot_eager_decomp_partition"
+
+
+_compile = torch.compile
+
+
+def compile_with(backend: str) -> None:
+    """In a worker: the backend of the programs that follow."""
+    torch._dynamo.reset()
+    torch.compile = functools.partial(_compile, backend=backend)
 
 
 _broken: dict[str, Exception] = {}

@@ -44,7 +44,7 @@ says why below; a dot where the case was not run yet (`make report NAME=exactnes
 
 The models are small and made to be awkward: masked labels that fall unevenly over microbatches and slices, tied and fused weights,
 biases, padding. Each program was also type-checked ({stages} stages), and a quarter of them widened to 64 devices ({stages_64} stages).
-
+{_compiled(ran)}
 {"".join(tables)}## Mixtures
 
 Drawn by a seeded generator (`autopar/verify/mixtures.py`): mesh, cuts, schedule, microbatches, and each layer's roles, ZeRO stage and
@@ -60,6 +60,15 @@ recomputation. `python tests/reports exactness --mixtures 500 --seed 7` draws ot
 Made by `make report NAME=exactness` with torch {versions}, gloo, on CPUs, from the lines of [exactness.jsonl](exactness.jsonl).
 Do not edit.
 """
+
+
+def _compiled(ran: list[Line]) -> str:
+    """How many programs with compiled layers there are, and what compiled them."""
+    backends = [line["backend"] for line in ran if "backend" in line]
+    if not backends:
+        return ""
+    counts = ", ".join(f"{backends.count(name)} by `{name}`" for name in sorted(set(backends)))
+    return f"Layers of {len(backends)} programs are compiled: {counts}.\n"
 
 
 def _table(lines: list[Line], kinds: list[str], models: list[str], count: int, notes: dict[str, int]) -> str:

@@ -58,6 +58,9 @@ class Feature:
 
 
 NOTHING_EARLY = {"reductions.py": "_early = lambda groups, records: []\n"}
+SENT_AT_ONCE = {
+    "publications.py": "Publications.start = lambda self: [group.publish() for group in self._groups] and None\n"
+}
 OWN_ROOTS = {"parameters.py": "gather_ahead = lambda stage, layers, mesh: None\n"}
 WAITING = {
     "runtime.py": """from unittest import mock
@@ -99,14 +102,15 @@ def features(nodes: int) -> tuple[Feature, ...]:
         ),
         Feature(
             "zero1",
-            "ZeRO 1: each layer's gradients are reduced and scattered while the backward pass goes on in earlier layers",
-            "all reductions start after the backward pass",
+            "ZeRO 1: each layer's gradients are reduced and scattered while the backward pass goes on in earlier layers, and its updated "
+            "parameters are gathered while the next forward pass runs in the layers before",
+            "all reductions start after the backward pass, and all parameters are gathered before the step ends",
             "llama",
             FAST,
             {"data": nodes, "zero": 1},
             Recipe(data=nodes, bucket_mb=4),
-            "By hand it is DDP again, which keeps all of the optimizer's state on every node and gathers no parameters after the update.",
-            patch=NOTHING_EARLY,
+            "By hand it is DDP again, which keeps all of the optimizer's state on every node and gathers no parameters.",
+            patch=NOTHING_EARLY | SENT_AT_ONCE,
             nodes=nodes,
         ),
         Feature(

@@ -150,8 +150,10 @@ def _change(feature: Feature) -> str:
     """How the program without overlap differs."""
     if feature.pins_without:
         return f"- The plan without overlap pins {' and '.join(f'`{k}={v}`' for k, v in feature.pins_without.items())}."
-    ((name, patch),) = feature.patch.items()
-    return f"- These lines at the end of `{name}` take the overlap out:\n\n```python\n{patch.rstrip()}\n```"
+    return "\n".join(
+        f"- These lines at the end of `{name}` take the overlap out:\n\n```python\n{patch.rstrip()}\n```"
+        for name, patch in feature.patch.items()
+    )
 
 
 def _clock(lines: Sequence[Line]) -> str:
