@@ -32,6 +32,7 @@ _HOME = {
     "InfeasibleError": "autopar.errors",
     "ProgramError": "autopar.errors",
     "LaunchError": "autopar.errors",
+    "NonFiniteLossError": "autopar.errors",
 }
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "InfeasibleError",
     "LaunchError",
     "ModelError",
+    "NonFiniteLossError",
     "Plan",
     "Program",
     "ProgramError",
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
         InfeasibleError,
         LaunchError,
         ModelError,
+        NonFiniteLossError,
         ProgramError,
         RuleError,
         UsageError,

@@ -12,6 +12,7 @@
     ├── InfeasibleError          no plan fits the devices
     ├── ProgramError             an emitted folder that cannot be loaded or is ill-typed
     ├── CheckpointError          a checkpoint that cannot be written or read
+    ├── NonFiniteLossError       a loss that is NaN or infinite
     └── LaunchError              a process that died, a port that is taken
 
 A message says what is wrong with names and values, and why; ``hint`` says what to do. Broken invariants of autopar
@@ -93,6 +94,10 @@ class ProgramError(AutoparError):
 
 class CheckpointError(AutoparError):
     """A checkpoint cannot be written or read: a full disk, a damaged file, another model; nothing was lost."""
+
+
+class NonFiniteLossError(AutoparError):
+    """A loss is NaN or infinite; the message names the step and the first such value. Nothing was updated with it."""
 
 
 class LaunchError(AutoparError):

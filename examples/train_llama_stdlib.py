@@ -88,7 +88,7 @@ def train(
         def report(stage: str, text: str) -> None:
             progress.update(task, description=f"{processes} process{'es' if processes > 1 else ''}: {stage}")
 
-        def on_step(step: int, loss: float) -> None:
+        def on_step(step: int, loss: float, record: dict[str, object]) -> None:
             progress.update(
                 task, description=f"{processes} process{'es' if processes > 1 else ''}: loss {loss:.3f}", advance=1
             )

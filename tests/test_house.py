@@ -288,6 +288,7 @@ def test_exported_names():
         "InfeasibleError",
         "LaunchError",
         "ModelError",
+        "NonFiniteLossError",
         "Plan",
         "Program",
         "ProgramError",

@@ -106,7 +106,7 @@ def run_command(
     with program:
         begun = checkpoints.load(program)
 
-        def after(step: int, loss: float) -> None:
+        def after(step: int, loss: float, _: object) -> None:
             number = begun + step + 1
             print(f"step {number} loss {loss:.6f}", flush=True)
             checkpoints.save(program, number, steps)

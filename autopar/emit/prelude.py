@@ -10,17 +10,31 @@ from torch import fx
 from autopar.emit.expressions import Text, expression, literal
 from autopar.emit.names import Names
 from autopar.graph import Graph
+from autopar.ops.meta import meta
+from autopar.ops.operands import operands
+from autopar.rules.candidates import candidates
+from autopar.types import P, R, S, SpmdType
 
 
 def prelude_function(graph: Graph) -> str:
-    """The source of ``PRELUDE``: a function of the batch's tensors and the folded constants, both by name, or ``None``."""
+    """The source of ``PRELUDE``: ``None``, or a function of the batch's tensors and the folded constants, both by name, and of ``total``.
+
+    ``total`` makes the sum over all rows from the sum over the rows that are given. ``PRELUDE_READS`` names the tensors that the function
+    reads, ``PRELUDE_BY_ROWS`` says whether it may be given some of the rows.
+    """
     if graph.prelude is None or not (graph.scalars or graph.guards):
         return "PRELUDE = None\n"
     batch = "the whole global batch" if graph.accumulated == 1 else "one microbatch"
     texts: dict[fx.Node, Text] = {}
     names = Names()
+    sums = row_sums(graph.prelude)
+    reads = [node.target for node in graph.prelude.graph.nodes if node.op == "placeholder" and node.users]
     lines = [
-        "def PRELUDE(batch: dict[str, torch.Tensor], constants: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # noqa: N802",
+        f"PRELUDE_READS = {literal(tuple(reads), {})}",
+        f"PRELUDE_BY_ROWS = {sums is not None}  # or only the whole batch",
+        "",
+        "",
+        "def PRELUDE(batch, constants, total):  # noqa: N802",
         f'    """Scalars of {batch}, such as its number of valid tokens."""',
     ]
     for node in graph.prelude.graph.nodes:
@@ -37,6 +51,43 @@ def prelude_function(graph: Graph) -> str:
             lines.append(f"    return {{{entries}}}")
         else:
             name = names.fresh(node.name)
-            lines.append(f"    {name} = {expression(node, texts).text}")
+            text = expression(node, texts).text
+            lines.append(f"    {name} = total({text})" if sums and node in sums else f"    {name} = {text}")
             texts[node] = Text(name)
     return "\n".join(lines) + "\n"
+
+
+def row_sums(prelude: fx.GraphModule) -> set[fx.Node] | None:
+    """The sums over rows in a prelude, if some of the rows will do to compute their terms; ``None`` if it takes the whole batch.
+
+    The rules that shard layers prove it: inputs are sharded along dim 0, and each op must have a rule by which its result is sharded too,
+    or a term of a sum. Sums of integers alone count, since those of floating numbers depend on the order. What follows the sums is
+    computed by all ranks alike.
+    """
+    types: dict[fx.Node, SpmdType] = {}
+    sums: set[fx.Node] = set()
+    for node in prelude.graph.nodes:
+        if node.op == "placeholder":
+            types[node] = S(0)
+        elif node.op == "get_attr":
+            types[node] = R
+        elif node.op == "output":
+            return sums if all(types[each] == R for each in node.all_input_nodes) else None
+        else:
+            given = tuple(types[operand] for operand in operands(node))
+            if all(each == R for each in given):
+                types[node] = R
+                continue
+            found = [c.result for c in candidates(node) if c.operands == given and c.kernel is None]
+            if not found or found[0] == P and meta(node)["val"].dtype.is_floating_point or _names_rows(node):
+                return None
+            types[node] = R if found[0] == P else found[0]
+            sums |= {node} if found[0] == P else set()
+    return None
+
+
+def _names_rows(node: fx.Node) -> bool:
+    """Whether the node's arguments have the shape of its result, the number of rows included."""
+    shape = tuple(meta(node)["val"].shape)
+    lists = [tuple(each) for each in node.args if isinstance(each, list | tuple)]
+    return any(len(each) == len(shape) > 0 and each[0] == shape[0] for each in lists)

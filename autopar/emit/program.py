@@ -13,6 +13,7 @@ from torch import Tensor
 
 from autopar.emit.custom import custom_modules
 from autopar.emit.expressions import kernel_module, literal
+from autopar.emit.ignored import ignored_labels
 from autopar.emit.layer import buffer_paths, is_compiled, layer_class, parameter_paths
 from autopar.emit.names import Names
 from autopar.emit.opaque import describe_opaque, imported_modules
@@ -185,6 +186,7 @@ def model_source(program: LocalProgram, opaque: bool = False, watch: bool = Fals
         *sources,
         *stages,
         prelude_function(program.graph),
+        f"IGNORED = {literal(ignored_labels(program.graph), {})}  # labels of rows that the loss leaves out",
         f"STAGES = ({tuple_text},)\n",
     ]
     return "\n\n".join(parts)

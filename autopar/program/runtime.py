@@ -12,31 +12,23 @@ other order would be wrong where layers of one stage use different data axes.
 
 from __future__ import annotations
 
-import functools
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
 
 from autopar.program import checkpoint, optimizers, pretrained, weights
-from autopar.program.agree import same_batch, same_start
-from autopar.program.bidirectional import BothWays, read_orders, with_transfers
+from autopar.program.agree import same_start
 from autopar.program.checkpoint import has_checkpoint
 from autopar.program.checkpoint_files import CheckpointError
 from autopar.program.collectives import all_gather
+from autopar.program.finite import NonFiniteLossError, first_non_finite
+from autopar.program.loader import Loader, Order, Synthetic, Tensors
 from autopar.program.parameters import (
     Group,
     build_stages,
@@ -44,15 +36,21 @@ from autopar.program.parameters import (
     grouping,
     seeded,
 )
+from autopar.program.pipeline import Pipeline
 from autopar.program.publications import Publications
 from autopar.program.reductions import Reductions
 from autopar.program.scaling import LossScale
+from autopar.program.share import Batch, DataError
 from autopar.program.state import initial, read_state, wrong_state
-from autopar.program.weight_gradients import SplitStage
-from autopar.program.world import MIRROR, Layout, Program, World, load, start
+from autopar.program.world import Layout, Program, World, load, start
 
 __all__ = [
     "CheckpointError",
+    "DataError",
+    "NonFiniteLossError",
+    "Order",
+    "Synthetic",
+    "Tensors",
     "Trainer",
     "adamw",
     "has_checkpoint",
@@ -67,6 +65,17 @@ __all__ = [
 def adamw(params: list[nn.Parameter], lr: float, world: World) -> torch.optim.Optimizer:
     """The default optimizer; on GPUs one kernel updates many tensors."""
     return torch.optim.AdamW(params, lr=lr, fused=world.device.type == "cuda" or None)
+
+
+class ModeError(RuntimeError):
+    """An evaluation of a model that does something in training mode alone."""
+
+    def __init__(self, does: str) -> None:
+        self.message = (
+            f"the program is of the model in training mode, in which {does}, so its losses are not those of evaluation"
+        )
+        self.hint = "compile model.eval() into a program of its own, and give it the state dict of this one"
+        super().__init__(f"{self.message}; {self.hint}")
 
 
 class Trainer:
@@ -109,24 +118,50 @@ class Trainer:
         elif resume is None:
             self._load(values or seeded(seed))
         self.loss_scale = LossScale(world.device) if program.plan["precision"] == "float16" else None
-        self._pipeline = _Pipeline(program, world, self.stages, self._by_stage, self._reductions, self.loss_scale)
+        self._pipeline = Pipeline(program, world, self.stages, self._by_stage, self._reductions, self.loss_scale)
         masters = [(master.layout, master.tensor) for group in self._groups for master in group.masters]
         optimizer = optimizer or (lambda params: adamw(params, 3e-4, world))
         self.optimizer = optimizers.make(optimizer, program, masters)
-        self._seed, self.steps, self.rows = (
-            seed,
-            0,
-            0,
-        )  # updates so far, skipped ones included, and the rows of their batches
+        # the updates so far, skipped ones included, and the rows of their batches
+        self._seed, self.steps, self.rows = seed, 0, 0
+        self.loaders: dict[int, Loader] = {}  # that stay open between the calls of a ``Program``
+        # by data set and order: the epoch and the row after the last step
+        self.positions: dict[str, tuple[int, int]] = {}
+        self.gradient_norm: Tensor | None = None  # of the last step, before clipping, where gradients are clipped
         self._background: checkpoint.Background | None = None
         if resume is not None:
             self.load(resume)
 
-    def step(self, batch: Mapping[str, Tensor]) -> float:
-        """One update on the global ``batch`` (every rank gets the whole batch); returns the loss before the update, on every rank."""
+    def loader(
+        self, dataset: Any, order: Order | Mapping[str, Any] | None = None, *, collate: Callable[..., Any] | None = None
+    ) -> Loader:
+        """This rank's rows of the global batches of ``dataset``; ``order`` may be given by the fields of ``Order``."""
+        order = Order(**order) if isinstance(order, Mapping) else order
+        return Loader(self.program, self.world, dataset, order, collate=collate)
+
+    def step_from(self, loader: Loader, on_nan: str = "") -> tuple[float, bool]:
+        """One update on the next global batch; the loss before the update, and whether the epoch ends with this batch.
+
+        Raises ``DataError`` on every rank if rows cannot be read: nothing has changed, and the training can go on.
+        """
+        rows, after = loader.read(self.positions.get(loader.key, (0, 0)))
+        loss = self.step(rows, on_nan)
+        self.positions[loader.key] = after
+        return loss, loader.ends(after)
+
+    def step(self, batch: Batch, on_nan: str = "") -> float:
+        """One update on the global ``batch``, given whole on every rank, or as each rank's own rows; returns the loss before the update,
+        on every rank.
+
+        ``on_nan`` says what is done about a loss that is NaN or infinite: ``"stop"`` raises ``NonFiniteLossError`` on every rank before
+        anything is updated, ``"skip"`` updates nothing and counts the step. A program in float16 has its loss scale for that.
+        """
         loss = self._forward_backward(batch)
+        if on_nan and self.loss_scale is None and not math.isfinite(float(loss)):
+            self._leave_out(batch, float(loss), on_nan)
+            return float(loss)
         if self.max_norm is not None:
-            self._clip(self.max_norm)
+            self.gradient_norm = self._clip(self.max_norm)
         # the host waits for the device once per step: at the end, or to learn whether the update is skipped
         if self.loss_scale is None:
             self._update()
@@ -134,6 +169,21 @@ class Trainer:
         value, overflowed = torch.stack((loss, self.loss_scale.overflowed())).tolist()
         self._update(skipped=overflowed > 0)
         return float(value)
+
+    def _leave_out(self, batch: Batch, loss: float, on_nan: str) -> None:
+        self._buffers.clear()
+        if on_nan == "stop":
+            self.finish_update()
+            why = first_non_finite(self._pipeline, self._groups, batch, self._key())
+            self._buffers.clear()
+            raise NonFiniteLossError(
+                f"the loss of step {self.steps} is {loss}; of the values that are not finite, {why}"
+            )
+        self._update(skipped=True)
+
+    def _key(self) -> int:
+        """The key of the random numbers of this step's first microbatch."""
+        return (self._seed << 40) + self.steps * self._pipeline.microbatches
 
     def update(self) -> None:
         """Update the parameters by the gradients from ``forward_backward``, and the buffers by the values that it computed.
@@ -161,21 +211,33 @@ class Trainer:
         methods of this class do."""
         self._publications.finish()
 
-    def forward_backward(self, batch: Mapping[str, Tensor]) -> float:
+    def forward_backward(self, batch: Batch) -> float:
         """Return the global batch's loss; leave its gradients, summed over ranks, microbatches and tied copies."""
         return float(self._forward_backward(batch))
 
-    def _forward_backward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        self._pipeline.check(batch)
+    def _forward_backward(self, batch: Batch) -> Tensor:
+        self._pipeline.share.check(batch)
         self._reductions.clear()
         self._buffers.clear()
-        losses = self._pipeline.run(batch, (self._seed << 40) + self.steps * self._pipeline.microbatches)
+        losses = self._pipeline.run(batch, self._key())
         self._reductions.start()
         loss = self._pipeline.sum(losses)
         self._reductions.finish()
         if self.loss_scale is not None:
             self.loss_scale.unscale(gradient for group in self._groups for gradient in group.own_gradients())
         return loss
+
+    def evaluate(self, batch: Batch) -> float:
+        """The loss of a global batch by forward passes alone; nothing is kept and nothing updated.
+
+        Raises ``ModeError`` if the model would compute something else in evaluation mode, as with dropout or batch norm: the program has
+        the model in the mode in which it was captured.
+        """
+        if changes := in_training_alone(self.program):
+            raise ModeError(changes)
+        self.finish_update()
+        self._pipeline.share.check(batch)
+        return float(self._pipeline.sum(self._pipeline.forward(batch, 0)))
 
     def clip_(self, max_norm: float) -> float:
         """Scale all gradients so that their 2-norm over the whole model is at most ``max_norm``; returns the norm before scaling.
@@ -237,7 +299,13 @@ class Trainer:
         """
         self.finish_saving()
         scale = None if self.loss_scale is None else self.loss_scale.state_dict()
-        counters = {"steps": self.steps, "rows": self.rows, "seed": self._seed, "loss_scale": scale}
+        counters = {
+            "steps": self.steps,
+            "rows": self.rows,
+            "seed": self._seed,
+            "loss_scale": scale,
+            "data": self.positions,
+        }
         if wait:
             return checkpoint.save(self._training(), folder, counters, keep)
         self._background = self._background or checkpoint.Background()
@@ -256,6 +324,7 @@ class Trainer:
         self.finish_saving()
         counters = checkpoint.load(self._training(), folder)
         self.steps, self.rows, self._seed = counters["steps"], counters["rows"], counters["seed"]
+        self.positions = {key: (epoch, row) for key, (epoch, row) in counters["data"].items()}
         if self.loss_scale is not None and counters["loss_scale"] is not None:
             self.loss_scale.load_state_dict(counters["loss_scale"])
         return self.steps
@@ -328,6 +397,14 @@ class Trainer:
         return local.to("cpu", copy=True) if local is not None and rank == 0 else None
 
 
+def in_training_alone(program: Program) -> str:
+    """What of the model is done in training mode alone, in words; empty if nothing is."""
+    if any(kind.RANDOM for kind in program.model.STAGES):
+        return "it draws random numbers, as dropout does"
+    written = sorted({record.original for record in program.buffers})
+    return f"it writes buffers, as batch norm does: {', '.join(written[:5])}" if written else ""
+
+
 def _norm(grad: Tensor) -> Tensor:
     """The 2-norm in float64: that of rows of 1,024 elements in the gradient's dtype, then that of all rows.
 
@@ -337,224 +414,3 @@ def _norm(grad: Tensor) -> Tensor:
     parts = (flat[:even].view(-1, 1024), flat[even:].view(1, -1))
     rows = torch.cat([torch.linalg.vector_norm(part, dim=1) for part in parts])
     return torch.linalg.vector_norm(rows, dtype=torch.float64)
-
-
-class _Microbatch(nn.Module):
-    """A stage as the schedule calls it: with the scalars of the step (or those of the microbatch, among its inputs), and sendable
-    outputs.
-
-    A schedule gives every stage the inputs of all stages of the rank: a stage's own inputs are prefixed with its number.
-    The stage may be an FSDP module, and this is none: for an FSDP module the schedule would keep gathered parameters and whole gradients
-    in memory until the last microbatch.
-    """
-
-    def __init__(self, index: int, stage: nn.Module, world: World, reductions: Reductions) -> None:
-        super().__init__()
-        self.prefix, self.stage, self.world = f"{index}.", stage, world
-        self._watch = functools.partial(reductions.watch, index)
-        self.scalars: dict[str, Tensor] = {}
-
-    def forward(self, *activations: Tensor, **inputs: Tensor) -> Any:
-        own = {name.removeprefix(self.prefix): x for name, x in inputs.items() if name.startswith(self.prefix)}
-        scalars: Any = self.stage.SCALARS
-        own.update({name: own[name].squeeze(0) for name in scalars if name in own})
-        key = {"key": int(own.pop("key"))} if "key" in own else {}
-        with self.world.in_mesh():
-            out = self.stage(*activations, **own, **key, **self.scalars)
-        out = out if isinstance(out, Tensor) else tuple(tensor.contiguous() for tensor in out)
-        self._watch((out,) if isinstance(out, Tensor) else out)
-        return out
-
-
-class _Received(dict[int, Any]):
-    """The receive buffers of torch's stage, for ``depth`` microbatches only: later microbatches reuse the buffers of finished ones.
-
-    torch allocates a buffer for every microbatch of the step and keeps them all.
-    """
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self._depth = depth
-
-    def __setitem__(self, microbatch: int, infos: Any) -> None:
-        super().__setitem__(microbatch, self.get(microbatch - self._depth, infos))
-
-
-_SEVERAL_STAGES: dict[str, Any] = {
-    "interleaved-1f1b": ScheduleInterleaved1F1B,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
-    "dualpipev": ScheduleDualPipeV,
-}
-"""Torch's schedules that may give a device several stages, by their names in the plan."""
-
-
-class _Pipeline:
-    """Runs the microbatches through this rank's stages, in the plan's order, and adds up the loss."""
-
-    def __init__(
-        self,
-        program: Program,
-        world: World,
-        stages: Mapping[int, nn.Module],
-        groups: Mapping[int, Sequence[Group]],
-        reductions: Reductions,
-        scale: LossScale | None = None,
-    ) -> None:
-        self.program, self.world, self._groups = program, world, groups
-        self._scale = scale
-        self._losses: list[Tensor] = []  # this rank's terms of the step's loss, without the scale
-        self.microbatches = int(program.plan["microbatches"])
-        self._apart = "microbatch_statistics" in program.plan.get("allow", ())
-        self._modules = {index: _Microbatch(index, stage, world, reductions) for index, stage in stages.items()}
-        self._kinds = program.model.STAGES
-        self._both = self._both_ways() if program.directions > 1 else None
-        self._schedule = self._make_schedule() if len(self._kinds) > 1 and self._both is None else None
-
-    def _both_ways(self) -> BothWays:
-        steps = with_transfers(read_orders(self.program.folder), len(self._kinds))
-        group = self.world.mesh.get_group("pipeline")
-        return BothWays(
-            steps[dist.get_rank(group)],
-            self._modules,
-            {i: (_metas(self._kinds[i].RECEIVES), _metas(self._kinds[i].SENDS)) for i in self._modules},
-            last=len(self._kinds) - 1,
-            term=self._term,
-            group=group,
-            device=self.world.device,
-        )
-
-    def _make_schedule(self) -> Any:
-        stages: list[Any] = [self._stage(index) for index in self.world.stages]
-        # scale_grads would divide the gradients by the number of microbatches
-        options: dict[str, Any] = {"loss_fn": lambda loss, _: self._term(loss), "scale_grads": False}
-        name = self.program.plan["schedule"]
-        if name in _SEVERAL_STAGES:
-            return _SEVERAL_STAGES[name](stages, self.microbatches, **options)
-        schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name]
-        (stage,) = stages
-        if name == "1f1b":
-            # A stage's backward runs before the receipt of a forward that is later by the number of microbatches in flight. A received
-            # gradient may be sent on from its buffer; that send has ended when the next gradient but one is received.
-            stage.args_recv_info = _Received(self.world.pipeline - self.world.stages[0])
-            stage.grad_recv_info = _Received(2)
-        return schedule(stage, self.microbatches, **options)
-
-    def _stage(self, index: int) -> PipelineStage:
-        kind, last = self._kinds[index], index == len(self._kinds) - 1
-        options: dict[str, Any] = {
-            "input_args": _metas(kind.RECEIVES),
-            "output_args": torch.empty((), device="meta", requires_grad=True) if last else _metas(kind.SENDS),
-            "group": self.world.mesh.get_group("pipeline"),
-        }
-        place = self._modules[index], index, len(self._kinds), self.world.device
-        if not self.program.splits_backward:
-            return PipelineStage(*place, **options)
-        adders = [group.adders() for group in self._groups[index]]
-        return SplitStage(place, adders=adders, turn=self.world.turn, **options)
-
-    def run(self, batch: Mapping[str, Tensor], key: int) -> list[Tensor]:
-        """Run forward and backward of all microbatches; returns this rank's terms of the loss.
-
-        Microbatch ``i`` draws its random numbers from ``key + i``.
-        """
-        device = self.world.device
-        scalars = self._scalars(batch)
-        inputs: dict[str, Tensor] = {}
-        for index, module in self._modules.items():
-            kind = self._kinds[index]
-            own = {name: scalars[name].to(device) for name in kind.SCALARS}
-            if self._apart:
-                inputs.update({module.prefix + name: values for name, values in own.items()})
-            else:
-                module.scalars = own
-            for name, spec in kind.INPUTS.items():
-                inputs[module.prefix + name] = self._local(batch[name], spec).to(device)
-            if kind.RANDOM:
-                inputs[module.prefix + "key"] = torch.arange(key, key + self.microbatches)
-        self._losses = []
-        # The current mesh belongs to this thread. The backward must run here too, not in a thread of the device: it recomputes layers,
-        # whose collectives name axes of that mesh.
-        with self.world.in_mesh(), torch.autograd.set_multithreading_enabled(False):
-            chunks = {name: tensor.chunk(self.microbatches) for name, tensor in inputs.items()}
-            if self._both is not None:
-                self._both.step(chunks)
-            elif self._schedule is None:
-                (module,) = self._modules.values()
-                for i in range(self.microbatches):
-                    self._term(module(**{name: parts[i] for name, parts in chunks.items()})).backward()
-            else:
-                target = torch.zeros(
-                    self.microbatches, device=device
-                )  # the schedule requires a target; the stage computes the loss
-                self._schedule.step(target=target, return_outputs=False, **inputs)
-        return self._losses
-
-    def _term(self, loss: Tensor) -> Tensor:
-        """Note a microbatch's term of the step's loss; the scalar whose backward pass gives the gradients."""
-        term = loss / self.microbatches if self._apart else loss
-        self._losses.append(term.detach())
-        return term if self._scale is None else self._scale.scaled(term)
-
-    def _scalars(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The scalars that the prelude computes: for the whole batch, or for every microbatch along dim 0."""
-        prelude = self.program.model.PRELUDE
-        if prelude is None:
-            return {}
-        if not self._apart:
-            found: dict[str, Tensor] = prelude(batch, self.program.constants)
-            return found
-        chunks = {name: tensor.chunk(self.microbatches) for name, tensor in batch.items()}
-        parts = [
-            prelude({name: own[i] for name, own in chunks.items()}, self.program.constants)
-            for i in range(self.microbatches)
-        ]
-        return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
-
-    def check(self, batch: Mapping[str, Tensor]) -> None:
-        """Raise ``ValueError`` if the batch does not fit the program, or differs between ranks."""
-        rows = int(self.program.plan["global_batch"])
-        names = sorted({name for kind in self.program.model.STAGES for name in kind.INPUTS})
-        for name in names:
-            if name not in batch:
-                raise ValueError(f"the batch has no {name!r}; it has {', '.join(sorted(batch)) or 'nothing'}")
-            if batch[name].dim() == 0 or batch[name].shape[0] != rows:
-                raise ValueError(f"{name!r} has shape {tuple(batch[name].shape)}, the plan's global batch is {rows}")
-        same_batch(batch, names, self.world.device)
-
-    def _local(self, tensor: Tensor, spec: Mapping[str, int]) -> Tensor:
-        """This rank's slices of the microbatches, one after the other along dim 0."""
-        chunks = tensor.unflatten(0, (self.microbatches, -1))
-        for axis, (index, size) in self.world.coordinates.items():
-            if axis in spec:
-                dim = spec[axis] + 1
-                extent = chunks.shape[dim] // size
-                chunks = chunks.narrow(dim, index * extent, extent)
-        return chunks.flatten(0, 1).contiguous()
-
-    def sum(self, losses: list[Tensor]) -> Tensor:
-        """The whole batch's loss on every rank, from the terms that ``run`` returned."""
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for loss in losses:
-            total += loss.detach()
-        if len(self._kinds) - 1 in self._modules:
-            for axis, kind in self._kinds[-1].LOSS.items():
-                if kind == "P" and self.world.coordinates[axis][1] > 1:
-                    dist.all_reduce(total, group=self.world.mesh.get_group(axis))
-        if self.world.coordinates[MIRROR][1] > 1:
-            dist.all_reduce(total, group=self.world.group((MIRROR,)))
-        if self.world.pipeline > 1:
-            group = self.world.mesh.get_group("pipeline")
-            dist.broadcast(total, dist.get_global_rank(group, self.world.placed[-1]), group=group)
-        return total
-
-
-def _metas(borders: Any) -> tuple[Tensor, ...]:
-    """Meta tensors for the values that cross a stage's border: ``(name, shape, dtype)``, followed by ``False`` if no gradient flows."""
-    metas = []
-    for _, shape, dtype, *grad in borders:
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        metas.append(
-            torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point and grad != [False])
-        )
-    return tuple(metas)

@@ -1,8 +1,9 @@
 """Train the program in this folder: ``torchrun --nproc-per-node N train.py --steps 50 --data data.pt``.
 
 Yours to edit. Training starts from ``initial.pt``, the values of the model that was compiled, or from ``--init FILE``. ``--data`` is a
-file of ``torch.save({"input_ids": tensor, ...})`` whose tensors hold examples along dim 0; a step takes the next ``global_batch`` of them,
-from the start again at the end. ``--data synthetic`` makes some up, of the right shapes.
+file of ``torch.save({"input_ids": tensor, ...})`` whose tensors hold examples along dim 0, or ``MODULE:FUNCTION``, a function that
+returns a map-style data set of dicts by these names. A step takes the next ``global_batch`` rows, of which each rank reads its own.
+``--data synthetic`` makes rows up, of the right shapes.
 ``--checkpoint DIR --every 100`` writes checkpoints, and ``--resume`` goes on from the newest one, under this plan or any other.
 Standard output has one JSON object a step, standard error says the same to people. In float16 it has the loss scale of the next step.
 """
@@ -10,13 +11,12 @@ Standard output has one JSON object a step, standard error says the same to peop
 from __future__ import annotations
 
 import argparse
-import itertools
+import importlib
 import json
 import math
 import os
 import sys
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.program.loader import Loader, Order, Synthetic, Tensors
+from autopar.program.metrics import Meter, peak_memory_bytes
 from autopar.program.runtime import (
     CheckpointError,
+    DataError,
+    NonFiniteLossError,
     Trainer,
     adamw,
     has_checkpoint,
@@ -36,6 +40,7 @@ from autopar.program.runtime import (
     wrong_state,
 )
 from autopar.program.weights import is_weights
+from autopar.program.world import Program
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -43,7 +48,24 @@ FOLDER = Path(__file__).resolve().parent
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10, help="the steps of the whole training, resumed ones included")
-    parser.add_argument("--data", default="synthetic", help="a file, or 'synthetic'")
+    parser.add_argument("--epochs", type=count, metavar="N", help="instead of --steps: as often as all data are read")
+    parser.add_argument(
+        "--data", default="synthetic", help="a file, MODULE:FUNCTION that makes a data set, or 'synthetic'"
+    )
+    parser.add_argument(
+        "--shuffle", action="store_true", help="read the rows in an order drawn from --seed and the epoch"
+    )
+    parser.add_argument(
+        "--last", choices=("drop", "pad"), default="drop", help="about the rows at an epoch's end, fewer than a batch"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=0, metavar="N", help="processes with which each rank reads its rows"
+    )
+    parser.add_argument(
+        "--on-nan", choices=("stop", "skip"), default="stop", help="about a loss that is NaN or infinite"
+    )
+    parser.add_argument("--log", metavar="FILE", help="also append the JSON lines to FILE")
+    parser.add_argument("--tensorboard", metavar="DIR", help="also write a TensorBoard into DIR")
     parser.add_argument("--lr", type=rate, default=3e-4, help="learning rate of AdamW")
     parser.add_argument("--clip", type=norm, help="largest 2-norm of the gradients")
     parser.add_argument("--seed", type=int, default=0)
@@ -70,6 +92,9 @@ def arguments() -> argparse.Namespace:
     for option in ("resume", "every", "keep", "async_save"):
         if getattr(args, option) and not args.checkpoint:
             parser.error(f"--{option.replace('_', '-')} takes --checkpoint DIR, the folder of the checkpoints")
+    for option in ("epochs", "shuffle"):
+        if getattr(args, option) and args.data == "synthetic":
+            parser.error(f"--{option} takes --data FILE: rows that are made up have no end")
     args.every, args.keep = args.every or 100, args.keep or 2
     return args
 
@@ -95,27 +120,28 @@ def norm(text: str) -> float:
     return float(text)
 
 
-def batches(data: str, rows: int) -> Iterator[dict[str, Tensor]]:
-    """Global batches of ``rows`` examples without end, the same on every rank."""
-    tensors: dict[str, Tensor] = torch.load(data, weights_only=True, mmap=True)
-    count = min(len(tensor) for tensor in tensors.values())
-    if count < rows:
-        raise SystemExit(f"{data} holds {count} examples, and one global batch takes {rows}")
-    while True:
-        for first in range(0, count - rows + 1, rows):
-            yield {name: tensor[first : first + rows] for name, tensor in tensors.items()}
+def dataset(args: argparse.Namespace, program: Program) -> Any:
+    """The data set: made up, of a module, or the tensors of a file."""
+    if args.data == "synthetic":
+        shapes = {name: shape for stage in program.model.STAGES for name, shape in stage.SHAPES.items()}
+        return Synthetic(shapes, args.seed)
+    module, _, name = args.data.partition(":")
+    if name.isidentifier() and not Path(args.data).exists():
+        return getattr(importlib.import_module(module), name)()
+    return Tensors.read(args.data)
 
 
-def synthetic(shapes: dict[str, tuple[tuple[int, ...], str]], seed: int) -> Iterator[dict[str, Tensor]]:
-    """Normal numbers, and integers that are 0 or 1, which are valid tokens and labels for any vocabulary."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        batch = {}
-        for name, (shape, dtype) in shapes.items():
-            kind = getattr(torch, dtype)
-            random = torch.randn(shape, generator=generator)
-            batch[name] = random.to(kind) if kind.is_floating_point else (random > 0).to(kind)
-        yield batch
+def open_loader(args: argparse.Namespace, trainer: Trainer) -> Loader:
+    """This rank's rows of the data, from where the training is."""
+    loader = trainer.loader(
+        dataset(args, trainer.program), Order(args.shuffle, args.seed, args.workers, last=args.last)
+    )
+    if trainer.positions and loader.key not in trainer.positions:
+        raise SystemExit(
+            f"the checkpoint was trained with {', '.join(trainer.positions)}, and these data are {loader.key}: resume with the same "
+            "--data, --shuffle and --seed"
+        )
+    return loader
 
 
 def start_values(args: argparse.Namespace, records: Mapping[str, Any]) -> dict[str, Tensor] | str | None:
@@ -174,9 +200,9 @@ def say(message: str) -> None:
         print(message, file=sys.stderr, flush=True)
 
 
-def save(trainer: Trainer, args: argparse.Namespace) -> None:
+def save(trainer: Trainer, args: argparse.Namespace, over: bool) -> None:
     """Write a checkpoint, once the one before is written. Where that fails the training goes on, unless it is over."""
-    over, failed = trainer.steps == args.steps, False
+    failed = False
     wait = over or not args.async_save
     for work in (
         trainer.finish_saving,
@@ -192,27 +218,44 @@ def save(trainer: Trainer, args: argparse.Namespace) -> None:
         raise SystemExit(1)
 
 
+def train(args: argparse.Namespace, trainer: Trainer, loader: Loader) -> None:
+    """The steps."""
+    first = dist.get_rank() == 0
+    meter = Meter(trainer.program.plan, args.log if first else None, args.tensorboard if first else None)
+    while not is_over(args, trainer, loader):
+        meter.begin()
+        loss, _ = trainer.step_from(loader, args.on_nan)
+        norm, scale = trainer.gradient_norm, trainer.loss_scale
+        more = {"gradient_norm": None if norm is None else float(norm), "loss_scale": scale.scale if scale else None}
+        record = meter.end(trainer.steps - 1, loss, peak_memory_bytes(), more)
+        if first:
+            print(json.dumps(record), flush=True)
+        say(f"step {record['step']:4d}  loss {loss:.4f}  {record['step_time_s']:.3f} s")
+        if table := meter.comparison(peak_memory_bytes()):
+            say(table)
+        if args.checkpoint and (trainer.steps % args.every == 0 or is_over(args, trainer, loader)):
+            save(trainer, args, is_over(args, trainer, loader))
+    meter.close()
+    loader.close()
+
+
+def is_over(args: argparse.Namespace, trainer: Trainer, loader: Loader) -> bool:
+    """Whether all steps, or with ``--epochs`` all epochs, are done."""
+    if args.epochs is None:
+        return trainer.steps >= int(args.steps)
+    return loader.epoch_of(trainer.positions.get(loader.key, (0, 0))) >= int(args.epochs)
+
+
 def main() -> None:
     args = arguments()
     trainer = open_trainer(args)
-    program = trainer.program
-    rows = int(program.plan["global_batch"])
-    if args.data == "synthetic":
-        shapes = {name: shape for stage in program.model.STAGES for name, shape in stage.SHAPES.items()}
-        data = synthetic(shapes, args.seed)
-    else:
-        data = batches(args.data, rows)
-    data = itertools.islice(data, trainer.rows // rows, None)
-    for step in range(trainer.steps, args.steps):
-        began = time.perf_counter()
-        loss = trainer.step(next(data))
-        seconds = time.perf_counter() - began
-        if dist.get_rank() == 0:
-            scale = {} if trainer.loss_scale is None else {"loss_scale": trainer.loss_scale.scale}
-            print(json.dumps({"step": step, "loss": loss, "step_time_s": seconds, **scale}), flush=True)
-        say(f"step {step:4d}  loss {loss:.4f}  {seconds:.3f} s")
-        if args.checkpoint and (trainer.steps % args.every == 0 or trainer.steps == args.steps):
-            save(trainer, args)
+    loader = open_loader(args, trainer)
+    try:
+        train(args, trainer, loader)
+    except (DataError, NonFiniteLossError) as error:  # on every rank, and before the step changed anything
+        if args.checkpoint and not (Path(args.checkpoint) / f"step-{trainer.steps}").exists():
+            save(trainer, args, over=True)
+        raise SystemExit(f"{type(error).__name__}: {error}") from error
     if args.save:
         state = trainer.state_dict()
         if dist.get_rank() == 0:

@@ -11,7 +11,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,21 +25,31 @@ from autopar import devices
 from autopar.capture.batch import BatchStructure, flatten_batch
 from autopar.checks.types import check_program
 from autopar.devices import Cluster
-from autopar.errors import BatchError, CheckpointError, LaunchError, UsageError
+from autopar.errors import AutoparError, BatchError, CheckpointError, LaunchError, NonFiniteLossError, UsageError
 from autopar.graph import Graph
 from autopar.keywords import Training
 from autopar.plan import Plan
 from autopar.precision import FLOAT16
+from autopar.program.metrics import Meter
 from autopar.program.optimizers import RefusedOptimizerError, checked
 from autopar.program.state import INITIAL, has_values, initial, write_initial, wrong_state
 from autopar.program.world import load
 from autopar.run import remote
+from autopar.run.data import Data, importable, names_of, sent
 from autopar.run.folder import folder_for_program, program_modules
 from autopar.run.processes import Processes
+from autopar.run.training import OnStep, train
 from autopar.run.worker import is_consequence, resolve
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 _DEFAULT = Training()
+_REFUSED: dict[str, type[AutoparError]] = {
+    "CheckpointError": CheckpointError,
+    "DataError": BatchError,
+    "ModeError": UsageError,
+    "NonFiniteLossError": NonFiniteLossError,
+}
+"""The errors of this package for those of the program's folder."""
 
 
 class Program:
@@ -110,6 +122,8 @@ class Program:
         self._trainer: Any = None
         self._processes: Processes | None = None
         self._failure: LaunchError | None = None
+        self._opened = 0  # data sets so far
+        self._seconds: list[float] = []  # of the steps of ``train``
 
     # -- training --
 
@@ -118,28 +132,112 @@ class Program:
         return float(self._call("step", self._inputs(batch)))
 
     def train(
-        self, batches: Iterable[Any], steps: int | None = None, on_step: Callable[[int, float], None] | None = None
+        self,
+        batches: Iterable[Any] | Data,
+        steps: int | None = None,
+        on_step: OnStep | None = None,
+        *,
+        on_nan: str = "stop",
+        log: str | os.PathLike[str] | None = None,
+        tensorboard: str | os.PathLike[str] | None = None,
     ) -> list[float]:
-        """Train ``steps`` steps (default: one for each batch), and start again when the batches end; the losses.
+        """Train ``steps`` steps; the losses.
 
-        ``on_step`` is called with the number of the step (from 0) and its loss.
+        Args:
+            batches: global batches, which start again when they end, or a data set from ``loader``, which goes on after its last step.
+            steps: by default one for each batch, or as many as the epoch has left.
+            on_step: called with the number of the step (from 0), its loss and its record: ``step`` (of the whole training), ``loss``,
+                ``step_time_s`` (its data included), ``rows_per_s``, ``tokens_per_s``, ``peak_memory_bytes`` (of the fullest process; on
+                CPUs with Python and torch in it), ``mfu`` where the plan has one, ``gradient_norm`` with ``max_norm``, and in float16
+                ``loss_scale``.
+            on_nan: ``"stop"`` raises ``NonFiniteLossError`` at a loss that is NaN or infinite, before the update, with the first layer that
+                has such a value; ``"skip"`` goes on without the update.
+            log: a file that the records are appended to, one JSON object a line.
+            tensorboard: a folder for TensorBoard.
+
+        After 20 steps, standard error gets a table of the predicted and the measured step.
+
+        Raises:
+            BatchError: rows cannot be read, or batches do not fit the program; the training can go on.
         """
-        losses: list[float] = []
-        while steps is None or len(losses) < steps:
-            before = len(losses)
-            for batch in batches:
-                if steps is not None and len(losses) >= steps:
-                    break
-                losses.append(self.step(batch))
-                if on_step is not None:
-                    on_step(len(losses) - 1, losses[-1])
-            if steps is None:
-                break
-            if len(losses) == before:
-                raise BatchError(
-                    f"the batches ended after {len(losses)} of {steps} steps", "give a list, or fewer steps"
-                )
-        return losses
+        if on_nan not in ("stop", "skip"):
+            raise UsageError(f"on_nan is {on_nan!r}", '"stop" or "skip"')
+        first = os.environ.get("RANK", "0") == "0"
+        plan = json.loads((self.folder / "plan.json").read_text())
+        try:
+            opened = Meter(plan, log if first else None, tensorboard if first else None, self._seconds)
+        except (OSError, ImportError) as error:
+            raise UsageError(f"there can be no log: {error}", "leave log= or tensorboard= out") from error
+        with closing(opened) as meter:
+            return train(batches, steps, lambda batch: self._train_step(batch, on_nan, meter), on_step)
+
+    def _train_step(self, batch: Any, on_nan: str, meter: Meter) -> tuple[dict[str, Any], bool]:
+        """One step: its record, and whether the data set's epoch ends with it."""
+        meter.begin()
+        given = batch.number if isinstance(batch, Data) else self._inputs(batch)
+        answers = self._answers("train_step", given, on_nan)
+        memory = max(answer["peak_memory_bytes"] for answer in answers)
+        more = {name: answers[0][name] for name in ("gradient_norm", "loss_scale")}
+        record = meter.end(answers[0]["step"], answers[0]["loss"], memory, more)
+        table = meter.comparison(memory)
+        if table and os.environ.get("RANK", "0") == "0":
+            print(table, file=sys.stderr)
+        return record, answers[0]["ends"]
+
+    def evaluate(self, batches: Iterable[Any] | Data) -> list[float]:
+        """The losses of global batches, or of those of an epoch of a data set, by forward passes alone: nothing is updated.
+
+        Raises ``UsageError`` where the model would compute something else in evaluation mode, as with dropout or batch norm.
+        """
+        if isinstance(batches, Data):
+            found: list[float] = self._answers("evaluate", batches.number)[0]
+            return found
+        return [self._answers("evaluate", self._inputs(batch))[0][0] for batch in batches]
+
+    def loader(
+        self,
+        dataset: Any,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        last: str = "drop",
+        workers: int = 0,
+        collate: Callable[[list[Any]], Any] | str | None = None,
+    ) -> Data:
+        """A data set of which every rank reads its own rows; no rank gets the whole global batch.
+
+        Args:
+            dataset: a dict of tensors by the names of the model's inputs, a ``TensorDataset``, the path of a file with such a dict
+                (``torch.save``), or a function that returns a map-style data set or a ``DataLoader`` of one: a function at the top of a
+                module, or its name ``"module:function"``. Under ``torchrun`` also the data set itself, or a ``DataLoader`` of one.
+            shuffle, seed: draw each epoch's order from ``seed + epoch``, as ``DistributedSampler`` does.
+            last: what is done with the rows that are left at the end of an epoch, fewer than a global batch: ``"drop"``, or ``"pad"``,
+                which fills the batch with rows that the loss leaves out.
+            workers: the number of processes with which each rank reads.
+            collate: makes tensors of a list of samples, by default as ``DataLoader`` does; a function at the top of a module, or its name.
+
+        A sample has the structure of the batches that the model was captured with, without dim 0. ``save`` and ``load`` keep the position,
+        also in the middle of an epoch.
+
+        Raises:
+            BatchError: the data set is shorter than a global batch, or cannot be read by row; or nothing proves that the loss leaves
+                padding out.
+            UsageError: worker processes cannot import it.
+        """
+        if last not in ("drop", "pad"):
+            raise UsageError(f"last is {last!r}", '"drop" or "pad"')
+        names = names_of(self._structure)
+        source, by = dataset, collate
+        if not _under_torchrun() or isinstance(dataset, str | Path):
+            with tempfile.NamedTemporaryFile(prefix="autopar-", suffix=".pt", delete=False) as file:
+                path = Path(file.name)
+            weakref.finalize(self, path.unlink, missing_ok=True)
+            source = sent(dataset, names, path)
+        if not _under_torchrun() and collate is not None:
+            by = importable(collate, "collate function", "a function")
+        order = {"shuffle": shuffle, "seed": seed, "workers": workers, "names": names, "last": last}
+        self._opened += 1
+        return Data(**self._answers("open_data", self._opened, source, order, by)[0])
 
     def gradients(self, batch: Any) -> tuple[float, dict[str, Tensor]]:
         """The loss of one global batch and its gradients by original name, whole; nothing is updated.
@@ -224,10 +322,15 @@ class Program:
         self._with_files("load_weights", path)
 
     def _with_files(self, name: str, path: str | os.PathLike[str], **options: Any) -> Any:
-        answer: dict[str, Any] = self._call(name, str(Path(path).resolve()), options)
-        if "error" in answer:
-            raise CheckpointError(answer["error"], answer["hint"])
-        return answer["result"]
+        return self._answers(name, str(Path(path).resolve()), options)[0]
+
+    def _answers(self, name: str, *args: Any) -> list[Any]:
+        """The results of a call that may be refused, by rank; under ``torchrun`` this rank's."""
+        answers: list[dict[str, Any]] = self._call_all(name, *args)
+        for answer in answers:
+            if "error" in answer:
+                raise _REFUSED[answer["refused"]](answer["error"], answer["hint"])
+        return [answer["result"] for answer in answers]
 
     # -- the folder --
 
@@ -307,20 +410,24 @@ class Program:
 
     def _call(self, name: str, *args: Any) -> Any:
         """``remote.perform`` on every rank; rank 0's result, or under ``torchrun`` this rank's."""
+        return self._call_all(name, *args)[0]
+
+    def _call_all(self, name: str, *args: Any) -> list[Any]:
+        """``remote.perform`` on every rank; the results by rank, or under ``torchrun`` this rank's alone."""
         if self._failure is not None:
             raise LaunchError(
                 f"a rank failed before, and its training state is gone: {self._failure.message}",
                 "compile the program again",
             )
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            return self._call_here(name, *args)
+        if _under_torchrun():
+            return [self._call_here(name, *args)]
         try:
             if self._processes is None:
                 self._check_here()
                 self._check_optimizer()
                 self._processes = Processes(self.plan.device_count, port=self._port, env=self._visible())
                 self._open_remotely(self._processes)
-            return self._processes.call("autopar.run.remote:call", name, *args)[0]
+            return self._processes.call("autopar.run.remote:call", name, *args)
         except LaunchError as error:
             if self._processes is not None:
                 self._failure = error
@@ -418,15 +525,11 @@ def _tensors(state: Mapping[str, Any] | None) -> dict[str, Tensor]:
 
 def _importable(optimizer: Optimizer | str | None) -> str | None:
     """``"module:function"``, as another process finds the function."""
-    if optimizer is None or isinstance(optimizer, str):
-        return optimizer
-    module, name = getattr(optimizer, "__module__", "__main__"), getattr(optimizer, "__qualname__", "<lambda>")
-    if module == "__main__" or "<" in name:
-        raise UsageError(
-            f"worker processes cannot import the optimizer {module}.{name}",
-            "make it a function at the top of a module (not of the script itself), or start the script with torchrun",
-        )
-    return f"{module}:{name}"
+    return None if optimizer is None else importable(optimizer, "optimizer", "a function")
+
+
+def _under_torchrun() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def _check_port(port: int) -> None:

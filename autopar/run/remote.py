@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.program.metrics import peak_memory_bytes
+from autopar.program.share import DataError
 from autopar.run.folder import import_runtime, program_modules
 from autopar.run.worker import resolve
 
@@ -73,20 +75,78 @@ def perform(trainer: Any, name: str, *args: Any) -> Any:
     if name == "load_scaler_state_dict":
         trainer.loss_scale.load_state_dict(*args)
         return None
-    if name in ("save", "load", "save_weights", "load_weights"):
-        return _with_files(trainer, name, *args)
+    if name in _ANSWERED:
+        return _answered(_ANSWERED[name], trainer, *args)
     assert name == "load_state_dict", name
     trainer.load_state_dict(torch.load(args[0], weights_only=True, mmap=True))
     return None
 
 
-def _with_files(trainer: Any, name: str, folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Save or load; a refusal is an answer, which leaves the processes alive: the folder's own class of errors is unknown here."""
-    try:
+def _with_files(name: str) -> Any:
+    def act(trainer: Any, folder: str, options: dict[str, Any]) -> Any:
         result = getattr(trainer, name)(folder, **options)
+        return result if isinstance(result, int) else str(result)
+
+    return act
+
+
+def _open_data(trainer: Any, number: int, source: Any, order: dict[str, Any], collate: Any) -> dict[str, int]:
+    """Open a data set under a number; its rows, and those of a global batch."""
+    try:
+        if isinstance(source, dict) and "target" in source:
+            source = resolve(source["target"])
+        elif isinstance(source, dict) and isinstance(source.get("file"), str):
+            source = torch.load(source["file"], weights_only=True, mmap=True)
+        if callable(source) and not hasattr(source, "__getitem__"):
+            source = source()
+    except Exception as error:
+        raise DataError(
+            f"the data set cannot be opened: {type(error).__name__}: {error}", "every rank opens it"
+        ) from error
+    collate = resolve(collate) if isinstance(collate, str) else collate
+    loader = trainer.loaders[number] = trainer.loader(source, order, collate=collate)
+    return {"number": number, "rows": loader.rows, "batch": loader.batch, "batches": len(loader)}
+
+
+def _train_step(trainer: Any, batch: Any, on_nan: str) -> dict[str, Any]:
+    """A step with a global batch, or with the next one of an open data set: its figures."""
+    if isinstance(batch, int):
+        loss, ends = trainer.step_from(trainer.loaders[batch], on_nan)
+    else:
+        loss, ends = trainer.step(batch, on_nan), False
+    norm, scale = trainer.gradient_norm, trainer.loss_scale
+    return {
+        "step": trainer.steps - 1,
+        "loss": loss,
+        "ends": ends,
+        "gradient_norm": None if norm is None else float(norm),
+        "loss_scale": None if scale is None else scale.scale,
+        "peak_memory_bytes": peak_memory_bytes(),
+    }
+
+
+def _evaluate(trainer: Any, batch: Any) -> list[float]:
+    """The losses of a global batch, or of those of an epoch of an open data set."""
+    if isinstance(batch, int):
+        return [trainer.evaluate(rows) for rows in trainer.loaders[batch].epoch()]
+    return [trainer.evaluate(batch)]
+
+
+_ANSWERED = {
+    **{name: _with_files(name) for name in ("save", "load", "save_weights", "load_weights")},
+    "open_data": _open_data,
+    "train_step": _train_step,
+    "evaluate": _evaluate,
+}
+_REFUSALS = ("CheckpointError", "DataError", "ModeError", "NonFiniteLossError")
+
+
+def _answered(act: Any, trainer: Any, *args: Any) -> dict[str, Any]:
+    """What may be refused. A refusal is an answer, which leaves the processes alive; the folder's classes of errors are unknown here."""
+    try:
+        return {"result": act(trainer, *args)}
     except RuntimeError as error:
-        if type(error).__name__ != "CheckpointError":
+        if type(error).__name__ not in _REFUSALS:
             raise
         refusal: Any = error
-        return {"error": refusal.message, "hint": refusal.hint}
-    return {"result": result if isinstance(result, int) else str(result)}
+        return {"refused": type(error).__name__, "error": refusal.message, "hint": refusal.hint}

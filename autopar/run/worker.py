@@ -71,8 +71,10 @@ def _answer(call: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # prints of the called functions join the log
+    # not sys.stdin, whose lock the thread below holds: a process that is forked here, to read data, closes its own and would wait for it
+    commands = os.fdopen(os.dup(0))
     calls: queue.Queue[dict[str, Any]] = queue.Queue()
-    threading.Thread(target=_read_calls, args=(sys.stdin, calls), daemon=True).start()
+    threading.Thread(target=_read_calls, args=(commands, calls), daemon=True).start()
     while True:
         answers.write(json.dumps(_answer(calls.get())) + "\n")
         answers.flush()

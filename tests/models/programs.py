@@ -31,6 +31,7 @@ class Shape:
     microbatches: int = 1
     schedule: str = "gpipe"
     precision: str = "float64"
+    batch: int = BATCH
 
     @property
     def devices(self) -> int:
@@ -139,7 +140,7 @@ def mlp_plan(shape: Shape) -> Plan:
         ),
         schedule=shape.schedule if shape.pipeline > 1 else "none",
         microbatches=shape.microbatches,
-        global_batch=BATCH,
+        global_batch=shape.batch,
         precision=shape.precision,
         layers=tuple(LayerPlan(f"layers.{i}", "Layer", strategy) for i, strategy in enumerate(strategies)),
         prediction=Prediction(1.0, 1.0, 0.0, 0.0, 0.0, 0.5, 1.0),
@@ -163,6 +164,9 @@ def write_mlp(folder: Path, shape: Shape) -> Path:
         assert count == 1, name
     if shape.precision != "float64":
         text = text.replace('"float64"', repr(shape.precision))
+    text = text.replace(
+        "BATCH, LENGTH, VOCABULARY, WIDTH, HIDDEN = 8,", f"BATCH, LENGTH, VOCABULARY, WIDTH, HIDDEN = {shape.batch},"
+    )
     (folder / "model.py").write_text(text)
     (folder / "plan.json").write_text(mlp_plan(shape).dumps())
     (folder / "layouts.json").write_text(json.dumps({"parameters": _layouts(shape)}))

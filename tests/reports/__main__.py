@@ -61,6 +61,7 @@ REPORTS = {
     "infeasible": Report(
         "requests that cannot be met, and what is suggested (long)", (program("infeasible"),), options=False
     ),
+    "loader": Report("data sets: who reads which rows, under plans of every kind", (program("loader"),)),
     "measured-memory": Report("predicted against measured memory of emitted programs", (program("measured_memory"),)),
     "measured-time": Report(
         "predicted against measured step times (a quiet machine, half an hour)",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import io
-import itertools
 import json
 import os
 import re
@@ -54,7 +53,7 @@ def one_process(steps: int) -> tuple[list[float], nn.Module]:
 def check_training(program: Program) -> None:
     losses, model = one_process(3)
     seen: list[tuple[int, float]] = []
-    found = program.train([mlp_batch(0), mlp_batch(1)], steps=3, on_step=lambda *step: seen.append(step))
+    found = program.train([mlp_batch(0), mlp_batch(1)], steps=3, on_step=lambda *step: seen.append(step[:2]))
     assert found == pytest.approx(losses, rel=1e-12)
     assert seen == list(enumerate(found))
     trained = program.state_dict()
@@ -137,8 +136,9 @@ def test_the_folder_runs_under_torchrun_and_knows_nothing_of_autopar(
 def test_synthetic_data_has_the_programs_shapes(tmp_path: Path) -> None:
     folder = write_mlp(tmp_path, Shape())
     with program_modules(folder):
-        model, train = importlib.import_module("model"), importlib.import_module("train")
-        first, second = itertools.islice(train.synthetic(model.Whole.SHAPES, seed=3), 2)
+        model, loader = importlib.import_module("model"), importlib.import_module("loader")
+        made = loader.Synthetic(model.Whole.SHAPES, seed=3)
+        first, second = made.__getitems__(list(range(8))), made.__getitems__(list(range(8, 16)))
     for name, tensor in mlp_batch().items():
         assert first[name].shape == tensor.shape and first[name].dtype == tensor.dtype
         assert set(first[name].unique().tolist()) == {0, 1} and not torch.equal(first[name], second[name])
@@ -148,6 +148,6 @@ def test_launch_says_why_train_failed(tmp_path: Path) -> None:
     program = mlp(tmp_path, Shape())
     torch.save({"input_ids": torch.zeros(8, 3, dtype=torch.long)}, tmp_path / "data.pt")
     talk = io.StringIO()
-    with redirect_stderr(talk), pytest.raises(LaunchError, match="ValueError: the batch has no 'labels'"):
+    with redirect_stderr(talk), pytest.raises(LaunchError, match="DataError: the batch has no 'labels'"):
         program.launch("--data", str(tmp_path / "data.pt"))
     assert "Traceback" in talk.getvalue()

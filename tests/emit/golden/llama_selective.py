@@ -199,14 +199,20 @@ class Stage0(nn.Module):
         return loss
 
 
-def PRELUDE(batch: dict[str, torch.Tensor], constants: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # noqa: N802
+PRELUDE_READS = ("labels",)
+PRELUDE_BY_ROWS = True  # or only the whole batch
+
+
+def PRELUDE(batch, constants, total):  # noqa: N802
     """Scalars of the whole global batch, such as its number of valid tokens."""
     pad = F.pad(batch["labels"], [0, 1], value=-100.0)
     slice_1 = pad[..., 1:17]
     ne = slice_1 != -100
-    sum_1 = ne.sum()
+    sum_1 = total(ne.sum())
     to = sum_1.to(torch.float64)
     return {"valid_labels": to}
 
+
+IGNORED = {"labels": -100}  # labels of rows that the loss leaves out
 
 STAGES = (Stage0,)

@@ -111,4 +111,6 @@ class Stage0(nn.Module):
 PRELUDE = None
 
 
+IGNORED = {}  # labels of rows that the loss leaves out
+
 STAGES = (Stage0,)

@@ -1,0 +1,355 @@
+"""Global batches of a data set, of which every rank reads its own rows.
+
+The order of an epoch is that of ``torch.utils.data.DistributedSampler``: a permutation drawn from ``seed + epoch``, or the data set's own
+order. It does not depend on the plan. A position in it is an epoch and a row, so a training that goes on with another number of devices, or
+with another global batch, goes on at the next row.
+
+Rows come from a map-style data set through torch's ``DataLoader``, with worker processes if there are any. A position is all that has to
+be saved: a row depends on its index alone, and rows that workers have read ahead are read again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from autopar.program.share import DataError, Rows, Share
+from autopar.program.world import Program, World
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of a data set's rows, and how they are read.
+
+    With ``shuffle`` an epoch's order is a permutation drawn from ``seed + epoch``. ``workers`` is the number of processes with which each
+    rank reads. ``names`` is the nest of a sample (tuples, lists, dicts) with the names of the program's inputs as leaves and ``None`` for
+    all else; without it a sample is a dict by these names. ``last`` says what is done with the rows that are left at the end of an epoch,
+    fewer than a global batch: ``"drop"``, or ``"pad"``, which fills the batch with rows that the loss leaves out.
+    """
+
+    shuffle: bool = False
+    seed: int = 0
+    workers: int = 0
+    names: Any = None
+    last: str = "drop"
+
+
+class Tensors(Dataset[Mapping[str, Tensor]]):
+    """Tensors by name with one row per example in dim 0, say from a file that is mapped into memory: rows are read as they are needed."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = dict(tensors)
+        lengths = {name: len(tensor) for name, tensor in self.tensors.items()}
+        if len(set(lengths.values())) != 1:
+            raise DataError(
+                f"the data have different numbers of rows: {lengths}", "every tensor has one row per example"
+            )
+
+    @staticmethod
+    def read(path: str | os.PathLike[str]) -> Tensors:
+        """The tensors of a file of ``torch.save({"input_ids": tensor, ...})``."""
+        return Tensors(torch.load(path, weights_only=True, mmap=True))
+
+    def __len__(self) -> int:
+        return len(next(iter(self.tensors.values())))
+
+    def __getitem__(self, row: int) -> Mapping[str, Tensor]:
+        return {name: tensor[row] for name, tensor in self.tensors.items()}
+
+    def __getitems__(self, rows: Sequence[int]) -> Mapping[str, Tensor]:
+        index = torch.tensor(rows, dtype=torch.int64)
+        return {name: tensor[index] for name, tensor in self.tensors.items()}
+
+
+class Synthetic(Tensors):
+    """Rows without end, made up from their index: normal numbers, and integers that are 0 or 1, which are valid tokens and labels for any
+    vocabulary. ``shapes`` gives each input's shape and dtype."""
+
+    def __init__(self, shapes: Mapping[str, tuple[Sequence[int], str]], seed: int) -> None:
+        self.shapes, self.seed = dict(shapes), seed
+
+    def __len__(self) -> int:
+        return 2**40
+
+    def __getitem__(self, row: int) -> Mapping[str, Tensor]:
+        generator = torch.Generator().manual_seed((self.seed << 40) + row)
+        found = {}
+        for name, (shape, dtype) in self.shapes.items():
+            kind, random = getattr(torch, dtype), torch.randn(*shape[1:], generator=generator)
+            found[name] = random.to(kind) if kind.is_floating_point else (random > 0).to(kind)
+        return found
+
+    def __getitems__(self, rows: Sequence[int]) -> Mapping[str, Tensor]:
+        return default_collate([self[row] for row in rows])
+
+
+class Loader:
+    """This rank's rows of the global batches of a data set.
+
+    Args:
+        program, world: the plan says which rows a rank reads, and of which inputs.
+        dataset: a map-style data set; or a ``DataLoader`` of one, whose ``collate_fn``, workers and order (in turn, or shuffled) it has.
+        order: how the rows follow each other.
+        collate: makes tensors of a list of samples, by default as ``DataLoader`` does.
+
+    Raises:
+        DataError: the data set has no length, or is shorter than one global batch; or nothing proves that the loss leaves padding out.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        world: World,
+        dataset: Any,
+        order: Order | None = None,
+        *,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        self._order, self._collate = order or Order(), collate
+        self._share = Share(program, world)
+        self._shapes = {name: shape for kind in program.model.STAGES for name, shape in kind.SHAPES.items()}
+        self.batch, self._pinned = self._share.batch, world.device.type == "cuda"
+        self._dataset = self._opened(dataset)
+        self.rows = len(self._dataset)
+        pads = self._order.last == "pad" and not program.local_steps
+        self._ignored: Mapping[str, int] = program.model.IGNORED if pads else {}
+        if self._order.last == "pad" and not self._ignored:
+            raise DataError(
+                "a short batch cannot be filled with this model: nothing proves that its loss leaves rows out",
+                'last="drop"; it is proved for cross entropies over the number of valid labels, where no op couples the rows of a batch',
+            )
+        if self.rows < (1 if self._ignored else self.batch):
+            raise DataError(
+                f"the data set has {self.rows} rows, and one global batch takes {self.batch}",
+                "give more rows, or plan for a smaller batch",
+            )
+        self._batches: Iterator[Any] = iter(())
+        self._next: tuple[int, int] | None = None  # where the next of them begins
+
+    def __len__(self) -> int:
+        """The number of global batches of an epoch."""
+        return -(-self.rows // self.batch) if self._ignored else self.rows // self.batch
+
+    @property
+    def key(self) -> str:
+        """What tells one data set and order from another: training goes on at a position of the same ones."""
+        order = f"shuffled with seed {self._order.seed}" if self._order.shuffle else "in order"
+        return f"{self.rows} rows {order}"
+
+    def _opened(self, given: Any) -> Any:
+        """The data set, with what it needs to be read here."""
+        if isinstance(given, DataLoader):
+            given = self._taken_over(given)
+        if isinstance(given, Mapping):
+            given = Tensors(given)
+        if isinstance(given, IterableDataset) or not hasattr(given, "__getitem__") or not hasattr(given, "__len__"):
+            raise DataError(
+                f"{type(given).__name__} cannot be read by row: it has no length, or no __getitem__",
+                "a rank reads its own rows alone, so the data set must be map-style: give each row an index, or write the rows to a file",
+            )
+        if type(given) is Tensors and self._share.inputs:  # of a file, the other inputs are never read
+            given = Tensors({name: self._fitting(name, given.tensors) for name in self._share.inputs})
+        return given
+
+    def _taken_over(self, loader: DataLoader[Any]) -> Any:
+        """The data set of a user's loader, whose options this one takes over."""
+        if loader.batch_size not in (1, self.batch):
+            raise DataError(
+                f"the loader's batches have {loader.batch_size} rows, and the plan's global batch has {self.batch}",
+                f"batch_size={self.batch}, or leave it out",
+            )
+        if type(loader.sampler) not in (SequentialSampler, RandomSampler) and not isinstance(
+            loader.dataset, IterableDataset
+        ):
+            raise DataError(
+                f"the loader's sampler is a {type(loader.sampler).__name__}, which says nothing of which rank reads what",
+                "give the data set itself; shuffle and seed are options of program.loader",
+            )
+        shuffled = self._order.shuffle or type(loader.sampler) is RandomSampler
+        self._order = replace(self._order, shuffle=shuffled, workers=self._order.workers or loader.num_workers)
+        if self._collate is None and loader.collate_fn is not default_collate:
+            self._collate = loader.collate_fn
+        return loader.dataset
+
+    # -- reading --
+
+    def read(self, position: Sequence[int]) -> tuple[Rows, tuple[int, int]]:
+        """This rank's rows of the global batch at ``position`` (epoch, row), and the position after it; all ranks call this.
+
+        Raises ``DataError`` on every rank; the same position can be read again.
+        """
+        begin = self._begin(*position)
+        tensors, problem = None, ""
+        try:
+            if begin != self._next and len(self._share.rows):
+                self._batches = iter(self._source(begin))
+            tensors = self._checked(next(self._batches)) if len(self._share.rows) else {}
+            beyond = self._share.rows + begin[1] >= self.rows
+            for name, value in self._ignored.items():
+                if name in tensors and beyond.any():
+                    tensors[name] = tensors[name].clone()
+                    tensors[name][beyond] = value
+        except Exception as error:  # noqa: BLE001  whatever a data set raises, all ranks must hear of it
+            kind, lines = type(error).__name__, str(error).strip().splitlines() or [""]  # of a worker, its traceback
+            what = error.message if isinstance(error, DataError) else f"{kind}: {lines[-1].removeprefix(f'{kind}: ')}"
+            problem = f"row {begin[1]} to {begin[1] + self.batch - 1} of epoch {begin[0]}: {what}"
+        after = begin[0], begin[1] + self.batch
+        self._next = None if problem else self._begin(*after)
+        self._share.agree(tensors, (*begin, self.rows), problem)
+        assert tensors is not None
+        return Rows(tensors), after
+
+    def ends(self, position: Sequence[int]) -> bool:
+        """Whether the epoch has no batch after ``position``."""
+        return position[1] + (1 if self._ignored else self.batch) > self.rows
+
+    def epoch_of(self, position: Sequence[int]) -> int:
+        """The epoch of the batch after ``position``."""
+        return self._begin(*position)[0]
+
+    def epoch(self) -> Iterator[Rows]:
+        """This rank's rows of the global batches of epoch 0."""
+        position = (0, 0)
+        while not self.ends(position):
+            rows, position = self.read(position)
+            yield rows
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._batches, self._next = iter(()), None
+
+    def _begin(self, epoch: int, row: int) -> tuple[int, int]:
+        return (epoch + 1, 0) if self.ends((epoch, row)) else (epoch, row)
+
+    def _source(self, begin: tuple[int, int]) -> DataLoader[Any]:
+        workers, tensors = self._order.workers, isinstance(self._dataset, Tensors)
+        return DataLoader(
+            self._dataset,
+            batch_sampler=_Sampler(self, begin),
+            num_workers=workers,
+            collate_fn=_as_it_is if tensors else self._collate or default_collate,
+            pin_memory=self._pinned,
+            multiprocessing_context="fork" if workers else None,
+            worker_init_fn=_end_with_parent,
+        )
+
+    def indices(self, begin: tuple[int, int]) -> Iterator[list[int]]:
+        """The rows of the data set that this rank reads, batch by batch without end."""
+        epoch, row = begin
+        own = self._share.rows
+        for current in itertools.count(epoch):
+            order = self._permutation(current)
+            while not self.ends((current, row)):
+                wanted = own + row
+                wanted = torch.where(wanted < self.rows, wanted, row)  # a row of the batch, whose labels are ignored
+                yield (wanted if order is None else order[wanted]).tolist()
+                row += self.batch
+            row = 0
+
+    def _permutation(self, epoch: int) -> Tensor | None:
+        if not self._order.shuffle:
+            return None
+        generator = torch.Generator().manual_seed(self._order.seed + epoch)
+        return torch.randperm(self.rows, generator=generator)
+
+    # -- what a row is --
+
+    def _checked(self, collated: Any) -> dict[str, Tensor]:
+        """The inputs that this rank reads, in the dtypes and shapes that the program takes."""
+        named = collated
+        if self._order.names is not None and not (
+            isinstance(named, Mapping) and named.keys() >= set(self._share.inputs)
+        ):
+            named = dict(_leaves(self._order.names, collated))
+        if not isinstance(named, Mapping):
+            raise DataError(
+                f"a sample is a {type(named).__name__}, not a dict by the names of the program's inputs",
+                f"the program reads {', '.join(sorted(self._shapes))}",
+            )
+        found = {}
+        for name in self._share.inputs:
+            tensor = self._fitting(name, named)
+            if len(tensor) != len(self._share.rows):
+                raise DataError(
+                    f"{len(tensor)} rows of {name!r} were made of {len(self._share.rows)} samples",
+                    "collate makes one row of each sample, in their order",
+                )
+            found[name] = tensor.to(self._dtype(name, tensor)).contiguous()
+        return found
+
+    def _fitting(self, name: str, named: Mapping[str, Any]) -> Tensor:
+        """An input's rows, if the program takes such rows; floating ones may have another dtype."""
+        if name not in named:
+            raise DataError(
+                f"the batch has no {name!r}; it has {', '.join(sorted(map(str, named))) or 'nothing'}",
+                "the program's inputs are the model's",
+            )
+        tensor = torch.as_tensor(named[name])
+        row, dtype = (
+            tuple(self._shapes[name][0][1:] if name in self._shapes else tensor.shape[1:]),
+            self._dtype(name, tensor),
+        )
+        both_floating = tensor.is_floating_point() and dtype.is_floating_point
+        if tuple(tensor.shape[1:]) != row or tensor.dtype != dtype and not both_floating:
+            raise DataError(
+                f"a row of {name!r} has shape {tuple(tensor.shape[1:])} and dtype {tensor.dtype}, and the program takes {row} and {dtype}",
+                "rows have the shape and the dtype of those that the model was captured with",
+            )
+        return tensor
+
+    def _dtype(self, name: str, tensor: Tensor) -> torch.dtype:
+        """The dtype in which the program takes an input; its own if only a condition on the batch reads it."""
+        found: torch.dtype = getattr(torch, self._shapes[name][1]) if name in self._shapes else tensor.dtype
+        return found
+
+
+class _Sampler:
+    """The batch sampler of a ``DataLoader``."""
+
+    def __init__(self, loader: Loader, begin: tuple[int, int]) -> None:
+        self._loader, self._begin = loader, begin
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._loader.indices(self._begin)
+
+
+def _end_with_parent(_: int) -> None:
+    """End this worker process as soon as its rank is killed; elsewhere than on Linux it notices that within five seconds."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _leaves(names: Any, sample: Any) -> Iterator[tuple[str, Any]]:
+    """The parts of a collated sample, by the names at their positions."""
+    if isinstance(names, str):
+        yield names, sample
+    elif isinstance(names, Mapping):
+        for key, part in names.items():
+            yield from _leaves(part, sample[key])
+    elif names is not None:
+        parts = (sample,) if isinstance(sample, Tensor) and len(names) == 1 else sample
+        if not isinstance(parts, tuple | list) or len(parts) != len(names):
+            raise DataError(f"a sample is no tuple of {len(names)}", "samples have the structure of the model's batch")
+        for part, value in zip(names, parts, strict=True):
+            yield from _leaves(part, value)

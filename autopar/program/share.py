@@ -1,0 +1,201 @@
+"""The part of a global batch that a rank reads, and the part of it that each of its stages gets.
+
+Microbatch ``i`` is the ``i``-th chunk of the global batch, and the mesh's axes divide each microbatch, outermost first. A rank reads the
+rows and the inputs that its stages take. Ranks of one tensor or sequence axis read the same rows: a plan slices a sequence after the layer
+that reads it.
+
+The scalars of a batch (``PRELUDE`` of ``model.py``), such as its number of valid tokens, are computed by the ranks whose stages use them.
+Each computes the integer sums of its own rows, and all-reduces add them up. Where ``model.py`` says that a scalar is no such sum
+(``PRELUDE_BY_ROWS``), the ranks gather the inputs that it is computed from, and no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.program.agree import digest, same_batch
+from autopar.program.collectives import all_gather
+from autopar.program.world import Program, World
+
+_ABSENT = torch.iinfo(torch.int64).min + 1
+
+
+class DataError(RuntimeError):
+    """Rows that cannot be read, or that do not fit the program; raised on every rank, before the step. ``hint`` says what to do."""
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(f"{message}; {hint}")
+        self.message, self.hint = message, hint
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One rank's rows of a global batch: by input, the rows ``Share.rows`` along dim 0."""
+
+    tensors: Mapping[str, Tensor]
+
+
+Batch = Mapping[str, Tensor] | Rows
+"""A whole global batch, the same on every rank, or this rank's rows of one."""
+
+
+class Share:
+    """What this rank reads of every global batch: of ``inputs``, the rows ``rows`` of the batch, ascending."""
+
+    def __init__(self, program: Program, world: World) -> None:
+        self.program, self.world = program, world
+        self.batch, self.microbatches = int(program.plan["global_batch"]), int(program.plan["microbatches"])
+        self.apart = "microbatch_statistics" in program.plan.get("allow", ())
+        self._kinds = program.model.STAGES
+        self.needs_scalars = program.model.PRELUDE is not None and any(
+            self._kinds[stage].SCALARS or stage == len(self._kinds) - 1 for stage in world.stages
+        )
+        self._scalar_inputs: tuple[str, ...] = () if program.model.PRELUDE is None else program.model.PRELUDE_READS
+        reads = self._scalar_inputs if self.needs_scalars else ()
+        own = [(name, spec) for stage in world.stages for name, spec in self._kinds[stage].INPUTS.items()]
+        self.inputs = sorted({name for name, _ in own} | set(reads))
+        specs = [spec for name, spec in own if name in reads] or [spec for _, spec in own]
+        # the axes that divide the rows from which this rank computes scalars, outermost first
+        self._row_axes = tuple(axis for axis in world.coordinates if specs and specs[0].get(axis) == 0)
+        found = [self._indices(spec) for _, spec in own]
+        if self.needs_scalars:
+            found.append(self._indices(dict.fromkeys(self._row_axes, 0)))
+        self.rows = torch.cat(found).unique() if found else torch.empty(0, dtype=torch.int64)
+
+    # -- which part --
+
+    def _indices(self, spec: Mapping[str, int]) -> Tensor:
+        """The rows of the global batch that ``spec`` gives this rank, ascending."""
+        return self._cut(torch.arange(self.batch), {axis: dim for axis, dim in spec.items() if dim == 0})
+
+    def _cut(self, tensor: Tensor, spec: Mapping[str, int]) -> Tensor:
+        """This rank's slices of the microbatches, one after the other along dim 0."""
+        chunks = tensor.unflatten(0, (self.microbatches, -1))
+        for axis, (index, size) in self.world.coordinates.items():
+            if axis in spec:
+                dim = spec[axis] + 1
+                extent = chunks.shape[dim] // size
+                chunks = chunks.narrow(dim, index * extent, extent)
+        return chunks.flatten(0, 1).contiguous()
+
+    # -- what the stages get --
+
+    def check(self, batch: Batch) -> None:
+        """Raise ``ValueError`` if a whole batch does not fit the program, or differs between ranks. ``Loader`` has checked rows."""
+        if isinstance(batch, Rows):
+            return
+        names = sorted({name for kind in self._kinds for name in kind.INPUTS})
+        for name in names:
+            if name not in batch:
+                raise ValueError(f"the batch has no {name!r}; it has {', '.join(sorted(batch)) or 'nothing'}")
+            if batch[name].dim() == 0 or batch[name].shape[0] != self.batch:
+                raise ValueError(
+                    f"{name!r} has shape {tuple(batch[name].shape)}, the plan's global batch is {self.batch}"
+                )
+        same_batch(batch, names, self.world.device)
+
+    def local(self, batch: Batch, name: str, spec: Mapping[str, int]) -> Tensor:
+        """The part of an input that a stage takes: ``spec`` gives the dim that an axis slices."""
+        if not isinstance(batch, Rows):
+            return self._cut(batch[name], spec)
+        tensor, wanted = batch.tensors[name], self._indices(spec)
+        if len(wanted) != len(self.rows):
+            tensor = tensor[torch.searchsorted(self.rows, wanted)]
+        return self._cut(tensor, {axis: dim for axis, dim in spec.items() if dim})
+
+    def scalars(self, batch: Batch) -> dict[str, Tensor]:
+        """The scalars of the whole batch, or of every microbatch along dim 0."""
+        model = self.program.model
+        if model.PRELUDE is None or isinstance(batch, Rows) and not self.needs_scalars:
+            return {}
+        read: Mapping[str, Tensor] = batch if not isinstance(batch, Rows) else self._for_scalars(batch)
+        total = self._total if isinstance(batch, Rows) and model.PRELUDE_BY_ROWS else _whole
+        if not self.apart:
+            found: dict[str, Tensor] = model.PRELUDE(read, self.program.constants, total)
+            return found
+        chunks = {name: tensor.chunk(self.microbatches) for name, tensor in read.items()}
+        parts = [
+            model.PRELUDE({name: own[i] for name, own in chunks.items()}, self.program.constants, total)
+            for i in range(self.microbatches)
+        ]
+        return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+
+    def _for_scalars(self, rows: Rows) -> dict[str, Tensor]:
+        """What the prelude reads, on the device: own rows, or where these do not do, the rows of all ranks."""
+        spec, found = dict.fromkeys(self._row_axes, 0), {}
+        for name in self._scalar_inputs:
+            tensor = self.local(rows, name, spec).to(self.world.device)
+            found[name] = tensor if self.program.model.PRELUDE_BY_ROWS else self._gathered(tensor)
+        return found
+
+    def _total(self, term: Tensor) -> Tensor:
+        """The sum over all rows of the batch, from that over the rows of this rank."""
+        total = term.to(self.world.device, copy=True)
+        for axis in self._row_axes:
+            if self.world.coordinates[axis][1] > 1:
+                dist.all_reduce(total, group=self.world.mesh.get_group(axis))
+        return total
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        """The rows of all ranks, in the order of the global batch."""
+        chunks = tensor.unflatten(0, (self.microbatches, -1))
+        for axis in reversed(self._row_axes):
+            size = self.world.coordinates[axis][1]
+            if size > 1:
+                flat = chunks.contiguous().view(-1).view(torch.uint8)
+                every = flat.new_empty(size * flat.numel())
+                all_gather(every, flat, group=self.world.mesh.get_group(axis))
+                parts = [part.view(tensor.dtype).view(chunks.shape) for part in every.chunk(size)]
+                chunks = torch.cat(parts, 1)
+        return chunks.flatten(0, 1)
+
+    # -- agreement --
+
+    def agree(self, tensors: Mapping[str, Tensor] | None, state: Sequence[int], problem: str = "") -> None:
+        """Check that all ranks read rows of the same batch: one all-reduce of small numbers.
+
+        ``tensors`` are the rank's rows, or ``None`` where ``problem`` says why there are none. ``state`` says which rows were read.
+        Ranks that read the same row of an input must have the same values of it.
+
+        Raises:
+            DataError: on every rank, if one has a problem, or ranks differ.
+        """
+        names = sorted({name for kind in self._kinds for name in kind.INPUTS} | set(self._scalar_inputs))
+        values = torch.full((len(names), self.batch), _ABSENT)
+        for name, tensor in (tensors or {}).items():
+            values[names.index(name), self.rows] = torch.tensor([digest(row) for row in tensor.unbind()])
+        head = torch.tensor([int(bool(problem)), *state])
+        flat = torch.cat((head, values.flatten()))
+        both = torch.cat((flat, torch.where(flat == _ABSENT, flat, -flat))).to(self.world.device)
+        dist.all_reduce(both, dist.ReduceOp.MAX)
+        high, low = both.cpu().view(2, -1)
+        if int(high[0]):
+            said: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(said, problem)
+            rank = next(rank for rank, text in enumerate(said) if text)
+            raise DataError(
+                f"rank {rank}: {said[rank]}", "nothing was trained with this batch, and the training can go on"
+            )
+        differs = (high != _ABSENT) & (high != -low)
+        if differs[: len(head)].any():
+            raise DataError(
+                "the ranks read different rows: their data sets have different lengths or orders",
+                "every rank opens the same data set with the same options",
+            )
+        if differs.any():
+            index, row = divmod(int(differs[len(head) :].nonzero()[0]), self.batch)
+            raise DataError(
+                f"ranks that read row {row} of the global batch have different values of {names[index]!r}",
+                "a row must depend on its index alone: seed random augmentation by the index, and read the same files everywhere",
+            )
+
+
+def _whole(term: Tensor) -> Tensor:
+    """The sum over all rows, from all rows."""
+    return term

@@ -1,0 +1,96 @@
+"""Data sets as the ranks open them: each rank reads its own rows (``autopar.program.loader``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from autopar.capture.batch import BatchStructure, Leaf
+from autopar.errors import BatchError, UsageError
+from autopar.run.worker import resolve
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set that is open on every rank of one program; ``program.train`` and ``program.evaluate`` take it in place of batches.
+
+    ``rows`` is its number of rows, ``batch`` that of a global batch. Its length is the number of global batches of an epoch, ``batches``.
+    """
+
+    number: int
+    rows: int
+    batch: int
+    batches: int
+
+    def __len__(self) -> int:
+        return self.batches
+
+
+def names_of(structure: BatchStructure | None) -> Any:
+    """The nest of a sample with the names of the program's inputs, as ``autopar.program.loader.Order`` takes it."""
+
+    def names(tree: Any) -> Any:
+        if isinstance(tree, Leaf):
+            return tree.name
+        if isinstance(tree, dict):
+            return {key: names(value) for key, value in tree.items()}
+        return [names(value) for value in tree] if isinstance(tree, tuple) else None
+
+    return None if structure is None else names(structure.tree)
+
+
+def sent(dataset: Any, names: Any, path: Path) -> dict[str, str]:
+    """How worker processes find a data set: a file of tensors, ``path`` if it has to be written, or the name of a function.
+
+    Raises ``UsageError`` if they could not.
+    """
+    if isinstance(dataset, TensorDataset):
+        flat = _flat(names)
+        if len(flat) != len(dataset.tensors):
+            raise BatchError(
+                f"the TensorDataset has {len(dataset.tensors)} tensors, and a sample of the model {len(flat)}: {', '.join(flat)}",
+                "give a dict of tensors by the names of the model's inputs",
+            )
+        dataset = dict(zip(flat, dataset.tensors, strict=True))
+    if isinstance(dataset, Mapping) and all(isinstance(tensor, Tensor) for tensor in dataset.values()):
+        torch.save(dict(dataset), path)
+        return {"file": str(path)}
+    if isinstance(dataset, Path) or isinstance(dataset, str) and (":" not in dataset or Path(dataset).exists()):
+        if not Path(dataset).is_file():
+            raise UsageError(
+                f"there is no file {dataset}", "a file of torch.save of tensors by name, or module:function"
+            )
+        return {"file": str(Path(dataset).resolve())}
+    target = importable(dataset, "data set", "a function that returns the data set")
+    try:
+        resolve(target)
+    except (ImportError, AttributeError, AssertionError) as error:
+        raise UsageError(f"there is no data set {target}: {error}", 'name a function "module:function"') from error
+    return {"target": target}
+
+
+def importable(given: Any, what: str, function: str) -> str:
+    """``"module:function"``, as another process finds a function. Raises ``UsageError`` if it would not."""
+    if isinstance(given, str):
+        return given
+    module, name = getattr(given, "__module__", "__main__"), getattr(given, "__qualname__", "")
+    if module == "__main__" or not name or "<" in name:
+        shown = f"{module}.{name}" if name else f"a {type(given).__name__}"
+        raise UsageError(
+            f"worker processes cannot import the {what} {shown}",
+            f"make it {function}, at the top of a module (not of the script itself), or start the script with torchrun",
+        )
+    return f"{module}:{name}"
+
+
+def _flat(names: Any) -> list[str]:
+    if isinstance(names, str):
+        return [names]
+    parts = names.values() if isinstance(names, dict) else names or ()
+    return [name for part in parts for name in _flat(part)]

@@ -1,0 +1,49 @@
+"""The loop of ``Program.train``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from autopar.errors import BatchError
+from autopar.run.data import Data
+
+OnStep = Callable[[int, float, dict[str, Any]], None]
+"""Called after each step with its number (from 0), its loss and its record."""
+
+
+def train(
+    batches: Iterable[Any] | Data,
+    steps: int | None,
+    step: Callable[[Any], tuple[dict[str, Any], bool]],
+    on_step: OnStep | None,
+) -> list[float]:
+    """The losses of ``steps`` steps. ``step`` takes a batch, or the data set whose next one is meant; its record, and whether an epoch
+    ends."""
+    losses: list[float] = []
+    given = _without_end(batches) if isinstance(batches, Data) or steps is not None else batches
+    for batch in given:
+        if steps is not None and len(losses) >= steps:
+            break
+        record, ends = step(batch)
+        losses.append(record["loss"])
+        if on_step is not None:
+            on_step(len(losses) - 1, losses[-1], record)
+        if ends and steps is None:
+            break
+    if steps is not None and len(losses) < steps:
+        raise BatchError(f"the batches ended after {len(losses)} of {steps} steps", "give a list, or fewer steps")
+    return losses
+
+
+def _without_end(batches: Iterable[Any] | Data) -> Iterator[Any]:
+    """The batches over and over, as long as there are some; or the data set over and over."""
+    while isinstance(batches, Data):
+        yield batches
+    while True:
+        empty = True
+        for batch in batches:
+            yield batch
+            empty = False
+        if empty:
+            return

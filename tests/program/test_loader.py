@@ -1,0 +1,236 @@
+"""Training from a data set: every rank reads its own rows, and the numbers are those of whole global batches, bit for bit."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from loading import dataset, made, order
+from programs import Shape, mlp_model, mlp_plan, write_mlp
+from torch import Tensor, nn
+from workers import WorkerPool
+
+from autopar.capture import capture
+from autopar.emit.ignored import ignored_labels
+from autopar.emit.prelude import row_sums
+from autopar.errors import BatchError, NonFiniteLossError, UsageError
+from autopar.program.metrics import Meter
+from autopar.program.runtime import in_training_alone
+from autopar.run import Program
+from autopar.shard import annotate
+
+
+def state() -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in mlp_model().state_dict().items()}
+
+
+SHAPES = [
+    Shape(data=2, zero=(0, 3), microbatches=2),
+    Shape(tensor=2),
+    Shape(pipeline=2, microbatches=4, schedule="1f1b"),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_own_rows_are_the_whole_batch(workers2: WorkerPool, tmp_path: Path, shape: Shape) -> None:
+    torch.save(made(), tmp_path / "data.pt")
+    folder = write_mlp(tmp_path / "program", shape)
+    ranks = workers2.run("loading:compared", str(folder), state(), made(), str(tmp_path / "data.pt"))
+    for found in ranks:
+        assert all(found["same"]) and all(found["evaluated"]) and len(found["evaluated"]) == 6, found
+        assert re.search(
+            rf"the loss of step 0 is (nan|inf|-inf); .* a result of the layer layer_1 \(stage {shape.pipeline - 1}, microbatch 0\)",
+            found["stopped"],
+        ), found["stopped"]
+    loss, gradients = ranks[0]["padded"]
+    model = mlp_model()
+    wanted = model(**{name: tensor[24:] for name, tensor in made().items()})  # 6 rows
+    wanted.backward()
+    assert loss == pytest.approx(wanted.item(), rel=1e-12)
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(gradients[name], parameter.grad, rtol=1e-10, atol=1e-13), name
+    own = [sum(found["rows"], []) for found in ranks]
+    assert sorted(set(own[0]) | set(own[1])) == sorted(order(30, True, 3, 0)[:24].tolist())
+    if shape.data == 2:
+        assert len(own[0]) == len(own[1]) == 12 and not set(own[0]) & set(own[1])
+    if shape.tensor == 2:
+        assert all("have different values of 'labels'" in found["uneven"] for found in ranks)
+
+
+def test_training_goes_on_at_the_next_row_under_another_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Batches of 8 rows, then of 12 under another plan: rows 8 to 19 follow, then the next epoch's."""
+    monkeypatch.chdir(tmp_path)
+    torch.save(made(), "data.pt")
+    options = ["--data", "data.pt", "--shuffle", "--seed", "3", "--lr", "0.01", "--checkpoint", "saved"]
+    for steps, shape in (("1", Shape()), ("3", Shape(data=2, microbatches=2, batch=12))):
+        folder = write_mlp(tmp_path / f"to{steps}", shape)
+        program = Program(mlp_plan(shape), folder, state=state(), type_check=False)
+        program.launch(*options, "--resume", "--steps", steps)
+    records = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+
+    model, wanted = mlp_model(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    first, second = order(30, True, 3, 0), order(30, True, 3, 1)
+    for step, rows in enumerate((first[:8], first[8:20], second[:12])):
+        optimizer.zero_grad()
+        loss = model(**{name: tensor[rows] for name, tensor in made().items()})
+        loss.backward()
+        optimizer.step()
+        wanted.append((step, pytest.approx(loss.item(), rel=1e-10)))
+    assert [(record["step"], record["loss"]) for record in records] == wanted
+
+
+def test_records_and_the_comparison_with_the_prediction(tmp_path: Path) -> None:
+    plan = mlp_plan(Shape()).to_json() | {"step_time_s": 10.0, "mfu": 0.5, "peak_memory_bytes": 1000}
+    meter = Meter(plan, tmp_path / "log")
+    tables = []
+    for step in range(25):
+        meter.begin()
+        record = meter.end(step, 1.5, 2000, {"gradient_norm": None, "loss_scale": 4.0})
+        tables.append(meter.comparison(2000))
+    meter.close()
+    assert [bool(table) for table in tables] == [step == 19 for step in range(25)]
+    assert "10,000.0 ms" in tables[19] and "The prediction has compute" in tables[19] and "2.00" in tables[19]
+    assert record == json.loads((tmp_path / "log").read_text().splitlines()[24])
+    assert set(record) == {
+        "step",
+        "loss",
+        "step_time_s",
+        "rows_per_s",
+        "tokens_per_s",
+        "peak_memory_bytes",
+        "mfu",
+        "loss_scale",
+    }
+    assert record["mfu"] == pytest.approx(5 / record["step_time_s"])
+    assert record["rows_per_s"] == pytest.approx(8 / record["step_time_s"])
+    if importlib.util.find_spec("tensorboard") is None:
+        with pytest.raises(ModuleNotFoundError, match="pip install tensorboard"):
+            Meter(plan, tensorboard=tmp_path / "board")
+
+
+class Weighted(nn.Module):
+    """Losses that need of the whole batch: an integer sum over rows, a sum of floating numbers, or the order of the rows."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layer = kind, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        losses = self.layer(x).square().sum(-1)
+        if self.kind == "count":
+            return (losses * (weights > 0)).sum() / (weights > 0).sum()
+        if self.kind == "weights":
+            return (losses * weights).sum() / weights.sum()
+        if self.kind == "order":
+            return losses.sum() / (weights[1:] > weights[:-1]).sum()
+        return losses.sum() / (weights.view(8, 1) > 0).sum()
+
+
+@pytest.mark.parametrize(("kind", "sums"), [("count", 1), ("weights", None), ("order", None), ("rows", None)])
+def test_a_prelude_is_computed_by_rows_where_rules_prove_it(kind: str, sums: int | None) -> None:
+    graph = capture(Weighted(kind), (torch.randn(8, 4), torch.rand(8)))
+    assert graph.prelude is not None
+    found = row_sums(graph.prelude)
+    assert (None if found is None else len(found)) == sums
+
+
+class Labelled(nn.Module):
+    """Cross entropies, some of which a row with ignored labels would change."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layer, self.table = kind, nn.Linear(4, 5), nn.Embedding(6, 4)
+        self.register_buffer("weights", torch.tensor([1.0, 2, 1, 1, 3]))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        if self.kind == "coupled":
+            x = x - x.mean(0)
+        if self.kind == "read twice":
+            x = x + self.table(labels.clamp(min=0))
+        logits = self.layer(x)
+        weight = self.weights if self.kind == "weights" else None
+        if self.kind == "two losses":
+            return nn.functional.cross_entropy(logits, labels) + logits.square().mean()
+        return nn.functional.cross_entropy(logits, labels, weight=weight, ignore_index=-7)
+
+
+@pytest.mark.parametrize("kind", ["plain", "coupled", "read twice", "weights", "two losses"])
+def test_rows_are_padding_where_the_graph_proves_that_the_loss_leaves_them_out(kind: str) -> None:
+    graph = annotate(capture(Labelled(kind), (torch.randn(8, 4), torch.randint(5, (8,)))))
+    assert ignored_labels(graph) == ({"labels": -7} if kind == "plain" else {})
+
+
+def test_evaluation_in_training_mode_is_refused() -> None:
+    kinds = SimpleNamespace(STAGES=(SimpleNamespace(RANDOM=False), SimpleNamespace(RANDOM=True)))
+    assert "as dropout does" in in_training_alone(SimpleNamespace(model=kinds, buffers=()))  # type: ignore[arg-type]
+    quiet = SimpleNamespace(STAGES=(SimpleNamespace(RANDOM=False),))
+    written = (SimpleNamespace(original="norm.running_mean"),)
+    assert "norm.running_mean" in in_training_alone(SimpleNamespace(model=quiet, buffers=written))  # type: ignore[arg-type]
+    assert not in_training_alone(SimpleNamespace(model=quiet, buffers=()))  # type: ignore[arg-type]
+
+
+def changed(odd: str) -> dict[str, Tensor]:
+    rows = made()
+    ids = rows.pop("input_ids")
+    others = {"row": {"input_ids": ids[:, :2]}, "dtype": {"input_ids": ids.double()}, "name": {}}
+    return rows | others[odd]
+
+
+def test_a_program_trains_from_a_data_set(tmp_path: Path) -> None:
+    """With a pipeline of two processes: epochs, a checkpoint in the middle of one, records, evaluation, and what is refused."""
+    shape, records = Shape(pipeline=2, microbatches=2, schedule="1f1b"), list[dict[str, float]]()
+    options = {"state": state(), "type_check": False, "optimizer": "loading:sgd", "max_norm": 1.0}
+    with Program(mlp_plan(shape), write_mlp(tmp_path / "program", shape), **options) as program:
+        data = program.loader("loading:dataset", shuffle=True, seed=5, workers=1)
+        file = program.loader(made(), shuffle=True, seed=5)
+        before = program.evaluate(file)
+        assert program.evaluate(data) == before and len(data) == len(before) == 3
+        losses = program.train(data, steps=4, log=tmp_path / "log", on_step=lambda *step: records.append(step[2]))
+        program.save(tmp_path / "saved")
+        rest = program.train(data)
+        assert len(rest) == 2  # of the second epoch
+        program.load(tmp_path / "saved")
+        assert program.train(file) == rest  # the same rows in the same order
+        assert records == [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+        assert [record["step"] for record in records] == [0, 1, 2, 3]
+        assert [record["loss"] for record in records] == losses
+        assert all(record["gradient_norm"] > 0 for record in records)
+
+        with pytest.raises(BatchError, match=r"rank \d: row 8 to 15 of epoch 0: OSError: row 11 is on a bad sector"):
+            program.train(program.loader("loading:broken"), on_step=lambda *step: losses.append(step[1]))
+        assert len(losses) == 5  # the step before it was trained
+        program.save(tmp_path / "after")  # and the training can go on
+        for source, why in {
+            "loading:stream": "Stream cannot be read by row",
+            "loading:missing": "there is no data set loading:missing",
+            "nothing.pt": "there is no file",
+        }.items():
+            with pytest.raises(UsageError, match=why):
+                program.loader(source)
+        with pytest.raises(BatchError, match="has 5 rows, and one global batch takes 8"):
+            program.loader({name: tensor[:5] for name, tensor in made().items()})
+        with pytest.raises(UsageError, match="cannot import the data set a Counting"):
+            program.loader(dataset())
+        for odd, why in {
+            "row": r"a row of 'input_ids' has shape \(2,\) and dtype torch.int64, and the program takes \(3,\) and torch.int64",
+            "dtype": "dtype torch.float64, and the program takes",
+            "name": "the batch has no 'input_ids'",
+        }.items():
+            with pytest.raises(BatchError, match=why):
+                program.loader(changed(odd))
+        again = program.loader("loading:dataset")
+        assert program.train(again, steps=1)
+        ids = program.state_dict()
+        ids["layers.1.down.bias"][2] = float("nan")
+        program.load_state_dict(ids)
+        with pytest.raises(NonFiniteLossError, match=r"the loss of step 8 is nan; .* the parameter layers.1.down.bias"):
+            program.train(again, steps=1)
+        assert len(program.train(again, steps=1, on_nan="skip")) == 1
