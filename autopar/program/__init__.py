@@ -38,6 +38,7 @@ FILES = (
     "optimizers.py",
     "pretrained.py",
     "scaling.py",
+    "schedulers.py",
     "segments.py",
     "selective.py",
     "state.py",
@@ -49,6 +50,7 @@ FILES = (
     "train.py",
     "weight_gradients.py",
     "weights.py",
+    "whole_tensors.py",
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 from exactness import mlp, subject
 from programs import Shape, mlp_batch, mlp_model, mlp_plan, write_mlp
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
 from workers import WorkerPool
 
 from autopar.capture import capture
@@ -83,6 +85,14 @@ class Doubling(Lamb):
             group["lr"] *= 2
 
 
+class Eager(Lamb):
+    """Looks at its first parameter, and a rank may have none."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.device = next(p.device for group in self.param_groups for p in group["params"])
+
+
 Params = list[nn.Parameter]
 
 
@@ -132,29 +142,80 @@ def signs(params: Params) -> torch.optim.Optimizer:
     return Signs(params, lr=0.01)
 
 
+def per_tensor(params: Params) -> torch.optim.Optimizer:
+    return PerTensorLamb(params, clamp=0.5)
+
+
+def pair(params: Params) -> list[torch.optim.Optimizer]:
+    """Muon for matrices, AdamW for the rest."""
+    matrices, others = [p for p in params if p.ndim == 2], [p for p in params if p.ndim != 2]
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01, weight_decay=0.2)]
+
+
+def warm_cosine(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    warm = lr_scheduler.LinearLR(optimizer, 0.2, total_iters=2)
+    return lr_scheduler.SequentialLR(optimizer, [warm, lr_scheduler.CosineAnnealingLR(optimizer, 4)], [2])
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """It also changes the betas; at every step the group that comes second has the larger rate."""
+    return lr_scheduler.OneCycleLR(optimizer, [0.02, 0.05], total_steps=8)
+
+
+def by_lambda(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+SCHEDULERS: dict[str, Any] = {
+    "by_ndim": warm_cosine,
+    "by_name": one_cycle,
+    "pair": warm_cosine,
+    "per_tensor": by_lambda,
+}
+"""Of the optimizers that have one; the others' rates are constant."""
+NORM = 0.5
+
+
 def train(folder: str, state: dict[str, Tensor], names: list[str]) -> dict[str, dict[str, Tensor]]:
+    return trained(folder, state, [mlp_batch(seed) for seed in range(3)], names)
+
+
+def trained(
+    folder: str, state: dict[str, Tensor], batches: list[dict[str, Tensor]], names: list[str]
+) -> dict[str, dict[str, Tensor]]:
     with program_modules(folder):
         runtime = import_runtime(folder)
         program = runtime.load(folder)
         world = runtime.start(program)
-        trained = {}
+        found = {}
         for name in names:
-            trainer = runtime.Trainer(program, world, optimizer=globals()[name], state=state)
-            for seed in range(3):
-                trainer.step(mlp_batch(seed))
-            trained[name] = trainer.state_dict()
-        return trained
+            make, schedule = globals()[name], SCHEDULERS.get(name)
+            trainer = runtime.Trainer(program, world, optimizer=make, scheduler=schedule, state=state, max_norm=NORM)
+            for batch in batches:
+                trainer.step(batch)
+            found[name] = trainer.state_dict()
+        return found
+
+
+def plain_loop(name: str, model: nn.Module, losses: Iterable[Callable[[], Tensor]]) -> dict[str, Tensor]:
+    """The training as people write it, on one device."""
+    named, make = name in ("by_name", "with_names"), globals()[name]
+    made = make(list(model.named_parameters()) if named else list(model.parameters()))
+    optimizers = made if isinstance(made, list) else [made]
+    schedulers = [SCHEDULERS[name](optimizer) for optimizer in optimizers] if name in SCHEDULERS else []
+    for loss in losses:
+        model.zero_grad()
+        loss().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), NORM)
+        for each in (*optimizers, *schedulers):
+            each.step()
+    return {name: value.detach() for name, value in model.state_dict().items()}
 
 
 @functools.cache
 def one_process(name: str) -> dict[str, Tensor]:
-    model, make = mlp_model(), globals()[name]
-    optimizer = make(list(model.named_parameters()) if name in ("by_name", "with_names") else list(model.parameters()))
-    for seed in range(3):
-        optimizer.zero_grad()
-        model(**mlp_batch(seed)).backward()
-        optimizer.step()
-    return {name: value.detach() for name, value in model.state_dict().items()}
+    model = mlp_model()
+    return plain_loop(name, model, [functools.partial(model, **mlp_batch(seed)) for seed in range(3)])
 
 
 def check(pool: WorkerPool, folder: Path, shape: Shape, names: list[str]) -> None:
@@ -163,10 +224,12 @@ def check(pool: WorkerPool, folder: Path, shape: Shape, names: list[str]) -> Non
     for name in names:
         wanted = one_process(name)
         assert set(found[name]) == set(wanted)
+        assert max(float((wanted[n] - state[n]).abs().max()) for n in wanted) > 1e-3
         assert max(float((found[name][n] - wanted[n]).abs().max()) for n in wanted) <= 1e-9, name
 
 
 ELEMENTWISE = ["by_ndim", "by_name", "by_order", "with_names", "some", "adagrad", "signs"]
+WHOLE = ["adafactor", "muon", "pair", "per_tensor"]
 
 
 @pytest.mark.parametrize(
@@ -174,11 +237,17 @@ ELEMENTWISE = ["by_ndim", "by_name", "by_order", "with_names", "some", "adagrad"
     [*(Shape(data=2, zero=(z, z)) for z in range(4)), Shape(tensor=2), Shape(pipeline=2, microbatches=2)],
     ids=str,
 )
-def test_elementwise_ones_are_exact_under_every_plan(workers2: WorkerPool, tmp_path: Path, shape: Shape) -> None:
-    check(workers2, tmp_path, shape, ELEMENTWISE)
+def test_they_are_exact_under_every_plan(workers2: WorkerPool, tmp_path: Path, shape: Shape) -> None:
+    """The program has parts of a fused projection, and a tied parameter: under the pipeline, a copy in either stage."""
+    check(workers2, tmp_path, shape, [*ELEMENTWISE, *WHOLE])
 
 
-# -- optimizers that look at whole tensors: on an emitted program whose projections are not fused ------------------------
+@pytest.mark.parametrize("shape", [Shape(data=2, tensor=2, zero=(3, 1)), Shape(2, 1, 2, microbatches=2)], ids=str)
+def test_whole_tensors_of_two_axes(workers4: WorkerPool, tmp_path: Path, shape: Shape) -> None:
+    check(workers4, tmp_path, shape, ["adafactor", "pair"])
+
+
+# -- optimizers that look at all tensors together: on an emitted program whose projections are not fused -----------------
 
 
 def emitted(folder: Path, **options: Any) -> Path:
@@ -187,30 +256,11 @@ def emitted(folder: Path, **options: Any) -> Path:
     return folder
 
 
-def train_emitted(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor], names: list[str]) -> Any:
-    with program_modules(folder):
-        runtime = import_runtime(folder)
-        program = runtime.load(folder)
-        world = runtime.start(program)
-        trained = {}
-        for name in names:
-            trainer = runtime.Trainer(program, world, optimizer=globals()[name], state=state)
-            for _ in range(3):
-                trainer.step(batch)
-            trained[name] = trainer.state_dict()
-        return trained
-
-
 def one_process_of_mlp(name: str) -> dict[str, Tensor]:
     model, (x, y), loss_fn = mlp()
     model = model.double()
     model.load_state_dict(subject("mlp").state)
-    optimizer = globals()[name](list(model.parameters()))
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss_fn(model(x), y).backward()
-        optimizer.step()
-    return {name: value.detach() for name, value in model.state_dict().items()}
+    return plain_loop(name, model, [lambda: loss_fn(model(x), y)] * 3)
 
 
 @pytest.mark.parametrize("options", [{"data": 2}, {"data": 2, "microbatches": 2}], ids=str)
@@ -218,28 +268,12 @@ def test_whole_tensor_ones_are_exact_where_masters_are_whole(
     workers2: WorkerPool, tmp_path: Path, options: dict[str, int]
 ) -> None:
     given, names = subject("mlp"), ["muon", "adafactor", "lamb"]
-    found = workers2.run(
-        "test_run_optimizers:train_emitted", str(emitted(tmp_path, **options)), given.state, given.batch, names
-    )[0]
+    call = (str(emitted(tmp_path, **options)), given.state, [given.batch] * 3, names)
+    found = workers2.run("test_run_optimizers:trained", *call)[0]
     for name in names:
         wanted = one_process_of_mlp(name)
-        moved = max(float((wanted[n] - given.state[n]).abs().max()) for n in wanted)
-        assert moved > 1e-3
+        assert max(float((wanted[n] - given.state[n]).abs().max()) for n in wanted) > 1e-3
         assert max(float((found[name][n] - wanted[n]).abs().max()) for n in wanted) <= 1e-9, name
-
-
-def test_torchs_own_are_exact_over_a_pipeline(workers2: WorkerPool, tmp_path: Path) -> None:
-    given = subject("mlp")
-    folder = str(emitted(tmp_path, pipeline=2, microbatches=2))
-    names = ["muon", "adafactor", "per_tensor"]
-    found = workers2.run("test_run_optimizers:train_emitted", folder, given.state, given.batch, names)[0]
-    for name in names:
-        wanted = one_process_of_mlp(name)
-        assert max(float((found[name][n] - wanted[n]).abs().max()) for n in wanted) <= 1e-9, name
-
-
-def per_tensor(params: Params) -> torch.optim.Optimizer:
-    return PerTensorLamb(params, clamp=0.5)
 
 
 def why(folder: Path, make: Any) -> RefusedOptimizerError:
@@ -253,30 +287,22 @@ CUTS = [
     ({"data": 2, "zero": 1}, "no rank has the whole of .*: ZeRO 1 divides it over data"),
     ({"data": 2, "zero": 3}, "no rank has the whole of .*: ZeRO 3 divides it over data"),
     ({"tensor": 2}, "no rank has the whole of layers.0.0.weight: the axis tensor shards it"),
+    ({"pipeline": 2, "microbatches": 2}, "the pipeline's stages each have some"),
 ]
 
 
 @pytest.mark.parametrize(("options", "message"), CUTS, ids=str)
-def test_whole_tensor_ones_are_refused_by_name_where_ranks_hold_pieces(
+def test_unknown_ones_are_refused_by_name_where_ranks_have_parts_of_the_model(
     tmp_path: Path, options: dict[str, int], message: str
 ) -> None:
-    folder = emitted(tmp_path, **options)
-    for make, name in ((muon, "Muon"), (adafactor, "Adafactor"), (lamb, "Lamb")):
-        refused = why(folder, make)
-        assert re.search(f"{name} looks at whole tensors, and {message}", refused.message)
-        assert "zero=0 and data parallelism" in refused.hint and ("elementwise = True" in refused.hint) == (
-            name == "Lamb"
-        )
+    refused = why(emitted(tmp_path, **options), lamb)
+    assert re.search(f"Lamb may look at all tensors together, and {message}", refused.message)
+    assert "per_tensor = True" in refused.hint and "elementwise = True" in refused.hint
 
 
-def test_a_fused_projection_is_no_whole_tensor(tmp_path: Path) -> None:
+def test_parts_of_a_fused_projection_are_refused_by_name(tmp_path: Path) -> None:
     message = "no rank has the whole of layers.0.gate_up.weight: it is a fused projection"
-    assert message in why(write_mlp(tmp_path, Shape()), adafactor).message
-
-
-def test_an_unknown_one_may_look_over_the_pipeline(tmp_path: Path) -> None:
-    refused = why(emitted(tmp_path, pipeline=2, microbatches=2), lamb)
-    assert "Lamb may look at all tensors together" in refused.message and "per_tensor = True" in refused.hint
+    assert message in why(write_mlp(tmp_path, Shape()), lamb).message
 
 
 def scheduled(params: Params) -> torch.optim.Optimizer:
@@ -299,7 +325,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "scheduler": (scheduled, "SGD cannot be made again .*was replaced"),
     "hooks": (hooked, "SGD cannot be made again .*it has hooks"),
     "other tensors": (lambda params: torch.optim.SGD([torch.zeros(3)], lr=0.1), "tensors that are no parameters"),
-    "no optimizer": (lambda params: [torch.optim.SGD(params, lr=0.1)], "gave back list"),
+    "no optimizer": (lambda params: {"sgd": torch.optim.SGD(params, lr=0.1)}, "gave back dict"),
+    "an empty list": (lambda params: [], "gave back an empty list"),
+    "one parameter twice": (lambda params: [by_ndim(params), some(params)], "two optimizers have layers.0.0.bias"),
+    "needs parameters": (Eager, "Eager cannot be made again .*its class raised StopIteration"),
 }
 
 
@@ -332,7 +361,7 @@ def test_the_callable_sees_the_users_parameters(tmp_path: Path) -> None:
 def test_program_refuses_before_a_process_starts(tmp_path: Path) -> None:
     shape = Shape(data=2, zero=(1, 1))
     cases = [
-        (adafactor, "Adafactor looks at whole"),
+        (lamb, "Lamb may look at all tensors together"),
         ("nothing:here", "no optimizer"),
         (raises, "ValueError: as it likes"),
     ]
