@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import mlp, subject
+from plain_loop import plain_loop
 from programs import Shape, mlp_batch, mlp_model, mlp_plan, write_mlp
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
@@ -197,25 +198,15 @@ def trained(
         return found
 
 
-def plain_loop(name: str, model: nn.Module, losses: Iterable[Callable[[], Tensor]]) -> dict[str, Tensor]:
-    """The training as people write it, on one device."""
-    named, make = name in ("by_name", "with_names"), globals()[name]
-    made = make(list(model.named_parameters()) if named else list(model.parameters()))
-    optimizers = made if isinstance(made, list) else [made]
-    schedulers = [SCHEDULERS[name](optimizer) for optimizer in optimizers] if name in SCHEDULERS else []
-    for loss in losses:
-        model.zero_grad()
-        loss().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), NORM)
-        for each in (*optimizers, *schedulers):
-            each.step()
+def values_after(name: str, model: nn.Module, losses: list[Callable[[], Tensor]]) -> dict[str, Tensor]:
+    plain_loop(model, losses, globals()[name], SCHEDULERS.get(name), NORM)
     return {name: value.detach() for name, value in model.state_dict().items()}
 
 
 @functools.cache
 def one_process(name: str) -> dict[str, Tensor]:
     model = mlp_model()
-    return plain_loop(name, model, [functools.partial(model, **mlp_batch(seed)) for seed in range(3)])
+    return values_after(name, model, [functools.partial(model, **mlp_batch(seed)) for seed in range(3)])
 
 
 def check(pool: WorkerPool, folder: Path, shape: Shape, names: list[str]) -> None:
@@ -260,7 +251,7 @@ def one_process_of_mlp(name: str) -> dict[str, Tensor]:
     model, (x, y), loss_fn = mlp()
     model = model.double()
     model.load_state_dict(subject("mlp").state)
-    return plain_loop(name, model, [lambda: loss_fn(model(x), y)] * 3)
+    return values_after(name, model, [lambda: loss_fn(model(x), y)] * 3)
 
 
 @pytest.mark.parametrize("options", [{"data": 2}, {"data": 2, "microbatches": 2}], ids=str)
@@ -358,15 +349,63 @@ def test_the_callable_sees_the_users_parameters(tmp_path: Path) -> None:
         ]
 
 
+def test_schedulers_that_are_refused(tmp_path: Path) -> None:
+    folder = emitted(tmp_path, data=2)
+    cases: list[tuple[Any, str]] = [
+        (lr_scheduler.ReduceLROnPlateau, "ReduceLROnPlateau waits for a measure"),
+        (lambda optimizer: None, "the scheduler's function gave back NoneType"),
+        (lambda optimizer: by_lambda(torch.optim.SGD([torch.zeros(1)])), "LambdaLR is not of the optimizer"),
+    ]
+    for make, message in cases:
+        with program_modules(folder), pytest.raises(RefusedOptimizerError, match=message) as error:
+            checked(by_ndim, load(folder), make)
+        assert error.value.hint
+
+
+def test_a_learning_rate_that_is_a_tensor_has_a_schedule(tmp_path: Path) -> None:
+    """The check makes a scheduler too, which writes into its own learning rate alone."""
+    folder = emitted(tmp_path, data=2)
+    with program_modules(folder):
+        (model,), _ = checked(with_tensor, load(folder), warm_cosine)
+    assert float(model.param_groups[0]["lr"]) == 0.5
+
+
+def with_tensor(params: Params) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=torch.tensor(0.5))
+
+
+def test_a_program_trains_by_schedule_and_goes_on(tmp_path: Path) -> None:
+    """Two steps in one program and two in the next, of another plan, against four steps of a plain loop."""
+    own = {"optimizer": pair, "scheduler": "test_run_optimizers:warm_cosine", "max_norm": NORM, "type_check": False}
+    model = mlp_model()
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    for number, shape in enumerate((Shape(data=2, zero=(3, 1)), Shape(tensor=2))):
+        folder = write_mlp(tmp_path / str(number), shape)
+        start: dict[str, Any] = {"draw_init": True} if number else {"state": state}
+        with Program(mlp_plan(shape), folder, **own, **start) as program:
+            if number:
+                assert program.load(tmp_path / "saved") == 2
+            for seed in (2 * number, 2 * number + 1):
+                program.step(mlp_batch(seed))
+            program.save(tmp_path / "saved")
+            found = program.state_dict()
+    wanted = values_after("pair", model, [functools.partial(model, **mlp_batch(seed)) for seed in range(4)])
+    assert max(float((found[name] - wanted[name]).abs().max()) for name in wanted) <= 1e-9
+
+
 def test_program_refuses_before_a_process_starts(tmp_path: Path) -> None:
     shape = Shape(data=2, zero=(1, 1))
     cases = [
         (lamb, "Lamb may look at all tensors together"),
         ("nothing:here", "no optimizer"),
         (raises, "ValueError: as it likes"),
+        (None, "ReduceLROnPlateau waits for"),
+        (by_ndim, "ReduceLROnPlateau waits for"),
     ]
     for make, message in cases:
-        program = Program(mlp_plan(shape), write_mlp(tmp_path, shape), optimizer=make, type_check=False, draw_init=True)
+        how: dict[str, Any] = {"optimizer": make, "type_check": False, "draw_init": True}
+        how |= {"scheduler": lr_scheduler.ReduceLROnPlateau} if "Plateau" in message else {}
+        program = Program(mlp_plan(shape), write_mlp(tmp_path, shape), **how)
         with pytest.raises(UsageError, match=message) as error:
             program.step(mlp_batch())
         assert error.value.hint and program._processes is None
