@@ -2,11 +2,13 @@
 
 A parameter of which ranks have slices, parts or ZeRO's pieces gets an *owner* among these ranks, which keeps the whole master copy and the
 optimizer's state of it. In a step each owner gathers the gradient's pieces and updates its parameters, and the new values go back to all
-ranks that have pieces of them. Nothing is computed twice, and no parameter is whole on two ranks (K. Jordan et al., "Muon: an optimizer for
-hidden layers in neural networks", 2024, deals matrices out to ranks likewise).
+ranks that have pieces of them. No such parameter is whole on two ranks, and none is updated twice (K. Jordan et al., "Muon: an optimizer
+for hidden layers in neural networks", 2024, distribute matrices over ranks likewise).
 
-Owners are balanced by elements, each rank then has about its share of the pipeline stage. A parameter that is whole on all of its ranks, as
-under plain data parallelism, is updated there, and nothing is sent.
+Owners are balanced by elements: each rank has about its share of the pipeline stage. A parameter that is whole on all of its ranks, as
+under plain data parallelism, is updated there, and nothing is sent. The planner does not price any of this: the whole masters are about
+4 more bytes for each element of a rank's share in float32, their gradients as many during the update, and each step sends the gradients
+and the new values once.
 
 This file is copied into every emitted program; it needs torch alone.
 """

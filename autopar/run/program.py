@@ -59,7 +59,8 @@ class Program:
             ``named_parameters``; AdamW with ``lr`` if left out. It may make a list of optimizers, each with parameters of its own. It is
             called with stand-ins of the same shapes and without values. A class of your own says with ``per_tensor = True`` that it looks
             at one tensor at a time, with ``elementwise = True`` that it treats elements alike, or is refused where ranks have parts of
-            the model. Worker processes must be able to import the function: it is at the top of a module, or named ``"module:function"``.
+            the model. Prices are those of Adam, whatever the optimizer. Worker processes must be able to import the function: it is at
+            the top of a module, or named ``"module:function"``.
         scheduler: makes a ``torch.optim.lr_scheduler.LRScheduler`` of the optimizer, and is imported likewise. It counts updates: a step
             that float16's loss scaling skips does not count. ``ReduceLROnPlateau`` is refused.
         max_norm: the largest 2-norm of the gradients.
@@ -206,9 +207,10 @@ class Program:
     def load(self, folder: str | os.PathLike[str]) -> int:
         """Go on from a checkpoint: ``folder`` itself, or the newest whole one in it. Returns its number of steps.
 
-        Parameters, buffers, optimizer state, the options of the optimizer's groups and the seed are those of the checkpoint.
+        Parameters, buffers, optimizer state, the options of the optimizer's groups, the scheduler's state and the seed are those of the
+        checkpoint.
 
-        Raises ``CheckpointError`` where it is damaged, or of another model or optimizer.
+        Raises ``CheckpointError`` where it is damaged, or of another model, optimizer or scheduler.
         """
         return int(self._with_files("load", folder))
 

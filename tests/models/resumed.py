@@ -91,8 +91,7 @@ def straight(name: str, optimizer: str, steps: int) -> tuple[list[float], dict[s
     """Losses and final values of the training on one device."""
     model, loss_of = eager(name)
     losses = [functools.partial(loss_of, batch_of(name, step)) for step in range(steps)]
-    with WholeFloat64(), WithoutDropout():
-        values = plain_loop(model, losses, OPTIMIZERS[optimizer], SCHEDULERS.get(optimizer))
+    values = plain_loop(model, losses, OPTIMIZERS[optimizer], SCHEDULERS.get(optimizer))
     return values, {key: tensor.detach() for key, tensor in model.state_dict().items()}
 
 
@@ -105,7 +104,15 @@ def eager(name: str) -> tuple[nn.Module, Callable[[dict[str, Tensor]], Tensor]]:
     copied.model.load_state_dict(given.state)
     structure = given.graph.structure
     assert isinstance(structure, BatchStructure)
-    return copied.model, lambda batch: call_model(copied.model, structure, copied.loss_fn, list(batch.values()))
+
+    def loss_of(batch: dict[str, Tensor]) -> Tensor:
+        with (
+            WholeFloat64(),
+            WithoutDropout(),
+        ):  # not around the optimizer, whose numbers of steps and the like have the default dtype
+            return call_model(copied.model, structure, copied.loss_fn, list(batch.values()))
+
+    return copied.model, loss_of
 
 
 def trained(

@@ -92,6 +92,7 @@ def program(folder: Path, *faults: Fault, model: nn.Module | None = None, **opti
 OPTIMIZERS = {
     "adamw": functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
     "sgd": functools.partial(torch.optim.SGD, lr=0.5),
+    "adafactor": functools.partial(torch.optim.Adafactor, lr=1e-2, eps=(1e-8, 1e-3)),
 }
 
 
@@ -105,7 +106,7 @@ def trained(
         world = runtime.start(opened, device="cpu")
         trainer = runtime.Trainer(opened, world, optimizer=OPTIMIZERS[optimizer], state=state, max_norm=max_norm)
         losses = [trainer.step(batch) for batch in steps]
-        states = trainer.optimizer.state.values() if trainer.optimizer is not None else ()
+        states = trainer.optimizer.state.values()
         sizes = [t.numel() for each in states for t in each.values() if isinstance(t, Tensor) and t.dim()]
         read = {
             f"{index} {name}": parameter.detach().clone()
@@ -321,6 +322,13 @@ def test_replicas_train_apart_as_simulated(
     if "tensor" not in name:
         assert own_parameters_differ(found, states) < 1e-9
     assert replicas_agree(found) == (STEPS % every == 0)
+
+
+def test_the_average_reaches_whole_tensors(workers4: WorkerPool, tmp_path: Path) -> None:
+    """Inside of each replica one rank updates the whole of a tensor of which two have slices."""
+    found = run(workers4, program(tmp_path, **APART["tensor"], **local(3)), tied(), "adafactor")
+    losses, states = simulated("tensor", 3, "adafactor", MAX_NORM)
+    assert differs(found, losses, mean_of(states)) < 1e-9
 
 
 def test_an_average_after_every_step_of_plain_sgd_is_the_all_reduce(workers4: WorkerPool, tmp_path: Path) -> None:
