@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,6 +23,8 @@ from workers import WorkerPool
 from autopar.capture import capture
 from autopar.emit import emit
 from autopar.errors import UsageError
+from autopar.program import schedulers
+from autopar.program.optimizer_state import described
 from autopar.program.optimizers import RefusedOptimizerError, checked
 from autopar.program.world import load
 from autopar.run import Program
@@ -360,6 +364,71 @@ def test_schedulers_that_are_refused(tmp_path: Path) -> None:
         with program_modules(folder), pytest.raises(RefusedOptimizerError, match=message) as error:
             checked(by_ndim, load(folder), make)
         assert error.value.hint
+
+
+class Halving:
+    """A callable with a state of its own: how often it was called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, step: int) -> float:
+        self.calls += 1
+        return 0.9**self.calls
+
+
+EVERY: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
+    "LambdaLR": by_lambda,
+    "LambdaLR of an object": lambda o: lr_scheduler.LambdaLR(o, [Halving(), lambda step: 0.5**step]),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 3),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 6, 7]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, total_iters=6),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, total_iters=6),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 9, 2.0),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2, 2),
+    "SequentialLR": warm_cosine,
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(o, 0.5, total_iters=6), lr_scheduler.MultiStepLR(o, [3, 6])]
+    ),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 3, 4),
+    "CyclicLR with a function": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 3, scale_fn=lambda x: 0.5**x),
+    "OneCycleLR": one_cycle,
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_every_scheduler_goes_on_from_its_json(name: str, lr: float | Tensor) -> None:
+    """The options of the groups, and the scheduler's own state, after 4 of 8 steps."""
+
+    def made() -> tuple[torch.optim.Optimizer, LRScheduler]:
+        groups = [{"params": [nn.Parameter(torch.ones(1))], "lr": copy.deepcopy(lr)} for _ in range(2)]
+        optimizer = torch.optim.SGD(groups, lr=0.3, momentum=0.9)
+        return optimizer, EVERY[name](optimizer)
+
+    def steps(optimizer: torch.optim.Optimizer, scheduler: LRScheduler) -> list[list[float]]:
+        found = []
+        for _ in range(4):
+            optimizer.step()
+            scheduler.step()
+            found.append([float(group[key]) for group in optimizer.param_groups for key in ("lr", "momentum")])
+        return found
+
+    straight, half = made(), made()
+    wanted = [steps(*straight), steps(*straight)]
+    assert steps(*half) == wanted[0] and len({tuple(each) for each in wanted[0] + wanted[1]}) > 1
+    groups, facts = json.loads(json.dumps((described(half[0], {})["groups"], schedulers.described(half[1]))))
+    optimizer, scheduler = made()
+    for group, options in zip(optimizer.param_groups, groups, strict=True):
+        group.update(
+            {key: torch.tensor(value) if isinstance(group[key], Tensor) else value for key, value in options.items()}
+        )
+    schedulers.check(scheduler, facts)
+    schedulers.restore(scheduler, facts)
+    assert steps(optimizer, scheduler) == wanted[1]
 
 
 def test_a_learning_rate_that_is_a_tensor_has_a_schedule(tmp_path: Path) -> None:
