@@ -54,17 +54,16 @@ def muon(named_parameters: Named) -> list[optim.Optimizer]:
     return [optim.Muon(groups, lr=0.02), optim.AdamW(_groups(others, 3e-3), lr=3e-3)]
 
 
-# By default Adagrad's and Adafactor's epsilons are so small that a gradient which is zero but for the rounding moves a parameter.
 OPTIMIZERS: dict[str, Callable[[Named], Any]] = {
     "SGD": _made(optim.SGD, 0.05, momentum=0.9, nesterov=True),
     "Adam": _made(optim.Adam, 3e-3),
     "AdamW": _made(optim.AdamW, 3e-3, amsgrad=True),
     "NAdam": _made(optim.NAdam, 3e-3),
     "RAdam": _made(optim.RAdam, 3e-3),
-    "Adagrad": _made(optim.Adagrad, 0.01, eps=1e-8),
+    "Adagrad": _made(optim.Adagrad, 0.01),
     "RMSprop": _made(optim.RMSprop, 1e-3, momentum=0.9, centered=True),
     "ASGD": _made(optim.ASGD, 0.05, t0=3),
-    "Adafactor": _made(optim.Adafactor, 0.01, eps=(1e-8, 1e-3)),
+    "Adafactor": _made(optim.Adafactor, 0.01),
     "Muon": muon,
 }
 

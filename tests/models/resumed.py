@@ -47,7 +47,7 @@ def asgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def adafactor(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Its state has rows and columns. By default a gradient that is zero but for the rounding moves a parameter."""
+    """Its state has rows and columns."""
     return torch.optim.Adafactor(params, lr=1e-2, eps=(1e-8, 1e-3), weight_decay=0.1)
 
 

@@ -133,8 +133,8 @@ some parameter moves by {moved:.1e} or more.
 
 Every case clips gradients to a norm of {NORM} (the first one's is {norms[0]} or more), has weight decay in groups by name (embeddings) and
 by number of dims, a learning rate of its own for a group, and a schedule of three steps of warm-up and a cosine. Muon takes the matrices
-of the layers, and AdamW the rest: the program's optimizer is the list of the two. Adagrad and Adafactor have an `eps` of 1e-8; by default
-theirs are so small that a gradient which is zero but for the rounding, as that of an attention's key bias, moves a parameter by much more.
+of the layers, and AdamW the rest: the program's optimizer is the list of the two. With its default `eps` Adafactor also moves a parameter
+whose gradient is zero but for the rounding, as that of an attention's key bias: there its errors are the largest.
 
 {head}{rows}
 Muon and Adafactor look at whole tensors. Where the plan cuts a parameter, one rank has the whole of it, and updates it. The elements that
