@@ -79,7 +79,7 @@ def compile(
         time_limit_s: how long to search.
         capture_check, type_check: whether the captured graph is compared with the model, and the program type-checked. The plan
             notes it where one of them is switched off.
-        optimizer, lr, max_norm, seed, port, draw_init: as for ``Program``.
+        optimizer, scheduler, lr, max_norm, seed, port, draw_init: as for ``Program``.
 
     A model on the CPU keeps its values, and the folder starts from them. Under ``torchrun`` every process calls this and rank 0 searches.
 

@@ -14,6 +14,7 @@ from autopar.pins import PINS, PinKeywords
 if TYPE_CHECKING:
     import torch
 
+    from autopar.program.optimizers import Scheduler
     from autopar.run.program import Optimizer
 
 R = TypeVar("R")
@@ -39,6 +40,7 @@ class Training:
     """How a program trains; ``autopar.Program`` says what each field means."""
 
     optimizer: Optimizer | str | None = None
+    scheduler: Scheduler | str | None = None
     lr: float = 3e-4
     max_norm: float | None = None
     seed: int = 0
@@ -58,6 +60,7 @@ class Keywords(PinKeywords, total=False):
     capture_check: bool
     type_check: bool
     optimizer: Optimizer | str | None
+    scheduler: Scheduler | str | None
     lr: float
     max_norm: float | None
     seed: int

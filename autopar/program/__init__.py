@@ -42,6 +42,7 @@ FILES = (
     "optimizers.py",
     "pretrained.py",
     "scaling.py",
+    "schedulers.py",
     "segments.py",
     "selective.py",
     "share.py",
@@ -56,6 +57,7 @@ FILES = (
     "train.py",
     "weight_gradients.py",
     "weights.py",
+    "whole_tensors.py",
 )
 
 

@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from autopar.program import schedulers
 from autopar.program.boxes import Piece, divided, pieces, whole
 from autopar.program.buffers import StageBuffers
 from autopar.program.checkpoint_files import (
@@ -55,7 +56,8 @@ from autopar.program.checkpoint_files import (
     partial_of,
 )
 from autopar.program.optimizer_state import Restored, described, merged, saved
-from autopar.program.parameters import Group, Master
+from autopar.program.optimizers import Updates
+from autopar.program.parameters import Group
 from autopar.program.state import sentence
 from autopar.program.world import Program, World
 
@@ -70,11 +72,7 @@ class Training:
     world: World
     groups: Sequence[Group]
     buffers: StageBuffers
-    optimizer: torch.optim.Optimizer | None
-
-    @property
-    def masters(self) -> list[Master]:
-        return [master for group in self.groups for master in group.masters]
+    updates: Updates | None  # not yet there when weights are loaded at the start
 
 
 # -- save and load ----------------------------------------------------------------------------------------------------
@@ -156,22 +154,24 @@ def _prepared(
     training: Training, folder: str | os.PathLike[str], counters: Mapping[str, Any], keep: int | None
 ) -> _Job:
     """Make the folder, and collect what this rank has."""
-    partial, own = partial_of(Path(folder), counters["steps"]), list[Piece]()
+    partial, own, updates = partial_of(Path(folder), counters["steps"]), list[Piece](), training.updates
+    assert updates is not None
 
-    def prepare() -> Mapping[str, Any] | None:
+    def prepare() -> Mapping[str, Any]:
         if keep is not None and keep < 1:
             raise CheckpointError(
                 f"keep is {keep}, and the new checkpoint is one that stays", "give a number from 1 up"
             )
-        masters = [m for m in training.masters if training.program.is_first_copy(m.layout)]
-        states, keys = saved(training.optimizer, masters, training.world)
+        masters = [m for m in updates.masters if training.program.is_first_copy(m.layout)]
+        states, keys = saved(updates.optimizer, masters, training.world)
         model = (*parameters(training, every_copy=False), *buffers(training, every_copy=False))
         own.extend(part for piece in (*model, *states) for part in divided(piece))
-        return described(training.optimizer, keys)
+        return described(updates.optimizer, keys)
 
     optimizer = merged(on_every_rank(prepare, partial, writing=True))
     on_every_rank(lambda: begin(partial) if dist.get_rank() == 0 else None, partial, writing=True)
-    facts = {**_facts(training), **counters, "optimizer": optimizer}
+    scheduler = schedulers.described(updates.scheduler)
+    facts = {**_facts(training), **counters, "optimizer": optimizer, "scheduler": scheduler}
     return _Job(partial, _under(_replica(training)[0], own), facts, keep)
 
 
@@ -180,7 +180,8 @@ def load(training: Training, folder: str | os.PathLike[str]) -> Mapping[str, Any
 
     Raises ``CheckpointError`` on every rank, before anything is changed if the checkpoint is of another model or optimizer, or damaged.
     """
-    opened, own, restored = list[Found](), list[Piece](), list[Restored]()
+    opened, own, restored, updates = list[Found](), list[Piece](), list[Restored](), training.updates
+    assert updates is not None
 
     def find() -> str | None:
         if dist.get_rank() != 0:
@@ -201,7 +202,8 @@ def load(training: Training, folder: str | os.PathLike[str]) -> Mapping[str, Any
         _check_model(training.program, found)
         prefix = _prefix_of(training, found)
         stored = _stored(found.metadata, prefix)
-        state = Restored(training.optimizer, training.masters, training.world, found.facts["optimizer"], stored)
+        state = Restored(updates.optimizer, updates.masters, training.world, found.facts["optimizer"], stored)
+        schedulers.check(updates.scheduler, found.facts.get("scheduler"))
         model = (*parameters(training, every_copy=True), *buffers(training, every_copy=True))
         own.extend(_under(prefix, (*model, *state.pieces)))
         opened.append(found)
@@ -210,6 +212,8 @@ def load(training: Training, folder: str | os.PathLike[str]) -> Mapping[str, Any
     on_every_rank(prepare, path, writing=False)
     _read(own, opened[0])
     restored[0].install()
+    schedulers.restore(updates.scheduler, opened[0].facts.get("scheduler"))
+    updates.read_masters()
     for group in training.groups:
         group.publish()
     return opened[0].facts

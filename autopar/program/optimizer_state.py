@@ -1,7 +1,7 @@
 """The optimizer's state in a checkpoint: for each parameter, tensors of its shape and numbers; for each group, its options.
 
 A tensor of the parameter's shape (``exp_avg``) is divided as the parameter is, and a number (``step``) is there once. A tensor of another
-shape (Adafactor's ``row_var``) is written whole by a rank that has the whole parameter.
+shape (Adafactor's ``row_var``) is written whole by a rank that has the whole parameter (``whole_tensors``).
 
 This file is copied into every emitted program; it needs torch alone.
 """
@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from autopar.program.boxes import Piece, pieces, whole
 from autopar.program.checkpoint_files import CheckpointError
+from autopar.program.optimizers import class_name
 from autopar.program.parameters import Master
 from autopar.program.world import World
 
@@ -30,49 +31,41 @@ _PYTHON: dict[str, type] = {"int": int, "float": float, "bool": bool}
 # -- what is saved ----------------------------------------------------------------------------------------------------
 
 
-def described(optimizer: torch.optim.Optimizer | None, keys: Mapping[str, str]) -> dict[str, Any] | None:
+def described(optimizer: torch.optim.Optimizer, keys: Mapping[str, str]) -> dict[str, Any]:
     """The optimizer's class, its groups' options that JSON can express, and the kind of each key of its state."""
-    if optimizer is None:
-        return None
     groups = [
-        {key: plain for key, option in group.items() if (plain := _plain(key, option)) is not ...}
+        {key: own for key, option in group.items() if key not in _OF_THE_PROGRAM and (own := plain(option)) is not ...}
         for group in optimizer.param_groups
     ]
-    return {"class": type(optimizer).__qualname__, "groups": groups, "keys": dict(keys)}
+    return {"class": class_name(optimizer), "groups": groups, "keys": dict(keys)}
 
 
-def _plain(key: str, option: Any) -> Any:
+def plain(option: Any) -> Any:
     """An option as JSON; ``...`` if it has no such form, and always comes from the function that makes the optimizer."""
-    if key in _OF_THE_PROGRAM:
-        return ...
     if isinstance(option, Tensor) and option.dim() == 0:
         return option.item()
     if isinstance(option, tuple | list):
-        items = [_plain("", item) for item in option]
+        items = [plain(item) for item in option]
         return ... if ... in items else items
     return option if option is None or isinstance(option, bool | int | float | str) else ...
 
 
-def merged(parts: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
-    """All ranks' descriptions as one; ``None`` if no rank has an optimizer. A key that is a number for one parameter is one for all."""
-    found = [part for part in parts if part is not None]
-    if not found:
-        return None
+def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """All ranks' descriptions as one. A key that is a number for one parameter is one for all."""
     kinds: dict[str, str] = {}
-    for part in found:
+    for part in parts:
         for key, kind in part["keys"].items():
             kinds[key] = kind if kinds.get(key, TENSOR) == TENSOR else kinds[key]
-    return {**found[0], "keys": dict(sorted(kinds.items()))}
+    return {**parts[0], "keys": dict(sorted(kinds.items()))}
 
 
 def saved(
-    optimizer: torch.optim.Optimizer | None, masters: Sequence[Master], world: World
+    optimizer: torch.optim.Optimizer, masters: Sequence[Master], world: World
 ) -> tuple[list[Piece], dict[str, str]]:
     """The pieces of this rank's optimizer state, and the kind of each key."""
     found: list[Piece] = []
     kinds: dict[str, str] = {}
-    for master in masters if optimizer is not None else ():
-        assert optimizer is not None
+    for master in masters:
         for key, value in optimizer.state.get(master.tensor, {}).items():
             kind = _kind(master, key, value)
             kinds[key] = kind if kinds.get(key, TENSOR) == TENSOR else kinds[key]
@@ -128,17 +121,15 @@ class Restored:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer,
         masters: Sequence[Master],
         world: World,
-        facts: Mapping[str, Any] | None,
+        facts: Mapping[str, Any],
         stored: Mapping[str, TensorStorageMetadata],
     ) -> None:
         self._optimizer, self._facts = optimizer, facts
         self._states: dict[Tensor, dict[str, Tensor]] = {}
         self.pieces: list[Piece] = []
-        if optimizer is None or facts is None:
-            return
         _check(optimizer, facts)
         on_device = {
             id(param): bool(group.get("capturable") or group.get("fused"))
@@ -165,8 +156,6 @@ class Restored:
 
     def install(self) -> None:
         """Give the optimizer its state, and its groups their options."""
-        if self._optimizer is None or self._facts is None:
-            return
         self._optimizer.state.clear()
         for param, state in self._states.items():
             kinds = self._facts["keys"]
@@ -182,7 +171,7 @@ class Restored:
 
 
 def _check(optimizer: torch.optim.Optimizer, facts: Mapping[str, Any]) -> None:
-    own = type(optimizer).__qualname__
+    own = class_name(optimizer)
     if own != facts["class"]:
         raise CheckpointError(
             f"the checkpoint has the state of {facts['class']}, and the program trains with {own}",

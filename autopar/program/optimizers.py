@@ -1,12 +1,13 @@
-"""The user's optimizer, over the parameters of this rank.
+"""The user's optimizers and scheduler of learning rates, over the parameters of this rank.
 
 The user's callable is called once with meta tensors: all parameters of the user's model under their own names, shapes and order, frozen
-ones included, so that parameter groups by name, by number of dims or by position are the same as on one device. This rank's master
-copies then replace the meta tensors in the groups, and an optimizer of the same class with the same options is made of the groups.
+ones included, so that parameter groups by name, by number of dims or by position are the same as on one device. It returns an optimizer, or
+a list of them, each with parameters of its own. This rank's master copies then replace the meta tensors in the groups, and an optimizer of
+the same class with the same options is made of the groups.
 
-Element-wise optimizers are exact on slices of parameters. Optimizers that read whole tensors (Muon, Adafactor, LAMB) are accepted where
-every master copy is a whole parameter, and refused by name elsewhere. A user's own class counts as reading whole tensors unless it has
-``elementwise = True``. Unless it has ``per_tensor = True``, it may also read all tensors together, and needs all of them on every rank.
+Element-wise optimizers are exact on slices of parameters. Where the plan cuts parameters, those that read one whole tensor at a time get
+whole tensors (``whole_tensors``): torch's Muon and Adafactor, and a user's class with ``per_tensor = True``. Any other class may read all
+tensors together unless it has ``elementwise = True``; it needs all of them on every rank, and is refused by name elsewhere.
 
 This file is copied into every emitted program; it needs torch alone.
 """
@@ -19,10 +20,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from autopar.program.world import Layout, Program
+from autopar.program.parameters import Master
+from autopar.program.whole_tensors import WholeTensors
+from autopar.program.world import Layout, Program, World
 
-Optimizer = Callable[[Any], torch.optim.Optimizer]
+Optimizer = Callable[[Any], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
+Scheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 
 _ELEMENTWISE = frozenset(
     ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
@@ -42,42 +47,148 @@ class RefusedOptimizerError(ValueError):
         self.message, self.hint = message, hint
 
 
-def make(
-    optimizer: Optimizer, program: Program, masters: Sequence[tuple[Layout, nn.Parameter]]
-) -> torch.optim.Optimizer | None:
-    """The user's optimizer over this rank's master copies (``None`` if the rank has none).
+class Several(torch.optim.Optimizer):
+    """Optimizers with parameters of their own as one: the groups of all of them, in order, and one state."""
 
-    Raises ``RefusedOptimizerError`` where it would not train as on one device, on every rank alike.
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__([{"params": []}], {})
+        self.parts = tuple(parts)
+        self.param_groups[:] = [group for part in parts for group in part.param_groups]
+        for part in parts:
+            self.state.update(part.state)
+            part.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for part in self.parts:
+            part.step()
+
+
+class Updates:
+    """What updates this rank's master copies: the optimizer over ``masters``, and the scheduler of its learning rates, if there is one.
+
+    ``masters`` are the tensors that the optimizer has: this rank's own, or whole ones that it updates for several ranks.
     """
-    model, names = checked(optimizer, program)
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scheduler: LRScheduler | None,
+        masters: Sequence[Master],
+        whole: WholeTensors | None,
+    ) -> None:
+        self.optimizer, self.scheduler, self.masters, self._whole = optimizer, scheduler, masters, whole
+
+    def step(self) -> None:
+        """Update by the masters' gradients, then set the next step's learning rates; all ranks call this."""
+        if self._whole is not None:
+            self._whole.gather_gradients()
+        self.optimizer.step()
+        if self._whole is not None:
+            self._whole.scatter_values()
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def read_masters(self) -> None:
+        """After the masters were set by anything but ``step``; all ranks call this."""
+        if self._whole is not None:
+            self._whole.gather_values()
+
+
+def make(
+    optimizer: Optimizer, program: Program, world: World, masters: Sequence[Master], scheduler: Scheduler | None = None
+) -> Updates:
+    """The user's optimizer and scheduler over this rank's master copies; all ranks call this.
+
+    Raises ``RefusedOptimizerError`` where training would not be as on one device, on every rank alike.
+    """
+    models, names = checked(optimizer, program, scheduler)
+    looking = {
+        names[id(param)]
+        for model in models
+        if not _is_elementwise(model)
+        for group in model.param_groups
+        for param in group["params"]
+    }
+    whole = None
+    if looking:
+        whole = WholeTensors([master for master in masters if master.layout.original in looking], program, world)
+        masters = [*(m for m in masters if m.layout.original not in looking), *whole.masters]
     mine: dict[str, list[nn.Parameter]] = {}
-    for layout, master in masters:
-        mine.setdefault(layout.original, []).append(master)
-    return _rebuilt(model, names, mine) if masters else None
+    for master in masters:
+        mine.setdefault(master.layout.original, []).append(master.tensor)
+    made = _joined([_rebuilt(model, names, mine) for model in models])
+    return Updates(made, None if scheduler is None else _scheduled(scheduler, made), masters, whole)
 
 
-def checked(optimizer: Optimizer, program: Program) -> tuple[torch.optim.Optimizer, dict[int, str]]:
-    """The optimizer that the user's callable makes of the stand-ins, and their names by ``id``.
+def checked(
+    optimizer: Optimizer, program: Program, scheduler: Scheduler | None = None
+) -> tuple[list[torch.optim.Optimizer], dict[int, str]]:
+    """The optimizers that the user's callable makes of the stand-ins, and the stand-ins' names by ``id``.
 
     Raises ``RefusedOptimizerError`` as ``make`` does; nothing need have been started.
     """
     stand_ins = _stand_ins(program)
-    model = optimizer(list(stand_ins.items()) if _wants_names(optimizer) else list(stand_ins.values()))
-    if not isinstance(model, torch.optim.Optimizer):
-        raise RefusedOptimizerError(
-            f"the optimizer's function gave back {type(model).__name__}", "it returns one torch.optim.Optimizer"
-        )
+    made: Any = optimizer(list(stand_ins.items()) if _wants_names(optimizer) else list(stand_ins.values()))
+    models: list[torch.optim.Optimizer] = list(made) if isinstance(made, list | tuple) else [made]
+    for model in models:
+        if not isinstance(model, torch.optim.Optimizer):
+            raise RefusedOptimizerError(
+                f"the optimizer's function gave back {type(model).__name__}",
+                "it returns a torch.optim.Optimizer, or a list of them",
+            )
+    if not models:
+        raise RefusedOptimizerError("the optimizer's function gave back an empty list", "it returns an optimizer")
     names = {id(stand_in): name for name, stand_in in stand_ins.items()}
-    for group in model.param_groups:
-        if any(id(param) not in names for param in group["params"]):
+    taken: set[int] = set()
+    for model in models:
+        own = [param for group in model.param_groups for param in group["params"]]
+        if any(id(param) not in names for param in own):
             raise RefusedOptimizerError(
                 f"{_name(model)} has tensors that are no parameters of the model",
                 "its groups hold the tensors that the function was called with, not others made of them",
             )
-    _refuse_pieces(model, [names[id(p)] for group in model.param_groups for p in group["params"]], program)
-    # the meta tensors already show whether the class can be constructed again
-    _rebuilt(model, names, {name: [stand_in] for name, stand_in in stand_ins.items()})
-    return model, names
+        if twice := [names[id(param)] for param in own if id(param) in taken]:
+            raise RefusedOptimizerError(
+                f"two optimizers have {twice[0]}", "give each parameter to one of the optimizers in the list"
+            )
+        taken |= {id(param) for param in own}
+        _refuse_pieces(model, [names[id(param)] for param in own], program)
+        _rebuilt(model, names, {})  # a rank may have none of its parameters
+    # the meta tensors already show whether the classes can be constructed again
+    again = _joined([_rebuilt(model, names, {name: [p] for name, p in stand_ins.items()}) for model in models])
+    if scheduler is not None:
+        _scheduled(scheduler, again)
+    return models, names
+
+
+def _joined(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    return optimizers[0] if len(optimizers) == 1 else Several(optimizers)
+
+
+def _scheduled(scheduler: Scheduler, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    made = scheduler(optimizer)
+    if not isinstance(made, LRScheduler):
+        raise RefusedOptimizerError(
+            f"the scheduler's function gave back {type(made).__name__}",
+            "it takes an optimizer, and returns one torch.optim.lr_scheduler.LRScheduler",
+        )
+    if isinstance(made, ReduceLROnPlateau):
+        raise RefusedOptimizerError(
+            "ReduceLROnPlateau waits for a measure, such as the loss on other data, that a step does not have",
+            "take a scheduler that counts steps, such as CosineAnnealingLR",
+        )
+    if made.optimizer is not optimizer:
+        raise RefusedOptimizerError(
+            f"the scheduler {type(made).__name__} is not of the optimizer that its function was called with",
+            "make it of the function's argument",
+        )
+    return made
+
+
+def class_name(made: torch.optim.Optimizer) -> str:
+    """The class of an optimizer; those of several, in order."""
+    return " and ".join(type(part).__qualname__ for part in (made.parts if isinstance(made, Several) else (made,)))
 
 
 def _stand_ins(program: Program) -> dict[str, nn.Parameter]:
@@ -116,30 +227,32 @@ def _of_torch(optimizer: torch.optim.Optimizer) -> str:
 # -- pieces of tensors ------------------------------------------------------------------------------------------------
 
 
+def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    return _of_torch(optimizer) in _ELEMENTWISE or bool(getattr(optimizer, "elementwise", False))
+
+
 def _refuse_pieces(optimizer: torch.optim.Optimizer, names: Iterable[str], program: Program) -> None:
     torchs = _of_torch(optimizer)
     if torchs in _NEVER:
         raise RefusedOptimizerError(
             f"{torchs} cannot train a program: {_NEVER[torchs]}", "AdamW is the optimizer where none is given"
         )
-    if torchs in _ELEMENTWISE or getattr(optimizer, "elementwise", False):
+    if _is_elementwise(optimizer) or torchs in _PER_TENSOR or getattr(optimizer, "per_tensor", False):
         return
-    known = torchs in _PER_TENSOR
-    hint = "plan with zero=0 and data parallelism alone" + (
-        "" if known else ", or give its class elementwise = True if it treats elements alike"
+    hint = (
+        "give its class per_tensor = True if it looks at one tensor at a time, or elementwise = True if at one element"
     )
     trained = set(names)
     for layout in program.layouts:
         cut = _cut(layout, program) if layout.trainable and layout.original in trained else None
         if cut is not None:
             raise RefusedOptimizerError(
-                f"{_name(optimizer)} looks at whole tensors, and no rank has the whole of {layout.original}: {cut}",
+                f"{_name(optimizer)} may look at all tensors together, and no rank has the whole of {layout.original}: {cut}",
                 hint,
             )
-    if len(program.model.STAGES) > 1 and not (known or getattr(optimizer, "per_tensor", False)):
+    if len(program.model.STAGES) > 1:
         raise RefusedOptimizerError(
-            f"{_name(optimizer)} may look at all tensors together, and the pipeline's stages each have some",
-            "give its class per_tensor = True if it looks at one tensor at a time, or elementwise = True if at one element",
+            f"{_name(optimizer)} may look at all tensors together, and the pipeline's stages each have some", hint
         )
 
 
@@ -164,11 +277,13 @@ def _rebuilt(
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         own = [(names[id(param)], master) for param in group["params"] for master in masters.get(names[id(param)], ())]
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        params: list[Any] = [master for _, master in own]
-        if "param_names" in group:
-            params = [(f"{name}#{index}", master) for index, (name, master) in enumerate(own)]
-        groups.append({**options, "params": params})
+        options = {  # a scheduler writes into a learning rate that is a tensor
+            key: value.clone() if isinstance(value, Tensor) else value
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+        options |= {"param_names": [f"{name}#{i}" for i, (name, _) in enumerate(own)]} if "param_names" in group else {}
+        groups.append({**options, "params": [master for _, master in own]})
     kind: Any = type(optimizer)
     taken = inspect.signature(kind).parameters
     first, *others = taken

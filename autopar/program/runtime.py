@@ -83,8 +83,10 @@ class Trainer:
 
     ``optimizer`` (``adamw`` if left out) makes an optimizer from the list of the user's parameters, or from pairs with their names if its
     argument is called ``named_parameters``. These parameters are placeholders, which this rank's own tensors replace (see
-    ``optimizers``). Initial values are ``state`` (a state dict of the user's model, or the path of its safetensors), ``values`` (by a
-    parameter's record) or drawn from ``seed``, whatever the plan; or the training goes on from ``resume``, a folder that ``load`` takes.
+    ``optimizers``); it may also make a list of optimizers. ``scheduler`` makes a scheduler of the optimizer's learning rates, which counts
+    updates: a skipped one does not count. Initial values are ``state`` (a state dict of the user's model, or the path of its safetensors),
+    ``values`` (by a parameter's record) or drawn from ``seed``, whatever the plan; or the training goes on from ``resume``, a folder that
+    ``load`` takes.
     ``max_norm`` clips gradients in ``step``.
     ``loss_scale`` is the dynamic loss scale of a program in float16, otherwise ``None``; losses, gradients and norms that the trainer
     returns are without it.
@@ -96,6 +98,7 @@ class Trainer:
         world: World,
         *,
         optimizer: optimizers.Optimizer | None = None,
+        scheduler: optimizers.Scheduler | None = None,
         state: Mapping[str, Tensor] | str | os.PathLike[str] | None = None,
         values: Callable[[Layout], Tensor] | None = None,
         seed: int = 0,
@@ -110,7 +113,7 @@ class Trainer:
         self._groups = [group for groups in self._by_stage.values() for group in groups]
         self._reductions = Reductions(program, self._by_stage)
         self._publications = Publications(program, self.stages, self._by_stage)
-        self.optimizer: torch.optim.Optimizer | None = None
+        self._updates: optimizers.Updates | None = None
         if isinstance(state, str | os.PathLike):
             self.load_weights(state)
         elif state is not None:
@@ -119,9 +122,10 @@ class Trainer:
             self._load(values or seeded(seed))
         self.loss_scale = LossScale(world.device) if program.plan["precision"] == "float16" else None
         self._pipeline = Pipeline(program, world, self.stages, self._by_stage, self._reductions, self.loss_scale)
-        masters = [(master.layout, master.tensor) for group in self._groups for master in group.masters]
+        masters = [master for group in self._groups for master in group.masters]
         optimizer = optimizer or (lambda params: adamw(params, 3e-4, world))
-        self.optimizer = optimizers.make(optimizer, program, masters)
+        self._updates = optimizers.make(optimizer, program, world, masters, scheduler)
+        self.optimizer, self.scheduler = self._updates.optimizer, self._updates.scheduler
         # the updates so far, skipped ones included, and the rows of their batches
         self._seed, self.steps, self.rows = seed, 0, 0
         self.loaders: dict[int, Loader] = {}  # that stay open between the calls of a ``Program``
@@ -195,14 +199,17 @@ class Trainer:
     def _update(self, skipped: bool = False) -> None:
         if self.loss_scale is not None:
             self.loss_scale.update(skipped)
+        assert self._updates is not None
         self.finish_update()  # of parameters that the forward pass did not read
-        if self.optimizer is not None and not skipped:
-            self.optimizer.step()
+        if not skipped:
+            self._updates.step()
         self.steps += 1
         self.rows += int(self.program.plan["global_batch"])
         apart = self.program.local_steps
-        for group in self._groups if apart and self.steps % apart == 0 else ():
-            group.average()
+        if apart and self.steps % apart == 0:
+            for group in self._groups:
+                group.average()
+            self._updates.read_masters()
         self._publications.start()
         self._buffers.write()
 
@@ -342,15 +349,19 @@ class Trainer:
         Raises ``CheckpointError`` on every rank, with the names that are missing, unknown or of other shapes.
         """
         pretrained.load(self._training(), path)
+        if self._updates is not None:
+            self._updates.read_masters()
 
     def _training(self) -> checkpoint.Training:
         self.finish_update()
-        return checkpoint.Training(self.program, self.world, self._groups, self._buffers, self.optimizer)
+        return checkpoint.Training(self.program, self.world, self._groups, self._buffers, self._updates)
 
     def _load(self, source: Callable[[Layout], Tensor]) -> None:
         self.finish_update()
         for group in self._groups:
             group.load(source)
+        if self._updates is not None:
+            self._updates.read_masters()
 
     @torch.no_grad()
     def _collect(

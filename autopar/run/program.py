@@ -31,7 +31,7 @@ from autopar.keywords import Training
 from autopar.plan import Plan
 from autopar.precision import FLOAT16
 from autopar.program.metrics import Meter
-from autopar.program.optimizers import RefusedOptimizerError, checked
+from autopar.program.optimizers import RefusedOptimizerError, Scheduler, checked
 from autopar.program.state import INITIAL, has_values, initial, write_initial, wrong_state
 from autopar.program.world import load
 from autopar.run import remote
@@ -41,7 +41,7 @@ from autopar.run.processes import Processes
 from autopar.run.training import OnStep, train
 from autopar.run.worker import is_consequence, resolve
 
-Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer | list[torch.optim.Optimizer]]
 _DEFAULT = Training()
 _REFUSED: dict[str, type[AutoparError]] = {
     "CheckpointError": CheckpointError,
@@ -68,9 +68,13 @@ class Program:
         state: the state dict to start from; if left out, or on meta, the folder's ``initial.pt``.
         draw_init: where neither exists, draw values from ``seed`` (``autopar.program.parameters.seeded``).
         optimizer: makes an optimizer of the list of the model's parameters, or of pairs with their names where its argument is called
-            ``named_parameters``; AdamW with ``lr`` if left out. It is called with stand-ins of the same shapes and without values. An
-            optimizer that looks at whole tensors is refused where ranks have shards (``autopar.program.optimizers``). Worker processes
-            must be able to import it: a function at the top of a module, or its name ``"module:function"``.
+            ``named_parameters``; AdamW with ``lr`` if left out. It may make a list of optimizers, each with parameters of its own. It is
+            called with stand-ins of the same shapes and without values. A class of your own says with ``per_tensor = True`` that it looks
+            at one tensor at a time, with ``elementwise = True`` that it treats elements alike, or is refused where ranks have parts of
+            the model. Prices are those of Adam, whatever the optimizer. Worker processes must be able to import the function: it is at
+            the top of a module, or named ``"module:function"``.
+        scheduler: makes a ``torch.optim.lr_scheduler.LRScheduler`` of the optimizer, and is imported likewise. It counts updates: a step
+            that float16's loss scaling skips does not count. ``ReduceLROnPlateau`` is refused.
         max_norm: the largest 2-norm of the gradients.
         port: the port on 127.0.0.1 where local processes meet; 0 for any free port.
         timeout_s: how long a collective may wait.
@@ -89,6 +93,7 @@ class Program:
         cluster: Cluster | None = None,
         state: Mapping[str, Tensor] | None = None,
         optimizer: Optimizer | str | None = _DEFAULT.optimizer,
+        scheduler: Scheduler | str | None = _DEFAULT.scheduler,
         lr: float = _DEFAULT.lr,
         seed: int = _DEFAULT.seed,
         max_norm: float | None = _DEFAULT.max_norm,
@@ -116,7 +121,7 @@ class Program:
         self._draw_init = draw_init
         if self._given:
             self._check_state(self._given)
-        self._optimizer = optimizer
+        self._optimizer, self._scheduler = optimizer, scheduler
         self._options = {"lr": lr, "seed": seed, "max_norm": max_norm}
         self._port, self._timeout_s = port, timeout_s
         self._trainer: Any = None
@@ -300,9 +305,10 @@ class Program:
     def load(self, folder: str | os.PathLike[str]) -> int:
         """Go on from a checkpoint: ``folder`` itself, or the newest whole one in it. Returns its number of steps.
 
-        Parameters, buffers, optimizer state, the options of the optimizer's groups and the seed are those of the checkpoint.
+        Parameters, buffers, optimizer state, the options of the optimizer's groups, the scheduler's state and the seed are those of the
+        checkpoint.
 
-        Raises ``CheckpointError`` where it is damaged, or of another model or optimizer.
+        Raises ``CheckpointError`` where it is damaged, or of another model, optimizer or scheduler.
         """
         return int(self._with_files("load", folder))
 
@@ -435,28 +441,33 @@ class Program:
 
     def _check_optimizer(self) -> None:
         """Raise ``UsageError`` where the optimizer would not train as on one device, before a process is started."""
-        if self._optimizer is None:
+        if self._optimizer is None and self._scheduler is None:
             return
-        name = _importable(self._optimizer)
-        try:
-            make = resolve(self._optimizer) if isinstance(self._optimizer, str) else self._optimizer
-        except (ImportError, AttributeError, AssertionError) as error:
-            raise UsageError(f"there is no optimizer {name}: {error}", 'name it "module:function"') from error
+        lr: Any = self._options["lr"]
+        make: Any = _resolved(self._optimizer, "optimizer") or (lambda params: torch.optim.AdamW(params, lr=lr))
+        schedule = _resolved(self._scheduler, "scheduler")
         with program_modules(self.folder):
             program = load(self.folder)
             try:
-                checked(make, program)
+                checked(make, program, schedule)
             except RefusedOptimizerError as error:
                 raise UsageError(error.message, error.hint) from error
             except Exception as error:
+                given = (self._optimizer, "optimizer"), (self._scheduler, "scheduler")
+                names = " or ".join(f"the {role} {_importable(each, role)}" for each, role in given if each is not None)
                 raise UsageError(
-                    f"the optimizer {name} raised {type(error).__name__}: {error}",
-                    "it is called with the model's parameters, on meta: their names, shapes and order, without values",
+                    f"{names} raised {type(error).__name__}: {error}",
+                    "the optimizer's function is called with the model's parameters, on meta: their names, shapes and order, without "
+                    "values; the scheduler's function is called with the optimizer",
                 ) from error
 
     def _open_remotely(self, processes: Processes) -> None:
         state = self._state_file(processes.folder)
-        options = {**self._options, "optimizer": _importable(self._optimizer), "state": state}
+        makers = {
+            "optimizer": _importable(self._optimizer, "optimizer"),
+            "scheduler": _importable(self._scheduler, "scheduler"),
+        }
+        options = {**self._options, **makers, "state": state}
         folder = str(self.folder.resolve())
         processes.call("autopar.run.remote:open_program", folder, options, self._cluster.kind, self._timeout_s)
 
@@ -470,7 +481,8 @@ class Program:
         if self._trainer is None:
             with tempfile.TemporaryDirectory() as temporary:
                 state = self._state_file(Path(temporary))
-                options = {**self._options, "optimizer": self._optimizer, "state": state}
+                makers = {"optimizer": self._optimizer, "scheduler": self._scheduler}
+                options = {**self._options, **makers, "state": state}
                 self._trainer = remote.open_trainer(
                     str(self.folder), options, device=self._cluster.kind, timeout_s=self._timeout_s
                 )
@@ -523,9 +535,18 @@ def _tensors(state: Mapping[str, Any] | None) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in (state or {}).items() if not name.endswith("_extra_state")}
 
 
-def _importable(optimizer: Optimizer | str | None) -> str | None:
+def _resolved(function: Callable[..., Any] | str | None, role: str) -> Callable[..., Any] | None:
+    """The function itself. Raises ``UsageError`` where other processes could not import it, or its name is of nothing."""
+    name = _importable(function, role)
+    try:
+        return resolve(function) if isinstance(function, str) else function
+    except (ImportError, AttributeError, AssertionError) as error:
+        raise UsageError(f"there is no {role} {name}: {error}", 'name it "module:function"') from error
+
+
+def _importable(function: Callable[..., Any] | str | None, role: str) -> str | None:
     """``"module:function"``, as another process finds the function."""
-    return None if optimizer is None else importable(optimizer, "optimizer", "a function")
+    return None if function is None else importable(function, role, "a function")
 
 
 def _under_torchrun() -> bool:

@@ -20,20 +20,22 @@ _open: list[Any] = []  # this process's one trainer
 def open_trainer(folder: str, options: dict[str, Any], *, device: str | None, timeout_s: float) -> Any:
     """The folder's own ``Trainer`` for this rank, inside the processes that the environment describes.
 
-    ``options``: ``optimizer`` (``"module:function"``, a callable, or ``None``), ``lr``, ``seed``, ``max_norm``, ``state`` (a file
-    of the user's state dict, or ``None``).
+    ``options``: ``optimizer`` (``"module:function"``, a callable, or ``None``), ``scheduler`` (likewise, or left out), ``lr``, ``seed``,
+    ``max_norm``, ``state`` (a file of the user's state dict, or ``None``).
     """
     with program_modules(folder):
         runtime = import_runtime(folder)
         program = runtime.load(folder)
         world = runtime.start(program, device=device, timeout_s=timeout_s)
-        make, lr = options["optimizer"], options["lr"]
+        make, schedule, lr = options["optimizer"], options.get("scheduler"), options["lr"]
         make = resolve(make) if isinstance(make, str) else make
+        schedule = resolve(schedule) if isinstance(schedule, str) else schedule
         state = options["state"]
         return runtime.Trainer(
             program,
             world,
             optimizer=make or (lambda params: runtime.adamw(params, lr, world)),
+            scheduler=schedule,
             state=runtime.read_state(state) if state is not None else None,
             seed=options["seed"],
             max_norm=options["max_norm"],

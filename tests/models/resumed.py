@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from exactness import KINDS, MODELS, subject
+from plain_loop import plain_loop
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 from workers import WorkerPool
 from written_models import WRITTEN
 
@@ -44,11 +46,32 @@ def asgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.ASGD(params, lr=1e-2, t0=1)
 
 
-OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+def adafactor(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Its state has rows and columns."""
+    return torch.optim.Adafactor(params, lr=1e-2, eps=(1e-8, 1e-3), weight_decay=0.1)
+
+
+def muon(params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """For matrices, beside AdamW for the others."""
+    matrices, others = [p for p in params if p.ndim == 2], [p for p in params if p.ndim != 2]
+    return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-2, weight_decay=0.1)]
+
+
+def cosine(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    """Two steps of warm-up, and down."""
+    warm, down = lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2), lr_scheduler.CosineAnnealingLR(optimizer, 6)
+    return lr_scheduler.SequentialLR(optimizer, [warm, down], [2])
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "adamw": adamw,
     "momentum": momentum,
     "asgd": asgd,
+    "adafactor": adafactor,
+    "muon": muon,
 }
+SCHEDULERS = {"adafactor": cosine, "muon": cosine}
+"""The others' learning rates are constant."""
 
 
 def batch_of(name: str, step: int) -> dict[str, Tensor]:
@@ -66,6 +89,14 @@ def _changed(tensor: Tensor, step: int) -> Tensor:
 @functools.cache
 def straight(name: str, optimizer: str, steps: int) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and final values of the training on one device."""
+    model, loss_of = eager(name)
+    losses = [functools.partial(loss_of, batch_of(name, step)) for step in range(steps)]
+    values = plain_loop(model, losses, OPTIMIZERS[optimizer], SCHEDULERS.get(optimizer))
+    return values, {key: tensor.detach() for key, tensor in model.state_dict().items()}
+
+
+def eager(name: str) -> tuple[nn.Module, Callable[[dict[str, Tensor]], Tensor]]:
+    """The model as its user wrote it, with the values that its programs start from, and the loss of a batch."""
     given = subject(name)
     torch.manual_seed(0)
     model, _, loss_fn = (MODELS | WRITTEN)[name]()
@@ -73,16 +104,15 @@ def straight(name: str, optimizer: str, steps: int) -> tuple[list[float], dict[s
     copied.model.load_state_dict(given.state)
     structure = given.graph.structure
     assert isinstance(structure, BatchStructure)
-    made = OPTIMIZERS[optimizer](list(copied.model.parameters()))
-    losses = []
-    with WholeFloat64(), WithoutDropout():
-        for step in range(steps):
-            made.zero_grad()
-            loss = call_model(copied.model, structure, copied.loss_fn, list(batch_of(name, step).values()))
-            loss.backward()
-            made.step()
-            losses.append(float(loss.detach()))
-    return losses, {key: tensor.detach() for key, tensor in copied.model.state_dict().items()}
+
+    def loss_of(batch: dict[str, Tensor]) -> Tensor:
+        with (
+            WholeFloat64(),
+            WithoutDropout(),
+        ):  # not around the optimizer, whose numbers of steps and the like have the default dtype
+            return call_model(copied.model, structure, copied.loss_fn, list(batch.values()))
+
+    return copied.model, loss_of
 
 
 def trained(
@@ -101,6 +131,7 @@ def trained(
     """
     options = {
         "optimizer": OPTIMIZERS[optimizer],
+        "scheduler": SCHEDULERS.get(optimizer),
         "lr": 0.0,
         "seed": 5 if load else 0,
         "max_norm": None,
@@ -113,12 +144,19 @@ def trained(
     return {"begun": begun, "losses": losses, "state": trainer.state_dict(), "path": str(path), "rows": trainer.rows}
 
 
-def refused(folder: str, batch: dict[str, Tensor], state: str, saved: str, limit_bytes: int | None = None) -> list[Any]:
+def refused(
+    folder: str,
+    batch: dict[str, Tensor],
+    state: str,
+    saved: str,
+    limit_bytes: int | None = None,
+    optimizer: str = "adamw",
+) -> list[Any]:
     """In a worker: why a checkpoint is refused, and a step after that.
 
     With ``limit_bytes``, where no file may grow beyond it, it is ``saved`` that cannot be written; else it cannot be loaded.
     """
-    options = {"optimizer": adamw, "lr": 0.0, "seed": 0, "max_norm": None, "state": state}
+    options = {"optimizer": OPTIMIZERS[optimizer], "lr": 0.0, "seed": 0, "max_norm": None, "state": state}
     trainer = remote.open_trainer(folder, options, device="cpu", timeout_s=60)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:

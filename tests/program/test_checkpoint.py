@@ -98,6 +98,8 @@ CHAINS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "asgd",
         ("pipeline 2, Chimera", "data 2, parameter server", "pipeline 2, zero bubble", "data 2, zero 1"),
     ),
+    "whole tensors": ("gpt2", "muon", ("tensor 2", "one device", "data 2, zero 3")),
+    "rows and columns": ("mlp", "adafactor", ("data 2, zero 1", "tensor 2", "data 2", "pipeline 2")),
     "buffers": ("resnet", "momentum", ("data 2, zero 2", "pipeline 2, gpipe")),
     "frozen": ("adapters", "adamw", ("data 2, zero 3", "tensor 2", "pipeline 2", "data 2, zero 1")),
 }
@@ -205,6 +207,8 @@ SAME = {
     "data 2 x tensor+sequence 2, zero 1": ("adamw", 6),
     "pipeline 2 of 2 chunks x data 2, zero 3, recompute, reduced once a step": ("adamw", 6),
     "data 2, zero 2": ("adamw", 40),
+    "data 2, zero 3": ("muon", 6),
+    "tensor 2": ("adafactor", 6),
     "data 2, parameter server": ("momentum", 40),
     "data 2, local steps": ("adamw", 40),
 }
@@ -394,6 +398,18 @@ def test_another_model_or_optimizer_is_named(saved: Path, workers1: WorkerPool, 
     assert "the model has no layers.0.0.weight" in why
     with pytest.raises(LaunchError, match="has the state of AdamW, and the program trains with SGD"):
         workers1.run("resumed:trained", str(saved / "program"), [], "momentum", load=str(saved / "steps"))
+
+
+def test_another_scheduler_is_named(workers1: WorkerPool, tmp_path: Path) -> None:
+    program = emitted("mlp", KIND["one device"].plan(subject("mlp").graph), tmp_path / "program")
+    start = {"state": f"{program}/initial.pt"}
+    workers1.run("resumed:trained", program, [batch_of("mlp", 0)], "muon", save=str(tmp_path / "saved"), **start)
+    call = (program, batch_of("mlp", 0), start["state"], str(tmp_path / "saved"))
+    why, _ = workers1.run("resumed:refused", *call, optimizer="muon")[0]
+    assert (
+        "of a training with SequentialLR(LinearLR, CosineAnnealingLR), and the program's training has no scheduler"
+        in why
+    )
 
 
 def test_replicas_that_train_apart_are_not_mixed(workers2: WorkerPool, tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def steps(
                 program,
                 world,
                 optimizer=lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.5),
+                scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),  # it skips too
                 state=state,
                 max_norm=max_norm,
             )

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from exactness import mlp, subject
+from plain_loop import plain_loop
 from programs import Shape, mlp_batch, mlp_model, mlp_plan, write_mlp
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
 from workers import WorkerPool
 
 from autopar.capture import capture
 from autopar.emit import emit
 from autopar.errors import UsageError
+from autopar.program import schedulers
+from autopar.program.optimizer_state import described
 from autopar.program.optimizers import RefusedOptimizerError, checked
 from autopar.program.world import load
 from autopar.run import Program
@@ -83,6 +90,14 @@ class Doubling(Lamb):
             group["lr"] *= 2
 
 
+class Eager(Lamb):
+    """Looks at its first parameter, and a rank may have none."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.device = next(p.device for group in self.param_groups for p in group["params"])
+
+
 Params = list[nn.Parameter]
 
 
@@ -132,29 +147,70 @@ def signs(params: Params) -> torch.optim.Optimizer:
     return Signs(params, lr=0.01)
 
 
+def per_tensor(params: Params) -> torch.optim.Optimizer:
+    return PerTensorLamb(params, clamp=0.5)
+
+
+def pair(params: Params) -> list[torch.optim.Optimizer]:
+    """Muon for matrices, AdamW for the rest."""
+    matrices, others = [p for p in params if p.ndim == 2], [p for p in params if p.ndim != 2]
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01, weight_decay=0.2)]
+
+
+def warm_cosine(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    warm = lr_scheduler.LinearLR(optimizer, 0.2, total_iters=2)
+    return lr_scheduler.SequentialLR(optimizer, [warm, lr_scheduler.CosineAnnealingLR(optimizer, 4)], [2])
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """It also changes the betas; at every step the group that comes second has the larger rate."""
+    return lr_scheduler.OneCycleLR(optimizer, [0.02, 0.05], total_steps=8)
+
+
+def by_lambda(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+SCHEDULERS: dict[str, Any] = {
+    "by_ndim": warm_cosine,
+    "by_name": one_cycle,
+    "pair": warm_cosine,
+    "per_tensor": by_lambda,
+}
+"""Of the optimizers that have one; the others' rates are constant."""
+NORM = 0.5
+
+
 def train(folder: str, state: dict[str, Tensor], names: list[str]) -> dict[str, dict[str, Tensor]]:
+    return trained(folder, state, [mlp_batch(seed) for seed in range(3)], names)
+
+
+def trained(
+    folder: str, state: dict[str, Tensor], batches: list[dict[str, Tensor]], names: list[str]
+) -> dict[str, dict[str, Tensor]]:
     with program_modules(folder):
         runtime = import_runtime(folder)
         program = runtime.load(folder)
         world = runtime.start(program)
-        trained = {}
+        found = {}
         for name in names:
-            trainer = runtime.Trainer(program, world, optimizer=globals()[name], state=state)
-            for seed in range(3):
-                trainer.step(mlp_batch(seed))
-            trained[name] = trainer.state_dict()
-        return trained
+            make, schedule = globals()[name], SCHEDULERS.get(name)
+            trainer = runtime.Trainer(program, world, optimizer=make, scheduler=schedule, state=state, max_norm=NORM)
+            for batch in batches:
+                trainer.step(batch)
+            found[name] = trainer.state_dict()
+        return found
+
+
+def values_after(name: str, model: nn.Module, losses: list[Callable[[], Tensor]]) -> dict[str, Tensor]:
+    plain_loop(model, losses, globals()[name], SCHEDULERS.get(name), NORM)
+    return {name: value.detach() for name, value in model.state_dict().items()}
 
 
 @functools.cache
 def one_process(name: str) -> dict[str, Tensor]:
-    model, make = mlp_model(), globals()[name]
-    optimizer = make(list(model.named_parameters()) if name in ("by_name", "with_names") else list(model.parameters()))
-    for seed in range(3):
-        optimizer.zero_grad()
-        model(**mlp_batch(seed)).backward()
-        optimizer.step()
-    return {name: value.detach() for name, value in model.state_dict().items()}
+    model = mlp_model()
+    return values_after(name, model, [functools.partial(model, **mlp_batch(seed)) for seed in range(3)])
 
 
 def check(pool: WorkerPool, folder: Path, shape: Shape, names: list[str]) -> None:
@@ -163,10 +219,12 @@ def check(pool: WorkerPool, folder: Path, shape: Shape, names: list[str]) -> Non
     for name in names:
         wanted = one_process(name)
         assert set(found[name]) == set(wanted)
+        assert max(float((wanted[n] - state[n]).abs().max()) for n in wanted) > 1e-3
         assert max(float((found[name][n] - wanted[n]).abs().max()) for n in wanted) <= 1e-9, name
 
 
 ELEMENTWISE = ["by_ndim", "by_name", "by_order", "with_names", "some", "adagrad", "signs"]
+WHOLE = ["adafactor", "muon", "pair", "per_tensor"]
 
 
 @pytest.mark.parametrize(
@@ -174,11 +232,17 @@ ELEMENTWISE = ["by_ndim", "by_name", "by_order", "with_names", "some", "adagrad"
     [*(Shape(data=2, zero=(z, z)) for z in range(4)), Shape(tensor=2), Shape(pipeline=2, microbatches=2)],
     ids=str,
 )
-def test_elementwise_ones_are_exact_under_every_plan(workers2: WorkerPool, tmp_path: Path, shape: Shape) -> None:
-    check(workers2, tmp_path, shape, ELEMENTWISE)
+def test_they_are_exact_under_every_plan(workers2: WorkerPool, tmp_path: Path, shape: Shape) -> None:
+    """The program has parts of a fused projection, and a tied parameter: under the pipeline, a copy in either stage."""
+    check(workers2, tmp_path, shape, [*ELEMENTWISE, *WHOLE])
 
 
-# -- optimizers that look at whole tensors: on an emitted program whose projections are not fused ------------------------
+@pytest.mark.parametrize("shape", [Shape(data=2, tensor=2, zero=(3, 1)), Shape(2, 1, 2, microbatches=2)], ids=str)
+def test_whole_tensors_of_two_axes(workers4: WorkerPool, tmp_path: Path, shape: Shape) -> None:
+    check(workers4, tmp_path, shape, ["adafactor", "pair"])
+
+
+# -- optimizers that look at all tensors together: on an emitted program whose projections are not fused -----------------
 
 
 def emitted(folder: Path, **options: Any) -> Path:
@@ -187,30 +251,11 @@ def emitted(folder: Path, **options: Any) -> Path:
     return folder
 
 
-def train_emitted(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor], names: list[str]) -> Any:
-    with program_modules(folder):
-        runtime = import_runtime(folder)
-        program = runtime.load(folder)
-        world = runtime.start(program)
-        trained = {}
-        for name in names:
-            trainer = runtime.Trainer(program, world, optimizer=globals()[name], state=state)
-            for _ in range(3):
-                trainer.step(batch)
-            trained[name] = trainer.state_dict()
-        return trained
-
-
 def one_process_of_mlp(name: str) -> dict[str, Tensor]:
     model, (x, y), loss_fn = mlp()
     model = model.double()
     model.load_state_dict(subject("mlp").state)
-    optimizer = globals()[name](list(model.parameters()))
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss_fn(model(x), y).backward()
-        optimizer.step()
-    return {name: value.detach() for name, value in model.state_dict().items()}
+    return values_after(name, model, [lambda: loss_fn(model(x), y)] * 3)
 
 
 @pytest.mark.parametrize("options", [{"data": 2}, {"data": 2, "microbatches": 2}], ids=str)
@@ -218,28 +263,12 @@ def test_whole_tensor_ones_are_exact_where_masters_are_whole(
     workers2: WorkerPool, tmp_path: Path, options: dict[str, int]
 ) -> None:
     given, names = subject("mlp"), ["muon", "adafactor", "lamb"]
-    found = workers2.run(
-        "test_run_optimizers:train_emitted", str(emitted(tmp_path, **options)), given.state, given.batch, names
-    )[0]
+    call = (str(emitted(tmp_path, **options)), given.state, [given.batch] * 3, names)
+    found = workers2.run("test_run_optimizers:trained", *call)[0]
     for name in names:
         wanted = one_process_of_mlp(name)
-        moved = max(float((wanted[n] - given.state[n]).abs().max()) for n in wanted)
-        assert moved > 1e-3
+        assert max(float((wanted[n] - given.state[n]).abs().max()) for n in wanted) > 1e-3
         assert max(float((found[name][n] - wanted[n]).abs().max()) for n in wanted) <= 1e-9, name
-
-
-def test_torchs_own_are_exact_over_a_pipeline(workers2: WorkerPool, tmp_path: Path) -> None:
-    given = subject("mlp")
-    folder = str(emitted(tmp_path, pipeline=2, microbatches=2))
-    names = ["muon", "adafactor", "per_tensor"]
-    found = workers2.run("test_run_optimizers:train_emitted", folder, given.state, given.batch, names)[0]
-    for name in names:
-        wanted = one_process_of_mlp(name)
-        assert max(float((found[name][n] - wanted[n]).abs().max()) for n in wanted) <= 1e-9, name
-
-
-def per_tensor(params: Params) -> torch.optim.Optimizer:
-    return PerTensorLamb(params, clamp=0.5)
 
 
 def why(folder: Path, make: Any) -> RefusedOptimizerError:
@@ -253,30 +282,22 @@ CUTS = [
     ({"data": 2, "zero": 1}, "no rank has the whole of .*: ZeRO 1 divides it over data"),
     ({"data": 2, "zero": 3}, "no rank has the whole of .*: ZeRO 3 divides it over data"),
     ({"tensor": 2}, "no rank has the whole of layers.0.0.weight: the axis tensor shards it"),
+    ({"pipeline": 2, "microbatches": 2}, "the pipeline's stages each have some"),
 ]
 
 
 @pytest.mark.parametrize(("options", "message"), CUTS, ids=str)
-def test_whole_tensor_ones_are_refused_by_name_where_ranks_hold_pieces(
+def test_unknown_ones_are_refused_by_name_where_ranks_have_parts_of_the_model(
     tmp_path: Path, options: dict[str, int], message: str
 ) -> None:
-    folder = emitted(tmp_path, **options)
-    for make, name in ((muon, "Muon"), (adafactor, "Adafactor"), (lamb, "Lamb")):
-        refused = why(folder, make)
-        assert re.search(f"{name} looks at whole tensors, and {message}", refused.message)
-        assert "zero=0 and data parallelism" in refused.hint and ("elementwise = True" in refused.hint) == (
-            name == "Lamb"
-        )
+    refused = why(emitted(tmp_path, **options), lamb)
+    assert re.search(f"Lamb may look at all tensors together, and {message}", refused.message)
+    assert "per_tensor = True" in refused.hint and "elementwise = True" in refused.hint
 
 
-def test_a_fused_projection_is_no_whole_tensor(tmp_path: Path) -> None:
+def test_parts_of_a_fused_projection_are_refused_by_name(tmp_path: Path) -> None:
     message = "no rank has the whole of layers.0.gate_up.weight: it is a fused projection"
-    assert message in why(write_mlp(tmp_path, Shape()), adafactor).message
-
-
-def test_an_unknown_one_may_look_over_the_pipeline(tmp_path: Path) -> None:
-    refused = why(emitted(tmp_path, pipeline=2, microbatches=2), lamb)
-    assert "Lamb may look at all tensors together" in refused.message and "per_tensor = True" in refused.hint
+    assert message in why(write_mlp(tmp_path, Shape()), lamb).message
 
 
 def scheduled(params: Params) -> torch.optim.Optimizer:
@@ -299,7 +320,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "scheduler": (scheduled, "SGD cannot be made again .*was replaced"),
     "hooks": (hooked, "SGD cannot be made again .*it has hooks"),
     "other tensors": (lambda params: torch.optim.SGD([torch.zeros(3)], lr=0.1), "tensors that are no parameters"),
-    "no optimizer": (lambda params: [torch.optim.SGD(params, lr=0.1)], "gave back list"),
+    "no optimizer": (lambda params: {"sgd": torch.optim.SGD(params, lr=0.1)}, "gave back dict"),
+    "an empty list": (lambda params: [], "gave back an empty list"),
+    "one parameter twice": (lambda params: [by_ndim(params), some(params)], "two optimizers have layers.0.0.bias"),
+    "needs parameters": (Eager, "Eager cannot be made again .*its class raised StopIteration"),
 }
 
 
@@ -329,15 +353,128 @@ def test_the_callable_sees_the_users_parameters(tmp_path: Path) -> None:
         ]
 
 
+def test_schedulers_that_are_refused(tmp_path: Path) -> None:
+    folder = emitted(tmp_path, data=2)
+    cases: list[tuple[Any, str]] = [
+        (lr_scheduler.ReduceLROnPlateau, "ReduceLROnPlateau waits for a measure"),
+        (lambda optimizer: None, "the scheduler's function gave back NoneType"),
+        (lambda optimizer: by_lambda(torch.optim.SGD([torch.zeros(1)])), "LambdaLR is not of the optimizer"),
+    ]
+    for make, message in cases:
+        with program_modules(folder), pytest.raises(RefusedOptimizerError, match=message) as error:
+            checked(by_ndim, load(folder), make)
+        assert error.value.hint
+
+
+class Halving:
+    """A callable with a state of its own: how often it was called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, step: int) -> float:
+        self.calls += 1
+        return 0.9**self.calls
+
+
+EVERY: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
+    "LambdaLR": by_lambda,
+    "LambdaLR of an object": lambda o: lr_scheduler.LambdaLR(o, [Halving(), lambda step: 0.5**step]),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 3),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 6, 7]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, total_iters=6),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, total_iters=6),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 9, 2.0),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2, 2),
+    "SequentialLR": warm_cosine,
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(o, 0.5, total_iters=6), lr_scheduler.MultiStepLR(o, [3, 6])]
+    ),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 3, 4),
+    "CyclicLR with a function": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 3, scale_fn=lambda x: 0.5**x),
+    "OneCycleLR": one_cycle,
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_every_scheduler_goes_on_from_its_json(name: str, lr: float | Tensor) -> None:
+    """The options of the groups, and the scheduler's own state, after 4 of 8 steps."""
+
+    def made() -> tuple[torch.optim.Optimizer, LRScheduler]:
+        groups = [{"params": [nn.Parameter(torch.ones(1))], "lr": copy.deepcopy(lr)} for _ in range(2)]
+        optimizer = torch.optim.SGD(groups, lr=0.3, momentum=0.9)
+        return optimizer, EVERY[name](optimizer)
+
+    def steps(optimizer: torch.optim.Optimizer, scheduler: LRScheduler) -> list[list[float]]:
+        found = []
+        for _ in range(4):
+            optimizer.step()
+            scheduler.step()
+            found.append([float(group[key]) for group in optimizer.param_groups for key in ("lr", "momentum")])
+        return found
+
+    straight, half = made(), made()
+    wanted = [steps(*straight), steps(*straight)]
+    assert steps(*half) == wanted[0] and len({tuple(each) for each in wanted[0] + wanted[1]}) > 1
+    groups, facts = json.loads(json.dumps((described(half[0], {})["groups"], schedulers.described(half[1]))))
+    optimizer, scheduler = made()
+    for group, options in zip(optimizer.param_groups, groups, strict=True):
+        group.update(
+            {key: torch.tensor(value) if isinstance(group[key], Tensor) else value for key, value in options.items()}
+        )
+    schedulers.check(scheduler, facts)
+    schedulers.restore(scheduler, facts)
+    assert steps(optimizer, scheduler) == wanted[1]
+
+
+def test_a_learning_rate_that_is_a_tensor_has_a_schedule(tmp_path: Path) -> None:
+    """The check makes a scheduler too, which writes into its own learning rate alone."""
+    folder = emitted(tmp_path, data=2)
+    with program_modules(folder):
+        (model,), _ = checked(with_tensor, load(folder), warm_cosine)
+    assert float(model.param_groups[0]["lr"]) == 0.5
+
+
+def with_tensor(params: Params) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=torch.tensor(0.5))
+
+
+def test_a_program_trains_by_schedule_and_goes_on(tmp_path: Path) -> None:
+    """Two steps in one program and two in the next, of another plan, against four steps of a plain loop."""
+    own = {"optimizer": pair, "scheduler": "test_run_optimizers:warm_cosine", "max_norm": NORM, "type_check": False}
+    model = mlp_model()
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    for number, shape in enumerate((Shape(data=2, zero=(3, 1)), Shape(tensor=2))):
+        folder = write_mlp(tmp_path / str(number), shape)
+        start: dict[str, Any] = {"draw_init": True} if number else {"state": state}
+        with Program(mlp_plan(shape), folder, **own, **start) as program:
+            if number:
+                assert program.load(tmp_path / "saved") == 2
+            for seed in (2 * number, 2 * number + 1):
+                program.step(mlp_batch(seed))
+            program.save(tmp_path / "saved")
+            found = program.state_dict()
+    wanted = values_after("pair", model, [functools.partial(model, **mlp_batch(seed)) for seed in range(4)])
+    assert max(float((found[name] - wanted[name]).abs().max()) for name in wanted) <= 1e-9
+
+
 def test_program_refuses_before_a_process_starts(tmp_path: Path) -> None:
     shape = Shape(data=2, zero=(1, 1))
     cases = [
-        (adafactor, "Adafactor looks at whole"),
+        (lamb, "Lamb may look at all tensors together"),
         ("nothing:here", "no optimizer"),
         (raises, "ValueError: as it likes"),
+        (None, "ReduceLROnPlateau waits for"),
+        (by_ndim, "ReduceLROnPlateau waits for"),
     ]
     for make, message in cases:
-        program = Program(mlp_plan(shape), write_mlp(tmp_path, shape), optimizer=make, type_check=False, draw_init=True)
+        how: dict[str, Any] = {"optimizer": make, "type_check": False, "draw_init": True}
+        how |= {"scheduler": lr_scheduler.ReduceLROnPlateau} if "Plateau" in message else {}
+        program = Program(mlp_plan(shape), write_mlp(tmp_path, shape), **how)
         with pytest.raises(UsageError, match=message) as error:
             program.step(mlp_batch())
         assert error.value.hint and program._processes is None

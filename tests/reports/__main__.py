@@ -72,6 +72,10 @@ REPORTS = {
         "emitted programs on one device against eager PyTorch and torch.compile (a quiet machine, or --device cuda)",
         (program("one_device"),),
     ),
+    "optimizers": Report(
+        "ten optimizers with schedules and groups, under plans of every kind against a plain loop",
+        (program("optimizers"),),
+    ),
     "overlap": Report(
         "communication hidden under computation, on nodes with limited links (root, a quiet machine, 25 minutes)",
         (program("overlap"),),

@@ -34,16 +34,21 @@ from autopar.plan import Plan
 from autopar.verify.mixtures import describe, draw
 
 RESULTS = EVIDENCE / "checkpoints.jsonl"
-COUNT, SEED = 64, 1
+COUNT, SEED = 80, 1
 MODELS = ("mlp", "gpt2", "llama", "mixtral", "odd_gpt2", "odd_llama", "adapters", "bert")
 DEVICES = (1, 2, 2, 4, 4)
 OPTIMIZERS = ("adamw", "momentum")
+ELEMENTWISE = 64
+"""The number of pairs with ``OPTIMIZERS``; the others are with optimizers that look at whole tensors, in turn."""
+WHOLE = ("adafactor", "muon")
 
 
 def case_line(number: int, seed: int, pools: dict[int, WorkerPool]) -> dict[str, Any]:
     """One line of the results. What goes wrong is recorded as ``failure`` and does not end the report."""
     rng, began = random.Random(f"{seed} {number}"), time.perf_counter()
     model, optimizer = MODELS[number % len(MODELS)], rng.choice(OPTIMIZERS)
+    if number >= ELEMENTWISE:
+        optimizer = WHOLE[number // len(MODELS) % len(WHOLE)]
     line: dict[str, Any] = {"case": f"{seed}.{number}", "model": model, "optimizer": optimizer}
     try:
         graph = subject(model).graph
@@ -92,8 +97,9 @@ all losses, and of the differences of parameters and buffers at the end, against
 The largest of all is {worst:.1e}, and exact means up to {EXACT:.0e}. Before loading, the second program has other values and no
 optimizer state.
 
-Models, optimizers (AdamW with amsgrad and weight decay; SGD with Nesterov's momentum), numbers of processes and plans are drawn by a seeded
-generator: half of the plans are of the kinds in [exactness](exactness.md), and in half of them every layer differs
+Models, optimizers (AdamW with amsgrad and weight decay; SGD with Nesterov's momentum; in the last {max(0, len(lines) - ELEMENTWISE)} pairs
+Adafactor, or Muon beside AdamW, with a scheduler of warm-up and cosine), numbers of processes and plans are drawn by a seeded generator:
+half of the plans are of the kinds in [exactness](exactness.md), and in half of them every layer differs
 (`autopar/verify/mixtures.py`). `python tests/reports checkpoints --count 500 --seed 7 --results FILE` draws others.
 
 | model | optimizer | processes | saved under | loaded under | error |

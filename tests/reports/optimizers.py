@@ -1,0 +1,217 @@
+"""Ten optimizers under plans of every kind against a plain PyTorch loop: ``make report NAME=optimizers``.
+
+A case trains a model under a plan with one optimizer, with clipping, weight decay in groups by name and by number of dims, and a schedule
+of warm-up and cosine. The losses and the parameters at the end are compared with a loop of eager PyTorch, torch's optimizer, clipping and
+scheduler on one device, in float64.
+
+One JSON line per case; the page is generated from them. A run does what the file lacks for this code (``--fresh``: everything). Ends with
+status 1 if a case is not exact.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from exactness import subject
+from matrix import append, fingerprint, quiet
+from optimizer_cases import NORM, OPTIMIZERS, STEPS, plain
+from places import EVIDENCE
+from resumed import KIND, batch_of, emitted
+from workers import WorkerPool
+
+from autopar.measure import EXACT
+
+RESULTS = EVIDENCE / "optimizers.jsonl"
+PLANS = (
+    ("gpt2", "one device"),
+    ("gpt2", "data 2"),
+    ("gpt2", "data 2, zero 1"),
+    ("gpt2", "data 2, zero 2"),
+    ("gpt2", "data 2, zero 3"),
+    ("gpt2", "tensor 2"),
+    ("gpt2", "pipeline 2"),
+    ("gpt2", "pipeline 2 x tensor 2"),
+    ("gpt2", "data 2 x tensor 2, zero 3"),
+    ("gpt2", "data 2 in 2 copies, zero 3"),
+    ("gpt2", "data 2, parameter server"),
+    ("gpt2", "pipeline 2, Chimera"),
+    ("gpt2", "pipeline 2 of 2 chunks x data 2, zero 1"),
+    ("odd_gpt2", "tensor 3"),
+    ("mixtral", "expert 2"),
+    ("mixtral", "data 2 x expert 2, zero 2"),
+)
+WHOLE = ("Adafactor", "Muon")
+NOISES = (1e-15, 1e-7)
+Case = tuple[str, str, str]
+
+
+def lines_of(model: str, kind: str, names: list[str], pools: dict[int, WorkerPool]) -> list[dict[str, Any]]:
+    """The results of one plan, a line for each optimizer. What goes wrong is recorded as ``failure`` and does not end the report."""
+    began = time.perf_counter()
+    found: list[dict[str, Any]] = []
+    batches = [batch_of(model, step) for step in range(STEPS)]
+    try:
+        given = subject(model)
+        plan = KIND[kind].plan(given.graph)
+        pool = pools.setdefault(plan.device_count, WorkerPool(plan.device_count))
+        with tempfile.TemporaryDirectory() as folder:
+            call = (emitted(model, plan, Path(folder)), given.state, batches, names)
+            ranks = pool.run("optimizer_cases:trained", *call, timeout_s=300)
+        for name in names:
+            losses, values, norm = plain(model, name)
+            state = ranks[0][name]["state"]
+            assert set(state) == set(values)
+            pairs = zip(ranks[0][name]["losses"], losses, strict=True)
+            found.append(
+                {
+                    "loss": max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs),
+                    "values": max(float((state[key] - values[key]).abs().max()) for key in values),
+                    "moved": max(float((values[key] - given.state[key]).abs().max()) for key in values),
+                    "norm": round(norm, 3),
+                    "elements": [rank[name]["elements"] for rank in ranks],
+                }
+            )
+    except Exception as error:  # noqa: BLE001  whatever it is, it is the result of these cases
+        found = [{"failure": f"{type(error).__name__}: {error}".splitlines()[0]} for _ in names]
+    more = {
+        "seconds": round((time.perf_counter() - began) / len(names), 2),
+        "torch": torch.__version__,
+        "code": fingerprint(),
+    }
+    return [
+        {"model": model, "plan": kind, "optimizer": name, **line, **more}
+        for name, line in zip(names, found, strict=True)
+    ]
+
+
+def noise_line(noise: float, name: str) -> dict[str, Any]:
+    """How far the plain loop itself is from one whose gradients are changed a little."""
+    (_, values, _), (_, other, _) = plain("gpt2", name), plain("gpt2", name, noise)
+    error = max(float((values[key] - other[key]).abs().max()) for key in values)
+    line = {"model": "gpt2", "plan": _noise(noise), "optimizer": name, "values": error}
+    return line | {"torch": torch.__version__, "code": fingerprint()}
+
+
+def _noise(noise: float) -> str:
+    return f"plain loop, gradients changed by {noise:.0e} of themselves"
+
+
+def passed(line: dict[str, Any]) -> bool:
+    return "loss" in line and max(line["loss"], line["values"]) <= EXACT < line["moved"] and line["norm"] > NORM
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+def page(found: dict[Case, dict[str, Any]]) -> str:
+    lines = [found[model, plan, name] for model, plan in PLANS for name in OPTIMIZERS]
+    ran = [line for line in lines if "failure" not in line]
+    worst = max((max(line["loss"], line["values"]) for line in ran), default=0.0)
+    versions = ", ".join(sorted({line["torch"] for line in lines}))
+    head = f"| model | plan | {' | '.join(OPTIMIZERS)} |\n|---|---|{'---|' * len(OPTIMIZERS)}\n"
+    rows = "".join(_row(model, plan, found) for model, plan in PLANS)
+    noises = "".join(_row("gpt2", _noise(noise), found) for noise in NOISES)
+    shares = "".join(
+        f"| {model} | {plan} | {' | '.join(_shares(found[model, plan, name]) for name in WHOLE)} |\n"
+        for model, plan in PLANS
+    )
+    norms = sorted({line["norm"] for line in ran})
+    moved = min((line["moved"] for line in ran), default=0.0)
+    return f"""# Optimizers
+
+{sum(map(passed, lines))} of {len(lines)} cases are exact: {STEPS} steps of an emitted program against a plain loop of eager PyTorch with
+torch's optimizer, `clip_grad_norm_` and scheduler on one device, in float64. The error is the largest of the relative errors of all losses
+and of the differences of all parameters at the end; the largest of all is {worst:.1e}, and exact means up to {EXACT:.0e}. In each case
+some parameter moves by {moved:.1e} or more.
+
+Every case clips gradients to a norm of {NORM} (the first one's is {norms[0]} or more), has weight decay in groups by name (embeddings) and
+by number of dims, a learning rate of its own for a group, and a schedule of three steps of warm-up and a cosine. Muon takes the matrices
+of the layers, and AdamW the rest: the program's optimizer is the list of the two. With its default `eps` Adafactor also moves a parameter
+whose gradient is zero but for the rounding, as that of an attention's key bias: there its errors are the largest.
+
+{head}{rows}
+Muon and Adafactor look at whole tensors. Where the plan cuts a parameter, one rank has the whole of it, and updates it. The elements that
+each rank's optimizer updates, by rank:
+
+| model | plan | {" | ".join(WHOLE)} |
+|---|---|---|
+{shares}
+Muon computes in bfloat16 inside. Equal numbers round alike, and the numbers under two plans are equal but for about 1e-15 of themselves:
+they round differently only where one is that close to the middle between two bfloat16 numbers, which was in none of the cases. In float32
+they are equal but for about 1e-7, some round differently, and two plans then differ as two orders of summation do in bfloat16. The same
+loop on one device, with every element of every gradient changed at random by such a part of itself, ends at other values by:
+
+{head}{noises}
+Made by `make report NAME=optimizers` with torch {versions}, gloo, on CPUs, from the lines of [optimizers.jsonl](optimizers.jsonl). Do not
+edit.
+"""
+
+
+def _row(model: str, plan: str, found: dict[Case, dict[str, Any]]) -> str:
+    cells = [_error(found[model, plan, name]) for name in OPTIMIZERS]
+    return f"| {model} | {plan} | {' | '.join(cells)} |\n"
+
+
+def _error(line: dict[str, Any]) -> str:
+    return line["failure"] if "failure" in line else f"{max(line.get('loss', 0.0), line['values']):.0e}"
+
+
+def _shares(line: dict[str, Any]) -> str:
+    return ", ".join(f"{count:,}" for count in line.get("elements", ())) or "none"
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> dict[Case, dict[str, Any]]:
+    """The last line of every case."""
+    lines = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+    return {(line["model"], line["plan"], line["optimizer"]): line for line in lines}
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--fresh", action="store_true", help="do every case anew")
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    args = arguments()
+    quiet()
+    torch.set_num_threads(1)
+    done = {} if args.fresh else read(args.results)
+    kept = {case for case, line in done.items() if "failure" not in line and line["code"] == fingerprint()}
+    pools: dict[int, WorkerPool] = {}
+    try:
+        for model, plan in PLANS:
+            if names := [name for name in OPTIMIZERS if (model, plan, name) not in kept]:
+                for line in lines_of(model, plan, names, pools):
+                    append(args.results, line)  # after every plan, so that an interrupted run can be resumed
+                    print(json.dumps(line) if not passed(line) else f"{model} {plan}", file=sys.stderr)
+    finally:
+        for pool in pools.values():
+            pool.close()
+    for noise in NOISES:
+        for name in OPTIMIZERS:
+            if ("gpt2", _noise(noise), name) not in kept:
+                append(args.results, noise_line(noise, name))
+    found = read(args.results)
+    places = (*PLANS, *(("gpt2", _noise(noise)) for noise in NOISES))
+    order = [(model, plan, name) for model, plan in places for name in OPTIMIZERS]
+    args.results.write_text("".join(json.dumps(found[case]) + "\n" for case in order))
+    args.results.with_suffix(".md").write_text(page(found))
+    bad = [case for case in order if "loss" in found[case] and not passed(found[case]) or "failure" in found[case]]
+    print(f"{len(PLANS) * len(OPTIMIZERS)} cases, {len(bad)} not exact: {args.results}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
