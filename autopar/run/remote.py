@@ -18,8 +18,8 @@ _open: list[Any] = []  # this process's one trainer
 def open_trainer(folder: str, options: dict[str, Any], *, device: str | None, timeout_s: float) -> Any:
     """The folder's own ``Trainer`` for this rank, inside the processes that the environment describes.
 
-    ``options``: ``optimizer`` (``"module:function"``, a callable, or ``None``), ``lr``, ``seed``, ``max_norm``, ``state`` (a file
-    of the user's state dict, or ``None``).
+    ``options``: ``optimizer`` (``"module:function"``, a callable, or ``None``), ``lr``, ``seed``, ``max_norm``, ``state`` (the user's
+    state dict, a file of it, or ``None``).
     """
     with program_modules(folder):
         runtime = import_runtime(folder)
@@ -27,12 +27,11 @@ def open_trainer(folder: str, options: dict[str, Any], *, device: str | None, ti
         world = runtime.start(program, device=device, timeout_s=timeout_s)
         make, lr = options["optimizer"], options["lr"]
         make = resolve(make) if isinstance(make, str) else make
-        state = options["state"]
         return runtime.Trainer(
             program,
             world,
             optimizer=make or (lambda params: runtime.adamw(params, lr, world)),
-            state=runtime.read_state(state) if state is not None else None,
+            state=options["state"],
             seed=options["seed"],
             max_norm=options["max_norm"],
         )
@@ -76,7 +75,7 @@ def perform(trainer: Any, name: str, *args: Any) -> Any:
     if name in ("save", "load", "save_weights", "load_weights"):
         return _with_files(trainer, name, *args)
     assert name == "load_state_dict", name
-    trainer.load_state_dict(torch.load(args[0], weights_only=True, mmap=True))
+    trainer.load_state_dict(*args)
     return None
 
 
