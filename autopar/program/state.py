@@ -30,24 +30,23 @@ def has_values(state: Mapping[str, Any] | None) -> bool:
     return bool(tensors) and not any(tensor.is_meta for tensor in tensors)
 
 
-def write_initial(folder: Path, state: Mapping[str, Any] | None) -> bool:
-    """Write the folder's initial values, or, without values, remove the old file and say so in the plan's notes.
-
-    Returns whether values were written.
-    """
-    written = has_values(state)
-    if written:
-        assert state is not None
+def write_initial(folder: Path, state: Mapping[str, Any] | None) -> None:
+    """Write the folder's initial values, or, without values, remove the old file and say so in the plan's notes."""
+    if state is not None and has_values(state):
         tensors = {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
         write_file(folder / INITIAL, tensors)
     else:
         (folder / INITIAL).unlink(missing_ok=True)
+    note_values(folder)
+
+
+def note_values(folder: Path) -> None:
+    """Say in the notes of the folder's plan whether there are initial values."""
     plan = json.loads((folder / "plan.json").read_text())
     others = [note for note in plan.get("notes", ()) if note != NO_VALUES]
-    notes = others if written else [NO_VALUES, *others]
+    notes = others if (folder / INITIAL).is_file() else [NO_VALUES, *others]
     if notes != plan.get("notes"):
         (folder / "plan.json").write_text(json.dumps(plan | {"notes": notes}, indent=1) + "\n")
-    return written
 
 
 def read_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:

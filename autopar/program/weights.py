@@ -244,7 +244,7 @@ def _encoded(tensors: Described, others: Mapping[str, str]) -> bytes:
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8)
+    return text + b" " * (-(8 + len(text)) % 16)  # 16: the bytes of the widest element
 
 
 def create(places: Mapping[str, Stored], others: Mapping[str, str] | None = None) -> None:

@@ -29,8 +29,17 @@ from autopar.keywords import Training
 from autopar.plan import Plan
 from autopar.precision import FLOAT16
 from autopar.program.optimizers import RefusedOptimizerError, checked
-from autopar.program.state import INITIAL, has_values, initial, untrained, write_initial, wrong_names, wrong_state
-from autopar.program.weights import Weights, write_file
+from autopar.program.state import (
+    INITIAL,
+    has_values,
+    initial,
+    read_state,
+    untrained,
+    write_initial,
+    wrong_names,
+    wrong_state,
+)
+from autopar.program.weights import Weights, is_weights, write_file
 from autopar.program.world import load
 from autopar.run import remote
 from autopar.run.folder import program_modules
@@ -54,7 +63,8 @@ class Program:
         graph: the captured model, whose ``structure`` says how a user's batch maps to inputs. Without a graph, batches are dicts by
             the inputs' names.
         cluster: the devices that were planned for; if left out, those that ``plan.devices`` describes.
-        state: the state dict to start from; if left out, or on meta, the folder's ``initial.safetensors``.
+        state: the state dict to start from, or the path of safetensors or of a ``torch.save`` of it; if left out, or on meta, the
+            folder's ``initial.safetensors``.
         draw_init: where neither exists, draw values from ``seed`` (``autopar.program.parameters.seeded``).
         optimizer: makes an optimizer of the list of the model's parameters, or of pairs with their names where its argument is called
             ``named_parameters``; AdamW with ``lr`` if left out. It is called with stand-ins of the same shapes and without values. An
@@ -76,7 +86,7 @@ class Program:
         graph: Graph | None = None,
         *,
         cluster: Cluster | None = None,
-        state: Mapping[str, Tensor] | None = None,
+        state: Mapping[str, Tensor] | str | os.PathLike[str] | None = None,
         optimizer: Optimizer | str | None = _DEFAULT.optimizer,
         lr: float = _DEFAULT.lr,
         seed: int = _DEFAULT.seed,
@@ -100,6 +110,10 @@ class Program:
         self._structure = structure
         self._cluster = cluster or devices.parse(plan.devices)
         self._initial = initial(self.folder)
+        if isinstance(state, str | os.PathLike):
+            state, self._initial = (
+                (None, Path(state)) if is_weights(Path(state)) else (read_state(state), self._initial)
+            )
         self._records: dict[str, Any] = json.loads((self.folder / "layouts.json").read_text())
         self._state = _tensors(state) if has_values(state) else None
         self._untrained: dict[
