@@ -171,10 +171,10 @@ def page(lines: list[dict[str, Any]]) -> str:
     )
     return f"""# Memory while a program starts and saves
 
-{sum(map(passed, lines))} of {len(lines)} steps stay within 1.15 shares and 0.5 GB in every process. The model has the widths of
-Llama-2-7B and {first["layers"]} of its 32 layers, {first["model_bytes"] / GB:.2f} GB in float32, so that {first["processes"]} processes and
-their libraries fit into this machine; it is built on meta. A process's share are its parameters, master copies and gradient buffers
-(under ZeRO 3 gradients have memory in a step alone).
+{sum(map(passed, lines))} of {len(lines)} steps stay within 1.15 shares and 0.5 GB in every process. The model has the widths of Llama-2-7B
+and {first["layers"]} of its 32 layers, {first["model_bytes"] / GB:.2f} GB in float32, so that {first["processes"]} processes with their
+libraries and gradient buffers fit into this machine; it is built on meta. A process's share are its parameters, master copies and gradient
+buffers (under ZeRO 3 gradients have memory in a step alone).
 
 Peaks are VmHWM, pages of mapped files included, beyond what the process had before, which is torch, the program's modules and the process
 group; after the start the share is part of the peak. Each row is the process that is farthest up to its limit. `initialise` is the one
