@@ -27,12 +27,13 @@ from autopar.devices import Cluster, parse
 from autopar.emit import emit
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.keywords import Keywords, Training, as_keywords, read_keywords, shows_keywords
+from autopar.keywords import Keywords, Request, Training, as_keywords, read_keywords, shows_keywords
 from autopar.plan import Plan
 from autopar.planning import plan_model
 from autopar.progress import Progress, report
 from autopar.run import Program, ranks
 from autopar.run.folder import folder_for_program
+from autopar.run.initialise import given_values, with_tables
 from autopar.search import SearchOptions
 from autopar.workload import Workload
 
@@ -81,6 +82,11 @@ def compile(
             notes it where one of them is switched off.
         optimizer, scheduler, lr, max_norm, seed, port, draw_init: as for ``Program``.
 
+        init: where a model on meta gets its values. ``"own"``: its own initialisers run with ``seed``, tensor by tensor, into the folder's
+            ``initial.safetensors``, and no process has the whole model (``autopar.run.initialise`` says what one device would do). A
+            function of a module: it is applied to each module, as ``model.apply`` does it. A path: safetensors, such as a folder of
+            transformers; each process reads its own parts.
+
     A model on the CPU keeps its values, and the folder starts from them. Under ``torchrun`` every process calls this and rank 0 searches.
 
     Raises:
@@ -92,13 +98,12 @@ def compile(
         folder_for_program(folder)
     cluster = parse(devices, memory_limit_bytes=request.memory_limit_bytes, calibration=request.calibration)
     options = SearchOptions(pin=pin or {}, allow=request.allow, time_limit_s=request.time_limit_s, **pins)
+    model = with_tables(model, request.init)
     workload = Workload(model, batch, loss_fn, None, request.precision, request.local_batch_norm)
     graph, chosen = plan_model(
         workload, cluster, options, plan=plan, capture_check=request.capture_check, progress=progress
     )
-    return start_program(
-        graph, chosen, cluster, model, folder, training=training, type_check=request.type_check, progress=progress
-    )
+    return start_program(graph, chosen, cluster, model, folder, training=training, request=request, progress=progress)
 
 
 def emit_program(
@@ -138,24 +143,29 @@ def start_program(
     folder: str | Path | None = None,
     *,
     training: Training | None = None,
-    type_check: bool = True,
+    request: Request | None = None,
     progress: Progress | None = None,
 ) -> Program:
-    """The last two stages: the emitted program, loaded, with the values of ``model``'s parameters where it has any.
+    """The last two stages: the emitted program, loaded, with the values of ``model``'s parameters where it has any, or with those that
+    ``request.init`` gives.
 
     Without ``folder`` the program is in a temporary one. One process of a machine writes ``folder``, the others have the same text in a
     temporary folder of their own.
     """
-    state = model.state_dict()
+    request, training = request or Request(), training or Training()
+    init = request.init
+    state = model.state_dict() if init is None else None
     lasting = folder is not None and ranks.is_first_of_machine()
     home = Path(folder) if folder is not None and lasting else Path(tempfile.mkdtemp(prefix="autopar-program-"))
     # a temporary folder is read by processes that get the values from this one
-    emit_program(graph, plan, home, progress, type_check=type_check, state=state if lasting else None)
+    emit_program(graph, plan, home, progress, type_check=request.type_check, state=state if lasting else None)
+    first: Mapping[str, Tensor] | str | Path | None = state
+    if init is not None:
+        report(progress, "emit", f"values: {init}")
+        first = given_values(model, init, training.seed, home, folder)
     report(progress, "run")
     # the program was type-checked when it was emitted
-    program = Program(
-        plan, home, graph, cluster=cluster, state=state, type_check=False, **as_keywords(training or Training())
-    )
+    program = Program(plan, home, graph, cluster=cluster, state=first, type_check=False, **as_keywords(training))
     if not lasting:
         weakref.finalize(program, shutil.rmtree, home, ignore_errors=True)
     return program

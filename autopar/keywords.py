@@ -33,6 +33,7 @@ class Request:
     time_limit_s: float = 20.0
     capture_check: bool = True
     type_check: bool = True
+    init: Callable[[Any], object] | str | Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class Keywords(PinKeywords, total=False):
     time_limit_s: float
     capture_check: bool
     type_check: bool
+    init: Callable[[Any], object] | str | Path | None
     optimizer: Optimizer | str | None
     scheduler: Scheduler | str | None
     lr: float

@@ -20,7 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _MODEL_HELP = """
 
     MODEL is file.py:factory or package.module:factory (the factory returns a module, or (module, batch), or
-    (module, batch, loss_fn)), a transformers config.json, or a name of the zoo (`autopar models`).
+    (module, batch, loss_fn)), a transformers config.json, a folder that transformers saved, or a name of the zoo (`autopar models`).
     """
 
 
@@ -112,6 +112,14 @@ _pin_options = _options(
 )
 _plan_file_option = click.option(
     "--plan", "plan_file", metavar="FILE", help="Use this plan (`autopar plan --json` wrote it)."
+)
+
+
+_init_option = click.option(
+    "--init",
+    metavar="own|PATH",
+    help="Where the values of a model on meta come from. own: its own initialisers, tensor by tensor, into the program's folder. PATH: "
+    "safetensors, a file or a folder, of which each process reads its parts; the default where MODEL is a folder that transformers saved.",
 )
 
 
@@ -213,6 +221,7 @@ def sweep(**request: Any) -> None:
 @_plan_file_option
 @_capture_check_option
 @_type_check_option
+@_init_option
 @click.option("-o", "--output", required=True, metavar="DIR", help="Where the program goes.")
 def emit(**request: Any) -> None:
     from autopar.cli.commands import emit_command
@@ -229,6 +238,7 @@ def emit(**request: Any) -> None:
 @_plan_file_option
 @_capture_check_option
 @_type_check_option
+@_init_option
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True, metavar="N", help="How many steps.")
 @click.option(
     "--lr", type=click.FloatRange(0), default=3e-4, show_default=True, metavar="RATE", help="Learning rate of AdamW."

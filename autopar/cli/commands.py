@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from autopar.cli.console import Messages, console
-from autopar.cli.load import Sizes, load_model
+from autopar.cli.load import Sizes, batch_of, is_pretrained, load_model
 from autopar.cli.render import print_plan
 from autopar.compile import emit_program, start_program
 from autopar.devices import Cluster, parse
 from autopar.errors import BatchError, InfeasibleError, LaunchError, UsageError
 from autopar.graph import Graph
-from autopar.keywords import Training
+from autopar.keywords import Request, Training
 from autopar.pins import PINS, read_pins
 from autopar.plan import Plan
 from autopar.planning import plan_model
 from autopar.program.checkpoint_files import has_any
 from autopar.program.state import INITIAL
 from autopar.run.folder import folder_for_program
+from autopar.run.initialise import is_path, with_tables, write_values
 from autopar.search import SearchOptions
 from autopar.units import parse_size
 from autopar.workload import Recapture, Workload
@@ -57,22 +58,25 @@ def emit_command(output: str, **request: Any) -> None:
     """``autopar emit``: writes the folder, with the model's values where it has any, prints its path."""
     folder = folder_for_program(output)
     torch.manual_seed(0)
-    workload, cluster, graph, plan = planned(request, device=None)
+    init = init_of(request)
+    workload, cluster, graph, plan = planned(request, device="meta" if init else None)
     with Messages() as messages:
-        state = workload.model.state_dict()
+        state = None if init else workload.model.state_dict()
         emit_program(graph, plan, folder, messages, type_check=request["type_check"], state=state)
+        if init and not is_path(init):
+            write_values(workload.model, init, 0, folder)
         messages.console.print(
             f"{len(plan.layers)} layers for {plan.device_count} devices; start it on every node with "
             f"torchrun --nnodes {-(-plan.device_count // cluster.gpus_per_node)} "
             f"--nproc-per-node {min(plan.device_count, cluster.gpus_per_node)} "
-            f"{folder / 'train.py'}",
+            f"{folder / 'train.py'}{f' --init {init}' if is_path(init) else ''}",
             highlight=False,
             soft_wrap=True,  # to be copied
         )
-        if not (folder / INITIAL).is_file():
+        if not (folder / INITIAL).is_file() and not init:
             messages.console.print(
-                f"the model is on meta and has no values, and so {folder} has none: start train.py with --init FILE, a torch.save of the "
-                "model's state dict, or with --draw-init to draw values",
+                f"the model is on meta and has no values, and so {folder} has none: start train.py with --init PATH, its safetensors or "
+                "a torch.save of its state dict, or with --draw-init to draw values; or emit it with --init own",
                 highlight=False,
                 soft_wrap=True,
             )
@@ -91,7 +95,8 @@ def run_command(
         )
     folder = folder_for_program(output) if output else None
     torch.manual_seed(seed)
-    workload, cluster, graph, plan = planned(request, device="cpu")
+    init = init_of(request)
+    workload, cluster, graph, plan = planned(request, device="meta" if init else "cpu")
     with Messages() as messages:
         program = start_program(
             graph,
@@ -100,9 +105,13 @@ def run_command(
             workload.model,
             folder,
             training=Training(seed=seed, lr=lr),
-            type_check=request["type_check"],
+            request=Request(type_check=request["type_check"], init=init),
             progress=messages,
         )
+    batch = workload.batch
+    if init and request["model"].partition(":")[1] == "":  # made on meta with the model
+        sizes = Sizes(request["seq"], request["global_batch"], request["precision"])
+        batch = batch_of(request["model"], workload.model, sizes, "cpu")
     with program:
         begun = checkpoints.load(program)
 
@@ -111,7 +120,7 @@ def run_command(
             print(f"step {number} loss {loss:.6f}", flush=True)
             checkpoints.save(program, number, steps)
 
-        program.train([workload.batch], max(0, steps - begun), after)
+        program.train([batch], max(0, steps - begun), after)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +209,15 @@ def load(request: dict[str, Any], cluster: Cluster, messages: Messages | None = 
     sizes = Sizes(request["seq"], request["global_batch"], request["precision"])
     default = "float32" if cluster.kind == "cpu" else "bfloat16"
     workload = load_model(request["model"], sizes, device=device, default_precision=default)
+    workload = dataclasses.replace(workload, model=with_tables(workload.model, init_of(request)))
     return dataclasses.replace(workload, precision=request["precision"], local_batch_norm=request["local_batch_norm"])
+
+
+def init_of(request: dict[str, Any]) -> str | None:
+    """Where the model's values come from, if not from the model: ``--init``, or MODEL where it is a folder of transformers."""
+    folder = request["model"] if is_pretrained(request["model"]) else None
+    found: str | None = request.get("init") or folder
+    return found
 
 
 def recapture(request: dict[str, Any], cluster: Cluster) -> Recapture:

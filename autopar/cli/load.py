@@ -1,4 +1,5 @@
-"""The workload that the argument MODEL names: a factory in a file or a package, a transformers configuration, a model of the zoo."""
+"""The workload that the argument MODEL names: a factory in a file or a package, a transformers configuration or the folder of a saved
+model, a model of the zoo."""
 
 from __future__ import annotations
 
@@ -64,13 +65,19 @@ def load_model(model: str, sizes: Sizes, *, device: str = "meta", default_precis
         return _from_factory(model, source, factory, sizes, device)
     if model.endswith(".py"):
         raise ModelError(f"{model} names a file but no factory in it", _factory_hint(Path(model)))
-    if model.endswith(".json") or Path(model).is_file():
+    if model.endswith(".json") or Path(model).is_file() or is_pretrained(model):
+        path = Path(model, "config.json") if is_pretrained(model) else Path(model)
         module, batch = build_config(
-            read_config(Path(model)), sizes.seq, sizes.global_batch, sizes.precision or default_precision, device
+            read_config(path), sizes.seq, sizes.global_batch, sizes.precision or default_precision, device
         )
-        return Workload(module, batch, name=Path(model).stem)
+        return Workload(module, batch, name=path.stem if path == Path(model) else Path(model).name)
     module, batch = zoo.build(model, sizes.seq, sizes.global_batch, sizes.precision or default_precision, device)
     return Workload(module, batch, name=model)
+
+
+def is_pretrained(model: str) -> bool:
+    """Whether the argument MODEL is a folder that transformers saved: a ``config.json`` and safetensors."""
+    return Path(model, "config.json").is_file()
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -100,7 +107,7 @@ def _from_factory(model: str, source: str, factory: str, sizes: Sizes, device: s
     arguments = _arguments(function, sizes)
     workload = _unpack(model, factory, _guarded(model, function, **arguments))
     if workload.batch is None:
-        return replace(workload, batch=_batch_of(model, workload.model, sizes, device))
+        return replace(workload, batch=batch_of(model, workload.model, sizes, device))
     for name in ("seq", "global_batch"):
         if getattr(sizes, name) is not None and name not in arguments:
             raise BatchError(
@@ -179,7 +186,7 @@ def _unpack(model: str, factory: str, result: Any) -> Workload:
     return Workload(module, batch, loss_fn, factory)
 
 
-def _batch_of(model: str, module: nn.Module, sizes: Sizes, device: str) -> Any:
+def batch_of(model: str, module: nn.Module, sizes: Sizes, device: str) -> Any:
     """A batch for a module that came without one: transformers models say what they take, others do not."""
     config = getattr(module, "config", None)
     if not hasattr(config, "model_type"):

@@ -8,13 +8,14 @@ This file is copied into every emitted program; it needs torch alone.
 
 from __future__ import annotations
 
-import ctypes
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from autopar.program.weights import bytes_of
 
 WHOLE_BYTES = 8 * 2**30
 """Bytes up to which the digest of a state dict reads all of it; of a larger one it reads a part of each tensor."""
@@ -31,16 +32,23 @@ def same_batch(batch: Mapping[str, Tensor], names: list[str], device: torch.devi
     _same(digests, device, "the ranks were given different batches", "every rank takes the whole global batch")
 
 
-def same_start(
-    state: Mapping[str, Tensor], names: list[str], options: Mapping[str, object], device: torch.device
-) -> None:
-    """Raise ``ValueError`` if ranks start from different values, or have different options."""
-    if dist.get_world_size() == 1:
-        return
-    whole = sum(tensor.numel() * tensor.element_size() for tensor in state.values()) <= WHOLE_BYTES
-    digests = {name: digest(state[name], whole) if name in state else 0 for name in names}
-    digests |= {name: zlib.crc32(repr(value).encode()) for name, value in options.items()}
-    _same(digests, device, "the ranks start from different values", "every rank takes the same state dict and options")
+def same_state(state: Mapping[str, Tensor], names: Sequence[str], device: torch.device) -> None:
+    """Raise ``ValueError`` if ranks were given different state dicts, of which the program reads ``names``."""
+    if dist.get_world_size() > 1:
+        whole = sum(tensor.numel() * tensor.element_size() for tensor in state.values()) <= WHOLE_BYTES
+        same_values({name: digest(state[name], whole) if name in state else 0 for name in names}, device)
+
+
+def same_options(options: Mapping[str, object], device: torch.device) -> None:
+    """Raise ``ValueError`` if ranks have different options."""
+    same_values({name: zlib.crc32(repr(value).encode()) for name, value in options.items()}, device)
+
+
+def same_values(digests: Mapping[str, int], device: torch.device) -> None:
+    """Raise ``ValueError`` if ranks have different digests of what they start from."""
+    if dist.get_world_size() > 1:
+        what = "the ranks start from different values"
+        _same(digests, device, what, "every rank takes the same state dict and options")
 
 
 def digest(tensor: Tensor, whole: bool = True) -> int:
@@ -50,9 +58,7 @@ def digest(tensor: Tensor, whole: bool = True) -> int:
         return head
     plain = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
     held = plain.cpu().contiguous()
-    size = held.numel() * held.element_size()
-    # without numpy, which may not be installed
-    read = memoryview((ctypes.c_ubyte * size).from_address(held.data_ptr()))
+    read = bytes_of(held)
     if whole or len(read) <= _PIECE * _EVERY:
         return zlib.crc32(read, head)
     for start in range(0, len(read), _PIECE * _EVERY):

@@ -193,7 +193,7 @@ def load(training: Training, folder: str | os.PathLike[str]) -> Mapping[str, Any
 
     path = Path(str(on_every_rank(find, Path(folder), writing=False)[0]))
 
-    def prepare() -> None:
+    def prepare() -> list[str]:
         found = opened_or_why(path)
         if isinstance(found, str):
             raise CheckpointError(
@@ -208,8 +208,12 @@ def load(training: Training, folder: str | os.PathLike[str]) -> Mapping[str, Any
         own.extend(_under(prefix, (*model, *state.pieces)))
         opened.append(found)
         restored.append(state)
+        return state.anew
 
-    on_every_rank(prepare, path, writing=False)
+    anew = sorted({name for names in on_every_rank(prepare, path, writing=False) for name in names})
+    if anew and dist.get_rank() == 0:
+        what = f"{path} has no state of {opened[0].facts['optimizer']['class']}, which starts anew, for"
+        print(sentence(what, anew), file=sys.stderr, flush=True)
     _read(own, opened[0])
     restored[0].install()
     schedulers.restore(updates.scheduler, opened[0].facts.get("scheduler"))
@@ -225,17 +229,22 @@ def has_checkpoint(folder: str | os.PathLike[str]) -> bool:
 
 
 def on_every_rank(
-    work: Callable[[], T], folder: Path, writing: bool, group: dist.ProcessGroup | None = None
+    work: Callable[[], T],
+    folder: Path,
+    writing: bool,
+    group: dist.ProcessGroup | None = None,
+    *,
+    replaces: bool = False,
 ) -> list[T]:
-    """Run ``work`` on every rank; all results, by rank, which are numbers and text. Raises ``CheckpointError`` on every rank if one has an
-    error."""
+    """Run ``work`` on every rank; all results, by rank, which are numbers, text, or lists of them. Raises ``CheckpointError`` on every
+    rank if one has an error; ``replaces`` says that the work replaces values of the training."""
     mine: T | None = None
-    problem: tuple[str, str] | None = None
+    problem: tuple[str, str, bool] | None = None
     try:
         mine = work()
     except Exception as error:  # noqa: BLE001  the other ranks wait for this one
-        found = explained(error, folder, writing)
-        problem = found.message, found.hint
+        found = explained(error, folder, writing, replaces)
+        problem = found.message, found.hint, found.half_read
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, (mine, problem), group=group)
     for _, other in every:
@@ -254,6 +263,8 @@ def _facts(training: Training) -> dict[str, Any]:
         "devices": dist.get_world_size(),
         "replicas": _replica(training)[1],
         "tensors": {name: list(shape) for name, shape in _tensors(training.program).items()},
+        "other_names": dict(_other_names(training.program)),
+        "left_out": _left_out(training.program),
     }
 
 
@@ -261,6 +272,17 @@ def _tensors(program: Program) -> dict[str, tuple[int, ...]]:
     """The shapes of the parameters and buffers that a checkpoint has, by original name."""
     found = {layout.original: layout.original_shape for layout in program.layouts}
     return found | {record.original: record.shape for record in program.buffers if record.written}
+
+
+def _other_names(program: Program) -> Iterator[tuple[str, str]]:
+    """For each other name of a tied parameter, the name that a checkpoint has it under."""
+    return ((tied, layout.original) for layout in program.layouts for tied in layout.tied)
+
+
+def _left_out(program: Program) -> list[str]:
+    """The tensors of the model's state dict that the program neither trains nor writes: no checkpoint has them."""
+    known = {*_tensors(program), *dict(_other_names(program))}
+    return [entry["name"] for entry in program.records.get("model", ()) if entry["name"] not in known]
 
 
 def parameters(training: Training, *, every_copy: bool, every_rank: bool = True) -> Iterator[Piece]:
@@ -451,7 +473,7 @@ def _read(own: Sequence[Piece], found: Found) -> None:
     try:
         dcp.load({}, storage_reader=_Reader(found), planner=_Reads(own))
     except CheckpointException as error:
-        raise explained(_cause(error), found.path, writing=False) from error
+        raise explained(_cause(error), found.path, writing=False, half_read=True) from error
 
 
 def _cause(error: CheckpointException) -> BaseException:

@@ -29,11 +29,12 @@ _STEP = re.compile(rf"step-(\d+)({_REPLACED})?")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or read; ``message`` says why, ``hint`` what to do."""
+    """A checkpoint that cannot be written or read; ``message`` says why, ``hint`` what to do, and ``half_read`` whether some of the
+    training's values were replaced before."""
 
-    def __init__(self, message: str, hint: str) -> None:
+    def __init__(self, message: str, hint: str, half_read: bool = False) -> None:
         super().__init__(f"{message}; {hint}")
-        self.message, self.hint = message, hint
+        self.message, self.hint, self.half_read = message, hint, half_read
 
 
 @dataclass(frozen=True)
@@ -85,14 +86,14 @@ def finish(partial: Path, facts: Mapping[str, Any], keep: int | None) -> Path:
         raise CheckpointError(
             f"the checkpoint in {partial} is not whole: {opened}", "all machines must write to one shared folder"
         )
-    _sync(partial)
+    sync(partial)
     target = final_of(partial)
     before = target.with_name(f"{target.name}{_REPLACED}")
     if target.exists():
         shutil.rmtree(before, ignore_errors=True)
         target.rename(before)
     partial.rename(target)
-    _sync(target.parent)
+    sync(target.parent)
     shutil.rmtree(before, ignore_errors=True)
     if keep is not None:
         _forget(target, keep)
@@ -108,9 +109,9 @@ def _forget(newest: Path, keep: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _sync(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -209,17 +210,15 @@ class _Unpickler(pickle.Unpickler):
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def explained(error: BaseException, folder: Path, writing: bool) -> CheckpointError:
-    """Any error of writing or reading as one sentence."""
+def explained(error: BaseException, folder: Path, writing: bool, half_read: bool = False) -> CheckpointError:
+    """Any error of writing or reading as one sentence; ``half_read`` says that some values may have been replaced."""
     if isinstance(error, CheckpointError):
         return error
     system = _system_error(error)
     text = f"{type(error).__name__}: {error}".splitlines()[0] if system is None else str(system)
     if not writing:
-        return CheckpointError(
-            f"the checkpoint {folder} could not be read: {text}",
-            "parameters may have been read in part: load another checkpoint before going on",
-        )
+        hint = "load another one" + (" before going on: some parameters have been replaced" if half_read else "")
+        return CheckpointError(f"the checkpoint {folder} could not be read: {text}", hint, half_read)
     kept = "the training and earlier checkpoints are as they were"
     if system is not None and system.errno in _FULL:
         return CheckpointError(f"there is no room for a checkpoint in {folder.parent}: {text}", f"{kept}; make room")

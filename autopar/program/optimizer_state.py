@@ -115,8 +115,9 @@ def _pieces(master: Master, key: str, value: Any, world: World) -> Iterator[Piec
 class Restored:
     """The optimizer state that a checkpoint has for this rank's masters: made empty, filled by reading ``pieces``, then installed.
 
-    ``facts`` describe the optimizer that was saved, ``stored`` has the metadata of the checkpoint's tensors by name. Raises
-    ``CheckpointError`` where the checkpoint is of another optimizer.
+    ``facts`` describe the optimizer that was saved, ``stored`` has the metadata of the checkpoint's tensors by name. ``anew`` are the
+    parameters without any state there, where others have some: they had no gradient yet, or were not trained. Raises ``CheckpointError``
+    where the checkpoint is of another optimizer, or has none.
     """
 
     def __init__(
@@ -130,6 +131,12 @@ class Restored:
         self._optimizer, self._facts = optimizer, facts
         self._states: dict[Tensor, dict[str, Tensor]] = {}
         self.pieces: list[Piece] = []
+        self.anew: list[str] = []
+        if facts is None:
+            raise CheckpointError(
+                f"the checkpoint has no optimizer's state, and the program trains with {type(optimizer).__qualname__}",
+                "it was saved by a program that trains no parameter: start from its parameters alone",
+            )
         _check(optimizer, facts)
         on_device = {
             id(param): bool(group.get("capturable") or group.get("fused"))
@@ -153,6 +160,8 @@ class Restored:
                 device = "cpu" if host or kind in _PYTHON else master.tensor.device
                 state[key] = torch.zeros(shape, dtype=dtype, device=device)
                 self.pieces += _pieces(master, key, state[key], world)
+            if facts["keys"] and not state:
+                self.anew.append(master.layout.original)
 
     def install(self) -> None:
         """Give the optimizer its state, and its groups their options."""

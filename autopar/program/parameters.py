@@ -354,7 +354,7 @@ class ShardedGroup:
         ignored = {param for param in module.parameters() if not param.is_meta}  # these belong to a flat group
         for layout in layouts:
             shape = stage.get_parameter(layout.name).shape
-            values = torch.zeros(shape, dtype=program.dtypes(layout)[0], device=world.device)
+            values = torch.empty(shape, dtype=program.dtypes(layout)[0], device="meta")
             set_parameter(stage, layout.name, nn.Parameter(values, layout.trainable))
         self.mesh = world.data_mesh(copies, shards)
         fully_shard(
@@ -365,6 +365,10 @@ class ShardedGroup:
             ignored_params=ignored,
         )
         assert isinstance(module, FSDPModule)
+        # only shards get memory: the layer's whole parameters would be the peak of a rank's start
+        module._apply(lambda t: torch.empty_like(t, device=world.device) if isinstance(t, DTensor) and t.is_meta else t)
+        for layout in layouts:
+            _shard(stage.get_parameter(layout.name)).zero_()
         self.module = module
         record = program.model.STAGES[layouts[0].stage].GROUPS[child]
         self.reduces_once = bool(record.get("reduce_once"))

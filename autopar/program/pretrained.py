@@ -6,7 +6,8 @@ This file is copied into every emitted program; it needs torch alone.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -14,84 +15,115 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.program import weights
-from autopar.program.boxes import Piece
+from autopar.program.agree import same_values
+from autopar.program.boxes import Piece, divided
 from autopar.program.checkpoint import Training, buffers, on_every_rank, parameters
-from autopar.program.checkpoint_files import PARTIAL, CheckpointError, begin, final_of
-from autopar.program.state import wrong_state
-from autopar.program.weights import Stored
+from autopar.program.checkpoint_files import PARTIAL, CheckpointError, begin, discard, final_of, sync
+from autopar.program.state import torn, wrong_names
+from autopar.program.weights import Stored, Weights
+
+_HINT = "give weights of the model that was compiled"
 
 
 def load(training: Training, path: str | os.PathLike[str]) -> None:
     """Set parameters and buffers from a file or folder of weights; optimizer state stays. All ranks call this.
 
-    Raises ``CheckpointError`` on every rank, before anything is changed if names or shapes are not those of the model.
+    All that can be checked is checked on every rank before any rank changes a value: names and shapes, that tied parameters have one value,
+    that all ranks have the same files. Raises ``CheckpointError`` on every rank.
     """
     source = Path(path)
-    found: dict[str, Stored] = {}
+    own = list[tuple[Piece, Sequence[str]]]()
+    with ExitStack() as stack:
+        opened = list[Weights]()
 
-    def check() -> None:
-        found.update(weights.stored(source))
-        nothing = torch.zeros(())
-        if wrong := wrong_state(training.program.records, {n: nothing.expand(s.shape) for n, s in found.items()}):
-            raise CheckpointError(
-                f"{source} has no weights of the model that was compiled: {wrong}", "give weights of that model"
-            )
+        def check() -> None:
+            files = stack.enter_context(Weights(source))
+            opened.append(files)
+            if wrong := wrong_names(training.program.records, files.tensors):
+                raise CheckpointError(f"{source} has no weights of the model that was compiled: {wrong}", _HINT)
+            own.extend(_named(training, files))
+            for piece, names in own:
+                for part in divided(piece) if len({files.tensors[name] for name in names}) > 1 else ():
+                    if wrong := torn([names], {name: _read(files, name, part) for name in names}):
+                        raise CheckpointError(f"{source}: {wrong}", _HINT)
 
-    def copy() -> None:
-        names = {layout.original: (layout.original, *layout.tied) for layout in training.program.layouts}
-        for piece in (*parameters(training, every_copy=True), *buffers(training, every_copy=True)):
-            own = piece.path[1]
-            values = [(name, weights.read(found[name], piece.box)) for name in names.get(own, (own,)) if name in found]
-            if values:  # a buffer that is in no state dict may be missing
-                _check_tied(source, values)
-                piece.values.copy_(values[0][1])
+        def copy() -> None:
+            for piece, (name, *_) in own:
+                opened[0].read(name, piece.box, piece.values)
 
-    on_every_rank(check, source, writing=False)
-    on_every_rank(copy, source, writing=False)
+        on_every_rank(check, source, writing=False)
+        (files,) = opened
+        try:
+            same_values({name: files.digest(name) for name in sorted(files.tensors)}, training.world.device)
+        except ValueError as error:
+            raise CheckpointError(str(error), "all machines read one shared folder, or equal copies") from error
+        on_every_rank(copy, source, writing=False, replaces=True)
     for group in training.groups:
         group.publish()
 
 
-def _check_tied(source: Path, values: list[tuple[str, Tensor]]) -> None:
-    """Raise ``CheckpointError`` if a tied parameter has other values under another of its names."""
-    for name, other in values[1:]:
-        if not torch.equal(values[0][1], other):
-            raise CheckpointError(
-                f"{values[0][0]} and {name} are one parameter in the model, and have different values in {source}",
-                "give weights of the model that was compiled",
-            )
+def _named(training: Training, files: Weights) -> Iterator[tuple[Piece, Sequence[str]]]:
+    """This rank's pieces, with the names under which the files have the tensor; a buffer that is in no state dict may be missing."""
+    names = {layout.original: (layout.original, *layout.tied) for layout in training.program.layouts}
+    for piece in (*parameters(training, every_copy=True), *buffers(training, every_copy=True)):
+        own = piece.path[1]
+        if found := [name for name in names.get(own, (own,)) if name in files.tensors]:
+            yield piece, found
+
+
+def _read(files: Weights, name: str, part: Piece) -> Tensor:
+    values = torch.empty(part.box.sizes, dtype=files.tensors[name].dtype)
+    files.read(name, part.box, values)
+    return values
 
 
 def save(training: Training, folder: str | os.PathLike[str], file_bytes: int) -> None:
     """Write the folder of weights, in the model's own dtypes; all ranks call this.
 
-    The folder must not exist; it gets its name once all files are on the disk. Raises ``CheckpointError`` on every rank.
+    The folder must not exist; it gets its name once all files are on the disk. Raises ``CheckpointError`` on every rank, and leaves nothing
+    behind.
     """
     target = Path(folder)
     partial = target.with_name(f"{target.name}{PARTIAL}")
-    places = weights.divided(partial, _tensors(training), file_bytes)
+    places, begun = dict[str, Stored](), list[Path]()
 
     def prepare() -> None:
         if training.program.local_steps:
             raise CheckpointError(
                 "each replica that trains apart has weights of its own", "state_dict() has their mean"
             )
+        tensors = _tensors(training)
+        if odd := weights.without_names(tensors):
+            raise CheckpointError(
+                f"safetensors files have no {', '.join(sorted({str(tensors[name][0]) for name in odd}))}, the dtype of {odd[0]}",
+                "state_dict() has it",
+            )
+        places.update(weights.file_places(partial, tensors, file_bytes))
         if dist.get_rank() == 0:
             if target.exists():
                 raise CheckpointError(f"{target} exists", "give the name of a new folder")
+            begun.append(partial)
             begin(partial)
             weights.create(places)
 
     def end() -> None:
         if dist.get_rank() == 0:
+            for path in (*partial.iterdir(), partial):
+                sync(path)
             partial.rename(final_of(partial))
+            sync(target.parent)
 
-    on_every_rank(prepare, partial, writing=True)
-    on_every_rank(lambda: weights.write(_counted(training, places)), partial, writing=True)
-    on_every_rank(end, partial, writing=True)
+    try:
+        on_every_rank(prepare, partial, writing=True)
+        on_every_rank(lambda: weights.write(_counted(training, places)), partial, writing=True)
+        on_every_rank(end, partial, writing=True)
+    except CheckpointError:
+        for path in begun:
+            discard(path)
+        raise
 
 
-def _tensors(training: Training) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+def _tensors(training: Training) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """The dtypes and shapes of the parameters and of the buffers of the state dict that are written."""
     found = {layout.original: (layout.dtype, layout.original_shape) for layout in training.program.layouts}
     written = [record for record in training.program.buffers if record.written and record.persistent]

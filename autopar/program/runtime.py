@@ -12,6 +12,7 @@ other order would be wrong where layers of one stage use different data axes.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.program import checkpoint, optimizers, pretrained, weights
-from autopar.program.agree import same_start
+from autopar.program.agree import same_options, same_state
 from autopar.program.checkpoint import has_checkpoint
 from autopar.program.checkpoint_files import CheckpointError
 from autopar.program.collectives import all_gather
@@ -84,9 +85,9 @@ class Trainer:
     ``optimizer`` (``adamw`` if left out) makes an optimizer from the list of the user's parameters, or from pairs with their names if its
     argument is called ``named_parameters``. These parameters are placeholders, which this rank's own tensors replace (see
     ``optimizers``); it may also make a list of optimizers. ``scheduler`` makes a scheduler of the optimizer's learning rates, which counts
-    updates: a skipped one does not count. Initial values are ``state`` (a state dict of the user's model, or the path of its safetensors),
-    ``values`` (by a parameter's record) or drawn from ``seed``, whatever the plan; or the training goes on from ``resume``, a folder that
-    ``load`` takes.
+    updates: a skipped one does not count. Initial values are ``state`` (a state dict of the user's model, or the path of its safetensors
+    or of a ``torch.save`` of it), ``values`` (by a parameter's record) or drawn from ``seed``, whatever the plan; or the training goes on
+    from ``resume``, a folder that ``load`` takes.
     ``max_norm`` clips gradients in ``step``.
     ``loss_scale`` is the dynamic loss scale of a program in float16, otherwise ``None``; losses, gradients and norms that the trainer
     returns are without it.
@@ -108,16 +109,17 @@ class Trainer:
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm is {max_norm}: gradients are scaled to a norm above 0, or left alone (None)")
         self.program, self.world, self.max_norm = program, world, max_norm
-        same_start({}, [], {"the seed": seed, "max_norm": max_norm}, world.device)
+        self._half_read = False  # whether only some values were replaced by those of files
+        same_options({"the seed": seed, "max_norm": max_norm}, world.device)
         self.stages, self._by_stage, self._buffers = build_stages(program, world)
         self._groups = [group for groups in self._by_stage.values() for group in groups]
         self._reductions = Reductions(program, self._by_stage)
         self._publications = Publications(program, self.stages, self._by_stage)
         self._updates: optimizers.Updates | None = None
-        if isinstance(state, str | os.PathLike):
+        if isinstance(state, str | os.PathLike) and weights.is_weights(Path(state)):
             self.load_weights(state)
         elif state is not None:
-            self.load_state_dict(state)
+            self.load_state_dict(read_state(state) if isinstance(state, str | os.PathLike) else state)
         elif resume is None:
             self._load(values or seeded(seed))
         self.loss_scale = LossScale(world.device) if program.plan["precision"] == "float16" else None
@@ -223,6 +225,7 @@ class Trainer:
         return float(self._forward_backward(batch))
 
     def _forward_backward(self, batch: Batch) -> Tensor:
+        self._check_whole()
         self._pipeline.share.check(batch)
         self._reductions.clear()
         self._buffers.clear()
@@ -293,9 +296,10 @@ class Trainer:
             raise ValueError(f"the state dict is not one of the model that was compiled: {wrong}")
         layouts, buffers = self.program.layouts, self.program.buffers
         names = {name for layout in layouts for name in (layout.original, *layout.tied)}
-        same_start(state, sorted(names | {record.original for record in buffers}), {}, self.world.device)
+        same_state(state, sorted(names | {record.original for record in buffers}), self.world.device)
         self._load(given(state))
         self._buffers.load(state)
+        self._half_read = False
 
     def save(self, folder: str | os.PathLike[str], *, keep: int | None = None, wait: bool = True) -> Path:
         """Write a checkpoint, ``folder/step-N``, that any plan of this model can load; the last ``keep`` checkpoints stay (``None``: all).
@@ -305,6 +309,7 @@ class Trainer:
         on every rank, also for the save before if a thread failed to write it; the training can go on.
         """
         self.finish_saving()
+        self._check_whole()
         scale = None if self.loss_scale is None else self.loss_scale.state_dict()
         counters = {
             "steps": self.steps,
@@ -329,7 +334,8 @@ class Trainer:
         Under the plan that saved it the training goes on bit for bit. Raises ``CheckpointError`` on every rank.
         """
         self.finish_saving()
-        counters = checkpoint.load(self._training(), folder)
+        with self._replacing():
+            counters = checkpoint.load(self._training(), folder)
         self.steps, self.rows, self._seed = counters["steps"], counters["rows"], counters["seed"]
         self.positions = {key: (epoch, row) for key, (epoch, row) in counters["data"].items()}
         if self.loss_scale is not None and counters["loss_scale"] is not None:
@@ -341,6 +347,7 @@ class Trainer:
 
         Every rank writes its own parts. Raises ``CheckpointError`` on every rank.
         """
+        self._check_whole()
         pretrained.save(self._training(), folder, file_bytes)
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
@@ -348,11 +355,30 @@ class Trainer:
 
         Raises ``CheckpointError`` on every rank, with the names that are missing, unknown or of other shapes.
         """
-        pretrained.load(self._training(), path)
+        with self._replacing():
+            pretrained.load(self._training(), path)
         if self._updates is not None:
             self._updates.read_masters()
 
+    @contextlib.contextmanager
+    def _replacing(self) -> Iterator[None]:
+        """A context in which files replace the values. Where some of them could not be read, nothing goes on from the rest."""
+        try:
+            yield
+        except CheckpointError as error:
+            self._half_read = self._half_read or error.half_read
+            raise
+        self._half_read = False
+
+    def _check_whole(self) -> None:
+        if self._half_read:
+            raise CheckpointError(
+                "parameters and buffers are of two states: some files could not be read",
+                "load a whole checkpoint, or whole weights",
+            )
+
     def _training(self) -> checkpoint.Training:
+        """The tensors that are saved and loaded."""
         self.finish_update()
         return checkpoint.Training(self.program, self.world, self._groups, self._buffers, self._updates)
 

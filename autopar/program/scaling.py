@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.program.agree import same_start
+from autopar.program.agree import same_options
 
 _LIMITS = torch.finfo(torch.float32)  # GradScaler's scale is a tensor of this dtype
 
@@ -116,7 +116,7 @@ class LossScale:
         missing = [name for name in self.state_dict() if name not in state]
         if missing:
             raise ValueError(f"the state of the loss scale has no {', '.join(missing)}")
-        same_start({}, [], {"the state of the loss scale": sorted(state.items())}, self._device)
+        same_options({"the state of the loss scale": sorted(state.items())}, self._device)
         self.scale = float(state["scale"])
         self._growth_factor, self._backoff_factor = float(state["growth_factor"]), float(state["backoff_factor"])
         self._growth_interval, self._good_steps = int(state["growth_interval"]), int(state["_growth_tracker"])

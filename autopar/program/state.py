@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-INITIAL = "initial.pt"
+from autopar.program.weights import Stored, write_file
+
+INITIAL = "initial.safetensors"
 """The file in a folder with the values of the user's model, under the model's names."""
 
 NO_VALUES = "the folder has no initial values: the model was on meta, or its values were not given"
@@ -28,24 +30,23 @@ def has_values(state: Mapping[str, Any] | None) -> bool:
     return bool(tensors) and not any(tensor.is_meta for tensor in tensors)
 
 
-def write_initial(folder: Path, state: Mapping[str, Any] | None) -> bool:
-    """Write the folder's initial values, or, without values, remove the old file and say so in the plan's notes.
-
-    Returns whether values were written.
-    """
-    written = has_values(state)
-    if written:
-        assert state is not None
+def write_initial(folder: Path, state: Mapping[str, Any] | None) -> None:
+    """Write the folder's initial values, or, without values, remove the old file and say so in the plan's notes."""
+    if state is not None and has_values(state):
         tensors = {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
-        torch.save(tensors, folder / INITIAL)
+        write_file(folder / INITIAL, tensors)
     else:
         (folder / INITIAL).unlink(missing_ok=True)
+    note_values(folder)
+
+
+def note_values(folder: Path) -> None:
+    """Say in the notes of the folder's plan whether there are initial values."""
     plan = json.loads((folder / "plan.json").read_text())
     others = [note for note in plan.get("notes", ()) if note != NO_VALUES]
-    notes = others if written else [NO_VALUES, *others]
+    notes = others if (folder / INITIAL).is_file() else [NO_VALUES, *others]
     if notes != plan.get("notes"):
         (folder / "plan.json").write_text(json.dumps(plan | {"notes": notes}, indent=1) + "\n")
-    return written
 
 
 def read_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -54,10 +55,23 @@ def read_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     return state
 
 
-def initial(folder: str | os.PathLike[str]) -> dict[str, Tensor] | None:
-    """The folder's initial values, or ``None``."""
+def initial(folder: str | os.PathLike[str]) -> Path | None:
+    """The file of the folder's initial values, or ``None``."""
     path = Path(folder) / INITIAL
-    return read_state(path) if path.is_file() else None
+    return path if path.is_file() else None
+
+
+def wrong_names(records: Mapping[str, Any], tensors: Mapping[str, Stored]) -> str:
+    """Why stored tensors do not fit a program, by their names and shapes: ``wrong_state`` without values."""
+    nothing = torch.zeros(())
+    return wrong_state(records, {name: nothing.expand(tensor.shape) for name, tensor in tensors.items()})
+
+
+def untrained(records: Mapping[str, Any]) -> set[str]:
+    """The names of the model's state dict whose tensors the program neither trains nor writes."""
+    own = {name for record in records["parameters"] for name in (record["original"], *record["tied"])}
+    own |= {record["original"] for record in records.get("buffers", ()) if record["persistent"] and record["written"]}
+    return {entry["name"] for entry in records.get("model", ())} - own
 
 
 def wrong_state(records: Mapping[str, Any], state: Mapping[str, Tensor]) -> str:
@@ -90,18 +104,18 @@ def wrong_state(records: Mapping[str, Any], state: Mapping[str, Tensor]) -> str:
         ),
     ]
     if not any(sentences):
-        sentences.append(sentence("one parameter in the model, and two values here, have", _torn(needed, tensors)))
+        sentences.append(torn(needed, tensors))
     return "; ".join(sentence for sentence in sentences if sentence)
 
 
-def _torn(needed: Iterable[Sequence[str]], tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of tied parameters that have different values under their names."""
+def torn(needed: Iterable[Sequence[str]], tensors: Mapping[str, Tensor]) -> str:
+    """The tied parameters, each given as its names, that have different values under these, as a sentence; ``""`` if there are none."""
     found = []
     for names in needed:
         values = [tensors[name] for name in names if name in tensors]
         if any(not _same(values[0], other) for other in values[1:]):
             found.append(" and ".join(name for name in names if name in tensors))
-    return found
+    return sentence("one parameter in the model, and two values here, have", found)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

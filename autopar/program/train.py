@@ -1,9 +1,9 @@
 """Train the program in this folder: ``torchrun --nproc-per-node N train.py --steps 50 --data data.pt``.
 
-Yours to edit. Training starts from ``initial.pt``, the values of the model that was compiled, or from ``--init FILE``. ``--data`` is a
-file of ``torch.save({"input_ids": tensor, ...})`` whose tensors hold examples along dim 0, or ``MODULE:FUNCTION``, a function that
-returns a map-style data set of dicts by these names. A step takes the next ``global_batch`` rows, of which each rank reads its own.
-``--data synthetic`` makes rows up, of the right shapes.
+Yours to edit. Training starts from ``initial.safetensors``, the values of the model that was compiled, or from ``--init PATH``.
+``--data`` is a file of ``torch.save({"input_ids": tensor, ...})`` whose tensors hold examples along dim 0, or ``MODULE:FUNCTION``, a
+function that returns a map-style data set of dicts by these names. A step takes the next ``global_batch`` rows, of which each rank reads
+its own. ``--data synthetic`` makes rows up, of the right shapes.
 ``--checkpoint DIR --every 100`` writes checkpoints, and ``--resume`` goes on from the newest one, under this plan or any other.
 Standard output has one JSON object a step, standard error says the same to people. In float16 it has the loss scale of the next step.
 """
@@ -72,7 +72,7 @@ def arguments() -> argparse.Namespace:
     start = parser.add_mutually_exclusive_group()
     start.add_argument(
         "--init",
-        help="a torch.save of the model's state dict, or a file or folder of safetensors, to start from; default: this folder's initial.pt",
+        help="a file or folder of safetensors, or a torch.save of the model's state dict, to start from; default: initial.safetensors here",
     )
     start.add_argument(
         "--draw-init",
@@ -150,16 +150,17 @@ def start_values(args: argparse.Namespace, records: Mapping[str, Any]) -> dict[s
         if os.environ.get("RANK", "0") == "0":
             print("starts from drawn values, not from those of a model (--draw-init)", file=sys.stderr, flush=True)
         return None
-    if args.init and is_weights(Path(args.init)):
-        return str(args.init)
-    state = read_state(args.init) if args.init else initial(FOLDER)
-    if state is None:
+    source = Path(args.init) if args.init else initial(FOLDER)
+    if source is None:
         raise SystemExit(
-            f"{FOLDER} has no initial.pt: the model that it was made of had no values; start with --init FILE, a torch.save of the "
-            "model's state dict, or with --draw-init to draw values"
+            f"{FOLDER} has no initial.safetensors: the model that it was made of had no values; start with --init PATH, its safetensors or "
+            "a torch.save of its state dict, or with --draw-init to draw values"
         )
+    if is_weights(source):
+        return str(source)
+    state = read_state(source)
     if wrong := wrong_state(records, state):
-        raise SystemExit(f"{args.init or 'initial.pt'} is no state dict of the model that was compiled: {wrong}")
+        raise SystemExit(f"{source} is no state dict of the model that was compiled: {wrong}")
     return state
 
 

@@ -1,7 +1,8 @@
 """Weights in the safetensors format: one file, or a folder of files with an index, as transformers has them.
 
-A file is the length of a header, the header (JSON: for each tensor its dtype, shape and bytes), and the bytes. Each rank reads the parts
-of its own boxes through a memory map, and writes its own boxes at their places: no process has a whole model.
+A file is the length of a header, the header (JSON: for each tensor its dtype, shape and bytes), and the bytes. Each rank reads its own
+boxes through a small buffer, and writes its own boxes at their places: no process has a whole model. A tensor with several names is stored
+once; the header's metadata give, for each other name, the name that it is stored under, as ``safetensors.torch.save_model`` has it.
 Format: https://github.com/huggingface/safetensors#format.
 
 This file is copied into every emitted program; it needs torch alone.
@@ -14,30 +15,45 @@ import itertools
 import json
 import math
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 import torch
 from torch import Tensor
 
-from autopar.program.boxes import Box, Piece
+from autopar.program.boxes import Box, Piece, divided, whole
 
 INDEX, SUFFIX = "model.safetensors.index.json", ".safetensors"
 FILE_BYTES = 5 * 10**9  # as transformers divides a model
-_DTYPES = {
+_BUFFER_BYTES = 16 * 2**20  # of a file are read at a time
+_SAMPLE_BYTES, _SAMPLES = 4096, 16
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "C128": torch.complex128,  # not of the format: in the initial values of a folder alone
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+Described = Mapping[str, tuple[torch.dtype, Sequence[int]]]
+"""Tensors by name: the dtype and the shape of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +80,8 @@ def is_weights(path: Path) -> bool:
 
 
 def stored(path: Path) -> dict[str, Stored]:
-    """The tensors of a file, or of all files of a folder, by name. Raises ``ValueError`` for a file that is not of the format."""
+    """The tensors of a file, or of all files of a folder, by each of their names. Raises ``ValueError`` for a file that is not of the
+    format."""
     files = [path] if path.is_file() else _files(path)
     return {name: tensor for file in files for name, tensor in _header(file).items()}
 
@@ -86,41 +103,104 @@ def _header(file: Path) -> dict[str, Stored]:
         if length > size - 8:
             raise ValueError(f"{file} is no whole file of weights")
         header = json.loads(opened.read(length))
-    found = {}
+    found: dict[str, Stored] = {}
+    others = header.pop("__metadata__", {})
     for name, record in header.items():
-        if name == "__metadata__":
-            continue
         begin, end = record["data_offsets"]
-        if record["dtype"] not in _DTYPES:
+        if record["dtype"] not in DTYPES:
             raise ValueError(f"{name} in {file} has the dtype {record['dtype']}, which no program has")
-        tensor = Stored(file, _DTYPES[record["dtype"]], tuple(record["shape"]), 8 + length + begin)
+        tensor = Stored(file, DTYPES[record["dtype"]], tuple(record["shape"]), 8 + length + begin)
         if tensor.size != end - begin or tensor.begin + tensor.size > size:
             raise ValueError(f"{file} is no whole file of weights: {name} has bytes {begin} to {end}")
         found[name] = tensor
-    return found
+    return found | {other: found[name] for other, name in others.items() if name in found and other not in found}
 
 
-def read(tensor: Stored, box: Box) -> Tensor:
-    """A box of a tensor; of the file only the pages of its rows are read."""
-    if not math.prod(box.sizes):
-        return torch.empty(box.sizes, dtype=tensor.dtype)
-    file = torch.from_file(str(tensor.file), shared=False, size=tensor.file.stat().st_size, dtype=torch.uint8)
-    first, rows = (box.offsets[0], box.sizes[0]) if box.sizes else (0, 1)
-    row = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
-    own = file[tensor.begin + first * row : tensor.begin + (first + rows) * row]
-    own = own.clone() if own.storage_offset() % tensor.dtype.itemsize else own
-    values = own.view(tensor.dtype).view(rows, *tensor.shape[1:]) if box.sizes else own.view(tensor.dtype).view(())
-    for dim in range(1, len(box.sizes)):
-        values = values.narrow(dim, box.offsets[dim], box.sizes[dim])
-    return values
+class Weights:
+    """The tensors of a file or folder of weights, by name. The files stay open until the end of the context, so that the tensors that are
+    read are those that were found.
+
+    Raises ``ValueError`` for a file that is not of the format, ``OSError`` for one that cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.tensors = stored(path)
+        with ExitStack() as stack:
+            files = {tensor.file for tensor in self.tensors.values()}
+            self._files = {file: stack.enter_context(file.open("rb", buffering=0)) for file in sorted(files)}
+            self._open = stack.pop_all()
+
+    def __enter__(self) -> Weights:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+    def read(self, name: str, box: Box, into: Tensor) -> None:
+        """Copy a box of a tensor into a tensor of the box's sizes, of any dtype and on any device."""
+        self._read(self.tensors[name], box, into)
+
+    def _read(self, tensor: Stored, box: Box, into: Tensor) -> None:
+        if not into.numel():
+            return
+        first, rows = (box.offsets[0], box.sizes[0]) if box.sizes else (0, 1)
+        row = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
+        if row > _BUFFER_BYTES and len(box.sizes) > 1:
+            for i in range(rows):
+                inner = Stored(tensor.file, tensor.dtype, tensor.shape[1:], tensor.begin + (first + i) * row)
+                self._read(inner, Box(box.offsets[1:], box.sizes[1:]), into[i])
+            return
+        step = max(_BUFFER_BYTES // row, 1)
+        buffer = torch.empty(min(step, rows) * row, dtype=torch.uint8)
+        for start in range(0, rows, step):
+            count = min(step, rows - start)
+            part = buffer[: count * row]
+            self._fill(part, tensor.file, tensor.begin + (first + start) * row)
+            values = part.view(tensor.dtype).view(count, *tensor.shape[1:])
+            for dim in range(1, len(box.sizes)):
+                values = values.narrow(dim, box.offsets[dim], box.sizes[dim])
+            (into[start : start + count] if box.sizes else into.view(1)).copy_(values)
+
+    def _fill(self, part: Tensor, file: Path, at: int) -> None:
+        opened, left = self._files[file], bytes_of(part)
+        opened.seek(at)
+        while left:
+            count = opened.readinto(left)
+            if not count:
+                raise OSError(f"{file} ended while it was read")
+            left = left[count:]
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor, whole."""
+        tensor = self.tensors[name]
+        values = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self.read(name, Box((0,) * len(tensor.shape), tensor.shape), values)
+        return values
+
+    def digest(self, name: str) -> int:
+        """A digest of a tensor's dtype, shape, and bytes: of all bytes of a small tensor, of 16 parts of a larger one."""
+        tensor = self.tensors[name]
+        found = zlib.crc32(f"{tensor.dtype} {tensor.shape}".encode())
+        length = min(_SAMPLE_BYTES, -(-tensor.size // _SAMPLES))
+        part = torch.empty(length, dtype=torch.uint8)
+        for i in range(_SAMPLES if length else 0):
+            self._fill(part, tensor.file, tensor.begin + (tensor.size - length) * i // (_SAMPLES - 1))
+            found = zlib.crc32(bytes_of(part), found)
+        return found
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, which must live as long as the view; without NumPy, which may not be installed."""
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def divided(
-    folder: Path, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], file_bytes: int = FILE_BYTES
-) -> dict[str, Stored]:
+def file_places(folder: Path, tensors: Described, file_bytes: int = FILE_BYTES) -> dict[str, Stored]:
     """The places of all tensors in files of up to ``file_bytes`` each (a larger tensor has a file of its own)."""
     groups: list[list[str]] = [[]]
     filled = 0
@@ -134,32 +214,46 @@ def divided(
     found: dict[str, Stored] = {}
     for i, names in enumerate(groups):
         file = f"model-{i + 1:05}-of-{len(groups):05}{SUFFIX}" if len(groups) > 1 else f"model{SUFFIX}"
-        begin = 8 + len(_encoded({name: tensors[name] for name in names}))
-        for name in names:
-            dtype, shape = tensors[name]
-            found[name] = Stored(folder / file, dtype, tuple(shape), begin)
-            begin += found[name].size
+        found |= places_in(folder / file, {name: tensors[name] for name in names})
     return found
 
 
-def _encoded(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def places_in(file: Path, tensors: Described, others: Mapping[str, str] | None = None) -> dict[str, Stored]:
+    """The places of tensors in one file. ``others`` gives, for each other name of a tensor, the name that it is stored under."""
+    # those of wide dtypes first: then every tensor begins at a multiple of its elements' size
+    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1][0].itemsize))
+    begin = 8 + len(_encoded(ordered, others or {}))
+    found: dict[str, Stored] = {}
+    for name, (dtype, shape) in ordered.items():
+        found[name] = Stored(file, dtype, tuple(shape), begin)
+        begin += found[name].size
+    return found
+
+
+def without_names(tensors: Described) -> list[str]:
+    """The names of tensors whose dtype the format does not have."""
+    format_has = set(_NAMES) - {torch.complex128}
+    return [name for name, (dtype, _) in tensors.items() if dtype not in format_has]
+
+
+def _encoded(tensors: Described, others: Mapping[str, str]) -> bytes:
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **others}}
     at = 0
     for name, (dtype, shape) in tensors.items():
         size = math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8)
+    return text + b" " * (-(8 + len(text)) % 16)  # 16: the bytes of the widest element
 
 
-def create(places: Mapping[str, Stored]) -> None:
-    """Make the files with their headers and sizes, and the index of several files."""
+def create(places: Mapping[str, Stored], others: Mapping[str, str] | None = None) -> None:
+    """Make the files with their headers and sizes, and the index of several files. ``others`` is that of ``places_in``."""
     files: dict[Path, list[str]] = {}
     for name, place in places.items():
         files.setdefault(place.file, []).append(name)
     for file, names in files.items():
-        header = _encoded({name: (places[name].dtype, places[name].shape) for name in names})
+        header = _encoded({name: (places[name].dtype, places[name].shape) for name in names}, others or {})
         with file.open("wb") as opened:
             opened.write(len(header).to_bytes(8, "little") + header)
             opened.truncate(max(places[name].begin + places[name].size for name in names))
@@ -172,6 +266,26 @@ def create(places: Mapping[str, Stored]) -> None:
         (next(iter(files)).parent / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
+def write_file(file: Path, state: Mapping[str, Tensor]) -> None:
+    """Write whole tensors into one file, which gets its name once all is on the disk; a tensor under several names is stored once."""
+    stored_as: dict[object, str] = {}
+    others: dict[str, str] = {}
+    for name, tensor in state.items():
+        place = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        first = stored_as.setdefault(place, name) if tensor.numel() else name
+        if first != name:
+            others[name] = first
+    own = {name: tensor for name, tensor in state.items() if name not in others}
+    partial = file.with_name(f"{file.name}.partial")
+    places = places_in(partial, {name: (tensor.dtype, tensor.shape) for name, tensor in own.items()}, others)
+    try:
+        create(places, others)
+        write((places[name], whole((name,), tensor.detach())) for name, tensor in own.items())
+        partial.rename(file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def write(own: Iterable[tuple[Stored, Piece]]) -> None:
     """Write this rank's boxes at their places, and wait until they are on the disk."""
     opened: dict[Path, int] = {}
@@ -179,14 +293,13 @@ def write(own: Iterable[tuple[Stored, Piece]]) -> None:
         for place, piece in own:
             if place.file not in opened:
                 opened[place.file] = os.open(place.file, os.O_WRONLY)
-            values = piece.values.to("cpu", place.dtype).contiguous()
-            size = values.numel() * values.element_size()
-            data = memoryview((ctypes.c_ubyte * size).from_address(values.data_ptr()))
-            at = 0
-            for first, count in runs(place.shape, piece.box):
-                length = count * place.dtype.itemsize
-                _write_all(opened[place.file], data[at : at + length], place.begin + first * place.dtype.itemsize)
-                at += length
+            for part in divided(piece) if piece.values.numel() else ():
+                values = part.values.to("cpu", place.dtype).contiguous()
+                data, at = bytes_of(values), 0
+                for first, count in runs(place.shape, part.box):
+                    length = count * place.dtype.itemsize
+                    _write_all(opened[place.file], data[at : at + length], place.begin + first * place.dtype.itemsize)
+                    at += length
         for descriptor in opened.values():
             os.fsync(descriptor)
     finally:

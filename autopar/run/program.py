@@ -32,7 +32,17 @@ from autopar.plan import Plan
 from autopar.precision import FLOAT16
 from autopar.program.metrics import Meter
 from autopar.program.optimizers import RefusedOptimizerError, Scheduler, checked
-from autopar.program.state import INITIAL, has_values, initial, write_initial, wrong_state
+from autopar.program.state import (
+    INITIAL,
+    has_values,
+    initial,
+    read_state,
+    untrained,
+    write_initial,
+    wrong_names,
+    wrong_state,
+)
+from autopar.program.weights import Weights, is_weights, write_file
 from autopar.program.world import load
 from autopar.run import remote
 from autopar.run.data import Data, importable, names_of, sent
@@ -65,7 +75,8 @@ class Program:
         graph: the captured model, whose ``structure`` says how a user's batch maps to inputs. Without a graph, batches are dicts by
             the inputs' names.
         cluster: the devices that were planned for; if left out, those that ``plan.devices`` describes.
-        state: the state dict to start from; if left out, or on meta, the folder's ``initial.pt``.
+        state: the state dict to start from, or the path of safetensors or of a ``torch.save`` of it; if left out, or on meta, the
+            folder's ``initial.safetensors``.
         draw_init: where neither exists, draw values from ``seed`` (``autopar.program.parameters.seeded``).
         optimizer: makes an optimizer of the list of the model's parameters, or of pairs with their names where its argument is called
             ``named_parameters``; AdamW with ``lr`` if left out. It may make a list of optimizers, each with parameters of its own. It is
@@ -91,7 +102,7 @@ class Program:
         graph: Graph | None = None,
         *,
         cluster: Cluster | None = None,
-        state: Mapping[str, Tensor] | None = None,
+        state: Mapping[str, Tensor] | str | os.PathLike[str] | None = None,
         optimizer: Optimizer | str | None = _DEFAULT.optimizer,
         scheduler: Scheduler | str | None = _DEFAULT.scheduler,
         lr: float = _DEFAULT.lr,
@@ -115,12 +126,20 @@ class Program:
         assert structure is None or isinstance(structure, BatchStructure)
         self._structure = structure
         self._cluster = cluster or devices.parse(plan.devices)
-        self._initial = self.folder / INITIAL if (self.folder / INITIAL).is_file() else None
+        self._initial = initial(self.folder)
+        if isinstance(state, str | os.PathLike) and is_weights(Path(state)):
+            state, self._initial = None, Path(state)
+        elif isinstance(state, str | os.PathLike):
+            state = read_state(state)
+        self._records: dict[str, Any] = json.loads((self.folder / "layouts.json").read_text())
         self._state = _tensors(state) if has_values(state) else None
-        self._given = dict(self._state or initial(self.folder) or {})
+        self._untrained: dict[str, Tensor] = {}  # the values of tensors that the program does not change
+        if self._state is not None:
+            self._check_state(self._state)
+            self._note_untrained(self._state)
+        elif self._initial is not None:
+            self._note_untrained(self._initial)
         self._draw_init = draw_init
-        if self._given:
-            self._check_state(self._given)
         self._optimizer, self._scheduler = optimizer, scheduler
         self._options = {"lr": lr, "seed": seed, "max_norm": max_norm}
         self._port, self._timeout_s = port, timeout_s
@@ -233,12 +252,12 @@ class Program:
             raise UsageError(f"last is {last!r}", '"drop" or "pad"')
         names = names_of(self._structure)
         source, by = dataset, collate
-        if not _under_torchrun() or isinstance(dataset, str | Path):
+        if not _is_rank() or isinstance(dataset, str | Path):
             with tempfile.NamedTemporaryFile(prefix="autopar-", suffix=".pt", delete=False) as file:
                 path = Path(file.name)
             weakref.finalize(self, path.unlink, missing_ok=True)
             source = sent(dataset, names, path)
-        if not _under_torchrun() and collate is not None:
+        if not _is_rank() and collate is not None:
             by = importable(collate, "collate function", "a function")
         order = {"shuffle": shuffle, "seed": seed, "workers": workers, "names": names, "last": last}
         self._opened += 1
@@ -260,8 +279,7 @@ class Program:
         trained: dict[str, Tensor] = self._call("state_dict")
         if not trained:
             return trained
-        rest = {name: tensor for name, tensor in self._given.items() if name not in trained}
-        return {name: tensor.detach().cpu().clone() for name, tensor in rest.items()} | trained
+        return {name: tensor.detach().cpu().clone() for name, tensor in self._untrained.items()} | trained
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Set the parameters and buffers from a state dict of the user's model.
@@ -269,11 +287,14 @@ class Program:
         Raises ``UsageError``, before anything starts, with the name of a tensor that is missing, unknown, or of another shape.
         """
         self._check_state(state)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "state.pt"
-            torch.save(_tensors(state), path)
-            self._call("load_state_dict", str(path))
-        self._given = {name: state.get(name, tensor) for name, tensor in self._given.items()}
+        if _is_rank():
+            self._call("load_state_dict", _tensors(state))
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / INITIAL
+                write_file(path, _tensors(state))
+                self._with_files("load_weights", path)
+        self._note_untrained(_tensors(state))
 
     def scaler_state_dict(self) -> dict[str, float | int]:
         """The state of the dynamic loss scale of a program in float16, as ``torch.amp.GradScaler.state_dict`` has it; empty in others."""
@@ -326,6 +347,7 @@ class Program:
         Raises ``CheckpointError`` with the names that are missing, unknown or of other shapes.
         """
         self._with_files("load_weights", path)
+        self._note_untrained(Path(path))
 
     def _with_files(self, name: str, path: str | os.PathLike[str], **options: Any) -> Any:
         return self._answers(name, str(Path(path).resolve()), options)[0]
@@ -425,7 +447,7 @@ class Program:
                 f"a rank failed before, and its training state is gone: {self._failure.message}",
                 "compile the program again",
             )
-        if _under_torchrun():
+        if _is_rank():
             return [self._call_here(name, *args)]
         try:
             if self._processes is None:
@@ -462,14 +484,15 @@ class Program:
                 ) from error
 
     def _open_remotely(self, processes: Processes) -> None:
-        state = self._state_file(processes.folder)
         makers = {
             "optimizer": _importable(self._optimizer, "optimizer"),
             "scheduler": _importable(self._scheduler, "scheduler"),
         }
-        options = {**self._options, **makers, "state": state}
         folder = str(self.folder.resolve())
-        processes.call("autopar.run.remote:open_program", folder, options, self._cluster.kind, self._timeout_s)
+        with tempfile.TemporaryDirectory() as temporary:
+            state = self._state_file(Path(temporary))
+            options = {**self._options, **makers, "state": state}
+            processes.call("autopar.run.remote:open_program", folder, options, self._cluster.kind, self._timeout_s)
 
     def _call_here(self, name: str, *args: Any) -> Any:
         count = int(os.environ["WORLD_SIZE"])
@@ -479,28 +502,44 @@ class Program:
                 f"start it with --nproc-per-node {self.plan.device_count}, or plan for {count} devices",
             )
         if self._trainer is None:
-            with tempfile.TemporaryDirectory() as temporary:
-                state = self._state_file(Path(temporary))
-                makers = {"optimizer": self._optimizer, "scheduler": self._scheduler}
-                options = {**self._options, **makers, "state": state}
-                self._trainer = remote.open_trainer(
-                    str(self.folder), options, device=self._cluster.kind, timeout_s=self._timeout_s
-                )
+            state = self._initial_file() if self._state is None else self._state
+            makers = {"optimizer": self._optimizer, "scheduler": self._scheduler}
+            options = {**self._options, **makers, "state": state}
+            self._trainer = remote.open_trainer(
+                str(self.folder), options, device=self._cluster.kind, timeout_s=self._timeout_s
+            )
         return remote.perform(self._trainer, name, *args)
 
     def _check_state(self, state: Mapping[str, Tensor]) -> None:
-        records = json.loads((self.folder / "layouts.json").read_text())
-        if wrong := wrong_state(records, state):
+        if wrong := wrong_state(self._records, state):
             raise UsageError(
                 f"the state dict is not one of the model that was compiled: {wrong}",
                 "give model.state_dict() of the model that was compiled",
             )
 
+    def _note_untrained(self, given: Mapping[str, Tensor] | Path) -> None:
+        """Remember the values of the tensors that the program neither trains nor writes, from a state dict or from safetensors."""
+        names = untrained(self._records)
+        if not isinstance(given, Path):
+            self._untrained |= {name: given[name] for name in names & given.keys()}
+            return
+        try:
+            with Weights(given) as files:
+                if wrong := wrong_names(self._records, files.tensors):
+                    raise UsageError(f"{given} has no weights of the model that was compiled: {wrong}", "compile anew")
+                self._untrained |= {name: files.whole(name) for name in names & files.tensors.keys()}
+        except (ValueError, OSError) as error:
+            raise UsageError(f"{given} cannot be read: {error}", "compile anew, or copy the whole folder") from error
+
     def _state_file(self, folder: Path) -> str | None:
         """The file of the values to start from, written to ``folder`` if necessary; ``None`` where values are drawn."""
-        if self._state is not None:
-            torch.save(self._state, folder / "state.pt")
-            return str((folder / "state.pt").resolve())
+        if self._state is None:
+            return self._initial_file()
+        write_file(folder / INITIAL, self._state)
+        return str((folder / INITIAL).resolve())
+
+    def _initial_file(self) -> str | None:
+        """The file of the folder's own values; ``None`` where values are drawn."""
         if self._initial is None and not self._draw_init:
             raise UsageError(
                 f"there are no values to start from: {self.folder} has no {INITIAL}, and the model was on meta",
@@ -530,6 +569,11 @@ class Program:
         return {"CUDA_VISIBLE_DEVICES": ",".join(indices)} if chosen else {}
 
 
+def _is_rank() -> bool:
+    """Whether ``torchrun`` started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
 def _tensors(state: Mapping[str, Any] | None) -> dict[str, Tensor]:
     """The tensors of a state dict, without the extra state of modules, which no program reads."""
     return {name: tensor for name, tensor in (state or {}).items() if not name.endswith("_extra_state")}
@@ -547,10 +591,6 @@ def _resolved(function: Callable[..., Any] | str | None, role: str) -> Callable[
 def _importable(function: Callable[..., Any] | str | None, role: str) -> str | None:
     """``"module:function"``, as another process finds the function."""
     return None if function is None else importable(function, role, "a function")
-
-
-def _under_torchrun() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def _check_port(port: int) -> None:

@@ -21,7 +21,7 @@ def open_trainer(folder: str, options: dict[str, Any], *, device: str | None, ti
     """The folder's own ``Trainer`` for this rank, inside the processes that the environment describes.
 
     ``options``: ``optimizer`` (``"module:function"``, a callable, or ``None``), ``scheduler`` (likewise, or left out), ``lr``, ``seed``,
-    ``max_norm``, ``state`` (a file of the user's state dict, or ``None``).
+    ``max_norm``, ``state`` (the user's state dict, a file of it, or ``None``).
     """
     with program_modules(folder):
         runtime = import_runtime(folder)
@@ -30,13 +30,12 @@ def open_trainer(folder: str, options: dict[str, Any], *, device: str | None, ti
         make, schedule, lr = options["optimizer"], options.get("scheduler"), options["lr"]
         make = resolve(make) if isinstance(make, str) else make
         schedule = resolve(schedule) if isinstance(schedule, str) else schedule
-        state = options["state"]
         return runtime.Trainer(
             program,
             world,
             optimizer=make or (lambda params: runtime.adamw(params, lr, world)),
             scheduler=schedule,
-            state=runtime.read_state(state) if state is not None else None,
+            state=options["state"],
             seed=options["seed"],
             max_norm=options["max_norm"],
         )
@@ -80,7 +79,7 @@ def perform(trainer: Any, name: str, *args: Any) -> Any:
     if name in _ANSWERED:
         return _answered(_ANSWERED[name], trainer, *args)
     assert name == "load_state_dict", name
-    trainer.load_state_dict(torch.load(args[0], weights_only=True, mmap=True))
+    trainer.load_state_dict(*args)
     return None
 
 

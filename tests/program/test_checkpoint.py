@@ -176,6 +176,10 @@ def test_torch_reads_a_checkpoint_as_the_state_dict_of_the_users_model(workers2:
     assert all(torch.equal(whole["model"][name], found["state"][name]) for name in whole["model"])
     trained = {layout["original"] for layout in _layouts(program)}
     assert set(whole["model"]) == trained == set(whole["optimizer"])
+    facts = json.loads((Path(found["path"]) / "checkpoint.json").read_text())
+    others, left_out = facts["other_names"], set(facts["left_out"])
+    assert others == {"lm_head.weight": "transformer.wte.weight"}
+    assert sorted([*trained, *others, *left_out]) == sorted(given.state)
     first = whole["optimizer"]["transformer.h.0.attn.c_attn.weight"]
     assert first["exp_avg"].shape == given.state["transformer.h.0.attn.c_attn.weight"].shape and first["step"] == 1
 

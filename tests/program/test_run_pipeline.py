@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from workers import WorkerPool
 
-from autopar.program.runtime import _Received
+from autopar.program.pipeline import _Received
 from autopar.search.manual import manual_plan
 from autopar.verify import kind
 from autopar.verify.case import check_plan

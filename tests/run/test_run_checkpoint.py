@@ -19,6 +19,7 @@ from workers import WorkerPool
 
 from autopar.cli.commands import Checkpoints
 from autopar.errors import CheckpointError, UsageError
+from autopar.program.weights import write_file
 from autopar.run.folder import program_modules
 
 
@@ -72,7 +73,7 @@ def test_train_resumes_where_it_ended(workers1: WorkerPool, workers2: WorkerPool
     """Of three batches in the file, the fifth step reads the second one again."""
     programs = {1: write_mlp(tmp_path / "one", Shape()), 2: write_mlp(tmp_path / "two", Shape(data=2, zero=(1, 3)))}
     for program in programs.values():
-        torch.save(state(), program / "initial.pt")
+        write_file(program / "initial.safetensors", state())
     batches = [mlp_batch(i) for i in range(3)]
     data, saved = str(tmp_path / "data.pt"), str(tmp_path / "saved")
     torch.save({name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}, data)

@@ -17,6 +17,7 @@ import autopar
 from autopar.cli import main
 from autopar.errors import LaunchError, UsageError
 from autopar.program.state import NO_VALUES, initial, wrong_state
+from autopar.program.weights import Weights, write_file
 from autopar.run import Program
 
 
@@ -51,6 +52,14 @@ def compiled(folder: Path | None, model: nn.Module | None = None, **options: Any
     return autopar.compile(model, 1, batch, nn.functional.cross_entropy, folder=folder, **options)
 
 
+def values(folder: Path) -> dict[str, Tensor]:
+    """The folder's initial values."""
+    path = initial(folder)
+    assert path is not None
+    with Weights(path) as found:
+        return {name: found.whole(name) for name in found.tensors}
+
+
 def first_loss() -> float:
     model, (ids, labels) = given()
     return float(nn.functional.cross_entropy(model(ids), labels).detach())
@@ -80,8 +89,8 @@ def test_the_folder_starts_from_the_models_values(tmp_path: Path) -> None:
     assert loss_of(torchrun(tmp_path / "a", "--data", data)) == pytest.approx(first_loss(), rel=1e-10)
     drawn = torchrun(tmp_path / "a", "--data", data, "--draw-init")
     assert abs(loss_of(drawn) - first_loss()) > 0.1 and "starts from drawn values" in drawn.stderr
-    held = initial(tmp_path / "a")
-    assert held is not None and set(held) == set(model.state_dict())
+    held = values(tmp_path / "a")
+    assert set(held) == set(model.state_dict())
     assert all(torch.equal(held[name], value) for name, value in model.state_dict().items())
     assert NO_VALUES not in json.loads((tmp_path / "a" / "plan.json").read_text())["notes"]
     temporary = compiled(None)
@@ -103,7 +112,7 @@ def test_a_folder_without_values_says_so_and_does_not_start_by_itself(tmp_path: 
     data = batch_of(program, tmp_path)
     assert NO_VALUES in json.loads((tmp_path / "a" / "plan.json").read_text())["notes"]
     done = torchrun(tmp_path / "a", "--data", data)
-    assert done.returncode == 1 and "has no initial.pt" in done.stderr and "--draw-init" in done.stderr
+    assert done.returncode == 1 and "has no initial.safetensors" in done.stderr and "--draw-init" in done.stderr
     with pytest.raises(UsageError, match="no values to start from") as error:
         program.step(batch)
     assert error.value.hint and "draw_init=True" in error.value.hint
@@ -147,6 +156,20 @@ def test_a_state_dict_that_is_not_the_models_is_refused_before_anything_starts(c
             program.launch("--init", str(tmp_path / "state.pt"))
 
 
+def test_what_the_program_does_not_use_is_that_of_the_last_weights(tmp_path: Path) -> None:
+    program = compiled(tmp_path / "a")
+    state = {name: value.clone() for name, value in given()[0].state_dict().items()}
+    others = {name: value + 1 for name, value in state.items() if name != "head.weight"}
+    write_file(tmp_path / "others.safetensors", others)
+    with program:
+        program.load_weights(tmp_path / "others.safetensors")
+        loaded = program.state_dict()
+        assert set(loaded) == set(state)
+        assert all(torch.equal(loaded[name], value) for name, value in others.items() if name != "offsets")
+        program.load_state_dict(state)
+        assert all(torch.equal(value, state[name]) for name, value in program.state_dict().items())
+
+
 def test_what_the_program_does_not_use_may_be_missing(tmp_path: Path) -> None:
     compiled(tmp_path)
     records = json.loads((tmp_path / "layouts.json").read_text())
@@ -184,8 +207,7 @@ def test_emit_writes_the_values_that_a_model_has(tmp_path: Path, capsys: pytest.
     factory.write_text(FACTORY)
     assert "no values" not in emitted(capsys, tmp_path / "a", f"{factory}:model")
     torch.manual_seed(5)
-    held = initial(tmp_path / "a")
-    assert held is not None and torch.equal(held["0.weight"], nn.Linear(8, 16).weight)
+    assert torch.equal(values(tmp_path / "a")["0.weight"], nn.Linear(8, 16).weight)
     said = emitted(capsys, tmp_path / "b", f"{factory}:on_meta")
     assert "has no values" in said and "--draw-init" in said and initial(tmp_path / "b") is None
 
@@ -200,7 +222,6 @@ def test_emit_makes_small_models_of_configurations_with_values(
     (tmp_path / "config.json").write_text(json.dumps(config))
     sizes = (str(tmp_path / "config.json"), "--seq", "8", "--global-batch", "4")
     assert "no values" not in emitted(capsys, tmp_path / "a", *sizes)
-    held = initial(tmp_path / "a")
-    assert held is not None and float(held["transformer.wte.weight"].std()) == pytest.approx(0.02, rel=0.3)
+    assert float(values(tmp_path / "a")["transformer.wte.weight"].std()) == pytest.approx(0.02, rel=0.3)
     monkeypatch.setattr(commands, "VALUES_LIMIT_BYTES", 1000)
     assert "has no values" in emitted(capsys, tmp_path / "b", *sizes)
