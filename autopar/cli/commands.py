@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -22,7 +22,7 @@ from autopar.keywords import Training
 from autopar.pins import PINS, read_pins
 from autopar.plan import Plan
 from autopar.planning import plan_model
-from autopar.program.checkpoint_files import has_any
+from autopar.program.checkpoint_files import CheckpointError, claimed, has_any
 from autopar.program.state import INITIAL
 from autopar.search import SearchOptions
 from autopar.units import parse_size
@@ -90,6 +90,7 @@ def run_command(
             "`autopar emit` writes the program for them; `--devices 4` runs on this machine",
         )
     folder = output_folder(output) if output else None
+    claim = checkpoints.claim()
     torch.manual_seed(seed)
     workload, cluster, graph, plan = planned(request, device="cpu")
     with Messages() as messages:
@@ -112,6 +113,8 @@ def run_command(
             checkpoints.save(program, number, steps)
 
         program.train([workload.batch], max(0, steps - begun), after)
+    if claim is not None:
+        claim.close()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +134,13 @@ class Checkpoints:
                 f"{self.folder} has checkpoints of another training, which this one would replace",
                 "add --resume to go on with it, or give another folder",
             )
+
+    def claim(self) -> IO[str] | None:
+        """Keep other trainings from writing into the folder until the result is closed."""
+        try:
+            return None if self.folder is None else claimed(Path(self.folder), 0.0)
+        except CheckpointError as error:
+            raise UsageError(error.message, error.hint) from error
 
     def load(self, program: Program) -> int:
         """Go on from the newest checkpoint, if asked to and if there is one; the number of steps that it has."""

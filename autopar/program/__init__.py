@@ -36,6 +36,7 @@ FILES = (
     "opaque.py",
     "optimizer_state.py",
     "optimizers.py",
+    "out_of_memory.py",
     "pretrained.py",
     "scaling.py",
     "segments.py",
@@ -47,6 +48,7 @@ FILES = (
     "reductions.py",
     "runtime.py",
     "train.py",
+    "watch.py",
     "weight_gradients.py",
     "weights.py",
 )

@@ -34,7 +34,7 @@ from torch.distributed.pipelining import (
 from autopar.program import checkpoint, optimizers, pretrained, weights
 from autopar.program.agree import same_batch, same_start
 from autopar.program.bidirectional import BothWays, read_orders, with_transfers
-from autopar.program.checkpoint import has_checkpoint
+from autopar.program.checkpoint import claim, has_checkpoint
 from autopar.program.checkpoint_files import CheckpointError
 from autopar.program.collectives import all_gather
 from autopar.program.parameters import (
@@ -54,6 +54,7 @@ __all__ = [
     "CheckpointError",
     "Trainer",
     "adamw",
+    "claim",
     "has_checkpoint",
     "initial",
     "load",

@@ -24,10 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.program import out_of_memory
 from autopar.program.runtime import (
     CheckpointError,
     Trainer,
     adamw,
+    claim,
     has_checkpoint,
     initial,
     load,
@@ -35,6 +37,7 @@ from autopar.program.runtime import (
     start,
     wrong_state,
 )
+from autopar.program.watch import Watch, run
 from autopar.program.weights import is_weights
 
 FOLDER = Path(__file__).resolve().parent
@@ -65,7 +68,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--async-save", action="store_true", help="write checkpoints while the training goes on")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: GPUs if there is one for every process")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds after which a collective gives up")
+    parser.add_argument("--timeout", type=positive, default=600, metavar="S", help="seconds that a step may take")
+    parser.add_argument(
+        "--setup-timeout", type=positive, default=1800, metavar="S", help="... and the set-up with the first step"
+    )
+    parser.add_argument("--save-timeout", type=positive, default=1800, metavar="S", help="... and a checkpoint")
+    parser.add_argument(
+        "--lost-after", type=positive, default=60, metavar="S", help="silence after which a rank counts as lost"
+    )
     args = parser.parse_args()
     for option in ("resume", "every", "keep", "async_save"):
         if getattr(args, option) and not args.checkpoint:
@@ -79,6 +89,13 @@ def count(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is too few: it is a number from 1 up")
     return int(text)
+
+
+def positive(text: str) -> float:
+    """A number of seconds above 0."""
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError(f"{text} is no time: it is a number above 0")
+    return float(text)
 
 
 def rate(text: str) -> float:
@@ -137,14 +154,21 @@ def start_values(args: argparse.Namespace, records: Mapping[str, Any]) -> dict[s
     return state
 
 
-def open_trainer(args: argparse.Namespace) -> Trainer:
-    """The trainer, at the start or where the newest checkpoint ends."""
+def open_trainer(args: argparse.Namespace, watch: Watch) -> tuple[Trainer, object]:
+    """The trainer, at the start or where the newest checkpoint ends, and what keeps other trainings out of the checkpoints' folder."""
     program = load(FOLDER)
     if args.save_weights and (program.local_steps or Path(args.save_weights).exists()):
         why = "replicas have weights of their own under local steps" if program.local_steps else "it exists"
         raise SystemExit(f"--save-weights {args.save_weights}: {why}; use --save, or the name of a new folder")
     state = None if args.resume else start_values(args, program.records)
-    world = start(program, device=args.device, timeout_s=args.timeout)
+    # the watch speaks first, because a collective that gives up names no rank
+    patience_s = args.lost_after + max(args.timeout, args.setup_timeout, args.save_timeout)
+    world = start(program, device=args.device, timeout_s=patience_s)
+    watch.join()
+    try:
+        claimed = claim(args.checkpoint, patience_s=args.lost_after) if args.checkpoint else None
+    except CheckpointError as error:
+        raise SystemExit(str(error)) from None
     if args.checkpoint and not args.resume and has_checkpoint(args.checkpoint):
         raise SystemExit(
             f"{args.checkpoint} has checkpoints of another training, which this one would replace; add --resume to go on with it, or give "
@@ -165,7 +189,7 @@ def open_trainer(args: argparse.Namespace) -> Trainer:
     )
     if resume is not None:
         say(f"goes on at step {trainer.steps}, with the optimizer's options from the checkpoint")
-    return trainer
+    return trainer, claimed
 
 
 def say(message: str) -> None:
@@ -174,9 +198,9 @@ def say(message: str) -> None:
         print(message, file=sys.stderr, flush=True)
 
 
-def save(trainer: Trainer, args: argparse.Namespace) -> None:
-    """Write a checkpoint, once the one before is written. Where that fails the training goes on, unless it is over."""
-    over, failed = trainer.steps == args.steps, False
+def save(trainer: Trainer, args: argparse.Namespace, over: bool) -> None:
+    """Write a checkpoint, once the one before is written. Where that fails the training goes on, unless it is ``over``."""
+    failed = False
     wait = over or not args.async_save
     for work in (
         trainer.finish_saving,
@@ -194,7 +218,15 @@ def save(trainer: Trainer, args: argparse.Namespace) -> None:
 
 def main() -> None:
     args = arguments()
-    trainer = open_trainer(args)
+    limits_s = {"set-up": args.setup_timeout, "step": args.timeout, "save": args.save_timeout}
+    with Watch(limits_s, args.lost_after) as watch, out_of_memory.explained(FOLDER):
+        train(args, watch)
+    dist.destroy_process_group()
+
+
+def train(args: argparse.Namespace, watch: Watch) -> None:
+    trainer, _claim = open_trainer(args, watch)
+    watch.follow(trainer.stages.values())
     program = trainer.program
     rows = int(program.plan["global_batch"])
     if args.data == "synthetic":
@@ -203,7 +235,9 @@ def main() -> None:
     else:
         data = batches(args.data, rows)
     data = itertools.islice(data, trainer.rows // rows, None)
-    for step in range(trainer.steps, args.steps):
+    begun = trainer.steps
+    for step in range(begun, args.steps):
+        watch.enter("set-up" if step == begun else "step", f"step {step}")
         began = time.perf_counter()
         loss = trainer.step(next(data))
         seconds = time.perf_counter() - began
@@ -211,20 +245,25 @@ def main() -> None:
             scale = {} if trainer.loss_scale is None else {"loss_scale": trainer.loss_scale.scale}
             print(json.dumps({"step": step, "loss": loss, "step_time_s": seconds, **scale}), flush=True)
         say(f"step {step:4d}  loss {loss:.4f}  {seconds:.3f} s")
-        if args.checkpoint and (trainer.steps % args.every == 0 or trainer.steps == args.steps):
-            save(trainer, args)
+        stop = watch.stop_asked(trainer.world.device)
+        over = bool(stop) or trainer.steps == args.steps
+        if args.checkpoint and (over or trainer.steps % args.every == 0):
+            watch.enter("save", f"the checkpoint after {trainer.steps} steps")
+            save(trainer, args, over)
+        if stop and trainer.steps < args.steps:
+            then = "--resume goes on from there" if args.checkpoint else "nothing is saved without --checkpoint"
+            say(f"{stop}: the training stops after {trainer.steps} of {args.steps} steps; {then}")
+            if not args.checkpoint:
+                raise SystemExit(1)
+            return
+    watch.enter("save", "the last save")
     if args.save:
         state = trainer.state_dict()
         if dist.get_rank() == 0:
             torch.save(state, args.save)
     if args.save_weights:
         trainer.save_weights(args.save_weights)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
-    # all output is written and saved; normal interpreter shutdown with gloo's threads aborted one exit in thirty on a busy machine
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    run(main)

@@ -30,11 +30,12 @@ from autopar.plan import Plan
 from autopar.precision import FLOAT16
 from autopar.program.optimizers import RefusedOptimizerError, checked
 from autopar.program.state import INITIAL, has_values, initial, write_initial, wrong_state
+from autopar.program.watch import is_consequence
 from autopar.program.world import load
 from autopar.run import remote
 from autopar.run.folder import program_modules
 from autopar.run.processes import Processes
-from autopar.run.worker import is_consequence, resolve
+from autopar.run.worker import resolve
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 _DEFAULT = Training()
