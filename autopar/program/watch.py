@@ -1,7 +1,7 @@
 """Watches over this rank's part of a training: signals that ask for an end, ranks that die, and sections that take too long.
 
 A thread tells the store where torchrun's ranks meet, once a second, that this rank lives, and where its main thread is: the section, the
-collective and the layer. It watches the next rank in the same way, so a rank costs the store three requests a second however many ranks
+collective and the layer. It watches the next rank in the same way, so a rank costs the store five requests a second however many ranks
 there are. A second thread, which never waits for the network, ends the process if the first one is cut off. Whatever goes wrong, one rank
 says it in one sentence for all, and every rank ends with status 1, from which torchrun ends the others.
 
