@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import apart, capture, in_float8
+from autopar.capture.batch import BatchStructure, flatten_batch
 from autopar.errors import AutoparError, BatchError, ModelError, UsageError
 from autopar.graph import Graph
 from autopar.plan import FP8
@@ -65,6 +66,11 @@ class Workload:
                 local_batch_norm=self.local_batch_norm,
             )
         )
+
+    def inputs(self, graph: Graph) -> dict[str, Tensor]:
+        """The batch as a program of ``graph`` takes it: by the names of its inputs."""
+        assert isinstance(graph.structure, BatchStructure)
+        return flatten_batch(graph.structure, self.batch)
 
     def resized(
         self, *, seq: int | None = None, global_batch: int | None = None, precision: str | None = None

@@ -162,7 +162,7 @@ def test_no_rooms_and_no_files_import_in_a_circle():
 
 # Imports of our own modules inside of functions: how many a file may have, and why. Everything else is imported at the top.
 IMPORTS_IN_FUNCTIONS = {
-    "autopar/cli/app.py": (15, "`autopar --help` answers without torch: a command is imported when it runs"),
+    "autopar/cli/app.py": (20, "`autopar --help` answers without torch: a command is imported when it runs"),
     "autopar/run/__init__.py": (1, "worker processes start without what only their parent needs"),
     "autopar/zoo/__init__.py": (1, "`autopar models` lists the zoo without torch and transformers"),
     "autopar/price/pricer.py": (1, "a pricer whose types are given needs no solver"),

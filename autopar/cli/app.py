@@ -255,10 +255,63 @@ def emit(**request: Any) -> None:
     "--keep", type=click.IntRange(1), default=2, show_default=True, metavar="K", help="How many checkpoints stay."
 )
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint, if there is one, up to --steps in all.")
+@click.option(
+    "--elastic",
+    metavar="MIN:MAX",
+    help="Train on that many nodes with --devices each, and go on with those that are left, under a plan for them, from the newest "
+    "checkpoint. The same command runs on every node.",
+)
+@click.option(
+    "--meet",
+    default="localhost:29400",
+    show_default=True,
+    metavar="HOST:PORT",
+    help="Where the nodes of --elastic meet; HOST is one of them, and must stay.",
+)
+@click.option(
+    "--restarts",
+    type=click.IntRange(0),
+    default=10,
+    show_default=True,
+    metavar="N",
+    help="How often --elastic starts again after a failure.",
+)
 def run(checkpoint: str | None, every: int, keep: int, resume: bool, **request: Any) -> None:
     from autopar.cli.commands import Checkpoints, run_command
 
+    elastic = {name: request.pop(name) for name in ("elastic", "meet", "restarts")}
+    if elastic["elastic"] is not None:
+        from autopar.cli.elastic import elastic_command
+        from autopar.run.elastic import Nodes
+
+        options = {name: request.pop(name) for name in ("steps", "lr", "seed")}
+        options |= {"checkpoint": checkpoint, "every": every, "keep": keep}
+        elastic_command(Nodes.read(*elastic.values()), request, request.pop("output"), options)
     run_command(checkpoints=Checkpoints(checkpoint, every, keep, resume), **request)
+
+
+@cli.command(
+    short_help="Write the batch file that starts a program under SLURM.",
+    help="Write a batch file for sbatch that starts the program in FOLDER, which `autopar emit` wrote, on the nodes of its plan. Before "
+    "the time limit the ranks save a checkpoint, and the job is queued again and goes on. OPTIONS are those of the program's train.py, "
+    "after --, and must have --checkpoint DIR.",
+)
+@click.argument("folder")
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+@click.option("--slurm", required=True, metavar="FILE", help="Where the batch file goes.")
+@click.option("--time", default="24:00:00", show_default=True, metavar="H:M:S", help="The time limit of one job.")
+@click.option(
+    "--save-before",
+    type=click.IntRange(1),
+    default=300,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long before the time limit to save: more than a step and a checkpoint take.",
+)
+def launch(folder: str, options: tuple[str, ...], slurm: str, time: str, save_before: int) -> None:
+    from autopar.cli.launch import launch_command
+
+    launch_command(folder, slurm, time, save_before, options)
 
 
 @cli.command(

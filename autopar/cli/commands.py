@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -21,7 +21,7 @@ from autopar.keywords import Request, Training
 from autopar.pins import PINS, read_pins
 from autopar.plan import Plan
 from autopar.planning import plan_model
-from autopar.program.checkpoint_files import has_any
+from autopar.program.checkpoint_files import CheckpointError, claimed, has_any
 from autopar.program.state import INITIAL
 from autopar.run.folder import folder_for_program
 from autopar.run.initialise import is_path, with_tables, write_values
@@ -94,6 +94,7 @@ def run_command(
             "`autopar emit` writes the program for them; `--devices 4` runs on this machine",
         )
     folder = folder_for_program(output) if output else None
+    claim = checkpoints.claim()
     torch.manual_seed(seed)
     init = init_of(request)
     workload, cluster, graph, plan = planned(request, device="meta" if init else "cpu")
@@ -121,6 +122,8 @@ def run_command(
             checkpoints.save(program, number, steps)
 
         program.train([batch], max(0, steps - begun), after)
+    if claim is not None:
+        claim.close()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +143,13 @@ class Checkpoints:
                 f"{self.folder} has checkpoints of another training, which this one would replace",
                 "add --resume to go on with it, or give another folder",
             )
+
+    def claim(self) -> IO[str] | None:
+        """Keep other trainings from writing into the folder until the result is closed."""
+        try:
+            return None if self.folder is None else claimed(Path(self.folder), 0.0)
+        except CheckpointError as error:
+            raise UsageError(error.message, error.hint) from error
 
     def load(self, program: Program) -> int:
         """Go on from the newest checkpoint, if asked to and if there is one; the number of steps that it has."""

@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,7 @@ from autopar.program.checkpoint_files import (
     CheckpointError,
     Found,
     begin,
+    claimed,
     discard,
     explained,
     final_of,
@@ -221,6 +222,21 @@ def load(training: Training, folder: str | os.PathLike[str]) -> Mapping[str, Any
     for group in training.groups:
         group.publish()
     return opened[0].facts
+
+
+def claim(folder: str | os.PathLike[str], patience_s: float) -> IO[str] | None:
+    """Keep other trainings from writing into ``folder`` for as long as rank 0 keeps the result; all ranks call this.
+
+    Raises ``CheckpointError`` on every rank where another training writes there.
+    """
+    files = list[IO[str] | None]()
+
+    def take() -> None:
+        if dist.get_rank() == 0:
+            files.append(claimed(Path(folder), patience_s))
+
+    on_every_rank(take, Path(folder), writing=True)
+    return files[0] if files else None
 
 
 def has_checkpoint(folder: str | os.PathLike[str]) -> bool:

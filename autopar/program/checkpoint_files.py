@@ -8,23 +8,28 @@ This file is copied into every emitted program; it needs torch alone.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import json
 import os
 import pickle
+import platform
 import re
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-FACTS, METADATA, PARTIAL = "checkpoint.json", ".metadata", ".partial"
+FACTS, METADATA, PARTIAL, LOCK = "checkpoint.json", ".metadata", ".partial", ".lock"
 FORMAT = 1
 _REPLACED = ".replaced"  # a checkpoint in whose place another one of the same step is put
+_REMOVED = ".removed"  # a checkpoint that is being removed
 _STEP = re.compile(rf"step-(\d+)({_REPLACED})?")
 
 
@@ -44,6 +49,41 @@ class Found:
     path: Path
     facts: Mapping[str, Any]
     metadata: Metadata
+
+
+def claimed(folder: Path, patience_s: float) -> IO[str] | None:
+    """Keep other trainings from writing checkpoints into ``folder`` until the result is closed, or this process ends.
+
+    A training that was cut off may write for a little longer: ``patience_s`` is how long it has. Where the file system has no locks, or
+    the folder cannot be written to (every save will say so), nothing is kept. Raises ``CheckpointError`` with the other process.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("a+")
+    except OSError:
+        return None
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(0.2)
+                continue
+            file.seek(0)
+            owner = file.read().strip()
+            file.close()
+            raise CheckpointError(
+                f"another training writes checkpoints into {folder} ({owner})",
+                "give another folder, or end that training",
+            ) from None
+        except OSError:
+            pass
+        break
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}\n")
+    file.flush()
+    return file
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -104,9 +144,12 @@ def _forget(newest: Path, keep: int) -> None:
     """Remove checkpoints before ``newest`` except the last ``keep - 1``, and half-written ones."""
     own = _order(newest)
     earlier = [path for path in _steps(newest.parent) if _order(path) < own]
-    halves = [path for path in newest.parent.glob(f"step-*{PARTIAL}") if _STEP.match(path.name)]
-    for path in [*earlier[keep - 1 :], *halves]:
-        shutil.rmtree(path, ignore_errors=True)
+    for path in earlier[keep - 1 :]:
+        with contextlib.suppress(OSError):  # first the name: what a kill leaves half-removed must not look whole
+            path.rename(path.with_name(f"{path.name}{_REMOVED}"))
+    for ending in (PARTIAL, _REMOVED):
+        for path in newest.parent.glob(f"step-[0-9]*{ending}"):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def sync(path: Path) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from autopar.program import checkpoint, optimizers, pretrained, weights
 from autopar.program.agree import same_options, same_state
-from autopar.program.checkpoint import has_checkpoint
+from autopar.program.checkpoint import claim, has_checkpoint
 from autopar.program.checkpoint_files import CheckpointError
 from autopar.program.collectives import all_gather
 from autopar.program.finite import NonFiniteLossError, first_non_finite
@@ -54,6 +54,7 @@ __all__ = [
     "Tensors",
     "Trainer",
     "adamw",
+    "claim",
     "has_checkpoint",
     "initial",
     "load",

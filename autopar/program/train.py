@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.program import out_of_memory
 from autopar.program.loader import Loader, Order, Synthetic, Tensors
 from autopar.program.metrics import Meter, peak_memory_bytes
 from autopar.program.runtime import (
@@ -32,6 +33,7 @@ from autopar.program.runtime import (
     NonFiniteLossError,
     Trainer,
     adamw,
+    claim,
     has_checkpoint,
     initial,
     load,
@@ -39,6 +41,7 @@ from autopar.program.runtime import (
     start,
     wrong_state,
 )
+from autopar.program.watch import Watch, run
 from autopar.program.weights import is_weights
 from autopar.program.world import Program
 
@@ -87,7 +90,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--async-save", action="store_true", help="write checkpoints while the training goes on")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: GPUs if there is one for every process")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds after which a collective gives up")
+    parser.add_argument("--timeout", type=positive, default=600, metavar="S", help="seconds that a step may take")
+    parser.add_argument(
+        "--setup-timeout", type=positive, default=1800, metavar="S", help="... and the set-up with the first step"
+    )
+    parser.add_argument("--save-timeout", type=positive, default=1800, metavar="S", help="... and a checkpoint")
+    parser.add_argument(
+        "--lost-after", type=positive, default=60, metavar="S", help="silence after which a rank counts as lost"
+    )
     args = parser.parse_args()
     for option in ("resume", "every", "keep", "async_save"):
         if getattr(args, option) and not args.checkpoint:
@@ -104,6 +114,13 @@ def count(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is too few: it is a number from 1 up")
     return int(text)
+
+
+def positive(text: str) -> float:
+    """A number of seconds above 0."""
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError(f"{text} is no time: it is a number above 0")
+    return float(text)
 
 
 def rate(text: str) -> float:
@@ -164,14 +181,21 @@ def start_values(args: argparse.Namespace, records: Mapping[str, Any]) -> dict[s
     return state
 
 
-def open_trainer(args: argparse.Namespace) -> Trainer:
-    """The trainer, at the start or where the newest checkpoint ends."""
+def open_trainer(args: argparse.Namespace, watch: Watch) -> tuple[Trainer, object]:
+    """The trainer, at the start or where the newest checkpoint ends, and what keeps other trainings out of the checkpoints' folder."""
     program = load(FOLDER)
     if args.save_weights and (program.local_steps or Path(args.save_weights).exists()):
         why = "replicas have weights of their own under local steps" if program.local_steps else "it exists"
         raise SystemExit(f"--save-weights {args.save_weights}: {why}; use --save, or the name of a new folder")
     state = None if args.resume else start_values(args, program.records)
-    world = start(program, device=args.device, timeout_s=args.timeout)
+    # the watch speaks first, because a collective that gives up names no rank
+    patience_s = args.lost_after + max(args.timeout, args.setup_timeout, args.save_timeout)
+    world = start(program, device=args.device, timeout_s=patience_s)
+    watch.join()
+    try:
+        claimed = claim(args.checkpoint, patience_s=args.lost_after) if args.checkpoint else None
+    except CheckpointError as error:
+        raise SystemExit(str(error)) from None
     if args.checkpoint and not args.resume and has_checkpoint(args.checkpoint):
         raise SystemExit(
             f"{args.checkpoint} has checkpoints of another training, which this one would replace; add --resume to go on with it, or give "
@@ -192,7 +216,7 @@ def open_trainer(args: argparse.Namespace) -> Trainer:
     )
     if resume is not None:
         say(f"goes on at step {trainer.steps}, with the optimizer's options from the checkpoint")
-    return trainer
+    return trainer, claimed
 
 
 def say(message: str) -> None:
@@ -202,7 +226,7 @@ def say(message: str) -> None:
 
 
 def save(trainer: Trainer, args: argparse.Namespace, over: bool) -> None:
-    """Write a checkpoint, once the one before is written. Where that fails the training goes on, unless it is over."""
+    """Write a checkpoint, once the one before is written. Where that fails the training goes on, unless it is ``over``."""
     failed = False
     wait = over or not args.async_save
     for work in (
@@ -219,11 +243,42 @@ def save(trainer: Trainer, args: argparse.Namespace, over: bool) -> None:
         raise SystemExit(1)
 
 
-def train(args: argparse.Namespace, trainer: Trainer, loader: Loader) -> None:
-    """The steps."""
-    first = dist.get_rank() == 0
+def train(args: argparse.Namespace, watch: Watch) -> None:
+    """All of the training, and what is saved at its end."""
+    trainer, _claim = open_trainer(args, watch)
+    watch.follow(trainer.stages.values())
+    loader = open_loader(args, trainer)
+    try:
+        stop = run_steps(args, trainer, loader, watch)
+    except (DataError, NonFiniteLossError) as error:  # on every rank, and before the step changed anything
+        if args.checkpoint and not (Path(args.checkpoint) / f"step-{trainer.steps}").exists():
+            watch.enter("save", f"the checkpoint after {trainer.steps} steps")
+            save(trainer, args, over=True)
+        raise SystemExit(f"{type(error).__name__}: {error}") from error
+    if stop:
+        then = "--resume goes on from there" if args.checkpoint else "nothing is saved without --checkpoint"
+        steps = f"{trainer.steps} of {args.steps} steps" if args.epochs is None else f"{trainer.steps} steps"
+        say(f"{stop}: the training stops after {steps}; {then}")
+        if not args.checkpoint:
+            raise SystemExit(1)
+        return
+    watch.enter("save", "the last save")
+    trainer.finish_update()
+    if args.save:
+        state = trainer.state_dict()
+        if dist.get_rank() == 0:
+            torch.save(state, args.save)
+    if args.save_weights:
+        trainer.save_weights(args.save_weights)
+
+
+def run_steps(args: argparse.Namespace, trainer: Trainer, loader: Loader, watch: Watch) -> str | None:
+    """The steps; the name of the signal that stops them early, if one does."""
+    first, begun = dist.get_rank() == 0, trainer.steps
     meter = Meter(trainer.program.plan, args.log if first else None, args.tensorboard if first else None)
-    while not is_over(args, trainer, loader):
+    stop = None
+    while not stop and not is_over(args, trainer, loader):
+        watch.enter("set-up" if trainer.steps == begun else "step", f"step {trainer.steps}")
         meter.begin()
         loss, _ = trainer.step_from(loader, args.on_nan)
         norm, scale = trainer.gradient_norm, trainer.loss_scale
@@ -234,10 +289,14 @@ def train(args: argparse.Namespace, trainer: Trainer, loader: Loader) -> None:
         say(f"step {record['step']:4d}  loss {loss:.4f}  {record['step_time_s']:.3f} s")
         if table := meter.comparison(peak_memory_bytes()):
             say(table)
-        if args.checkpoint and (trainer.steps % args.every == 0 or is_over(args, trainer, loader)):
-            save(trainer, args, is_over(args, trainer, loader))
+        stop = watch.stop_asked(trainer.world.device)
+        over = is_over(args, trainer, loader)
+        if args.checkpoint and (stop or over or trainer.steps % args.every == 0):
+            watch.enter("save", f"the checkpoint after {trainer.steps} steps")
+            save(trainer, args, bool(stop) or over)
     meter.close()
     loader.close()
+    return None if is_over(args, trainer, loader) else stop
 
 
 def is_over(args: argparse.Namespace, trainer: Trainer, loader: Loader) -> bool:
@@ -249,26 +308,11 @@ def is_over(args: argparse.Namespace, trainer: Trainer, loader: Loader) -> bool:
 
 def main() -> None:
     args = arguments()
-    trainer = open_trainer(args)
-    loader = open_loader(args, trainer)
-    try:
-        train(args, trainer, loader)
-    except (DataError, NonFiniteLossError) as error:  # on every rank, and before the step changed anything
-        if args.checkpoint and not (Path(args.checkpoint) / f"step-{trainer.steps}").exists():
-            save(trainer, args, over=True)
-        raise SystemExit(f"{type(error).__name__}: {error}") from error
-    if args.save:
-        state = trainer.state_dict()
-        if dist.get_rank() == 0:
-            torch.save(state, args.save)
-    if args.save_weights:
-        trainer.save_weights(args.save_weights)
+    limits_s = {"set-up": args.setup_timeout, "step": args.timeout, "save": args.save_timeout}
+    with Watch(limits_s, args.lost_after) as watch, out_of_memory.explained(FOLDER):
+        train(args, watch)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
-    # all output is written and saved; normal interpreter shutdown with gloo's threads aborted one exit in thirty on a busy machine
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    run(main)

@@ -338,6 +338,9 @@ def start(program: Program, *, device: str | None = None, timeout_s: float = 600
     local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     kind = device or ("cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= local else "cpu")
     here = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        # sizes that vary would leave holes between the blocks of memory; CUDA's allocator reads this when it is first used
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     axes: dict[str, int] = program.model.MESH
     stages, chunks = len(program.model.STAGES), int(program.plan.get("chunks", 1))
     if stages % chunks:

@@ -42,6 +42,7 @@ from autopar.program.state import (
     wrong_names,
     wrong_state,
 )
+from autopar.program.watch import is_consequence
 from autopar.program.weights import Weights, is_weights, write_file
 from autopar.program.world import load
 from autopar.run import remote
@@ -49,7 +50,7 @@ from autopar.run.data import Data, importable, names_of, sent
 from autopar.run.folder import folder_for_program, program_modules
 from autopar.run.processes import Processes
 from autopar.run.training import OnStep, train
-from autopar.run.worker import is_consequence, resolve
+from autopar.run.worker import resolve
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer | list[torch.optim.Optimizer]]
 _DEFAULT = Training()

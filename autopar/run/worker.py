@@ -20,20 +20,7 @@ from typing import Any, TextIO
 
 import torch
 
-# How torch.distributed reports that *another* rank went away: a consequence, which is reported only if no cause is found.
-_CONSEQUENCES = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Timed out waiting",
-    "NCCL error",
-    "ChildFailedError",
-)
-
-
-def is_consequence(error: str) -> bool:
-    """Whether the error only says that another rank failed."""
-    return any(sign in error for sign in _CONSEQUENCES)
+from autopar.program.watch import is_consequence
 
 
 def resolve(target: str) -> Callable[..., Any]:

@@ -55,6 +55,7 @@ REPORTS = {
     ),
     "endtoend": Report("six requests from the command line to the plan (a quiet machine)", (program("endtoend"),)),
     "exactness": Report("every plan kind against one device in float64 (half an hour)", (program("matrix"),)),
+    "faults": Report("trainings that are killed, or cut off, and go on (root, half an hour)", (program("faults"),)),
     "features": Report("what each feature of emitted programs gains, as predicted", (program("features"),)),
     "growth": Report("planning time against layers and devices", (program("growth"),)),
     "house": Report("figures of the sources: lines, imports inside functions, cycles", (program("house_figures"),)),

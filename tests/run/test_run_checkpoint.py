@@ -6,6 +6,8 @@ import contextlib
 import importlib
 import io
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from workers import WorkerPool
 
 from autopar.cli.commands import Checkpoints
 from autopar.errors import CheckpointError, UsageError
+from autopar.program import checkpoint_files
+from autopar.program.checkpoint_files import claimed
 from autopar.program.weights import write_file
 from autopar.run.folder import program_modules
 
@@ -85,12 +89,12 @@ def test_train_resumes_where_it_ended(workers1: WorkerPool, workers2: WorkerPool
     options = ("--checkpoint", saved, "--every", "2", "--keep", "2", "--resume")
     first, talk = train(workers2, "--steps", "3", "--async-save", *options)
     assert "has no checkpoint: the training starts from the beginning" in talk and "step-3" in talk
-    assert sorted(path.name for path in Path(saved).iterdir()) == ["step-2", "step-3"]
+    assert sorted(path.name for path in Path(saved).glob("step-*")) == ["step-2", "step-3"]
     second, talk = train(workers1, "--steps", "5", "--save-weights", f"{tmp_path}/weights", *options)
     assert "goes on at step 3" in talk
     assert list(first | second) == list(straight)
     assert list((first | second).values()) == pytest.approx(list(straight.values()), rel=1e-12)
-    assert sorted(path.name for path in Path(saved).iterdir()) == ["step-4", "step-5"]
+    assert sorted(path.name for path in Path(saved).glob("step-*")) == ["step-4", "step-5"]
     trained = mlp_model()
     trained.load_state_dict(load_file(tmp_path / "weights" / "model.safetensors"), strict=False)  # tied
     third, _ = train(workers2, "--steps", "1", "--init", f"{tmp_path}/weights")
@@ -101,7 +105,7 @@ def test_train_resumes_where_it_ended(workers1: WorkerPool, workers2: WorkerPool
     ):
         losses, talk = train(workers1, "--steps", "1", *refused)
         assert not losses and why in talk
-    assert sorted(path.name for path in Path(saved).iterdir()) == ["step-4", "step-5"]
+    assert sorted(path.name for path in Path(saved).glob("step-*")) == ["step-4", "step-5"]
 
 
 def test_a_new_run_does_not_replace_the_checkpoints_of_another(tmp_path: Path) -> None:
@@ -121,3 +125,30 @@ def test_train_goes_on_where_a_checkpoint_cannot_be_written(workers1: WorkerPool
     for option in (("--resume",), ("--every", "5"), ("--keep", "3"), ("--async-save",)):
         talk = workers1.run("test_run_checkpoint:ran", str(program), "--draw-init", *option)[0][1]
         assert f"{option[0]} takes --checkpoint DIR" in talk and talk.endswith("exit 2\n")
+
+
+def test_a_second_training_is_refused_until_the_first_one_ends(workers1: WorkerPool, tmp_path: Path) -> None:
+    program, saved = write_mlp(tmp_path / "one", Shape()), tmp_path / "saved"
+    claim = claimed(saved, 0.0)
+    assert claim is not None
+    args = ("--draw-init", "--steps", "1", "--checkpoint", str(saved), "--lost-after", "0.3")
+    losses, talk = workers1.run("test_run_checkpoint:ran", str(program), *args)[0]
+    with pytest.raises(UsageError, match="another training writes checkpoints into"):
+        Checkpoints(str(saved), every=1, keep=2, resume=False).claim()
+    assert not losses and f"another training writes checkpoints into {saved} (process {os.getpid()} on " in talk
+    claim.close()
+    losses, talk = workers1.run("test_run_checkpoint:ran", str(program), *args)[0]
+    assert list(losses) == [0] and "step-1" in talk
+
+
+def test_a_checkpoint_that_is_being_removed_has_no_final_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is killed in between leaves nothing that looks whole; the next save removes the rest."""
+    for step in (1, 2, 3):
+        (tmp_path / f"step-{step}").mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", lambda *_, **__: None)
+        checkpoint_files._forget(tmp_path / "step-3", 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1.removed", "step-2.removed", "step-3"]
+    assert checkpoint_files.has_any(tmp_path) and [p.name for p in checkpoint_files._steps(tmp_path)] == ["step-3"]
+    checkpoint_files._forget(tmp_path / "step-3", 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]

@@ -1,0 +1,91 @@
+"""``autopar launch FOLDER --slurm FILE``: the batch file that starts a program under SLURM, saves before the time limit, and goes on."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from autopar.cli.output import output_file
+from autopar.devices import parse
+from autopar.errors import ProgramError, UsageError
+from autopar.plan_files import read_plan
+
+_BATCH_FILE = """#!/bin/bash
+#SBATCH --job-name={name}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node=1
+{gpus}#SBATCH --exclusive
+#SBATCH --time={time}
+#SBATCH --signal=B:USR1@{before}
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+# {devices} devices for the program in {folder}. Written by `autopar launch`; yours to edit.
+# {before} s before the time limit this shell gets SIGUSR1: the ranks save a checkpoint and end, and the job is queued again.
+
+export MASTER_ADDR MASTER_PORT
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+
+again=
+stop() {{
+    again=yes
+    kill -USR1 "$step"  # srun passes it on to all processes of the step
+}}
+trap stop USR1
+
+# torchrun ignores SIGUSR1, the ranks answer it
+srun --kill-on-bad-exit=1 bash -c 'trap "" USR1; exec torchrun --node-rank "$SLURM_NODEID" "$@"' torchrun \\
+    --nnodes {nodes} --nproc-per-node {ranks} --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \\
+    {train} &
+step=$!
+wait "$step"
+status=$?
+if [ -n "$again" ]; then
+    wait "$step"  # the signal has ended the first one, not the step
+    status=$?
+    [ "$status" -eq 0 ] && scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"
+"""
+
+
+def launch_command(folder: str, slurm: str, time: str, save_before: int, options: Sequence[str]) -> None:
+    """Write the file and print its path; ``options`` are those of ``train.py``."""
+    path = output_file(slurm, "--slurm")
+    path.write_text(batch_file(Path(folder), time, save_before, options))
+    print(path)
+
+
+def batch_file(folder: Path, time: str, save_before_s: int, options: Sequence[str]) -> str:
+    """The text of the batch file for the program in ``folder``.
+
+    Raises:
+        ProgramError: there is no program.
+        UsageError: no checkpoints are asked for, so that nothing could be saved before the time limit.
+    """
+    if not (folder / "plan.json").is_file():
+        raise ProgramError(f"{folder} has no program", "write one with `autopar emit ... -o DIR`")
+    if "--checkpoint" not in options:
+        raise UsageError(
+            "without checkpoints nothing is saved before the time limit",
+            "give train.py's options after --, among them --checkpoint DIR, which all nodes share",
+        )
+    plan = read_plan(folder / "plan.json")
+    cluster = parse(plan.devices)
+    ranks = min(plan.device_count, cluster.gpus_per_node)
+    nodes = -(-plan.device_count // ranks)
+    resume = [] if "--resume" in options else ["--resume"]
+    train = [str(folder.resolve() / "train.py"), *options, *resume]
+    return _BATCH_FILE.format(
+        name=shlex.quote(folder.resolve().name),
+        nodes=nodes,
+        gpus=f"#SBATCH --gpus-per-node={ranks}\n" if cluster.kind == "cuda" else "",
+        time=time,
+        before=save_before_s,
+        devices=plan.device_count,
+        folder=folder.resolve(),
+        ranks=ranks,
+        train=shlex.join(train),
+    )

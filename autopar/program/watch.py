@@ -1,0 +1,329 @@
+"""Watches over this rank's part of a training: signals that ask for an end, ranks that die, and sections that take too long.
+
+A thread tells the store where torchrun's ranks meet, once a second, that this rank lives, and where its main thread is: the section, the
+collective and the layer. It watches the next rank in the same way, so a rank costs the store five requests a second however many ranks
+there are. A second thread, which never waits for the network, ends the process if the first one is cut off. Whatever goes wrong, one rank
+says it in one sentence for all, and every rank ends with status 1, from which torchrun ends the others.
+
+The place of the main thread is its Python stack, which is the same for gloo and NCCL, together with the last layer that it entered. On a
+GPU the host runs ahead of the device: there the layer is the last one whose work the host has started.
+
+This file is copied into every emitted program; it needs torch alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""A scheduler sends SIGTERM or SIGUSR1 before it takes the machine away, a user SIGINT with Ctrl-C."""
+
+_CONSEQUENCES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "NCCL error",
+    "ChildFailedError",
+)
+_COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py", "spmd_types/")
+_PIPELINE = "torch/distributed/pipelining/"
+_LIBRARIES = ("torch/", "spmd_types/", "python3", "<frozen")
+
+
+def is_consequence(error: str) -> bool:
+    """Whether the text of an error only says that another rank went away."""
+    return any(sign in error for sign in _CONSEQUENCES)
+
+
+class Watch:
+    """A context for the whole training of one rank; its main thread calls the methods.
+
+    ``limits_s`` are the longest times of the sections ``"set-up"``, ``"step"`` and ``"save"``. A rank that has given no sign of life for
+    ``lost_after_s`` seconds counts as lost. ``SIGNALS`` do not end the process, they set what ``stop_asked`` answers: torchrun also sends
+    SIGTERM to the ranks that are left when one has died, and they are to say so first.
+    """
+
+    def __init__(self, limits_s: Mapping[str, float], lost_after_s: float) -> None:
+        self._limits_s, self._lost_after_s = limits_s, lost_after_s
+        self._interval_s = min(1.0, lost_after_s / 6)
+        self._signals = SIGNALS if threading.current_thread() is threading.main_thread() else ()
+        self._main = threading.current_thread().ident
+        self._received = 0
+        self._now = "set-up", "the set-up", time.monotonic()  # one object, because several threads read it
+        self._layer = ""
+        self._failed_at: tuple[str, bool] | None = None
+        self._problem: str | None = None  # what this rank noticed: why the training ends
+        self._heard = time.monotonic()  # when the store last answered
+        self._ended = threading.Event()
+        self._store: Any = None
+        self._handlers: dict[int, Any] = {}
+        self._waking = socket.socketpair()
+
+    def __enter__(self) -> Watch:
+        for number in self._signals:
+            self._handlers[number] = signal.signal(number, self._receive)
+        for end in self._waking:
+            end.setblocking(False)
+        if self._signals:
+            # handlers run in the main thread, which may be inside a collective that never returns
+            signal.set_wakeup_fd(self._waking[1].fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._guard, name="watch", daemon=True).start()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception):
+            self._failed(error)
+        self._ended.set()
+        if self._store is not None and error is None:
+            dist.barrier()  # a rank that ends may take the store with it, and the others must not mind
+        if self._signals:
+            signal.set_wakeup_fd(-1)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._received = number
+        if number == signal.SIGINT:
+            signal.signal(number, self._handlers[number])  # a second Ctrl-C ends the process at once
+
+    # -- what the main thread says ------------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Watch the other ranks too; all ranks call this once there is a process group."""
+        if dist.get_world_size() == 1:
+            return
+        token = [secrets.token_hex(8) if dist.get_rank() == 0 else ""]  # torchrun's restarts have one store
+        dist.broadcast_object_list(token, 0, device=torch.device("cpu") if dist.get_backend() == "gloo" else None)
+        patience = datetime.timedelta(seconds=self._lost_after_s)
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=patience)
+        self._store = dist.PrefixStore(f"watch/{token[0]}", store)
+        self._heard = time.monotonic()
+        threading.Thread(target=self._beat, name="watch-store", daemon=True).start()
+
+    def enter(self, section: str, name: str) -> None:
+        """A section begins, and the one before has ended. ``name`` is for people: ``"step 7"``."""
+        self._now, self._layer = (section, name, time.monotonic()), ""
+
+    def follow(self, stages: Iterable[nn.Module]) -> None:
+        """Note which layer of these stages the forward or backward pass is in."""
+        for stage in stages:
+            for name, layer in stage.named_children():
+                where = f"{name} ({type(layer).__name__.removeprefix('FSDP')})"
+                layer.register_forward_pre_hook(lambda *_, where=where: self._note(where), prepend=True)
+                layer.register_forward_hook(
+                    lambda *given, where=where: self._note_backward(given[-1], where), prepend=True
+                )
+
+    def _note(self, where: str) -> None:
+        self._layer = where
+
+    def _note_backward(self, output: Any, where: str) -> None:
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: self._note(where))
+
+    def stop_asked(self, device: torch.device) -> str:
+        """The name of a signal that some rank has received, on all ranks; empty if there is none. All ranks call this."""
+        if dist.get_world_size() == 1:
+            return signal.Signals(self._received).name if self._received else ""
+        received = torch.tensor(self._received, dtype=torch.int32, device=device)
+        dist.all_reduce(received, dist.ReduceOp.MAX)
+        number = int(received)
+        return signal.Signals(number).name if number else ""
+
+    def _failed(self, error: Exception) -> None:
+        """An error ends the main thread. One of its own is told to the others; where it only shows that another rank has failed, this does
+        not return."""
+        text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        if self._store is None:
+            return
+        if isinstance(error, dist.DistError) or is_consequence(str(error)):
+            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+            self._failed_at = place_of(frame, self._layer)
+            self._problem = next(
+                (f"a collective failed ({sign})" for sign in _CONSEQUENCES if sign in str(error)), text
+            )
+            threading.Event().wait()  # a thread ends the process
+        with contextlib.suppress(Exception):
+            self._store.set("cause", f"rank {dist.get_rank()} failed in {self._now[1]}: {text}")
+
+    # -- the threads --------------------------------------------------------------------------------------------------
+
+    def _guard(self) -> None:
+        """End the process where the other thread cannot: without other ranks, and where the store no longer answers."""
+        while not self._ended.wait(self._interval_s):
+            with contextlib.suppress(BlockingIOError):
+                self._received = max(n for n in (self._received, *self._waking[0].recv(64)) if n in (0, *self._signals))
+            now, (section, name, began) = time.monotonic(), self._now
+            limit = self._limits_s[section]
+            if self._problem is None and now - began > limit:
+                self._problem = f"{name} takes longer than {limit:g} s"
+                if self._store is None:
+                    self._end(f"{self._problem}: this rank is {self._place()[0]}")
+            if self._store is not None and now - self._heard > self._lost_after_s:
+                self._end(
+                    f"rank {dist.get_rank()} has had no answer from the ranks' store at {_address()} for {self._lost_after_s:g} s in "
+                    f"{self._now[1]} ({self._place()[0]}): the launcher or rank 0 there has ended, or the network between is cut"
+                )
+
+    def _beat(self) -> None:
+        """Tell the others about this rank, and find out whether the next one lives and whether something has failed."""
+        rank, following = dist.get_rank(), (dist.get_rank() + 1) % dist.get_world_size()
+        beats, seen, changed = 0, "", time.monotonic()
+        while not self._ended.is_set():
+            try:
+                beats += 1
+                self._store.set(str(rank), json.dumps([beats, self._now[1], *self._place()]))
+                self._heard = time.monotonic()
+                problem = self._problem
+                if self._store.check(["said"]) or self._store.check(["cause"]):
+                    problem = problem or "another rank has failed"
+                elif self._store.check([str(following)]):
+                    last = self._store.get(str(following)).decode()
+                    seen, changed = (last, time.monotonic()) if last != seen else (seen, changed)
+                    # where a launcher asks for an end because a rank has died, it kills all soon
+                    patience_s = 5 * self._interval_s if self._received else self._lost_after_s
+                    if time.monotonic() - changed > min(patience_s, self._lost_after_s):
+                        problem = problem or f"rank {following} gives no sign of life"
+                if problem is not None:
+                    self._report(problem, beats)
+            except (dist.DistError, RuntimeError) as error:
+                if not self._ended.is_set():
+                    self._end(
+                        f"rank {rank} has lost the ranks' store at {_address()} in {self._now[1]} ({self._place()[0]}): {_first(error)}"
+                    )
+            self._ended.wait(self._interval_s)
+
+    def _report(self, problem: str, beats: int) -> None:
+        """One rank, the first that comes, says for all what has happened; the others stay until then, because they would seem dead."""
+        first = self._store.add("said", 1) == 1
+        before = self._others() if first else {}
+        deadline = time.monotonic() + max(4 * self._interval_s, 1.0)
+        while time.monotonic() < deadline and not (not first and self._store.check(["done"])):
+            beats += 1
+            self._store.set(str(dist.get_rank()), json.dumps([beats, self._now[1], *self._place()]))
+            self._heard = time.monotonic()
+            time.sleep(self._interval_s / 2)
+        if not first:
+            self._end("")
+        cause = self._store.get("cause").decode() if self._store.check(["cause"]) else ""
+        sentence = cause or told(problem, before, self._others())
+        self._store.set("done", "")
+        self._end(sentence)
+
+    def _others(self) -> dict[int, list[Any]]:
+        """What each rank last said: how often it has, the section, the place, and whether it is in a collective."""
+        known = [rank for rank in range(dist.get_world_size()) if self._store.check([str(rank)])]
+        values = self._store.multi_get([str(rank) for rank in known])
+        return {rank: json.loads(value) for rank, value in zip(known, values, strict=True)}
+
+    def _place(self) -> tuple[str, bool]:
+        frame = sys._current_frames().get(self._main or 0)
+        return self._failed_at or (("at its end", False) if frame is None else place_of(frame, self._layer))
+
+    def _end(self, sentence: str) -> None:
+        if sentence:
+            print(f"the training ends: {sentence}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)
+
+
+# -- in words ---------------------------------------------------------------------------------------------------------
+
+
+def place_of(frame: FrameType, layer: str) -> tuple[str, bool]:
+    """Where a thread with this innermost frame is, ``"in all_reduce of layer_1 (Layer), model.py:48"``, and whether it is in a
+    collective."""
+    call, line, backward = "", "", False
+    for inner, number in traceback.walk_stack(frame):
+        file, name = inner.f_code.co_filename.replace(os.sep, "/"), inner.f_code.co_name
+        if not call and not line and any(part in file for part in _COLLECTIVES) and name.isidentifier():
+            call = "" if name.startswith("_") or name == "wrapper" else name
+        if not call and not line and _PIPELINE in file:
+            call = "the pipeline's receives and sends"
+        if not line and not any(part in file for part in _LIBRARIES):
+            line = f"{Path(file).name}:{number}"
+        backward = backward or name == "_engine_run_backward"
+    at = f"{call} of {layer}" if call and layer else call or layer or "Python code"
+    return f"in {at}{', backward pass' if backward else ''}{', ' + line if line else ''}", call != ""
+
+
+def told(problem: str, before: Mapping[int, list[Any]], after: Mapping[int, list[Any]]) -> str:
+    """The sentence on a training of which each rank said where it is, twice in a row: which rank keeps the others waiting.
+
+    A rank is silent if it said nothing in between; else the ranks that wait in no collective are late.
+    """
+    silent = [rank for rank in after if rank in before and before[rank][0] == after[rank][0]]
+    alive = [rank for rank in after if rank not in silent]
+    late = [rank for rank in alive if not after[rank][3]]
+    named = silent or late
+    rest = [rank for rank in alive if rank not in named]
+    parts = [problem]
+    if silent:
+        verb = "no longer answer" if len(silent) > 1 else "no longer answers"
+        parts.append(f"{_ranks(silent)} {verb} (dead, stopped or cut off), last seen {_places(silent, after)}")
+    elif late:
+        parts.append(f"the others wait for {_ranks(late)}, {_places(late, after)}")
+    if rest:
+        parts.append(f"{_ranks(rest)} {'waits' if len(rest) == 1 else 'wait'} {_places(rest, after)}")
+    return "; ".join(parts)
+
+
+def _places(ranks: Iterable[int], said: Mapping[int, list[Any]]) -> str:
+    """Where ranks are, those at one place together."""
+    places: dict[str, list[int]] = {}
+    for rank in ranks:
+        places.setdefault(f"in {said[rank][1]} {said[rank][2]}", []).append(rank)
+    if len(places) == 1:
+        return next(iter(places))
+    return ", ".join(f"{_ranks(found)} {place}" for place, found in list(places.items())[:4])
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def _address() -> str:
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
+def _first(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).strip().splitlines()[0]
+
+
+def run(main: Callable[[], None]) -> None:
+    """Call the program's ``main`` and end the process with its status, at once: at the interpreter's own end a thread that waits for a
+    dead rank would keep the process, and gloo's threads aborted one exit in thirty on a busy machine."""
+    status = 0
+    try:
+        main()
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:  # noqa: BLE001  whatever it was, the process ends with it
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,164 @@
+"""A training that goes on, under another plan, with the nodes that are left: ``autopar run --elastic MIN:MAX``.
+
+The command becomes ``torchrun``, whose agents (one a node) meet at a store on the node that ``--meet`` names: that node must stay, the
+others may go and come. Whenever the number of nodes changes, or a rank fails, the agents end all ranks and start them again. Each rank
+then runs this module: the first one has a program written for the nodes that are there, unless it has been written before, and all become
+``train.py`` of that program with ``--resume``. Where a number of nodes has no plan (their devices may not divide the batch), the next lower
+number that has one trains, and the ranks of the other nodes wait. Restarts and the meeting are those of ``torch.distributed.elastic``.
+
+The store of each start is in rank 0. torch 2.13 would keep it in an agent, and when that agent's node goes, the other agents still give
+its address to their ranks: ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE`` makes them agree on an address in every start.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from autopar.errors import LaunchError, UsageError
+from autopar.program.watch import run
+from autopar.run.folder import program_modules
+
+BATCH, REQUEST = "batch.pt", "request.json"
+MEETING = "join_timeout=3600,last_call_timeout=10"
+"""torch's settings of the meeting: nodes wait an hour for the least number, and then ten seconds for more."""
+PRIVATE_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """The training that every node was asked for, which is the same on all of them; it is kept beside its ``programs``.
+
+    ``request`` are the options of the command line for the plan, of which ``devices`` are those of one node; ``ranks`` is their number.
+    ``options`` are those of ``train.py``.
+    """
+
+    request: Mapping[str, Any]
+    ranks: int
+    seed: int
+    programs: str
+    options: tuple[str, ...]
+
+    @staticmethod
+    def read(programs: str) -> Elastic:
+        given = json.loads((Path(programs) / REQUEST).read_text())
+        return Elastic(**{**given, "options": tuple(given["options"])})
+
+    def write(self) -> None:
+        """Keep the request for the ranks.
+
+        Raises ``UsageError`` where there are programs of another one.
+        """
+        folder, text = Path(self.programs), json.dumps(asdict(self), indent=1) + "\n"
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / REQUEST).is_file() and (folder / REQUEST).read_text() != text:
+            raise UsageError(
+                f"{folder} has the programs of another request", "give the same options, or another folder with -o DIR"
+            )
+        part = folder / f"{REQUEST}.{os.getpid()}.partial"  # other nodes write the same
+        part.write_text(text)
+        part.replace(folder / REQUEST)
+
+    def folder(self, nodes: int) -> Path:
+        """The program for so many nodes."""
+        return Path(self.programs) / f"nodes-{nodes}"
+
+    def refusal(self, nodes: int) -> Path:
+        """The file that says why there is none."""
+        return Path(self.programs) / f"nodes-{nodes}.refused"
+
+    def is_known(self, nodes: int) -> bool:
+        return self.folder(nodes).is_dir() or self.refusal(nodes).is_file()
+
+    def program(self, nodes: int, first: bool) -> Path:
+        """The program for so many nodes or, where they have no plan, for the most that have one; the ``first`` rank has it written."""
+        for count in range(nodes, 0, -1):
+            if first and not self.is_known(count):
+                # a process of its own: the search's memory is free again when the training begins
+                command = [sys.executable, "-m", "autopar.cli.elastic", self.programs, str(count)]
+                alone = {
+                    name: value
+                    for name, value in os.environ.items()
+                    if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+                }
+                if subprocess.run(command, env=alone).returncode:
+                    raise LaunchError(
+                        f"the program for {count} nodes could not be written", "the output above says why"
+                    )
+            while not self.is_known(count):
+                time.sleep(_POLL_S)
+            if self.folder(count).is_dir():
+                return self.folder(count)
+        why = self.refusal(nodes).read_text().strip()
+        raise LaunchError(f"no number of nodes up to {nodes} has a plan: {why}", "see `autopar plan`")
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """How many nodes train, where their agents meet, and how often ranks are started again."""
+
+    least: int
+    most: int
+    meet: str
+    restarts: int
+
+    @staticmethod
+    def read(text: str, meet: str, restarts: int) -> Nodes:
+        """From ``"2:4"``."""
+        least, _, most = text.partition(":")
+        if not (least.isdigit() and most.isdigit() and 0 < int(least) <= int(most)):
+            raise UsageError(f"--elastic {text} is no range of nodes", "give the least and the most, such as 2:4")
+        return Nodes(int(least), int(most), meet, restarts)
+
+
+def become_agent(elastic: Elastic, nodes: Nodes) -> NoReturn:
+    """Become this node's agent, which starts the ranks."""
+    elastic.write()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the ranks answer it, and their agent must outlive them
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", f"{nodes.least}:{nodes.most}"]
+    words += ["--nproc-per-node", str(elastic.ranks), "--max-restarts", str(nodes.restarts), "--rdzv-backend", "c10d"]
+    words += ["--rdzv-id", "autopar", "--rdzv-endpoint", nodes.meet, "--rdzv-conf", MEETING]
+    env = {"OMP_NUM_THREADS": "1", **os.environ, **PRIVATE_STORE}
+    env["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    os.execve(sys.executable, [*words, "-m", "autopar.run.elastic", elastic.programs], env)
+
+
+def rank(programs: str) -> None:
+    """One rank, as an agent starts it."""
+    elastic = Elastic.read(programs)
+    number, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    folder = elastic.program(int(os.environ["GROUP_WORLD_SIZE"]), number == 0)
+    devices = sum(stage["devices"][1] for stage in json.loads((folder / "plan.json").read_text())["stages"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=number == 0, wait_for_workers=False)
+    if number >= devices:
+        store.wait(["ended"], datetime.timedelta(days=365))
+        store.add("left", 1)
+        return
+    os.environ |= {"WORLD_SIZE": str(devices), "TORCHELASTIC_USE_AGENT_STORE": "True"}  # the store is there
+    sys.argv = [str(folder / "train.py"), "--data", str(folder / BATCH), *elastic.options]
+    if number == 0:
+        print(f"training on {devices} devices ({folder})", file=sys.stderr, flush=True)
+    with program_modules(folder):
+        importlib.import_module("train").main()
+    if number == 0 and world > devices:
+        store.set("ended", "")
+        while store.add("left", 0) < world - devices:  # they hear it from this process
+            time.sleep(_POLL_S)
+
+
+if __name__ == "__main__":
+    run(lambda: rank(sys.argv[1]))

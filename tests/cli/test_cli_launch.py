@@ -1,0 +1,90 @@
+"""The batch file for SLURM: its lines, its syntax, and the part after them, run on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from programs import Shape, mlp_model, write_mlp
+
+from autopar.cli.launch import batch_file
+from autopar.errors import ProgramError, UsageError
+
+SCONTROL = """#!/bin/bash
+if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" > "$FAKE/requeued"; fi
+"""
+SRUN = """#!{python}
+import os, signal, subprocess, sys
+step = subprocess.Popen(sys.argv[2:], start_new_session=True)
+
+
+def members(pid):
+    found = open(f"/proc/{{pid}}/task/{{pid}}/children").read().split()
+    return [pid, *(inner for child in found for inner in members(int(child)))]
+
+
+def pass_on(number, frame):
+    for pid in members(step.pid):
+        os.kill(pid, number)
+
+
+signal.signal(signal.SIGUSR1, pass_on)
+sys.exit(step.wait())
+"""
+
+
+def test_the_program_saves_before_the_time_limit_and_is_queued_again(tmp_path: Path) -> None:
+    program = write_mlp(tmp_path / "program", Shape())
+    torch.save(mlp_model().state_dict(), program / "initial.pt")
+    saved = tmp_path / "my saved"
+    options = ("--device", "cpu", "--steps", "1000000", "--checkpoint", str(saved), "--every", "1000000")
+    job = tmp_path / "job.sbatch"
+    job.write_text(batch_file(program, "01:00:00", 300, options))
+    subprocess.run(["bash", "-n", str(job)], check=True)
+    for name, text in (("scontrol", SCONTROL), ("srun", SRUN.format(python=sys.executable))):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    found = {"PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}", "FAKE": str(tmp_path)}
+    slurm = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_JOB_NODELIST": "here",
+        "SLURM_NODEID": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+        shell = subprocess.Popen(["bash", str(job)], stdout=out, stderr=err, env={**os.environ, **found, **slurm})
+    deadline = time.monotonic() + 90
+    while '"step": 3,' not in (tmp_path / "out").read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    shell.send_signal(signal.SIGUSR1)
+    assert shell.wait(60) == 0, (tmp_path / "err").read_text()
+    assert "SIGUSR1: the training stops after" in (tmp_path / "err").read_text()
+    assert len(list(saved.glob("step-*"))) == 1
+    assert (tmp_path / "requeued").read_text() == f"requeue {os.getpid()}\n"
+
+
+def test_the_lines_for_the_scheduler(tmp_path: Path) -> None:
+    program = write_mlp(tmp_path / "program", Shape(data=2, tensor=2))
+    plan = program / "plan.json"
+    plan.write_text(plan.read_text().replace('"devices": "4"', '"devices": "2x2xH100-80GB"'))
+    text = batch_file(program, "02:00:00", 120, ("--checkpoint", "saved"))
+    for line in (
+        "--nodes=2",
+        "--gpus-per-node=2",
+        "--ntasks-per-node=1",
+        "--time=02:00:00",
+        "--signal=B:USR1@120",
+        "--requeue",
+    ):
+        assert f"\n#SBATCH {line}\n" in text
+    assert "--nnodes 2 --nproc-per-node 2 --master-addr" in text and "train.py --checkpoint saved --resume &" in text
+    with pytest.raises(UsageError, match="without checkpoints nothing is saved"):
+        batch_file(program, "1", 1, ())
+    with pytest.raises(ProgramError, match="has no program"):
+        batch_file(tmp_path, "1", 1, ("--checkpoint", "saved"))

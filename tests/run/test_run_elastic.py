@@ -1,0 +1,51 @@
+"""A node goes, and the training goes on with those that are left, under a plan for them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from elastic_model import STEPS, asked, straight
+from fault_runs import Run, Server
+
+from autopar.cli.elastic import devices_of, write_program
+from autopar.errors import LaunchError, UsageError
+from autopar.run.elastic import Nodes
+
+
+def test_a_node_goes_and_two_of_the_three_others_train_on(tmp_path: Path) -> None:
+    """Three nodes have no plan here, so one of them waits until the end."""
+    elastic = asked(tmp_path)
+    elastic.write()
+    for nodes in (4, 2):
+        write_program(elastic, nodes)
+    elastic.refusal(3).write_text("3 devices do not divide the batch\n")
+    server = Server()
+    try:
+        run = Run(Path(elastic.programs), 1, (), [server] * 4, tmp_path / "run", least=2).start()
+        assert run.wait(lambda: len(run.losses()) >= 25, 90), run.talk()
+        for pid in (*run.workers()[-1:], run.agents[-1]):
+            os.kill(pid, signal.SIGKILL)
+        assert run.wait(lambda: len(run.losses()) == STEPS, 90), run.talk()
+        run.wait(lambda: False, 30)
+    finally:
+        server.close()
+    talk = run.talk()
+    assert "training on 4 devices" in talk and "training on 2 devices" in talk and "goes on at step " in talk
+    assert [run.losses()[step] for step in range(STEPS)] == pytest.approx(straight(), rel=1e-9)
+
+
+def test_what_cannot_be_elastic_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="4:2 is no range of nodes"):
+        Nodes.read("4:2", "localhost:1", 0)
+    elastic = asked(tmp_path)
+    elastic.write()
+    elastic.write()
+    with pytest.raises(UsageError, match="has the programs of another request"):
+        asked(tmp_path, devices="2").write()
+    assert devices_of(asked(tmp_path, 2, "2"), 3) == "6" and devices_of(asked(tmp_path, 8, "8xH100"), 3) == "3x8xH100"
+    elastic.refusal(1).write_text("it does not fit\n")
+    with pytest.raises(LaunchError, match="no number of nodes up to 1 has a plan: it does not fit"):
+        elastic.program(1, first=True)

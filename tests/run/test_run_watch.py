@@ -1,0 +1,152 @@
+"""Ranks that die, hang or get a signal: every process ends, a sentence says why, and the next start goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fault_runs import Run, Server, alive
+from programs import Shape, mlp_model, write_mlp
+
+from autopar.program.watch import place_of, run, told
+
+HANG = """        n = HIDDEN // MESH["tensor"]
+        self.register_forward_pre_hook(hang)
+"""
+HANGING = """
+import os
+import time
+
+calls = []
+
+
+def hang(*_):
+    calls.append(1)
+    if os.environ["RANK"] == "1" and len(calls) > 6:
+        time.sleep(600)
+
+
+class Layer("""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.close()
+
+
+def started(server: Server, folder: Path, shape: Shape, *options: str, change: tuple[tuple[str, str], ...] = ()) -> Run:
+    program = write_mlp(folder / "program", shape)
+    torch.save(mlp_model().state_dict(), program / "initial.pt")
+    for old, new in change:
+        text = (program / "model.py").read_text()
+        assert text.count(old) == 1
+        (program / "model.py").write_text(text.replace(old, new))
+    made = Run(program, shape.devices, ["--device", "cpu", *options], [server], folder / "run")
+    return made.start()
+
+
+def ended(made: Run, strike: Callable[[list[int]], Any]) -> float:
+    """Wait for three steps, strike, and wait until no process is left; the seconds that takes."""
+    assert made.wait(lambda: len(made.losses()) >= 3, 60), made.talk()
+    everyone = [*made.workers(), *made.agents]
+    strike(made.workers())
+    began = time.monotonic()
+    while any(map(alive, everyone)) and time.monotonic() - began < 40:
+        time.sleep(0.02)
+    left = [pid for pid in everyone if alive(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, made.talk()
+    return time.monotonic() - began
+
+
+def test_a_signal_to_one_rank_saves_and_ends_all(server: Server, tmp_path: Path) -> None:
+    options = ("--steps", "100000", "--checkpoint", f"{tmp_path}/saved", "--every", "100000")
+    made = started(server, tmp_path, Shape(data=2, zero=(1, 3)), *options)
+    ended(made, lambda workers: os.kill(workers[1], signal.SIGUSR1))
+    steps = max(made.losses()) + 1
+    assert f"SIGUSR1: the training stops after {steps} of 100000 steps; --resume goes on from there" in made.talk()
+    assert [path.name for path in (tmp_path / "saved").glob("step-*")] == [f"step-{steps}"]
+    assert not made.said()
+
+
+def test_a_killed_rank_is_named(server: Server, tmp_path: Path) -> None:
+    made = started(server, tmp_path, Shape(pipeline=2, microbatches=2, schedule="1f1b"), "--steps", "100000")
+    seconds = ended(made, lambda workers: os.kill(workers[0], signal.SIGKILL))
+    assert len(made.said()) == 1, made.talk()
+    (said,) = made.said()
+    assert said.startswith("a collective failed (Connection")
+    assert "rank 0 no longer answers (dead, stopped or cut off)" in said and "; rank 1 waits in step " in said
+    assert seconds < 15
+
+
+def test_a_rank_that_hangs_is_named_with_its_layer(server: Server, tmp_path: Path) -> None:
+    change = (("\nclass Layer(", HANGING), ('        n = HIDDEN // MESH["tensor"]\n', HANG))
+    options = ("--steps", "100000", "--timeout", "2", "--lost-after", "3")
+    made = started(server, tmp_path, Shape(tensor=2), *options, change=change)
+    ended(made, lambda workers: None)
+    (said,) = made.said()
+    assert said.startswith(
+        "step 3 takes longer than 2 s; the others wait for rank 1, in step 3 in layer_0 (Layer), model.py:"
+    )
+    assert re.search(r"; rank 0 waits in step 3 in (all_reduce|wait_tensor) of layer_0 \(Layer\), model.py:", said)
+
+
+def test_a_killed_launcher_leaves_no_rank(server: Server, tmp_path: Path) -> None:
+    made = started(server, tmp_path, Shape(data=2), "--steps", "100000")
+    assert ended(made, lambda workers: os.kill(made.agents[0], signal.SIGKILL)) < 10
+    assert all("has lost the ranks' store" in said for said in made.said()) and made.said()
+
+
+# -- in words ---------------------------------------------------------------------------------------------------------
+
+
+def said_by(*ranks: tuple[int, str, str, bool]) -> dict[int, list[Any]]:
+    return {rank: list(words) for rank, words in enumerate(ranks)}
+
+
+def test_the_rank_that_others_wait_for_is_the_one_outside_of_collectives() -> None:
+    waits = ("step 7", "in all_reduce of layer_1 (Layer), model.py:48", True)
+    before = said_by((4, *waits), (4, "step 7", "in Python code, data.py:9", False), (4, *waits))
+    after = said_by((6, *waits), (6, "step 7", "in Python code, data.py:9", False), (6, *waits))
+    assert told("step 7 takes longer than 60 s", before, after) == (
+        "step 7 takes longer than 60 s; the others wait for rank 1, in step 7 in Python code, data.py:9; "
+        "ranks 0, 2 wait in step 7 in all_reduce of layer_1 (Layer), model.py:48"
+    )
+
+
+def test_a_silent_rank_comes_before_a_late_one() -> None:
+    before = said_by((4, "step 7", "in layer_0 (Layer)", False), (9, "step 6", "in layer_1 (Layer)", False))
+    after = said_by((6, "step 7", "in layer_0 (Layer)", False), (9, "step 6", "in layer_1 (Layer)", False))
+    assert told("a collective failed", before, after) == (
+        "a collective failed; rank 1 no longer answers (dead, stopped or cut off), last seen in step 6 in layer_1 (Layer); "
+        "rank 0 waits in step 7 in layer_0 (Layer)"
+    )
+
+
+def test_the_place_of_a_thread() -> None:
+    assert place_of(sys._getframe(), "layer_3 (Block)")[0].startswith("in layer_3 (Block), test_run_watch.py:")
+    assert place_of(sys._getframe(), "")[1] is False
+
+
+def test_the_program_ends_with_the_status_of_its_end(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+
+    def end(code: Any) -> None:
+        raise SystemExit(code)
+
+    for main in (lambda: None, lambda: end(3), lambda: end("no such file"), lambda: 1 / 0):
+        run(main)
+    assert statuses == [0, 3, 1, 1]
+    assert "no such file" in capsys.readouterr().err
