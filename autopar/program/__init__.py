@@ -41,6 +41,7 @@ FILES = (
     "segments.py",
     "selective.py",
     "state.py",
+    "tracing.py",
     "world.py",
     "buffers.py",
     "parameters.py",

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
-    PipelineStage,
     Schedule1F1B,
     ScheduleDualPipeV,
     ScheduleGPipe,
@@ -47,6 +46,7 @@ from autopar.program.parameters import (
 from autopar.program.reductions import Reductions
 from autopar.program.scaling import LossScale
 from autopar.program.state import initial, read_state, wrong_state
+from autopar.program.tracing import TracedStage, action, traced
 from autopar.program.weight_gradients import SplitStage
 from autopar.program.world import MIRROR, Layout, Program, World, load, start
 
@@ -132,6 +132,10 @@ class Trainer:
         value, overflowed = torch.stack((loss, self.loss_scale.overflowed())).tolist()
         self._update(skipped=overflowed > 0)
         return float(value)
+
+    def trace(self, batch: Mapping[str, Tensor], path: str | os.PathLike[str]) -> float:
+        """``step(batch)``, of which rank 0 writes what every rank did, in Chrome's trace-event format (https://ui.perfetto.dev)."""
+        return traced(lambda: self.step(batch), path, self.world.mesh.get_local_rank("pipeline"))
 
     def update(self) -> None:
         """Update the parameters by the gradients from ``forward_backward``, and the buffers by the values that it computed.
@@ -430,7 +434,7 @@ class _Pipeline:
             stage.grad_recv_info = _Received(2)
         return schedule(stage, self.microbatches, **options)
 
-    def _stage(self, index: int) -> PipelineStage:
+    def _stage(self, index: int) -> TracedStage:
         kind, last = self._kinds[index], index == len(self._kinds) - 1
         options: dict[str, Any] = {
             "input_args": _metas(kind.RECEIVES),
@@ -439,7 +443,7 @@ class _Pipeline:
         }
         place = self._modules[index], index, len(self._kinds), self.world.device
         if not self.program.splits_backward:
-            return PipelineStage(*place, **options)
+            return TracedStage(*place, **options)
         adders = [group.adders() for group in self._groups[index]]
         return SplitStage(place, adders=adders, turn=self.world.turn, **options)
 
@@ -470,9 +474,12 @@ class _Pipeline:
             if self._both is not None:
                 self._both.step(chunks)
             elif self._schedule is None:
-                (module,) = self._modules.values()
+                ((stage, module),) = self._modules.items()
                 for i in range(self.microbatches):
-                    self._term(module(**{name: parts[i] for name, parts in chunks.items()})).backward()
+                    with action("F", stage, i):
+                        term = self._term(module(**{name: parts[i] for name, parts in chunks.items()}))
+                    with action("B", stage, i):
+                        term.backward()
             else:
                 target = torch.zeros(
                     self.microbatches, device=device

@@ -64,6 +64,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--keep", type=count, metavar="K", help="how many checkpoints stay; default: 2")
     parser.add_argument("--async-save", action="store_true", help="write checkpoints while the training goes on")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    parser.add_argument("--trace", metavar="FILE", help="write what the second step did, a trace for ui.perfetto.dev")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: GPUs if there is one for every process")
     parser.add_argument("--timeout", type=float, default=600, help="seconds after which a collective gives up")
     args = parser.parse_args()
@@ -203,9 +204,10 @@ def main() -> None:
     else:
         data = batches(args.data, rows)
     data = itertools.islice(data, trainer.rows // rows, None)
+    traced = min(trainer.steps + 1, args.steps - 1) if args.trace else None  # the first step is slower than the rest
     for step in range(trainer.steps, args.steps):
         began = time.perf_counter()
-        loss = trainer.step(next(data))
+        loss = trainer.trace(next(data), args.trace) if step == traced else trainer.step(next(data))
         seconds = time.perf_counter() - began
         if dist.get_rank() == 0:
             scale = {} if trainer.loss_scale is None else {"loss_scale": trainer.loss_scale.scale}
