@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format report clean
+.PHONY: help install demo test check format report page clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -36,6 +36,9 @@ format: $(STAMP) ## rewrite the sources as the formatter and the linter want the
 
 report: $(STAMP) ## a page of evidence, `make report NAME=survey`; without a name, the list of reports
 	@$(BIN)/python tests/reports $(NAME) $(ARGS)
+
+page: ## the script of the pages that `autopar report` writes, from autopar/report/web and npm's packages
+	cd autopar/report/web && npm ci --ignore-scripts --no-audit --no-fund && npm run build
 
 clean: ## remove .venv and everything that was generated
 	rm -rf $(VENV) demo .pytest_cache .mypy_cache .ruff_cache build dist

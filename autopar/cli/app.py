@@ -183,6 +183,55 @@ def explain(**request: Any) -> None:
     explain_command(**request)
 
 
+_again_options = _options(
+    click.option("--model", "model", metavar="MODEL", help="The model of PLAN, where the plan does not name it."),
+    *_size_options,
+    _allow_option,
+    _pin_options,
+)
+
+
+@cli.command(
+    short_help="Write a plan as a page with its timeline.",
+    help="Write the plan in the file PLAN (of `autopar plan --json`), or two plans side by side, as one HTML page that loads nothing: "
+    "timeline, memory through the step, layers, communication, sources of all figures. The page's details need the model: the plan says "
+    "which, or --model does.",
+)
+@click.argument("plan", metavar="PLAN")
+@click.argument("other", metavar="[OTHER]", required=False)
+@click.option("-o", "--output", required=True, metavar="FILE", help="The page, such as report.html.")
+@click.option(
+    "--plot", "plot_file", metavar="FILE", help="Also draw timeline and memory for a paper (.png, .svg or .pdf)."
+)
+@click.option(
+    "--explain", is_flag=True, help="Also search alternatives and what would help, as `autopar explain` does: minutes."
+)
+@_again_options
+def report(**request: Any) -> None:
+    from autopar.cli.report import report_command
+
+    report_command(**request)
+
+
+@cli.command(
+    short_help="Write a plan's predicted step for Perfetto.",
+    help="Write the predicted step of the plan in the file PLAN (of `autopar plan --json`) in Chrome's trace-event format, which "
+    "https://ui.perfetto.dev opens: a process for each pipeline rank, with its actions, its sends and its memory.",
+)
+@click.argument("plan", metavar="PLAN")
+@click.option("-o", "--output", required=True, metavar="FILE", help="The trace, such as trace.json.")
+@click.option(
+    "--measured",
+    metavar="FILE",
+    help="A trace of the plan's program (`train.py --trace FILE`): it goes below the prediction, and the seconds of actions are compared.",
+)
+@_again_options
+def trace(**request: Any) -> None:
+    from autopar.cli.report import trace_command
+
+    trace_command(**request)
+
+
 @cli.command(
     short_help="Plan a model over a range of devices, lengths, batches and GPUs.",
     help="Plan MODEL on every combination of the numbers of devices, sequence lengths, batches and GPU kinds, and print time, tokens/s, "

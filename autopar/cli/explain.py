@@ -14,6 +14,7 @@ from rich.text import Text
 
 from autopar.cli.commands import asked, given, load, planned, print_infeasible, recapture
 from autopar.cli.console import Messages, console, plain_table
+from autopar.devices import Cluster
 from autopar.errors import InfeasibleError, UsageError
 from autopar.explain import Explanation, Study, describe, explain, suggest
 from autopar.graph import Graph
@@ -22,7 +23,7 @@ from autopar.plan_files import check_devices, check_model, read_plan
 from autopar.planning import capture_model, find_plan
 from autopar.search.concessions import Concession
 from autopar.units import seconds, size
-from autopar.workload import sequence_length, with_concession
+from autopar.workload import Recapture, sequence_length, with_concession
 
 _SAME = 1e-6  # relative: prices that agree to this are the prices that the plan was made with
 
@@ -31,12 +32,7 @@ def explain_command(target: str, model: str | None, as_json: bool, **request: An
     """Reads or finds the plan and prints the explanation."""
     written = _read(target)
     request |= {"model": model}
-    if written is not None:
-        # where the first command line left the batch to the factory, this one does, too
-        before = written.request or {"global_batch": written.global_batch, "devices": written.devices}
-        request |= {key: value for key, value in before.items() if request.get(key) in (None, False, ())}
-    else:
-        request["model"] = target
+    request = repeated(written, request) if written is not None else request | {"model": target}
     for name, why in (
         ("model", "which model it is for: add --model MODEL"),
         ("devices", "the devices: add --devices SPEC"),
@@ -57,6 +53,13 @@ def explain_command(target: str, model: str | None, as_json: bool, **request: An
         print_explanation(found, console())
 
 
+def repeated(written: Plan, request: dict[str, Any]) -> dict[str, Any]:
+    """The request with the values that the plan was made with where it has none."""
+    # where the first command line left the batch to the factory, this one does, too
+    before = written.request or {"global_batch": written.global_batch, "devices": written.devices}
+    return request | {key: value for key, value in before.items() if request.get(key) in (None, False, ())}
+
+
 def _read(target: str) -> Plan | None:
     """The plan in the file ``target``, or ``None`` where ``target`` names a model."""
     path = Path(target)
@@ -75,15 +78,7 @@ def explained(request: dict[str, Any], written: Plan | None) -> Explanation:
     """The explanation of ``written``, or of the best plan for the request."""
     cluster, options = asked(request)
     with Messages() as messages:
-        graph = capture_model(load(request, cluster, messages), messages)
-        concession = Concession() if written is None else Concession.of(written)
-        whole = recapture(request, cluster)
-
-        def again(**sizes: Any) -> Graph:
-            return with_concession(whole(**sizes), lambda **rows: whole(**sizes | rows), concession)
-
-        if concession != Concession():
-            graph = again()
+        graph, again = captured(request, cluster, written, messages)
         study = Study(graph, cluster, options, recapture=again, seq=sequence_length(graph))
         plan = None
         if written is not None:
@@ -101,6 +96,21 @@ def explained(request: dict[str, Any], written: Plan | None) -> Explanation:
                 raise suggest(study, error, lambda text: messages("explain", text)) from None
         best = dataclasses.replace(best, request=given(request))
         return explain(study, plan or best, best, lambda text: messages("explain", text))
+
+
+def captured(
+    request: dict[str, Any], cluster: Cluster, written: Plan | None, messages: Messages
+) -> tuple[Graph, Recapture]:
+    """The graph of a request, and how to make it again with other sizes; both give up the exactness that the plan ``written`` gives up."""
+    concession = Concession() if written is None else Concession.of(written)
+    whole = recapture(request, cluster)
+
+    def again(**sizes: Any) -> Graph:
+        return with_concession(whole(**sizes), lambda **rows: whole(**sizes | rows), concession)
+
+    if concession != Concession():
+        return again(), again
+    return capture_model(load(request, cluster, messages), messages), again
 
 
 def print_explanation(found: Explanation, to: Console) -> None:

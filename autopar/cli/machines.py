@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
 from typing import Any
 
 from autopar.cli.console import console, plain_table
-from autopar.devices import Constant, constants, hardware
+from autopar.devices import described, hardware
+from autopar.devices.figures import cluster_figures, constant_figures
 from autopar.errors import UsageError
 
 
@@ -26,59 +26,13 @@ def hardware_command(action: str | None, name: str | None, as_json: bool) -> Non
 
 def kind_figures(name: str) -> list[dict[str, Any]]:
     """Every figure that prices on that GPU are made from: name, value, unit, source."""
-    entry, gpu = hardware.table()[name], hardware.gpu(name)
-    sources = dict(entry["sources"])
-    intra, inter = hardware.links(name, entry.get("gpus_per_node", hardware.GPUS_PER_NODE))
-    host = hardware.host(name)
-    peak = sources.get("bf16") or sources.get("fp16", "")
-    rows = [
-        ("memory", gpu.memory_bytes, "bytes", sources.get("hbm", "")),
-        *((f"peak {dtype}", flops, "FLOP/s", peak) for dtype, flops in gpu.peak_flops.items()),
-        (
-            "sustained products",
-            gpu.flops_per_s("bfloat16"),
-            "FLOP/s, bfloat16",
-            sources.get("sustained", _of("SUSTAINED")),
-        ),
-        ("flash attention", gpu.attention_flops_per_s("bfloat16"), "FLOP/s", _of("ATTENTION_EFFICIENCY")),
-        ("memory bandwidth", gpu.memory_bytes_per_s, "bytes/s, peak", sources.get("hbm", "")),
-        ("sustained copies", gpu.bytes_per_s, "bytes/s", _of("MEMORY_EFFICIENCY")),
-        ("link in a node", intra.bytes_per_s, "bytes/s", intra.source),
-        *(
-            [("NVLink domain", domain, "GPUs", sources["nvlink_domain"])]
-            if (domain := hardware.nvlink_domain(name))
-            else ()
-        ),
-        ("share of the network", inter.bytes_per_s, "bytes/s per GPU", inter.source),
-        ("link to the host", host.link_bytes_per_s, "bytes/s per GPU, peak", sources["host"]),
-        ("memory of the host", host.memory_bytes, "bytes per node", host.source),
-        ("host's memory bandwidth", host.bytes_per_s, "bytes/s per node, peak", host.source),
-    ]
-    found = [{"figure": a, "value": b, "unit": c, "source": d} for a, b, c, d in rows]
-    network = hardware.network(name, entry.get("gpus_per_node", hardware.GPUS_PER_NODE), "")
-    if network is not None:
-        found += [
-            {"figure": f"{what}, {nodes} nodes", "value": value, "unit": "bytes/s, bus", "source": network.source}
-            for what, values in (("all-gather", network.gather), ("all-reduce", network.reduce))
-            for nodes, value in zip(network.nodes, values, strict=True)
-        ]
-    return found + constant_figures()
+    per_node = hardware.table()[name].get("gpus_per_node", hardware.GPUS_PER_NODE)
+    return cluster_figures(described(name, 2, per_node))
 
 
 def cpu_figures() -> list[dict[str, Any]]:
     """The figures of a process on this machine's CPU, before ``autopar profile`` has measured them."""
     return [c for c in constant_figures() if c["figure"].startswith(("CPU", "GLOO", "USABLE"))]
-
-
-def constant_figures() -> list[dict[str, Any]]:
-    """The figures that are the same for every kind of device."""
-    found = {name: value for name, value in vars(constants).items() if isinstance(value, Constant)}
-    assert [f.name for f in fields(Constant)] == ["value", "unit", "source"]
-    return [{"figure": name} | asdict(constant) for name, constant in found.items()]
-
-
-def _of(name: str) -> str:
-    return f"{name}: {getattr(constants, name).source}"
 
 
 def _print_list(as_json: bool) -> None:

@@ -152,10 +152,11 @@ def measure(bound: Bound, runs: Runs, cluster: Cluster) -> Sizes:
     parts = [1] * len(bound.flags)
     for k, size in zip(bound.flag, sizes, strict=True):
         parts[k] *= size
-    return Sizes(tuple(parts), tuple(_way(over, runs, cluster) for over in bound.ways))
+    return Sizes(tuple(parts), tuple(way_over(over, runs, cluster) for over in bound.ways))
 
 
-def _way(over: Over, runs: Runs, cluster: Cluster) -> Way:
+def way_over(over: Over, runs: Runs, cluster: Cluster) -> Way:
+    """The sizes of moves over these runs."""
     axes = tuple(axis for i in over[0] for axis in runs[i])
     others = math.prod([axis.size for i in over[1] for axis in runs[i]])
     return Way(group(axes, cluster), math.prod([axis.size for axis in axes]), others)
@@ -343,7 +344,7 @@ def _joined_bytes(bound: Bound, gradient_bytes: Floats) -> Floats:
 
 def move_s(move: Move, collective: Collective, axes: tuple[Axis, ...], cluster: Cluster) -> float:
     """Seconds of one collective at given sizes; the runs of the move are axes."""
-    return _move_s(move, collective, _way((move.axes, move.sharded), tuple((a,) for a in axes), cluster), cluster)
+    return _move_s(move, collective, way_over((move.axes, move.sharded), tuple((a,) for a in axes), cluster), cluster)
 
 
 def _move_s(move: Move, collective: Collective, way: Way, cluster: Cluster) -> float:
@@ -380,7 +381,7 @@ def assemble(
     waits_s = _waits_s(c, strategy, data if zero >= 2 else 1, cluster, forward_compute_s, backward_compute_s)
     forward_wire_s, backward_wire_s = forward_wire_s + waits_s[0], backward_wire_s + waits_s[1]
     forward_exposed = exposed(gather * (zero >= 2), forward_compute_s)
-    back_s = reduce * each_time + _gathers(strategy) * gather * (zero == 3)
+    back_s = reduce * each_time + gathers(strategy) * gather * (zero == 3)
     backward_exposed = exposed(back_s, backward_compute_s)
 
     segment_bytes = _activations(c, strategy, 1)[0]
@@ -442,7 +443,7 @@ def _copies_s(spread: Spread, strategy: Strategy, zero: int) -> tuple[float, flo
     if zero < 2:
         return 0.0, 0.0, 0.0
     gather_s, reduce_s = spread.copies_s
-    back_s = _gathers(strategy) * gather_s if zero == 3 else 0.0
+    back_s = gathers(strategy) * gather_s if zero == 3 else 0.0
     return (gather_s, back_s, reduce_s) if strategy.reduces_once else (gather_s, back_s + reduce_s, 0.0)
 
 
@@ -466,7 +467,7 @@ def _starts_early(strategy: Strategy, trainer: Trainer) -> bool:
     return trainer.starts_early and strategy.overlap == TENSOR_OVERLAP
 
 
-def _gathers(strategy: Strategy) -> float:
+def gathers(strategy: Strategy) -> float:
     """How often a backward gathers a layer's parameters under ZeRO 3: twice in a recomputed segment, except once for its last layer."""
     return 2 - 1 / strategy.recomputation.layers
 

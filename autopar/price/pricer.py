@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterator
 
 from autopar.devices import Cluster
 from autopar.graph import Graph, LayerClass
@@ -13,6 +14,7 @@ from autopar.layer_price import LayerPrice
 from autopar.ops.compilation import stays_eager
 from autopar.plan import ALL_REDUCE, Axis, Recomputation, Role, Strategy, local_steps
 from autopar.price import table as tables
+from autopar.price.collective_costs import CollectiveCost, layer_collectives, move_collectives, replica_collectives
 from autopar.price.collectives import p2p_s
 from autopar.price.host import Offloaded
 from autopar.price.layer import (
@@ -29,7 +31,7 @@ from autopar.price.layer import (
     saved_bytes,
 )
 from autopar.price.live_memory import Neighbours
-from autopar.price.moves import wire
+from autopar.price.moves import Move, wire
 from autopar.price.replicas import Spread, Tensors, spread
 from autopar.price.state import state_bytes
 from autopar.price.trainer import EMITTED, Trainer
@@ -162,6 +164,21 @@ class Pricer:
                 self._layers[key] = assemble(found[0], copies, strategy, found[1], self.numbers, self.trainer, around)
         return self._layers[key]
 
+    def collectives(
+        self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int
+    ) -> tuple[CollectiveCost, ...]:
+        """The collectives of a layer class in one step on one device; none if the layer has no price."""
+        placed = self._place(cls_name, mesh, strategy.roles, microbatches)
+        runs = ((Axis(MICROBATCH, self.graph.parts(microbatches), 0),), *self._runs(mesh, strategy.roles))
+        bound = self._bind(cls_name, runs, mesh, strategy.roles)
+        if placed is None or bound is None:
+            return ()
+        (c, cluster), mine = placed, microbatches // self.copies
+        own = replica_collectives(
+            _tensors(c), self._replicas(mesh, strategy), mine, cluster, self.numbers, strategy, self.sync
+        )
+        return (*layer_collectives(bound, runs, cluster, strategy, mine), *own)
+
     def edge(self, layer_index: int, mesh: Mesh, left: Strategy, right: Strategy, microbatches: int) -> float:
         """Seconds of resharding between layer ``layer_index`` and the next: forward plus backward, one microbatch.
 
@@ -171,16 +188,28 @@ class Pricer:
             return 0.0
         key = (layer_index, mesh, left.roles, right.roles, microbatches)
         if key not in self._edges:
-            axes = self._axes(mesh, microbatches)
-            total = 0.0
-            for name in self.graph.layers[layer_index + 1].activations:
-                source = self._made_as(name, mesh, left.roles)
-                target = self._read_as(name, layer_index + 1, mesh, right.roles)
-                if source is not None and target is not None:
-                    gradient = self.graph.values[name].requires_grad
-                    total += edge_s(self._value_bytes(name), source, target, axes, self.cluster, gradient)
-            self._edges[key] = total
+            axes, moves = self._axes(mesh, microbatches), self._edge_moves(layer_index, mesh, left.roles, right.roles)
+            self._edges[key] = sum(_both_s(move, axes, self.cluster) for move in moves)
         return self._edges[key]
+
+    def _edge_moves(
+        self, layer_index: int, mesh: Mesh, left: tuple[Role, ...], right: tuple[Role, ...]
+    ) -> Iterator[Move]:
+        """The collectives between layer ``layer_index`` and the next, in roles ``left`` and ``right``."""
+        for name in self.graph.layers[layer_index + 1].activations:
+            source = self._made_as(name, mesh, left)
+            target = self._read_as(name, layer_index + 1, mesh, right)
+            if left != right and source is not None and target is not None:
+                yield from wire(name, self._value_bytes(name), source, target, self.graph.values[name].requires_grad)
+
+    def edge_collectives(
+        self, layer_index: int, mesh: Mesh, left: Strategy, right: Strategy, microbatches: int
+    ) -> Iterator[CollectiveCost]:
+        """The collectives of one step between layer ``layer_index`` and the next, on one device."""
+        runs = tuple((axis,) for axis in self._axes(mesh, microbatches))
+        mine = microbatches // self.copies
+        for move in self._edge_moves(layer_index, mesh, left.roles, right.roles):
+            yield from move_collectives(move, runs, self.cluster, "activations between layers", mine, mine)
 
     def p2p(self, layer_index: int, mesh: Mesh, strategy: Strategy, microbatches: int) -> float:
         """Seconds of sending to the next stage the values that later layers read: one microbatch, one direction.
@@ -189,16 +218,21 @@ class Pricer:
         """
         key = (layer_index, mesh, strategy.roles, microbatches)
         if key not in self._p2p:
-            axes = self._axes(mesh, microbatches)
-            sent = 0.0
-            for name, (maker, _) in self._makers.items():
-                if maker <= layer_index < self._readers.get(name, -1):
-                    types = self._made_as(name, mesh, strategy.roles) or ()
-                    sent += self._value_bytes(name) / math.prod(
-                        a.size for a, t in zip(axes, types, strict=False) if t.sharded
-                    )
+            sent = self.p2p_bytes(layer_index, mesh, strategy, microbatches)
             self._p2p[key] = p2p_s(sent, self.cluster, crosses_node=self.cluster.count > self.cluster.linked_gpus)
         return self._p2p[key]
+
+    def p2p_bytes(self, layer_index: int, mesh: Mesh, strategy: Strategy, microbatches: int) -> float:
+        """Bytes that one device sends to the next stage for one microbatch: the values that later layers read."""
+        axes = self._axes(mesh, microbatches)
+        sent = 0.0
+        for name, (maker, _) in self._makers.items():
+            if maker <= layer_index < self._readers.get(name, -1):
+                types = self._made_as(name, mesh, strategy.roles) or ()
+                sent += self._value_bytes(name) / math.prod(
+                    a.size for a, t in zip(axes, types, strict=False) if t.sharded
+                )
+        return sent
 
     def tied(self, layer_index: int, name: str, mesh: Mesh, strategy: Strategy) -> tuple[int, int, int]:
         """Bytes of parameter, gradient and optimizer state of the layer's parameter ``name``: they are not needed again on a device that
@@ -247,14 +281,17 @@ class Pricer:
         if key not in self._spread:
             # if each microbatch is treated as a whole batch, the graph's flops are those of one microbatch
             flops = self._table(cls_name)[0].model_flops / self.graph.parts(microbatches)
-            copies, shards = strategy.replicas(mesh) if local_steps(self.sync) else strategy.data_axes(mesh)
-            if self.copies > 1:
-                far = max(math.prod(axis.size for axis in mesh), self.cluster.count // 2)
-                copies = (Axis("mirror", self.copies, far), *copies)
-            mine = microbatches // self.copies
-            axes, tensors = (copies, shards), Tensors(math.ceil(c.parameters), math.ceil(c.trainable), c.tensors)
-            self._spread[key] = spread(tensors, axes, mine, flops, cluster, self.numbers, self.trainer, self.sync)
+            mine, axes = microbatches // self.copies, self._replicas(mesh, strategy)
+            self._spread[key] = spread(_tensors(c), axes, mine, flops, cluster, self.numbers, self.trainer, self.sync)
         return self._spread[key]
+
+    def _replicas(self, mesh: Mesh, strategy: Strategy) -> tuple[Mesh, Mesh]:
+        """The axes of the copies of ZeRO's shards, and those over which it shards."""
+        copies, shards = strategy.replicas(mesh) if local_steps(self.sync) else strategy.data_axes(mesh)
+        if self.copies > 1:
+            far = max(math.prod(axis.size for axis in mesh), self.cluster.count // 2)
+            copies = (Axis("mirror", self.copies, far), *copies)
+        return copies, shards
 
     def _neighbours(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> Neighbours:
         """The parameters of the layers that may run directly before and after a layer of the class in the same roles, and of those whose
@@ -420,8 +457,17 @@ def edge_s(
 
     ``source`` and ``target`` have a type per axis of ``axes``, the microbatch axis included.
     """
-    moves = wire("", value_bytes, source, target, gradient)
-    return sum(move_s(m, m.forward, axes, cluster) + move_s(m, m.backward, axes, cluster) for m in moves)
+    return sum(_both_s(move, axes, cluster) for move in wire("", value_bytes, source, target, gradient))
+
+
+def _both_s(move: Move, axes: Mesh, cluster: Cluster) -> float:
+    """Seconds of a move's two collectives, forward and backward."""
+    return move_s(move, move.forward, axes, cluster) + move_s(move, move.backward, axes, cluster)
+
+
+def _tensors(c: Core) -> Tensors:
+    """A layer's parameters on one device."""
+    return Tensors(math.ceil(c.parameters), math.ceil(c.trainable), c.tensors)
 
 
 def _largest(cores: list[Core]) -> int:

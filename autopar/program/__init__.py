@@ -48,6 +48,7 @@ FILES = (
     "selective.py",
     "share.py",
     "state.py",
+    "tracing.py",
     "world.py",
     "buffers.py",
     "parameters.py",

@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopar.program.tracing import action
+
 ORDERS = "schedule.csv"
 """The file in a folder with the actions of every pipeline rank."""
 
@@ -138,9 +140,11 @@ class BothWays:
             if step.peer is not None:
                 self._send(step) if step.send else self._receive(step)
             elif step.kind == FORWARD:
-                self._forward(step, {name: parts[step.microbatch] for name, parts in inputs.items()})
+                with action(FORWARD, step.stage, step.microbatch):
+                    self._forward(step, {name: parts[step.microbatch] for name, parts in inputs.items()})
             else:
-                self._backward(step)
+                with action(BACKWARD, step.stage, step.microbatch):
+                    self._backward(step)
         while self._sent:
             _wait(self._sent.popleft()[0])
         self._clear()

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
-    PipelineStage,
     Schedule1F1B,
     ScheduleDualPipeV,
     ScheduleGPipe,
@@ -25,6 +24,7 @@ from autopar.program.parameters import Group
 from autopar.program.reductions import Reductions
 from autopar.program.scaling import LossScale
 from autopar.program.share import Batch, Share
+from autopar.program.tracing import TracedStage, action
 from autopar.program.weight_gradients import SplitStage
 from autopar.program.world import MIRROR, Program, World
 
@@ -131,7 +131,7 @@ class Pipeline:
             stage.grad_recv_info = _Received(2)
         return schedule(stage, self.microbatches, **options)
 
-    def _stage(self, index: int) -> PipelineStage:
+    def _stage(self, index: int) -> TracedStage:
         kind, last = self._kinds[index], index == len(self._kinds) - 1
         options: dict[str, Any] = {
             "input_args": _metas(kind.RECEIVES),
@@ -140,7 +140,7 @@ class Pipeline:
         }
         place = self._modules[index], index, len(self._kinds), self.world.device
         if not self.program.splits_backward:
-            return PipelineStage(*place, **options)
+            return TracedStage(*place, **options)
         adders = [group.adders() for group in self._groups[index]]
         return SplitStage(place, adders=adders, turn=self.world.turn, **options)
 
@@ -176,9 +176,12 @@ class Pipeline:
             if self._both is not None:
                 self._both.step(chunks)
             elif self._schedule is None:
-                (module,) = self._modules.values()
+                ((stage, module),) = self._modules.items()
                 for i in range(self.microbatches):
-                    self._term(module(**{name: parts[i] for name, parts in chunks.items()})).backward()
+                    with action("F", stage, i):
+                        term = self._term(module(**{name: parts[i] for name, parts in chunks.items()}))
+                    with action("B", stage, i):
+                        term.backward()
             else:
                 target = torch.zeros(
                     self.microbatches, device=device

@@ -43,6 +43,7 @@ from autopar.program.reductions import Reductions
 from autopar.program.scaling import LossScale
 from autopar.program.share import Batch, DataError
 from autopar.program.state import initial, read_state, wrong_state
+from autopar.program.tracing import traced
 from autopar.program.world import Layout, Program, World, load, start
 
 __all__ = [
@@ -176,6 +177,10 @@ class Trainer:
         value, overflowed = torch.stack((loss, self.loss_scale.overflowed())).tolist()
         self._update(skipped=overflowed > 0)
         return float(value)
+
+    def trace(self, batch: Batch, path: str | os.PathLike[str]) -> float:
+        """``step(batch)``, of which rank 0 writes what every rank did, in Chrome's trace-event format (https://ui.perfetto.dev)."""
+        return traced(lambda: self.step(batch), path, self.world.mesh.get_local_rank("pipeline"))
 
     def _leave_out(self, batch: Batch, loss: float, on_nan: str) -> None:
         self._buffers.clear()

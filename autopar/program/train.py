@@ -41,6 +41,7 @@ from autopar.program.runtime import (
     start,
     wrong_state,
 )
+from autopar.program.tracing import traced
 from autopar.program.watch import Watch, run
 from autopar.program.weights import is_weights
 from autopar.program.world import Program
@@ -89,6 +90,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--keep", type=count, metavar="K", help="how many checkpoints stay; default: 2")
     parser.add_argument("--async-save", action="store_true", help="write checkpoints while the training goes on")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    parser.add_argument("--trace", metavar="FILE", help="write what the second step did, a trace for ui.perfetto.dev")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: GPUs if there is one for every process")
     parser.add_argument("--timeout", type=positive, default=600, metavar="S", help="seconds that a step may take")
     parser.add_argument(
@@ -276,11 +278,15 @@ def run_steps(args: argparse.Namespace, trainer: Trainer, loader: Loader, watch:
     """The steps; the name of the signal that stops them early, if one does."""
     first, begun = dist.get_rank() == 0, trainer.steps
     meter = Meter(trainer.program.plan, args.log if first else None, args.tensorboard if first else None)
-    stop = None
+    traced_step = min(begun + 1, args.steps - 1) if args.trace else None  # the first step is slower than the rest
+    place, stop = trainer.world.mesh.get_local_rank("pipeline"), None
     while not stop and not is_over(args, trainer, loader):
         watch.enter("set-up" if trainer.steps == begun else "step", f"step {trainer.steps}")
         meter.begin()
-        loss, _ = trainer.step_from(loader, args.on_nan)
+        if trainer.steps == traced_step:
+            loss, _ = traced(lambda: trainer.step_from(loader, args.on_nan), args.trace, place)
+        else:
+            loss, _ = trainer.step_from(loader, args.on_nan)
         norm, scale = trainer.gradient_norm, trainer.loss_scale
         more = {"gradient_norm": None if norm is None else float(norm), "loss_scale": scale.scale if scale else None}
         record = meter.end(trainer.steps - 1, loss, peak_memory_bytes(), more)

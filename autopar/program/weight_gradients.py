@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own convention
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 
 from autopar.program.collectives import reduce_scatter
+from autopar.program.tracing import TracedStage
 
 Adder = Callable[[Tensor], None]
 """Adds one microbatch's gradient of a parameter to the parameter's gradient."""
@@ -93,7 +93,7 @@ class _Linear(torch.autograd.Function):
         )
 
 
-class SplitStage(PipelineStage):
+class SplitStage(TracedStage):
     """A stage of torch's pipeline whose backward passes may run in two parts.
 
     ``place`` is the stage's module, its number, the number of stages and the device. ``adders`` map the identity of a parameter to the

@@ -156,6 +156,13 @@ class Program:
         """Train one step on one global batch; the loss before the update."""
         return float(self._call("step", self._inputs(batch)))
 
+    def trace(self, batch: Any, path: str | os.PathLike[str]) -> float:
+        """``step(batch)``, and a file with what every rank did, in Chrome's trace-event format, which https://ui.perfetto.dev opens.
+
+        ``autopar trace PLAN --measured FILE`` puts the predicted step above it. Profiling makes the step slower.
+        """
+        return float(self._call("trace", self._inputs(batch), str(Path(path).resolve())))
+
     def train(
         self,
         batches: Iterable[Any] | Data,

@@ -67,6 +67,8 @@ def perform(trainer: Any, name: str, *args: Any) -> Any:
     """One call of ``Program`` to this rank's trainer; every rank gets the same call."""
     if name == "step":
         return trainer.step(*args)
+    if name == "trace":
+        return trainer.trace(*args)
     if name == "gradients":
         return trainer.forward_backward(*args), trainer.gradients()
     if name == "state_dict":

@@ -360,11 +360,8 @@ def memory_timeline(graph: Graph, cluster: Devices, pricer: Pricer, plan: Plan) 
     choice = Choice(plan.mesh, plan.sized_schedule)
     pricer = pricer.of_program(plan.prefetch, plan.sync).mirrored(choice.schedule.copies)
     strategies = [layer.strategy for layer in plan.layers]
-    views, stages = cluster.stages(plan.pipeline), []
-    for s, stage in enumerate(plan.stages):
-        here, own = pricer.on(views[choice.schedule.device[s]]), range(stage.start, stage.stop)
-        stages.append([_price(graph, here, i, plan.mesh, strategies[i], plan.microbatches) for i in own])
     bounds = [stage.start for stage in plan.stages] + [len(plan.layers)]
+    stages = by_stage(layer_prices(graph, cluster, pricer, choice, bounds, strategies)[0], bounds)
     twice = counted_twice(graph, pricer, choice, bounds, strategies)
     return tuple(
         tuple(replace(moment, memory=less(moment.memory, state)) for moment in device.timeline())
@@ -418,24 +415,14 @@ def evaluate(
     if not mirrors(cluster, schedule):
         raise no_mirror(schedule.name)
     pricer = pricer.mirrored(schedule.copies)
-    stages, borders = cluster.stages(schedule.pipeline), cluster.borders(schedule.pipeline)
-    prices: list[LayerPrice] = []
-    last, links, microbatches = len(graph.layers) - 1, schedule.links, schedule.microbatches
-    edges, sends = [0.0] * last, [0.0] * last
-    for s, (start, stop) in enumerate(pairwise(stage_bounds)):
-        here = pricer.on(stages[schedule.device[s]])
-        for i in range(start, stop):
-            prices.append(_price(graph, here, i, mesh, strategies[i], microbatches))
-            if i:
-                edges[i - 1] = here.edge(i - 1, mesh, strategies[i - 1], strategies[i], microbatches)
-        if stop <= last and (link := links[s]) is not None:
-            sends[stop - 1] = pricer.on(borders[link]).p2p(stop - 1, mesh, strategies[stop - 1], microbatches)
+    choice, stages = Choice(mesh, schedule), cluster.stages(schedule.pipeline)
+    prices, edges, sends = layer_prices(graph, cluster, pricer, choice, stage_bounds, strategies)
     found = step_cost(stage_bounds, prices, edges, sends, schedule)
     plan = make_plan(
         graph,
         cluster,
         pricer,
-        Priced(Choice(mesh, schedule), stage_bounds, strategies, prices, found),
+        Priced(choice, stage_bounds, strategies, prices, found),
         precision=precision,
         limits=[stage.memory_limit_bytes for stage in stages],
         proof=Proof(0.0, 1.0, GIVEN),
@@ -445,6 +432,36 @@ def evaluate(
         for i in plan.too_full
     ]
     return replace(plan, notes=(*plan.notes, f"the plan does not fit: {', '.join(over)}")) if over else plan
+
+
+def layer_prices(
+    graph: Graph,
+    cluster: Devices,
+    pricer: Pricer,
+    choice: Choice,
+    bounds: Sequence[int],
+    strategies: Sequence[Strategy],
+) -> tuple[list[LayerPrice], list[float], list[float]]:
+    """The price of each layer on the devices of its stage, and seconds of resharding and of a send after each layer but the last, as
+    ``step_cost`` takes them.
+
+    Raises:
+        InfeasibleError: a layer has no price.
+    """
+    schedule, mesh = choice.schedule, choice.mesh
+    stages, borders = cluster.stages(schedule.pipeline), cluster.borders(schedule.pipeline)
+    prices: list[LayerPrice] = []
+    last, links, microbatches = len(graph.layers) - 1, schedule.links, schedule.microbatches
+    edges, sends = [0.0] * last, [0.0] * last
+    for s, (start, stop) in enumerate(pairwise(bounds)):
+        here = pricer.on(stages[schedule.device[s]])
+        for i in range(start, stop):
+            prices.append(_price(graph, here, i, mesh, strategies[i], microbatches))
+            if i:
+                edges[i - 1] = here.edge(i - 1, mesh, strategies[i - 1], strategies[i], microbatches)
+        if stop <= last and (link := links[s]) is not None:
+            sends[stop - 1] = pricer.on(borders[link]).p2p(stop - 1, mesh, strategies[stop - 1], microbatches)
+    return prices, edges, sends
 
 
 def _price(graph: Graph, pricer: Pricer, index: int, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice:

@@ -81,6 +81,10 @@ REPORTS = {
         "communication hidden under computation, on nodes with limited links (root, a quiet machine, 25 minutes)",
         (program("overlap"),),
     ),
+    "pages": Report(
+        "pages of plans in a browser: time to load, zoom, tooltips, keys, pictures (chromium; minutes)",
+        (program("report_pages"),),
+    ),
     "precision": Report(
         "loss curves of one model in every precision (a GPU: two minutes; a CPU: ten)", (program("precision_curves"),)
     ),
@@ -109,6 +113,10 @@ REPORTS = {
             (*PIP, "--upgrade", "--no-deps", "--target", str(Path(sys.prefix, "survey")), "timm", "torchvision"),
             program("survey"),
         ),
+    ),
+    "timelines": Report(
+        "predicted against measured timelines on limited nodes (root, a quiet machine, 15 minutes)",
+        (program("timelines"),),
     ),
     "validation": Report("the cost model against published measurements", (program("validation_page"),)),
     "volumes": Report("bytes per layer as emitted beside the published formulas", (program("volumes"),), options=False),

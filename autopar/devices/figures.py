@@ -1,0 +1,86 @@
+"""Every figure from which the prices on a cluster are made, with its unit and its source."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import Any
+
+from autopar.devices import constants
+from autopar.devices.cluster import Cluster
+from autopar.devices.constants import Constant
+
+
+def cluster_figures(cluster: Cluster) -> list[dict[str, Any]]:
+    """The figures of the cluster's devices, links, hosts and network (of each part), then ``constant_figures``: ``figure``, ``value``,
+    ``unit``, ``source``."""
+    found = []
+    for part in cluster.parts or (cluster,):
+        rows = _devices(part)
+        found += [row | {"figure": f"{part.name}: {row['figure']}"} for row in rows] if cluster.parts else rows
+    if cluster.between is not None:
+        found += _rows([("link between parts", cluster.between.bytes_per_s, "bytes/s per GPU", cluster.between.source)])
+    return found + constant_figures()
+
+
+def _devices(cluster: Cluster) -> list[dict[str, Any]]:
+    gpu, host, network = cluster.gpu, cluster.host, cluster.network
+    sources = dict(gpu.sources)
+    # a calibration, or a user's file, describes the whole device
+    whole = "; ".join(sources[key] for key in ("measured", "file") if key in sources)
+    memory = sources.get("hbm") or sources.get("memory") or whole
+    peak = sources.get("bf16") or sources.get("fp16") or sources.get("flops") or whole
+    known, usual = "bfloat16" in gpu.peak_flops, gpu.matmul_efficiency == constants.MATMUL_EFFICIENCY.value
+    rows = [
+        ("memory", gpu.memory_bytes, "bytes", memory),
+        *((f"peak {dtype}", flops, "FLOP/s", peak) for dtype, flops in gpu.peak_flops.items()),
+        *(
+            [
+                (
+                    "sustained products",
+                    gpu.flops_per_s("bfloat16"),
+                    "FLOP/s, bfloat16",
+                    sources.get("sustained") or whole or _of("MATMUL_EFFICIENCY" if usual else "SUSTAINED"),
+                ),
+                ("flash attention", gpu.attention_flops_per_s("bfloat16"), "FLOP/s", _of("ATTENTION_EFFICIENCY")),
+            ]
+            if known
+            else ()
+        ),
+        ("memory bandwidth", gpu.memory_bytes_per_s, "bytes/s, peak", memory),
+        ("sustained copies", gpu.bytes_per_s, "bytes/s", whole or _of("MEMORY_EFFICIENCY")),
+        ("link in a node", cluster.intra.bytes_per_s, "bytes/s", cluster.intra.source),
+        *(
+            [("NVLink domain", cluster.nvlink_domain, "GPUs", sources.get("nvlink_domain") or whole)]
+            if cluster.nvlink_domain
+            else ()
+        ),
+        ("share of the network", cluster.inter.bytes_per_s, "bytes/s per GPU", cluster.inter.source),
+    ]
+    if host is not None:
+        rows += [
+            ("link to the host", host.link_bytes_per_s, "bytes/s per GPU, peak", sources.get("host") or host.source),
+            ("memory of the host", host.memory_bytes, "bytes per node", host.source),
+            ("host's memory bandwidth", host.bytes_per_s, "bytes/s per node, peak", host.source),
+        ]
+    if network is not None:
+        rows += [
+            (f"{what}, {nodes} nodes", value, "bytes/s, bus", network.source)
+            for what, values in (("all-gather", network.gather), ("all-reduce", network.reduce))
+            for nodes, value in zip(network.nodes, values, strict=True)
+        ]
+    return _rows(rows)
+
+
+def _rows(rows: list[tuple[str, float, str, str]]) -> list[dict[str, Any]]:
+    return [{"figure": a, "value": b, "unit": c, "source": d} for a, b, c, d in rows]
+
+
+def constant_figures() -> list[dict[str, Any]]:
+    """The figures that are the same for every kind of device."""
+    found = {name: value for name, value in vars(constants).items() if isinstance(value, Constant)}
+    assert [f.name for f in fields(Constant)] == ["value", "unit", "source"]
+    return [{"figure": name} | asdict(constant) for name, constant in found.items()]
+
+
+def _of(name: str) -> str:
+    return f"{name}: {getattr(constants, name).source}"

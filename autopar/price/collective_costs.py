@@ -1,0 +1,114 @@
+"""The collectives of one layer in one step, each with its group, bytes and seconds: the items that ``price.layer`` and ``price.replicas``
+add up. Reports show them; no price is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopar.devices import Cluster
+from autopar.plan import PARAMETER_SERVER, SELECTIVE, Axis, Strategy, local_steps
+from autopar.price.collectives import Group, group, group_time_s
+from autopar.price.layer import Bound, Runs, gathers, way_over
+from autopar.price.moves import Move
+from autopar.price.replicas import Tensors
+from autopar.price.state import Precision
+from autopar.types import Collective
+
+_SILENT = (Collective.NONE, Collective.LOCAL)
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveCost:
+    """One collective of a layer on one device.
+
+    ``purpose`` is ``"activations"`` for the collectives inside of the layer, ``"activations between layers"`` for resharding,
+    ``"parameters"`` or ``"gradients"`` for those between replicas. ``bytes`` are those of the full tensor (not sharded over ``axes``),
+    ``seconds`` those of one collective that nothing hides, and ``count`` is how often it runs in a step: less than 1 if it skips steps.
+    """
+
+    purpose: str
+    collective: Collective
+    axes: tuple[Axis, ...]
+    members: Group
+    bytes: float
+    seconds: float
+    count: float
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that one device sends in one of these collectives: by a ring's, a chain's or an all-to-all's formula
+        (``price.collectives``)."""
+        n = self.members.size
+        share = {
+            Collective.ALL_REDUCE: 2 * (n - 1) / n,
+            Collective.ALL_TO_ALL: (n - 1) / n**2,
+            Collective.SHIFT: 1 / n,
+            Collective.REDUCE: 1.0,
+            Collective.BROADCAST: 1.0,
+        }
+        return self.bytes * share.get(self.collective, (n - 1) / n)
+
+
+def layer_collectives(
+    bound: Bound, runs: Runs, cluster: Cluster, strategy: Strategy, microbatches: int
+) -> Iterator[CollectiveCost]:
+    """The collectives inside of a layer; a forward collective runs again if the layer's recomputation contains it."""
+    for move in bound.moves:
+        partly = strategy.recomputation is SELECTIVE and move in bound.selected.moves
+        again = partly or strategy.recomputation.kind == "full"
+        yield from move_collectives(move, runs, cluster, "activations", (1 + again) * microbatches, microbatches)
+
+
+def move_collectives(
+    move: Move, runs: Runs, cluster: Cluster, purpose: str, forwards: int, backwards: int
+) -> Iterator[CollectiveCost]:
+    """The forward and the backward collective of a move that run so often in a step."""
+    way = way_over((move.axes, move.sharded), runs, cluster)
+    axes = tuple(axis for i in move.axes for axis in runs[i] if axis.stride)
+    size = move.bytes / way.parts * (way.members.size if move.per_rank else 1)
+    for collective, count in ((move.forward, forwards), (move.backward, backwards)):
+        if collective not in _SILENT and way.members.size > 1:
+            seconds = group_time_s(collective, size, way.members, cluster)
+            yield CollectiveCost(purpose, collective, axes, way.members, size, seconds, count)
+
+
+def replica_collectives(
+    tensors: Tensors,
+    axes: tuple[tuple[Axis, ...], tuple[Axis, ...]],
+    microbatches: int,
+    cluster: Cluster,
+    numbers: Precision,
+    strategy: Strategy,
+    sync: str,
+) -> Iterator[CollectiveCost]:
+    """The collectives of data parallelism, with the arguments of ``replicas.spread``."""
+    copies, shards = axes
+    everyone = (*copies, *shards)
+    gathered, trainable = tensors.parameters * numbers.width, tensors.trainable
+    steps, zero = local_steps(sync), strategy.zero if group(shards, cluster).size > 1 else 0
+
+    def over(
+        purpose: str, collective: Collective, size: float, along: tuple[Axis, ...], count: float
+    ) -> Iterator[CollectiveCost]:
+        members = group(along, cluster)
+        if members.size > 1 and size and count:
+            seconds = group_time_s(collective, size, members, cluster, sharded=zero >= 2)
+            yield CollectiveCost(purpose, collective, along, members, size, seconds, count)
+
+    if zero == 0:
+        average = Collective.REDUCE if sync == PARAMETER_SERVER else Collective.ALL_REDUCE
+        yield from over("gradients", average, trainable * numbers.averaged, shards if steps else everyone, 1)
+        if sync == PARAMETER_SERVER:
+            yield from over("parameters", Collective.BROADCAST, trainable * numbers.width, everyone, 1)
+        if steps:
+            masters = trainable * (numbers.at_rest or numbers.width)
+            yield from over("parameters", Collective.ALL_REDUCE, masters, copies, 1 / steps)
+        return
+    again = gathers(strategy) if zero == 3 else 0
+    passes = microbatches * (1 + again) if zero >= 2 else 1
+    yield from over("parameters", Collective.ALL_GATHER, gathered, shards, passes)
+    each = microbatches if zero >= 2 and not strategy.reduces_once else 1
+    yield from over("gradients", Collective.REDUCE_SCATTER, trainable * numbers.reduced, shards, each)
+    shard = -(-trainable // group(shards, cluster).size) * numbers.averaged
+    yield from over("gradients", Collective.ALL_REDUCE, shard, copies, each)

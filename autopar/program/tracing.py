@@ -1,0 +1,119 @@
+"""What a step did, as a file in Chrome's trace-event format, which https://ui.perfetto.dev opens.
+
+Every rank is a process with two tracks: its actions (forward and backward passes of a microbatch through a stage), and what it
+communicates. Actions are named by torch's ``record_function``; times come from ``torch.profiler``. On a GPU an action lasts from the first
+to the last of its kernels.
+
+This file is copied into every emitted program; it needs torch alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.profiler import ProfilerActivity, profile, record_function
+
+WORDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
+STEP = "step"
+COMPUTATION, COMMUNICATION = 0, 1
+_TRACKS = ("computation", "communication")
+_COLLECTIVES = re.compile(r"(gloo|nccl):(?!barrier|recv)|nccl(Dev)?Kernel")
+
+Event = dict[str, Any]
+T = TypeVar("T")
+
+
+def action_name(kind: str, stage: int, microbatch: int) -> str:
+    """``"forward, stage 2, microbatch 5"``."""
+    return f"{WORDS[kind]}, stage {stage}, microbatch {microbatch}"
+
+
+def action(kind: str, stage: int, microbatch: int) -> AbstractContextManager[Any]:
+    """A context that names an action in a profile; ``kind`` is a key of ``WORDS``."""
+    return record_function(action_name(kind, stage, microbatch))
+
+
+class TracedStage(PipelineStage):
+    """A stage of torch's pipeline whose actions have names in a profile."""
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        with action("F", self.stage_index, fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **options)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        with action("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        with action("W", self.stage_index, bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+
+def traced(step: Callable[[], T], path: str | os.PathLike[str], pipeline_rank: int) -> T:
+    """``step()``, profiled, and its result. Rank 0 writes the events of all ranks to ``path``.
+
+    Every rank's times begin when the ranks have met.
+    """
+    on_gpu = torch.cuda.is_available()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as found:
+        dist.barrier()
+        with record_function(STEP):
+            result = step()
+        if on_gpu:
+            torch.cuda.synchronize()
+    spans = [(e.name, e.time_range.start, e.time_range.end, "CUDA" in str(e.device_type)) for e in found.events()]
+    own = measured(spans, dist.get_rank(), pipeline_rank)
+    every: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(own, every)
+    if every is not None:
+        write(path, [event for events in every for event in events])
+    return result
+
+
+def measured(spans: Iterable[tuple[str, float, float, bool]], rank: int, pipeline_rank: int) -> list[Event]:
+    """The events of a rank from a profile's spans: name, start and end in microseconds, whether on a GPU."""
+    spans = list(spans)
+    begin = min(start for name, start, _, on_gpu in spans if name == STEP and not on_gpu)
+    pattern = re.compile(f"({'|'.join(WORDS.values())}), stage \\d+, microbatch \\d+")
+    events = process(1 + rank, f"rank {rank} of pipeline rank {pipeline_rank}, measured", pipeline_rank, 1 + rank)
+    for track, names in ((COMPUTATION, pattern), (COMMUNICATION, _COLLECTIVES)):
+        mine = [span for span in spans if names.match(span[0])]
+        device = any(span[3] for span in mine)  # the processor's spans are those of launches then
+        for name, start, stop, on_gpu in mine:
+            if on_gpu == device and start >= begin:
+                events.append(event(1 + rank, track, name, (start - begin) / 1e6, (stop - start) / 1e6, {}))
+    return events
+
+
+def process(number: int, name: str, pipeline_rank: int, order: int) -> list[Event]:
+    """The name of a process and of its tracks. Processes are sorted by pipeline rank, then by ``order``."""
+    found = [_named("process_name", number, 0, {"name": name})]
+    found.append(_named("process_sort_index", number, 0, {"sort_index": 100_000 * pipeline_rank + order}))
+    return found + [_named("thread_name", number, track, {"name": text}) for track, text in enumerate(_TRACKS)]
+
+
+def _named(what: str, number: int, track: int, args: Mapping[str, Any]) -> Event:
+    return {"ph": "M", "name": what, "pid": number, "tid": track, "args": args}
+
+
+def event(number: int, track: int, name: str, start_s: float, seconds: float, args: Mapping[str, Any]) -> Event:
+    """A span on a track of a process."""
+    times = {"ts": round(start_s * 1e6, 3), "dur": round(seconds * 1e6, 3)}
+    return {"ph": "X", "name": name, "pid": number, "tid": track, **times, "args": {"seconds": seconds, **args}}
+
+
+def write(path: str | os.PathLike[str], events: Iterable[Event]) -> None:
+    """The file of a trace."""
+    Path(path).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": list(events)}))

@@ -1,0 +1,210 @@
+"""The figures of a plan as the JSON object that the page's script draws.
+
+From the plan's file alone: totals, stages, strategies, memory at the peak. With a ``PredictedStep``: every action, the memory through the
+step, layers' prices, traffic. With an explanation: what limits the plan, what more would be worth, alternatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from autopar.explain import describe
+from autopar.plan import SEQUENCES, LayerPlan, Plan, Role
+from autopar.report.step import ONCE, Action, PredictedStep
+
+MOST_ACTIONS = 40_000
+"""The actions of all plans that a page draws. More would make it larger than 2 MB and slow."""
+
+KINDS = ("F", "B", "I", "W", ONCE)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A plan and everything known about it. ``missing`` are sentences that say which parts of the page lack figures, and why;
+    ``provenance`` has rows of ``devices.figures``."""
+
+    name: str
+    plan: Plan
+    step: PredictedStep | None = None
+    explanation: Mapping[str, Any] | None = None
+    provenance: Sequence[Mapping[str, Any]] = ()
+    missing: tuple[str, ...] = ()
+
+
+def figures(subject: Subject, most_actions: int = MOST_ACTIONS) -> dict[str, Any]:
+    """The page's object for one plan: numbers in seconds and bytes, names as the model has them."""
+    plan, step = subject.plan, subject.step
+    kinds: dict[tuple[Any, ...], int] = {}
+    layers = []
+    for i, layer in enumerate(plan.layers):
+        key = layer.cls, layer.strategy, None if step is None else step.prices[i]
+        layers.append([layer.name, kinds.setdefault(key, len(kinds))])
+    return {
+        "name": subject.name,
+        "model": plan.model,
+        "devices": plan.devices,
+        "device_count": plan.device_count,
+        "description": describe(plan),
+        "request": plan.request,
+        **{name: getattr(plan, name) for name in _COPIED},
+        "mesh": [asdict(axis) for axis in plan.mesh],
+        "prediction": asdict(plan.prediction),
+        "pins": [asdict(pin) for pin in plan.pins],
+        "stages": [_stage(plan, s, step) for s in range(len(plan.stages))],
+        "layers": layers,
+        "kinds": [
+            {"class": cls, "strategy": _strategy(plan, LayerPlan("", cls, strategy))}
+            | ({} if price is None else {name: getattr(price, name) for name in _PRICED})
+            for cls, strategy, price in kinds
+        ],
+        "step": None if step is None else _step(step, most_actions),
+        "explanation": subject.explanation,
+        "provenance": list(subject.provenance),
+        "missing": list(subject.missing),
+    }
+
+
+_COPIED = (
+    "precision",
+    "global_batch",
+    "microbatches",
+    "schedule",
+    "pipeline",
+    "chunks",
+    "sync",
+    "prefetch",
+    "bound_s",
+    "gap",
+    "solver",
+    "wall_time_s",
+    "notes",
+    "allow",
+)
+_PRICED = (
+    "forward_s",
+    "backward_s",
+    "communication_s",
+    "step_s",
+    "parameters_bytes",
+    "gradients_bytes",
+    "optimizer_bytes",
+    "saved_bytes",
+    "transient_bytes",
+)
+
+
+def _strategy(plan: Plan, layer: LayerPlan) -> dict[str, Any]:
+    s = layer.strategy
+    degrees = {
+        "data": (Role.DATA,),
+        "tensor": (Role.TENSOR, Role.TENSOR_SEQUENCE),
+        "expert": (Role.EXPERT,),
+        "sequence": SEQUENCES,
+    }
+    found: dict[str, Any] = {name: n for name, roles in degrees.items() if (n := s.degree(plan.mesh, *roles)) > 1}
+    if s.data_axes(plan.mesh)[1]:
+        found["ZeRO"] = s.zero
+    if s.replicate > 1:
+        found["copies"] = s.replicate
+    if s.reduces_once:
+        found["gradients reduced"] = "once a step"
+    if str(s.recomputation):
+        found["recomputation"] = str(s.recomputation)
+    if s.offload != "none":
+        found["in the host's memory"] = s.offload
+    if s.compiled:
+        found["torch.compile"] = "yes"
+    found["roles"] = ", ".join(f"{a.name}: {role.value}" for a, role in zip(plan.mesh, s.roles, strict=True))
+    return found
+
+
+def _stage(plan: Plan, s: int, step: PredictedStep | None) -> dict[str, Any]:
+    stage = plan.stages[s]
+    found = {
+        "layers": [stage.start, stage.stop],
+        "rank": plan.sized_schedule.device[s],
+        "devices": list(stage.devices),
+        "memory": asdict(stage.memory),
+        "limit_bytes": stage.memory_limit_bytes,
+        "microbatch_s": stage.microbatch_s,
+        "host_bytes": stage.host_bytes,
+    }
+    if step is not None:
+        cost = step.cost
+        found["forward_s"], found["backward_s"] = cost.forward_s[s], cost.backward_s[s]
+        found["communication_s"], found["per_step_s"] = cost.communication_s[s], cost.per_step_s[s]
+    return found
+
+
+def _step(step: PredictedStep, most_actions: int) -> dict[str, Any]:
+    count, line = sum(map(len, step.actions)), len(step.actions)
+    longest = max(map(len, step.actions))
+    ranks = range(line)
+    said = ""
+    if count > most_actions:
+        shown = max(2, min(line, most_actions // longest))
+        ranks_shown = sorted({round(k * (line - 1) / (shown - 1)) for k in range(shown)}) if line > 1 else [0]
+        longest = min(longest, most_actions // len(ranks_shown))
+        said = f"{len(ranks_shown)} of {line} pipeline ranks are drawn"
+        if longest < max(map(len, step.actions)):
+            said += f", the first {longest:,} of {max(map(len, step.actions)):,} actions of each"
+        said += f": the step has {count:,} actions. `autopar trace` writes all of them."
+    else:
+        ranks_shown = list(ranks)
+    sends: dict[str, list[float]] = {}
+    durations: dict[str, float] = {}
+    for actions in step.actions:
+        for a in actions:
+            key = f"{a.kind}{a.stage}"
+            if a.kind != ONCE:
+                durations.setdefault(key, a.stop_s - a.start_s)
+            if a.send is not None:
+                sends.setdefault(key, [a.send.to, a.send.seconds, a.send.bytes])
+    return {
+        "end_s": step.step_time_s,
+        "kinds": KINDS,
+        "sends": sends,
+        "durations": durations,
+        "ranks": [_rank(step, rank, longest) for rank in ranks_shown],
+        "time": [_time(step, rank) for rank in ranks],
+        "traffic": [asdict(one) for one in step.traffic],
+        "actions": count,
+        "left_out": said,
+    }
+
+
+def _rank(step: PredictedStep, rank: int, most: int) -> dict[str, Any]:
+    """The actions of a pipeline rank: three numbers each (kind, stage, microbatch), and where an action starts in microseconds; the memory
+    of each as an index into ``levels`` of five parts."""
+    actions: Sequence[Action] = step.actions[rank][:most]
+    levels: dict[tuple[int, ...], int] = {}
+    at = [levels.setdefault(tuple(asdict(a.memory).values()), len(levels)) for a in actions]
+    return {
+        "rank": rank,
+        "devices": list(step.devices[rank]),
+        "limit_bytes": step.limits_bytes[rank],
+        "actions": [number for a in actions for number in (KINDS.index(a.kind), a.stage, a.microbatch)],
+        "starts_us": [round(a.start_s * 1e6, 1) for a in actions],
+        "once_s": sum(a.stop_s - a.start_s for a in actions if a.kind == ONCE),
+        "levels": [list(level) for level in levels],
+        "memory": at,
+    }
+
+
+def _time(step: PredictedStep, rank: int) -> dict[str, float]:
+    """The seconds of a step on one device of a pipeline rank, by use; they add up to the step."""
+    cost, m = step.cost, step.schedule.microbatches // step.schedule.copies
+    own = step.schedule.own(rank)
+    busy = sum(a.stop_s - a.start_s for a in step.actions[rank] if a.kind != ONCE)
+    once = sum(a.stop_s - a.start_s for a in step.actions[rank] if a.kind == ONCE)
+    sent = sum(a.send.seconds for a in step.actions[rank] if a.send is not None)
+    moved = m * sum(cost.communication_s[s] for s in own)
+    return {
+        "computation": busy - moved,
+        "exposed communication": moved - sent,
+        "sends between stages": sent,
+        "once a step": once,
+        "bubble": max(0.0, step.step_time_s - busy - once),
+    }

@@ -1,0 +1,42 @@
+"""The page that ``autopar report`` writes: one HTML file with its style, its script and its figures, which loads nothing.
+
+``page.min.js`` is built from ``web/`` (``make page``). Names of models and modules are data: they are in a JSON script, and the page's
+script puts them into the document as text.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from autopar.report.figures import MOST_ACTIONS, Subject, figures
+
+
+def page(subjects: Sequence[Subject], comparison: Sequence[Sequence[Any]] = ()) -> str:
+    """The HTML of one plan, or of two side by side; ``comparison`` has (figure, first value, second value, unit) rows."""
+    data = {
+        "plans": [figures(subject, MOST_ACTIONS // len(subjects)) for subject in subjects],
+        "comparison": [list(row) for row in comparison],
+    }
+    title = " and ".join(f"{s.plan.model} on {s.plan.devices}" for s in subjects)
+    parts = {
+        "title": html.escape(f"{title} - autopar"),
+        "style": _file("page.css"),
+        "data": as_script(data),
+        "script": _file("page.min.js"),
+    }
+    # one pass over the template: what a part contains is not looked at again
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _file("page.html"))
+
+
+def as_script(data: Any) -> str:
+    """``data`` as JSON that a script element may contain: without ``<``, so that nothing in it ends the element or begins another."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _file(name: str) -> str:
+    return resources.files("autopar.report").joinpath(name).read_text("utf-8")

@@ -1,0 +1,188 @@
+"""One predicted training step of a plan in detail: every action with its times and memory, every layer's price, every collective.
+
+A plan's file has totals alone. These figures need the model and the devices again; nothing is searched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopar.devices import Cluster
+from autopar.graph import Graph
+from autopar.layer_price import LayerPrice
+from autopar.plan import Memory, Plan
+from autopar.price import CollectiveCost, Pricer
+from autopar.schedules import Schedule
+from autopar.schedules.step_time import timeline
+from autopar.search import memory_timeline
+from autopar.search.evaluation import Cost, layer_prices, step_cost
+from autopar.search.problem import Choice
+
+ONCE = "O"
+"""The kind of the action that ends a step on every pipeline rank: reductions, the optimizer and gathers once a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """The transfer that ends an action: one device's ``bytes`` to the stage ``to``."""
+
+    to: int
+    seconds: float
+    bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One action of a pipeline rank: its ``kind`` is ``F``, ``B`` (a whole backward pass), ``I`` and ``W`` (its two parts: gradients of
+    inputs, of weights), or ``O`` (``ONCE``; its stage and microbatch are -1). Times are seconds from the start of the step; ``memory`` is
+    live on each of the rank's devices while it runs."""
+
+    kind: str
+    stage: int
+    microbatch: int
+    start_s: float
+    stop_s: float
+    memory: Memory
+    send: Send | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """One kind of exchange, summed over all layers and over the microbatches of a step: per device, the mean of all pipeline ranks.
+    ``seconds`` count the whole exchange, hidden under computation or not. ``spans_nodes`` says whether a group has devices on several
+    nodes (or NVLink domains)."""
+
+    axis: str
+    ranks: int
+    purpose: str
+    collective: str
+    spans_nodes: bool
+    bytes: float
+    seconds: float
+    count: float
+
+
+@dataclass(frozen=True)
+class PredictedStep:
+    """``actions`` by pipeline rank, in order; ``prices`` by layer; ``cost`` by stage."""
+
+    schedule: Schedule
+    actions: tuple[tuple[Action, ...], ...]
+    prices: tuple[LayerPrice, ...]
+    reshard_s: tuple[float, ...]  # after each layer but the last, forward and backward of one microbatch
+    cost: Cost
+    traffic: tuple[Traffic, ...]
+    limits_bytes: tuple[int, ...]  # by pipeline rank
+    devices: tuple[tuple[int, int], ...]  # by pipeline rank: first device, number of devices
+
+    @property
+    def step_time_s(self) -> float:
+        return self.cost.step_time_s
+
+
+def predict_step(graph: Graph, cluster: Cluster, pricer: Pricer, plan: Plan) -> PredictedStep:
+    """The predicted step of ``plan``, at today's prices.
+
+    Raises:
+        InfeasibleError: a layer has no price.
+    """
+    schedule = plan.sized_schedule
+    priced = pricer.of_program(plan.prefetch, plan.sync).mirrored(schedule.copies)
+    bounds = [stage.start for stage in plan.stages] + [len(plan.layers)]
+    strategies = [layer.strategy for layer in plan.layers]
+    choice = Choice(plan.mesh, schedule)
+    prices, edges, sends = layer_prices(graph, cluster, priced, choice, bounds, strategies)
+    cost = step_cost(bounds, prices, edges, sends, schedule)
+    first = {schedule.device[s]: plan.stages[s].devices for s in reversed(range(schedule.stages))}
+    limits = {schedule.device[s]: plan.stages[s].memory_limit_bytes for s in range(schedule.stages)}
+    ranks = range(plan.pipeline)
+    return PredictedStep(
+        schedule=schedule,
+        actions=tuple(_actions(graph, cluster, pricer, plan, cost, sends)),
+        prices=tuple(prices),
+        reshard_s=tuple(edges),
+        cost=cost,
+        traffic=tuple(_traffic(graph, cluster, priced, plan, sends)),
+        limits_bytes=tuple(limits[r] for r in ranks),
+        devices=tuple(first[r] for r in ranks),
+    )
+
+
+def _actions(
+    graph: Graph, cluster: Cluster, pricer: Pricer, plan: Plan, cost: Cost, sends: list[float]
+) -> Iterator[tuple[Action, ...]]:
+    schedule = plan.sized_schedule
+    moments = memory_timeline(graph, cluster, pricer, plan)
+    spans = {
+        (span.kind, span.stage, span.microbatch): span
+        for span in timeline(schedule, cost.forward_s, cost.backward_s, cost.weight_s)
+    }
+    end_s = max(span.stop_s for span in spans.values())
+    out = _sends(graph, pricer, plan, sends)
+    once = schedule.by_device(cost.per_step_s)
+    for rank, own in enumerate(moments):
+        found = [
+            Action(
+                m.kind,
+                m.stage,
+                m.microbatch,
+                (span := spans[m.kind, m.stage, m.microbatch]).start_s,
+                span.stop_s,
+                m.memory,
+                out.get((m.kind == "F", m.stage)) if m.kind != "W" else None,
+            )
+            for m in own
+        ]
+        rest = Memory(
+            found[-1].memory.parameters, found[-1].memory.gradients, found[-1].memory.optimizer, 0, 0
+        )  # what stays when the pipeline is empty
+        yield (*found, Action(ONCE, -1, -1, end_s, end_s + once[rank], rest))
+
+
+def _sends(graph: Graph, pricer: Pricer, plan: Plan, seconds: list[float]) -> dict[tuple[bool, int], Send]:
+    """The transfers by (whether it is forward, the stage that sends); none between stages of one device."""
+    found = {}
+    for s, stage in enumerate(plan.stages[:-1]):
+        if seconds[stage.stop - 1]:
+            last = plan.layers[stage.stop - 1].strategy
+            size = pricer.p2p_bytes(stage.stop - 1, plan.mesh, last, plan.microbatches)
+            found[True, s] = Send(s + 1, seconds[stage.stop - 1], size)
+            found[False, s + 1] = Send(s, seconds[stage.stop - 1], size)
+    return found
+
+
+def _traffic(graph: Graph, cluster: Cluster, pricer: Pricer, plan: Plan, sends: list[float]) -> Iterator[Traffic]:
+    schedule, views = plan.sized_schedule, cluster.stages(plan.pipeline)
+    totals: dict[tuple[str, int, str, str, bool], list[float]] = {}
+
+    def add(key: tuple[str, int, str, str, bool], size: float, seconds: float, count: float) -> None:
+        total = totals.setdefault(key, [0.0, 0.0, 0.0])
+        for i, value in enumerate((size, seconds, count)):
+            total[i] += value / plan.pipeline
+
+    for s, stage in enumerate(plan.stages):
+        here = pricer.on(views[schedule.device[s]])
+        for i in range(stage.start, stage.stop):
+            strategy = plan.layers[i].strategy
+            own = here.collectives(plan.layers[i].cls, plan.mesh, strategy, plan.microbatches)
+            before = plan.layers[i - 1].strategy
+            into = here.edge_collectives(i - 1, plan.mesh, before, strategy, plan.microbatches) if i else ()
+            for one in (*own, *into):
+                count = one.count * schedule.copies
+                add(_key(one), one.sent_bytes * count, one.seconds * count, count)
+    for stage in plan.stages[:-1]:
+        if seconds := sends[stage.stop - 1]:
+            last = plan.layers[stage.stop - 1].strategy
+            size = pricer.p2p_bytes(stage.stop - 1, plan.mesh, last, plan.microbatches)
+            crosses = cluster.count > cluster.linked_gpus
+            key = "pipeline", plan.pipeline, "activations between stages", "send", crosses
+            count = 2 * plan.microbatches
+            add(key, count * size, count * seconds, count)
+    for key in sorted(totals):
+        yield Traffic(*key, *totals[key])
+
+
+def _key(one: CollectiveCost) -> tuple[str, int, str, str, bool]:
+    axes = " x ".join(axis.name for axis in one.axes)
+    return axes, one.members.size, one.purpose, one.collective.value, one.members.nodes > 1

@@ -1,0 +1,82 @@
+"""A predicted step in Chrome's trace-event format, and its actions beside those of a measured trace."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from autopar.errors import UsageError
+from autopar.program.tracing import COMMUNICATION, COMPUTATION, WORDS, Event, action_name, event, process
+from autopar.report.step import ONCE, PredictedStep
+
+_FIRST = 1_000_000
+"""The number of the first predicted process; measured ones have their ranks' numbers plus 1."""
+
+
+def predicted_events(step: PredictedStep) -> Iterator[Event]:
+    """A process for each pipeline rank. Its computation track has the actions without their sends, which are on the communication track;
+    collectives inside of an action are part of it. A counter has the live memory by part."""
+    for rank, actions in enumerate(step.actions):
+        first, count = step.devices[rank]
+        number = _FIRST + rank
+        yield from process(number, f"pipeline rank {rank} (devices {first} to {first + count - 1}), predicted", rank, 0)
+        for a in actions:
+            sent_s = 0.0 if a.send is None else a.send.seconds
+            name = "once a step" if a.kind == ONCE else action_name(a.kind, a.stage, a.microbatch)
+            where = {} if a.kind == ONCE else {"stage": a.stage, "microbatch": a.microbatch}
+            yield event(number, COMPUTATION, name, a.start_s, a.stop_s - a.start_s - sent_s, where)
+            if a.send is not None:
+                sent = {"bytes": a.send.bytes, "microbatch": a.microbatch}
+                yield event(number, COMMUNICATION, f"send to stage {a.send.to}", a.stop_s - sent_s, sent_s, sent)
+            counter = {"ph": "C", "name": "memory, bytes", "pid": number, "ts": round(a.start_s * 1e6, 3)}
+            yield counter | {"args": asdict(a.memory)}
+
+
+def read_trace(path: str | Path) -> list[Event]:
+    """The events of a trace that an emitted program wrote.
+
+    Raises:
+        UsageError: the file holds none.
+    """
+    hint = "`train.py --trace FILE` of an emitted program writes one"
+    try:
+        events = json.loads(Path(path).read_text())["traceEvents"]
+        found = [one for one in events if one["pid"] < _FIRST]
+        assert any(one["ph"] == "X" and _ACTION.match(one["name"]) for one in found), "it has no actions"
+    except OSError as error:
+        raise UsageError(f"the trace {path} cannot be read: {error.strerror}", hint) from error
+    except (ValueError, KeyError, TypeError, AssertionError) as error:
+        raise UsageError(f"{path} holds no trace of a program ({error})", hint) from error
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class ActionSeconds:
+    """The mean seconds of the actions of one kind and stage, predicted (without sends) and measured."""
+
+    name: str
+    predicted_s: float
+    measured_s: float
+
+
+_ACTION = re.compile(f"({'|'.join(WORDS.values())}), stage (\\d+)")
+
+
+def compare_actions(step: PredictedStep, events: Sequence[Event]) -> list[ActionSeconds]:
+    """Predicted and measured seconds of every kind of action that both have, stage by stage."""
+    seen: dict[str, list[float]] = {}
+    for one in events:
+        if one["ph"] == "X" and (match := _ACTION.match(one["name"])):
+            seen.setdefault(match[0], []).append(one["args"]["seconds"])
+    found: dict[str, float] = {}
+    for actions in step.actions:
+        for a in actions:
+            if a.kind != ONCE:
+                sent_s = 0.0 if a.send is None else a.send.seconds
+                found.setdefault(f"{WORDS[a.kind]}, stage {a.stage}", a.stop_s - a.start_s - sent_s)
+    return [
+        ActionSeconds(name, found[name], sum(seen[name]) / len(seen[name])) for name in sorted(found) if name in seen
+    ]

@@ -1,0 +1,261 @@
+"""``autopar report``: the predicted step in detail adds up to the plan's totals, and the page holds its figures as data."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from browser import Browser, browser, missing
+from click.testing import CliRunner
+from places import ROOT
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.cli.app import cli
+from autopar.devices import Cluster, parse
+from autopar.devices.figures import cluster_figures
+from autopar.errors import UsageError
+from autopar.graph import Graph
+from autopar.plan import Plan
+from autopar.price import Pricer
+from autopar.report import PredictedStep, Subject, page, predict_step
+from autopar.report.figures import MOST_ACTIONS, figures
+from autopar.search import evaluate, manual_plan
+from autopar.shard import annotate
+
+WEB = ROOT / "autopar" / "report" / "web"
+MLP = f"{ROOT}/examples/mlp.py:model"
+HOSTILE = (
+    "</script><script>document.title='stolen'</script><img src=x onerror=\"document.title='stolen'\">{{script}}<!--"
+)
+
+
+class Block(nn.Module):
+    """Two products around a nonlinearity, with a residual."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    with torch.device("meta"):
+        model = nn.Sequential(*(Block(256) for _ in range(8)))
+        batch = torch.empty(64, 256), torch.empty(64, 256)
+    return annotate(capture(model, batch, nn.functional.mse_loss, name="blocks"))
+
+
+def priced(graph: Graph, cluster: Cluster, **pins: Any) -> tuple[Plan, Pricer]:
+    pricer = Pricer(graph, cluster, "float32")
+    written = manual_plan(graph, **pins)
+    bounds = [stage.start for stage in written.stages] + [len(written.layers)]
+    strategies = [layer.strategy for layer in written.layers]
+    plan = evaluate(
+        graph, cluster, pricer, mesh=written.mesh, stage_bounds=bounds, strategies=strategies,
+        schedule=written.sized_schedule, precision="float32",
+    )  # fmt: skip
+    return plan, pricer
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "1f1b": {"pipeline": 4, "data": 2, "microbatches": 8, "schedule": "1f1b"},
+    "interleaved": {"pipeline": 2, "data": 2, "tensor": 2, "microbatches": 8, "schedule": "interleaved-1f1b", "chunks": 2},
+    "zero-bubble": {"pipeline": 4, "tensor": 2, "microbatches": 8, "schedule": "zero-bubble"},
+    "chimera": {"pipeline": 4, "data": 2, "microbatches": 8, "schedule": "chimera"},
+    "one stage": {"tensor": 2, "data": 4, "microbatches": 4},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def subjects(graph: Graph) -> dict[str, tuple[Plan, PredictedStep]]:
+    cluster = parse("2x4xH100-80GB")
+    found = {}
+    for name, pins in PLANS.items():
+        plan, pricer = priced(graph, cluster, **pins)
+        found[name] = plan, predict_step(graph, cluster, pricer, plan)
+    return found
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_step_in_detail_adds_up_to_the_plan(subjects: dict[str, tuple[Plan, PredictedStep]], name: str):
+    plan, step = subjects[name]
+    assert step.step_time_s == plan.prediction.step_time_s
+    assert max(a.stop_s for actions in step.actions for a in actions) == pytest.approx(step.step_time_s)
+    kinds = len(step.actions) and {a.kind for actions in step.actions for a in actions}
+    assert kinds == ({"F", "I", "W", "O", "B"} & kinds) and {"F", "O"} < kinds
+    forwards = [(a.stage, a.microbatch) for actions in step.actions for a in actions if a.kind == "F"]
+    assert sorted(forwards) == [(s, m) for s in range(len(plan.stages)) for m in range(plan.microbatches)]
+    for rank, actions in enumerate(step.actions):
+        ends = [a.stop_s for a in actions]
+        assert all(a.start_s >= end - 1e-12 for a, end in zip(actions[1:], ends, strict=False))
+        stage = plan.stages[plan.sized_schedule.own(rank)[0]] if plan.schedule != "chimera" else plan.stages[rank]
+        assert max(a.memory.total for a in actions) == stage.memory.total
+        parts = figures(Subject("p", plan, step))["step"]["time"][rank]
+        assert sum(parts.values()) == pytest.approx(step.step_time_s) and min(parts.values()) >= -1e-12
+    sends = [a.send for actions in step.actions for a in actions if a.send is not None]
+    crossings = sum(a != b for a, b in zip(plan.sized_schedule.device, plan.sized_schedule.device[1:], strict=False))
+    assert len(sends) == 2 * plan.microbatches * crossings
+    between = [one for one in step.traffic if one.axis == "pipeline"]
+    assert sum(one.bytes for one in between) * plan.pipeline == pytest.approx(sum(send.bytes for send in sends))
+
+
+def test_traffic_is_what_the_prices_of_layers_contain(graph: Graph):
+    """Without data parallelism and with nothing hidden, exposed seconds are the collectives' seconds."""
+    cluster = parse("2x4xH100-80GB")
+    for recompute in ("none", "full"):
+        plan, pricer = priced(graph, cluster, tensor=8, microbatches=4, overlap="none", recompute=recompute)
+        step = predict_step(graph, cluster, pricer, plan)
+        exposed = plan.microbatches * sum(price.communication_s for price in step.prices)
+        assert {one.axis for one in step.traffic} == {"tensor"} and all(one.spans_nodes for one in step.traffic)
+        assert sum(one.seconds for one in step.traffic) == pytest.approx(exposed)
+    plan, pricer = priced(graph, cluster, data=8, zero=1)
+    (gather, reduce) = predict_step(graph, cluster, pricer, plan).traffic
+    elements = sum(p.numel() for p in nn.Sequential(*(Block(256) for _ in range(8))).parameters())
+    assert (gather.purpose, gather.collective) == ("gradients", "reduce_scatter")
+    assert gather.bytes == reduce.bytes == pytest.approx(4 * elements * 7 / 8)
+
+
+def test_a_cut_down_page_says_so(subjects: dict[str, tuple[Plan, PredictedStep]]):
+    plan, step = subjects["1f1b"]
+    whole = figures(Subject("p", plan, step))["step"]
+    assert whole["left_out"] == "" and sum(len(rank["starts_us"]) for rank in whole["ranks"]) == whole["actions"] == 68
+    fewer = figures(Subject("p", plan, step), most_actions=40)["step"]
+    assert [rank["rank"] for rank in fewer["ranks"]] == [0, 3] and len(fewer["time"]) == 4
+    assert fewer["left_out"].startswith("2 of 4 pipeline ranks are drawn: the step has 68 actions.")
+    least = figures(Subject("p", plan, step), most_actions=10)["step"]
+    assert "the first 5 of 17 actions of each" in least["left_out"] and len(least["ranks"][1]["starts_us"]) == 5
+
+
+def test_the_largest_page_is_below_two_megabytes(subjects: dict[str, tuple[Plan, PredictedStep]]):
+    plan, step = subjects["zero-bubble"]
+    times = MOST_ACTIONS // sum(map(len, step.actions))
+    longer = dataclasses.replace(step, actions=tuple(actions * times for actions in step.actions))
+    text = page([Subject("p", plan, longer, provenance=cluster_figures(parse("2x4xH100-80GB")))])
+    assert '"left_out":""' in text and len(text.encode()) < 2_000_000
+
+
+class Outline(HTMLParser):
+    """The elements of a document, and what its scripts of data hold."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.data: list[Any] = []
+        self._in_data = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._in_data = dict(attrs).get("type") == "application/json"
+
+    def handle_data(self, data: str) -> None:
+        if self._in_data:
+            self.data.append(json.loads(data))
+            self._in_data = False
+
+
+def hostile(plan: Plan) -> Plan:
+    layers = [dataclasses.replace(layer, name=f"{i}{HOSTILE}", cls=HOSTILE) for i, layer in enumerate(plan.layers)]
+    return dataclasses.replace(plan, layers=tuple(layers), model=HOSTILE, devices=HOSTILE, notes=(HOSTILE,))
+
+
+def test_names_are_data_and_nothing_is_loaded(subjects: dict[str, tuple[Plan, PredictedStep]]):
+    plan, step = subjects["interleaved"]
+    found = Outline(page([Subject(HOSTILE, hostile(plan), step)]))
+    tags = [tag for tag, _ in found.tags]
+    assert tags.count("script") == 2 and "img" not in tags and "link" not in tags and "iframe" not in tags
+    assert not [attrs for _, attrs in found.tags if {"src", "href"} & set(attrs) and attrs.get("href") != "#main"]
+    policy = next(attrs["content"] for _, attrs in found.tags if attrs.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None and policy.startswith("default-src 'none';") and "http" not in policy
+    (data,) = found.data
+    assert data["plans"][0]["layers"][3][0] == f"3{HOSTILE}" and data["plans"][0]["notes"] == [HOSTILE]
+
+
+def test_the_script_is_built_from_the_lock_file_and_the_sources():
+    script = resources.files("autopar.report").joinpath("page.min.js").read_text("utf-8")
+    banner, lock = script[: script.index("*/")], (WEB / "package-lock.json").read_bytes()
+    assert f"lock file sha256 {hashlib.sha256(lock).hexdigest()}\n" in banner, "make page"
+    sources = b"".join(path.read_bytes() for path in sorted(WEB.glob("*.js")))
+    assert f"sources sha256 {hashlib.sha256(sources).hexdigest()}\n" in banner, "make page"
+    inside = dict(re.findall(r"^contains (\w+) ([\d.]+)$", banner, re.MULTILINE))
+    packages = json.loads(lock)["packages"]
+    assert inside == {name: packages[f"node_modules/{name}"]["version"] for name in ("echarts", "zrender", "tslib")}
+    assert inside["echarts"] == json.loads((WEB / "package.json").read_text())["dependencies"]["echarts"]
+    for licence in ("Apache License", "BSD 3-Clause License", "Apache ECharts\nCopyright", "Microsoft Corporation"):
+        assert licence in banner
+    assert "</script" not in script.lower()
+
+
+def test_the_command_writes_one_plan_two_plans_and_a_plan_without_its_model(tmp_path: Path):
+    def invoke(*arguments: str) -> str:
+        return CliRunner().invoke(cli, arguments, catch_exceptions=False).stdout
+
+    file, out = tmp_path / "plan.json", tmp_path / "report.html"
+    file.write_text(
+        invoke("price", MLP, "--devices", "8xH100-80GB", "--pipeline", "2", "--microbatches", "4", "--json")
+    )
+    assert invoke("report", str(file), "-o", str(out)) == f"{out}\n"
+    (alone,) = Outline(out.read_text()).data
+    assert alone["plans"][0]["step"] is None and "--model" in alone["plans"][0]["missing"][0]
+    named, picture = ("--model", MLP, "--devices", "8xH100-80GB"), tmp_path / "both.png"
+    with pytest.raises(UsageError, match="does not say its model"):
+        invoke("report", str(file), "-o", str(out), "--plot", str(picture))
+    invoke("report", str(file), str(file), "-o", str(out), *named, "--plot", str(picture))
+    assert picture.stat().st_size > 10_000
+    (both,) = Outline(out.read_text()).data
+    first, second = both["plans"]
+    assert first["step"] == second["step"] and first["missing"] == [] and len(first["provenance"]) > 40
+    assert ["pipeline", 2, 2, ""] in both["comparison"]
+    last = first["step"]["ranks"][1]
+    assert len(last["starts_us"]) == 9 and max(sum(level) for level in last["levels"]) == max(
+        sum(stage["memory"].values()) for stage in first["stages"] if stage["rank"] == 1
+    )
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    if why := missing():
+        pytest.skip(why)
+    with browser() as session:
+        yield session
+
+
+def test_the_page_in_a_browser(
+    chromium: Browser, subjects: dict[str, tuple[Plan, PredictedStep]], tmp_path: Path
+) -> None:
+    (plan, step), (other, other_step) = subjects["interleaved"], subjects["zero-bubble"]
+    file = tmp_path / "page.html"
+    file.write_text(
+        page([Subject(HOSTILE, hostile(plan), step), Subject("b", other, other_step)], [["pipeline", 2, 4, ""]])
+    )
+    for width, dark, touch in ((1280, False, False), (390, True, True)):
+        chromium.view(width, 900, dark, touch)
+        chromium.open(file)
+        assert chromium.run("return document.documentElement.dataset.ready") == "yes"
+        assert chromium.run("return document.documentElement.scrollWidth") == width
+        assert chromium.complaints() == [] and chromium.requests() == [file.resolve().as_uri()]
+    assert chromium.run("return document.querySelectorAll('canvas').length") == 4
+    assert (
+        HOSTILE in chromium.run("return document.body.textContent")
+        and "stolen" not in chromium.run("return document.title")[:6]
+    )
+    assert chromium.run("return document.querySelectorAll('img').length") == 0
+    live = "return document.getElementById('live').textContent"
+    chromium.run("document.querySelector('.timeline').focus()")
+    chromium.keys(["down", "right", "right"])
+    assert re.match(r"(forward|bubble).*pipeline rank 0 \(devices 0 to 3\)\. .*", chromium.run(live))
+    chromium.keys(["down"])
+    assert "pipeline rank 1 (devices 4 to 7)" in chromium.run(live)
