@@ -5,142 +5,31 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import click
 
 import autopar
+from autopar.cli.options import (
+    DEVICES_HELP,
+    MODEL_HELP,
+    again_options,
+    allow_option,
+    calibration_option,
+    capture_check_option,
+    init_option,
+    joined,
+    model_options,
+    pin_option,
+    pin_options,
+    plan_file_option,
+    precision_option,
+    size_options,
+    type_check_option,
+)
 from autopar.errors import AutoparError
-from autopar.pins import ANY, PINS, Pin
-from autopar.plan import ALLOWED
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-_MODEL_HELP = """
-
-    MODEL is file.py:factory or package.module:factory (the factory returns a module, or (module, batch), or
-    (module, batch, loss_fn)), a transformers config.json, a folder that transformers saved, or a name of the zoo (`autopar models`).
-    """
-
-
-def _options(*options: Callable[[Any], Any]) -> Callable[[F], F]:
-    def decorate(function: F) -> F:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
-
-
-_DEVICES_HELP = "4 (of this machine), 8xH100-80GB, 128x8xH100-80GB (nodes x GPUs x kind), or a cluster.toml."
-_calibration_option = click.option(
-    "--calibration",
-    metavar="FILE",
-    help="The file that `autopar profile` wrote; if left out, the one in its default place.",
-)
-_precision_option = click.option(
-    "--precision", metavar="NAME", help="bfloat16, float16, float32 or float64, of parameters and activations."
-)
-_batch_options = (
-    _calibration_option,
-    click.option("--seq", type=int, metavar="N", help="Tokens in a sequence of the batch."),
-    click.option("--global-batch", type=int, metavar="N", help="Sequences (or images) in a batch of one step."),
-    _precision_option,
-)
-_allow_option = click.option(
-    "--allow",
-    multiple=True,
-    type=click.Choice([name.replace("_", "-") for name in ALLOWED]),
-    help="Give up exactness: microbatch-statistics takes several microbatches where the loss couples the batch's examples, each with its "
-    "own statistics and loss; bfloat16-gradients and bfloat16-moments keep gradients, and Adam's moments, in 16 bits where that gains; "
-    "fp8 lets products with weights multiply 8-bit numbers where that gains; local-steps lets --sync local-steps:K train replicas apart.",
-)
-_size_options = (click.option("--devices", metavar="SPEC", help=_DEVICES_HELP), *_batch_options)
-_model_options = _options(
-    click.argument("model"),
-    click.option("--devices", required=True, metavar="SPEC", help=_DEVICES_HELP),
-    *_batch_options,
-    _allow_option,
-)
-
-
-def _pin_option(pin: Pin, sentence: str, without: tuple[str, ...] = ()) -> Callable[[Any], Any]:
-    """The option ``--NAME`` of a pin, with the values that it has in the table except those in ``without``."""
-    names = [name for name in pin.names if name not in without]
-    kind: click.ParamType = click.Choice(names) if names else click.IntRange(pin.least, pin.most)
-    metavar = None if names else "N" if pin.most is None else f"{pin.least}-{pin.most}"
-    if pin.counted:  # checked with the other pins
-        kind, metavar = click.STRING, f"[{'|'.join(names)}]"
-    meaning = sentence.format(pin.meaning)
-    text = f"{meaning[0].upper()}{meaning[1:]}."
-    if ANY in names:
-        text += f" {ANY}: whatever is fastest; without the option, {names[0]}."
-    if not pin.switch:
-        return click.option(f"--{pin.name}", type=kind, metavar=metavar, help=text)
-    text += f" Without a value, {names[-1]}."
-    return click.option(f"--{pin.name}", is_flag=False, flag_value=names[-1], type=kind, metavar=metavar, help=text)
-
-
-_pin_options = _options(
-    click.option(
-        "--pin",
-        "pins",
-        multiple=True,
-        metavar="KEY=VALUE",
-        help="Pin a decision of the plan, of every layer, or of named layers: schedule=1f1b, tensor=8, layers.0-7.tensor=8, "
-        "lm_head.zero=3. May be repeated; the options below are short forms for the plan and for every layer.",
-    ),
-    *(_pin_option(pin, "pin {}") for pin in PINS.values()),
-    click.option("--no-recompute", "recompute", flag_value="none", help="The same as --recompute none."),
-    click.option(
-        "--memory-limit", metavar="SIZE", help="The memory of one device that a plan may fill, such as 40GB or 37GiB."
-    ),
-    click.option(
-        "--local-batch-norm",
-        is_flag=True,
-        help="Let batch norm take the statistics of each part of the batch, not the whole batch's.",
-    ),
-    click.option(
-        "--time-limit",
-        type=click.FloatRange(0),
-        default=20.0,
-        show_default=True,
-        metavar="SECONDS",
-        help="How long to search.",
-    ),
-)
-_plan_file_option = click.option(
-    "--plan", "plan_file", metavar="FILE", help="Use this plan (`autopar plan --json` wrote it)."
-)
-
-
-_init_option = click.option(
-    "--init",
-    metavar="own|PATH",
-    help="Where the values of a model on meta come from. own: its own initialisers, tensor by tensor, into the program's folder. PATH: "
-    "safetensors, a file or a folder, of which each process reads its parts; the default where MODEL is a folder that transformers saved.",
-)
-
-
-_capture_check_option = click.option(
-    "--no-capture-check",
-    "capture_check",
-    is_flag=True,
-    default=True,
-    flag_value=False,
-    help="Do not compare the captured graph with the model first; the plan notes it.",
-)
-
-
-_type_check_option = click.option(
-    "--no-type-check",
-    "type_check",
-    is_flag=True,
-    default=True,
-    flag_value=False,
-    help="Do not type-check the program; the plan notes it.",
-)
+from autopar.pins import ANY, PINS
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -154,11 +43,11 @@ def cli() -> None:
 
 @cli.command(
     short_help="Find the best plan for a model.",
-    help="Find the best plan for MODEL on the devices, and say why it is good." + _MODEL_HELP,
+    help="Find the best plan for MODEL on the devices, and say why it is good." + MODEL_HELP,
 )
-@_model_options
-@_pin_options
-@_capture_check_option
+@model_options
+@pin_options
+@capture_check_option
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
 def plan(**request: Any) -> None:
     from autopar.cli.commands import plan_command
@@ -170,25 +59,17 @@ def plan(**request: Any) -> None:
     short_help="Say why a plan was chosen.",
     help="Say why the plan in the file PLAN (of `autopar plan --json`), or the best plan for MODEL, was chosen: what limits it, "
     "what more memory, bandwidth or batch would save, the best plan of other kinds, and the ten best alternatives. Options that are "
-    "left out have the values that the plan was made with." + _MODEL_HELP,
+    "left out have the values that the plan was made with." + MODEL_HELP,
 )
 @click.argument("target", metavar="PLAN|MODEL")
-@_options(*_size_options, _allow_option)
-@_pin_options
+@joined(*size_options, allow_option)
+@pin_options
 @click.option("--model", "model", metavar="MODEL", help="The model of PLAN, where the plan does not name it.")
 @click.option("--json", "as_json", is_flag=True, help="Print the explanation as one JSON object.")
 def explain(**request: Any) -> None:
     from autopar.cli.explain import explain_command
 
     explain_command(**request)
-
-
-_again_options = _options(
-    click.option("--model", "model", metavar="MODEL", help="The model of PLAN, where the plan does not name it."),
-    *_size_options,
-    _allow_option,
-    _pin_options,
-)
 
 
 @cli.command(
@@ -206,7 +87,7 @@ _again_options = _options(
 @click.option(
     "--explain", is_flag=True, help="Also search alternatives and what would help, as `autopar explain` does: minutes."
 )
-@_again_options
+@again_options
 def report(**request: Any) -> None:
     from autopar.cli.report import report_command
 
@@ -225,7 +106,7 @@ def report(**request: Any) -> None:
     metavar="FILE",
     help="A trace of the plan's program (`train.py --trace FILE`): it goes below the prediction, and the seconds of actions are compared.",
 )
-@_again_options
+@again_options
 def trace(**request: Any) -> None:
     from autopar.cli.report import trace_command
 
@@ -236,7 +117,7 @@ def trace(**request: Any) -> None:
     short_help="Plan a model over a range of devices, lengths, batches and GPUs.",
     help="Plan MODEL on every combination of the numbers of devices, sequence lengths, batches and GPU kinds, and print time, tokens/s, "
     "MFU and (with --gpu-hour) the cost of a billion tokens. Ranges are 8, 8,16,24 or 8..1024, which doubles."
-    + _MODEL_HELP,
+    + MODEL_HELP,
 )
 @click.argument("model")
 @click.option("--devices", required=True, metavar="RANGE", help="How many GPUs, such as 8..1024.")
@@ -245,14 +126,14 @@ def trace(**request: Any) -> None:
 )
 @click.option("--seq", metavar="RANGE", help="Tokens in a sequence of the batch.")
 @click.option("--global-batch", metavar="RANGE", help="Sequences (or images) in a batch of one step.")
-@_precision_option
+@precision_option
 @click.option(
     "--gpu-hour",
     multiple=True,
     metavar="PRICE",
     help="The price of one GPU for an hour: 2.5, or H100-80GB=2.5 for one kind. May be repeated.",
 )
-@_pin_options
+@pin_options
 @click.option("--plot", "plot_file", metavar="FILE", help="Also draw the figures (.png, .svg or .pdf).")
 @click.option("--json", "as_json", is_flag=True, help="Print the cells as one JSON object.")
 def sweep(**request: Any) -> None:
@@ -263,14 +144,14 @@ def sweep(**request: Any) -> None:
 
 @cli.command(
     short_help="Write the distributed program for a model into a folder.",
-    help="Write the distributed program for MODEL into a folder." + _MODEL_HELP,
+    help="Write the distributed program for MODEL into a folder." + MODEL_HELP,
 )
-@_model_options
-@_pin_options
-@_plan_file_option
-@_capture_check_option
-@_type_check_option
-@_init_option
+@model_options
+@pin_options
+@plan_file_option
+@capture_check_option
+@type_check_option
+@init_option
 @click.option("-o", "--output", required=True, metavar="DIR", help="Where the program goes.")
 def emit(**request: Any) -> None:
     from autopar.cli.commands import emit_command
@@ -280,14 +161,14 @@ def emit(**request: Any) -> None:
 
 @cli.command(
     short_help="Train a model on this machine.",
-    help="Train MODEL for some steps on this machine's devices, and print the loss of each." + _MODEL_HELP,
+    help="Train MODEL for some steps on this machine's devices, and print the loss of each." + MODEL_HELP,
 )
-@_model_options
-@_pin_options
-@_plan_file_option
-@_capture_check_option
-@_type_check_option
-@_init_option
+@model_options
+@pin_options
+@plan_file_option
+@capture_check_option
+@type_check_option
+@init_option
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True, metavar="N", help="How many steps.")
 @click.option(
     "--lr", type=click.FloatRange(0), default=3e-4, show_default=True, metavar="RATE", help="Learning rate of AdamW."
@@ -384,7 +265,7 @@ def launch(folder: str, options: tuple[str, ...], slurm: str, time: str, save_be
 @click.option(
     "--seed", type=int, default=0, show_default=True, metavar="N", help="The seed of the order in which programs run."
 )
-@_calibration_option
+@calibration_option
 @click.option("-o", "--output", metavar="FILE", help="Also write one JSON object a line here.")
 @click.option("--plot", "plot_file", metavar="FILE", help="Also draw the step times (.png, .svg or .pdf).")
 @click.option(
@@ -409,7 +290,7 @@ def bench(
     short_help="Check that parallel programs compute what the model computes.",
     help="Compare MODEL's distributed programs with PyTorch on one device: the loss and every gradient, in float64, in local "
     "processes. Zoo models and config.json are shrunk, a factory's model is taken as it is. Exits with 0 only when all are exact."
-    + _MODEL_HELP,
+    + MODEL_HELP,
 )
 @click.argument("model")
 @click.option(
@@ -430,7 +311,7 @@ def bench(
     metavar="SIZE",
     help="The memory of this machine that the comparison may use.",
 )
-@_allow_option
+@allow_option
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 def verify(**request: Any) -> None:
     from autopar.cli.verify import verify_command
@@ -443,13 +324,13 @@ def verify(**request: Any) -> None:
     help="Run ranks of the program for MODEL alone on one device, before anyone books the others: the real stage modules at the real "
     "local shapes, with collectives that return at once. The command prints peak memory and the time of a step "
     "without communication as measured and as predicted. Times compare where the device is of the kind that was planned for."
-    + _MODEL_HELP,
+    + MODEL_HELP,
 )
-@_model_options
-@_pin_options
-@_plan_file_option
-@_capture_check_option
-@_type_check_option
+@model_options
+@pin_options
+@plan_file_option
+@capture_check_option
+@type_check_option
 @click.option(
     "--rank",
     "ranks",
@@ -521,23 +402,23 @@ def hardware(action: str | None, name: str | None, as_json: bool) -> None:
 @cli.command(
     short_help="Predict time and memory of a plan that you write down.",
     help="Predict time and memory of a plan for MODEL that you write down: degrees as options, --plan FILE, or the flags of Megatron-LM "
-    "or torchtitan after `--`. Data parallelism takes the devices that are left." + _MODEL_HELP,
+    "or torchtitan after `--`. Data parallelism takes the devices that are left." + MODEL_HELP,
     context_settings={"ignore_unknown_options": False},
 )
-@_model_options
-@_options(*(_pin_option(PINS[name], "{}", (ANY,)) for name in ("pipeline", "tensor")))
+@model_options
+@joined(*(pin_option(PINS[name], "{}", (ANY,)) for name in ("pipeline", "tensor")))
 @click.option("--sequence", is_flag=True, help="Cut activations between tensor-parallel regions along the sequence.")
 @click.option("--context", type=click.IntRange(1), metavar="N", help="The degree of ring attention.")
-@_options(*(_pin_option(PINS[name], "{}", (ANY,)) for name in ("expert", "zero", "microbatches")))
+@joined(*(pin_option(PINS[name], "{}", (ANY,)) for name in ("expert", "zero", "microbatches")))
 @click.option("--microbatch", type=click.IntRange(1), metavar="N", help="Sequences in a microbatch of one device.")
-@_options(
+@joined(
     *(
-        _pin_option(PINS[name], "{}", (ANY,))
+        pin_option(PINS[name], "{}", (ANY,))
         for name in ("schedule", "chunks", "sync", "recompute", "segment", "offload", "overlap", "compile")
     )
 )
 @click.option("--timeline", is_flag=True, help="Also show the memory of each device at each action of a step.")
-@_plan_file_option
+@plan_file_option
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def price(**request: Any) -> None:
@@ -559,7 +440,7 @@ def compare(first: str, second: str, as_json: bool) -> None:
 
 @cli.command(short_help="Show what synchronising replicas costs, by algorithm.")
 @click.argument("parameters")
-@click.option("--devices", required=True, metavar="SPEC", help=_DEVICES_HELP)
+@click.option("--devices", required=True, metavar="SPEC", help=DEVICES_HELP)
 @click.option(
     "--precision", default="bfloat16", show_default=True, metavar="NAME", help="bfloat16, float16, float32 or float64."
 )
@@ -571,7 +452,7 @@ def compare(first: str, second: str, as_json: bool) -> None:
     metavar="K",
     help="Steps between averages of local-steps:K.",
 )
-@_calibration_option
+@calibration_option
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
 def sync(**request: Any) -> None:
     """Show traffic and time of each way to synchronise replicas (`--sync`) of a model with PARAMETERS (7B, 350M, 7e9), a replica on each

@@ -58,6 +58,7 @@ FILES = (
     "runtime.py",
     "train.py",
     "watch.py",
+    "values.py",
     "weight_gradients.py",
     "weights.py",
     "whole_tensors.py",

@@ -1,4 +1,4 @@
-"""The parameters of this rank's stages: initial values, flat buffers (ZeRO 0 and 1), FSDP2 (ZeRO 2 and 3); for others see ``masters``.
+"""The parameters of this rank's stages: flat buffers (ZeRO 0 and 1), FSDP2 (ZeRO 2 and 3); for others see ``masters``.
 
 Everything here is a function of the parameters' layout records (``layouts.json``). The optimizer owns plain tensors, the
 *masters*: whole local slices, or under ZeRO this rank's pieces of them.
@@ -7,7 +7,6 @@ Everything here is a function of the parameters' layout records (``layouts.json`
 from __future__ import annotations
 
 import functools
-import hashlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,42 +24,6 @@ from autopar.program.collectives import all_gather, reduce_scatter
 from autopar.program.masters import LocalGroup, Master, alike, set_parameter
 from autopar.program.weight_gradients import LateGradients, start_gradients
 from autopar.program.world import Layout, Program, World
-
-# -- initial values ---------------------------------------------------------------------------------------------------
-
-
-def seeded(seed: int) -> Callable[[Layout], Tensor]:
-    """Initial values that depend on the seed and the parameter's original name, not on the plan.
-
-    Matrices are normal with standard deviation 0.02, vectors named ``...weight`` are ones (a norm's scale), other vectors zeros.
-    """
-
-    def value(layout: Layout) -> Tensor:
-        shape, dtype = layout.original_shape, layout.dtype
-        if len(shape) < 2:
-            return (
-                torch.ones(shape, dtype=dtype)
-                if layout.original.endswith("weight")
-                else torch.zeros(shape, dtype=dtype)
-            )
-        digest = hashlib.sha256(f"{seed} {layout.original}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        return torch.empty(shape, dtype=dtype).normal_(0, 0.02, generator=generator)
-
-    return value
-
-
-def given(state: Mapping[str, Tensor]) -> Callable[[Layout], Tensor]:
-    """Initial values from a state dict of the user's model; any name of a tied parameter works."""
-
-    def value(layout: Layout) -> Tensor:
-        for name in (layout.original, *layout.tied):
-            if name in state:
-                return state[name]
-        raise KeyError(f"the state has no {layout.original}")
-
-    return value
-
 
 # -- groups of parameters ---------------------------------------------------------------------------------------------
 

@@ -33,9 +33,7 @@ from autopar.program.loader import Loader, Order, Synthetic, Tensors
 from autopar.program.parameters import (
     Group,
     build_stages,
-    given,
     grouping,
-    seeded,
 )
 from autopar.program.pipeline import Pipeline
 from autopar.program.publications import Publications
@@ -44,6 +42,7 @@ from autopar.program.scaling import LossScale
 from autopar.program.share import Batch, DataError
 from autopar.program.state import initial, read_state, wrong_state
 from autopar.program.tracing import traced
+from autopar.program.values import given, seeded
 from autopar.program.world import Layout, Program, World, load, start
 
 __all__ = [

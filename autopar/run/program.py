@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shutil
-import socket
-import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
@@ -42,13 +39,13 @@ from autopar.program.state import (
     wrong_names,
     wrong_state,
 )
-from autopar.program.watch import is_consequence
 from autopar.program.weights import Weights, is_weights, write_file
 from autopar.program.world import load
 from autopar.run import remote
 from autopar.run.data import Data, importable, names_of, sent
 from autopar.run.folder import folder_for_program, program_modules
 from autopar.run.processes import Processes
+from autopar.run.torchrun import torchrun
 from autopar.run.training import OnStep, train
 from autopar.run.worker import resolve
 
@@ -78,7 +75,7 @@ class Program:
         cluster: the devices that were planned for; if left out, those that ``plan.devices`` describes.
         state: the state dict to start from, or the path of safetensors or of a ``torch.save`` of it; if left out, or on meta, the
             folder's ``initial.safetensors``.
-        draw_init: where neither exists, draw values from ``seed`` (``autopar.program.parameters.seeded``).
+        draw_init: where neither exists, draw values from ``seed`` (``autopar.program.values.seeded``).
         optimizer: makes an optimizer of the list of the model's parameters, or of pairs with their names where its argument is called
             ``named_parameters``; AdamW with ``lr`` if left out. It may make a list of optimizers, each with parameters of its own. It is
             called with stand-ins of the same shapes and without values. A class of your own says with ``per_tensor = True`` that it looks
@@ -128,10 +125,12 @@ class Program:
         self._structure = structure
         self._cluster = cluster or devices.parse(plan.devices)
         self._initial = initial(self.folder)
-        if isinstance(state, str | os.PathLike) and is_weights(Path(state)):
-            state, self._initial = None, Path(state)
-        elif isinstance(state, str | os.PathLike):
-            state = read_state(state)
+        if isinstance(state, str | os.PathLike):
+            path, state = Path(state), None
+            if is_weights(path):
+                self._initial = path
+            else:
+                state = read_state(path)
         self._records: dict[str, Any] = json.loads((self.folder / "layouts.json").read_text())
         self._state = _tensors(state) if has_values(state) else None
         self._untrained: dict[str, Tensor] = {}  # the values of tensors that the program does not change
@@ -386,33 +385,13 @@ class Program:
         Raises ``LaunchError`` with the first failing rank's error.
         """
         self._check_here()
-        meet = ["--standalone"]
-        if self._port:
-            _check_port(self._port)
-            meet = ["--master-addr", "127.0.0.1", "--master-port", str(self._port)]
         with tempfile.TemporaryDirectory() as temporary:
             init = []
             if "--init" not in args and "--draw-init" not in args:
                 state = self._state_file(Path(temporary))
                 init = ["--draw-init"] if state is None else ["--init", state]
-            command = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--nproc-per-node",
-                str(self.plan.device_count),
-                *meet,
-            ]
-            command += [str(self.folder / "train.py"), "--device", self._cluster.kind, *init, *args]
-            threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-            # A folder with a user's ops or opaque modules imports what defines them: from wherever this process can.
-            own = bool(json.loads((self.folder / "plan.json").read_text()).get("imports"))
-            path = {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)} if own else {}
-            status, error = _stream(command, {**os.environ, **threads, **path, **self._visible()})
-        if status != 0:
-            raise LaunchError(
-                f"train.py ended with status {status}: {error}", "the output above has every rank's traceback"
-            )
+            options = ["--device", self._cluster.kind, *init, *args]
+            torchrun(self.folder, self.plan.device_count, options, port=self._port, env=self._visible())
 
     def close(self) -> None:
         """End the worker processes; the state of the training is lost with them."""
@@ -599,32 +578,3 @@ def _resolved(function: Callable[..., Any] | str | None, role: str) -> Callable[
 def _importable(function: Callable[..., Any] | str | None, role: str) -> str | None:
     """``"module:function"``, as another process finds the function."""
     return None if function is None else importable(function, role, "a function")
-
-
-def _check_port(port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise LaunchError(
-                f"port {port} on 127.0.0.1 is already taken", "choose another port, or 0 for any that is free"
-            ) from error
-
-
-def _stream(command: Sequence[str], env: Mapping[str, str]) -> tuple[int, str]:
-    """Run a command and pass its standard error on; the exit status, and the line that names the first cause."""
-    errors: list[str] = []
-    with subprocess.Popen(command, env=dict(env), stderr=subprocess.PIPE, text=True, errors="replace") as process:
-        try:
-            assert process.stderr is not None
-            for line in process.stderr:
-                sys.stderr.write(line)
-                found = re.match(r"(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception|Exit)\b.*)", line)
-                if found:
-                    errors.append(found[1].strip())
-            status = process.wait()
-        finally:
-            process.kill()
-    causes = [line for line in errors if not is_consequence(line)] or errors
-    return status, causes[0] if causes else "no error was printed"

@@ -1,0 +1,147 @@
+"""Options and arguments that several commands have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from autopar.pins import ANY, PINS, Pin
+from autopar.plan import ALLOWED
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+MODEL_HELP = """
+
+    MODEL is file.py:factory or package.module:factory (the factory returns a module, or (module, batch), or
+    (module, batch, loss_fn)), a transformers config.json, a folder that transformers saved, or a name of the zoo (`autopar models`).
+    """
+
+
+def joined(*options: Callable[[Any], Any]) -> Callable[[F], F]:
+    """One decorator for several options."""
+
+    def decorate(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+DEVICES_HELP = "4 (of this machine), 8xH100-80GB, 128x8xH100-80GB (nodes x GPUs x kind), or a cluster.toml."
+calibration_option = click.option(
+    "--calibration",
+    metavar="FILE",
+    help="The file that `autopar profile` wrote; if left out, the one in its default place.",
+)
+precision_option = click.option(
+    "--precision", metavar="NAME", help="bfloat16, float16, float32 or float64, of parameters and activations."
+)
+batch_options = (
+    calibration_option,
+    click.option("--seq", type=int, metavar="N", help="Tokens in a sequence of the batch."),
+    click.option("--global-batch", type=int, metavar="N", help="Sequences (or images) in a batch of one step."),
+    precision_option,
+)
+allow_option = click.option(
+    "--allow",
+    multiple=True,
+    type=click.Choice([name.replace("_", "-") for name in ALLOWED]),
+    help="Give up exactness: microbatch-statistics takes several microbatches where the loss couples the batch's examples, each with its "
+    "own statistics and loss; bfloat16-gradients and bfloat16-moments keep gradients, and Adam's moments, in 16 bits where that gains; "
+    "fp8 lets products with weights multiply 8-bit numbers where that gains; local-steps lets --sync local-steps:K train replicas apart.",
+)
+size_options = (click.option("--devices", metavar="SPEC", help=DEVICES_HELP), *batch_options)
+model_options = joined(
+    click.argument("model"),
+    click.option("--devices", required=True, metavar="SPEC", help=DEVICES_HELP),
+    *batch_options,
+    allow_option,
+)
+
+
+def pin_option(pin: Pin, sentence: str, without: tuple[str, ...] = ()) -> Callable[[Any], Any]:
+    """The option ``--NAME`` of a pin, with the values that it has in the table except those in ``without``."""
+    names = [name for name in pin.names if name not in without]
+    kind: click.ParamType = click.Choice(names) if names else click.IntRange(pin.least, pin.most)
+    metavar = None if names else "N" if pin.most is None else f"{pin.least}-{pin.most}"
+    if pin.counted:  # checked with the other pins
+        kind, metavar = click.STRING, f"[{'|'.join(names)}]"
+    meaning = sentence.format(pin.meaning)
+    text = f"{meaning[0].upper()}{meaning[1:]}."
+    if ANY in names:
+        text += f" {ANY}: whatever is fastest; without the option, {names[0]}."
+    if not pin.switch:
+        return click.option(f"--{pin.name}", type=kind, metavar=metavar, help=text)
+    text += f" Without a value, {names[-1]}."
+    return click.option(f"--{pin.name}", is_flag=False, flag_value=names[-1], type=kind, metavar=metavar, help=text)
+
+
+pin_options = joined(
+    click.option(
+        "--pin",
+        "pins",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Pin a decision of the plan, of every layer, or of named layers: schedule=1f1b, tensor=8, layers.0-7.tensor=8, "
+        "lm_head.zero=3. May be repeated; the options below are short forms for the plan and for every layer.",
+    ),
+    *(pin_option(pin, "pin {}") for pin in PINS.values()),
+    click.option("--no-recompute", "recompute", flag_value="none", help="The same as --recompute none."),
+    click.option(
+        "--memory-limit", metavar="SIZE", help="The memory of one device that a plan may fill, such as 40GB or 37GiB."
+    ),
+    click.option(
+        "--local-batch-norm",
+        is_flag=True,
+        help="Let batch norm take the statistics of each part of the batch, not the whole batch's.",
+    ),
+    click.option(
+        "--time-limit",
+        type=click.FloatRange(0),
+        default=20.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="How long to search.",
+    ),
+)
+plan_file_option = click.option(
+    "--plan", "plan_file", metavar="FILE", help="Use this plan (`autopar plan --json` wrote it)."
+)
+
+
+init_option = click.option(
+    "--init",
+    metavar="own|PATH",
+    help="Where the values of a model on meta come from. own: its own initialisers, tensor by tensor, into the program's folder. PATH: "
+    "safetensors, a file or a folder, of which each process reads its parts; the default where MODEL is a folder that transformers saved.",
+)
+
+
+capture_check_option = click.option(
+    "--no-capture-check",
+    "capture_check",
+    is_flag=True,
+    default=True,
+    flag_value=False,
+    help="Do not compare the captured graph with the model first; the plan notes it.",
+)
+
+
+type_check_option = click.option(
+    "--no-type-check",
+    "type_check",
+    is_flag=True,
+    default=True,
+    flag_value=False,
+    help="Do not type-check the program; the plan notes it.",
+)
+
+again_options = joined(
+    click.option("--model", "model", metavar="MODEL", help="The model of PLAN, where the plan does not name it."),
+    *size_options,
+    allow_option,
+    pin_options,
+)

@@ -1,0 +1,66 @@
+"""A folder's ``train.py`` on this machine, under ``torchrun``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from autopar.errors import LaunchError
+from autopar.program.watch import is_consequence
+
+
+def torchrun(folder: Path, processes: int, options: Sequence[str], *, port: int, env: Mapping[str, str]) -> None:
+    """Run ``train.py`` with ``options`` in so many processes, which meet at ``port`` (0: any that is free); its output goes where ours
+    goes.
+
+    Raises ``LaunchError`` with the first failing rank's error.
+    """
+    meet = ["--standalone"]
+    if port:
+        _check_port(port)
+        meet = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), *meet]
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    # A folder with a user's ops or opaque modules imports what defines them: from wherever this process can.
+    own = bool(json.loads((folder / "plan.json").read_text()).get("imports"))
+    path = {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)} if own else {}
+    status, error = _stream([*command, str(folder / "train.py"), *options], {**os.environ, **threads, **path, **env})
+    if status != 0:
+        raise LaunchError(
+            f"train.py ended with status {status}: {error}", "the output above has every rank's traceback"
+        )
+
+
+def _check_port(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise LaunchError(
+                f"port {port} on 127.0.0.1 is already taken", "choose another port, or 0 for any that is free"
+            ) from error
+
+
+def _stream(command: Sequence[str], env: Mapping[str, str]) -> tuple[int, str]:
+    """Run a command and pass its standard error on; the exit status, and the line that names the first cause."""
+    errors: list[str] = []
+    with subprocess.Popen(command, env=dict(env), stderr=subprocess.PIPE, text=True, errors="replace") as process:
+        try:
+            assert process.stderr is not None
+            for line in process.stderr:
+                sys.stderr.write(line)
+                found = re.match(r"(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception|Exit)\b.*)", line)
+                if found:
+                    errors.append(found[1].strip())
+            status = process.wait()
+        finally:
+            process.kill()
+    causes = [line for line in errors if not is_consequence(line)] or errors
+    return status, causes[0] if causes else "no error was printed"
