@@ -10,11 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from programs import Shape, mlp_model, write_mlp
 
 from autopar.cli.launch import batch_file
 from autopar.errors import ProgramError, UsageError
+from autopar.program.state import INITIAL
+from autopar.program.weights import write_file
 
 SCONTROL = """#!/bin/bash
 if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" > "$FAKE/requeued"; fi
@@ -41,7 +42,7 @@ sys.exit(step.wait())
 
 def test_the_program_saves_before_the_time_limit_and_is_queued_again(tmp_path: Path) -> None:
     program = write_mlp(tmp_path / "program", Shape())
-    torch.save(mlp_model().state_dict(), program / "initial.pt")
+    write_file(program / INITIAL, mlp_model().state_dict())
     saved = tmp_path / "my saved"
     options = ("--device", "cpu", "--steps", "1000000", "--checkpoint", str(saved), "--every", "1000000")
     job = tmp_path / "job.sbatch"

@@ -111,8 +111,8 @@ FAULTS = {  # faults that gradients alone do not show: a file of the program, a 
     ),
     "one copy of a stage is not updated": (
         "runtime.py",
-        "        if self.optimizer is not None and",
-        "        if self.optimizer is not None and not self.world.coordinates[MIRROR][0] and",
+        "        if not skipped:",
+        '        if not skipped and not self.world.coordinates["mirror"][0]:',
     ),
 }
 

@@ -36,12 +36,15 @@ from elastic_model import STEPS, asked
 from elastic_model import straight as one_device
 from fault_runs import Run, Server, alive, children
 from limited_nodes import limited_nodes, missing
+from matrix import fingerprint
 from places import EVIDENCE
 from programs import Shape, mlp_model, write_mlp
 
 from autopar.cli.elastic import write_program
 from autopar.measure import EXACT
 from autopar.program.checkpoint_files import opened_or_why
+from autopar.program.state import INITIAL
+from autopar.program.weights import write_file
 
 RESULTS = EVIDENCE / "faults.jsonl"
 KILLS, CUTS, LOST_NODES, SEED = 100, 20, 5, 1
@@ -234,7 +237,7 @@ class Chains:
             return old
         folder = self.folder / f"{len(list(self.folder.iterdir()))}"
         program = write_mlp(folder / "program", PLANS[plan])
-        torch.save(mlp_model().state_dict(), program / "initial.pt")
+        write_file(program / INITIAL, mlp_model().state_dict())
         if plan not in self.straight:
             self.straight[plan] = straight(plan, program, self.local, folder / "straight")
         self.made[plan] = Chain(plan, self.servers, folder, self.straight[plan], self.address)
@@ -308,6 +311,7 @@ def elastic(number: int, seed: int, local: Server, folder: Path) -> Line:
 
 
 def page(lines: Sequence[Line]) -> str:
+    codes = {line.get("code") for line in lines}
     bad = [line for line in lines if "failure" in line]
     shrunk = [line for line in lines if line["kind"] == ELASTIC]
     same = [line for line in lines if line["kind"] != ELASTIC]
@@ -348,7 +352,7 @@ The sentences of the last case of each kind ("last seen" is what the rank had la
 
 {failures}
 Made by `make report NAME=faults` with torch {", ".join(sorted({line["torch"] for line in lines}))}, gloo, on CPUs, from the lines of
-[faults.jsonl](faults.jsonl). Do not edit.
+[faults.jsonl](faults.jsonl), on {len(codes)} state{"s" * (len(codes) > 1)} of the code. Do not edit.
 """
 
 
@@ -374,7 +378,7 @@ def read(path: Path) -> dict[str, Line]:
 
 def record(path: Path, line: Line) -> None:
     with path.open("a") as file:
-        file.write(json.dumps(line) + "\n")
+        file.write(json.dumps(line | {"code": fingerprint()}) + "\n")
     print(
         f"{line['case']} {line['kind']}: {line.get('failure', 'as it should be')} ({line['seconds']} s)",
         file=sys.stderr,

@@ -63,7 +63,7 @@ SENT_AT_ONCE = {
 }
 OWN_ROOTS = {"parameters.py": "gather_ahead = lambda stage, layers, mesh: None\n"}
 WAITING = {
-    "runtime.py": """from unittest import mock
+    "pipeline.py": """from unittest import mock
 
 import torch.distributed.pipelining.schedules as schedules
 

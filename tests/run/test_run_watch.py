@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from fault_runs import Run, Server, alive
 from programs import Shape, mlp_model, write_mlp
 
+from autopar.program.state import INITIAL
 from autopar.program.watch import place_of, run, told
+from autopar.program.weights import write_file
 
 HANG = """        n = HIDDEN // MESH["tensor"]
         self.register_forward_pre_hook(hang)
@@ -46,7 +47,7 @@ def server() -> Iterator[Server]:
 
 def started(server: Server, folder: Path, shape: Shape, *options: str, change: tuple[tuple[str, str], ...] = ()) -> Run:
     program = write_mlp(folder / "program", shape)
-    torch.save(mlp_model().state_dict(), program / "initial.pt")
+    write_file(program / INITIAL, mlp_model().state_dict())
     for old, new in change:
         text = (program / "model.py").read_text()
         assert text.count(old) == 1

@@ -321,7 +321,7 @@ class TestFullSize:
         assert (one.chunks, one.schedule) == (1, "1f1b")
         assert more.schedule == "interleaved-1f1b" and more.chunks > 1 and more.gap <= 0.05
         assert not any("several stages" in note for note in one.notes)
-        assert any("several stages on a device were looked for in pipelines of 8 alone" in note for note in more.notes)
+        assert any("several stages on a device were searched only for pipelines of 8" in note for note in more.notes)
         assert more.prediction.step_time_s < 0.95 * one.prediction.step_time_s
         assert (again.stages, again.layers, again.bound_s) == (more.stages, more.layers, more.bound_s)
 
