@@ -293,7 +293,7 @@ def run_steps(args: argparse.Namespace, trainer: Trainer, loader: Loader, watch:
         if first:
             print(json.dumps(record), flush=True)
         say(f"step {record['step']:4d}  loss {loss:.4f}  {record['step_time_s']:.3f} s")
-        if table := meter.comparison(peak_memory_bytes()):
+        if table := meter.comparison(peak_memory_bytes(), trainer.program.plan["stages"][0]["memory_bytes"]):
             say(table)
         stop = watch.stop_asked(trainer.world.device)
         over = is_over(args, trainer, loader)

@@ -210,7 +210,7 @@ class Program:
         memory = max(answer["peak_memory_bytes"] for answer in answers)
         more = {name: answers[0][name] for name in ("gradient_norm", "loss_scale")}
         record = meter.end(answers[0]["step"], answers[0]["loss"], memory, more)
-        table = meter.comparison(memory)
+        table = meter.comparison(memory, max(stage.memory.total for stage in self.plan.stages))
         if table and os.environ.get("RANK", "0") == "0":
             print(table, file=sys.stderr)
         return record, answers[0]["ends"]

@@ -88,13 +88,13 @@ def test_training_goes_on_at_the_next_row_under_another_batch(
 
 
 def test_records_and_the_comparison_with_the_prediction(tmp_path: Path) -> None:
-    plan = mlp_plan(Shape()).to_json() | {"step_time_s": 10.0, "mfu": 0.5, "peak_memory_bytes": 1000}
+    plan = mlp_plan(Shape()).to_json() | {"step_time_s": 10.0, "mfu": 0.5}
     meter = Meter(plan, tmp_path / "log")
     tables = []
     for step in range(25):
         meter.begin()
         record = meter.end(step, 1.5, 2000, {"gradient_norm": None, "loss_scale": 4.0})
-        tables.append(meter.comparison(2000))
+        tables.append(meter.comparison(2000, 1000))
     meter.close()
     assert [bool(table) for table in tables] == [step == 19 for step in range(25)]
     assert "10,000.0 ms" in tables[19] and "The prediction has compute" in tables[19] and "2.00" in tables[19]

@@ -59,9 +59,7 @@ def test_a_training_beyond_the_limit_of_its_process_says_so(tmp_path: Path) -> N
     """The kernel refuses memory to the process in its third step."""
     program = write_mlp(tmp_path / "program", Shape())
     model = program / "model.py"
-    grow = (
-        "import resource\nkept = []\n\n\ndef prelude(inputs, constants, total):\n    kept.append(0)\n    if len(kept) == 3:\n"
-    )
+    grow = "import resource\nkept = []\n\n\ndef prelude(inputs, constants, total):\n    kept.append(0)\n    if len(kept) == 3:\n"
     grow += "        resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))\n        torch.empty(2**34)\n"
     model.write_text(model.read_text().replace("def prelude(inputs, constants, total):\n", grow))
     command = [sys.executable, str(program / "train.py"), "--steps", "9", "--draw-init", "--device", "cpu"]
