@@ -25,6 +25,9 @@ demo: $(STAMP) ## train a small Llama on 4 processes and on 1, and compare (a fe
 test: $(STAMP) ## the test suite
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
+test-slow: $(STAMP) ## the tests that repeat at length what the suite shows in short
+	$(BIN)/python -m pytest -m slow -n auto --maxprocesses 4 --dist worksteal
+
 check: $(STAMP) ## formatter, linter and type checker, without changing anything
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .

@@ -43,6 +43,11 @@ BACKEND = "aot_eager_decomp_partition"
 backward. That code takes a C++ compiler a minute for each program; the exactness matrix has such cases."""
 
 
+def slow(*values: Any) -> Any:
+    """A case of the slow tests; the exactness matrix has these plans, too."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def gradients(folder: str, state: str, batch: dict[str, Tensor]) -> tuple[Any, int, int]:
     """In a worker: the step that verification compares, and how many graphs and frames were compiled for it."""
     torch._dynamo.reset()
@@ -69,15 +74,15 @@ def compiled(model: str, pool: WorkerPool, folder: Path, **pins: Any) -> tuple[i
 @pytest.mark.parametrize(
     "pins",
     [
-        {"data": 2, "zero": 3, "recompute": True, "microbatches": 2},
+        slow({"data": 2, "zero": 3, "recompute": True, "microbatches": 2}),
         {"tensor": 2, "sequence": True},
-        {"tensor": 2, "overlap": "none", "recompute": True},
-        {"tensor": 2, "sequence": True, "microbatches": 2, "recompute": "selective"},
+        slow({"tensor": 2, "overlap": "none", "recompute": True}),
+        slow({"tensor": 2, "sequence": True, "microbatches": 2, "recompute": "selective"}),
         {"data": 2, "zero": 3, "recompute": "selective"},
-        {"data": 2, "offload": "activations"},
+        slow({"data": 2, "offload": "activations"}),
         {"pipeline": 2, "microbatches": 4, "schedule": "1f1b"},
-        {"data": 2, "zero": 2, "segment": 2},
-        {"ring": 2},
+        slow({"data": 2, "zero": 2, "segment": 2}),
+        slow({"ring": 2}),
         {"ulysses": 2, "zero": 3},
     ],
     ids=str,
@@ -94,7 +99,14 @@ def test_experts_stay_eager_inside_of_compiled_layers(workers2: WorkerPool, tmp_
 
 @pytest.mark.parametrize(
     ("model", "recompute"),
-    [("gpt2", "none"), ("bert", "none"), ("mlp", "none"), ("dit", "none"), ("mlp", "selective"), ("bert", "selective")],
+    [
+        slow("gpt2", "none"),
+        slow("bert", "none"),
+        ("mlp", "none"),
+        slow("dit", "none"),
+        slow("mlp", "selective"),
+        ("bert", "selective"),
+    ],
 )
 def test_compiled_models_are_exact_on_one_device(
     model: str, recompute: str, workers1: WorkerPool, tmp_path: Path
@@ -183,8 +195,8 @@ STAGES = {"pipeline": 2, "microbatches": 2, "schedule": "1f1b"}
     ("drops", "pins"),
     [
         ((0.25, 0.25), ONE | {"recompute": True}),
-        ((0.25, 0.25), ONE | {"recompute": "selective"}),
-        ((0.25, 0.25), STAGES),
+        slow((0.25, 0.25), ONE | {"recompute": "selective"}),
+        slow((0.25, 0.25), STAGES),
         ((0.25, 0.0), ONE | {"tensor": 2, "recompute": "selective"}),
     ],
     ids=str,

@@ -141,6 +141,7 @@ def test_processes_of_this_machine_have_no_memory_but_the_hosts() -> None:
 # -- the search ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_host_memory_is_kept_to_where_the_exact_solver_is_scip(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison by the hundred has a family of its own (``brute_force``), which the other exact solver closes."""
     monkeypatch.setattr(steps, "LABEL_LAYERS", 0)

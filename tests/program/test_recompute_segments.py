@@ -222,6 +222,7 @@ def problem(seed: int) -> tuple[Any, Devices, KeepingPricer, SearchOptions]:
     return graph, Devices(rng.choice([1, 2, 2]), min(limits), kinds=kinds), pricer, options
 
 
+@pytest.mark.slow
 def test_same_optimum_and_same_infeasible_set_as_brute_force() -> None:
     pinned = found = nothing = 0
     for seed in range(60):

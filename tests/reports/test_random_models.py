@@ -20,7 +20,7 @@ from autopar.capture import pipeline
 SEEDS = range(16)
 
 
-@pytest.mark.parametrize("first", range(0, len(SEEDS), 8))
+@pytest.mark.parametrize("first", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(8, len(SEEDS), 8))])
 def test_random_models_are_exact_or_refused(first: int, workers2: WorkerPool) -> None:
     found = {seed: outcome(draw(seed, runs), seed, workers2, typed=seed % 4 == 0) for seed in SEEDS[first : first + 8]}
     bad = [
@@ -88,6 +88,7 @@ def fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "simplify_constants", wrong)
 
 
+@pytest.mark.slow
 def test_a_fault_in_capture_is_found_and_the_model_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     text = Text(tuple(LINES.split("\n")))
     assert outcome(text, 0, None).kind == "exact"

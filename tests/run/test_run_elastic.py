@@ -15,6 +15,7 @@ from autopar.errors import LaunchError, UsageError
 from autopar.run.elastic import Nodes
 
 
+@pytest.mark.slow
 def test_a_node_goes_and_two_of_the_three_others_train_on(tmp_path: Path) -> None:
     """Three nodes have no plan here, so one of them waits until the end."""
     elastic = asked(tmp_path)

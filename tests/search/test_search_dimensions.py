@@ -129,6 +129,7 @@ def test_gradients_are_reduced_once_a_step_where_that_is_faster_and_fits() -> No
     assert once.prediction.step_time_s < some.prediction.step_time_s < every.prediction.step_time_s
 
 
+@pytest.mark.slow
 def test_a_long_chain_is_faster_in_segments() -> None:
     """64 narrow layers, each of which saves little more than its input: what segments spare lets fewer devices share a layer."""
     graph = chain(mlp(8, 4096, 256, 1024), 64)
