@@ -12,6 +12,7 @@ This file is copied into every emitted program; it needs torch alone.
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import sys
@@ -130,9 +131,9 @@ class _Job:
     keep: int | None
 
     def copied(self) -> _Job:
-        """The same with copies in the host's memory."""
+        """The same with copies in the host's memory, which the training does not change while a thread writes them."""
         own = [replace(piece, values=piece.values.to("cpu", copy=True)) for piece in self.own]
-        return replace(self, own=own)
+        return replace(self, own=own, facts=copy.deepcopy(self.facts))
 
     def write(self, group: dist.ProcessGroup | None) -> Path:
         try:

@@ -21,6 +21,7 @@ from workers import WorkerPool
 from autopar.capture import capture
 from autopar.emit import emit
 from autopar.errors import LaunchError
+from autopar.program import checkpoint
 from autopar.program.boxes import Box, Piece, cut, divided, pieces
 from autopar.program.checkpoint_files import CheckpointError, Found, finish, newest, opened_or_why
 from autopar.program.world import Layout
@@ -426,3 +427,13 @@ def test_replicas_that_train_apart_are_not_mixed(workers2: WorkerPool, tmp_path:
     call = (other, batches[0], f"{other}/initial.pt", str(tmp_path / "saved"))
     why = workers2.run("resumed:refused", *call)[0][0]
     assert "has 2 replicas that train apart (sync=local-steps), and the program has none" in why
+
+
+def test_what_a_thread_writes_does_not_change_with_the_training() -> None:
+    """Where the data are, and a scheduler's state, change with every step."""
+    positions, values = {"data": (0, 8)}, torch.zeros(3)
+    piece = Piece(("model", "weight"), (3,), Box((0,), (3,)), values)
+    job = checkpoint._Job(Path("nowhere"), [piece], {"data": positions}, None).copied()
+    positions["data"] = (0, 16)
+    values += 1
+    assert job.facts == {"data": {"data": (0, 8)}} and torch.equal(job.own[0].values, torch.zeros(3))
