@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from autopar.program.boxes import Piece, pieces, whole
 from autopar.program.checkpoint_files import CheckpointError
+from autopar.program.masters import Master
 from autopar.program.optimizers import class_name
-from autopar.program.parameters import Master
 from autopar.program.world import World
 
 TENSOR, NUMBER = "tensor", "number"

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from autopar.program.parameters import Master
+from autopar.program.masters import Master
 from autopar.program.whole_tensors import WholeTensors
 from autopar.program.world import Layout, Program, World
 

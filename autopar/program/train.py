@@ -278,7 +278,9 @@ def run_steps(args: argparse.Namespace, trainer: Trainer, loader: Loader, watch:
     """The steps; the name of the signal that stops them early, if one does."""
     first, begun = dist.get_rank() == 0, trainer.steps
     meter = Meter(trainer.program.plan, args.log if first else None, args.tensorboard if first else None)
-    traced_step = min(begun + 1, args.steps - 1) if args.trace else None  # the first step is slower than the rest
+    # the first step is slower than the rest; with --epochs the number of steps is not known
+    second = begun + 1 if args.epochs else min(begun + 1, args.steps - 1)
+    traced_step = second if args.trace else None
     place, stop = trainer.world.mesh.get_local_rank("pipeline"), None
     while not stop and not is_over(args, trainer, loader):
         watch.enter("set-up" if trainer.steps == begun else "step", f"step {trainer.steps}")

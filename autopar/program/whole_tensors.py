@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.program.boxes import Box, pieces
-from autopar.program.parameters import Master
+from autopar.program.masters import Master
 from autopar.program.world import Program, World
 
 ROUND_BYTES = 256 * 2**20
