@@ -17,7 +17,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,8 @@ from autopar.program.state import initial, read_state, wrong_state
 from autopar.program.tracing import traced
 from autopar.program.values import given, seeded
 from autopar.program.world import Layout, Program, World, load, start
+
+T = TypeVar("T")
 
 __all__ = [
     "CheckpointError",
@@ -179,7 +181,11 @@ class Trainer:
 
     def trace(self, batch: Batch, path: str | os.PathLike[str]) -> float:
         """``step(batch)``, of which rank 0 writes what every rank did, in Chrome's trace-event format (https://ui.perfetto.dev)."""
-        return traced(lambda: self.step(batch), path, self.world.mesh.get_local_rank("pipeline"))
+        return self.traced(lambda: self.step(batch), path)
+
+    def traced(self, step: Callable[[], T], path: str | os.PathLike[str]) -> T:
+        """``step()``, one of this trainer's, traced as by ``trace``; its result."""
+        return traced(step, self.finish_update, path, self.world.mesh.get_local_rank("pipeline"))
 
     def _leave_out(self, batch: Batch, loss: float, on_nan: str) -> None:
         self._buffers.clear()

@@ -60,10 +60,11 @@ class TracedStage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
 
-def traced(step: Callable[[], T], path: str | os.PathLike[str], pipeline_rank: int) -> T:
+def traced(step: Callable[[], T], finish: Callable[[], None], path: str | os.PathLike[str], pipeline_rank: int) -> T:
     """``step()``, profiled, and its result. Rank 0 writes the events of all ranks to ``path``.
 
-    Every rank's times begin when the ranks have met.
+    Every rank's times begin when the ranks have met. ``finish`` waits for the collectives that the step leaves behind: a profiler that
+    stops while one runs ends the process (signal 11) when the next profiler starts.
     """
     on_gpu = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
@@ -71,6 +72,7 @@ def traced(step: Callable[[], T], path: str | os.PathLike[str], pipeline_rank: i
         dist.barrier()
         with record_function(STEP):
             result = step()
+        finish()
         if on_gpu:
             torch.cuda.synchronize()
     spans = [(e.name, e.time_range.start, e.time_range.end, "CUDA" in str(e.device_type)) for e in found.events()]

@@ -41,7 +41,6 @@ from autopar.program.runtime import (
     start,
     wrong_state,
 )
-from autopar.program.tracing import traced
 from autopar.program.watch import Watch, run
 from autopar.program.weights import is_weights
 from autopar.program.world import Program
@@ -281,12 +280,12 @@ def run_steps(args: argparse.Namespace, trainer: Trainer, loader: Loader, watch:
     # the first step is slower than the rest; with --epochs the number of steps is not known
     second = begun + 1 if args.epochs else min(begun + 1, args.steps - 1)
     traced_step = second if args.trace else None
-    place, stop = trainer.world.mesh.get_local_rank("pipeline"), None
+    stop = None
     while not stop and not is_over(args, trainer, loader):
         watch.enter("set-up" if trainer.steps == begun else "step", f"step {trainer.steps}")
         meter.begin()
         if trainer.steps == traced_step:
-            loss, _ = traced(lambda: trainer.step_from(loader, args.on_nan), args.trace, place)
+            loss, _ = trainer.traced(lambda: trainer.step_from(loader, args.on_nan), args.trace)
         else:
             loss, _ = trainer.step_from(loader, args.on_nan)
         norm, scale = trainer.gradient_norm, trainer.loss_scale

@@ -61,6 +61,7 @@ def limited_nodes(count: int, rate: str) -> Iterator[Places]:
     me = f"autopar{os.getpid()}"
     switch, nodes = f"{me}-switch", [f"{me}-{i}" for i in range(count)]
     network = f"10.77.{os.getpid() % 256}"
+    parent = f"ap{os.getpid()}"
     with _terminated_as_interrupted():
         try:
             _run("ip", "netns", "add", switch)
@@ -75,13 +76,14 @@ def limited_nodes(count: int, rate: str) -> Iterator[Places]:
                 limit = ("rate", rate, "burst", BURST, "latency", QUEUE)
                 _inside(node, "tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", *limit)
             # the parent's own way to the nodes, for the store where workers meet
-            parent = f"ap{os.getpid()}"
             _plug(switch, "parent", "ip", "link", "add", parent)
             _run("ip", "addr", "add", f"{network}.254/24", "dev", parent)
             _run("ip", "link", "set", parent, "up")
             prefixes = tuple(("ip", "netns", "exec", node) for node in nodes)
             yield Places(prefixes, {"MASTER_ADDR": f"{network}.254", "GLOO_SOCKET_IFNAME": INTERFACE})
         finally:
+            # the kernel removes a namespace's links some time after the namespace, and the next nodes need this link's name
+            subprocess.run(("ip", "link", "delete", parent), capture_output=True)
             for name in (*nodes, switch):
                 _remove(name)
 

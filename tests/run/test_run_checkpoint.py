@@ -23,7 +23,9 @@ from autopar.cli.commands import Checkpoints
 from autopar.errors import CheckpointError, UsageError
 from autopar.program import checkpoint_files
 from autopar.program.checkpoint_files import claimed
+from autopar.program.tracing import COMPUTATION, action_name
 from autopar.program.weights import write_file
+from autopar.report.trace import read_trace
 from autopar.run.folder import program_modules
 
 
@@ -90,8 +92,11 @@ def test_train_resumes_where_it_ended(workers1: WorkerPool, workers2: WorkerPool
     first, talk = train(workers2, "--steps", "3", "--async-save", *options)
     assert "has no checkpoint: the training starts from the beginning" in talk and "step-3" in talk
     assert sorted(path.name for path in Path(saved).glob("step-*")) == ["step-2", "step-3"]
-    second, talk = train(workers1, "--steps", "5", "--save-weights", f"{tmp_path}/weights", *options)
+    ends = ("--save-weights", f"{tmp_path}/weights", "--trace", f"{tmp_path}/trace.json")
+    second, talk = train(workers1, "--steps", "5", *ends, *options)
     assert "goes on at step 3" in talk
+    actions = [e["name"] for e in read_trace(tmp_path / "trace.json") if e["ph"] == "X" and e["tid"] == COMPUTATION]
+    assert actions == [action_name("F", 0, 0), action_name("B", 0, 0)]  # of one step
     assert list(first | second) == list(straight)
     assert list((first | second).values()) == pytest.approx(list(straight.values()), rel=1e-12)
     assert sorted(path.name for path in Path(saved).glob("step-*")) == ["step-4", "step-5"]
