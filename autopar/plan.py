@@ -348,7 +348,7 @@ class Plan:
         str, ...
     ] = ()  # modules that the program imports besides torch and spmd-types: a user's ops and opaque modules
     wall_time_s: float = 0.0
-    peak_memory_bytes: int = 0
+    planning_memory_bytes: int = 0
     chunks: int = 1
     prefetch: int = 1  # layers whose parameters FSDP gathers ahead of the computation, under ZeRO 2 and 3
     sync: str = ALL_REDUCE  # one of ``SYNCS``, or ``local-steps:k``
@@ -470,7 +470,7 @@ class Plan:
             "pins": [dataclasses.asdict(pin) for pin in self.pins],
             "allow": list(self.allow),
             "wall_time_s": self.wall_time_s,
-            "peak_memory_bytes": self.peak_memory_bytes,
+            "planning_memory_bytes": self.planning_memory_bytes,
             "request": self.request,
         }
 
@@ -521,7 +521,7 @@ class Plan:
             notes=tuple(data["notes"]),
             imports=tuple(data.get("imports", ())),
             wall_time_s=data["wall_time_s"],
-            peak_memory_bytes=data["peak_memory_bytes"],
+            planning_memory_bytes=data["planning_memory_bytes"],
             chunks=data.get("chunks", 1),
             prefetch=data.get("prefetch", 1),
             sync=data.get("sync", ALL_REDUCE),

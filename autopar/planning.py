@@ -38,7 +38,7 @@ def plan_model(
     """The first two stages: the captured graph, and the plan that was found, or the given ``plan``, which must fit the graph.
 
     ``recapture`` makes the graph with other sizes; without it the example batch is cut. The plan's ``wall_time_s`` and
-    ``peak_memory_bytes`` are those of this process from the call on. The graph is of one microbatch where the plan gives each of them
+    ``planning_memory_bytes`` are those of this process from the call on. The graph is of one microbatch where the plan gives each of them
     its own statistics.
     """
     start_s = time.perf_counter()
@@ -56,7 +56,7 @@ def plan_model(
     def find() -> Plan:
         found = search_model(graph, cluster, options, again, progress)
         return dataclasses.replace(
-            found, wall_time_s=time.perf_counter() - start_s, peak_memory_bytes=peak_memory_bytes()
+            found, wall_time_s=time.perf_counter() - start_s, planning_memory_bytes=peak_memory_bytes()
         )
 
     chosen = given or ranks.plan_of_rank_0(find)
@@ -130,7 +130,7 @@ def find_plan(
     notes = (*found.notes, *cluster.notes, *graph.notes, *([without_rule] if graph.replicated else []))
     notes += _eager_layers(graph, found)
     wall_time_s = time.perf_counter() - start_s
-    return dataclasses.replace(found, wall_time_s=wall_time_s, peak_memory_bytes=peak_memory_bytes(), notes=notes)
+    return dataclasses.replace(found, wall_time_s=wall_time_s, planning_memory_bytes=peak_memory_bytes(), notes=notes)
 
 
 def _eager_layers(graph: Graph, plan: Plan) -> tuple[str, ...]:

@@ -180,7 +180,7 @@ def _quality(plan: Plan) -> RenderableType:
     table.add_row("bound", f"no plan of those searched takes less than {seconds(plan.bound_s)}: gap {plan.gap:.2%}")
     if plan.solver:
         table.add_row("solver", plan.solver)
-    table.add_row("planned in", f"{seconds(plan.wall_time_s)}, {size(plan.peak_memory_bytes)} of memory")
+    table.add_row("planned in", f"{seconds(plan.wall_time_s)}, {size(plan.planning_memory_bytes)} of memory")
     return table
 
 

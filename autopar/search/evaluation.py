@@ -233,7 +233,7 @@ class Proof:
     solver: str
     notes: tuple[str, ...] = ()
     wall_time_s: float = 0.0
-    peak_memory_bytes: int = 0
+    planning_memory_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +300,7 @@ def make_plan(
             *host_notes(offloaded, [stage.host_limit_bytes for stage in cluster.stages(choice.schedule.pipeline)]),
         ),
         wall_time_s=proof.wall_time_s,
-        peak_memory_bytes=proof.peak_memory_bytes,
+        planning_memory_bytes=proof.planning_memory_bytes,
         chunks=choice.schedule.chunks,
         prefetch=pricer.prefetch,
         sync=sync,

@@ -40,7 +40,7 @@ def make_plan(stages: int = 2) -> Plan:
         solver="GLOP bound, SCIP",
         notes=("the router's loss is per batch",),
         wall_time_s=3.25,
-        peak_memory_bytes=1_200_000_000,
+        planning_memory_bytes=1_200_000_000,
     )
 
 

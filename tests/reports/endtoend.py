@@ -55,7 +55,7 @@ def _table(lines: list[dict[str, Any]]) -> list[str]:
         wall = _marked(f"{line['wall_s']:.1f} s", line["wall_s"] > wanted)
         cells = [name, f"`autopar plan {' '.join(request)}`", wall, f"{line['user_s']:.1f} s", f"{wanted:.0f} s"]
         if "gap" in line:
-            peak = line["peak_memory_bytes"]
+            peak = line["planning_memory_bytes"]
             cells += [
                 _marked(f"{peak / 1e6:,.0f} MB", peak > MEMORY_BYTES),
                 _marked(f"{line['gap']:.2%}", line["gap"] > GAP),

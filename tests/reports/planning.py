@@ -22,7 +22,7 @@ def measure(arguments: Sequence[str], limit_s: float) -> dict[str, Any]:
     """What ``autopar plan`` with these arguments takes, from the first import to the plan, and how good its plan is.
 
     ``wall_s`` and ``user_s`` (processor, without the system's) are seconds, ``load`` is the machine's load average over the minute in
-    which it ended; then the plan's ``gap``, ``step_time_s``, ``chunks`` and ``peak_memory_bytes`` (of the process), or ``error``.
+    which it ended; then the plan's ``gap``, ``step_time_s``, ``chunks`` and ``planning_memory_bytes`` (of the process), or ``error``.
     """
     command = [sys.executable, "-W", "ignore", "-m", "autopar", "plan", *arguments, "--json"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -40,7 +40,7 @@ def measure(arguments: Sequence[str], limit_s: float) -> dict[str, Any]:
     if failed:
         return line | {"error": failed.splitlines()[-1]}
     plan = json.loads(done.stdout)
-    return line | {key: plan[key] for key in ("gap", "step_time_s", "chunks", "peak_memory_bytes")}
+    return line | {key: plan[key] for key in ("gap", "step_time_s", "chunks", "planning_memory_bytes")}
 
 
 def machine_words(lines: Iterable[Mapping[str, Any]]) -> str:

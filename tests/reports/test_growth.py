@@ -28,7 +28,7 @@ def line(layers: int, devices: int) -> dict:
         "gap": 0.004,
         "step_time_s": 8.5,
         "chunks": 2,
-        "peak_memory_bytes": 5 * 10**8,
+        "planning_memory_bytes": 5 * 10**8,
     }
 
 
@@ -59,7 +59,7 @@ def test_the_page_of_cases_marks_what_is_missed() -> None:
     lines = [{"case": name, "plain": plain} | line(0, 0) for plain in (False, True) for name, _, _ in CASES]
     text = endtoend_page(lines)
     assert "**" not in text and all(text.count(f"| {name} |") == 2 for name, _, _ in CASES)
-    lines[1]["gap"], lines[2]["wall_s"], lines[7]["peak_memory_bytes"] = 0.02, 12.5, 3_000_000_000
+    lines[1]["gap"], lines[2]["wall_s"], lines[7]["planning_memory_bytes"] = 0.02, 12.5, 3_000_000_000
     lines[3] = {
         "case": lines[3]["case"],
         "plain": False,
