@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 from exactness import KINDS, subject
-from matrix import append, fingerprint, quiet
 from places import EVIDENCE
+from results import Results, options, quiet
 from resumed import STEPS, chain
 from workers import WorkerPool
 
@@ -59,7 +59,7 @@ def case_line(number: int, seed: int, pools: dict[int, WorkerPool]) -> dict[str,
             line["errors"] = chain(model, plans, optimizer, functools.partial(_pool, pools), Path(folder))
     except Exception as error:  # noqa: BLE001  whatever it is, it is this case's result
         line["failure"] = f"{type(error).__name__}: {error}".splitlines()[0]
-    line |= {"seconds": round(time.perf_counter() - began, 2), "torch": torch.__version__, "code": fingerprint()}
+    line |= {"seconds": round(time.perf_counter() - began, 2), "torch": torch.__version__}
     return line
 
 
@@ -120,19 +120,10 @@ def _row(line: dict[str, Any]) -> str:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def read(path: Path) -> dict[str, dict[str, Any]]:
-    """The last line of every case."""
-    lines = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
-    return {line["case"]: line for line in lines}
-
-
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser = options(__doc__, RESULTS)
     parser.add_argument("--count", type=int, default=COUNT, metavar="N", help="how many pairs")
     parser.add_argument("--seed", type=int, default=SEED, help="of the draws")
-    parser.add_argument("--fresh", action="store_true", help="do every case anew")
-    parser.add_argument("--keep", action="store_true", help="keep what passed, whatever code it was of")
     return parser.parse_args(argv)
 
 
@@ -140,21 +131,19 @@ def main() -> int:
     args = arguments()
     quiet()
     torch.set_num_threads(1)
-    done = {} if args.fresh else read(args.results)
-    kept = {case for case, line in done.items() if passed(line) and (args.keep or line["code"] == fingerprint())}
+    results = Results(args.results, ("case",), passed)
+    kept = results.kept(args)
     pools: dict[int, WorkerPool] = {}
     try:
         for number in range(args.count):
-            if f"{args.seed}.{number}" not in kept:
+            if (f"{args.seed}.{number}",) not in kept:
                 line = case_line(number, args.seed, pools)
-                append(args.results, line)  # after every case, so that an interrupted run can be resumed
+                results.append(line)  # after every case, so that an interrupted run can be resumed
                 print(json.dumps(line) if not passed(line) else f"{line['case']} {line['model']}", file=sys.stderr)
     finally:
         for pool in pools.values():
             pool.close()
-    found = read(args.results)
-    lines = [found[f"{args.seed}.{number}"] for number in range(args.count)]
-    args.results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = results.tidy((f"{args.seed}.{number}",) for number in range(args.count))
     args.results.with_suffix(".md").write_text(page(lines))
     bad = [line for line in lines if not passed(line)]
     print(f"{len(lines)} pairs, {len(bad)} not exact: {args.results}")

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import os
 import random
 import signal
@@ -25,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,9 +34,9 @@ from elastic_model import STEPS, asked
 from elastic_model import straight as one_device
 from fault_runs import Run, Server, alive, children
 from limited_nodes import limited_nodes, missing
-from matrix import fingerprint
 from places import EVIDENCE
 from programs import Shape, mlp_model, write_mlp
+from results import Results, options
 
 from autopar.cli.elastic import write_program
 from autopar.measure import EXACT
@@ -370,15 +368,8 @@ def _examples(lines: Sequence[Line]) -> dict[str, str]:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def read(path: Path) -> dict[str, Line]:
-    """The last line of every case."""
-    lines = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
-    return {line["case"]: line for line in lines}
-
-
-def record(path: Path, line: Line) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(line | {"code": fingerprint()}) + "\n")
+def record(results: Results, line: Line) -> None:
+    results.append(line)
     print(
         f"{line['case']} {line['kind']}: {line.get('failure', 'as it should be')} ({line['seconds']} s)",
         file=sys.stderr,
@@ -386,45 +377,41 @@ def record(path: Path, line: Line) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser = options(__doc__, RESULTS)
     parser.add_argument("--kills", type=int, default=KILLS, metavar="N", help="how many processes are killed")
     parser.add_argument("--cuts", type=int, default=CUTS, metavar="N", help="how many links are cut (root)")
     parser.add_argument(
         "--nodes", type=int, default=LOST_NODES, metavar="N", help="how many elastic trainings lose a node"
     )
     parser.add_argument("--seed", type=int, default=SEED, help="of the draws")
-    parser.add_argument("--fresh", action="store_true", help="do every case anew")
     return parser.parse_args()
 
 
 def main() -> int:
     args = arguments()
-    if args.fresh:
-        args.results.unlink(missing_ok=True)
-    done = {name for name, line in read(args.results).items() if "failure" not in line}
+    results = Results(args.results, ("case",), lambda line: "failure" not in line)
+    done = results.kept(args)
     cut = 0 if missing() else args.cuts
     if cut < args.cuts:
         print(f"no links are cut: {missing()}", file=sys.stderr)
+    counts = {"kill": args.kills, "cut": cut, "elastic": args.nodes}
     todo = {
-        name: [i for i in range(count) if f"{name} {args.seed}.{i}" not in done]
-        for name, count in (("kill", args.kills), ("cut", cut), ("elastic", args.nodes))
+        name: [i for i in range(count) if (f"{name} {args.seed}.{i}",) not in done] for name, count in counts.items()
     }
     local, known = Server(), dict[str, dict[int, float]]()
     ends = kills(todo["kill"], args.seed, local, known)
     for line in itertools.chain(ends, cuts(todo["cut"], args.seed, local, known) if todo["cut"] else ()):
-        record(args.results, line)
+        record(results, line)
     with tempfile.TemporaryDirectory() as folder:
         for number in todo["elastic"]:
             line = elastic(number, args.seed, local, Path(folder) / str(number))
-            record(args.results, {"case": f"elastic {args.seed}.{number}", **line})
+            record(results, {"case": f"elastic {args.seed}.{number}", **line})
     local.close()
-    lines = list(read(args.results).values())
-    args.results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = results.tidy((f"{name} {args.seed}.{i}",) for name, count in counts.items() for i in range(count))
     args.results.with_suffix(".md").write_text(page(lines))
-    counts = Counter("failure" in line for line in lines)
-    print(f"{len(lines)} cases, {counts[True]} not as they should be: {args.results}")
-    return 1 if counts[True] else 0
+    bad = sum("failure" in line for line in lines)
+    print(f"{len(lines)} cases, {bad} not as they should be: {args.results}")
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":

@@ -81,7 +81,9 @@ def page(lines: list[dict[str, Any]]) -> str:
         ]
         for x in sorted(wanted, key=lambda x: (x["layers"], x["devices"])):
             rest = (
-                f"{x['gap']:.2%} | {x['planning_memory_bytes'] / 1e6:,.0f} MB" if "gap" in x else f"{x['error'][:80]} | -"
+                f"{x['gap']:.2%} | {x['planning_memory_bytes'] / 1e6:,.0f} MB"
+                if "gap" in x
+                else f"{x['error'][:80]} | -"
             )
             parts.append(f"| {x['layers']} | {x['devices']:,} | {x['user_s']:.1f} s | {rest} |")
         parts.append("")

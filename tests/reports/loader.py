@@ -9,7 +9,6 @@ One JSON line per case; a run does what the file lacks for this code (``--fresh`
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -20,8 +19,8 @@ from typing import Any
 import torch
 from exactness import KINDS, subject
 from loading import order
-from matrix import append, fingerprint, quiet
 from places import EVIDENCE
+from results import Results, options, quiet
 from torch import Tensor
 from workers import WorkerPool
 
@@ -58,7 +57,7 @@ def rows_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 def case_line(model: str, kind: Kind, pools: dict[int, WorkerPool]) -> dict[str, Any]:
     """One line of the results. What goes wrong is recorded as ``failure`` and does not end the report."""
     line: dict[str, Any] = {"model": model, "plan": kind.name, "devices": kind.devices}
-    line |= {"torch": torch.__version__, "code": fingerprint()}
+    line |= {"torch": torch.__version__}
     try:
         given = subject(model)
         plan = kind.plan(given.graph)
@@ -136,36 +135,24 @@ def _row(line: dict[str, Any]) -> str:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def read(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """The last line of every case."""
-    lines = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
-    return {(line["model"], line["plan"]): line for line in lines}
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--fresh", action="store_true", help="do every case anew")
-    parser.add_argument("--keep", action="store_true", help="keep what passed, whatever code it was of")
-    args = parser.parse_args()
+    args = options(__doc__, RESULTS).parse_args()
     quiet()
     torch.set_num_threads(1)
-    done = {} if args.fresh else read(args.results)
-    kept = {case for case, line in done.items() if passed(line) and (args.keep or line["code"] == fingerprint())}
+    results = Results(args.results, ("model", "plan"), passed)
+    kept = results.kept(args)
     pools: dict[int, WorkerPool] = {}
     cases = [(model, kind) for model in MODELS for kind in KINDS_OF_PLANS]
     try:
         for model, kind in cases:
             if (model, kind.name) not in kept:
                 line = case_line(model, kind, pools)
-                append(args.results, line)  # after every case, so that an interrupted run can be resumed
+                results.append(line)  # after every case, so that an interrupted run can be resumed
                 print(json.dumps(line), file=sys.stderr)
     finally:
         for pool in pools.values():
             pool.close()
-    found = read(args.results)
-    lines = [found[model, kind.name] for model, kind in cases]
-    args.results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = results.tidy((model, kind.name) for model, kind in cases)
     args.results.with_suffix(".md").write_text(page(lines))
     bad = [line for line in lines if not passed(line)]
     print(f"{len(lines)} cases, {len(bad)} fail: {args.results}")

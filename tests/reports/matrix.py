@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import functools
 import hashlib
 import json
@@ -20,7 +19,6 @@ import signal
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +28,8 @@ import torch
 import torch._dynamo
 from exactness import KINDS, MODELS, ROWS, subject
 from matrix_page import passed, write_page
-from places import EVIDENCE, ROOT, TESTS
+from places import EVIDENCE
+from results import Results, options, quiet
 from torch import Tensor
 from workers import WorkerPool
 
@@ -160,8 +159,7 @@ def case_line(case: Case, pools: dict[int, WorkerPool]) -> dict[str, Any]:
             line |= _result(case, pools)
     except Exception as error:  # whatever it is, it is this case's result
         line |= {"failure": f"{type(error).__name__}: {error}".splitlines()[0]}
-    line |= {"seconds": round(time.perf_counter() - start_s, 2), "torch": torch.__version__}
-    return line | {"code": fingerprint()}
+    return line | {"seconds": round(time.perf_counter() - start_s, 2), "torch": torch.__version__}
 
 
 def _result(case: Case, pools: dict[int, WorkerPool]) -> dict[str, Any]:
@@ -229,64 +227,15 @@ def _alarm(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-ELSEWHERE = ("bench", "explain", "profile", "report", "sweep", "trainers", "validate", "zoo")
-"""Rooms of autopar that neither make nor run a program of a given plan."""
-
-
-@functools.cache
-def fingerprint() -> str:
-    """Of the code that the results depend on."""
-    digest = hashlib.sha256()
-    for folder in ("autopar", "passes"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            if path.relative_to(ROOT).parts[1] in ELSEWHERE:
-                continue
-            digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
-    digest.update((TESTS / "models" / "exactness.py").read_bytes())
-    return digest.hexdigest()[:12]
-
-
-# -- the results' file ------------------------------------------------------------------------------------------------
-
-
-def read(path: Path = RESULTS) -> dict[tuple[str, str], dict[str, Any]]:
-    """The last line of every case."""
-    lines = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
-    return {(line["model"], line["kind"]): line for line in lines}
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Parts that run at a time take turns at the file."""
-    with Path(tempfile.gettempdir(), f"autopar-matrix-{hashlib.sha256(str(path).encode()).hexdigest()[:12]}").open(
-        "w"
-    ) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def append(path: Path, line: dict[str, Any]) -> None:
-    with _locked(path), path.open("a") as file:
-        file.write(json.dumps(line) + "\n")
-
-
-def tidy(path: Path, order: list[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Keep the last line of each case of ``order``, in its order; the lines."""
-    with _locked(path):
-        found = read(path)
-        lines = [found[key] for key in order if key in found]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return lines
-
-
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
+def results_in(path: Path = RESULTS) -> Results:
+    return Results(path, ("model", "kind"), passed)
+
+
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--fresh", action="store_true", help="do every case anew")
-    parser.add_argument("--keep", action="store_true", help="keep what passed, whatever code it was of")
+    parser = options(__doc__, RESULTS)
     parser.add_argument("--part", default="1/1", metavar="I/N", help="the I-th of N parts of the models")
     parser.add_argument("--models", metavar="NAMES", help="these models only, separated by commas")
     parser.add_argument(
@@ -313,23 +262,6 @@ def chosen(args: argparse.Namespace) -> list[Case]:
     return sorted((case for case in cases if case.model in models), key=lambda case: models.index(case.model))
 
 
-def kept(args: argparse.Namespace) -> set[tuple[str, str]]:
-    """The cases that need not be done again."""
-    if args.fresh:
-        return set()
-    current = {key for key, line in read(args.results).items() if line.get("code") == fingerprint()}
-    good = {key for key, line in read(args.results).items() if passed(line)}
-    return good if args.keep else good & current
-
-
-def quiet() -> None:
-    """What libraries say at every capture is not about the cases."""
-    warnings.filterwarnings("ignore")
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-
-
 def main() -> int:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -339,7 +271,8 @@ def main() -> int:
     torch.set_num_threads(1)
     if args.mixtures is not None and args.results == RESULTS:
         args.results = Path(tempfile.gettempdir()) / f"autopar-mixtures-{args.seed}.jsonl"
-    cases, skipped = chosen(args), kept(args)
+    results = results_in(args.results)
+    cases, skipped = chosen(args), results.kept(args)
     pools: dict[int, WorkerPool] = {}
     columns = (TextColumn("{task.description:50}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
@@ -348,7 +281,7 @@ def main() -> int:
                 progress.update(progress.task_ids[0], description=f"{case.model}: {case.kind}")
                 if case.key not in skipped:
                     line = case_line(case, pools)
-                    append(args.results, line)  # after every case, so that an interrupted run can be resumed
+                    results.append(line)  # after every case, so that an interrupted run can be resumed
                     if not passed(line):
                         progress.console.print(json.dumps(line), markup=False)
     finally:
@@ -360,7 +293,7 @@ def main() -> int:
 def finish(args: argparse.Namespace, cases: list[Case]) -> int:
     """Tidy the file, write the page, and say how it went; the exit status."""
     everything = kind_cases() + mixture_cases(MIXTURES, SEED) if args.mixtures is None else cases
-    lines = tidy(args.results, [case.key for case in everything])
+    lines = results_in(args.results).tidy(case.key for case in everything)
     if args.mixtures is None:
         write_page(lines, args.results.with_suffix(".md"), [kind.name for kind in KINDS])
     mine = {case.key for case in cases}

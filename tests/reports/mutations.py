@@ -474,7 +474,7 @@ Made by `make report NAME=mutations`, from the lines of [mutations.jsonl](mutati
 
 
 def main() -> int:
-    from matrix import quiet
+    from results import quiet
     from rich.console import Console
     from rich.progress import track
 

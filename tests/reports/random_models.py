@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matrix import fingerprint as code_of_autopar
 from model_outcome import KINDS, InvalidError, Outcome, outcome, runs
 from model_shrink import shrink
 from model_text import HEADER, Text, draw
 from places import EVIDENCE, ROOT, TESTS
+from results import fingerprint as code_of_autopar
 from workers import WorkerPool
 
 RESULTS = EVIDENCE / "random_models.jsonl"

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matrix import fingerprint, quiet
 from places import EVIDENCE
+from results import fingerprint, quiet
 from torch import Tensor, nn
 from workers import WorkerPool
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
-import hashlib
 import json
 import multiprocessing
 import os
@@ -27,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matrix import append, quiet
 from places import EVIDENCE, ROOT
+from results import Results, options, quiet
 from survey_models import MODELS
 from survey_page import write_page
 from workers import WorkerPool
@@ -177,37 +175,12 @@ class Worker:
         self.process = None
 
 
-@functools.cache
-def fingerprint() -> str:
-    """Of the code that the results depend on."""
-    digest = hashlib.sha256()
-    for folder in ("autopar", "passes"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-def read(path: Path) -> dict[str, dict[str, Any]]:
-    """The last line of every model."""
-    lines = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
-    return {line["model"]: line for line in lines}
-
-
-def kept(args: argparse.Namespace) -> set[str]:
-    """The models that need not be done again."""
-    if args.fresh:
-        return set()
-    lines = read(args.results)
-    if args.keep:
-        return {name for name, line in lines.items() if line["outcome"] == "exact"}
-    return {name for name, line in lines.items() if line["code"] == fingerprint()}
+def results_in(path: Path) -> Results:
+    return Results(path, ("model",), lambda line: line["outcome"] in ("exact", "refused"))
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--fresh", action="store_true", help="do every model anew")
-    parser.add_argument("--keep", action="store_true", help="keep what is exact, whatever code it was of")
+    parser = options(__doc__, RESULTS)
     parser.add_argument("--models", metavar="NAMES", help="these models only, separated by commas")
     parser.add_argument("--groups", metavar="NAMES", help="models of these groups only, separated by commas")
     parser.add_argument("--kinds", metavar="NAMES", help="these kinds of plans, separated by semicolons; all")
@@ -230,7 +203,8 @@ def main() -> int:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     args = arguments()
-    names, done = chosen(args), kept(args)
+    results = results_in(args.results)
+    names, done = chosen(args), results.kept(args)
     wanted = [] if args.kinds == "all" else args.kinds.split(";") if args.kinds else list(KINDS)
     worker = Worker(wanted)
     columns = (TextColumn("{task.description:26}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -238,12 +212,12 @@ def main() -> int:
         with Progress(*columns, console=Console(stderr=True)) as progress:
             for name in progress.track(names):
                 progress.update(progress.task_ids[0], description=name)
-                if name in done:
+                if (name,) in done:
                     continue
                 start_s = time.perf_counter()
                 line = {"model": name, "group": MODELS[name].group} | worker.line(name, args.limit)
-                line |= {"seconds": round(time.perf_counter() - start_s, 1), "code": fingerprint()}
-                append(args.results, line)  # after every model, so that an interrupted run can be resumed
+                line |= {"seconds": round(time.perf_counter() - start_s, 1)}
+                results.append(anywhere(line))  # after every model, so that an interrupted run can be resumed
                 if line["outcome"] != "exact":
                     said = {key: line.get(key) for key in ("model", "outcome", "reason", "at", "seconds")}
                     progress.console.print(json.dumps(said), markup=False, highlight=False, soft_wrap=True)
@@ -261,16 +235,14 @@ def anywhere(line: dict[str, Any]) -> dict[str, Any]:
 
 def finish(args: argparse.Namespace, names: list[str]) -> int:
     """Keep the last line of each model in the models' order, write the page, say how it went; the exit status."""
-    found = read(args.results)
-    lines = [anywhere(found[name]) for name in MODELS if name in found]
-    args.results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = results_in(args.results).tidy((name,) for name in MODELS)
     write_page(lines, args.results.with_suffix(".md"), len(MODELS))
     count = {
         outcome: sum(line["outcome"] == outcome for line in lines)
         for outcome in ("exact", "refused", "wrong", "failed")
     }
     print(", ".join(f"{number} {outcome}" for outcome, number in count.items()), f"of {len(MODELS)}: {args.results}")
-    return 1 if any(found[name]["outcome"] == "wrong" for name in names) else 0
+    return 1 if any(line["outcome"] == "wrong" for line in lines if line["model"] in names) else 0
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ from typing import Any
 import matrix
 import pytest
 from exactness import KINDS, MODELS, subject
-from matrix import RESULTS, Case, append, arguments, chosen, kind_cases, mixture_cases, read, tidy
+from matrix import RESULTS, Case, arguments, chosen, kind_cases, mixture_cases, results_in
 from matrix_page import page, passed
+from results import fingerprint
 from workers import WorkerPool
 
 from autopar.errors import UsageError
@@ -34,7 +35,7 @@ STRAINS = {
 KINDS_PER_MODEL = 3
 COMPILED = "compiled, "
 MIXTURES_HERE = 6
-RECORDED = read()
+RECORDED = results_in().read()
 
 
 def admitted(case: Case) -> bool:
@@ -134,19 +135,19 @@ def test_a_case_that_is_not_exact_shows_on_the_page() -> None:
 
 def test_a_run_does_what_the_file_lacks(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
-    code = matrix.fingerprint()
+    code, results = fingerprint(), results_in(path)
     for changes in (
         {"kind": "a", "error": 1.0},
         {"kind": "a"},
         {"kind": "b", "code": "old"},
         {"kind": "c", "error": 1.0},
     ):
-        append(path, line(**({"code": code} | changes)))
+        results.append(line(**({"code": code} | changes)))
     args = ["--results", str(path)]
-    assert matrix.kept(arguments(args)) == {("m", "a")}
-    assert matrix.kept(arguments([*args, "--keep"])) == {("m", "a"), ("m", "b")}
-    assert matrix.kept(arguments([*args, "--fresh"])) == set()
-    assert [each["error"] for each in tidy(path, [("m", "c"), ("m", "a"), ("m", "d")])] == [1.0, 1e-15]
+    assert results.kept(arguments(args)) == {("m", "a")}
+    assert results.kept(arguments([*args, "--keep"])) == {("m", "a"), ("m", "b")}
+    assert results.kept(arguments([*args, "--fresh"])) == set()
+    assert [each["error"] for each in results.tidy([("m", "c"), ("m", "a"), ("m", "d")])] == [1.0, 1e-15]
 
 
 def test_parts_make_a_whole() -> None:
