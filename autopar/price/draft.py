@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autopar.devices import constants
-from autopar.devices.measured import ATTENTION, PRODUCT, PRODUCT8
+from autopar.devices.measured import ATTENTION, CLASS_LOSS, PRODUCT, PRODUCT8
 from autopar.ops import cost
 from autopar.ops.facts import Kind, facts
 from autopar.ops.operands import operands
@@ -93,6 +93,8 @@ def _kind(node: fx.Node) -> str:
         return ATTENTION
     if facts(node).in_float8:
         return PRODUCT8
+    if facts(node).kind is Kind.CLASS_LOSS:
+        return CLASS_LOSS
     return PRODUCT if cost.model_flops(node) else facts(node).short
 
 

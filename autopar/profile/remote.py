@@ -5,6 +5,7 @@ Every function returns figures: ``{"name", "variant", "backward", "size", "unit"
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -25,12 +26,15 @@ _BUDGET_S = 0.06  # of one measurement, after a run that is not counted
 _SAMPLES = (3, 40)
 _LEAST_SHARE = 0.1  # the least fraction of a time that a difference between two noisy times may be
 _BACK_TO_BACK_S = 2e-4  # runs shorter than this are timed together
-_BEYOND_CACHES = 1 << 26  # bytes of the modules that take turns: more than any cache has
+_BEYOND_CACHES = 1 << 26  # bytes of the ops and modules that take turns: more than a core's caches have
+_COPIES = 64  # of one op at most
 _SEGMENT_S, _SEGMENTS, _BLOCKS = 5e-3, 10, 8  # arithmetic before a collective; collectives timed together; samples
 _device = torch.device("cpu")
 _groups: dict[int, dist.ProcessGroup] = {}  # by members: this rank's
 
 Figures = list[dict[str, Any]]
+Op = tuple[Callable[[], Tensor], list[Tensor]]
+"""An op and those of its operands that get a gradient."""
 
 
 def join(device: str) -> None:
@@ -55,9 +59,11 @@ def measure(function: str, arguments: dict[str, Any]) -> Figures:
     return figures
 
 
-def _seconds(run: Callable[[], Any], together: int = 1) -> list[float]:
-    """Seconds of runs one after the other. Of a collective (``together`` ranks), all ranks must agree on the number of runs."""
-    run()
+def _seconds(run: Callable[[], Any], together: int = 1, turns: int = 1) -> list[float]:
+    """Seconds of runs one after the other, after ``turns`` that are not counted. Of a collective (``together`` ranks), all ranks must agree
+    on the number of runs."""
+    for _ in range(turns):
+        run()
     _wait()
     start = time.perf_counter()
     run()
@@ -102,17 +108,31 @@ def _figure(
     }
 
 
-def _both_ways(
-    name: str, variant: str, forward: Callable[[], Tensor], operands: list[Tensor], sizes: tuple[dict[str, float], ...]
-) -> Figures:
-    """An op forward (with autograd) and, where ``sizes`` has two entries, backward."""
-    out = forward()
-    gradient = torch.ones_like(out)
-    found = [_figure(name, _seconds(forward), sizes[0], variant)]
+def _both_ways(name: str, variant: str, make: Callable[[], Op], sizes: tuple[dict[str, float], ...]) -> Figures:
+    """An op forward (with autograd) and, where ``sizes`` has two entries, backward.
+
+    As many copies of the op take turns as no cache has the memory of, and what each of them computes stays until its next turn, as the
+    values of a training step do.
+    """
+    first = make()
+    copy_bytes = sum(tensor.nbytes for tensor in (*first[1], first[0]()))
+    copies = [first, *(make() for _ in range(min(_COPIES, _BEYOND_CACHES // copy_bytes) - 1))]
+    outs = [forward() for forward, _ in copies]
+    gradient, found = torch.ones_like(outs[0]), list[tuple[Tensor, ...]]([()] * len(copies))
+    turns = itertools.cycle(range(len(copies)))
+
+    def forward() -> None:
+        turn = next(turns)
+        outs[turn] = copies[turn][0]()
+
+    def backward() -> None:
+        turn = next(turns)
+        found[turn] = torch.autograd.grad(outs[turn], copies[turn][1], gradient, retain_graph=True)
+
+    figures = [_figure(name, _seconds(forward, turns=len(copies)), sizes[0], variant)]
     if len(sizes) > 1:
-        backward = _seconds(lambda: torch.autograd.grad(out, operands, gradient, retain_graph=True))
-        found.append(_figure(name, backward, sizes[1], variant, True))
-    return found
+        figures.append(_figure(name, _seconds(backward, turns=len(copies)), sizes[1], variant, True))
+    return figures
 
 
 def _launch() -> Figures:
@@ -126,15 +146,19 @@ def _launch() -> Figures:
             y = y * 1.5
         return y
 
-    figures = _both_ways("launch", "", chain, [x], ({}, {}))
+    figures = _both_ways("launch", "", lambda: (chain, [x]), ({}, {}))
     return [figure | {"samples": [sample / length for sample in figure["samples"]]} for figure in figures]
 
 
 def _product(dtype: str, shape: list[int]) -> Figures:
     rows, inner, columns = shape
     kind = getattr(torch, dtype)
-    x = torch.randn(rows, inner, device=_device).to(kind).requires_grad_()
-    weight = torch.randn(columns, inner, device=_device).to(kind).requires_grad_()
+
+    def make() -> Op:
+        x = torch.randn(rows, inner, device=_device).to(kind).requires_grad_()
+        weight = torch.randn(columns, inner, device=_device).to(kind).requires_grad_()
+        return lambda: F.linear(x, weight), [x, weight]
+
     out_bytes, x_bytes, weight_bytes = (n * kind.itemsize for n in (rows * columns, rows * inner, inner * columns))
     size: dict[str, float] = {"rows": rows, "inner": inner, "columns": columns}
     size |= {"flops": 2.0 * rows * inner * columns, "bytes": out_bytes + x_bytes + weight_bytes}
@@ -143,32 +167,39 @@ def _product(dtype: str, shape: list[int]) -> Figures:
         "bytes": out_bytes + 2.0 * (x_bytes + weight_bytes),
         "ops": 2.0,
     }
-    return _both_ways("product", dtype, lambda: F.linear(x, weight), [x, weight], (size, back))
+    return _both_ways("product", dtype, make, (size, back))
 
 
 def _attention(dtype: str, shape: list[int]) -> Figures:
     batch, heads, length, width = shape
-    q, k, v = (
-        torch.randn(batch, length, heads, width, device=_device, dtype=getattr(torch, dtype))
-        .transpose(1, 2)
-        .requires_grad_()
-        for _ in range(3)
-    )
+
+    def operand() -> Tensor:
+        whole = torch.randn(batch, length, heads, width, device=_device, dtype=getattr(torch, dtype))
+        return whole.transpose(1, 2).requires_grad_()
+
+    def make() -> Op:
+        q, k, v = operand(), operand(), operand()
+        return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), [q, k, v]
+
     flops = 2.0 * batch * heads * length**2 * width  # two products of half a square of scores
     size: dict[str, float] = {"batch": batch, "heads": heads, "length": length, "width": width}
     sizes = (size | {"flops": flops}, size | {"flops": 2.5 * flops})
-    run = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: E731  used once, right here
-    return _both_ways("attention", dtype, run, [q, k, v], sizes)
+    return _both_ways("attention", dtype, make, sizes)
 
 
 def _move(kind: str, elements: int) -> Figures:
     width = min(512 if _device.type == "cpu" else 4096, elements // 4)
-    x = torch.randn(elements // width, width, device=_device, requires_grad=True)
+    rows = elements // width
+    sizes = tuple({"elements": float(elements), "bytes": 4.0 * n * rows * width} for n in MOVES[kind] if n)
+    return _both_ways("move", kind, lambda: _moved(kind, rows, width), sizes)
+
+
+def _moved(kind: str, rows: int, width: int) -> Op:
+    x = torch.randn(rows, width, device=_device, requires_grad=True)
     y = torch.randn_like(x, requires_grad=True)
-    rows, scale = x.shape[0], torch.ones(width, device=_device)
-    target = torch.zeros(rows, dtype=torch.long, device=_device)
+    scale, target = torch.ones(width, device=_device), torch.zeros(rows, dtype=torch.long, device=_device)
     half = x.detach()[: rows // 2].clone().requires_grad_()
-    runs: dict[str, tuple[Callable[[], Tensor], list[Tensor]]] = {
+    runs: dict[str, Op] = {
         "pointwise": (lambda: x * y, [x, y]),
         "add": (lambda: x + y, [x, y]),
         "gelu": (lambda: F.gelu(x), [x]),
@@ -179,9 +210,7 @@ def _move(kind: str, elements: int) -> Figures:
         "cat": (lambda: torch.cat((half, half), 0), [half]),
         "cross_entropy_loss": (lambda: F.cross_entropy(x, target), [x]),
     }
-    run, operands = runs[kind]
-    sizes = tuple({"elements": float(elements), "bytes": float(n * x.nbytes)} for n in MOVES[kind] if n)
-    return _both_ways("move", kind, run, operands, sizes)
+    return runs[kind]
 
 
 def _update(elements: int) -> Figures:

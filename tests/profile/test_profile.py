@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  torch's own convention
 from price_models import time_s
 from workers import WorkerPool
 
@@ -180,26 +181,30 @@ def test_everything_is_measured(workers2: WorkerPool, case):
 
 
 def test_bytes_are_counted_as_the_price_counts_them():
-    """``sweep.MOVES`` against the price's own table, op by op."""
+    """``sweep.MOVES`` against the price's own table: every kind that is measured is some op's, with the same bytes."""
     n = 64 * 64 * 4
-    batch = tuple(torch.empty(64, 64, device="meta", requires_grad=False) for _ in range(2))
 
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.a, self.b = (torch.nn.Linear(64, 64, device="meta") for _ in range(2))
+            self.linears = torch.nn.ModuleList(torch.nn.Linear(64, 64, device="meta") for _ in range(4))
 
         def forward(self, x, y):
-            return torch.nn.functional.gelu(self.a(x) * self.b(y)).sum()
+            a, b, c, d = (
+                linear(v) for linear, v in zip(self.linears, (x, y, x, y), strict=True)
+            )  # each has one reader
+            one = F.gelu(a * b).softmax(-1) + F.silu(F.layer_norm(c, (64,)))
+            return torch.cat((one[:32], F.rms_norm(d, (64,))[32:]))
 
-    graph = annotate(capture(Model(), batch))
-    tables = [build(cls, precision("float32"))[0] for cls in graph.classes.values()]
+    batch = (tuple(torch.empty(2, 64, 64, device="meta")), torch.zeros(64, dtype=torch.long, device="meta"))
+    graph = annotate(capture(Model(), batch, F.cross_entropy))
     seen = {}
-    for table in tables:
+    for table in (build(cls, precision("float32"))[0] for cls in graph.classes.values()):
         for i, kind in enumerate(table.kinds):
             here = table.slot_op == i
-            seen[str(kind)] = (table.slot_forward[here].sum() / n, table.slot_backward[here].sum() / n)
-    assert seen["mul"] == MOVES["pointwise"] and seen["gelu"] == MOVES["gelu"]
+            name = {"mul": "pointwise"}.get(str(kind), str(kind))
+            seen[name] = (table.slot_forward[here].sum() // n, table.slot_backward[here].sum() // n)
+    assert {kind: seen.get(kind) for kind in MOVES} == MOVES
 
 
 def test_all_numbers_of_processes_have_tasks():

@@ -1,6 +1,6 @@
 """Predicted against measured timelines on limited nodes: ``make report NAME=timelines`` writes ``docs/evidence/timelines.{jsonl,md}``.
 
-Three programs (1F1B, zero bubble, ZeRO 1) run on two nodes whose links have a rate (``limited_nodes``), and each writes traces of some
+Three programs (1F1B, zero bubble, tensor parallelism) run on two nodes whose links have a rate (``limited_nodes``), and each writes traces of some
 steps. Every kind of action is compared with its prediction, which is priced by the nodes' calibration, measured anew. It needs root and a
 machine that does nothing else.
 """
@@ -32,7 +32,7 @@ from autopar.report.trace import compare_actions, read_trace
 from autopar.run.processes import Processes
 from autopar.workload import Workload
 
-PROGRAMS = ("1f1b-2", "zero-bubble-2", "zero1-2")
+PROGRAMS = ("1f1b-2", "zero-bubble-2", "tensor-2")
 WARM_UP, TRACED = 3, 7  # steps
 RESULTS, PAGE = EVIDENCE / "timelines.jsonl", EVIDENCE / "timelines.md"
 
