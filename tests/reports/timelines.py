@@ -1,8 +1,8 @@
 """Predicted against measured timelines on limited nodes: ``make report NAME=timelines`` writes ``docs/evidence/timelines.{jsonl,md}``.
 
-Three programs (1F1B, zero bubble, tensor parallelism) run on two nodes whose links have a rate (``limited_nodes``), and each writes traces of some
-steps. Every kind of action is compared with its prediction, which is priced by the nodes' calibration, measured anew. It needs root and a
-machine that does nothing else.
+Three programs (1F1B, zero bubble, tensor parallelism) run on two nodes whose links have a rate (``limited_nodes``), and each writes traces
+of some steps. Every kind of action is compared with its prediction, which is priced by the calibration of the nodes, measured anew. It
+needs root and a machine that does nothing else.
 """
 
 from __future__ import annotations
