@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 PRODUCT8 = "product in 8 bits"
-PRODUCT, ATTENTION, POINTWISE, VIEW = "product", "attention", "pointwise", "view"
+PRODUCT, ATTENTION, POINTWISE = "product", "attention", "pointwise"
 CLASS_LOSS = "cross_entropy_loss"
 """Kinds of op with curves of their own. Every other kind is an op's name, and has the curve of ``POINTWISE`` where it was not measured."""
 
