@@ -15,6 +15,7 @@ import torch
 from exactness import MODELS, subject
 from resumed import KIND, Fault, batch_of, chain, emitted
 from test_randomness import dropping
+from tiers import in_short
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from workers import WorkerPool
 
@@ -106,7 +107,9 @@ CHAINS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize(
+    "name", in_short(CHAINS, "tied and fused", "experts", "whole tensors", "rows and columns", "buffers", "frozen")
+)
 def test_training_goes_on_under_another_plan(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     model, optimizer, kinds = CHAINS[name]
     graph = subject(model).graph
@@ -219,7 +222,9 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize("kind", SAME)
+@pytest.mark.parametrize(
+    "kind", in_short(SAME, "data 2 x tensor+sequence 2, zero 1", "data 2, zero 3", "data 2, local steps")
+)
 def test_the_same_plan_goes_on_bit_for_bit(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """40 steps, and 20 with 20 more; replicas that train apart are averaged after every third step, not after the 20th."""
     optimizer, steps = SAME[kind]

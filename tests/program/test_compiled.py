@@ -16,6 +16,7 @@ import torch._dynamo
 from exactness import MODELS, subject
 from price_models import chain, llama_block
 from test_randomness import dropping, gpt2
+from tiers import slow
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from workers import WorkerPool
@@ -41,11 +42,6 @@ from autopar.verify.case import compare_step
 BACKEND = "aot_eager_decomp_partition"
 """Everything of torch's default backend but the code that it writes and compiles: its tracing, its operators, its cut between forward and
 backward. That code takes a C++ compiler a minute for each program; the exactness matrix has such cases."""
-
-
-def slow(*values: Any) -> Any:
-    """A case of the slow tests; the exactness matrix has these plans, too."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def gradients(folder: str, state: str, batch: dict[str, Tensor]) -> tuple[Any, int, int]:

@@ -12,6 +12,7 @@ from programs import Shape, mlp_batch, mlp_model, write_mlp
 from test_hybrid import MESH
 from test_overlap import LAYERS, Blocks, program
 from test_reductions import OPAQUE
+from tiers import in_short
 from torch import Tensor, nn
 from workers import WorkerPool
 
@@ -94,7 +95,7 @@ def reduces_last(issued: list[list[str]], microbatches: int) -> bool:
     return len(names) > 0
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", in_short(PLANS, "no pipeline", "one microbatch", "copies", "interleaved"))
 def test_gradients_are_exact_and_reduced_once(name: str, workers4: WorkerPool, tmp_path: Path) -> None:
     options = PLANS[name]
     path, model = emitted(tmp_path / "exact", **options)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import in_short
 from torch import Tensor, nn
 from workers import WorkerPool
 
@@ -178,7 +179,7 @@ SERVED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", in_short(SERVED, "two data axes", "tensor+sequence", "interleaved"))
 def test_a_parameter_server_trains_as_one_device(name: str, workers4: WorkerPool, tmp_path: Path) -> None:
     found = run(workers4, program(tmp_path, **SERVED[name], **SERVER), tied())
     assert differs(found, *reference(tied())) < 1e-9
@@ -311,7 +312,7 @@ def own_parameters_differ(found: list[dict[str, Any]], states: list[dict[str, Te
     return worst
 
 
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("name", in_short(APART, "two data axes", "tensor+sequence", "pipeline"))
 @pytest.mark.parametrize(("every", "optimizer"), [(3, "adamw"), (2, "sgd")])
 def test_replicas_train_apart_as_simulated(
     name: str, every: int, optimizer: str, workers4: WorkerPool, tmp_path: Path

@@ -32,7 +32,7 @@ STRAINS = {
     ("bert", "pipeline 2, gpipe"),
     ("mlp", "mixed: tensor 1, 2 and 4"),
 }
-KINDS_PER_MODEL = 3
+KINDS_PER_MODEL = 2
 COMPILED = "compiled, "
 MIXTURES_HERE = 6
 RECORDED = results_in().read()
