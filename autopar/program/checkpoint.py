@@ -392,6 +392,7 @@ class _Writes(dcp.DefaultSavePlanner):
     def __init__(self, own: Sequence[Piece]) -> None:
         super().__init__()
         self._own = {_index(piece): piece for piece in own}
+        self._copy = torch.empty(0)
 
     def create_local_plan(self) -> SavePlan:
         # the paths let torch's tools (dcp_to_torch_save) rebuild nested dicts
@@ -400,7 +401,13 @@ class _Writes(dcp.DefaultSavePlanner):
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._own[write_item.index].values
+        """A box in memory of its own on the CPU. Of any other tensor ``FileSystemWriter`` makes a copy, and keeps it until the file's end:
+        here the copy of a box is freed as soon as the next box is asked for."""
+        self._copy.untyped_storage().resize_(0)
+        values = self._own[write_item.index].values
+        if values.device.type != "cpu" or values.untyped_storage().nbytes() != values.nbytes:
+            values = self._copy = values.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        return values
 
 
 class _Reads(dcp.LoadPlanner):
@@ -466,6 +473,9 @@ def _write_item(index: MetadataIndex, piece: Piece) -> WriteItem:
 
 
 class _Writer(dcp.FileSystemWriter):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, per_thread_copy_ahead=0)  # it asks for a box when the one before is in the file
+
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()  # else the folder's path, which is going to change
 
