@@ -5,8 +5,9 @@ Its own initialisers write the program's initial values in one process; the rank
 safetensors files, read these files, write a checkpoint, and read it. Before each of these the kernel's mark of a process's peak (VmHWM,
 pages of mapped files included) begins anew.
 
-A process's share are the bytes of its parameters, master copies and gradient buffers. The limit is 1.15 shares and 0.5 GB. One JSON line per step and plan;
-a run does what the file lacks for this code (``--fresh``: everything). Ends with status 1 if a process is above the limit.
+A process's share are the bytes of its parameters, master copies and gradient buffers. The limit is 1.15 shares and 0.5 GB. One
+JSON line per step and plan; a run does what the file lacks for this code (``--fresh``: everything). Ends with status 1 if a process is
+above the limit.
 """
 
 from __future__ import annotations
@@ -130,8 +131,8 @@ def page(lines: list[dict[str, Any]]) -> str:
 {sum(map(passed, lines))} of {len(lines)} steps stay within 1.15 shares and 0.5 GB in every process, and what is written and read adds at
 most {max(line["added_bytes"] for line in later) / GB:.2f} GB to a process. The model is Llama-2-7B in bfloat16 with {most["layers"]} of its
 32 layers, {most["model_bytes"] / GB:.2f} GB, built on meta; {most["processes"]} processes train the parameters themselves. The last plan
-alone has masters in float32, and few layers, because of the whole model they need more memory than this machine has. A process's share are its parameters,
-master copies and gradient buffers; parameters without replicas have gradients in a step alone.
+alone has masters in float32, and few layers: those of the whole model need more memory than this machine has. A process's share are its
+parameters, master copies and gradient buffers; parameters without replicas have gradients in a step alone.
 
 Peaks are VmHWM, pages of mapped files included, beyond what the process had before, which is torch, the program's modules and the process
 group; after the start the share is part of the peak, and *added* is the rest. Each row is the process that is farthest up to its limit.
@@ -153,7 +154,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--layers", type=int, default=32, metavar="N", help="of the model: 0.4 GB each, and 0.5 GB for the rest"
     )
-    parser.add_argument("--plan", help="this one alone")
+    parser.add_argument("--plan", help="measure no other one")
     parser.add_argument("--fresh", action="store_true", help="measure everything anew")
     return parser.parse_args()
 
@@ -180,11 +181,9 @@ def main() -> int:
     lines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as home:
         for name, case in cases(args.layers).items():
-            if args.plan not in (None, name):
-                continue
             mine = [line for line in kept if line["plan"] == name and line["layers"] == case.layers]
             values = Path(home) / str(case.layers)
-            if not mine:
+            if not mine and args.plan in (None, name):
                 for other in Path(home).iterdir():
                     if other != values:
                         shutil.rmtree(other)
