@@ -162,7 +162,7 @@ def arguments() -> argparse.Namespace:
 def why_not(layers: int) -> str:
     """What this machine lacks for the report."""
     whole = sum(parameter.nbytes for parameter in model(layers).parameters())
-    memory, disk = whole + PROCESSES * GB // 2, 3 * whole + GB
+    memory, disk = whole + PROCESSES * 5 * GB // 8, 3 * whole + GB
     available = int(re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[0]) * 1024
     if available < memory or shutil.disk_usage(tempfile.gettempdir()).free < disk:
         return f"needs {memory / GB:.0f} GB of memory and {disk / GB:.0f} GB on the disk"
