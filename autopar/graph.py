@@ -164,10 +164,10 @@ class Graph:
     (``"autopar.opaque_0"``). ``buffers`` are the buffers that the forward pass writes: each belongs to one layer. Buffers that it only
     reads are ``constants``. ``valueless`` names the constants without values (of a model on meta): such a graph can be planned, but no
     program can be written from it. ``narrow`` lists the numbers that its plans may store in lower precision (of
-    ``autopar.plan.NARROW``), and ``FP8`` if its products are in 8 bits. ``state`` lists the parameters and buffers of the user's model,
-    in its order, whether the loss depends on them or not. ``guards`` are the questions that the model asked about the whole batch's
-    values; the graph equals the model for batches with the same answers. The prelude computes the tensors that they ask about, after
-    the scalars.
+    ``autopar.plan.NARROW``), ``FP8`` if its products are in 8 bits, and ``TF32`` if those of float32 use TF32. ``state`` lists the
+    parameters and buffers of the user's model, in its order, whether the loss depends on them or not. ``guards`` are the questions that the
+    model asked about the whole batch's values; the graph equals the model for batches with the same answers. The prelude computes the
+    tensors that they ask about, after the scalars.
     """
 
     name: str

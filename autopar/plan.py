@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from autopar.precision import TF32
 from autopar.schedules import Schedule
 from autopar.units import seconds
 
@@ -59,12 +60,13 @@ NARROW_MOMENTS = "bfloat16_moments"
 NARROW = (NARROW_GRADIENTS, NARROW_MOMENTS)
 FP8 = "fp8"
 APART = "local_steps"
-ALLOWED = (MICROBATCH_STATISTICS, *NARROW, FP8, APART)
+ALLOWED = (MICROBATCH_STATISTICS, *NARROW, FP8, TF32, APART)
 """The kinds of exactness that a user may allow a plan to give up. ``microbatch_statistics``: a loss that needs the whole batch (a
 router's auxiliary loss, batch norm, negatives of the same batch) is computed for each microbatch separately, and the step's loss is
 their mean. For parameters of 16 bits (their master copies stay in float32): with ``bfloat16_gradients`` gradients are accumulated and
 reduced in 16 bits, with ``bfloat16_moments`` Adam's moments are in 16 bits. ``fp8``: products with weights multiply 8-bit numbers
-(``program.kernels_fp8``), in models in bfloat16. ``local_steps``: replicas train apart for some steps, then
+(``program.kernels_fp8``), in models in bfloat16. ``tf32``: matrix products of float32 round their operands to 10 bits of mantissa.
+``local_steps``: replicas train apart for some steps, then
 their parameters are averaged."""
 
 DEGREES = {

@@ -14,6 +14,7 @@ ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 PRECISIONS = tuple(ELEMENT_BYTES)
 FLOAT16 = "float16"  # the precision whose losses are scaled
+TF32 = "tf32"  # float32 matrix products of operands with 10 bits of mantissa: devices have a rate for it, no model is captured in it
 FLOAT8 = "float8"  # matrix products in 8 bits: devices have a rate for it, no model is captured in it
 SPELLINGS = {name: name for name in PRECISIONS} | {
     "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -23,8 +26,10 @@ from autopar.plan import Plan
 from autopar.planning import plan_model
 from autopar.program.checkpoint_files import CheckpointError, claimed, has_any
 from autopar.program.state import INITIAL
+from autopar.program.watch import SIGNALS
 from autopar.run.folder import folder_for_program
 from autopar.run.initialise import is_path, with_tables, write_values
+from autopar.run.ranks import is_one_of_several
 from autopar.search import SearchOptions
 from autopar.units import parse_size
 from autopar.workload import Recapture, Workload
@@ -113,17 +118,50 @@ def run_command(
     if init and request["model"].partition(":")[1] == "":  # made on meta with the model
         sizes = Sizes(request["seq"], request["global_batch"], request["precision"])
         batch = batch_of(request["model"], workload.model, sizes, "cpu")
-    with program:
-        begun = checkpoints.load(program)
+    with program, Stop(checkpoints.folder is not None and not is_one_of_several()) as stop:
+        done = begun = checkpoints.load(program)
+
+        def batches() -> Iterator[Any]:
+            while done < steps and not stop.asked:
+                yield batch
 
         def after(step: int, loss: float, _: object) -> None:
-            number = begun + step + 1
-            print(f"step {number} loss {loss:.6f}", flush=True)
-            checkpoints.save(program, number, steps)
+            nonlocal done
+            done = begun + step + 1
+            print(f"step {done} loss {loss:.6f}", flush=True)
+            checkpoints.save(program, done, steps)
 
-        program.train([batch], max(0, steps - begun), after)
+        program.train(batches(), on_step=after)
+        if done < steps:
+            if done > begun and done % checkpoints.every:
+                checkpoints.save(program, done, done)
+            said = f"{stop.asked}: the training stops after {done} of {steps} steps; --resume goes on from there"
+            print(said, file=sys.stderr, flush=True)
     if claim is not None:
         claim.close()
+
+
+class Stop:
+    """A context in which ``SIGNALS`` do not end this process: ``asked`` is the name of the last one. A second Ctrl-C ends it at once."""
+
+    def __init__(self, heeds: bool) -> None:
+        self.asked = ""
+        self._heeds = heeds
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> Stop:
+        if self._heeds:
+            self._handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.asked = signal.Signals(number).name
+        if number == signal.SIGINT:
+            signal.signal(number, self._handlers[number])
 
 
 @dataclasses.dataclass(frozen=True)

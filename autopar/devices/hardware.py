@@ -19,6 +19,7 @@ from typing import Any
 from autopar.devices import constants as c
 from autopar.devices.cluster import Gpu, Host, Link, Network
 from autopar.errors import DeviceError
+from autopar.precision import FLOAT8, TF32
 
 _GIGA, _TERA = 1e9, 1e12
 GPUS_PER_NODE = 8  # of every SXM board; the file of GB200 has a figure of its own
@@ -146,27 +147,40 @@ def node_bytes_per_s(words: str, per_node: int) -> float | None:
     return gigabits * 1e9 / 8 * (per_node if count is None else int(count[1]))
 
 
+def rates(entry: Mapping[str, Any], ending: str = "") -> dict[str, float]:
+    """FLOP/s of those of ``RATES`` that an entry has, as ``peak_NAME`` with that ending, in TFLOP/s."""
+    keys = {precision: f"peak_{name}{ending}_tflops" for precision, name in RATES.items()}
+    return {precision: entry[key] * _TERA for precision, key in keys.items() if key in entry}
+
+
 def _peak(entry: Mapping[str, Any]) -> float:
     return float(entry.get("peak_bf16_dense_tflops") or entry.get("peak_fp16_dense_tflops") or 0.0) * _TERA
 
 
+RATES = {FLOAT8: "fp8", "float32": "fp32", TF32: "tf32"}
+"""The precisions whose rates some specifications have besides, and their names in files."""
+
+
 def peaks(
-    bf16_flops: float | None, fp16_flops: float | None = None, fp8_flops: float | None = None
+    bf16_flops: float | None, fp16_flops: float | None = None, known: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-    """Dense FLOP/s by precision from the one figure that every specification has. Without ``fp8_flops`` products in 8 bits run at
-    bfloat16's rate."""
+    """Dense FLOP/s by precision from the one figure that every specification has, and those of ``RATES`` that are ``known``. Otherwise
+    products in 8 bits run at bfloat16's rate, and those of TF32 at that of float32."""
     if bf16_flops:
-        return {
-            "float8": fp8_flops or bf16_flops,
+        found = {
+            FLOAT8: bf16_flops,
             "bfloat16": bf16_flops,
             "float16": bf16_flops,
-            "float32": bf16_flops * c.TF32_OVER_BF16.value,
+            "float32": bf16_flops * c.FP32_OVER_BF16.value,
             "float64": bf16_flops * c.FP64_OVER_BF16.value,
         }
-    assert fp16_flops
-    single = fp16_flops * c.FP32_OVER_FP16_VOLTA.value
-    # without bfloat16 in hardware it runs in the float32 units
-    return {"float8": single, "bfloat16": single, "float16": fp16_flops, "float32": single, "float64": single / 2}
+    else:
+        assert fp16_flops
+        single = fp16_flops * c.FP32_OVER_FP16_VOLTA.value
+        # without bfloat16 in hardware it runs in the float32 units
+        found = {FLOAT8: single, "bfloat16": single, "float16": fp16_flops, "float32": single, "float64": single / 2}
+    found |= known or {}
+    return {TF32: found["float32"], **found}
 
 
 def gpu(name: str, memory_bytes: int | None = None) -> Gpu:
@@ -179,7 +193,7 @@ def gpu(name: str, memory_bytes: int | None = None) -> Gpu:
     return Gpu(
         name=name,
         memory_bytes=memory_bytes or int(gib * c.GIB_PER_VENDOR_GB.value),
-        peak_flops=peaks(peak if bf16 else None, peak, entry.get("peak_fp8_dense_tflops", 0.0) * _TERA),
+        peak_flops=peaks(peak if bf16 else None, peak, rates(entry, "_dense")),
         matmul_efficiency=sustained / peak,
         memory_bytes_per_s=entry["hbm_gb_per_s"] * _GIGA,
         memory_efficiency=c.MEMORY_EFFICIENCY.value * c.SUSTAINED.value
@@ -272,6 +286,7 @@ def cpu(processes: int) -> tuple[Gpu, Link]:
             "bfloat16": flops * low,
             "float16": flops * low,
             "float32": flops,
+            TF32: flops,
             "float64": flops / 2,
         },
         matmul_efficiency=1.0,  # the figures are rates of real code, not peaks

@@ -20,6 +20,8 @@ A TOML file has these keys, all but ``gpu`` optional for a GPU that is known; fo
     memory_gb_per_s = 3350       # peak, GB = 1e9 bytes
     peak_bf16_tflops = 989       # dense
     peak_fp8_tflops = 1979       # dense, of 8-bit products; bfloat16's rate where it is left out
+    peak_fp32_tflops = 67        # dense, of float32 without TF32; a sixteenth of bfloat16's rate where it is left out
+    peak_tf32_tflops = 494.5     # dense, with TF32; float32's rate where it is left out
     nvlink_gb_per_s = 450        # per GPU, one direction; PCIe where there is no NVLink
     inter_node_gb_per_s = 400    # per node, one direction
     intra_latency_us = 3.4       # one hop
@@ -73,7 +75,7 @@ _NUMBERS = (
     "memory_gb",
     "memory_gb_per_s",
     "peak_bf16_tflops",
-    "peak_fp8_tflops",
+    *(f"peak_{name}_tflops" for name in hardware.RATES.values()),
     "nvlink_gb_per_s",
     "inter_node_gb_per_s",
     "intra_latency_us",
@@ -333,7 +335,7 @@ def _gpu(path: Path, data: dict[str, Any]) -> Gpu:
         return Gpu(
             name=data["gpu"],
             memory_bytes=memory,
-            peak_flops=hardware.peaks(data["peak_bf16_tflops"] * 1e12, None, data.get("peak_fp8_tflops", 0.0) * 1e12),
+            peak_flops=hardware.peaks(data["peak_bf16_tflops"] * 1e12, None, hardware.rates(data)),
             matmul_efficiency=c.MATMUL_EFFICIENCY.value,
             memory_bytes_per_s=data["memory_gb_per_s"] * 1e9,
             memory_efficiency=c.MEMORY_EFFICIENCY.value,
@@ -346,8 +348,8 @@ def _gpu(path: Path, data: dict[str, Any]) -> Gpu:
         changes["memory_bytes_per_s"] = data["memory_gb_per_s"] * 1e9
     if "peak_bf16_tflops" in data:
         changes["peak_flops"] = hardware.peaks(data["peak_bf16_tflops"] * 1e12)
-    if "peak_fp8_tflops" in data:
-        changes["peak_flops"] = changes.get("peak_flops", known.peak_flops) | {"float8": data["peak_fp8_tflops"] * 1e12}
+    if given := hardware.rates(data):
+        changes["peak_flops"] = changes.get("peak_flops", known.peak_flops) | given
     return dataclasses.replace(known, **changes, sources=known.sources + source) if changes or memory else known
 
 

@@ -18,6 +18,7 @@ from autopar.plan import (
     Strategy,
     local_steps,
 )
+from autopar.precision import TF32
 
 
 def main_strategy(plan: Plan) -> Strategy:
@@ -62,7 +63,7 @@ def describe(plan: Plan) -> str:
         if count:
             whose = "" if count == len(plan.layers) else f" of {count} of {len(plan.layers)} layers"
             parts.append(f"{what}{whose} in the host's memory")
-    parts += [f"{name.replace('_', ' ')} (not exact)" for name in (*NARROW, FP8) if name in plan.allow]
+    parts += [f"{name.replace('_', ' ')} (not exact)" for name in (*NARROW, FP8, TF32) if name in plan.allow]
     return ", ".join(parts)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autopar.errors import UsageError
 from autopar.plan import NARROW_GRADIENTS, NARROW_MOMENTS
-from autopar.precision import ELEMENT_BYTES, FLOAT8, FLOAT16
+from autopar.precision import ELEMENT_BYTES, FLOAT8, FLOAT16, TF32
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,14 @@ def precision(name: str, allow: Collection[str] = ()) -> Precision:
     """The precision called ``name`` in an emitted program.
 
     Parameters of 16 bits have a float32 sum of gradients, a float32 master copy and float32 moments, except for those that ``allow``
-    (some of ``plan.NARROW``) makes narrow. ``float8`` computes matrix products in 8 bits and stores everything as ``bfloat16`` does.
+    (some of ``plan.NARROW``) makes narrow. ``float8`` computes matrix products in 8 bits and stores everything as ``bfloat16`` does;
+    ``tf32``, which ``float32`` becomes where ``allow`` has it, computes them faster and stores everything as ``float32`` does.
 
     Raises:
         UsageError: no such precision.
     """
-    known = {FLOAT8: ELEMENT_BYTES["bfloat16"], **ELEMENT_BYTES}
+    known = {FLOAT8: ELEMENT_BYTES["bfloat16"], TF32: ELEMENT_BYTES["float32"], **ELEMENT_BYTES}
+    name = TF32 if name == "float32" and TF32 in allow else name
     if name not in known:
         raise UsageError(f"there is no precision {name!r}", f"the precisions are {', '.join(known)}")
     width = known[name]

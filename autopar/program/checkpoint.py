@@ -392,6 +392,7 @@ class _Writes(dcp.DefaultSavePlanner):
     def __init__(self, own: Sequence[Piece]) -> None:
         super().__init__()
         self._own = {_index(piece): piece for piece in own}
+        self._copy = torch.empty(0, dtype=torch.uint8)
 
     def create_local_plan(self) -> SavePlan:
         # the paths let torch's tools (dcp_to_torch_save) rebuild nested dicts
@@ -400,7 +401,17 @@ class _Writes(dcp.DefaultSavePlanner):
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._own[write_item.index].values
+        """A box whose storage is no larger than the box: of any other ``FileSystemWriter`` makes a copy, and keeps it until the file's end.
+        What has to be copied is overwritten by the next copy, which is asked for when this box is in the file."""
+        values = self._own[write_item.index].values
+        if values.device.type == "cpu" and values.is_contiguous():
+            first = values.storage_offset() * values.element_size()
+            storage = values.untyped_storage()[first : first + values.nbytes]
+            return values.new_empty(0).set_(storage).view(values.shape)
+        if self._copy.nbytes < values.nbytes:
+            self._copy = torch.empty(values.nbytes, dtype=torch.uint8)
+        copied = self._copy.untyped_storage()[: values.nbytes]
+        return torch.empty(0, dtype=values.dtype).set_(copied).view(values.shape).copy_(values)
 
 
 class _Reads(dcp.LoadPlanner):
@@ -466,6 +477,9 @@ def _write_item(index: MetadataIndex, piece: Piece) -> WriteItem:
 
 
 class _Writer(dcp.FileSystemWriter):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, per_thread_copy_ahead=0)  # it asks for a box when the last one is in the file
+
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()  # else the folder's path, which is going to change
 

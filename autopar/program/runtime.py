@@ -112,6 +112,8 @@ class Trainer:
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm is {max_norm}: gradients are scaled to a norm above 0, or left alone (None)")
         self.program, self.world, self.max_norm = program, world, max_norm
+        if "tf32" in program.plan.get("allow", ()):
+            torch.set_float32_matmul_precision("high")  # of this process
         self._half_read = False  # whether only some values were replaced by those of files
         same_options({"the seed": seed, "max_norm": max_norm}, world.device)
         self.stages, self._by_stage, self._buffers = build_stages(program, world)

@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import queue
+import signal
 import sys
 import threading
 import traceback
@@ -20,7 +21,7 @@ from typing import Any, TextIO
 
 import torch
 
-from autopar.program.watch import is_consequence
+from autopar.program.watch import SIGNALS, is_consequence
 
 
 def resolve(target: str) -> Callable[..., Any]:
@@ -56,6 +57,10 @@ def _answer(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
+    for (
+        number
+    ) in SIGNALS:  # Ctrl-C and schedulers reach the whole group: the parent answers, and this process ends with it
+        signal.signal(number, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # prints of the called functions join the log
     # not sys.stdin, whose lock the thread below holds: a process that is forked here, to read data, closes its own and would wait for it

@@ -12,6 +12,7 @@ import torch
 from autopar.errors import CaptureError, InfeasibleError
 from autopar.graph import Graph
 from autopar.plan import FP8, MICROBATCH_STATISTICS, NARROW, Plan
+from autopar.precision import TF32
 from autopar.search.options import SearchOptions
 
 
@@ -19,7 +20,8 @@ from autopar.search.options import SearchOptions
 class Concession:
     """The exactness that one plan gives up.
 
-    ``narrow`` names what is in 16 bits (some of ``NARROW``), and ``FP8`` if products are in 8. Each of ``microbatches`` computes its own
+    ``narrow`` names what is in 16 bits (some of ``NARROW``), ``FP8`` if products are in 8, and ``TF32`` if float32
+    products are of TF32. Each of ``microbatches`` computes its own
     statistics and loss; with one microbatch, the whole batch, they are exact.
     """
 
@@ -29,7 +31,7 @@ class Concession:
     @staticmethod
     def of(plan: Plan) -> Concession:
         """The exactness that ``plan`` gives up."""
-        narrow = tuple(name for name in (*NARROW, FP8) if name in plan.allow)
+        narrow = tuple(name for name in (*NARROW, FP8, TF32) if name in plan.allow)
         return Concession(narrow, plan.microbatches if MICROBATCH_STATISTICS in plan.allow else 1)
 
 
@@ -41,6 +43,7 @@ def concessions(graph: Graph, options: SearchOptions) -> list[Concession]:
     """
     names = [name for name in NARROW if name in options.allow and graph.dtype.itemsize == 2]
     names += [FP8] if FP8 in options.allow and graph.dtype == torch.bfloat16 else []
+    names += [TF32] if TF32 in options.allow and graph.dtype == torch.float32 else []
     narrow = [some for count in range(len(names) + 1) for some in itertools.combinations(names, count)]
     counts = [1]
     if MICROBATCH_STATISTICS in options.allow and graph.unmicrobatchable:

@@ -24,7 +24,7 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.graph import Graph
 from autopar.pins import ANY
 from autopar.plan import ALL_REDUCE, FP8, PinPrice, Plan
-from autopar.precision import FLOAT8
+from autopar.precision import FLOAT8, TF32
 from autopar.schedules import copies_of
 from autopar.search.bounds.cheap import fewest_seconds
 from autopar.search.evaluation import Proof, Solution, cost, in_segments, make_plan, tidy
@@ -148,7 +148,8 @@ def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Instance]:
             state.push(instance, fewest_seconds(instance), more=more)
     if not instances:
         raise _no_price(graph, state)
-    numbers = (state.options.precision, *([FLOAT8] if FP8 in graph.allow else []))
+    numbers = [state.options.precision]
+    numbers += [kind for name, kind in ((FP8, FLOAT8), (TF32, TF32)) if name in graph.allow]
     peak = max(cluster.peak_flops(name) for name in numbers)  # the floor holds for products of both kinds
     if peak:
         first = instances[0]

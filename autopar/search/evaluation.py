@@ -28,6 +28,7 @@ from autopar.plan import (
     effective_sync,
     given_up,
 )
+from autopar.precision import TF32
 from autopar.schedules import Schedule
 from autopar.schedules.memory import most_in_flight
 from autopar.schedules.step_time import lower_bound, simulate
@@ -278,7 +279,10 @@ def make_plan(
         for s, ((i, j), device) in enumerate(zip(pairwise(priced.bounds), choice.schedule.device, strict=True))
     )
     layers = tuple(LayerPlan(a.name, a.cls, b) for a, b in zip(graph.layers, strategies, strict=True))
-    peak, sync = cluster.peak_flops(precision), effective_sync(pricer.sync, mesh, strategies)
+    peak, sync = (
+        cluster.peak_flops(TF32 if TF32 in graph.allow else precision),
+        effective_sync(pricer.sync, mesh, strategies),
+    )
     plan = Plan(
         model=graph.name,
         devices=str(cluster),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from autopar.graph import Graph
 from autopar.plan import APART, FP8, NARROW_GRADIENTS, NARROW_MOMENTS, Role, Strategy, local_steps
+from autopar.precision import TF32
 from autopar.search.problem import Choice, Mesh
 
 
@@ -40,6 +41,7 @@ def notes_of(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh:
         NARROW_MOMENTS: "Adam keeps its moments in 16 bits, not in float32",
         FP8: "products with weights multiply 8-bit numbers (e4m3, gradients e5m2, one scale for each tensor of a device); embeddings, "
         "the head, attention, routers, experts, and weights of dims that 16 does not divide stay in bfloat16",
+        TF32: "matrix products of float32 may round their operands to TF32, 10 bits of mantissa, and add up in float32",
     }
     notes += [f"not exact, as {name} allows: {narrow[name]}" for name in graph.narrow]
     return tuple(notes)

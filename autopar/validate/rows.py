@@ -14,7 +14,7 @@ from typing import Any
 
 from autopar.errors import UsageError
 from autopar.plan import FULL, NONE, RECOMPUTATIONS, Recomputation
-from autopar.precision import FLOAT8, SPELLINGS
+from autopar.precision import FLOAT8, SPELLINGS, TF32
 
 
 class RowError(UsageError):
@@ -110,7 +110,7 @@ _FACTS = {
 }
 _LARGEST = 2**40  # the largest allowed number in a row
 _DEEPEST = 10_000  # the largest allowed number of layers
-_PRECISIONS = SPELLINGS | {"tf32": "float32"} | dict.fromkeys(("fp8", "float8", "mxfp8", "nvfp8"), FLOAT8)
+_PRECISIONS = SPELLINGS | {TF32: TF32} | dict.fromkeys(("fp8", "float8", "mxfp8", "nvfp8"), FLOAT8)
 
 
 def labels(data: Mapping[str, Any], number: int) -> tuple[str, str, str]:

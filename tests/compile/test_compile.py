@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -13,7 +14,8 @@ from places import ROOT
 from torch import nn
 
 import autopar
-from autopar.cli import main
+from autopar.cli import commands, main
+from autopar.cli.commands import Checkpoints
 from autopar.devices import parse
 from autopar.errors import BatchError, ModelError, UsageError
 from autopar.plan_files import read_plan
@@ -182,6 +184,35 @@ def test_the_command_line_plans_emits_and_runs(tmp_path, capsys):
     steps = [line.split() for line in out.splitlines()]
     assert [words[1] for words in steps] == ["1", "2"]
     assert float(steps[1][3]) < float(steps[0][3])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_autopar_run_saves_and_ends_it(number, tmp_path, capsys, monkeypatch):
+    (tmp_path / "small_model.py").write_text(MODEL)
+
+    class Signalled(Checkpoints):
+        def save(self, program, step, last):
+            if step == 3 < last:  # to the whole group, as from a terminal and from a scheduler
+                for pid in (os.getpid(), *(worker.pid for worker in program._processes._workers)):
+                    os.kill(pid, number)
+            super().save(program, step, last)
+
+    def run(*argv: str) -> list[str]:
+        given = ("--devices", "2", "--data", "2", "--every", "2", "--checkpoint", str(tmp_path / "saved"), *argv)
+        with pytest.raises(SystemExit) as caught:
+            main(["run", f"{tmp_path}/small_model.py:model", *given])
+        captured = capsys.readouterr()
+        assert caught.value.code == 0, captured.err
+        stops = "the training stops after 3 of 1000000 steps; --resume goes on from there"
+        assert (f"{signal.Signals(number).name}: {stops}" in captured.err) == ("--resume" not in argv)
+        return [line.split(" loss ")[0] for line in captured.out.splitlines()]
+
+    monkeypatch.setattr(commands, "Checkpoints", Signalled)
+    before = signal.getsignal(number)
+    assert run("--steps", "1000000") == ["step 1", "step 2", "step 3"]
+    assert signal.getsignal(number) is before
+    assert sorted(path.name for path in (tmp_path / "saved").glob("step-*")) == ["step-2", "step-3"]
+    assert run("--steps", "4", "--resume") == ["step 4"]
 
 
 def test_under_torchrun_every_rank_has_rank_0s_plan(tmp_path):

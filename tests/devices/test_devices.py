@@ -43,7 +43,7 @@ def test_text(text, nodes, per_node, gpu):
 
 def test_h100_figures_are_the_files():
     cluster = parse("2x8xH100-80GB")
-    assert cluster.gpu.peak_flops["bfloat16"] == 989e12 and cluster.gpu.peak_flops["float32"] == 989e12 / 2
+    assert cluster.gpu.peak_flops["bfloat16"] == 989e12 and cluster.gpu.peak_flops["float32"] == 67e12
     # the best product of a short benchmark, and what a power-limited part sustains of it
     assert cluster.gpu.flops_per_s("bfloat16") == pytest.approx(794.5e12 * constants.SUSTAINED.value)
     assert cluster.gpu.memory_bytes == 80 * 2**30

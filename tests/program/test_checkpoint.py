@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import MODELS, subject
+from peaks import grown_by
 from resumed import KIND, Fault, batch_of, chain, emitted
 from test_randomness import dropping
 from tiers import in_short
@@ -442,3 +443,21 @@ def test_what_a_thread_writes_does_not_change_with_the_training() -> None:
     positions["data"] = (0, 16)
     values += 1
     assert job.facts == {"data": {"data": (0, 8)}} and torch.equal(job.own[0].values, torch.zeros(3))
+
+
+def peak_of_writing(folder: str) -> int:
+    """In a worker: by how much memory grows while 192 MiB are written: parts of one tensor, whole rows and halves of rows."""
+    values = torch.ones(8, 3 * 2**11, 2**10)
+    values[:4, :, ::2] = 2
+    own = [
+        Piece(("model", f"{half}.{i}"), tuple(part.shape), Box((0, 0), tuple(part.shape)), part)
+        for i, each in enumerate(values)
+        for half, part in enumerate([each] if i < 4 else each.chunk(2, dim=1))
+    ]
+    return grown_by(lambda: checkpoint._write(own, Path(folder), None))
+
+
+def test_no_copy_of_the_parameters_is_made(workers1: WorkerPool, tmp_path: Path) -> None:
+    (grown,) = workers1.run("test_checkpoint:peak_of_writing", str(tmp_path))
+    assert sum(file.stat().st_size for file in tmp_path.glob("*.distcp")) > 192 * 2**20
+    assert grown < 32 * 2**20
