@@ -122,6 +122,11 @@ class LayerClass:
     rows: int = 0  # of the global batch; 0: the largest dim 0 of the borders' values
 
     @property
+    def gives_loss(self) -> bool:
+        """Whether it is the last layer, which computes the loss."""
+        return bool(self.outputs) and all(value.shape == () for value in self.outputs)
+
+    @property
     def experts(self) -> int:
         """The number of experts in its mixtures (if these differ, the greatest common divisor); 0 without a mixture."""
         mixtures = [node.target for node in self.graph.graph.nodes if getattr(node.target, "__name__", "") == "experts"]

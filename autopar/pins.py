@@ -30,6 +30,7 @@ from autopar.plan import (
     OVERLAPS,
     RECOMPUTATIONS,
     REDUCTIONS,
+    SAVINGS,
     SYNCS,
     Recomputation,
 )
@@ -119,6 +120,11 @@ class LayerPins:
         "offload=optimizer",
         values=(*OFFLOADS, ANY),
     )
+    saved: str | None = _pin(
+        "how saved activations are stored; exact unless `int8_activations` is allowed",
+        "saved=int8",
+        values=SAVINGS,
+    )
     segment: int | None = _pin(
         "how many consecutive layers are recomputed as one; more than one is full recomputation", "segment=4"
     )
@@ -145,6 +151,17 @@ class LayerPins:
             segments = (self.segment,)
             kinds = ("full",) if self.segment > 1 else kinds
         return tuple(Recomputation(kind, n) for kind in kinds for n in (segments if kind == "full" else (1,)))
+
+    def check_saved(self, layer: str) -> None:
+        """Raise ``UsageError`` where another pin of ``layer`` leaves it nothing that it could store in 8 bits."""
+        found = [f"recompute={self.recompute}"] if self.recompute in ("selective", "full") else []
+        found += [f"segment={self.segment}"] if (self.segment or 1) > 1 else []
+        found += [f"offload={self.offload}"] if self.offload in ("activations", "both") else []
+        if self.saved == SAVINGS[1] and found:
+            raise UsageError(
+                f"saved=int8 stores what a layer saves on the device, and {layer} is pinned to {' and '.join(found)}",
+                "leave one of the two out: a layer is recomputed, or offloads its activations, or stores them in 8 bits",
+            )
 
     def check_segment(self, layer: str) -> None:
         """Raise ``UsageError`` where another pin of ``layer`` contradicts its segment."""
@@ -212,6 +229,7 @@ class PinKeywords(TypedDict, total=False):
     reduce: str | None
     recompute: bool | str | None
     offload: str | None
+    saved: str | None
     segment: int | None
     overlap: str | None
     compile: bool | str | None

@@ -59,13 +59,15 @@ NARROW_GRADIENTS = "bfloat16_gradients"
 NARROW_MOMENTS = "bfloat16_moments"
 NARROW = (NARROW_GRADIENTS, NARROW_MOMENTS)
 FP8 = "fp8"
+INT8 = "int8_activations"
 APART = "local_steps"
-ALLOWED = (MICROBATCH_STATISTICS, *NARROW, FP8, TF32, APART)
+ALLOWED = (MICROBATCH_STATISTICS, *NARROW, FP8, TF32, INT8, APART)
 """The kinds of exactness that a user may allow a plan to give up. ``microbatch_statistics``: a loss that needs the whole batch (a
 router's auxiliary loss, batch norm, negatives of the same batch) is computed for each microbatch separately, and the step's loss is
 their mean. For parameters of 16 bits (their master copies stay in float32): with ``bfloat16_gradients`` gradients are accumulated and
 reduced in 16 bits, with ``bfloat16_moments`` Adam's moments are in 16 bits. ``fp8``: products with weights multiply 8-bit numbers
 (``program.kernels_fp8``), in models in bfloat16. ``tf32``: matrix products of float32 round their operands to 10 bits of mantissa.
+``int8_activations``: layers may store what they save for the backward in 8 bits (``SAVINGS``), and their gradients are rounded.
 ``local_steps``: replicas train apart for some steps, then
 their parameters are averaged."""
 
@@ -87,6 +89,10 @@ RECOMPUTATIONS = ("none", "selective", "full")
 
 OFFLOADS = ("none", "optimizer", "activations", "both")
 """The tensors that a layer offloads to host memory: optimizer states and master copies, activations saved for the backward, or both."""
+
+SAVINGS = ("exact", "int8")
+"""How a layer's saved activations are stored from forward to backward: as they are, or as 8-bit integers (``program.int8``), which is not
+exact. A layer of the latter is not recomputed, and offloads no activations; one that gives the loss stores them as they are in any case."""
 
 REDUCTIONS = ("microbatch", "step")
 """How often a layer's gradients are reduced under ZeRO 2 and 3: in the backward pass of every microbatch, or once a step."""
@@ -114,9 +120,9 @@ def local_steps(sync: str | None) -> int:
     return int(steps) if kind == LOCAL_STEPS else 0
 
 
-def given_up(sync: str) -> tuple[str, ...]:
-    """The exactness (of ``ALLOWED``) that a synchronisation gives up."""
-    return (APART,) if local_steps(sync) else ()
+def given_up(sync: str, strategies: Iterable[Strategy]) -> tuple[str, ...]:
+    """The exactness (of ``ALLOWED``) that a synchronisation and the layers' strategies give up."""
+    return (*([INT8] if any(s.saves_int8 for s in strategies) else []), *([APART] if local_steps(sync) else []))
 
 
 _recomputations: dict[tuple[str, int], Recomputation] = {}
@@ -168,7 +174,7 @@ class Axis:
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """For one layer: the role of each axis of the mesh (same order), the ZeRO stage over its data axes, recomputation, offloading to host
-    memory (``OFFLOADS``), and how often its gradients are reduced (``REDUCTIONS``).
+    memory (``OFFLOADS``), how often its gradients are reduced (``REDUCTIONS``), and how its saved activations are stored (``SAVINGS``).
 
     With ``overlap`` (``OVERLAPS``) the gradient of a column-parallel product's input is reduced while the weight's gradient is computed.
     ZeRO shards over the ranks whose parameters are equal. With ``replicate`` (hybrid sharding, HSDP) there are that many copies of the
@@ -188,6 +194,7 @@ class Strategy:
     reduce: str = "microbatch"
     overlap: str = TENSOR_OVERLAP
     compiled: bool = False
+    saved: str = "exact"
 
     def __post_init__(self) -> None:
         assert self.zero in (0, 1, 2, 3), self.zero
@@ -196,6 +203,8 @@ class Strategy:
         assert self.reduce == "microbatch" or (self.reduce == "step" and self.zero >= 2), self
         assert self.offload in OFFLOADS, self.offload
         assert self.recomputation.layers == 1 or not self.offloads_activations, self
+        assert self.saved in SAVINGS, self.saved
+        assert not self.saves_int8 or (self.recomputation is NONE and not self.offloads_activations), self
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -204,6 +213,10 @@ class Strategy:
     @property
     def offloads_activations(self) -> bool:
         return self.offload in ("activations", "both")
+
+    @property
+    def saves_int8(self) -> bool:
+        return self.saved == "int8"
 
     def under(self, schedule: Schedule) -> Strategy:
         """The same strategy for a pipeline of this schedule: without overlap and not compiled if the schedule splits the backward pass,
@@ -433,6 +446,7 @@ class Plan:
                     "compiled": s.compiled,
                     "recomputation": dataclasses.asdict(s.recomputation),
                     "offload": s.offload,
+                    "saved": s.saved,
                     "roles": [role.value for role in s.roles],
                 }
             )
@@ -512,6 +526,7 @@ class Plan:
                         layer.get("reduce", "microbatch"),
                         layer.get("overlap", "none"),
                         layer.get("compiled", False),
+                        layer.get("saved", "exact"),
                     ),
                 )
                 for layer in data["layers"]

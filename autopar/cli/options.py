@@ -52,7 +52,8 @@ allow_option = click.option(
     help="Give up exactness: microbatch-statistics takes several microbatches where the loss couples the batch's examples, each with its "
     "own statistics and loss; bfloat16-gradients and bfloat16-moments keep gradients, and Adam's moments, in 16 bits where that gains; "
     "fp8 lets products with weights multiply 8-bit numbers where that gains; "
-    "tf32 lets products of float32 use TF32 where that gains; local-steps lets --sync local-steps:K train replicas apart.",
+    "tf32 lets products of float32 use TF32 where that gains; int8-activations lets layers store what they save for the backward in 8 bits "
+    "where that gains; local-steps lets --sync local-steps:K train replicas apart.",
 )
 size_options = (click.option("--devices", metavar="SPEC", help=DEVICES_HELP), *batch_options)
 model_options = joined(

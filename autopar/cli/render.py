@@ -104,6 +104,9 @@ def _layers(plan: Plan) -> RenderableType:
     offloads = any(layer.strategy.offload != "none" for layer in plan.layers)
     if offloads:
         table.add_column("in the host")
+    narrow = any(layer.strategy.saves_int8 for layer in plan.layers)
+    if narrow:
+        table.add_column("saved in")
     for run in runs(plan):
         s = run.strategy
         table.add_row(
@@ -119,6 +122,7 @@ def _layers(plan: Plan) -> RenderableType:
             if s.recomputation.layers > 1
             else {"none": "-", "selective": "in part", "full": "yes"}[s.recomputation.kind],
             *([s.offload if s.offload != "none" else "-"] if offloads else []),
+            *([s.saved if s.saves_int8 else "-"] if narrow else []),
         )
     return table
 

@@ -145,6 +145,11 @@ def is_compiled(layer: LocalLayer) -> bool:
     return layer.strategy.compiled and not stays_eager(layer.cls)
 
 
+def is_narrow(layer: LocalLayer) -> bool:
+    """Whether the layer's saved activations are in 8 bits."""
+    return layer.strategy.saves_int8 and not layer.cls.gives_loss
+
+
 def _outer(layer: LocalLayer, arguments: list[str], resident: list[str], seeds: list[fx.Node]) -> list[str]:
     """The ``forward`` that wraps ``compute``, if needed; ``resident`` are the arguments that are in memory anyway.
 
@@ -168,12 +173,19 @@ def _outer(layer: LocalLayer, arguments: list[str], resident: list[str], seeds: 
             "        # Recomputed in the backward pass, but for what is kept.",
             f"        return selective.selectively(self.compute, {given})",
         ]
-    elif seeds or layer.strategy.offloads_activations:
+    elif seeds or layer.strategy.offloads_activations or is_narrow(layer):
         found = [f"        return self.compute({given})"]
     if layer.strategy.offloads_activations:
         found = [
             "        # What the backward pass needs waits in the host's memory.",
             f"        with offload.saved({', '.join(['self', *resident])}):",
+            *(f"    {line}" for line in found),
+        ]
+    elif is_narrow(layer):
+        fused = ", fused=True" if is_compiled(layer) else ""
+        found = [
+            "        # What the backward pass needs is stored in 8 bits: gradients are rounded.",
+            f"        with int8.saved({', '.join(['self', *arguments])}{fused}):",
             *(f"    {line}" for line in found),
         ]
     return [*first, *found]

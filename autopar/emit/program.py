@@ -14,7 +14,7 @@ from torch import Tensor
 from autopar.emit.custom import custom_modules
 from autopar.emit.expressions import kernel_module, literal
 from autopar.emit.ignored import ignored_labels
-from autopar.emit.layer import buffer_paths, is_compiled, layer_class, parameter_paths
+from autopar.emit.layer import buffer_paths, is_compiled, is_narrow, layer_class, parameter_paths
 from autopar.emit.names import Names
 from autopar.emit.opaque import describe_opaque, imported_modules
 from autopar.emit.prelude import prelude_function
@@ -60,6 +60,10 @@ Replicas train apart, as local_steps allows: each updates by the gradients of it
 averaged every {} step(s)."""
 
 
+_INT8 = """
+Some layers store what they save for the backward pass in 8 bits, as int8_activations allows: their gradients are rounded."""
+
+
 def emit(
     graph: Graph, plan: Plan, folder: str | Path, *, watch: bool = False, state: Mapping[str, Tensor] | None = None
 ) -> LocalProgram:
@@ -88,9 +92,8 @@ def emit(
     note = f"the program imports {', '.join(imports)} for opaque modules"
     if imports and note not in plan.notes:
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
-    plan = dataclasses.replace(
-        plan, imports=tuple(sorted({*imports, *custom_modules(graph)})), allow=(*graph.allow, *given_up(plan.sync))
-    )
+    allow = (*graph.allow, *given_up(plan.sync, (layer.strategy for layer in plan.layers)))
+    plan = dataclasses.replace(plan, imports=tuple(sorted({*imports, *custom_modules(graph)})), allow=allow)
     (path / "model.py").write_text(model_source(local, bool(modules), watch))
     (path / "plan.json").write_text(plan.dumps() + "\n")
     write_initial(path, state)
@@ -195,7 +198,11 @@ def model_source(program: LocalProgram, opaque: bool = False, watch: bool = Fals
 def _inexact(program: LocalProgram) -> str:
     """What the program computes in place of one device's step, in words."""
     steps = local_steps(program.plan.sync)
-    return (_APART if program.graph.accumulated > 1 else "") + (_LOCAL_STEPS.format(steps) if steps else "")
+    return (
+        (_APART if program.graph.accumulated > 1 else "")
+        + (_LOCAL_STEPS.format(steps) if steps else "")
+        + (_INT8 if any(is_narrow(layer) for layer in program.layers) else "")
+    )
 
 
 def _is_compiled(program: LocalProgram) -> bool:
@@ -210,6 +217,7 @@ def _siblings(program: LocalProgram, opaque: bool) -> list[str]:
     others = {
         "flattened": bool(program.flattened),
         "guards": bool(program.graph.guards),
+        "int8": any(is_narrow(layer) for layer in program.layers),
         "kernels": True,
         "offload": any(layer.strategy.offloads_activations for layer in program.layers),
         "opaque": opaque,
@@ -250,6 +258,7 @@ def _uses(program: LocalProgram, index: int) -> str:
     parts = [f"ZeRO {strategy.zero}{copies}", str(strategy.recomputation)]
     parts.insert(1, "gradients reduced once a step" if strategy.reduces_once else "")
     parts.append("saved in the host's memory" if strategy.offloads_activations else "")
+    parts.append("saved in 8 bits" if is_narrow(program.layers[index]) else "")
     return f"{which}: {roles}; {', '.join(filter(None, parts))}."
 
 

@@ -10,6 +10,7 @@ from autopar.plan import (
     DEGREES,
     FP8,
     FULL,
+    INT8,
     MICROBATCH_STATISTICS,
     NARROW,
     REPLICATING,
@@ -63,7 +64,7 @@ def describe(plan: Plan) -> str:
         if count:
             whose = "" if count == len(plan.layers) else f" of {count} of {len(plan.layers)} layers"
             parts.append(f"{what}{whose} in the host's memory")
-    parts += [f"{name.replace('_', ' ')} (not exact)" for name in (*NARROW, FP8, TF32) if name in plan.allow]
+    parts += [f"{name.replace('_', ' ')} (not exact)" for name in (*NARROW, FP8, TF32, INT8) if name in plan.allow]
     return ", ".join(parts)
 
 

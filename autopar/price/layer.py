@@ -30,6 +30,7 @@ from autopar.layer_price import LayerPrice
 from autopar.plan import SELECTIVE, TENSOR_OVERLAP, Axis, Strategy
 from autopar.price.collectives import Group, beside_s, group, group_time_s
 from autopar.price.host import Offloaded, host_state_bytes, host_update_s, waited_s
+from autopar.price.int8 import in_int8
 from autopar.price.live_memory import Alive, Neighbours, Share
 from autopar.price.moves import Move, layer_moves
 from autopar.price.replicas import Spread
@@ -106,6 +107,7 @@ class Core:
     forward_meetings: tuple[int, ...]  # group sizes of the collectives that are not overlapped
     backward_meetings: tuple[int, ...]
     saved_bytes: float
+    restored_bytes: float  # saved in 8 bits, as they are while the layer runs
     waiting_bytes: float  # live between the two parts of a backward
     selective_bytes: float  # saved under selective recomputation, and the peak during recomputation and backward
     selective_working_bytes: float
@@ -175,7 +177,7 @@ def divisible(bound: Bound, given: Sizes) -> bool:
 
 def core(bound: Bound, given: Sizes, cluster: Cluster, numbers: Precision) -> Core:
     """Seconds and bytes of one microbatch on one device; the sizes must divide."""
-    table, gpu = bound.table, cluster.gpu
+    table, gpu, ops = bound.table, cluster.gpu, len(bound.table.ops)
     ways = dict(zip(bound.ways, given.ways, strict=True))
     cuts = [(f, parts) for f, parts in zip(bound.flags, given.parts, strict=True) if parts > 1]
 
@@ -184,8 +186,6 @@ def core(bound: Bound, given: Sizes, cluster: Cluster, numbers: Precision) -> Co
         for f, parts in cuts:
             share[getattr(f, part)] *= parts
         return whole / share
-
-    ops = len(table.ops)
 
     def seconds(flops: Floats, moved: Floats, kernels: Floats, backward: bool) -> Floats:
         traffic: Floats = np.bincount(table.slot_op, weights=local(moved, "slot"), minlength=ops).astype(np.float64)
@@ -203,18 +203,19 @@ def core(bound: Bound, given: Sizes, cluster: Cluster, numbers: Precision) -> Co
 
     forward_s = seconds(table.forward_flops, table.slot_forward, table.forward_kernels, False)
     backward_s = seconds(table.backward_flops, table.slot_backward, table.backward_kernels, True)
-    saved = local(table.saved_bytes, "saved")
+    saved, plain = local(table.saved_bytes, "saved"), list(bound.plain)
+    int8 = in_int8(table.saved_int8, local(table.saved_numel, "saved"), saved, plain, cluster, table.fused)
     again, repeated = bound.selected.again, bound.selected.moves
     inputs = np.array([table.value_bytes[name] for name in table.activations], dtype=float)
     input_bytes = float(local(inputs, "activation").sum())
     selective_bytes, selective_working_bytes = table.selection.memory(
-        table.saved, saved, list(bound.plain), list(bound.selective), table.live.saver, ops, input_bytes
+        table.saved, saved, plain, list(bound.selective), table.live.saver, ops, input_bytes
     )
     parameters = local(table.parameter_numel, "parameter")
     alive, alive_under = _alive(bound, cuts, local, saved, parameters * numbers.width)
     return Core(
-        forward_compute_s=float(forward_s.sum()),
-        backward_compute_s=float(backward_s.sum()),
+        forward_compute_s=float(forward_s.sum()) + int8.rounding_s,
+        backward_compute_s=float(backward_s.sum()) + int8.restoring_s,
         weight_compute_s=float(backward_s @ table.weight_share),
         selective_compute_s=float(forward_s[again].sum()),
         selective_wire_s=wires("forward", repeated) + left("forward", forward_s, repeated),
@@ -224,12 +225,13 @@ def core(bound: Bound, given: Sizes, cluster: Cluster, numbers: Precision) -> Co
         backward_wire_s=wires("backward", bound.moves),
         forward_beside_s=left("forward", forward_s, bound.moves),
         backward_beside_s=left("backward", backward_s, bound.moves),
-        forward_host_s=host("forward", table.forward_kernels, bound.moves),
-        backward_host_s=host("backward", table.backward_kernels, bound.moves),
+        forward_host_s=host("forward", table.forward_kernels, bound.moves) + int8.host_s,
+        backward_host_s=host("backward", table.backward_kernels, bound.moves) + int8.host_s,
         backward_under=_under(table, bound.moves, backward_s * table.product_share, ways, cluster),
         forward_meetings=_meetings(bound.moves, ways, "forward", False),
         backward_meetings=_meetings(bound.moves, ways, "backward", False),
-        saved_bytes=float(saved[list(bound.plain)].sum()),
+        saved_bytes=float(int8.stored[plain].sum()),
+        restored_bytes=int8.restored_bytes + int8.temporary_bytes,
         waiting_bytes=float(local(table.slot_waiting, "slot").sum()),
         selective_bytes=selective_bytes,
         selective_working_bytes=selective_working_bytes,
@@ -545,7 +547,7 @@ def _activations(c: Core, strategy: Strategy, segment: int) -> tuple[float, floa
         return share, max(c.input_bytes, segment * saved) - (c.input_bytes - share)
     if strategy.recomputation is SELECTIVE:
         return c.selective_bytes, max(c.selective_bytes, c.selective_working_bytes, saved)
-    return saved, saved
+    return saved, saved + c.restored_bytes
 
 
 def update_bytes(numbers: Precision) -> int:

@@ -86,6 +86,7 @@ class Pricer:
         self._programs: dict[tuple[int, str], Pricer] = {}
         self._mirrored: dict[int, Pricer] = {}
         self._compiled: Pricer | None = None
+        self._int8: Pricer | None = None
         self._compiles = False  # whether this prices compiled layers
         self._makers = {name: (i, k) for i, layer in enumerate(graph.layers) for k, name in enumerate(layer.outputs)}
         self._readers = self._find_readers()
@@ -137,23 +138,36 @@ class Pricer:
     def _of_compiled_layers(self) -> Pricer:
         """The pricer of a program that compiles the layers whose classes admit it. Layouts do not depend on that, and are shared."""
         if self._compiled is None:
-            other = self._variant()
-            other.trainer, other._compiles = dataclasses.replace(self.trainer, fused=True), True
-            other._tables, other._flags, other._bound, other._cores = {}, {}, {}, {}
-            other._placed, other._spread, other._beside = {}, {}, {}
-            self._compiled = other
+            self._compiled = self._of_trainer(dataclasses.replace(self.trainer, fused=True))
+            self._compiled._compiles = True
         return self._compiled
+
+    def _of_saved_int8(self) -> Pricer:
+        """The pricer of a program whose layers store saved activations in 8 bits."""
+        if self._int8 is None:
+            self._int8 = self._of_trainer(dataclasses.replace(self.trainer, int8=True))
+        return self._int8
+
+    def _of_trainer(self, trainer: Trainer) -> Pricer:
+        other = self._variant()
+        other.trainer = trainer
+        other._tables, other._flags, other._bound, other._cores = {}, {}, {}, {}
+        other._placed, other._spread, other._beside = {}, {}, {}
+        return other
 
     def _variant(self) -> Pricer:
         """A copy of this pricer without prices of layers, and without variants of its own."""
         other = copy.copy(self)
-        other._layers, other._elsewhere, other._programs, other._mirrored, other._compiled = {}, {}, {}, {}, None
+        other._layers, other._elsewhere, other._programs, other._mirrored = {}, {}, {}, {}
+        other._compiled = other._int8 = None
         return other
 
     def layer(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
         """The price of a layer class; ``None`` if a role is inadmissible or a local shape is not whole."""
         if strategy.compiled and not self._compiles:
             return self._of_compiled_layers().layer(cls_name, mesh, strategy, microbatches)
+        if strategy.saves_int8 and not self.trainer.int8:
+            return self._of_saved_int8().layer(cls_name, mesh, strategy, microbatches)
         key = (cls_name, self._number(mesh), strategy, microbatches)
         if key not in self._layers:
             found = self._place(cls_name, mesh, strategy.roles, microbatches)

@@ -21,6 +21,7 @@ from autopar.ops.facts import facts
 from autopar.ops.operands import operands
 from autopar.precision import FLOAT8
 from autopar.price.draft import Draft, draft
+from autopar.price.int8 import may_be_int8
 from autopar.price.selective import Flags, Selection
 from autopar.price.split import product_shares, waiting, weight_shares
 from autopar.price.state import Precision
@@ -52,6 +53,9 @@ class ClassTable:
     live: Live
     saved: tuple[Saved, ...]
     saved_bytes: Floats
+    saved_numel: Floats
+    saved_int8: Flags  # the entries that may be in 8 bits
+    fused: bool  # the layer is compiled
     weight_share: Floats  # of each op's backward, see ``price.split``
     product_share: Floats  # of each linear's backward: the gradient of its weight
     slot_waiting: Floats  # bytes that stay between the two parts of a backward
@@ -139,6 +143,9 @@ def build(cls: LayerClass, numbers: Precision, trainer: Trainer = EMITTED) -> tu
         live=live_ranges(costs, parameters),
         saved=saved,
         saved_bytes=np.array([s.numel * element_bytes(s.dtype, dtype, numbers) for s in saved], dtype=float),
+        saved_numel=np.array([s.numel for s in saved], dtype=float),
+        saved_int8=may_be_int8(cls, run, saved) & trainer.int8,
+        fused=trainer.fused,
         weight_share=weight_share,
         product_share=product_shares(ops, run),
         slot_waiting=np.array([s.bytes if (s.op, s.value) in waits else 0.0 for s in slots], dtype=float),

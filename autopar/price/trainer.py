@@ -31,13 +31,14 @@ class Trainer:
     ``starts_early``: the gradient of a column-parallel product's input is reduced while the weight's gradient is computed
     (``passes.overlap``). ``fused``: a chain of pointwise ops and reductions is one kernel and saves only its inputs, as in layers that
     ``torch.compile`` compiles and in hand-written kernels (``price.fusion``). ``compiles``: on GPUs layers are compiled where no
-    pin decides.
+    pin decides. ``int8``: saved activations are stored in 8 bits (``price.int8``).
     """
 
     cpu: bool = False
     starts_early: bool = True
     fused: bool = False
     compiles: bool = True
+    int8: bool = False
 
     def precision(self, name: str, allow: Collection[str] = ()) -> Precision:
         """Bytes per element: parameters, the copies of gradients, optimizer state."""

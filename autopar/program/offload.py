@@ -20,19 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.program.saved_views import View, moves, resident
+
 
 @contextmanager
 def saved(layer: nn.Module, *here: Tensor) -> Iterator[None]:
     """A context that offloads all tensors that autograd saves inside it, except the layer's parameters and ``here``."""
     global _latest, _going
-    resident = (*layer.parameters(), *layer.buffers(), *here)
-    stay = {0, *(tensor.untyped_storage().data_ptr() for tensor in resident)}  # 0: nothing is there
-    call = _Call(_latest)
+    stay, call = resident(layer, *here), _Call(_latest)
 
     @torch.compiler.disable  # torch.compile would compile the copies
     def put(tensor: Tensor) -> Tensor | _Saved:
-        plain = tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
-        return call.put(tensor) if plain and tensor.untyped_storage().data_ptr() not in stay else tensor
+        return call.put(tensor) if moves(tensor, stay) else tensor
 
     with torch.autograd.graph.saved_tensors_hooks(put, _take):
         yield
@@ -60,16 +59,13 @@ class _Call:
         self.storages: list[weakref.ref[_Storage]] = []
 
     def put(self, tensor: Tensor) -> _Saved:
-        steps, span = tensor.stride(), _span(tensor)
-        dense = span <= tensor.numel()  # else there are gaps between its elements, which are copied without them
-        place = (tensor.storage_offset(), span) if dense else (tensor.storage_offset(), tensor.size(), steps)
-        key = (tensor.untyped_storage().data_ptr(), tensor.dtype, *place)
-        if key not in self.begun:
-            packed = tensor if dense else tensor.contiguous()
-            storage = _Storage(packed, self)
-            self.begun[key] = tensor, packed, storage
+        view = View.of(tensor)
+        if view.key not in self.begun:
+            stored = view.stored(tensor)
+            storage = _Storage(stored, self)
+            self.begun[view.key] = tensor, stored, storage
             self.storages.append(weakref.ref(storage))
-        return _Saved(self.begun[key][2], tensor, steps if dense else None)
+        return _Saved(self.begun[view.key][2], tensor.dtype, view)
 
     def fetch(self) -> None:
         """Start to copy all storages that are still needed to the device."""
@@ -79,20 +75,14 @@ class _Call:
                 storage.fetch()
 
 
-def _span(tensor: Tensor) -> int:
-    """The elements from the first to the last one of a tensor in its storage."""
-    steps = zip(tensor.size(), tensor.stride(), strict=True)
-    return 1 + sum((extent - 1) * step for extent, step in steps) if tensor.numel() else 0
-
-
 class _Storage:
-    """The bytes of a tensor's memory in the host's memory, and after ``fetch`` in the device's memory as well."""
+    """The bytes of a tensor of one dim in the host's memory, and after ``fetch`` in the device's memory as well."""
 
     def __init__(self, tensor: Tensor, call: _Call) -> None:
         self.call, self.device = call, tensor.device
         width = tensor.element_size()
         there = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        there = there.set_(tensor.untyped_storage(), tensor.storage_offset() * width, (_span(tensor) * width,), (1,))
+        there = there.set_(tensor.untyped_storage(), tensor.storage_offset() * width, (tensor.numel() * width,), (1,))
         self.host = torch.empty(there.numel(), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         self.back: Tensor | None = None
         self.ready = _copy(self.host, there, self.device)
@@ -123,11 +113,10 @@ class _Storage:
 
 
 class _Saved:
-    """A saved tensor, as a view of an offloaded copy; ``steps`` are its strides, ``None`` where the copy is contiguous."""
+    """A saved tensor, as a view of an offloaded copy."""
 
-    def __init__(self, storage: _Storage, tensor: Tensor, steps: tuple[int, ...] | None) -> None:
-        self.storage, self.dtype, self.size = storage, tensor.dtype, tensor.size()
-        self.steps = steps
+    def __init__(self, storage: _Storage, dtype: torch.dtype, view: View) -> None:
+        self.storage, self.dtype, self.view = storage, dtype, view
 
 
 @torch.compiler.disable
@@ -135,10 +124,7 @@ def _take(kept: Tensor | _Saved) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
     back = kept.storage.take()
-    made = torch.empty(0, dtype=kept.dtype, device=back.device)
-    if kept.steps is None:
-        return made.set_(back.untyped_storage()).view(kept.size)
-    return made.set_(back.untyped_storage(), 0, kept.size, kept.steps)
+    return kept.view.read(torch.empty(0, dtype=kept.dtype, device=back.device).set_(back.untyped_storage()))
 
 
 def _copy(

@@ -114,6 +114,8 @@ def _strategy(plan: Plan, layer: LayerPlan) -> dict[str, Any]:
         found["recomputation"] = str(s.recomputation)
     if s.offload != "none":
         found["in the host's memory"] = s.offload
+    if s.saves_int8:
+        found["saved activations"] = s.saved
     if s.compiled:
         found["torch.compile"] = "yes"
     found["roles"] = ", ".join(f"{a.name}: {role.value}" for a, role in zip(plan.mesh, s.roles, strict=True))

@@ -11,7 +11,7 @@ import torch
 
 from autopar.errors import CaptureError, InfeasibleError
 from autopar.graph import Graph
-from autopar.plan import FP8, MICROBATCH_STATISTICS, NARROW, Plan
+from autopar.plan import FP8, INT8, MICROBATCH_STATISTICS, NARROW, Plan
 from autopar.precision import TF32
 from autopar.search.options import SearchOptions
 
@@ -20,9 +20,9 @@ from autopar.search.options import SearchOptions
 class Concession:
     """The exactness that one plan gives up.
 
-    ``narrow`` names what is in 16 bits (some of ``NARROW``), ``FP8`` if products are in 8, and ``TF32`` if float32
-    products are of TF32. Each of ``microbatches`` computes its own
-    statistics and loss; with one microbatch, the whole batch, they are exact.
+    ``narrow`` names what is in 16 bits (some of ``NARROW``), ``FP8`` if products are in 8 bits, ``TF32`` if float32 products are of TF32,
+    and ``INT8`` if saved activations may be in 8 bits. Each of ``microbatches`` computes its own statistics and loss; with one microbatch,
+    the whole batch, they are exact.
     """
 
     narrow: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ class Concession:
     @staticmethod
     def of(plan: Plan) -> Concession:
         """The exactness that ``plan`` gives up."""
-        narrow = tuple(name for name in (*NARROW, FP8, TF32) if name in plan.allow)
+        narrow = tuple(name for name in (*NARROW, FP8, TF32, INT8) if name in plan.allow)
         return Concession(narrow, plan.microbatches if MICROBATCH_STATISTICS in plan.allow else 1)
 
 
@@ -39,12 +39,14 @@ def concessions(graph: Graph, options: SearchOptions) -> list[Concession]:
     """Every combination that the user allows and that may gain something for the graph, the smallest concession first.
 
     If the examples of a batch are independent, microbatches are exact; parameters wider than 16 bits concede no precision, and products in
-    8 bits have results in bfloat16.
+    8 bits have results in bfloat16. Saved activations are in 8 bits in every combination if a pin says so.
     """
     names = [name for name in NARROW if name in options.allow and graph.dtype.itemsize == 2]
     names += [FP8] if FP8 in options.allow and graph.dtype == torch.bfloat16 else []
     names += [TF32] if TF32 in options.allow and graph.dtype == torch.float32 else []
+    names += [INT8] if INT8 in options.allow else []
     narrow = [some for count in range(len(names) + 1) for some in itertools.combinations(names, count)]
+    narrow = [some for some in narrow if INT8 in some or not options.pins_int8]
     counts = [1]
     if MICROBATCH_STATISTICS in options.allow and graph.unmicrobatchable:
         counts = [m for m in range(1, graph.batch_size + 1) if graph.batch_size % m == 0]
@@ -72,7 +74,8 @@ def best_plan(
     why: InfeasibleError | None = None
     for concession in candidates:
         try:
-            plans.append(find(concession, share))
+            allow = {name for name in share.allow if name != INT8 or INT8 in concession.narrow}
+            plans.append(find(concession, dataclasses.replace(share, allow=allow)))
         except CaptureError as error:  # a batch norm cannot have one row
             refused(f"not as {concession.microbatches} microbatches: {error.message}")
         except InfeasibleError as error:

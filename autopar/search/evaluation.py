@@ -17,6 +17,7 @@ from autopar.plan import (
     OFFLOADS,
     RECOMPUTATIONS,
     REDUCTIONS,
+    SAVINGS,
     Axis,
     LayerPlan,
     Memory,
@@ -308,7 +309,7 @@ def make_plan(
         chunks=choice.schedule.chunks,
         prefetch=pricer.prefetch,
         sync=sync,
-        allow=(*graph.allow, *given_up(sync)),
+        allow=(*graph.allow, *given_up(sync, strategies)),
     )
     return replace(plan, notes=(*plan.notes, f"priced alone: {plan.unwritten}")) if plan.unwritten else plan
 
@@ -482,11 +483,12 @@ def _price(graph: Graph, pricer: Pricer, index: int, mesh: Mesh, strategy: Strat
 
 
 def _effort(strategy: Strategy) -> tuple[int, ...]:
-    """The offload, the ZeRO stage, its copies, its reductions and the recomputation, as ranks: among equally fast strategies the plan
-    states the lowest."""
+    """How saved activations are stored, the offload, the ZeRO stage, its copies, its reductions and the recomputation, as ranks: among
+    equally fast strategies the plan states the lowest."""
     again = strategy.recomputation
     sharding = strategy.zero, strategy.replicate, REDUCTIONS.index(strategy.reduce)
-    return OFFLOADS.index(strategy.offload), *sharding, RECOMPUTATIONS.index(again.kind), again.layers
+    held = SAVINGS.index(strategy.saved), OFFLOADS.index(strategy.offload)
+    return *held, *sharding, RECOMPUTATIONS.index(again.kind), again.layers
 
 
 def tidy(instance: Instance, solution: Solution) -> Priced:

@@ -20,6 +20,7 @@ from autopar.plan import (
     BATCHES,
     OFFLOADS,
     REPLICATING,
+    SAVINGS,
     TENSOR_OVERLAP,
     Axis,
     LayerPlan,
@@ -114,7 +115,8 @@ def manual_plan(
     chosen = dict(enumerate(shortened(graph, own, bounds)))
     for index, strategy in chosen.items():
         _check_strategy(graph, mesh, given, index, strategy)
-    sync = _sync(graph, mesh, given, chosen.values(), allow)
+    check_allowed(allow, given.sync, any(s.saves_int8 for s in chosen.values()))
+    sync = _sync(graph, mesh, given, chosen.values())
     size = math.prod(axis.size for axis in mesh)
     return Plan(
         model=graph.name,
@@ -133,7 +135,7 @@ def manual_plan(
         chunks=chunks,
         prefetch=given.prefetch or 1,
         sync=sync,
-        allow=(*graph.allow, *given_up(sync)),
+        allow=(*graph.allow, *given_up(sync, chosen.values())),
     )
 
 
@@ -145,6 +147,7 @@ def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins) ->
             f"write {', '.join(OFFLOADS)}",
         )
     given.check_segment("every layer")
+    given.check_saved("every layer")
     common = Strategy(  # the least that the pins allow
         roles,
         0,
@@ -152,6 +155,7 @@ def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins) ->
         given.offload or "none",
         overlap=given.overlap or TENSOR_OVERLAP,
         compiled=given.compiles(default=False),
+        saved=given.saved or SAVINGS[0],
     )
     if common.degree(mesh, *REPLICATING) == 1 or not given.zero:
         return common
@@ -159,11 +163,8 @@ def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins) ->
     return replace(common, zero=given.zero, replicate=given.replicate or 1, reduce="step" if once else common.reduce)
 
 
-def _sync(
-    graph: Graph, mesh: tuple[Axis, ...], given: PlanPins, strategies: Collection[Strategy], allow: Collection[str]
-) -> str:
+def _sync(graph: Graph, mesh: tuple[Axis, ...], given: PlanPins, strategies: Collection[Strategy]) -> str:
     """How replicas are synchronised. Under local steps all layers have the same data axes."""
-    check_allowed(allow, given.sync)
     axes = {strategy.replicas(mesh)[0] for strategy in strategies}
     degrees = [s.degree(mesh, Role.DATA) for s in strategies]
     check_replicas(graph, given.sync, [None] if len(axes) > 1 else degrees)
@@ -220,6 +221,12 @@ def _check_strategy(graph: Graph, mesh: tuple[Axis, ...], given: PlanPins, index
         raise UsageError(
             f"replicate is {strategy.replicate}, and the sizes of the outermost data axes multiply to {', '.join(map(str, counts))}",
             "give one of these numbers, or a mesh with other data axes",
+        )
+    gathers = (Role.TENSOR_WEIGHTS, Role.TENSOR_HIDDEN, Role.TENSOR_ROWS)
+    if strategy.saves_int8 and any(role in gathers for role in strategy.roles):
+        raise UsageError(
+            f"saved=int8 is for activations, and {graph.layers[index].name} also saves parameters that it gathers on a grid of devices",
+            "leave saved out, or take roles that do not gather parameters inside of a layer",
         )
     ways, microbatches = strategy.degree(mesh, *BATCHES), given.microbatches or 1
     shares = microbatches * ways

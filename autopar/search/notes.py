@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.graph import Graph
-from autopar.plan import APART, FP8, NARROW_GRADIENTS, NARROW_MOMENTS, Role, Strategy, local_steps
+from autopar.plan import APART, FP8, INT8, NARROW_GRADIENTS, NARROW_MOMENTS, Role, Strategy, local_steps
 from autopar.precision import TF32
 from autopar.search.problem import Choice, Mesh
 
@@ -44,6 +44,11 @@ def notes_of(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh:
         TF32: "matrix products of float32 may round their operands to TF32, 10 bits of mantissa, and add up in float32",
     }
     notes += [f"not exact, as {name} allows: {narrow[name]}" for name in graph.narrow]
+    if int8 := sum(s.saves_int8 for s in strategies):
+        notes.append(
+            f"not exact, as {INT8} allows: {int8} of {len(strategies)} layers store what they save for the backward in 8 bits (one scale "
+            "for each 64 numbers), and their gradients are rounded; losses are not, nor is the layer that gives the loss"
+        )
     return tuple(notes)
 
 

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.pins import OF_LAYER, PINS, LayerPins, PlanPins, Value, check_sync, checked
-from autopar.plan import ALLOWED, APART, Role, local_steps
+from autopar.plan import ALLOWED, APART, INT8, SAVINGS, Role, local_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,12 @@ class SearchOptions(PlanPins):
             else:
                 object.__setattr__(self, key, value)
         object.__setattr__(self, "pin", some)
-        check_allowed(self.allow, self.sync)
+        check_allowed(self.allow, self.sync, self.pins_int8)
+
+    @property
+    def pins_int8(self) -> bool:
+        """Whether a pin has some layer store its saved activations in 8 bits."""
+        return any(key.rpartition(".")[2] == "saved" and value == SAVINGS[1] for key, value in self.pins.items())
 
     @property
     def common(self) -> LayerPins:
@@ -84,14 +89,20 @@ class SearchOptions(PlanPins):
         return replace(self, **{key: None})  # type: ignore[arg-type]
 
 
-def check_allowed(allow: Collection[str], sync: str | None = None) -> None:
-    """Raise ``UsageError`` if ``allow`` is not a set of names in ``ALLOWED``, or lacks what ``sync`` gives up."""
+def check_allowed(allow: Collection[str], sync: str | None = None, int8: bool = False) -> None:
+    """Raise ``UsageError`` if ``allow`` is not a set of names in ``ALLOWED``, or lacks what ``sync``, or ``int8`` (saved activations in 8
+    bits), gives up."""
     if isinstance(allow, str) or not set(allow) <= set(ALLOWED):
         raise UsageError(f"allow={allow!r} is not known", f"it is a set of: {', '.join(ALLOWED)}")
     if local_steps(sync) and APART not in allow:
         raise UsageError(
             f"sync={sync} is not exact: between two averages every replica trains by itself, which one device does not",
             f"allow={{'{APART}'}} (--allow {APART.replace('_', '-')}) gives that up; or leave sync out",
+        )
+    if int8 and INT8 not in allow:
+        raise UsageError(
+            "saved=int8 is not exact: gradients are computed from activations that were rounded to 8 bits",
+            f"allow={{'{INT8}'}} (--allow {INT8.replace('_', '-')}) gives that up; or leave saved out",
         )
 
 
@@ -148,6 +159,7 @@ def pins_by_layer(graph: Graph, options: SearchOptions) -> tuple[LayerPins, ...]
                 "pin recompute=full or recompute=none, or offload=optimizer",
             )
         pins.check_segment(layer.name)
+        pins.check_saved(layer.name)
         check_sync(options, layer.name, pins.zero, pins.replicate)
     if any(pins.expert for pins in found):
         found = [_of_experts(graph, i, pins) for i, pins in enumerate(found)]

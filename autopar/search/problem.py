@@ -49,9 +49,11 @@ from autopar.pins import ANY, LayerPins
 from autopar.plan import (
     ALL_REDUCE,
     FULL,
+    INT8,
     NONE,
     OFFLOADS,
     REDUCTIONS,
+    SAVINGS,
     TENSOR_OVERLAP,
     Axis,
     Recomputation,
@@ -231,7 +233,7 @@ def strategies(
     """
     pins = options.common if pins is None else pins
     sizes = [axis.size for axis in mesh]
-    hows = _activations(pins, pins.recomputations() if tried is None else tried)
+    hows = _activations(pins, pins.recomputations() if tried is None else tried, INT8 in options.allow)
     found: list[Strategy] = []
     for suffix in _suffixes(mesh, gpus_per_node, options.roles or TENSOR_ROLES, pins, experts):
         outer = len(sizes) - len(suffix)
@@ -252,13 +254,15 @@ def strategies(
                     Strategy(
                         roles,
                         zero,
-                        *how,
+                        again,
+                        offload,
                         copies,
                         reduce,
                         pins.overlap or TENSOR_OVERLAP,
                         pins.compiles(options.compiled),
+                        saved,
                     )
-                    for how in hows
+                    for again, offload, saved in hows
                 ]
     return found
 
@@ -270,17 +274,22 @@ def _reductions(zero: int, several: bool, pins: LayerPins) -> tuple[str, ...]:
     return REDUCTIONS if pins.reduce is None else (pins.reduce,)
 
 
-def _activations(pins: LayerPins, recomputations: Sequence[Recomputation]) -> list[tuple[Recomputation, str]]:
-    """The ways to treat activations: recomputation and offload.
+def _activations(
+    pins: LayerPins, recomputations: Sequence[Recomputation], int8: bool
+) -> list[tuple[Recomputation, str, str]]:
+    """The ways to treat activations: recomputation, offload, and how they are stored.
 
-    Nothing is offloaded unless a pin allows it. Values that selective recomputation saves, and values inside
-    a segment of several layers, cannot be offloaded.
+    Nothing is offloaded unless a pin allows it, and nothing is in 8 bits unless ``int8`` allows it. Values that selective recomputation
+    saves, and values inside a segment of several layers, cannot be offloaded. Values of layers that are neither recomputed nor
+    offloaded may be in 8 bits.
     """
     offloads = OFFLOADS if pins.offload == ANY else (pins.offload or "none",)
+    savings = (SAVINGS if int8 else SAVINGS[:1]) if pins.saved is None else (pins.saved,)
     return [
-        (again, offload)
-        for again, offload in itertools.product(recomputations, offloads)
-        if offload in ("none", "optimizer") or again in (NONE, FULL)
+        (again, offload, saved)
+        for again, offload, saved in itertools.product(recomputations, offloads, savings)
+        if (saved == SAVINGS[0] or (again is NONE and offload in ("none", "optimizer")))
+        and (offload in ("none", "optimizer") or again in (NONE, FULL))
     ]
 
 

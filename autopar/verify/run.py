@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from autopar.emit import emit
 from autopar.errors import AutoparError, LaunchError, ProgramError, UsageError
 from autopar.graph import Graph
 from autopar.measure import Error
-from autopar.plan import MICROBATCH_STATISTICS, Plan, local_steps
+from autopar.plan import INT8, MICROBATCH_STATISTICS, SAVINGS, Plan, local_steps
 from autopar.plan_files import check_model, read_plan
 from autopar.run.pool import WorkerPool
 from autopar.search.options import check_allowed
@@ -122,7 +122,9 @@ def verify_workload(
     plans: list[tuple[str, PlanOf]] = [(kind.name, kind.plan) for kind in kinds(devices)]
     if plan is not None:
         check_model(plan, real or subject.graph)
-        small = shrink_plan(plan, subject.graph, devices)
+        small = shrink_plan(_without_int8(plan), subject.graph, devices)
+        if INT8 in plan.allow:
+            run.notes.append("numbers were compared with saved activations as they are, not in 8 bits")
         plans = [("the given plan", lambda graph: small)]
         run.reference = FIRST_STEP if local_steps(small.sync) else ""
         if small is not plan:
@@ -133,6 +135,14 @@ def verify_workload(
             run.check(kind, make)
     tell("", len(plans), len(plans))
     return run.report()
+
+
+def _without_int8(plan: Plan) -> Plan:
+    """The plan with exact saved activations; itself if it has no others."""
+    if not any(layer.strategy.saves_int8 for layer in plan.layers):
+        return plan
+    layers = (replace(layer, strategy=replace(layer.strategy, saved=SAVINGS[0])) for layer in plan.layers)
+    return replace(plan, layers=tuple(layers), allow=tuple(name for name in plan.allow if name != INT8))
 
 
 def _own(given: Plan | None, real: Graph | None, allow: Collection[str]) -> int:
@@ -174,7 +184,7 @@ class _Run:
     _failures: list[Failure] = field(default_factory=list)
     _skipped: dict[str, str] = field(default_factory=dict)
     _typechecked: int = 0
-    _notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def check(self, kind: str, make: PlanOf) -> None:
         try:
@@ -229,7 +239,7 @@ class _Run:
                 self._fail("the given plan at its own size", plan, error.message, None)
                 return
         self._typechecked += 1
-        self._notes.append(
+        self.notes.append(
             f"the program for the plan's {plan.device_count} devices type-checks ({stages} stages); its numbers were compared on "
             f"{processes} processes"
         )
@@ -259,7 +269,7 @@ class _Run:
             skipped=self._skipped,
             typechecked=self._typechecked,
             replicated_ops=graph.replicated,
-            notes=(*off, *self._notes),
+            notes=(*off, *self.notes),
             attacks=tuple(Attacked(name, error.value, error.where) for name, error in self.attacks.tried.items()),
             attacks_skipped=self.attacks.skipped,
             reference=self.reference,

@@ -111,7 +111,7 @@ def shrink_plan(plan: Plan, graph: Graph, devices: int) -> Plan:
         microbatches=parts,
         schedule=schedule,
         sync=plan.sync,
-        allow=given_up(plan.sync),
+        allow=given_up(plan.sync, (layer.strategy for layer in plan.layers)),
     )
 
 

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from autopar.graph import Graph, Layer, LayerClass, Value
 from autopar.layer_price import LayerPrice
-from autopar.plan import OFFLOADS, RECOMPUTATIONS, Axis, Recomputation, Role, Strategy
+from autopar.plan import INT8, OFFLOADS, RECOMPUTATIONS, Axis, Recomputation, Role, Strategy
 from autopar.schedules import SPLIT, Schedule
 from autopar.schedules.memory import fullest
 from autopar.schedules.orders import device_order
@@ -92,6 +92,7 @@ def _drawn(key: object) -> str:
         return repr(key)
     kind, offload = key.recomputation.kind, f", offload={key.offload!r}" if key.offload != "none" else ""
     full, part = kind == "full", kind == "selective"
+    offload += f", saved={key.saved!r}" if key.saved != "exact" else ""
     return f"Strategy(roles={key.roles!r}, zero={key.zero}, recompute={full}, selective={part}{offload})"
 
 
@@ -347,6 +348,11 @@ def candidates(
                     ):
                         if offload in ("none", "optimizer") or (again != "selective" and n == 1):
                             found.append(Strategy(roles, zero, Recomputation(again, n), offload))
+                    if again == "none" and INT8 in options.allow:
+                        plain = [s for s in found if s.roles == roles and s.zero == zero and not s.offloads_activations]
+                        found += [replace(s, saved="int8") for s in plain if s.recomputation.kind == "none"]
+            wanted = pins.get("saved")
+            found = [s for s in found if s.roles != roles or wanted in (None, s.saved)]
     return found
 
 

@@ -62,6 +62,7 @@ REPORTS = {
     "infeasible": Report(
         "requests that cannot be met, and what is suggested (long)", (program("infeasible"),), options=False
     ),
+    "int8-activations": Report("loss curves with saved activations in 8 bits (minutes)", (program("int8_curves"),)),
     "loader": Report("data sets: who reads which rows, under plans of every kind", (program("loader"),)),
     "measured-memory": Report("predicted against measured memory of emitted programs", (program("measured_memory"),)),
     "measured-time": Report(

@@ -20,6 +20,7 @@ from search_models import Devices, RandomPricer, brute_force, random_problem
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph import Graph
+from autopar.plan import INT8
 from autopar.schedules import SPLIT
 from autopar.search import SearchOptions, driver, search
 
@@ -34,6 +35,7 @@ FAMILIES = (
     "split",
     "offload",
     "any chunks",
+    "int8",
 )
 EXACT = SearchOptions(target_gap=0.0, time_limit_s=120)
 
@@ -95,12 +97,23 @@ def random_offload(seed: int) -> tuple[Graph, Devices, RandomPricer, SearchOptio
     return graph, Devices(cluster.count, limit, host_limit_bytes=host), pricer, options
 
 
+def random_int8(seed: int) -> tuple[Graph, Devices, RandomPricer, SearchOptions]:
+    """Little memory, and saved activations may be in 8 bits: or must be, or must not, beside the host's memory."""
+    rng = random.Random(f"int8 {seed}")
+    graph, cluster, pricer = random_problem(seed, devices=(1, 2, 2, 4))
+    chosen: list[dict[str, Any]] = [{}, {}, {}, {"saved": "int8"}, {"saved": "exact"}, {"offload": "any"}]
+    options = SearchOptions(target_gap=0.0, time_limit_s=120, pin=rng.choice(chosen), allow={INT8})
+    return graph, Devices(cluster.count, rng.choice([80, 120, 160, 220]), host_limit_bytes=40), pricer, options
+
+
 def problem(family: str, seed: int) -> tuple[Graph, Devices, RandomPricer, SearchOptions]:
     """The problem of a family with that seed."""
     if family in ("chunks", "any chunks", "split"):
         return random_chunks(seed, family)
     if family == "offload":
         return random_offload(seed)
+    if family == "int8":
+        return random_int8(seed)
     devices = (3, 3, 1) if family == "odd counts" else (1, 2, 4, 4)
     graph, cluster, pricer = random_problem(seed, devices=devices, skips=family == "skips")
     if family == "memory":

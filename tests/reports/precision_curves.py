@@ -30,7 +30,7 @@ import autopar
 from autopar.bench.models import DecoderBlock, Stack, token_loss
 from autopar.errors import UsageError
 from autopar.picture import pyplot, save
-from autopar.plan import FP8
+from autopar.plan import FP8, INT8
 
 WINDOW = 20
 """Steps over which a curve is smoothed: each point is the mean of the last ones."""
@@ -38,15 +38,19 @@ WINDOW = 20
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One curve: its precision, and what the plan allows itself, whether it gains or not."""
+    """One curve: its precision, what the plan allows itself, whether it gains or not, and how it stores saved activations."""
 
     name: str
     precision: str
     allow: tuple[str, ...] = ()
+    saved: str = "exact"
 
 
 REFERENCE = "float32"
 WAYS = (Way(REFERENCE, "float32"), Way("bfloat16", "bfloat16"), Way("float16", "float16"), Way(FP8, "bfloat16", (FP8,)))
+
+IN_8_BITS = tuple(Way(f"{name}, saved in 8 bits", name, saved="int8") for name in ("float32", "bfloat16"))
+"""The curves of ``int8_curves``, besides those of the same precisions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,8 @@ def train(way: Way, steps: int) -> dict[str, Any]:
         "max_norm": 1.0,
         "time_limit_s": 600,
     }
+    if way.saved != "exact":
+        options |= {"saved": way.saved, "allow": {INT8}}
     program = autopar.compile(model, 1, data[0], token_loss, **options)
     if way.allow:
         plan = dataclasses.replace(program.plan, allow=way.allow)
@@ -108,6 +114,7 @@ def train(way: Way, steps: int) -> dict[str, Any]:
         "precision": way.name,
         "losses": losses,
         "loss_scale": program.scaler_state_dict().get("scale"),
+        "activations_bytes": program.plan.stages[0].memory.activations,
         "parameters": sum(p.numel() for p in model.parameters()),
         "tokens_per_step": size.rows * size.length,
         "text_bytes": len(text()),
@@ -198,12 +205,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument(
-        "--only", choices=[way.name for way in WAYS], help="print the line of one precision, write nothing"
+        "--only",
+        choices=[way.name for way in (*WAYS, *IN_8_BITS)],
+        help="print the line of one precision, write nothing",
     )
     parser.add_argument("--page", action="store_true", help="make the page anew, train nothing")
     asked = parser.parse_args()
     if asked.only:
-        print(json.dumps(train(next(way for way in WAYS if way.name == asked.only), asked.steps)))
+        print(json.dumps(train(next(way for way in (*WAYS, *IN_8_BITS) if way.name == asked.only), asked.steps)))
         return
     path = EVIDENCE / "precision.jsonl"
     if asked.page:
