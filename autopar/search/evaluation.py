@@ -487,8 +487,8 @@ def _effort(strategy: Strategy) -> tuple[int, ...]:
     equally fast strategies the plan states the lowest."""
     again = strategy.recomputation
     sharding = strategy.zero, strategy.replicate, REDUCTIONS.index(strategy.reduce)
-    held = SAVINGS.index(strategy.saved), OFFLOADS.index(strategy.offload)
-    return *held, *sharding, RECOMPUTATIONS.index(again.kind), again.layers
+    storage = SAVINGS.index(strategy.saved), OFFLOADS.index(strategy.offload)
+    return *storage, *sharding, RECOMPUTATIONS.index(again.kind), again.layers
 
 
 def tidy(instance: Instance, solution: Solution) -> Priced:
