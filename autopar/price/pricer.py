@@ -163,7 +163,10 @@ class Pricer:
         return other
 
     def layer(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
-        """The price of a layer class; ``None`` if a role is inadmissible or a local shape is not whole."""
+        """The price of a layer class; ``None`` if a role is inadmissible or a local shape is not whole.
+
+        Equal arguments give the same object: by it the search knows the candidates that layers of one class with different pins share.
+        """
         if strategy.compiled and not self._compiles:
             return self._of_compiled_layers().layer(cls_name, mesh, strategy, microbatches)
         if strategy.saves_int8 and not self.trainer.int8:

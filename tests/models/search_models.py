@@ -101,6 +101,7 @@ class RandomPricer:
 
     def __init__(self, graph: Graph, seed: int, density: float, edges: float, slower: float = 1.0) -> None:
         self.graph, self.seed, self.density, self.edges, self.slower = graph, seed, density, edges, slower
+        self._layers: dict[tuple[object, ...], LayerPrice | None] = {}
 
     prefetch, sync = 1, "all-reduce"
     compiled = False
@@ -118,6 +119,14 @@ class RandomPricer:
         return random.Random(f"{self.seed} ({', '.join(map(_drawn, key))})")
 
     def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> LayerPrice | None:
+        key = cls, mesh, strategy, microbatches
+        if key not in self._layers:
+            self._layers[key] = self._drawn_layer(*key)
+        return self._layers[key]
+
+    def _drawn_layer(
+        self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int
+    ) -> LayerPrice | None:
         rng = self._rng(cls, mesh, strategy, microbatches)
         if rng.random() > self.density:
             return None

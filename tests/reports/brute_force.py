@@ -36,6 +36,7 @@ FAMILIES = (
     "offload",
     "any chunks",
     "int8",
+    "pins, little memory",
 )
 EXACT = SearchOptions(target_gap=0.0, time_limit_s=120)
 
@@ -124,7 +125,9 @@ def problem(family: str, seed: int) -> tuple[Graph, Devices, RandomPricer, Searc
         limits = [rng.choice([60, 120, 180, 240, 300, 10_000]) for _ in range(2)]
         kinds = tuple((rng.choice([1.0, 1.5, 3.0]), limit) for limit in limits)
         return graph, Devices(cluster.count, min(limits), kinds=kinds), pricer, EXACT
-    options = random_pins(seed, len(graph.layers), cluster.count) if family == "pins" else EXACT
+    options = random_pins(seed, len(graph.layers), cluster.count) if family.startswith("pins") else EXACT
+    if family == "pins, little memory":
+        cluster = Devices(cluster.count, random.Random(f"{family} {seed}").choice([80, 120, 160, 220]))
     return graph, cluster, pricer, options
 
 
