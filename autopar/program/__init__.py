@@ -35,6 +35,7 @@ FILES = (
     "kernels_ring.py",
     "kernels_rnn.py",
     "loader.py",
+    "local_group.py",
     "metrics.py",
     "masters.py",
     "offload.py",

@@ -1,4 +1,4 @@
-"""The parameters of this rank's stages: flat buffers (ZeRO 0 and 1), FSDP2 (ZeRO 2 and 3); for others see ``masters``.
+"""The parameters of this rank's stages: flat buffers (ZeRO 0 and 1), FSDP2 (ZeRO 2 and 3); for others see ``local_group``.
 
 Everything here is a function of the parameters' layout records (``layouts.json``). The optimizer owns plain tensors, the
 *masters*: whole local slices, or under ZeRO this rank's pieces of them.
@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar.program.buffers import StageBuffers
 from autopar.program.collectives import all_gather, reduce_scatter
-from autopar.program.masters import LocalGroup, Master, alike, set_parameter
+from autopar.program.local_group import LocalGroup
+from autopar.program.masters import Master, alike, set_parameter
 from autopar.program.weight_gradients import LateGradients, start_gradients
 from autopar.program.world import Layout, Program, World
 
