@@ -366,6 +366,20 @@ def profile(**request: Any) -> None:
     profile_command(**request)
 
 
+@cli.command(
+    short_help="Say what is installed and works here.",
+    help="Look at this machine: packages, compiler, memory, ports, GPUs and their kinds, the calibration; and try what programs need: "
+    "processes that meet and sum (gloo, NCCL), torch.compile. Each finding says what to do. Exits with 1 if something is broken that every "
+    "run needs.",
+)
+@click.option("--quick", is_flag=True, help="Leave out what starts processes.")
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as one JSON object.")
+def doctor(quick: bool, as_json: bool) -> None:
+    from autopar.cli.doctor import doctor_command
+
+    doctor_command(quick, as_json)
+
+
 @cli.command()
 @click.option("--json", "as_json", is_flag=True, help="Print the list as one JSON array.")
 def models(as_json: bool) -> None:
