@@ -166,7 +166,7 @@ def test_no_rooms_and_no_files_import_in_a_circle():
 
 # Imports of our own modules inside of functions: how many a file may have, and why. Everything else is imported at the top.
 IMPORTS_IN_FUNCTIONS = {
-    "autopar/cli/app.py": (23, "`autopar --help` answers without torch: a command is imported when it runs"),
+    "autopar/cli/app.py": (24, "`autopar --help` answers without torch: a command is imported when it runs"),
     "autopar/doctor/run.py": (1, "`autopar doctor` says what is broken where torch cannot be imported"),
     "autopar/run/__init__.py": (1, "worker processes start without what only their parent needs"),
     "autopar/zoo/__init__.py": (1, "`autopar models` lists the zoo without torch and transformers"),

@@ -367,6 +367,26 @@ def profile(**request: Any) -> None:
 
 
 @cli.command(
+    short_help="Write a cluster file and a script for your model.",
+    help="Ask three questions (which model, which devices, how large a batch), and write cluster.toml and train.py into DIR (default: "
+    "here): a script of some lines that calls `autopar.compile` and trains. Nothing is replaced. With --yes, or where options answer, "
+    "nothing is asked." + MODEL_HELP,
+)
+@click.argument("folder", metavar="[DIR]", default=".")
+@click.option("--model", metavar="MODEL", help="The model.")
+@click.option("--devices", metavar="SPEC", help="8xH100-80GB, '64 H100', 4, 'this machine', or a cluster.toml.")
+@click.option("--global-batch", "--batch", type=int, metavar="N", help="Sequences (or images) in a batch of one step.")
+@click.option("--seq", type=int, metavar="N", help="Tokens in a sequence of the batch.")
+@click.option(
+    "--yes", is_flag=True, help="Ask nothing: this machine, and the model's own batch, where no option says otherwise."
+)
+def init(**request: Any) -> None:
+    from autopar.cli.init import init_command
+
+    init_command(**request)
+
+
+@cli.command(
     short_help="Say what is installed and works here.",
     help="Look at this machine: packages, compiler, memory, ports, GPUs and their kinds, the calibration; and try what programs need: "
     "processes that meet and sum (gloo, NCCL), torch.compile. Each finding says what to do. Exits with 1 if something is broken that every "
