@@ -387,6 +387,23 @@ def init(**request: Any) -> None:
 
 
 @cli.command(
+    short_help="Open a local page to plan in.",
+    help="Serve a page on 127.0.0.1 until Ctrl-C: choose a model or paste a config.json, choose devices, pin decisions; see the plan, its "
+    "report, its program, and what a pin costs. The address that is printed has a token, without which nothing is answered. MODELs of "
+    "your own (file.py:factory) are offered beside the built-in ones.",
+)
+@click.argument("model", nargs=-1, metavar="[MODEL]...")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=0, metavar="N", help="The port; 0, the default, is any free one."
+)
+@click.option("--browser", is_flag=True, help="Open the page in this machine's browser.")
+def ui(**request: Any) -> None:
+    from autopar.cli.ui import ui_command
+
+    ui_command(**request)
+
+
+@cli.command(
     short_help="Say what is installed and works here.",
     help="Look at this machine: packages, compiler, memory, ports, GPUs and their kinds, the calibration; and try what programs need: "
     "processes that meet and sum (gloo, NCCL), torch.compile. Each finding says what to do. Exits with 1 if something is broken that every "
