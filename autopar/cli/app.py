@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
 import autopar
+from autopar.cli.examples import add_examples
 from autopar.cli.options import (
     DEVICES_HELP,
     MODEL_HELP,
@@ -28,7 +25,6 @@ from autopar.cli.options import (
     size_options,
     type_check_option,
 )
-from autopar.errors import AutoparError
 from autopar.pins import ANY, PINS
 
 
@@ -88,6 +84,7 @@ def explain(**request: Any) -> None:
     "--explain", is_flag=True, help="Also search alternatives and what would help, as `autopar explain` does: minutes."
 )
 @again_options
+@click.option("--json", "as_json", is_flag=True, help="Print the page's path as a JSON object.")
 def report(**request: Any) -> None:
     from autopar.cli.report import report_command
 
@@ -107,6 +104,9 @@ def report(**request: Any) -> None:
     help="A trace of the plan's program (`train.py --trace FILE`): it goes below the prediction, and the seconds of actions are compared.",
 )
 @again_options
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print the trace's path, and the seconds of actions, as one JSON object."
+)
 def trace(**request: Any) -> None:
     from autopar.cli.report import trace_command
 
@@ -153,6 +153,7 @@ def sweep(**request: Any) -> None:
 @type_check_option
 @init_option
 @click.option("-o", "--output", required=True, metavar="DIR", help="Where the program goes.")
+@click.option("--json", "as_json", is_flag=True, help="Print the folder, and how it starts, as one JSON object.")
 def emit(**request: Any) -> None:
     from autopar.cli.commands import emit_command
 
@@ -206,6 +207,7 @@ def emit(**request: Any) -> None:
     metavar="N",
     help="How often --elastic starts again after a failure.",
 )
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each step.")
 def run(checkpoint: str | None, every: int, keep: int, resume: bool, **request: Any) -> None:
     from autopar.cli.commands import Checkpoints, run_command
 
@@ -215,6 +217,7 @@ def run(checkpoint: str | None, every: int, keep: int, resume: bool, **request: 
         from autopar.run.elastic import Nodes
 
         options = {name: request.pop(name) for name in ("steps", "lr", "seed")}
+        del request["as_json"]  # train.py prints nothing else
         options |= {"checkpoint": checkpoint, "every": every, "keep": keep}
         elastic_command(Nodes.read(*elastic.values()), request, request.pop("output"), options)
     run_command(checkpoints=Checkpoints(checkpoint, every, keep, resume), **request)
@@ -238,10 +241,11 @@ def run(checkpoint: str | None, every: int, keep: int, resume: bool, **request: 
     metavar="SECONDS",
     help="How long before the time limit to save: more than a step and a checkpoint take.",
 )
-def launch(folder: str, options: tuple[str, ...], slurm: str, time: str, save_before: int) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print the file's path as a JSON object.")
+def launch(**request: Any) -> None:
     from autopar.cli.launch import launch_command
 
-    launch_command(folder, slurm, time, save_before, options)
+    launch_command(**request)
 
 
 @cli.command(
@@ -380,6 +384,7 @@ def profile(**request: Any) -> None:
 @click.option(
     "--yes", is_flag=True, help="Ask nothing: this machine, and the model's own batch, where no option says otherwise."
 )
+@click.option("--json", "as_json", is_flag=True, help="Print the files as one JSON object.")
 def init(**request: Any) -> None:
     from autopar.cli.init import init_command
 
@@ -513,54 +518,4 @@ def sync(**request: Any) -> None:
     sync_command(**request)
 
 
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Entry point of the console script; ends the process with the exit status."""
-    # graphs and prices live as long as the command: looking for garbage among them takes a tenth of the time
-    gc.set_threshold(1_000_000, 20, 100)
-    try:
-        status = cli.main(argv, prog_name="autopar", standalone_mode=False)
-        sys.stdout.flush()
-    except AutoparError as error:
-        status = error.exit_status
-        _complain(error.message, error.hint)
-        for change in getattr(error, "changes", ()):
-            click.echo(f"{click.style('or:', fg='cyan', bold=True)} {change.text}", err=True, color=_color())
-    except click.ClickException as error:
-        status = error.exit_code
-        path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "autopar"
-        _complain(error.format_message(), f"`{path} --help` shows what it takes")
-    except (KeyboardInterrupt, click.Abort):
-        status = 130  # 128 + SIGINT, as the shell has it
-        click.echo("interrupted", err=True)
-    except BrokenPipeError:
-        # nobody reads our output any more; python would complain once more when it flushes stdout at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 1
-    except Exception as error:
-        if os.environ.get("AUTOPAR_TRACEBACK"):
-            raise
-        status = 1
-        _complain(
-            f"{type(error).__name__}: {error} ({_where(error)})",
-            "this is a fault in autopar; AUTOPAR_TRACEBACK=1 shows the whole traceback",
-        )
-    gc.freeze()  # the last collection, at the interpreter's end, would take another tenth
-    sys.exit(status if isinstance(status, int) else 0)
-
-
-def _complain(message: str, hint: str | None) -> None:
-    click.echo(f"{click.style('error:', fg='red', bold=True)} {message}", err=True, color=_color())
-    if hint:
-        click.echo(f"{click.style('hint:', fg='cyan', bold=True)} {hint}", err=True, color=_color())
-
-
-def _color() -> bool | None:
-    return False if os.environ.get("NO_COLOR") else None
-
-
-def _where(error: BaseException) -> str:
-    frame = error.__traceback__
-    assert frame is not None
-    while frame.tb_next is not None:
-        frame = frame.tb_next
-    return f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
+add_examples(cli)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -24,7 +25,13 @@ HERE = "this machine"
 
 
 def init_command(
-    folder: str, model: str | None, devices: str | None, global_batch: int | None, seq: int | None, yes: bool
+    folder: str,
+    model: str | None,
+    devices: str | None,
+    global_batch: int | None,
+    seq: int | None,
+    yes: bool,
+    as_json: bool,
 ) -> None:
     """Asks for what no option says, and writes both files; nothing is replaced."""
     home = Path(folder)
@@ -40,8 +47,8 @@ def init_command(
     words, cluster = (
         _cluster(devices) if devices else _ask("devices: 8xH100-80GB, 64 H100, this machine", _cluster, HERE)
     )
-    ask_sizes = not yes and global_batch is None and seq is None and ":" not in model
     sizes = Sizes(seq, global_batch)
+    ask_sizes = not yes and sizes == Sizes() and ":" not in model
     workload = load_model(model, sizes, default_precision=_precision(cluster))
     if ask_sizes:
         own = "x".join(map(str, _first(workload.batch).shape[:2]))
@@ -52,7 +59,12 @@ def init_command(
     for name, text in ((CLUSTER, words), (SCRIPT, script)):
         with (home / name).open("x") as file:
             file.write(text)
-        click.echo(home / name)
+        if not as_json:
+            click.echo(home / name)
+    if as_json:
+        click.echo(
+            json.dumps({"files": [str(home / CLUSTER), str(home / SCRIPT)], "start": _command(cluster, home / SCRIPT)})
+        )
     where = "here" if cluster.local else "on every node"
     click.echo(
         f"{_command(cluster, home / SCRIPT)}\n    trains {where}\nautopar plan {model} --devices {home / CLUSTER}\n    shows the plan",
