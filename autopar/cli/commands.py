@@ -29,6 +29,7 @@ from autopar.program.state import INITIAL
 from autopar.program.watch import SIGNALS
 from autopar.run.folder import folder_for_program
 from autopar.run.initialise import is_path, with_tables, write_values
+from autopar.run.processes import check_count
 from autopar.run.ranks import is_one_of_several
 from autopar.search import SearchOptions
 from autopar.units import parse_size
@@ -91,11 +92,13 @@ def run_command(
 ) -> None:
     """``autopar run``: trains on the factory's batch over and over, prints the loss of each step."""
     devices = request["devices"]
-    if not parse(devices).local:
+    here = parse(devices)
+    if not here.local:
         raise LaunchError(
             f"{devices} describes devices that are not here, so nothing can run on them",
             "`autopar emit` writes the program for them; `--devices 4` runs on this machine",
         )
+    check_count(here.count)  # before a minute of planning
     folder = folder_for_program(output) if output else None
     claim = checkpoints.claim()
     torch.manual_seed(seed)
