@@ -33,7 +33,8 @@ from autopar.pins import ANY, PINS
 def cli() -> None:
     """Turns a single-device PyTorch model into the distributed training program an expert would have written for it.
 
-    Start with `autopar plan llama3-70b --devices 128x8xH100-80GB`.
+    Start with `autopar plan llama3-70b --devices 128x8xH100-80GB`, or with `autopar ui`, a page that plans. `autopar doctor` says whether
+    this machine works, and `autopar init` writes a first script.
     """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import webbrowser
 from typing import Any
@@ -19,12 +20,14 @@ WORKER = (sys.executable, "-W", "ignore", "-m", "autopar.cli.planner")
 
 def ui_command(model: tuple[str, ...], port: int, browser: bool) -> None:
     """Serves the page until it is interrupted, and prints its address."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # both remove the folder of plans
+        signal.signal(number, signal.default_int_handler)
     server = Server(choices(model), WORKER, port)
-    click.echo(server.address)
-    click.echo("only this machine can open the address, and who has it can plan here; Ctrl-C ends", err=True)
-    if browser:
-        webbrowser.open(server.address)
     try:
+        click.echo(server.address)
+        click.echo("only this machine can open the address, and who has it can plan here; Ctrl-C ends", err=True)
+        if browser:
+            webbrowser.open(server.address)
         server.serve()
     finally:
         server.stop()

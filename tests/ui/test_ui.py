@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from importlib import resources
@@ -185,6 +189,20 @@ def test_what_is_wrong_is_said_with_a_hint(server: Server):
         assert job["state"] == "failed" and words in job["error"]["message"] and job["error"]["hint"]
     with pytest.raises(UsageError, match="cannot be listened at"):
         Server(choices(), WORKER, server.port)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_command_its_worker_and_its_files(tmp_path: Path, number: int):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "autopar", "ui"]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline().startswith("http://127.0.0.1:")
+        (folder,) = tmp_path.glob("autopar-ui-*")
+        process.send_signal(number)
+        _, said = process.communicate(timeout=30)  # its output ends when the worker has ended, too
+    assert process.returncode == 130 and "Traceback" not in said and not folder.exists()
 
 
 def test_the_script_is_built_from_the_sources():
