@@ -42,29 +42,48 @@ def plan_model(
     its own statistics.
     """
     start_s = time.perf_counter()
+    _check_schedule(options)
+    given = plan if isinstance(plan, Plan | None) else read_plan(plan)
+    graph = compared_graph(workload, capture_check, progress)
+    again = recapture or workload.resized
+    return plan_graph(graph, cluster, options, again, plan=given, progress=progress, start_s=start_s)
+
+
+def _check_schedule(options: SearchOptions) -> None:
     if options.schedule is not None and options.pipeline == 1 and (options.chunks or 1) == 1:
         raise UsageError(
             f"schedule={options.schedule} orders the microbatches of a pipeline, and pipeline=1 is none",
             "leave one of the two pins out",
         )
-    given = plan if isinstance(plan, Plan | None) else read_plan(plan)
-    graph = capture_model(workload, progress)
-    if ranks.is_rank_0():
-        graph = _compared(graph, workload, capture_check, progress)
-    again = functools.cache(recapture or workload.resized)
+
+
+def plan_graph(
+    graph: Graph,
+    cluster: Cluster,
+    options: SearchOptions,
+    recapture: Recapture,
+    *,
+    plan: Plan | None = None,
+    progress: Progress | None = None,
+    start_s: float | None = None,
+) -> tuple[Graph, Plan]:
+    """The second stage of ``plan_model`` for a graph that is at hand; the plan's ``wall_time_s`` counts from ``start_s``."""
+    begun_s = time.perf_counter() if start_s is None else start_s
+    _check_schedule(options)
+    again = functools.cache(recapture)
 
     def find() -> Plan:
         found = search_model(graph, cluster, options, again, progress)
         return dataclasses.replace(
-            found, wall_time_s=time.perf_counter() - start_s, planning_memory_bytes=peak_memory_bytes()
+            found, wall_time_s=time.perf_counter() - begun_s, planning_memory_bytes=peak_memory_bytes()
         )
 
-    chosen = given or ranks.plan_of_rank_0(find)
-    graph = with_concession(graph, again, Concession.of(chosen))
-    if given is not None:
-        check_model(given, graph)
-        check_devices(given, cluster, may_be_idle=True)
-    return graph, chosen
+    chosen = plan or ranks.plan_of_rank_0(find)
+    of_plan = with_concession(graph, again, Concession.of(chosen))
+    if plan is not None:
+        check_model(plan, of_plan)
+        check_devices(plan, cluster, may_be_idle=True)
+    return of_plan, chosen
 
 
 def capture_model(workload: Workload, progress: Progress | None = None) -> Graph:
@@ -75,8 +94,11 @@ def capture_model(workload: Workload, progress: Progress | None = None) -> Graph
     return graph
 
 
-def _compared(graph: Graph, workload: Workload, wanted: bool, progress: Progress | None) -> Graph:
-    """The graph with a note of what its comparison with the model found, or that it was not asked for."""
+def compared_graph(workload: Workload, wanted: bool = True, progress: Progress | None = None) -> Graph:
+    """The first stage: the graph with a note of what its comparison with the model found, or that it was not asked for."""
+    graph = capture_model(workload, progress)
+    if not ranks.is_rank_0():
+        return graph
     note = f"{NOT_COMPARED}: it was asked not to be (--no-capture-check, capture_check=False)"
     if wanted:
         report(progress, "capture", "comparing the graph with the model")

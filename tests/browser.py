@@ -17,7 +17,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-KEYS = {"right": "\ue014", "left": "\ue012", "up": "\ue013", "down": "\ue015", "tab": "\ue004", "enter": "\ue007"}
+KEYS = {
+    "right": "\ue014",
+    "left": "\ue012",
+    "up": "\ue013",
+    "down": "\ue015",
+    "tab": "\ue004",
+    "enter": "\ue007",
+    "space": " ",
+}
 
 
 def missing() -> str:
@@ -64,7 +72,19 @@ class Browser:
 
     def open(self, path: Path) -> None:
         """Load a file and wait until its scripts have run."""
-        self._call("POST", f"{self._session}/url", {"url": path.resolve().as_uri()})
+        self.visit(path.resolve().as_uri())
+
+    def visit(self, address: str) -> None:
+        """Load an address and wait until its scripts have run."""
+        self._call("POST", f"{self._session}/url", {"url": address})
+
+    def wait(self, condition: str, seconds: float = 60) -> None:
+        """Wait until an expression of JavaScript is true."""
+        end = time.monotonic() + seconds
+        while not self.run(f"return Boolean({condition})"):
+            if time.monotonic() > end:
+                raise TimeoutError(f"not after {seconds:.0f} s: {condition}")
+            time.sleep(0.05)
 
     def run(self, script: str, *arguments: Any) -> Any:
         """The value that a function body of JavaScript returns."""

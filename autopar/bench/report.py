@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,10 @@ from autopar.bench.contest import AUTOMATIC, Contender, Result
 from autopar.picture import pyplot, save
 
 
-def table(result: Result) -> Any:
-    """A rich table: the automatic program first, then the hand-tuned ones that ran, fastest first."""
-    from rich.table import Table
-
-    title = f"{result.name} on {result.processes} processes"
-    made = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+def table(result: Result, make: Callable[[str], Any]) -> Any:
+    """The rich table that ``make`` makes of a title, filled: the automatic program first, then the hand-tuned ones that ran, fastest
+    first."""
+    made = make(f"{result.name} on {result.processes} processes")
     made.add_column("program", no_wrap=True)
     for name in ("ms a step", "fastest to slowest round", "predicted", "tokens/s", "automatic is"):
         made.add_column(name, justify="right", no_wrap=True)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
 import autopar
+from autopar.cli.examples import add_examples
 from autopar.cli.options import (
     DEVICES_HELP,
     MODEL_HELP,
@@ -28,7 +25,6 @@ from autopar.cli.options import (
     size_options,
     type_check_option,
 )
-from autopar.errors import AutoparError
 from autopar.pins import ANY, PINS
 
 
@@ -37,7 +33,8 @@ from autopar.pins import ANY, PINS
 def cli() -> None:
     """Turns a single-device PyTorch model into the distributed training program an expert would have written for it.
 
-    Start with `autopar plan llama3-70b --devices 128x8xH100-80GB`.
+    Start with `autopar plan llama3-70b --devices 128x8xH100-80GB`, or with `autopar ui`, a page that plans. `autopar doctor` says whether
+    this machine works, and `autopar init` writes a first script.
     """
 
 
@@ -88,6 +85,7 @@ def explain(**request: Any) -> None:
     "--explain", is_flag=True, help="Also search alternatives and what would help, as `autopar explain` does: minutes."
 )
 @again_options
+@click.option("--json", "as_json", is_flag=True, help="Print the page's path as a JSON object.")
 def report(**request: Any) -> None:
     from autopar.cli.report import report_command
 
@@ -107,6 +105,9 @@ def report(**request: Any) -> None:
     help="A trace of the plan's program (`train.py --trace FILE`): it goes below the prediction, and the seconds of actions are compared.",
 )
 @again_options
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print the trace's path, and the seconds of actions, as one JSON object."
+)
 def trace(**request: Any) -> None:
     from autopar.cli.report import trace_command
 
@@ -153,6 +154,7 @@ def sweep(**request: Any) -> None:
 @type_check_option
 @init_option
 @click.option("-o", "--output", required=True, metavar="DIR", help="Where the program goes.")
+@click.option("--json", "as_json", is_flag=True, help="Print the folder, and how it starts, as one JSON object.")
 def emit(**request: Any) -> None:
     from autopar.cli.commands import emit_command
 
@@ -206,6 +208,7 @@ def emit(**request: Any) -> None:
     metavar="N",
     help="How often --elastic starts again after a failure.",
 )
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each step.")
 def run(checkpoint: str | None, every: int, keep: int, resume: bool, **request: Any) -> None:
     from autopar.cli.commands import Checkpoints, run_command
 
@@ -215,6 +218,7 @@ def run(checkpoint: str | None, every: int, keep: int, resume: bool, **request: 
         from autopar.run.elastic import Nodes
 
         options = {name: request.pop(name) for name in ("steps", "lr", "seed")}
+        del request["as_json"]  # train.py prints nothing else
         options |= {"checkpoint": checkpoint, "every": every, "keep": keep}
         elastic_command(Nodes.read(*elastic.values()), request, request.pop("output"), options)
     run_command(checkpoints=Checkpoints(checkpoint, every, keep, resume), **request)
@@ -238,10 +242,11 @@ def run(checkpoint: str | None, every: int, keep: int, resume: bool, **request: 
     metavar="SECONDS",
     help="How long before the time limit to save: more than a step and a checkpoint take.",
 )
-def launch(folder: str, options: tuple[str, ...], slurm: str, time: str, save_before: int) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print the file's path as a JSON object.")
+def launch(**request: Any) -> None:
     from autopar.cli.launch import launch_command
 
-    launch_command(folder, slurm, time, save_before, options)
+    launch_command(**request)
 
 
 @cli.command(
@@ -366,6 +371,58 @@ def profile(**request: Any) -> None:
     profile_command(**request)
 
 
+@cli.command(
+    short_help="Write a cluster file and a script for your model.",
+    help="Ask three questions (which model, which devices, how large a batch), and write cluster.toml and train.py into DIR (default: "
+    "here): a script of some lines that calls `autopar.compile` and trains. Nothing is replaced. With --yes, or where options answer, "
+    "nothing is asked." + MODEL_HELP,
+)
+@click.argument("folder", metavar="[DIR]", default=".")
+@click.option("--model", metavar="MODEL", help="The model.")
+@click.option("--devices", metavar="SPEC", help="8xH100-80GB, '64 H100', 4, 'this machine', or a cluster.toml.")
+@click.option("--global-batch", "--batch", type=int, metavar="N", help="Sequences (or images) in a batch of one step.")
+@click.option("--seq", type=int, metavar="N", help="Tokens in a sequence of the batch.")
+@click.option(
+    "--yes", is_flag=True, help="Ask nothing: this machine, and the model's own batch, where no option says otherwise."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the files as one JSON object.")
+def init(**request: Any) -> None:
+    from autopar.cli.init import init_command
+
+    init_command(**request)
+
+
+@cli.command(
+    short_help="Open a local page to plan in.",
+    help="Serve a page on 127.0.0.1 until Ctrl-C: choose a model or paste a config.json, choose devices, pin decisions; see the plan, its "
+    "report, its program, and what a pin costs. The address that is printed has a token, without which nothing is answered. MODELs of "
+    "your own (file.py:factory) are offered beside the built-in ones.",
+)
+@click.argument("model", nargs=-1, metavar="[MODEL]...")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=0, metavar="N", help="The port; 0, the default, is any free one."
+)
+@click.option("--browser", is_flag=True, help="Open the page in this machine's browser.")
+def ui(**request: Any) -> None:
+    from autopar.cli.ui import ui_command
+
+    ui_command(**request)
+
+
+@cli.command(
+    short_help="Say what is installed and works here.",
+    help="Look at this machine: packages, compiler, memory, ports, GPUs and their kinds, the calibration; and try what programs need: "
+    "processes that meet and sum (gloo, NCCL), torch.compile. Each finding says what to do. Exits with 1 if something is broken that every "
+    "run needs.",
+)
+@click.option("--quick", is_flag=True, help="Leave out what starts processes.")
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as one JSON object.")
+def doctor(quick: bool, as_json: bool) -> None:
+    from autopar.cli.doctor import doctor_command
+
+    doctor_command(quick, as_json)
+
+
 @cli.command()
 @click.option("--json", "as_json", is_flag=True, help="Print the list as one JSON array.")
 def models(as_json: bool) -> None:
@@ -462,54 +519,4 @@ def sync(**request: Any) -> None:
     sync_command(**request)
 
 
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Entry point of the console script; ends the process with the exit status."""
-    # graphs and prices live as long as the command: looking for garbage among them takes a tenth of the time
-    gc.set_threshold(1_000_000, 20, 100)
-    try:
-        status = cli.main(argv, prog_name="autopar", standalone_mode=False)
-        sys.stdout.flush()
-    except AutoparError as error:
-        status = error.exit_status
-        _complain(error.message, error.hint)
-        for change in getattr(error, "changes", ()):
-            click.echo(f"{click.style('or:', fg='cyan', bold=True)} {change.text}", err=True, color=_color())
-    except click.ClickException as error:
-        status = error.exit_code
-        path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "autopar"
-        _complain(error.format_message(), f"`{path} --help` shows what it takes")
-    except (KeyboardInterrupt, click.Abort):
-        status = 130  # 128 + SIGINT, as the shell has it
-        click.echo("interrupted", err=True)
-    except BrokenPipeError:
-        # nobody reads our output any more; python would complain once more when it flushes stdout at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 1
-    except Exception as error:
-        if os.environ.get("AUTOPAR_TRACEBACK"):
-            raise
-        status = 1
-        _complain(
-            f"{type(error).__name__}: {error} ({_where(error)})",
-            "this is a fault in autopar; AUTOPAR_TRACEBACK=1 shows the whole traceback",
-        )
-    gc.freeze()  # the last collection, at the interpreter's end, would take another tenth
-    sys.exit(status if isinstance(status, int) else 0)
-
-
-def _complain(message: str, hint: str | None) -> None:
-    click.echo(f"{click.style('error:', fg='red', bold=True)} {message}", err=True, color=_color())
-    if hint:
-        click.echo(f"{click.style('hint:', fg='cyan', bold=True)} {hint}", err=True, color=_color())
-
-
-def _color() -> bool | None:
-    return False if os.environ.get("NO_COLOR") else None
-
-
-def _where(error: BaseException) -> str:
-    frame = error.__traceback__
-    assert frame is not None
-    while frame.tb_next is not None:
-        frame = frame.tb_next
-    return f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
+add_examples(cli)

@@ -56,7 +56,7 @@ def bench_command(
         return
     out = console()
     for result in results:
-        out.print(table(result))
+        out.print(table(result, plain_table))
         for line in failures(result):
             out.print(line, soft_wrap=True, markup=False)
         out.print(verdict(result), soft_wrap=True)

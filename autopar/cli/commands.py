@@ -29,6 +29,7 @@ from autopar.program.state import INITIAL
 from autopar.program.watch import SIGNALS
 from autopar.run.folder import folder_for_program
 from autopar.run.initialise import is_path, with_tables, write_values
+from autopar.run.processes import check_count
 from autopar.run.ranks import is_one_of_several
 from autopar.search import SearchOptions
 from autopar.units import parse_size
@@ -59,7 +60,7 @@ def print_infeasible(error: InfeasibleError) -> NoReturn:
     sys.exit(error.exit_status)
 
 
-def emit_command(output: str, **request: Any) -> None:
+def emit_command(output: str, as_json: bool, **request: Any) -> None:
     """``autopar emit``: writes the folder, with the model's values where it has any, prints its path."""
     folder = folder_for_program(output)
     torch.manual_seed(0)
@@ -70,34 +71,34 @@ def emit_command(output: str, **request: Any) -> None:
         emit_program(graph, plan, folder, messages, type_check=request["type_check"], state=state)
         if init and not is_path(init):
             write_values(workload.model, init, 0, folder)
-        messages.console.print(
-            f"{len(plan.layers)} layers for {plan.device_count} devices; start it on every node with "
-            f"torchrun --nnodes {-(-plan.device_count // cluster.gpus_per_node)} "
-            f"--nproc-per-node {min(plan.device_count, cluster.gpus_per_node)} "
-            f"{folder / 'train.py'}{f' --init {init}' if is_path(init) else ''}",
-            highlight=False,
-            soft_wrap=True,  # to be copied
-        )
-        if not (folder / INITIAL).is_file() and not init:
+        nodes, each = -(-plan.device_count // cluster.gpus_per_node), min(plan.device_count, cluster.gpus_per_node)
+        start = f"torchrun --nnodes {nodes} --nproc-per-node {each} {folder / 'train.py'}"
+        start += f" --init {init}" if is_path(init) else ""
+        words = f"{len(plan.layers)} layers for {plan.device_count} devices; start it on every node with {start}"
+        messages.console.print(words, highlight=False, soft_wrap=True)  # to be copied
+        has_values = (folder / INITIAL).is_file() or bool(init)
+        if not has_values:
             messages.console.print(
                 f"the model is on meta and has no values, and so {folder} has none: start train.py with --init PATH, its safetensors or "
                 "a torch.save of its state dict, or with --draw-init to draw values; or emit it with --init own",
                 highlight=False,
                 soft_wrap=True,
             )
-    print(folder)
+    print(json.dumps({"folder": str(folder), "start": start, "has_values": has_values}) if as_json else folder)
 
 
 def run_command(
-    steps: int, seed: int, lr: float, output: str | None, *, checkpoints: Checkpoints, **request: Any
+    steps: int, seed: int, lr: float, output: str | None, as_json: bool, *, checkpoints: Checkpoints, **request: Any
 ) -> None:
     """``autopar run``: trains on the factory's batch over and over, prints the loss of each step."""
     devices = request["devices"]
-    if not parse(devices).local:
+    here = parse(devices)
+    if not here.local:
         raise LaunchError(
             f"{devices} describes devices that are not here, so nothing can run on them",
             "`autopar emit` writes the program for them; `--devices 4` runs on this machine",
         )
+    check_count(here.count)  # before a minute of planning
     folder = folder_for_program(output) if output else None
     claim = checkpoints.claim()
     torch.manual_seed(seed)
@@ -128,7 +129,8 @@ def run_command(
         def after(step: int, loss: float, _: object) -> None:
             nonlocal done
             done = begun + step + 1
-            print(f"step {done} loss {loss:.6f}", flush=True)
+            line = json.dumps({"step": done, "loss": loss}) if as_json else f"step {done} loss {loss:.6f}"
+            print(line, flush=True)
             checkpoints.save(program, done, steps)
 
         program.train(batches(), on_step=after)

@@ -2,28 +2,90 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 
 def console(width: int = 120) -> Console:
-    """The console of stdout; ``width`` is the number of columns where stdout is a file or a pipe."""
+    """The console of stdout; ``width`` is the number of columns where stdout is a file or a pipe, and ``COLUMNS`` does not say it."""
     out = Console(highlight=False)
-    return out if out.is_terminal else Console(highlight=False, width=width)
+    return out if out.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=width)
 
 
-def plain_table(title: str | None = None, **options: Any) -> Table:
+class PlainTable(Table):
+    """A table without lines that cuts no number: where its columns do not fit, it is printed in parts, each with the first column.
+
+    Columns of numbers (``justify="right"``) stay on one line; others may take several.
+    """
+
+    def add_column(self, header: RenderableType = "", *args: Any, **options: Any) -> None:
+        options["no_wrap"] = bool(options.get("no_wrap")) or options.get("justify") == "right"
+        super().add_column(header, *args, **options)
+
+    def __rich_console__(self, out: Console, options: ConsoleOptions) -> RenderResult:
+        widths = [self._needs(out, column) for column in self.columns]
+        for number, part in enumerate(_in_parts(widths, options.max_width, self.padding[1])):
+            if number:
+                yield ""
+            if len(part) == len(widths):
+                yield from super().__rich_console__(out, options)
+                return
+            table = Table(title=None if number else self.title, **_PLAIN, show_header=self.show_header)
+            for index in part:
+                column = self.columns[index]
+                kept = column.no_wrap and index > 0
+                table.add_column(
+                    column.header, justify=column.justify, no_wrap=kept, overflow=column.overflow if kept else "fold"
+                )
+            rows = zip(*(self.columns[index].cells for index in part), strict=True)
+            for row in rows:
+                table.add_row(*row)
+            yield from table.__rich_console__(out, options)
+
+    @staticmethod
+    def _needs(out: Console, column: Column) -> int:
+        """The columns of the terminal that a column needs: all of a number, some words of a text."""
+        wide = out.options.update(max_width=10_000)
+        cells = [column.header, *column.cells]
+        most = max(Measurement.get(out, wide, cell).maximum for cell in cells)
+        return most if column.no_wrap else min(most, _TEXT)
+
+
+_TEXT = 16  # the columns of the terminal that a text has at least, where it has several lines
+_PLAIN: dict[str, Any] = {
+    "title_justify": "left",
+    "title_style": "bold",
+    "box": None,
+    "pad_edge": False,
+    "padding": (0, 2, 0, 0),
+}
+
+
+def _in_parts(widths: list[int], most: int, gap: int) -> Iterator[list[int]]:
+    """Columns by number, in as few parts as ``most`` columns of the terminal allow, each with column 0."""
+    part, used = [0], widths[0] if widths else 0
+    for index in range(1, len(widths)):
+        if used + gap + widths[index] > most and len(part) > 1:
+            yield part
+            part, used = [0], widths[0]
+        part.append(index)
+        used += gap + widths[index]
+    if widths:
+        yield part
+
+
+def plain_table(title: str | None = None, **options: Any) -> PlainTable:
     """A table without lines, two spaces between its columns; ``options`` are those of ``rich.table.Table``."""
-    return Table(
-        title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0), **options
-    )
+    return PlainTable(title=title, **_PLAIN, **options)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from autopar.cli.output import output_file
+from autopar.cli.output import output_file, print_file
 from autopar.devices import parse
 from autopar.errors import ProgramError, UsageError
 from autopar.plan_files import read_plan
@@ -51,11 +51,11 @@ exit "$status"
 """
 
 
-def launch_command(folder: str, slurm: str, time: str, save_before: int, options: Sequence[str]) -> None:
+def launch_command(folder: str, slurm: str, time: str, save_before: int, options: Sequence[str], as_json: bool) -> None:
     """Write the file and print its path; ``options`` are those of ``train.py``."""
     path = output_file(slurm, "--slurm")
     path.write_text(batch_file(Path(folder), time, save_before, options))
-    print(path)
+    print_file(path, as_json)
 
 
 def batch_file(folder: Path, time: str, save_before_s: int, options: Sequence[str]) -> str:

@@ -60,9 +60,8 @@ def load_model(model: str, sizes: Sizes, *, device: str = "meta", default_precis
     """
     if sizes.precision is not None:
         sizes = Sizes(sizes.seq, sizes.global_batch, normalise(sizes.precision))
-    source, colon, factory = model.rpartition(":")
-    if colon:
-        return _from_factory(model, source, factory, sizes, device)
+    if ":" in model:
+        return _from_factory(model, sizes, device)
     if model.endswith(".py"):
         raise ModelError(f"{model} names a file but no factory in it", _factory_hint(Path(model)))
     if model.endswith(".json") or Path(model).is_file() or is_pretrained(model):
@@ -93,7 +92,13 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _from_factory(model: str, source: str, factory: str, sizes: Sizes, device: str) -> Workload:
+def called_factory(model: str, sizes: Sizes) -> tuple[Any, dict[str, int | str]]:
+    """What the factory ``model`` returns, and the sizes that it was called with: those that are given and that it has parameters for.
+
+    Raises:
+        ModelError: there is no such factory, or the user's code raised.
+    """
+    source, _, factory = model.rpartition(":")
     path = Path(source)
     if source.endswith(".py") and not path.is_file():
         raise ModelError(
@@ -105,7 +110,12 @@ def _from_factory(model: str, source: str, factory: str, sizes: Sizes, device: s
         hint = _factory_hint(Path(module.__file__)) if getattr(module, "__file__", None) else _RETURNS
         raise ModelError(f"{source} has no function {factory!r}", hint)
     arguments = _arguments(function, sizes)
-    workload = _unpack(model, factory, _guarded(model, function, **arguments))
+    return _guarded(model, function, **arguments), arguments
+
+
+def _from_factory(model: str, sizes: Sizes, device: str) -> Workload:
+    result, arguments = called_factory(model, sizes)
+    workload = _unpack(model, model.rpartition(":")[2], result)
     if workload.batch is None:
         return replace(workload, batch=batch_of(model, workload.model, sizes, device))
     for name in ("seq", "global_batch"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -30,3 +31,8 @@ def output_file(name: str | Path, option: str, picture: bool = False) -> Path:
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UsageError(f"{option} {path} cannot be written: no permission", "choose another place")
     return path
+
+
+def print_file(path: Path, as_json: bool) -> None:
+    """Print the path of a result, or an object with it."""
+    print(json.dumps({"file": str(path)}) if as_json else path)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 
 from autopar.cli.console import console, plain_table, progress_bar
 from autopar.cli.output import output_file
 from autopar.devices.calibration import Calibration, default_path
 from autopar.errors import UsageError
 from autopar.profile import profile
-
-PROCESSES_PER_CORE = 8
+from autopar.run.processes import check_count
 
 _ARITHMETIC_S = 5e-3
 """The arithmetic for which waiting is shown: waiting grows with the square root of the time since the devices last met."""
@@ -44,12 +42,7 @@ def _counts(text: str) -> list[int]:
         counts = [0]
     if min(counts) < 1:
         raise UsageError(f"{text!r} is not a list of numbers of processes", "write --processes 2,4")
-    most = PROCESSES_PER_CORE * (os.cpu_count() or 1)
-    if max(counts) > most:
-        raise UsageError(
-            f"{max(counts)} processes on {os.cpu_count()} processors would measure how they wait for each other",
-            f"measure up to {most} processes here",
-        )
+    check_count(max(counts))
     return counts
 
 

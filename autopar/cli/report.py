@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from rich.table import Table
 from autopar.cli.commands import asked
 from autopar.cli.console import Messages, console, plain_table
 from autopar.cli.explain import captured, explained, repeated
-from autopar.cli.output import output_file
+from autopar.cli.output import output_file, print_file
 from autopar.cli.pricing import compared
 from autopar.devices import Cluster
 from autopar.devices.figures import cluster_figures
@@ -29,7 +31,7 @@ _SAME = 1e-6  # relative: prices that agree to this are the prices that the plan
 
 
 def report_command(
-    plan: str, other: str | None, output: str, plot_file: str | None, explain: bool, **request: Any
+    plan: str, other: str | None, output: str, plot_file: str | None, explain: bool, as_json: bool, **request: Any
 ) -> None:
     """Writes the page of one plan or of two, draws the picture that was asked for, and prints the page's path."""
     path = output_file(output, "-o")
@@ -48,10 +50,10 @@ def report_command(
         )
     with Messages() as messages:
         messages.console.print(f"one page of {size(path.stat().st_size)}, which loads nothing", highlight=False)
-    print(path)
+    print_file(path, as_json)
 
 
-def trace_command(plan: str, output: str, measured: str | None, **request: Any) -> None:
+def trace_command(plan: str, output: str, measured: str | None, as_json: bool, **request: Any) -> None:
     """Writes the predicted step, above a measured one where there is one, and compares the seconds of their actions."""
     path = output_file(output, "-o")
     events = None if measured is None else read_trace(measured)
@@ -60,6 +62,10 @@ def trace_command(plan: str, output: str, measured: str | None, **request: Any) 
     _check_named(plan, found)
     step, _ = predicted(written, found)
     tracing.write(path, [*predicted_events(step), *(events or ())])
+    if as_json:
+        actions = None if events is None else [asdict(row) for row in compare_actions(step, events)]
+        print(json.dumps({"file": str(path), "actions": actions}, indent=1))
+        return
     if events is not None:
         console(width=100).print(_errors(step, events))
     print(path)

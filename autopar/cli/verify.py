@@ -18,6 +18,7 @@ from autopar.graph import Graph
 from autopar.measure import EXACT
 from autopar.plan import Plan
 from autopar.plan_files import read_plan
+from autopar.run.processes import check_count
 from autopar.search.concessions import Concession
 from autopar.units import parse_size
 from autopar.verify import Report, shrink_config
@@ -43,6 +44,7 @@ def verify_command(
     """Ends the process with status 1 unless the model is exact under all plans that were checked, or, where a plan gives up exactness,
     agrees with what it is compared with."""
     limit = parse_size(memory_limit)
+    check_count(devices)
     plan = read_plan(plan_file) if plan_file else None
     torch.manual_seed(0)
     with (

@@ -106,7 +106,7 @@ def read(path: Path) -> Calibration:
     return found
 
 
-def _elsewhere(found: Calibration) -> str:
+def elsewhere(found: Calibration) -> str:
     """How the machine that was measured differs from this one; empty where it does not."""
     here = this_machine()
     if all(found.machine.get(key) == value for key, value in here.items()):
@@ -137,7 +137,7 @@ def apply(cluster: Cluster, path: Path | None) -> Cluster:
     if not cluster.local:
         return _of_kind(cluster, found, path)
     counts = found.processes(cluster.kind)
-    reason = _elsewhere(found)
+    reason = elsewhere(found)
     if not reason and cluster.count not in counts:
         measured = " and ".join(map(str, counts)) or "no"
         reason = f"was measured with {measured} {cluster.kind} processes, not with {cluster.count}"

@@ -32,6 +32,8 @@ A TOML file has these keys, all but ``gpu`` optional for a GPU that is known; fo
     host_memory_gb_per_s = 614   # per node, peak
     local = false                # the devices are this machine's
 
+``gpu = "cpu"`` is ``gpus_per_node`` processes on this machine's CPU.
+
 Devices that differ, or parts with a slow link between them, are groups with those keys (but ``name`` and ``local``); pipeline stages take
 devices in the order of the file::
 
@@ -89,6 +91,7 @@ _KEYS = ("name", "gpu", "local", *_INTEGERS, *_NUMBERS)
 _BETWEEN = ("between_gb_per_s", "between_latency_us")
 _KEYS_OF_ALL = ("name", *_BETWEEN)  # of a file with groups
 _KEYS_OF_GROUP = ("gpu", *_INTEGERS, *_NUMBERS)
+_KEYS_OF_CPU = ("name", "gpu", "gpus_per_node", "local", "memory_limit_gb")
 
 
 def parse(spec: Any, *, memory_limit_bytes: int | None = None, calibration: str | Path | None = None) -> Cluster:
@@ -264,7 +267,7 @@ def _from_file(path: Path) -> Cluster:
         ) from error
     if "group" not in data:
         _check(path, data, _KEYS)
-        return _part(path, data)
+        return _processors(path, data) if data["gpu"].lower() == "cpu" else _part(path, data)
     groups = data["group"]
     if not (isinstance(groups, list) and groups and all(isinstance(group, dict) for group in groups)):
         raise DeviceError(f"{path}: group is not a list of tables", "write [[group]] above the keys of each")
@@ -281,6 +284,20 @@ def _from_file(path: Path) -> Cluster:
     if "between_latency_us" in data:
         between = dataclasses.replace(between, latency_s=data["between_latency_us"] * 1e-6)
     return joined(name, parts, between)
+
+
+def _processors(path: Path, data: dict[str, Any]) -> Cluster:
+    """``gpus_per_node`` processes on this machine's CPU."""
+    if others := [key for key in data if key not in _KEYS_OF_CPU]:
+        raise DeviceError(
+            f'{path}: {others[0]} describes GPUs, and gpu = "cpu" means processes on this machine\'s CPU',
+            f"its keys are {', '.join(_KEYS_OF_CPU)}",
+        )
+    limit = data.get("memory_limit_gb")
+    return dataclasses.replace(
+        _local_cpu(data.get("name", path.stem), data.get("gpus_per_node", 1)),
+        memory_override_bytes=int(limit * 1e9) if limit is not None else None,
+    )
 
 
 def _part(path: Path, data: dict[str, Any]) -> Cluster:

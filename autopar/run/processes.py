@@ -26,11 +26,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.errors import LaunchError
+from autopar.errors import LaunchError, UsageError
 
 _GRACE_S = (
     0.5  # after the first failure: how long other ranks may still report, to tell the cause from its consequences
 )
+
+
+PROCESSES_PER_CORE = 8
+"""More would mostly wait for each other, and each takes some hundred MB."""
+ALLOWED = "AUTOPAR_PROCESSES"
+"""The variable of the environment that allows more processes than that."""
+
+
+def check_count(count: int) -> None:
+    """Raise ``UsageError`` where so many processes are too many for this machine, and nobody has asked for them."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    most, allowed = PROCESSES_PER_CORE * cores, os.environ.get(ALLOWED, "")
+    if count > max(most, int(allowed) if allowed.isdigit() else 0):
+        raise UsageError(
+            f"{count} processes on {cores} processor{'s' if cores > 1 else ''} would mostly wait for each other",
+            f"start up to {most} here; {ALLOWED}={count} in the environment allows more",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +66,7 @@ class Processes:
     """``count`` processes of this Python on this machine, with ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and
     ``MASTER_PORT`` set as ``torchrun`` sets them, and one thread for each.
 
-    Raises ``LaunchError`` when ``port`` (0: any free one) is taken.
+    Raises ``LaunchError`` when ``port`` (0: any free one) is taken, ``UsageError`` where they are too many for this machine.
     """
 
     def __init__(
@@ -57,6 +74,7 @@ class Processes:
     ) -> None:
         places = places or Places(((),) * count)
         assert count == len(places.prefixes) > 0
+        check_count(count)
         self.count = count
         self.store = _listen(port, count)
         self.folder = Path(tempfile.mkdtemp(prefix="autopar-"))

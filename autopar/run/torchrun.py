@@ -13,6 +13,7 @@ from pathlib import Path
 
 from autopar.errors import LaunchError
 from autopar.program.watch import is_consequence
+from autopar.run.processes import check_count
 
 
 def torchrun(folder: Path, processes: int, options: Sequence[str], *, port: int, env: Mapping[str, str]) -> None:
@@ -21,6 +22,7 @@ def torchrun(folder: Path, processes: int, options: Sequence[str], *, port: int,
 
     Raises ``LaunchError`` with the first failing rank's error.
     """
+    check_count(processes)
     meet = ["--standalone"]
     if port:
         _check_port(port)

@@ -34,7 +34,8 @@ def resolve(target: str) -> Callable[..., Any]:
     return found
 
 
-def _read_calls(stream: TextIO, calls: queue.Queue[dict[str, Any]]) -> None:
+def read_calls(stream: TextIO, calls: queue.Queue[dict[str, Any]]) -> None:
+    """Put the calls of a parent on a queue, and end this process when the parent goes away."""
     for line in stream:
         calls.put(json.loads(line))
     os._exit(0)  # the parent closed the pipe or died; the main thread may be inside a collective that never returns
@@ -66,7 +67,7 @@ def main() -> None:
     # not sys.stdin, whose lock the thread below holds: a process that is forked here, to read data, closes its own and would wait for it
     commands = os.fdopen(os.dup(0))
     calls: queue.Queue[dict[str, Any]] = queue.Queue()
-    threading.Thread(target=_read_calls, args=(commands, calls), daemon=True).start()
+    threading.Thread(target=read_calls, args=(commands, calls), daemon=True).start()
     while True:
         answers.write(json.dumps(_answer(calls.get())) + "\n")
         answers.flush()

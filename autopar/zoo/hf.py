@@ -7,10 +7,14 @@ CPU with their real values, because an emitted program needs them.
 from __future__ import annotations
 
 import contextlib
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import BatchError, ModelError
@@ -42,18 +46,53 @@ _INITIALISERS = frozenset(
 )  # fmt: skip
 
 
+_LARGE = 1 << 22  # elements
+
+
 class _EmptyOnMeta(TorchFunctionMode):
-    """A context in which ``torch.empty``, with which layers allocate their large parameters, returns uninitialised meta tensors."""
+    """A context in which ``torch.empty``, with which layers allocate their large parameters, returns uninitialised meta tensors, and large
+    tensors of ``torch.zeros`` take no memory before they are written to."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.empty and kwargs.get("device") is None:
             kwargs = kwargs | {"device": "meta"}
+        elif func is torch.zeros and kwargs.get("device") is None:
+            found = func(*args, **kwargs | {"device": "meta"})
+            return _zeros(found) if found.numel() >= _LARGE else func(*args, **kwargs)
         elif getattr(func, "__name__", "") in _INITIALISERS:
             tensor = args[0] if args else kwargs.get("tensor")
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "meta":
                 return tensor
         return func(*args, **kwargs)
+
+
+def _zeros(like: torch.Tensor) -> torch.Tensor:
+    """Zeros of the shape and dtype of a meta tensor, in memory that the system gives when it is touched; ``torch.zeros`` writes to it."""
+    raw = torch.from_numpy(np.zeros(like.numel() * like.element_size(), np.uint8))
+    return raw.view(like.dtype).view(like.shape).requires_grad_(like.requires_grad)
+
+
+@contextlib.contextmanager
+def _on_meta() -> Iterator[None]:
+    """``_EmptyOnMeta``, and large parameters that were made in another way are moved to meta as a module gets them."""
+    moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta or parameter.numel() < _LARGE:
+            return None
+        known = moved.get(id(parameter))
+        if known is None or known[0]() is not parameter:
+            known = weakref.ref(parameter), nn.Parameter(parameter.data.to("meta"), parameter.requires_grad)
+            moved[id(parameter)] = known
+        return known[1]
+
+    handle = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]  # its stub leaves the result out
+    try:
+        with _EmptyOnMeta():
+            yield
+    finally:
+        handle.remove()
 
 
 def build_config(
@@ -149,7 +188,7 @@ def _resolve(config: dict[str, Any], kind: str) -> tuple[Any, Any]:
 
 def _build_module(auto: Any, hf_config: Any, dtype: torch.dtype, device: str) -> nn.Module:
     try:
-        with _EmptyOnMeta() if device == "meta" else contextlib.nullcontext():
+        with _on_meta() if device == "meta" else contextlib.nullcontext():
             model: nn.Module = auto.from_config(hf_config, dtype=dtype)
     except Exception as error:  # any error that a model's code raises for inconsistent sizes
         raise ModelError(
@@ -174,7 +213,7 @@ def _build_plain(
         )
     dtype = torch_dtype(precision)
     try:
-        with _EmptyOnMeta() if device == "meta" else contextlib.nullcontext():
+        with _on_meta() if device == "meta" else contextlib.nullcontext():
             module, batch = module_and_batch(config, seq, global_batch, dtype, device)
     except TypeError as error:
         raise ModelError(

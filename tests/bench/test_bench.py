@@ -11,6 +11,7 @@ from autopar.bench.baselines import HandTuned, Recipe, recipes
 from autopar.bench.contest import AUTOMATIC, Arena, Contender, Result, paired_ratio
 from autopar.bench.models import MODELS, Subject, _decoder, _wide
 from autopar.bench.report import failures, markdown, table, verdict
+from autopar.cli.console import plain_table
 
 SMALL: dict[str, Subject] = {
     "llama": _decoder("llama", width=128, layers=2, length=8, rows=8, vocabulary=64),
@@ -88,7 +89,7 @@ def test_who_stands_to_the_end_has_run_every_round():
 def test_reports_say_what_was_measured():
     ours, theirs = Contender(AUTOMATIC, None, 0.9, (1.0, 1.2)), Contender("ddp 2", {"data": 2}, None, (2.0, 2.4))
     result = Result("toy", 2, 64, {}, (ours, theirs), 0.5, (0.4, 0.6), "ddp 2")
-    assert table(result).row_count == 2 and failures(result) == []
+    assert table(result, plain_table).row_count == 2 and failures(result) == []
     assert "0.50" in verdict(result) and "ddp 2" in verdict(result)
     line = result.to_json()
     assert line["automatic_s"] == pytest.approx(1.1) and line["best_hand_tuned_s"] == pytest.approx(2.2)
@@ -99,7 +100,7 @@ def test_reports_say_what_was_measured():
 def test_what_did_not_run_is_said():
     ours, theirs = Contender(AUTOMATIC, None, 0.9, (1.0,)), Contender("fsdp 2", {}, None, (), "rank 1: it broke\nhere")
     result = Result("toy", 2, 64, {}, (ours, theirs), 0.5, (0.4, 0.6), "ddp 2")
-    assert table(result).row_count == 1 and failures(result) == ["fsdp 2 did not run: rank 1: it broke"]
+    assert table(result, plain_table).row_count == 1 and failures(result) == ["fsdp 2 did not run: rank 1: it broke"]
 
 
 def test_the_pages_are_what_was_measured():

@@ -13,6 +13,7 @@ import pytest
 import autopar
 from autopar.cli import commands, main
 from autopar.errors import CaptureError, InfeasibleError, UsageError
+from autopar.run import processes
 from autopar.units import parse_size
 
 
@@ -164,3 +165,19 @@ def test_ctrl_c_ends_quietly(tmp_path):
     _, err = child.communicate(timeout=20)
     assert child.returncode == 130 and "interrupted" in err and "Traceback" not in err
     assert time.perf_counter() - start < 10
+
+
+def test_more_processes_than_a_machine_has_use_for_are_refused_unless_asked_for(capsys, monkeypatch):
+    monkeypatch.setattr(processes.os, "sched_getaffinity", lambda pid: {0, 1})
+    for argv in (
+        ("run", "gpt2", "--devices", "64"),
+        ("verify", "gpt2", "--devices", "64"),
+        ("profile", "--processes", "2,64"),
+    ):
+        status, out, err = invoke(capsys, *argv)
+        assert (status, out) == (2, "") and "64 processes on 2 processors" in err and "up to 16" in err
+    with pytest.raises(UsageError, match="17 processes"):
+        processes.Processes(17)
+    processes.check_count(16)
+    monkeypatch.setenv("AUTOPAR_PROCESSES", "64")
+    processes.check_count(64)

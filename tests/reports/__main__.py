@@ -120,6 +120,9 @@ REPORTS = {
         "predicted against measured timelines on limited nodes (root, a quiet machine, 15 minutes)",
         (program("timelines"),),
     ),
+    "ui": Report(
+        "the page of `autopar ui` in a browser: checks and pictures (chromium; minutes)", (program("ui_page"),)
+    ),
     "validation": Report("the cost model against published measurements", (program("validation_page"),)),
     "volumes": Report("bytes per layer as emitted beside the published formulas", (program("volumes"),), options=False),
 }

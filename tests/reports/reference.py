@@ -30,6 +30,7 @@ def cli() -> str:
         own = click.Context(command, parent=context, info_name=name)
         lines += [f"## autopar {name}", "", f"    autopar {name} {' '.join(command.collect_usage_pieces(own))}", ""]
         lines += _paragraphs(command.help or "")
+        lines += [*(f"    {line.strip()}" for line in (command.epilog or "").splitlines()[2:]), ""]
         records = [record for p in command.params if (record := p.get_help_record(own)) is not None]
         if records:
             lines += ["| option | meaning |", "|---|---|"]

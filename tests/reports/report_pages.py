@@ -99,7 +99,7 @@ def look(session: Browser, name: str, view: View) -> dict[str, Any]:
 
 _ACTIONS = """return JSON.parse(document.getElementById('figures').textContent).plans
   .map((plan) => plan.step.ranks.reduce((sum, rank) => sum + rank.starts_us.length, 0)).reduce((a, b) => a + b)"""
-_CONTRAST = """
+CONTRAST = """
 const style = getComputedStyle(document.documentElement);
 const light = (name) => {
   const hex = style.getPropertyValue('--' + name).trim().slice(1);
@@ -109,7 +109,7 @@ const light = (name) => {
 };
 const ratio = (a, b) => (Math.max(light(a), light(b)) + 0.05) / (Math.min(light(a), light(b)) + 0.05);
 return Math.min(...['text', 'soft', 'accent'].flatMap((front) => ['card', 'page'].map((back) => ratio(front, back))));"""
-_UNNAMED = """
+UNNAMED = """
 const unnamed = [];
 for (const one of document.querySelectorAll('section, [tabindex="0"], button, select, input'))
   if (!one.getAttribute('aria-label') && !document.getElementById(one.getAttribute('aria-labelledby')) && !one.textContent.trim()
@@ -138,8 +138,8 @@ def checks(session: Browser, path: Path, view: View) -> Iterator[tuple[str, bool
     )
     yield "asks the network for nothing", set(session.requests()) == {path.resolve().as_uri()}
     yield "is as wide as the screen", session.run("return document.documentElement.scrollWidth") == view.width
-    yield "has text with a contrast of 4.5 or more", session.run(_CONTRAST) >= 4.5
-    yield "names every section, control, chart and table", session.run(_UNNAMED) == []
+    yield "has text with a contrast of 4.5 or more", session.run(CONTRAST) >= 4.5
+    yield "names every section, control, chart and table", session.run(UNNAMED) == []
     session.run("document.activeElement.blur(); document.getElementById('timeline').scrollIntoView()")
     session.hover(*session.run(_MIDDLE))
     tip = session.run("const tip = document.querySelector('.tip'); return tip ? tip.textContent : ''")

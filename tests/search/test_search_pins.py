@@ -6,7 +6,7 @@ import pytest
 import search_models
 from search_models import Devices, RandomPricer, brute_force, chain, random_problem
 
-from autopar.cli.app import main
+from autopar.cli.entry import main
 from autopar.cli.render import print_plan
 from autopar.errors import InfeasibleError, UsageError
 from autopar.pins import LayerPins, read_pins

@@ -1,5 +1,5 @@
-// Bundles page.js with the parts of Apache ECharts that it imports into ../page.min.js, with the licences of everything in it, and with
-// the hashes that tests/report compares with the lock file and the sources.
+// Bundles page.js with the parts of Apache ECharts that it imports into ../page.min.js, and ui.js into ../../ui/ui.min.js, with the licences
+// of everything in them, and with the hashes that tests compare with the lock file and the sources.
 import { createHash } from 'node:crypto';
 import { readdirSync, readFileSync } from 'node:fs';
 import { build } from 'esbuild';
@@ -9,15 +9,18 @@ const hash = (text) => createHash('sha256').update(text).digest('hex');
 const read = (path) => readFileSync(path, 'utf8');
 const sources = readdirSync('.').filter((name) => name.endsWith('.js')).sort();
 const version = (name) => JSON.parse(read(`node_modules/${name}/package.json`)).version;
-const banner = [
-  'The script of a page of autopar, built by `make page`. Do not edit.',
+if (/\*\/|<\//.test(Object.entries(packages).flatMap(([name, files]) => files.map((file) => read(`node_modules/${name}/${file}`))).join(''))) throw new Error('a licence ends the comment that it is in');
+
+const banner = (title, inside) => `/*\n${[
+  `${title}, built by \`make page\`. Do not edit.`,
   `lock file sha256 ${hash(read('package-lock.json'))}`,
   `sources sha256 ${hash(sources.map(read).join(''))}`,
-  ...Object.keys(packages).map((name) => `contains ${name} ${version(name)}`),
-  ...Object.entries(packages).flatMap(([name, files]) => files.map((file) => `\n---- ${name} ${file} ----\n${read(`node_modules/${name}/${file}`)}`)),
-].join('\n');
-if (/\*\/|<\//.test(banner)) throw new Error('a licence ends the comment that it is in');
-await build({
-  entryPoints: ['page.js'], bundle: true, minify: true, format: 'iife', target: 'es2020', charset: 'ascii',
-  outfile: '../page.min.js', banner: { js: `/*\n${banner}\n*/` }, legalComments: 'none', logLevel: 'info',
+  ...Object.keys(inside).map((name) => `contains ${name} ${version(name)}`),
+  ...Object.entries(inside).flatMap(([name, files]) => files.map((file) => `\n---- ${name} ${file} ----\n${read(`node_modules/${name}/${file}`)}`)),
+].join('\n')}\n*/`;
+const bundle = (entry, outfile, title, inside) => build({
+  entryPoints: [entry], bundle: true, minify: true, format: 'iife', target: 'es2020', charset: 'ascii',
+  outfile, banner: { js: banner(title, inside) }, legalComments: 'none', logLevel: 'info',
 });
+await bundle('page.js', '../page.min.js', 'The script of a page of autopar', packages);
+await bundle('ui.js', '../../ui/ui.min.js', 'The script of the page that `autopar ui` serves', {});

@@ -1,0 +1,67 @@
+"""The entry point of the console script: errors as a sentence and a hint, and the exit status."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+from autopar.cli.app import cli
+from autopar.errors import AutoparError
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Entry point of the console script; ends the process with the exit status."""
+    # graphs and prices live as long as the command: looking for garbage among them takes a tenth of the time
+    gc.set_threshold(1_000_000, 20, 100)
+    try:
+        status = cli.main(argv, prog_name="autopar", standalone_mode=False)
+        sys.stdout.flush()
+    except AutoparError as error:
+        status = error.exit_status
+        _complain(error.message, error.hint)
+        for change in getattr(error, "changes", ()):
+            click.echo(f"{click.style('or:', fg='cyan', bold=True)} {change.text}", err=True, color=_color())
+    except click.ClickException as error:
+        status = error.exit_code
+        path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "autopar"
+        _complain(error.format_message(), f"`{path} --help` shows what it takes")
+    except (KeyboardInterrupt, click.Abort):
+        status = 130  # 128 + SIGINT, as the shell has it
+        click.echo("interrupted", err=True)
+    except BrokenPipeError:
+        # nobody reads our output any more; python would complain once more when it flushes stdout at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    except Exception as error:
+        if os.environ.get("AUTOPAR_TRACEBACK"):
+            raise
+        status = 1
+        _complain(
+            f"{type(error).__name__}: {error} ({_where(error)})",
+            "this is a fault in autopar; AUTOPAR_TRACEBACK=1 shows the whole traceback",
+        )
+    gc.freeze()  # the last collection, at the interpreter's end, would take another tenth
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _complain(message: str, hint: str | None) -> None:
+    click.echo(f"{click.style('error:', fg='red', bold=True)} {message}", err=True, color=_color())
+    if hint:
+        click.echo(f"{click.style('hint:', fg='cyan', bold=True)} {hint}", err=True, color=_color())
+
+
+def _color() -> bool | None:
+    return False if os.environ.get("NO_COLOR") else None
+
+
+def _where(error: BaseException) -> str:
+    frame = error.__traceback__
+    assert frame is not None
+    while frame.tb_next is not None:
+        frame = frame.tb_next
+    return f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"

@@ -1,0 +1,122 @@
+"""The worker of ``autopar ui``: ``python -m autopar.cli.planner`` reads jobs from its standard input, one JSON object a line, and writes
+their news to its standard output.
+
+A job has the arguments of ``autopar plan`` and a folder. ``plan`` writes ``plan.json`` (as ``autopar plan --json`` prints it) and
+``report.html`` into it, ``program`` the emitted program of that plan. The last graph is kept: another pin needs no capture.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import queue
+import shutil
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from autopar.cli.app import cli
+from autopar.cli.commands import asked, given, load, recapture
+from autopar.compile import emit_program
+from autopar.devices import Cluster
+from autopar.devices.figures import cluster_figures
+from autopar.errors import AutoparError
+from autopar.graph import Graph
+from autopar.plan import Plan
+from autopar.plan_files import read_plan
+from autopar.planning import compared_graph, plan_graph
+from autopar.precision import name_of
+from autopar.price import Pricer
+from autopar.report import Subject, page, predict_step
+from autopar.run.worker import read_calls
+
+Tell = Callable[[str, str], None]
+
+
+class Planner:
+    """Plans one request after the other; ``tell`` hears (stage, text)."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+        self._key: tuple[Any, ...] = ()
+        self._graph: Graph | None = None
+
+    def plan(self, arguments: list[str], folder: Path) -> None:
+        request, cluster, graph = self._captured(arguments)
+        _, options = asked(request)
+        options = dataclasses.replace(options, pin_time_s=options.time_limit_s / 2)
+        graph, plan = plan_graph(graph, cluster, options, recapture(request, cluster), progress=self._tell)
+        plan = dataclasses.replace(plan, request=given(request))
+        self._tell("report", "")
+        step = predict_step(graph, cluster, Pricer(graph, cluster, name_of(graph.dtype)), plan)
+        subject = Subject(Path(request["model"]).name, plan, step, provenance=cluster_figures(cluster))
+        (folder / "report.html").write_text(page([subject]), "utf-8")
+        (folder / "plan.json").write_text(plan.dumps() + "\n", "utf-8")
+
+    def program(self, arguments: list[str], folder: Path) -> None:
+        request, cluster, graph = self._captured(arguments)
+        plan: Plan = read_plan(folder / "plan.json")
+        _, options = asked(request)
+        again = recapture(request, cluster)
+        graph, plan = plan_graph(graph, cluster, options, again, plan=plan, progress=self._tell)
+        shutil.rmtree(folder / "program", ignore_errors=True)  # what a cancelled job has left
+        emit_program(graph, plan, folder / "program", self._tell)
+
+    def _captured(self, arguments: list[str]) -> tuple[dict[str, Any], Cluster, Graph]:
+        request = cli.commands["plan"].make_context("plan", list(arguments)).params
+        cluster, _ = asked(request)
+        sizes = [request[name] for name in ("seq", "global_batch", "precision", "local_batch_norm")]
+        model = Path(request["model"])
+        key = (model.read_text("utf-8") if model.suffix == ".json" else model, *sizes, cluster.kind)
+        if self._graph is None or self._key != key:
+            self._graph = None
+            self._tell("load", model.name)
+            workload = load(request, cluster)
+            self._graph, self._key = compared_graph(workload, progress=self._tell), key
+        return request, cluster, self._graph
+
+
+def failure(error: BaseException) -> dict[str, Any]:
+    """What the page shows: a sentence, what to do, and what would make an infeasible request feasible."""
+    if isinstance(error, AutoparError):
+        changes = [change.text for change in getattr(error, "changes", ())]
+        return {"message": error.message, "hint": error.hint or "", "changes": changes}
+    if isinstance(error, click.ClickException):
+        return {"message": error.format_message(), "hint": "`autopar plan --help` says what each option takes"}
+    traceback.print_exc()
+    return {
+        "message": f"{type(error).__name__}: {error}",
+        "hint": "this is a fault in autopar; the terminal of `autopar ui` has the traceback",
+    }
+
+
+def main() -> None:
+    news = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a model prints goes to the terminal
+    calls: queue.Queue[dict[str, Any]] = queue.Queue()
+    threading.Thread(target=read_calls, args=(os.fdopen(os.dup(0)), calls), daemon=True).start()
+
+    def say(**line: Any) -> None:
+        news.write(json.dumps(line) + "\n")
+        news.flush()
+
+    planner = Planner(lambda stage, text: say(stage=stage, text=text))
+    while True:
+        call = calls.get()
+        work = {"plan": planner.plan, "program": planner.program}[call["kind"]]
+        try:
+            work(call["arguments"], Path(call["folder"]))
+            say(error=None)
+        except Exception as error:  # whatever it was, the page must hear of it
+            say(error=failure(error))
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

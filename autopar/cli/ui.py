@@ -1,0 +1,55 @@
+"""``autopar ui``: the local page."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import webbrowser
+from typing import Any
+
+import click
+
+import autopar
+from autopar.devices import hardware
+from autopar.pins import ANY, PINS
+from autopar.ui import Choices, Server
+from autopar.zoo import CATALOGUE
+
+WORKER = (sys.executable, "-W", "ignore", "-m", "autopar.cli.planner")
+
+
+def ui_command(model: tuple[str, ...], port: int, browser: bool) -> None:
+    """Serves the page until it is interrupted, and prints its address."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # both remove the folder of plans
+        signal.signal(number, signal.default_int_handler)
+    server = Server(choices(model), WORKER, port)
+    try:
+        click.echo(server.address)
+        click.echo("only this machine can open the address, and who has it can plan here; Ctrl-C ends", err=True)
+        if browser:
+            webbrowser.open(server.address)
+        server.serve()
+    finally:
+        server.stop()
+
+
+def choices(own: tuple[str, ...] = ()) -> Choices:
+    """What the page offers; ``own`` are models that the user named on the command line."""
+    models: list[dict[str, Any]] = [{"name": name, "kind": "your model", "parameters": None} for name in own]
+    keys = ("name", "kind", "parameters", "seq", "global_batch")
+    models += [{key: getattr(entry, key) for key in keys} for entry in CATALOGUE]
+    devices = [{"name": name, "memory_bytes": hardware.gpu(name).memory_bytes} for name in hardware.gpu_names()]
+    pins = []
+    for pin in PINS.values():
+        names = [name for name in pin.names if not name.endswith(":K")]
+        pins.append(
+            {
+                "name": pin.name,
+                "meaning": pin.meaning,
+                "values": names,
+                "least": pin.least,
+                "most": pin.most,
+                "any": ANY,
+            }
+        )
+    return Choices(models, devices, pins, autopar.__version__)

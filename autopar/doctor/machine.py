@@ -1,0 +1,166 @@
+"""This machine: cores, memory, ports, folders, GPUs, and whether it has been measured."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from autopar.devices import calibration, hardware
+from autopar.doctor.findings import ABSENT, BROKEN, OK, WARNING, Finding
+from autopar.errors import DeviceError
+from autopar.units import size
+
+PART, GPUS = "machine", "GPUs"
+_LITTLE_BYTES = 4 * 10**9
+_SHARED_BYTES = 10**9  # NCCL and the workers of data loaders need some; a container's default is 64 MiB
+PORTS = {29500: "torchrun", 29400: "`autopar run --elastic`"}
+"""The ports that are used where nobody says otherwise, and by what."""
+
+
+def machine() -> Iterator[Finding]:
+    cores = calibration.this_machine()["cores"]
+    yield Finding(PART, "cores", OK, f"{cores} that this process may use", figures={"cores": cores})
+    yield _memory()
+    yield _temporary_folder()
+    yield _any_port()
+    for port, user in PORTS.items():
+        free = _is_free(port)
+        said = "free" if free else f"taken, and {user} meets there by default"
+        option = "--meet HOST:PORT" if port == 29400 else "torchrun --master-port PORT"
+        yield Finding(
+            PART,
+            f"port {port}",
+            OK if free else WARNING,
+            said,
+            "" if free else f"give another one: {option}",
+            {"port": port, "free": free},
+        )
+    yield _calibration()
+
+
+def _memory() -> Finding:
+    total, free = hardware.machine_memory_bytes(), _available_bytes()
+    free = min(free, total)
+    little = free < _LITTLE_BYTES
+    hint = "planning a large model takes up to some GB: end other programs, or use a larger machine" if little else ""
+    figures = {"total_bytes": total, "available_bytes": free}
+    return Finding(PART, "memory", WARNING if little else OK, f"{size(free)} free of {size(total)}", hint, figures)
+
+
+def _available_bytes() -> int:
+    info = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s+(\d+) kB", info.read_text()) if info.is_file() else None
+    return int(found[1]) * 1024 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _temporary_folder() -> Finding:
+    try:
+        with tempfile.NamedTemporaryFile(prefix="autopar-") as file:
+            file.write(b"autopar")
+            file.flush()
+        free = shutil.disk_usage(tempfile.gettempdir()).free
+    except OSError as error:
+        said = f"nothing can be written: {error.strerror or error}"
+        return Finding(
+            PART, "folder for programs", BROKEN, said, "set TMPDIR to a folder that can be written and has room"
+        )
+    return Finding(
+        PART,
+        "folder for programs",
+        OK,
+        f"{tempfile.gettempdir()}, {size(free)} free",
+        figures={"free_bytes": free},
+    )
+
+
+def _any_port() -> Finding:
+    try:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            probe.listen()
+    except OSError as error:
+        said = f"no port of 127.0.0.1 can be listened at: {error.strerror or error}"
+        return Finding(
+            PART, "local ports", BROKEN, said, "processes meet at a port of 127.0.0.1: allow it (sandbox, loopback)"
+        )
+    return Finding(PART, "local ports", OK, "free ones on 127.0.0.1")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def _calibration() -> Finding:
+    path, again = calibration.default_path(), "`autopar profile` measures this machine (under two minutes)"
+    name, unmeasured = "calibration", "plans for this machine's devices are priced by typical figures"
+    if path is None or not path.is_file():
+        where = f"{calibration.VARIABLE} is empty" if path is None else "none"
+        return Finding(PART, name, ABSENT, f"{where}: {unmeasured}", again)
+    try:
+        found = calibration.read(path)
+    except DeviceError as error:
+        return Finding(PART, name, WARNING, error.message, error.hint or again)
+    if other := calibration.elsewhere(found):
+        return Finding(PART, name, WARNING, f"{path} {other}", again)
+    counts = {device: found.processes(device) for device in ("cpu", "cuda")}
+    said = ", ".join(f"{'/'.join(map(str, n))} x {device}" for device, n in counts.items() if n)
+    return Finding(PART, name, OK, f"{said}, {found.measured_at}", figures={"path": str(path), "processes": counts})
+
+
+def gpus(torch: Any) -> Iterator[Finding]:
+    """Each CUDA device with its memory and capability, and whether its kind is one that plans know."""
+    if not torch.cuda.is_available():
+        driver = shutil.which("nvidia-smi")
+        said = "no CUDA device: plans for GPUs elsewhere can be made, programs run on the CPU"
+        if driver is None:
+            yield Finding(GPUS, "CUDA", ABSENT, said)
+            return
+        build = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+        hint = "install the torch build for this driver (https://pytorch.org/get-started/locally); `nvidia-smi` shows the driver"
+        yield Finding(
+            GPUS, "CUDA", WARNING, f"{driver} is here, but torch {torch.__version__} {build} and sees no GPU", hint
+        )
+        return
+    built = set(torch.cuda.get_arch_list())
+    for index in range(torch.cuda.device_count()):
+        yield _gpu(torch, index, built)
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else ""
+    yield Finding(
+        GPUS,
+        "NCCL",
+        OK if nccl else WARNING,
+        nccl or "not in this build of torch: several GPUs cannot work together",
+        "" if nccl else "install a torch build with NCCL",
+    )
+    shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else _SHARED_BYTES
+    if shared < _SHARED_BYTES:
+        hint = "give the container more: `docker run --ipc=host` or `--shm-size=8g`"
+        yield Finding(GPUS, "shared memory", WARNING, f"/dev/shm has {size(shared)} free; NCCL needs more", hint)
+
+
+def _gpu(torch: Any, index: int, built: set[str]) -> Finding:
+    seen = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    said = f"{seen.name}, {size(total)} ({size(free)} free), capability {seen.major}.{seen.minor}"
+    figures = {"name": seen.name, "memory_bytes": total, "free_bytes": free, "capability": [seen.major, seen.minor]}
+    name = f"cuda:{index}"
+    if built and not any(re.fullmatch(rf"(sm|compute)_{seen.major}\d+[af]?", one) for one in built):
+        hint = "install a torch build that has kernels for this GPU (https://pytorch.org/get-started/locally)"
+        return Finding(GPUS, name, WARNING, f"{said}: torch has kernels for {', '.join(sorted(built))}", hint, figures)
+    try:
+        kind = hardware.match_device(seen.name, total)
+    except DeviceError as error:
+        return Finding(GPUS, name, WARNING, f"{said}: not a known kind", error.hint or "", figures | {"kind": None})
+    return Finding(GPUS, name, OK, f"{said}: planned as {kind}", figures=figures | {"kind": kind})

@@ -1,0 +1,26 @@
+"""What ``autopar doctor`` has worker processes do."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+
+def sum_of_ranks(device: str) -> float:
+    """An all-reduce of every rank's number, counted from 1, in the default group."""
+    on = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device("cpu")
+    number = torch.tensor([dist.get_rank() + 1.0], device=on)
+    dist.all_reduce(number)
+    return float(number)
+
+
+def compiled(device: str) -> float:
+    """How far a compiled function is from the same function run eagerly."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(x).sum(dim=-1) * 3
+
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(device)
+    return float((torch.compile(function, fullgraph=True)(x) - function(x)).abs().max())

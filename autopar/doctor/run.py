@@ -1,0 +1,30 @@
+"""All findings, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from autopar.doctor.findings import BROKEN, Finding
+from autopar.doctor.installed import installed
+from autopar.doctor.machine import gpus, machine
+
+
+def examine(tell: Callable[[str], None], trials: bool = True) -> Iterator[Finding]:
+    """Every finding. ``tell`` hears what is looked at; without ``trials`` no process is started."""
+    tell("installed packages")
+    broken = set()
+    for finding in installed():
+        broken |= {finding.name} if finding.status == BROKEN else set()
+        yield finding
+    tell("the machine")
+    yield from machine()
+    if "torch" in broken:  # which the rest needs
+        return
+    import torch
+
+    tell("GPUs")
+    yield from gpus(torch)
+    if trials:
+        from autopar.doctor.working import working
+
+        yield from working(tell)

@@ -1,0 +1,76 @@
+"""What works when it is tried: processes that meet, backends that sum, the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from autopar.doctor.findings import BROKEN, OK, WARNING, Finding
+from autopar.errors import LaunchError
+from autopar.run.pool import START_S, WorkerPool
+from autopar.run.processes import Processes
+
+PART = "works"
+_TRY_S = 120.0
+_CLOSE = 1e-3
+
+
+def gloo() -> Finding:
+    """Two processes of the pool that runs programs, and an all-reduce between them over 127.0.0.1."""
+    try:
+        with WorkerPool(2) as pool:
+            sums = pool.run("autopar.doctor.remote:sum_of_ranks", "cpu")
+    except LaunchError as error:
+        hint = error.hint or "look at the message: processes of this machine cannot meet on 127.0.0.1"
+        return Finding(PART, "gloo", BROKEN, f"2 processes cannot sum: {error.message}", hint)
+    if sums != [3.0, 3.0]:
+        return Finding(PART, "gloo", BROKEN, f"the sum of 1 and 2 over 2 processes is {sums}", "reinstall torch")
+    return Finding(PART, "gloo", OK, "2 processes met on 127.0.0.1 and summed", figures={"processes": 2})
+
+
+def nccl() -> Finding:
+    """A process for each GPU, and an all-reduce between them."""
+    count = torch.cuda.device_count()
+    workers = Processes(count)
+    try:
+        workers.call("autopar.run.remote:join", "cuda", _TRY_S, timeout_s=START_S)
+        sums = workers.call("autopar.doctor.remote:sum_of_ranks", "cuda", timeout_s=_TRY_S)
+    except LaunchError as error:
+        hint = (
+            "NCCL_P2P_DISABLE=1 tells whether direct access between GPUs is at fault; a container needs shared memory"
+        )
+        return Finding(PART, "nccl", WARNING, f"{count} GPUs cannot sum: {error.message}", hint)
+    finally:
+        workers.close()
+    right = sums == [count * (count + 1) / 2] * count
+    said = f"{count} GPU{'s' if count > 1 else ''} summed" if right else f"{count} GPUs have a wrong sum: {sums}"
+    hint = "" if right else "NCCL_P2P_DISABLE=1 tells whether direct access between GPUs is at fault (ACS in the BIOS)"
+    return Finding(PART, "nccl", OK if right else WARNING, said, hint, {"processes": count})
+
+
+def compiler() -> Finding:
+    """``torch.compile`` of a small function, in a process of its own."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    hint = "install a C++ compiler (`apt-get install g++`) and Python's headers, or run with --compile none"
+    workers = Processes(1)
+    try:
+        (error,) = workers.call("autopar.doctor.remote:compiled", device, timeout_s=_TRY_S + START_S)
+    except LaunchError as failure:
+        return Finding(PART, "torch.compile", WARNING, " ".join(failure.message.split("\n")[:2]), hint)
+    finally:
+        workers.close()
+    good = error < _CLOSE
+    said = f"compiled a function for {device}" if good else f"a compiled function is off by {error:.2g}"
+    return Finding(PART, "torch.compile", OK if good else WARNING, said, "" if good else hint)
+
+
+def working(tell: Callable[[str], None]) -> Iterator[Finding]:
+    """Every trial; ``tell`` hears what is tried next."""
+    tell("gloo: an all-reduce of 2 processes")
+    yield gloo()
+    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
+        tell("nccl: an all-reduce of all GPUs")
+        yield nccl()
+    tell("torch.compile")
+    yield compiler()

@@ -1,0 +1,5 @@
+"""The local page of ``autopar ui``: a server for one user on 127.0.0.1, and the worker process that plans for it."""
+
+from autopar.ui.server import Choices, Server
+
+__all__ = ["Choices", "Server"]

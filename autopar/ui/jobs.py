@@ -1,0 +1,179 @@
+"""Plans and programs as jobs of one worker process, one after the other, each with its progress; a job that runs can be cancelled."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import UsageError
+
+WAITING, RUNNING, DONE, FAILED, CANCELLED = "waiting", "running", "done", "failed", "cancelled"
+MOST_JOBS = 60
+"""Older ones are forgotten, their files too."""
+
+
+@dataclass
+class Job:
+    """``kind`` is ``plan`` or ``program``; results are files in ``folder``. ``stages`` are the stages so far, each with its last news."""
+
+    number: str
+    kind: str
+    arguments: list[str]
+    folder: Path
+    state: str = WAITING
+    stages: list[dict[str, str]] = field(default_factory=list)
+    error: dict[str, Any] | None = None
+    begun_s: float | None = None
+    took_s: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        running = None if self.begun_s is None else time.monotonic() - self.begun_s
+        return {
+            "id": self.number,
+            "kind": self.kind,
+            "state": self.state,
+            "stages": self.stages,
+            "seconds": self.took_s if self.took_s is not None else running,
+            "error": self.error,
+        }
+
+
+class Jobs:
+    """``command`` starts the worker: it reads jobs from its standard input and writes their news to its standard output, as JSON lines."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = list(command)
+        self.folder = Path(tempfile.mkdtemp(prefix="autopar-ui-"))
+        self._jobs: dict[str, Job] = {}
+        self._queue: collections.deque[Job] = collections.deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._worker = self._start()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def _start(self) -> subprocess.Popen[str]:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
+        environment["HF_HUB_OFFLINE"] = "1"  # a configuration is data: nothing that it names is fetched
+        return subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=os.getcwd()
+        )
+
+    def new_folder(self) -> Path:
+        return Path(tempfile.mkdtemp(dir=self.folder))
+
+    def submit(self, kind: str, arguments: list[str], folder: Path) -> Job:
+        job = Job(secrets.token_hex(8), kind, arguments, folder)
+        with self._changed:
+            self._jobs[job.number] = job
+            self._queue.append(job)
+            for old in list(self._jobs.values())[:-MOST_JOBS]:
+                if old.state not in (WAITING, RUNNING):
+                    del self._jobs[old.number]
+                    if old.kind == "plan":
+                        shutil.rmtree(old.folder, ignore_errors=True)
+            self._changed.notify_all()
+        return job
+
+    def find(self, number: str) -> Job:
+        """Raises ``UsageError`` where there is no such job (any more)."""
+        with self._changed:
+            if number not in self._jobs:
+                raise UsageError("there is no such plan (any more)", "plan again")
+            return self._jobs[number]
+
+    def cancel(self, number: str) -> Job:
+        """End a job that waits or runs; another one stays as it is."""
+        job = self.find(number)
+        with self._changed:
+            if job.state == WAITING:
+                self._queue.remove(job)
+                job.state = CANCELLED
+            elif job.state == RUNNING:
+                job.state = CANCELLED
+                self._worker.kill()
+        return job
+
+    def close(self) -> None:
+        """End the worker and remove all files."""
+        with self._changed:
+            self._closed = True
+            self._worker.kill()
+            self._changed.notify_all()
+        self._thread.join(10)
+        self._end_worker()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _end_worker(self) -> None:
+        self._worker.kill()
+        self._worker.wait()
+        for stream in (self._worker.stdin, self._worker.stdout):
+            if stream is not None:
+                stream.close()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._queue)
+                if self._closed:
+                    return
+                job = self._queue.popleft()
+                job.state, job.begun_s = RUNNING, time.monotonic()
+            self._keep_worker()
+            self._run(job)
+            job.took_s = time.monotonic() - job.begun_s
+            self._keep_worker()
+
+    def _keep_worker(self) -> None:
+        """Start the worker again where it has ended: the next job finds it ready."""
+        with self._changed:
+            if self._worker.poll() is not None and not self._closed:
+                self._end_worker()
+                self._worker = self._start()
+
+    def _run(self, job: Job) -> None:
+        assert self._worker.stdin is not None and self._worker.stdout is not None
+        call = {"kind": job.kind, "arguments": job.arguments, "folder": str(job.folder)}
+        try:
+            self._worker.stdin.write(json.dumps(call) + "\n")
+            self._worker.stdin.flush()
+        except OSError:
+            pass  # it died: its output has ended too
+        for line in self._worker.stdout:
+            news = json.loads(line)
+            with self._changed:
+                if job.state != RUNNING:
+                    continue  # cancelled; the output ends soon
+                if "stage" in news:
+                    self._stage(job, news)
+                    continue
+                job.state, job.error = (FAILED if news.get("error") else DONE), news.get("error")
+                return
+        self._worker.wait()
+        with self._changed:
+            if job.state == RUNNING:
+                job.state = FAILED
+                how = f"signal {-code}" if (code := self._worker.returncode) < 0 else f"status {code}"
+                job.error = {
+                    "message": f"the process that plans ended with {how}",
+                    "hint": "signal 9 usually means that the machine has no memory left; the terminal of `autopar ui` has its last words",
+                }
+
+    @staticmethod
+    def _stage(job: Job, news: dict[str, str]) -> None:
+        if not job.stages or job.stages[-1]["stage"] != news["stage"]:
+            job.stages.append({"stage": news["stage"], "text": news["text"]})
+        elif news["text"]:
+            job.stages[-1]["text"] = news["text"]

@@ -1,0 +1,88 @@
+"""What the page asks for, as arguments of ``autopar plan``: the command line and the page have one reading of a request.
+
+The page may name models of the zoo, those that the user named when the server started, and configurations that it sends; it may name
+devices by kind and send cluster files. It may not name files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import BatchError, DeviceError, ModelError, UsageError
+from autopar.pins import PINS
+
+OPTIONS = ("global-batch", "seq", "precision", "memory-limit", "time-limit")
+_KEYS = ("model", "config", "name", "devices", "cluster", "options", "pins", "pin", "allow")
+
+
+def arguments(request: Any, models: Collection[str], folder: Path) -> list[str]:
+    """The arguments of ``autopar plan``; what the page sent as text is written into ``folder``.
+
+    Raises:
+        UsageError: anything that is not such a request.
+    """
+    if not isinstance(request, dict) or not set(request) <= set(_KEYS):
+        raise UsageError("the request is not one of this page", f"a JSON object with some of {', '.join(_KEYS)}")
+    found = [_model(request, models, folder), f"--devices={_devices(request, folder)}"]
+    for name, value in _mapping(request, "options").items():
+        if name not in OPTIONS:
+            raise UsageError(f"there is no option {name!r}", f"the options are {', '.join(OPTIONS)}")
+        found.append(f"--{name}={_word(name, value)}")
+    for name, value in _mapping(request, "pins").items():
+        if name not in PINS:
+            raise UsageError(f"there is no pin {name!r}", f"the pins are {', '.join(PINS)}")
+        found.append(f"--{name}={_word(name, value)}")
+    for name in ("pin", "allow"):
+        words = request.get(name) or []
+        if not isinstance(words, list):
+            raise UsageError(f"{name} is not a list", f'such as {name}: ["..."]')
+        found += [f"--{name}={_word(name, word)}" for word in words]
+    return found
+
+
+def _model(request: Mapping[str, Any], models: Collection[str], folder: Path) -> str:
+    config, model = request.get("config"), request.get("model")
+    if config is None:
+        if model not in models:
+            raise ModelError(f"this page has no model {model!r}", "choose one of the list, or send a config.json")
+        return str(model)
+    if isinstance(config, str):
+        try:
+            config = json.loads(config)
+        except ValueError as error:
+            raise ModelError(f"the configuration is not JSON: {error}", "paste a transformers config.json") from error
+    if not isinstance(config, dict):
+        raise ModelError("the configuration is not a JSON object", "paste a transformers config.json")
+    name = re.sub(r"[^\w-]+", "-", str(request.get("name") or config.get("model_type") or "config"))[:60].strip("-")
+    file = folder / f"{name or 'config'}.json"
+    file.write_text(json.dumps(config), "utf-8")
+    return str(file)
+
+
+def _devices(request: Mapping[str, Any], folder: Path) -> str:
+    cluster = request.get("cluster")
+    if cluster is not None:
+        file = folder / "cluster.toml"
+        file.write_text(str(cluster), "utf-8")
+        return str(file)
+    devices = _word("devices", request.get("devices")).strip()
+    if devices.lower().endswith(".toml"):
+        raise DeviceError(f"this page does not read files, and {devices!r} is one", "paste the cluster file's text")
+    return devices
+
+
+def _mapping(request: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = request.get(name) or {}
+    if not isinstance(found, dict):
+        raise UsageError(f"{name} is not an object of names and values", f"such as {name}: {{...}}")
+    return found
+
+
+def _word(name: str, value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or "\x00" in str(value):
+        raise BatchError(f"{name} is {value!r}, not a word or a number", "write one value")
+    return str(value)

@@ -1,0 +1,250 @@
+"""The HTTP server of ``autopar ui``: on 127.0.0.1, for those who know the token in its address.
+
+Every request needs the token in its path, this server's name in ``Host``, and no other origin: pages of other sites, which a browser
+would let send requests here, get 403, also where their name was made to mean 127.0.0.1. Files are served by names that the server knows,
+never by a path. Reports run in a sandbox without an origin.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import re
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import unquote, urlsplit
+
+from autopar.errors import AutoparError, UsageError
+from autopar.ui.jobs import DONE, Job, Jobs
+from autopar.ui.requests import arguments
+
+MOST_BYTES = 2_000_000  # of a request
+_FILE_BYTES = 2_000_000  # of a file that is shown
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; frame-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_SANDBOX = (
+    "sandbox allow-scripts; default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
+    "frame-ancestors 'self'"
+)
+_HTML, _JSON, _TEXT = "text/html; charset=utf-8", "application/json", "text/plain; charset=utf-8"
+_STATIC = {
+    "": ("page.html", _HTML),
+    "ui.css": ("ui.css", "text/css; charset=utf-8"),
+    "ui.js": ("ui.min.js", "text/javascript; charset=utf-8"),
+}
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the page offers: ``models`` and ``devices`` as JSON objects with a ``name``, the table of pins, and more for the page."""
+
+    models: Sequence[dict[str, Any]]
+    devices: Sequence[dict[str, Any]]
+    pins: Sequence[dict[str, Any]]
+    version: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "models": list(self.models),
+            "devices": list(self.devices),
+            "pins": list(self.pins),
+            "version": self.version,
+        }
+
+
+class Server:
+    """Listens from the start; ``serve`` answers until ``close`` is called (by another thread, or after an interrupt)."""
+
+    def __init__(self, choices: Choices, worker: Sequence[str], port: int = 0) -> None:
+        handler = type("Handler", (_Handler,), {"ui": self})
+        try:
+            self._http = ThreadingHTTPServer(("127.0.0.1", port), handler)
+        except (OSError, OverflowError) as error:
+            raise UsageError(
+                f"port {port} of 127.0.0.1 cannot be listened at: {error}", "choose another --port"
+            ) from error
+        self._http.daemon_threads = True
+        self.port = self._http.server_address[1]
+        self.token = secrets.token_urlsafe(24)
+        self.choices = choices
+        self.jobs = Jobs(worker)
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}/{self.token}/"
+
+    def serve(self) -> None:
+        self._http.serve_forever(poll_interval=0.1)
+
+    def start(self) -> None:
+        """``serve`` in a thread."""
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self.stop()
+
+    def stop(self) -> None:
+        """``close`` where ``serve`` has returned."""
+        self._http.server_close()
+        self.jobs.close()
+
+    # -- what the paths mean: (method, path) -> (status, type, content) --
+
+    def answer(self, method: str, path: str, body: Any) -> tuple[int, str, bytes]:
+        if method == "GET" and path in _STATIC:
+            name, kind = _STATIC[path]
+            return 200, kind, resources.files("autopar.ui").joinpath(name).read_bytes()
+        if (method, path) == ("GET", "api/choices"):
+            return _json(self.choices.to_json())
+        if (method, path) == ("POST", "api/plans"):
+            return self._plan(body)
+        found = re.fullmatch(r"api/plans/([0-9a-f]{16})(?:/(report|plan\.json|program)(?:/(.+))?)?", path)
+        if found is None:
+            return _json({"error": f"there is nothing at {path!r}", "hint": ""}, 404)
+        job, part, name = self.jobs.find(found[1]), found[2], found[3]
+        if part is None and method == "GET":
+            return _json(job.to_json() | self._result(job))
+        if part is None and method == "DELETE":
+            return _json(self.jobs.cancel(job.number).to_json())
+        if part == "program" and method == "POST" and name is None:
+            return self._program(job)
+        if method == "GET" and name is None and part in ("report", "plan.json"):
+            kind = _HTML if part == "report" else _JSON
+            return 200, kind, self._file(job, "report.html" if part == "report" else part).read_bytes()
+        if method == "GET" and part == "program" and name is not None:
+            return self._program_file(job, name)
+        return _json({"error": f"{method} is not for {path!r}", "hint": ""}, 405)
+
+    def _plan(self, body: Any) -> tuple[int, str, bytes]:
+        folder = self.jobs.new_folder()
+        words = arguments(body, {model["name"] for model in self.choices.models}, folder)
+        return _json(self.jobs.submit("plan", words, folder).to_json(), 202)
+
+    def _program(self, job: Job) -> tuple[int, str, bytes]:
+        self._file(job, "plan.json")  # which raises where there is none
+        return _json(self.jobs.submit("program", job.arguments, job.folder).to_json(), 202)
+
+    def _result(self, job: Job) -> dict[str, Any]:
+        if job.state != DONE:
+            return {}
+        if job.kind == "program":
+            files = [{"name": name, "bytes": file.stat().st_size} for name, file in _program_files(job).items()]
+            return {"files": files}
+        shown = [Path(word).name if index == 0 else _shown(word) for index, word in enumerate(job.arguments)]
+        plan = json.loads(self._file(job, "plan.json").read_text("utf-8"))
+        return {"plan": plan, "command": " ".join(["autopar plan", *shown])}
+
+    @staticmethod
+    def _file(job: Job, name: str) -> Path:
+        if job.kind != "plan" or job.state != DONE:
+            raise UsageError("there is no plan yet", f"the job is {job.state}")
+        return job.folder / name
+
+    @staticmethod
+    def _program_file(job: Job, name: str) -> tuple[int, str, bytes]:
+        files = _program_files(job) if job.kind == "program" and job.state == DONE else {}
+        if name not in files:
+            return _json({"error": f"the program has no file {name!r}", "hint": ""}, 404)
+        return 200, _TEXT, files[name].read_bytes()[:_FILE_BYTES]
+
+
+def _program_files(job: Job) -> dict[str, Path]:
+    """The text files of the program by their names, those that one reads first in front."""
+    folder = job.folder / "program"
+    found = [file for file in folder.rglob("*") if file.is_file() and file.suffix in (".py", ".json", ".md", ".txt")]
+    first = ("train.py", "program.py", "plan.json")
+    key = {name: i for i, name in enumerate(first)}
+    names = {file.relative_to(folder).as_posix(): file for file in found}
+    return dict(sorted(names.items(), key=lambda item: (key.get(item[0], len(first)), item[0])))
+
+
+def _shown(word: str) -> str:
+    """An argument as one would write it, without folders of the server."""
+    name, _, value = word.partition("=")
+    value = Path(value).name if name == "--devices" else value
+    return f"{name} {value}" if re.fullmatch(r"[\w.:=,+-]+", value) else f"{name} '{value}'"
+
+
+def _json(data: Any, status: int = 200) -> tuple[int, str, bytes]:
+    return status, _JSON, json.dumps(data).encode()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Checks who asks, and answers."""
+
+    ui: ClassVar[Server]
+    protocol_version = "HTTP/1.1"
+    timeout = 60
+    server_version, sys_version = "autopar", ""
+
+    def _refused(self) -> str:
+        """Why the request is not answered; empty if it is."""
+        names = {f"{name}:{self.ui.port}" for name in ("127.0.0.1", "localhost")}
+        if self.headers.get("Host") not in names:
+            return "the request is for another host"
+        origin = self.headers.get("Origin")
+        if origin is not None and origin not in {f"http://{name}" for name in names}:
+            return "the request comes from another site"
+        token = urlsplit(self.path).path.lstrip("/").partition("/")[0]
+        if not hmac.compare_digest(token.encode(), self.ui.token.encode()):
+            return "the address has no token, or another one: open the address that `autopar ui` printed"
+        return ""
+
+    def _handle(self) -> None:
+        if refused := self._refused():
+            self._send(*_json({"error": refused, "hint": ""}, 403))
+            self.close_connection = True
+            return
+        try:
+            path = unquote(urlsplit(self.path).path.lstrip("/").partition("/")[2])
+            status, kind, content = self.ui.answer(self.command, path, self._body())
+        except AutoparError as error:
+            status, kind, content = _json({"error": error.message, "hint": error.hint or ""}, 400)
+        self._send(status, kind, content)
+
+    do_GET = do_POST = do_DELETE = _handle  # noqa: N815  names of http.server
+
+    def _body(self) -> Any:
+        if self.command != "POST":
+            return None
+        size = self.headers.get("Content-Length", "")
+        if not size.isdigit() or int(size) > MOST_BYTES:
+            self.close_connection = True
+            raise UsageError(f"a request has at most {MOST_BYTES:,} bytes, and says how many", "send less")
+        content = self.rfile.read(int(size))
+        if self.headers.get_content_type() != _JSON:
+            raise UsageError("the request is not JSON", f"send it with Content-Type: {_JSON}")
+        try:
+            return json.loads(content or b"null")
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"the request is not JSON: {error}", "send a JSON object") from error
+
+    def _send(self, status: int, kind: str, content: bytes) -> None:
+        report = kind == _HTML and self.path.endswith("/report")
+        headers = {
+            "Content-Type": kind,
+            "Content-Length": str(len(content)),
+            "Content-Security-Policy": _SANDBOX if report else _POLICY,
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cache-Control": "no-store",
+            "Cross-Origin-Resource-Policy": "same-origin",
+        }
+        self.send_response(HTTPStatus(status))
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: the address has the token, and terminals are shared."""

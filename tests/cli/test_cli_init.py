@@ -1,0 +1,70 @@
+"""``autopar init`` writes a cluster file and a script; what is written runs."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from places import ROOT
+
+from autopar.cli.app import cli
+from autopar.devices import parse
+from autopar.errors import DeviceError, UsageError
+
+TINY = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def invoke(*arguments: str, words: str | None = None) -> str:
+    return CliRunner().invoke(cli, ["init", *arguments], input=words, catch_exceptions=False).output
+
+
+def test_the_script_of_a_configuration_trains_on_processes_of_this_machine(tmp_path: Path, capsys):
+    config, home = tmp_path / "config.json", tmp_path / "new" / "training"
+    config.write_text(json.dumps(TINY))
+    said = invoke(str(home), "--model", str(config), "--devices", "2", "--batch", "4", "--seq", "16", "--yes")
+    assert f"python {home / 'train.py'}" in said
+    script = (home / "train.py").read_text()
+    assert 20 <= script.count("\n") <= 40 and "torch.randint(0, 128, (4, 16))" in script
+    assert parse(str(home / "cluster.toml")).count == 2 and parse(str(home / "cluster.toml")).kind == "cpu"
+    runpy.run_path(str(home / "train.py"), run_name="__main__")
+    losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
+    assert len(losses) == 10 and losses[-1] < losses[0]
+    assert (home / "checkpoints").is_dir()
+
+
+def test_questions_are_asked_again_until_they_are_answered(tmp_path: Path):
+    said = invoke(str(tmp_path), words="gpt2\n9 T4\n64 H100\n16x\n16x128\n")
+    assert "the GPU 'T4' is not known" in said and "hint: " in said and "'16x' is not a batch" in said
+    cluster = parse(str(tmp_path / "cluster.toml"))
+    assert (cluster.nodes, cluster.gpus_per_node, cluster.gpu.name) == (8, 8, "H100-80GB-SXM")
+    assert 'zoo.build("gpt2", seq=128, global_batch=16, precision="bfloat16")' in (tmp_path / "train.py").read_text()
+    assert "torchrun --nnodes 8" in said
+    compile((tmp_path / "train.py").read_text(), "train.py", "exec")
+
+
+def test_a_factory_is_imported_and_nothing_is_replaced(tmp_path: Path):
+    factory = f"{ROOT}/examples/mlp.py:model"
+    invoke(str(tmp_path), "--model", factory, "--devices", "2", "--global-batch", "32", "--yes")
+    script = (tmp_path / "train.py").read_text()
+    assert "from mlp import model as make" in script and "model, batch, loss_fn = make(global_batch=32)" in script
+    with pytest.raises(UsageError, match="train.py exists|cluster.toml exists"):
+        invoke(str(tmp_path), "--model", "gpt2", "--yes")
+    assert (tmp_path / "train.py").read_text() == script
+    with pytest.raises(UsageError, match="no --model"):
+        invoke(str(tmp_path / "other"), "--yes")
+
+
+def test_a_cluster_file_of_processors_takes_no_keys_of_gpus(tmp_path: Path):
+    file = tmp_path / "cluster.toml"
+    file.write_text('gpu = "cpu"\nnodes = 2\n')
+    with pytest.raises(DeviceError, match="nodes describes GPUs"):
+        parse(str(file))
+    file.write_text('gpu = "cpu"\ngpus_per_node = 3\nmemory_limit_gb = 1\n')
+    cluster = parse(str(file))
+    assert (cluster.count, cluster.local, cluster.memory_override_bytes) == (3, True, 10**9)

@@ -1,0 +1,216 @@
+"""The server of ``autopar ui`` over HTTP: who is answered, what a plan is, what a pin costs, and what goes wrong."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from places import ROOT
+
+from autopar.cli.app import cli
+from autopar.cli.ui import WORKER, choices
+from autopar.errors import UsageError
+from autopar.ui import Server
+
+MLP = f"{ROOT}/examples/mlp.py:model"
+ASKED = {"model": MLP, "devices": "8xH100-80GB"}
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    found = Server(choices((MLP,)), WORKER)
+    found.start()
+    yield found
+    found.close()
+
+
+def send(server: Server, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, Any]:
+    """Status, headers and content; ``path`` is what follows the token, or the whole path if it begins with a slash."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    path = path if path.startswith("/") else f"/{server.token}/{path}"
+    content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    fields = ({"Content-Type": "application/json"} if content is not None else {}) | {
+        name.replace("_", "-"): value for name, value in headers.items()
+    }
+    try:
+        connection.putrequest(method, path, skip_host="Host" in fields)
+        for name, value in fields.items():
+            connection.putheader(name, value)
+        if content is not None:
+            connection.putheader("Content-Length", str(len(content)))
+        connection.endheaders(content)
+        answer = connection.getresponse()
+        read = answer.read()
+        kind = answer.headers.get_content_type()
+        return answer.status, answer.headers, json.loads(read) if kind == "application/json" else read.decode()
+    finally:
+        connection.close()
+
+
+def done(server: Server, path: str, body: Any) -> dict[str, Any]:
+    """The job that a request starts, when it has ended."""
+    status, _, job = send(server, "POST", path, body)
+    assert status == 202, job
+    while job["state"] in ("waiting", "running"):
+        time.sleep(0.05)
+        job = send(server, "GET", f"api/plans/{job['id']}")[2]
+    return job
+
+
+def test_only_who_knows_the_token_is_answered_and_no_other_site_is(server: Server):
+    for path in (
+        "/",
+        "/ui.js",
+        "/api/choices",
+        f"/{server.token[:-1]}/api/choices",
+        "/api/plans",
+        f"//{server.token}x/",
+    ):
+        status, headers, found = send(server, "GET", path)
+        assert status == 403 and "token" in found["error"]
+    assert send(server, "POST", "/api/plans", ASKED)[0] == 403
+    for host in ("evil.example", f"evil.example:{server.port}", "127.0.0.1", f"127.0.0.1:{server.port + 1}"):
+        assert send(server, "GET", "api/choices", Host=host)[0] == 403
+    for origin in ("http://evil.example", "null", f"https://127.0.0.1:{server.port}", "http://127.0.0.1"):
+        assert send(server, "POST", "api/plans", ASKED, Origin=origin)[0] == 403
+    status, headers, _ = send(server, "GET", "", Origin=f"http://localhost:{server.port}")
+    assert status == 200 and "default-src 'none'" in headers["Content-Security-Policy"]
+    assert headers["X-Content-Type-Options"] == "nosniff" and headers["Referrer-Policy"] == "no-referrer"
+    assert not [name for name in headers if name.lower().startswith("access-control")]
+    assert send(server, "OPTIONS", "api/plans")[0] == 501
+    assert server.address.startswith("http://127.0.0.1:") and len(server.token) >= 32
+
+
+def test_no_path_leads_to_a_file(server: Server):
+    for path in (
+        "../../../etc/passwd",
+        "%2e%2e/%2e%2e/etc/passwd",
+        "ui.css/../server.py",
+        "server.py",
+        "page.html",
+        "ui.min.js",
+    ):
+        assert send(server, "GET", path)[0] == 404
+    for path in ("api/plans/../choices", "api/plans/0000000000000000/../../choices"):
+        assert send(server, "GET", path)[0] in (400, 404)
+
+
+def unmeasured(plan: dict[str, Any]) -> dict[str, Any]:
+    """A plan without what differs from run to run: seconds and bytes of the planning."""
+    notes = [re.sub(r"compared in [\d.]+ s", "", note) for note in plan["notes"]]
+    return {k: v for k, v in plan.items() if k not in ("wall_time_s", "planning_memory_bytes")} | {"notes": notes}
+
+
+def test_a_plan_is_the_one_of_the_command_line_and_a_pin_has_a_price(server: Server):
+    free = done(server, "api/plans", ASKED)
+    assert free["state"] == "done" and [stage["stage"] for stage in free["stages"]] == [
+        "load",
+        "capture",
+        "search",
+        "report",
+    ]
+    printed = json.loads(CliRunner().invoke(cli, ["plan", MLP, "--devices", "8xH100-80GB", "--json"]).stdout)
+    assert unmeasured(free["plan"]) == unmeasured(printed)
+    pinned = done(server, "api/plans", ASKED | {"pins": {"tensor": "8"}})
+    assert "capture" not in [stage["stage"] for stage in pinned["stages"]]  # the graph is kept
+    (price,) = pinned["plan"]["pins"]
+    assert price["pin"] == "tensor" and price["step_time_without_s"] == pytest.approx(free["plan"]["step_time_s"])
+    assert pinned["plan"]["step_time_s"] > free["plan"]["step_time_s"]
+    assert pinned["command"].endswith("--devices 8xH100-80GB --tensor 8")
+    status, headers, report = send(server, "GET", f"api/plans/{pinned['id']}/report")
+    assert status == 200 and "sandbox allow-scripts" in headers["Content-Security-Policy"]
+    figures = json.loads(re.search(r'id="figures">(.*?)</script>', report, re.DOTALL)[1])
+    assert figures["plans"][0]["prediction"]["step_time_s"] == pinned["plan"]["step_time_s"]
+    assert json.loads(json.dumps(send(server, "GET", f"api/plans/{pinned['id']}/plan.json")[2])) == pinned["plan"]
+
+    program = done(server, f"api/plans/{pinned['id']}/program", {})
+    names = [file["name"] for file in program["files"]]
+    assert names[0] == "train.py" and "plan.json" in names
+    path = f"api/plans/{program['id']}/program"
+    assert "def main" in send(server, "GET", f"{path}/train.py")[2]
+    for name in ("..%2freport.html", "../report.html", "%2e%2e%2fplan.json", "/etc/passwd", "train.pyc"):
+        assert send(server, "GET", f"{path}/{name}")[0] == 404
+
+
+def test_a_job_that_runs_is_cancelled_and_the_next_one_is_done(server: Server):
+    long = send(server, "POST", "api/plans", {"model": "llama3-405b", "devices": "64x8xH100-80GB"})[2]
+    waits = send(server, "POST", "api/plans", ASKED)[2]
+    assert send(server, "DELETE", f"api/plans/{waits['id']}")[2]["state"] == "cancelled"
+    while send(server, "GET", f"api/plans/{long['id']}")[2]["state"] == "waiting":
+        time.sleep(0.02)
+    assert send(server, "GET", f"api/plans/{long['id']}/report")[0] == 400
+    assert send(server, "DELETE", f"api/plans/{long['id']}")[2]["state"] == "cancelled"
+    after = done(server, "api/plans", ASKED | {"options": {"global-batch": 32}})
+    assert after["state"] == "done" and after["plan"]["global_batch"] == 32
+    assert send(server, "GET", f"api/plans/{long['id']}")[2]["state"] == "cancelled"
+
+
+def test_what_is_wrong_is_said_with_a_hint(server: Server):
+    def refused(**request: Any) -> str:
+        status, _, found = send(server, "POST", "api/plans", {"devices": "8xH100-80GB"} | request)
+        assert status == 400 and found["hint"], found
+        return found["error"]
+
+    assert "no model 'nothing'" in refused(model="nothing")
+    assert "no model 'evil.py:main'" in refused(model="evil.py:main")
+    assert "does not read files" in refused(model="gpt2", devices="/etc/passwd.toml")
+    assert "no option 'calibration'" in refused(model="gpt2", options={"calibration": "/etc/passwd"})
+    assert "no pin 'plan'" in refused(model="gpt2", pins={"plan": "x"})
+    assert "not one of this page" in refused(model="gpt2", plan_file="/etc/passwd")
+    assert "not JSON" in refused(config="{")
+    assert "not a JSON object" in refused(config="[1]")
+    assert "not JSON" in send(server, "POST", "api/plans", b"{")[2]["error"]
+    assert "not JSON" in send(server, "POST", "api/plans", b"{}", Content_Type="text/plain")[2]["error"]
+    assert "at most" in send(server, "POST", "api/plans", b" " * 2_000_001)[2]["error"]
+    for request, words in (
+        (
+            {"config": {"model_type": HOSTILE, "auto_map": {"AutoModel": "evil--evil.Model"}}},
+            "cannot read the configuration",
+        ),
+        ({"model": "gpt2", "pins": {"zero": 7}}, "--zero"),
+        ({"model": "gpt2", "devices": "8xT4"}, "GPU 'T4' is not known"),
+        ({"model": "gpt2", "cluster": "gpus = 3"}, "unknown key 'gpus'"),
+        ({"model": "gpt2", "devices": "--help"}, "not a description of devices"),
+    ):
+        job = done(server, "api/plans", {"devices": "8xH100-80GB"} | request)
+        assert job["state"] == "failed" and words in job["error"]["message"] and job["error"]["hint"]
+    with pytest.raises(UsageError, match="cannot be listened at"):
+        Server(choices(), WORKER, server.port)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_command_its_worker_and_its_files(tmp_path: Path, number: int):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "autopar", "ui"]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline().startswith("http://127.0.0.1:")
+        (folder,) = tmp_path.glob("autopar-ui-*")
+        process.send_signal(number)
+        _, said = process.communicate(timeout=30)  # its output ends when the worker has ended, too
+    assert process.returncode == 130 and "Traceback" not in said and not folder.exists()
+
+
+def test_the_script_is_built_from_the_sources():
+    script = resources.files("autopar.ui").joinpath("ui.min.js").read_text("utf-8")
+    report = resources.files("autopar.report").joinpath("page.min.js").read_text("utf-8")
+    line = re.search(r"^sources sha256 \w+$", report, re.MULTILINE)[0]
+    assert line in script, "make page"
+    size = sum(file.stat().st_size for file in (ROOT / "autopar" / "ui").iterdir() if file.is_file())
+    assert size + len(report) < 2_000_000
+    assert not re.search(r"\beval\(|innerHTML|new Function", (ROOT / "autopar/report/web/ui.js").read_text())
+    assert "pickle" not in Path(ROOT, "autopar/ui/server.py").read_text()
