@@ -28,7 +28,8 @@ _OP_HINT = (
     + OPAQUE_HINT
 )
 
-OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), has_gradient_hooks.__code__.co_filename)
+TORCH = str(Path(torch.__file__).parent)
+OURS = (TORCH, str(Path(__file__).parent), has_gradient_hooks.__code__.co_filename)
 """Frames in files with these paths are not the user's code."""
 
 

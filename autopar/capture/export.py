@@ -28,6 +28,7 @@ from autopar.capture.clone import LOSS, Twin, twin
 from autopar.capture.derivative import refuse_derivatives
 from autopar.capture.functions import Functions, functions_kept, observed
 from autopar.capture.guard import assigned_buffers_written, guarded
+from autopar.capture.loops import ShortLoops
 from autopar.capture.questions import Answering, Answers, keep_guards, listen
 from autopar.capture.repeat import Lifted, Repeats, expand, members, record, traced_once
 from autopar.capture.state import State, check_again, state
@@ -279,8 +280,9 @@ def _repeats(
 
 @contextmanager
 def _traceable(model: nn.Module, copied: Twin) -> Iterator[None]:
-    """Inside, torch's modules compute the same without looking at values, and code whose effect export would lose is refused."""
-    with guarded(model, copied.module), masks_as_given(), plain_averages():
+    """Inside, torch's modules compute the same without looking at values, and code whose effect export would lose is refused, as are
+    long loops."""
+    with guarded(model, copied.module), masks_as_given(), plain_averages(), ShortLoops():
         yield
 
 
