@@ -14,7 +14,7 @@ help: ## what can be made
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (a few minutes the first time)"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[hf,dev]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[hf,lightning,dev]'
 	@touch $(STAMP)
 
 install: $(STAMP) ## .venv with autopar in it; .venv/bin/autopar is the command line

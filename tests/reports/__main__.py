@@ -54,6 +54,7 @@ REPORTS = {
         (("-m", "autopar.checks", "--dtensor", "docs/evidence/dtensor-check.md"),),
     ),
     "endtoend": Report("six requests from the command line to the plan (a quiet machine)", (program("endtoend"),)),
+    "examples": Report("the table of examples/README.md: every example, run", (program("examples_page"),), options=False),
     "exactness": Report("every plan kind against one device in float64 (half an hour)", (program("matrix"),)),
     "faults": Report("trainings that are killed, or cut off, and go on (root, half an hour)", (program("faults"),)),
     "features": Report("what each feature of emitted programs gains, as predicted", (program("features"),)),
