@@ -6,7 +6,7 @@ python examples/custom_op.py
 from __future__ import annotations
 
 import torch
-from one_device import compared, train_on_one_device
+from eager import compared, train_on_one_device
 from soft_cap import soft_cap
 from torch import Tensor, nn
 from torch.nn import functional as F

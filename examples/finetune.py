@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 
 import torch
+from eager import compared, train_on_one_device, windows
 from llama import CONFIG
-from one_device import compared, train_on_one_device, windows
 from torch import nn
 from transformers import LlamaForCausalLM
 

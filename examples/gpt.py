@@ -6,7 +6,7 @@ python examples/gpt.py
 from __future__ import annotations
 
 import torch
-from one_device import compared, library_bytes, train_on_one_device
+from eager import compared, library_bytes, train_on_one_device
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DistributedSampler

@@ -17,9 +17,9 @@ import tempfile
 from typing import Any
 
 import torch
+from eager import compared, windows
 from lengths import padded
 from llama import build
-from one_device import compared, windows
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, get_scheduler
 

@@ -6,7 +6,7 @@ python examples/llama.py
 from __future__ import annotations
 
 import torch
-from one_device import compared, train_on_one_device, windows
+from eager import compared, train_on_one_device, windows
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 

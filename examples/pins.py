@@ -5,8 +5,8 @@ python examples/pins.py
 
 from __future__ import annotations
 
+from eager import compared, train_on_one_device, windows
 from llama import LR, build
-from one_device import compared, train_on_one_device, windows
 
 import autopar
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import tempfile
 
+from eager import compared, train_on_one_device, windows
 from llama import LR, build
-from one_device import compared, train_on_one_device, windows
 
 import autopar
 

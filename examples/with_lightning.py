@@ -13,8 +13,8 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from eager import compared, library_bytes
 from gpt import GPT
-from one_device import compared, library_bytes
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import examples_page as page
 import pytest
 
-FLOAT32 = 5e-6  # transformers computes norms and tables in float32, whatever the model's dtype; Lightning logs in it
+from autopar.rules.table import TABLE
+
+FLOAT32 = 5e-6  # transformers computes the loss in float32, whatever the model's dtype; Lightning logs in it
 
 TOLERANCE = {
     "gpt": 1e-12, "vit": 1e-12, "custom_op": 1e-12,
     "llama": FLOAT32, "finetune": FLOAT32, "moe": FLOAT32, "pins": FLOAT32, "resume": FLOAT32, "lengths": FLOAT32,
 }  # fmt: skip
+SLOW = {"vit", "moe", "pins", "resume", "lengths"}  # what they use has tests of its own, in short
 
 
 def skeleton(line: str) -> str:
@@ -32,7 +36,18 @@ def run(name: str, capfd: pytest.CaptureFixture[str]) -> Any:
     return found
 
 
-@pytest.mark.parametrize("name", TOLERANCE)
+@pytest.fixture(autouse=True)
+def rules_as_before() -> Iterator[None]:
+    """What an example registers is gone after its test."""
+    before = dict(TABLE)
+    yield
+    TABLE.clear()
+    TABLE.update(before)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in TOLERANCE]
+)
 def test_losses_are_those_of_one_device(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     losses, alone, *more = run(name, capfd)
     assert losses == pytest.approx(alone, abs=TOLERANCE[name]) and losses[-1] < losses[0] - 0.2
@@ -50,7 +65,7 @@ def test_losses_are_those_of_one_device(name: str, capfd: pytest.CaptureFixture[
         strategies = {layer.name: layer.strategy for layer in plan.layers}
         assert (plan.pipeline, plan.schedule, plan.microbatches) == (2, "1f1b", 4)
         assert strategies.pop("lm_head").zero == 3
-        assert all(s.recompute.kind == "full" for n, s in strategies.items() if ".layers." in n)
+        assert all(s.recomputation.kind == "full" for n, s in strategies.items() if ".layers." in n)
 
 
 def test_stages_on_faster_gpus_have_more_layers(capfd: pytest.CaptureFixture[str]) -> None:

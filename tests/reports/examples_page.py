@@ -14,15 +14,14 @@ from places import ROOT
 
 EXAMPLES = ROOT / "examples"
 PAGE = EXAMPLES / "README.md"
-PARTS = ("one_device", "soft_cap", "classifier", "train_llama_stdlib")
+PARTS = ("eager", "soft_cap", "classifier", "train_llama_stdlib")
 """Files that are not run here: what others import, a factory, and ``make demo``."""
 
 _HEAD = """# Examples
 
-Each is a short program that trains, or plans, and compares what came out with one device. Run them from the checkout after `make install`;
-those of transformers need `.[hf]`, which it installs, and three need a package more: `vit.py` scikit-learn, `hf_trainer.py` accelerate,
-`with_lightning.py` pytorch-lightning. Models are in float64, so that differences are those of the arithmetic's order; transformers computes
-norms and rotary tables in float32 all the same, and Lightning logs in float32, which the differences around 1e-7 come from.
+Each is a short program that trains, or plans, and compares what came out with one device. `make install` installs what they need:
+transformers, and scikit-learn for `vit.py`, accelerate for `hf_trainer.py`, pytorch-lightning for `with_lightning.py`. Models are in
+float64. Where differences are around 1e-7, transformers computes the loss in float32 all the same, or Lightning logs it so.
 
 | what | command | its last line, as run |
 |---|---|---|
@@ -30,7 +29,7 @@ norms and rotary tables in float32 all the same, and Lightning logs in float32, 
 
 _TAIL = """
 [`train_llama_stdlib.py`](train_llama_stdlib.py) is `make demo`: a Llama of 9.9 M parameters on 4 processes and on 1.
-[`classifier.py`](classifier.py) is the model of the [guide](../docs/guide/start.md). [`one_device.py`](one_device.py) is the plain loop
+[`classifier.py`](classifier.py) is the model of the [guide](../docs/guide/start.md). [`eager.py`](eager.py) is the plain loop
 that the others are compared with, and [`soft_cap.py`](soft_cap.py) the op of `custom_op.py`. `python tests/reports examples` runs them and
 writes this page.
 """
