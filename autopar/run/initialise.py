@@ -74,6 +74,8 @@ def with_tables(model: nn.Module, init: Initialiser | str | os.PathLike[str] | N
 def _with_derived(model: nn.Module) -> nn.Module:
     """The model, or where buffers on meta are in no state dict, a copy in which they have the values of the model's own initialisers. Those
     that random numbers or parameters decide stay on meta."""
+    if not isinstance(model, nn.Module):  # which capture refuses
+        return model
     kept = model.state_dict(keep_vars=True).keys()
     wanted = {name for name, buffer in model.named_buffers() if buffer.is_meta and name not in kept}
     if not wanted:
