@@ -18,6 +18,7 @@ TOLERANCE = {
     "gpt": 1e-12, "vit": 1e-12, "custom_op": 1e-12,
     "llama": FLOAT32, "finetune": FLOAT32, "moe": FLOAT32, "pins": FLOAT32, "resume": FLOAT32, "lengths": FLOAT32,
 }  # fmt: skip
+pytestmark = pytest.mark.timeout(300)
 SLOW = {"vit", "moe", "pins", "resume", "lengths"}  # what they use has tests of its own, in short
 
 
