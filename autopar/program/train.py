@@ -160,7 +160,7 @@ def open_loader(args: argparse.Namespace, trainer: Trainer) -> Loader:
     try:
         loader = trainer.loader(dataset(args, trainer.program), order)
     except (DataError, OSError) as error:
-        raise SystemExit(f"--data {args.data}: {error}") from error
+        raise SystemExit(f"{type(error).__name__}: {error}") from error
     if trainer.positions and loader.key not in trainer.positions:
         raise SystemExit(
             f"the checkpoint was trained with {', '.join(trainer.positions)}, and these data are {loader.key}: resume with the same "
