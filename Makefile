@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format report page clean
+.PHONY: help install demo test check format report package versions page clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -14,7 +14,7 @@ help: ## what can be made
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (a few minutes the first time)"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[hf,dev]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[hf,lightning,dev]'
 	@touch $(STAMP)
 
 install: $(STAMP) ## .venv with autopar in it; .venv/bin/autopar is the command line
@@ -39,6 +39,12 @@ format: $(STAMP) ## rewrite the sources as the formatter and the linter want the
 
 report: $(STAMP) ## a page of evidence, `make report NAME=survey`; without a name, the list of reports
 	@$(BIN)/python tests/reports $(NAME) $(ARGS)
+
+package: $(STAMP) ## build wheel and sdist, install the wheel into a new environment, plan and train there
+	@$(BIN)/python tests/reports package
+
+versions: $(STAMP) ## a part of the tests under versions of Python and torch, those that this machine has
+	@$(BIN)/python tests/reports versions
 
 page: ## the script of the pages that `autopar report` writes, from autopar/report/web and npm's packages
 	cd autopar/report/web && npm ci --ignore-scripts --no-audit --no-fund && npm run build

@@ -81,7 +81,7 @@ def emit(
         some = ", ".join(graph.valueless[:5])
         raise ModelError(
             f"{len(graph.valueless)} buffers of the model have no values, and its forward pass computes with them: {some}",
-            "build the model on the CPU; or on meta with its parameters alone, as autopar.zoo does, so that the program gets true tables",
+            "build the model on the CPU; or give their modules a reset_parameters() that writes them, so that the program gets true tables",
         )
     _refuse_float16(graph, plan)
     path = Path(folder)

@@ -299,7 +299,7 @@ class Loader:
         if name not in named:
             raise DataError(
                 f"the batch has no {name!r}; it has {', '.join(sorted(map(str, named))) or 'nothing'}",
-                "the program's inputs are the model's",
+                f"a row has the names of the program's inputs: {', '.join(sorted(self._shapes))}",
             )
         tensor = torch.as_tensor(named[name])
         row, dtype = (

@@ -53,7 +53,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="the steps of the whole training, resumed ones included")
     parser.add_argument("--epochs", type=count, metavar="N", help="instead of --steps: as often as all data are read")
     parser.add_argument(
-        "--data", default="synthetic", help="a file, MODULE:FUNCTION that makes a data set, or 'synthetic'"
+        "--data",
+        help="a file, MODULE:FUNCTION that makes a data set, or 'synthetic', which it says where it is left out",
     )
     parser.add_argument(
         "--shuffle", action="store_true", help="read the rows in an order drawn from --seed and the epoch"
@@ -100,6 +101,10 @@ def arguments() -> argparse.Namespace:
         "--lost-after", type=positive, default=60, metavar="S", help="silence after which a rank counts as lost"
     )
     args = parser.parse_args()
+    if args.data is None:
+        args.data = "synthetic"
+        if os.environ.get("RANK", "0") == "0":
+            print("trains on rows that are made up: --data FILE has yours", file=sys.stderr, flush=True)
     for option in ("resume", "every", "keep", "async_save"):
         if getattr(args, option) and not args.checkpoint:
             parser.error(f"--{option.replace('_', '-')} takes --checkpoint DIR, the folder of the checkpoints")
@@ -151,9 +156,11 @@ def dataset(args: argparse.Namespace, program: Program) -> Any:
 
 def open_loader(args: argparse.Namespace, trainer: Trainer) -> Loader:
     """This rank's rows of the data, from where the training is."""
-    loader = trainer.loader(
-        dataset(args, trainer.program), Order(args.shuffle, args.seed, args.workers, last=args.last)
-    )
+    order = Order(args.shuffle, args.seed, args.workers, last=args.last)
+    try:
+        loader = trainer.loader(dataset(args, trainer.program), order)
+    except (DataError, OSError) as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from error
     if trainer.positions and loader.key not in trainer.positions:
         raise SystemExit(
             f"the checkpoint was trained with {', '.join(trainer.positions)}, and these data are {loader.key}: resume with the same "

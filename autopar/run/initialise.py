@@ -54,27 +54,56 @@ _CHECKED = 2**24  # elements at a time
 def with_tables(model: nn.Module, init: Initialiser | str | os.PathLike[str] | None) -> nn.Module:
     """The model that is captured. Where ``init`` is a function or ``OWN``, it is a copy of a model on meta whose buffers have the values
     that the initialisers give them, because a program computes with these as constants; parameters stay on meta, and so does a buffer
-    that no initialiser writes. Otherwise it is the model itself.
+    that no initialiser writes. Otherwise values come from elsewhere, if at all, and only buffers that are in no state dict, such as rotary
+    frequencies, get those that the model's own initialisers give them; without such buffers it is the model itself.
 
     Raises ``ModelError`` where an initialiser raises; ``UsageError`` where no parameter is on meta.
     """
     if init is None or is_path(init):
-        return model
+        return _with_derived(model)
     if not any(parameter.is_meta for parameter in model.parameters()):
         raise UsageError(
             "init= initialises a model on meta, and this model has values already",
             "build it under torch.device('meta'), or leave init out to start from its values",
         )
     copied = _copied(model)
+    _fill(copied, _written(copied, init, 0))
+    return copied
+
+
+def _with_derived(model: nn.Module) -> nn.Module:
+    """The model, or where buffers on meta are in no state dict, a copy in which they have the values of the model's own initialisers. Those
+    that random numbers or parameters decide stay on meta."""
+    if not isinstance(model, nn.Module):  # which capture refuses
+        return model
+    kept = model.state_dict(keep_vars=True).keys()
+    wanted = {name for name, buffer in model.named_buffers() if buffer.is_meta and name not in kept}
+    if not wanted:
+        return model
+    copied = _copied(model)
+    try:
+        values, others = _written(copied, OWN, 0), _written(_copied(model), OWN, 1)
+    except ModelError:  # an initialiser wants values of parameters
+        return model
+    same = {name for name in wanted & values.keys() & others.keys() if torch.equal(values[name], others[name])}
+    _fill(copied, {name: values[name] for name in same})
+    return copied
+
+
+def _written(copied: nn.Module, init: Initialiser | str | os.PathLike[str], seed: int) -> dict[str, Tensor]:
+    """The values that the initialisers give to buffers on meta, by name; parameters stay on meta."""
     memory = _Memory(None)
     for buffer in copied.buffers():
         memory.add(buffer)
-    _initialise(copied, init, 0, memory)
-    for module in copied.modules():
-        for name, buffer in [*module.named_buffers(recurse=False)]:
-            if buffer.is_meta and memory.has_written(buffer):
-                module._buffers[name] = memory.values(buffer)
-    return copied
+    _initialise(copied, init, seed, memory)
+    known = copied.named_buffers(remove_duplicate=False)
+    return {name: memory.values(buffer) for name, buffer in known if buffer.is_meta and memory.has_written(buffer)}
+
+
+def _fill(copied: nn.Module, values: dict[str, Tensor]) -> None:
+    for name, value in values.items():
+        path, _, leaf = name.rpartition(".")
+        copied.get_submodule(path)._buffers[leaf] = value
 
 
 def given_values(

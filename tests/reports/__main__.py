@@ -54,6 +54,9 @@ REPORTS = {
         (("-m", "autopar.checks", "--dtensor", "docs/evidence/dtensor-check.md"),),
     ),
     "endtoend": Report("six requests from the command line to the plan (a quiet machine)", (program("endtoend"),)),
+    "examples": Report(
+        "the table of examples/README.md: every example, run", (program("examples_page"),), options=False
+    ),
     "exactness": Report("every plan kind against one device in float64 (half an hour)", (program("matrix"),)),
     "faults": Report("trainings that are killed, or cut off, and go on (root, half an hour)", (program("faults"),)),
     "features": Report("what each feature of emitted programs gains, as predicted", (program("features"),)),
@@ -81,6 +84,11 @@ REPORTS = {
     "overlap": Report(
         "communication hidden under computation, on nodes with limited links (root, a quiet machine, 25 minutes)",
         (program("overlap"),),
+    ),
+    "package": Report(
+        "the wheel in a new environment: built, installed, plans, trains (minutes)",
+        (program("package"),),
+        options=False,
     ),
     "pages": Report(
         "pages of plans in a browser: time to load, zoom, tooltips, keys, pictures (chromium; minutes)",
@@ -125,6 +133,7 @@ REPORTS = {
     ),
     "validation": Report("the cost model against published measurements", (program("validation_page"),)),
     "volumes": Report("bytes per layer as emitted beside the published formulas", (program("volumes"),), options=False),
+    "versions": Report("a part of the tests under versions of Python and torch", (program("versions"),)),
 }
 
 

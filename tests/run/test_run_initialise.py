@@ -171,6 +171,22 @@ def test_what_no_initialiser_writes_is_refused_by_name(tmp_path: Path) -> None:
         with_tables(Scaled(), OWN)
 
 
+def test_buffers_in_no_state_dict_have_values_without_an_initialiser() -> None:
+    """Where values come from files, or the plan is all that is wanted; drawn ones, and those of state dicts, stay on meta."""
+    for init in (None, Path("weights")):
+        model = model_on_meta(lambda: LlamaForCausalLM(LlamaConfig(**SIZES)))
+        planned = with_tables(model, init)
+        wanted = dict(LlamaForCausalLM(LlamaConfig(**SIZES)).named_buffers())
+        same({name: buffer for name, buffer in planned.named_buffers() if not buffer.is_meta}, wanted)
+        assert wanted and all(tensor.is_meta for tensor in (*planned.parameters(), *model.buffers()))
+    drawn_table = model_on_meta(Drawn)
+    drawn_table._non_persistent_buffers_set.add("table")
+    assert "table" not in drawn_table.state_dict() and with_tables(drawn_table, None).table.is_meta
+    assert with_tables(model_on_meta(Tied), None).norm.running_mean.is_meta
+    plain = Scaled()
+    assert with_tables(plain, None) is plain
+
+
 def model_on_meta(kind: Callable[[], nn.Module]) -> nn.Module:
     with torch.device("meta"):
         return kind()

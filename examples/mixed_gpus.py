@@ -1,0 +1,45 @@
+"""Planning for a cluster of two kinds of GPU: the pipeline's stages on the faster ones get more layers. No GPU is needed to plan.
+
+python examples/mixed_gpus.py
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import autopar
+
+CLUSTER = """
+name = "two generations"
+
+[[group]]
+nodes = 1
+gpu = "H100-80GB"
+
+[[group]]
+nodes = 1
+gpu = "A100-80GB-SXM"
+"""
+
+
+def main() -> autopar.Plan:
+    with torch.device("meta"):
+        config = LlamaConfig(num_hidden_layers=24, hidden_size=4096, intermediate_size=11008, use_cache=False)
+        model = LlamaForCausalLM(config).bfloat16()
+        ids = torch.empty(64, 4096, dtype=torch.int64)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "cluster.toml")
+        path.write_text(CLUSTER)
+        program = autopar.compile(model, path, {"input_ids": ids, "labels": ids}, pipeline=2, capture_check=False)
+    plan = program.plan
+    (fast, slow), step_s = (stage.stop - stage.start for stage in plan.stages), plan.prediction.step_time_s
+    print(f"{fast} layers on 8 x H100, {slow} on 8 x A100: one step {step_s:.2f} s, gap {plan.gap:.1%}")
+    return plan
+
+
+if __name__ == "__main__":
+    main()
