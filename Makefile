@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format report package versions page clean
+.PHONY: help install demo test check format report package versions page docs clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -45,6 +45,9 @@ package: $(STAMP) ## build wheel and sdist, install the wheel into a new environ
 
 versions: $(STAMP) ## a part of the tests under versions of Python and torch, those that this machine has
 	@$(BIN)/python tests/reports versions
+
+docs: $(STAMP) ## the documentation as a site, in build/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 page: ## the script of the pages that `autopar report` writes, from autopar/report/web and npm's packages
 	cd autopar/report/web && npm ci --ignore-scripts --no-audit --no-fund && npm run build

@@ -11,7 +11,7 @@ from autopar.picture import pyplot, save
 from autopar.plan import Memory
 from autopar.report.step import PredictedStep
 
-_KINDS = {
+KINDS = {
     "F": ("forward", "#2f6fb5"),
     "B": ("backward", "#e0922f"),
     "I": ("backward, gradients of inputs", "#e0922f"),
@@ -19,7 +19,7 @@ _KINDS = {
     "O": ("once a step", "#7a6ea8"),
 }
 _SEND = ("send", "#b5179e")
-_PARTS = ("#3b6fb6", "#5d9f4a", "#8e7cc3", "#e0922f", "#c8442b")
+PARTS = ("#3b6fb6", "#5d9f4a", "#8e7cc3", "#e0922f", "#c8442b")
 
 
 def plot(steps: Sequence[tuple[str, PredictedStep]], path: Path) -> None:
@@ -48,7 +48,7 @@ def plot(steps: Sequence[tuple[str, PredictedStep]], path: Path) -> None:
 
 def _timeline(panel: Any, step: PredictedStep) -> None:
     for rank, actions in enumerate(step.actions):
-        for kind, (name, colour) in _KINDS.items():
+        for kind, (name, colour) in KINDS.items():
             bars = [(a.start_s, a.stop_s - a.start_s) for a in actions if a.kind == kind]
             if bars:
                 panel.broken_barh(bars, (rank + 0.1, 0.8), color=colour, label=name, linewidth=0)
@@ -70,7 +70,7 @@ def _memory(panel: Any, step: PredictedStep) -> None:
     names = [field.name for field in fields(Memory)]
     times = [*(a.start_s for a in actions), step.step_time_s]
     parts = [[*(getattr(a.memory, name) / 1e9 for a in actions), 0.0] for name in names]
-    panel.stackplot(times, parts, labels=names, colors=_PARTS, step="post", linewidth=0)
+    panel.stackplot(times, parts, labels=names, colors=PARTS, step="post", linewidth=0)
     panel.axhline(step.limits_bytes[fullest] / 1e9, color="#a4133c", label="limit")
     panel.set_ylabel(f"GB, rank {fullest}", fontsize=8)
     panel.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(names) + 1, fontsize=7, frameon=False)

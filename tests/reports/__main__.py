@@ -49,6 +49,7 @@ REPORTS = {
     "checkpoints": Report(
         "training that goes on under another plan, pairs of plans drawn at random", (program("checkpoints"),)
     ),
+    "concepts": Report("docs/concepts: their tables and pictures", (program("concepts"),)),
     "dtensor-check": Report(
         "our rules against DTensor's, and which is wrong where they differ",
         (("-m", "autopar.checks", "--dtensor", "docs/evidence/dtensor-check.md"),),

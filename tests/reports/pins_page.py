@@ -1,4 +1,4 @@
-"""The table of pins in ``docs/guide/concepts.md``, from ``autopar.pins`` (``make report NAME=reference``)."""
+"""The table of pins in ``docs/guide/pins.md``, from ``autopar.pins`` (``make report NAME=reference``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from places import DOCS
 
 from autopar.pins import PINS
 
-PAGE = DOCS / "guide" / "concepts.md"
+PAGE = DOCS / "guide" / "pins.md"
 _HEADING = "| pin | of | values | decides | example |\n|---|---|---|---|---|\n"
 
 
