@@ -13,7 +13,7 @@ from autopar.report.picture import KINDS, PARTS
 from autopar.schedules import Schedule
 from autopar.schedules.step_time import Span
 from autopar.types import SpmdType
-from autopar.units import seconds, size
+from autopar.units import seconds
 
 _TYPES = {"I": "#7f8c9b", "R": "#7f8c9b", "S": "#3b6fb6", "P": "#e0922f"}
 _PIECES = ("#3b6fb6", "#5d9f4a", "#e0922f", "#8e7cc3")
