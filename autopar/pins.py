@@ -203,7 +203,7 @@ class PlanPins(LayerPins):
     )
     schedule: str | None = _pin("the pipeline schedule", "schedule=1f1b", values=SCHEDULES)
     sync: str | None = _pin(
-        "how replicas are synchronised under ZeRO 0; all-reduce where none is pinned",
+        "how replicas are synchronized under ZeRO 0; all-reduce where none is pinned",
         "sync=parameter-server",
         values=SYNCS,
         counted=LOCAL_STEPS,

@@ -495,7 +495,7 @@ def compare(first: str, second: str, as_json: bool) -> None:
     compare_command(first, second, as_json)
 
 
-@cli.command(short_help="Show what synchronising replicas costs, by algorithm.")
+@cli.command(short_help="Show what synchronizing replicas costs, by algorithm.")
 @click.argument("parameters")
 @click.option("--devices", required=True, metavar="SPEC", help=DEVICES_HELP)
 @click.option(
@@ -512,7 +512,7 @@ def compare(first: str, second: str, as_json: bool) -> None:
 @calibration_option
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
 def sync(**request: Any) -> None:
-    """Show traffic and time of each way to synchronise replicas (`--sync`) of a model with PARAMETERS (7B, 350M, 7e9), a replica on each
+    """Show traffic and time of each way to synchronize replicas (`--sync`) of a model with PARAMETERS (7B, 350M, 7e9), a replica on each
     device: by a server that takes one rank after another, on a ring, by recursive halving and doubling, and as plans price it."""
     from autopar.cli.sync import sync_command
 

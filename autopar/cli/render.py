@@ -75,7 +75,7 @@ def _overview(plan: Plan) -> RenderableType:
     batch = f"{plan.global_batch:,} in {_plural(plan.microbatches, 'microbatch', 'microbatches')}"
     table.add_row("batch", batch if plan.schedule == "none" else f"{batch}, schedule {plan.schedule}")
     if plan.sync != ALL_REDUCE:
-        table.add_row("replicas", f"synchronised by {plan.sync}")
+        table.add_row("replicas", f"synchronized by {plan.sync}")
     table.add_row("precision", plan.precision)
     return table
 

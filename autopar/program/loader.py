@@ -92,7 +92,7 @@ class Synthetic(Tensors):
         generator = torch.Generator().manual_seed((self.seed << 40) + row)
         found = {}
         for name, (shape, dtype) in self.shapes.items():
-            kind, random = getattr(torch, dtype), torch.randn(*shape[1:], generator=generator)
+            kind, random = getattr(torch, dtype), torch.randn(tuple(shape[1:]), generator=generator)
             found[name] = random.to(kind) if kind.is_floating_point else (random > 0).to(kind)
         return found
 

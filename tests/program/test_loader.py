@@ -19,6 +19,7 @@ from autopar.capture import capture
 from autopar.emit.ignored import ignored_labels
 from autopar.emit.prelude import row_sums
 from autopar.errors import BatchError, NonFiniteLossError, UsageError
+from autopar.program.loader import Synthetic
 from autopar.program.metrics import Meter
 from autopar.program.runtime import in_training_alone
 from autopar.run import Program
@@ -234,3 +235,15 @@ def test_a_program_trains_from_a_data_set(tmp_path: Path) -> None:
         with pytest.raises(NonFiniteLossError, match=r"the loss of step 8 is nan; .* the parameter layers.1.down.bias"):
             program.train(again, steps=1)
         assert len(program.train(again, steps=1, on_nan="skip")) == 1
+
+
+def test_rows_are_made_up_of_every_shape() -> None:
+    """Labels have one number in a row, which is a tensor without dims."""
+    shapes = {"tokens": ((16, 32), "int64"), "labels": ((16,), "int64"), "weight": ((16,), "float32")}
+    rows = Synthetic(shapes, seed=1).__getitems__([0, 5])
+    assert {name: tuple(value.shape) for name, value in rows.items()} == {
+        "tokens": (2, 32),
+        "labels": (2,),
+        "weight": (2,),
+    }
+    assert rows["labels"].dtype == torch.int64 and rows["weight"].dtype == torch.float32

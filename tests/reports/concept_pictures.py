@@ -121,12 +121,12 @@ def curves(sizes: Sequence[int], found: Mapping[tuple[str, str], Sequence[float]
 
 
 def by_ranks(counts: Sequence[int], found: Mapping[str, Sequence[float]], path: Path) -> None:
-    """Seconds of a synchronisation by the number of ranks."""
+    """Seconds of a synchronization by the number of ranks."""
     figure, ((panel,),) = _figure(8, 3.4)
     for name, times in found.items():
         style = "--" if name.startswith("parameter") else "-"
         panel.plot(counts, times, style, marker="o", markersize=3, label=name)
-    panel.set(xscale="log", yscale="log", xlabel="replicas, one on each GPU", ylabel="seconds of one synchronisation")
+    panel.set(xscale="log", yscale="log", xlabel="replicas, one on each GPU", ylabel="seconds of one synchronization")
     panel.set_xticks(counts, [str(n) for n in counts])
     panel.minorticks_off()
     panel.grid(alpha=0.3)
