@@ -18,6 +18,7 @@ from documents import Block
 from places import DOCS, ROOT
 
 from autopar.program.weights import write_file
+from autopar.rules.table import TABLE
 from examples.classifier import model as classifier
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", DOCS / "README.md"])
@@ -76,12 +77,15 @@ GIVEN: dict[str, Callable[[Path], dict[str, Any]]] = {
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where a page's blocks run: a folder with the checkout's examples and documents in it."""
+    """Where a page's blocks run: a folder with the checkout's examples and documents in it. Rules that a page adds go with it."""
+    rules = dict(TABLE)
     for name in ("examples", "docs"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
+    TABLE.clear()
+    TABLE.update(rules)
     for name in ("my_ops", "my_data"):
         sys.modules.pop(name, None)
 
