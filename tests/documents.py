@@ -4,6 +4,7 @@ A fenced block of ``console``, ``bash`` or ``python`` is run by the slow tests, 
 
     <!-- fast -->              it is run by the default suite, too
     <!-- not run: REASON -->   it cannot be run here
+    <!-- ends with 1 -->       its commands end with status 1, as those do that print an error
     <!-- file: NAME -->        it is the content of a file that later blocks use
 
 A page's blocks run in one folder, in their order. What follows a command in its block is its output: the same lines in the same order,
@@ -96,7 +97,7 @@ def run(block: Block, namespace: dict[str, Any], own_process: bool) -> None:
     else:
         for command, expected in commands(block):
             status, found = _command(block, command, own_process)
-            refused = any(line.startswith("error: ") for line in expected)
+            refused = block.mark == "ends with 1" or any(line.startswith("error: ") for line in expected)
             assert (status != 0) == refused, f"{block.name}: {command} ends with {status}:\n{found}"
             compare(block, expected, found)
 
