@@ -187,7 +187,7 @@ def went_on(chain: Chain, problems: list[str], steps: int, completed: int) -> Li
     """Start again, make some steps, and stop by SIGUSR1, which saves; what was lost."""
     run = chain.start()
     if not run.wait(lambda: len(run.losses()) >= 3, SECTION_S + 30):
-        problems.append("it did not go on")
+        problems.append(f"it did not go on, and said {run.talk()[-600:]!r}")
     begun = run.begun()
     if begun < completed:
         problems.append(f"it went on at {begun}, and the checkpoint after {completed} steps had been written")
