@@ -79,7 +79,9 @@ def page(lines: list[dict[str, Any]]) -> str:
     """The page of the results."""
     parts = [
         "# Predicted against measured timelines\n",
-        f"Seconds of the actions of a step on two limited nodes: the median of {TRACED} traced steps. {machine_words(lines)}\n",
+        f"Seconds of the actions of a step on two limited nodes: the median of {TRACED} traced steps. "
+        f"{machine_words(lines)} The collectives of data parallelism, once a step, belong to no action, and slow the actions that they run "
+        "under: no program here has them.\n",
         "| program | model, link | action | predicted | measured | measured / predicted |",
         "|---|---|---|---|---|---|",
     ]
