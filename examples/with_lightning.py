@@ -119,7 +119,7 @@ def main() -> tuple[Losses, Losses]:
         losses = Losses()
         trainer = pl.Trainer(
             max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=[losses], num_sanity_val_steps=0, deterministic=True,
+            enable_model_summary=False, callbacks=[losses], num_sanity_val_steps=0,
         )  # fmt: skip
         pl.seed_everything(1, verbose=False)
         loader = DataLoader(train, batch_size=8, shuffle=True, drop_last=True)

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from places import ROOT
@@ -102,6 +103,9 @@ def run(block: Block, namespace: dict[str, Any], own_process: bool) -> None:
             compare(block, expected, found)
 
 
+_WIDE = {"COLUMNS": "160"}  # pages show tables that are not in parts
+
+
 def _command(block: Block, command: str, own_process: bool) -> tuple[int, str]:
     words = shlex.split(command, comments=True)
     words, target = (words[: words.index(">")], words[-1]) if ">" in words else (words, None)
@@ -114,7 +118,7 @@ def _command(block: Block, command: str, own_process: bool) -> tuple[int, str]:
         [sys.executable, "-W", "ignore", "-m", module, *arguments],
         capture_output=True,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.getcwd()])},
+        env={**os.environ, **_WIDE, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.getcwd()])},
     )
     if target is not None:
         Path(target).write_text(found.stdout)
@@ -126,7 +130,7 @@ def _here(arguments: list[str]) -> tuple[int, str]:
     from autopar.cli.app import cli
 
     text = io.StringIO()
-    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+    with mock.patch.dict(os.environ, _WIDE), contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
         status = cli.main(arguments, prog_name="autopar", standalone_mode=False)
     return (status if isinstance(status, int) else 0), text.getvalue()
 

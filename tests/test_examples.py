@@ -19,7 +19,7 @@ TOLERANCE = {
     "llama": FLOAT32, "finetune": FLOAT32, "moe": FLOAT32, "pins": FLOAT32, "resume": FLOAT32, "lengths": FLOAT32,
 }  # fmt: skip
 pytestmark = pytest.mark.timeout(300)
-SLOW = {"vit", "moe", "pins", "resume", "lengths"}  # what they use has tests of its own, in short
+SLOW = {"llama", "vit", "moe", "pins", "resume", "lengths"}  # what they use has tests of its own, in short
 
 
 def skeleton(line: str) -> str:

@@ -418,6 +418,7 @@ def test_a_plan_rounds_as_eager_blocks_on_one_device_do(
     assert not (tmp_path / "offload.py").exists()
 
 
+@pytest.mark.slow
 def test_a_compiled_model_trains_and_is_near_the_exact_one() -> None:
     batch = (torch.randn(64, 64), torch.randn(64, 64))
     losses = {}
