@@ -14,6 +14,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,7 +25,12 @@ from typing import Any
 
 from autopar.run.elastic import PRIVATE_STORE, rank
 
-PORTS = iter(range(29600, 32000))
+
+def free_port() -> int:
+    """A port that no process of this machine has now: several tests and reports may start trainings at a time."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 class Server:
@@ -88,7 +94,7 @@ class Run:
 
     def start(self) -> Run:
         self.place.mkdir(parents=True, exist_ok=True)
-        port = next(PORTS)
+        port = free_port()
         for node, server in enumerate(self.servers):
             job = {"nodes": len(self.servers), "node": node, "ranks": self.ranks, "meet": f"{self.address}:{port}"}
             job |= {"folder": str(self.folder), "options": list(self.options), "command": self.command}
