@@ -203,8 +203,9 @@ def test_bytes_are_counted_as_the_price_counts_them():
         for i, kind in enumerate(table.kinds):
             here = table.slot_op == i
             name = {"mul": "pointwise"}.get(str(kind), str(kind))
-            seen[name] = (table.slot_forward[here].sum() // n, table.slot_backward[here].sum() // n)
-    assert {kind: seen.get(kind) for kind in MOVES} == MOVES
+            seen[name] = [table.slot_forward[here].sum() / n, table.slot_backward[here].sum() / n]
+    for kind, wanted in MOVES.items():  # a loss reads its targets, too, which are 3 % of the logits here
+        assert seen[kind] == pytest.approx(wanted, abs=0.04 if kind == "cross_entropy_loss" else 0), kind
 
 
 def test_all_numbers_of_processes_have_tasks():

@@ -224,7 +224,8 @@ SAME = {
 
 
 @pytest.mark.parametrize(
-    "kind", in_short(SAME, "data 2 x tensor+sequence 2, zero 1", "data 2, zero 3", "data 2, local steps")
+    "kind",
+    in_short(SAME, "data 2 x tensor+sequence 2, zero 1", "data 2, zero 2", "data 2, zero 3", "data 2, local steps"),
 )
 def test_the_same_plan_goes_on_bit_for_bit(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """40 steps, and 20 with 20 more; replicas that train apart are averaged after every third step, not after the 20th."""
