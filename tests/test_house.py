@@ -95,7 +95,7 @@ ALLOWED: dict[str, set[str]] = {
         "workload",
     },
     "compile": {"checks", "devices", "emit", "planning", "run", "search", "workload"},
-    "profile": {"devices", "run"},
+    "profile": {"devices", "program", "run"},
     "doctor": {"devices", "run"},
     "ui": set(),
     "bench": {"compile", "devices", "planning", "run", "search", "validate", "workload"},

@@ -96,9 +96,10 @@ class Ops:
 class Wires:
     """Seconds of collectives by name and group size, as curves by the bytes of the whole tensor (see ``price.collectives``).
 
-    Names are the values of ``Collective``, ``"p2p"`` (by the bytes sent), and ``"sharded all_gather"`` and ``"sharded reduce_scatter"``:
-    FSDP's, with the copies into and out of a layer's flat buffers. ``waits`` are, by group size, the seconds that a collective waits for
-    the slowest member after one second of arithmetic, since no two devices take equally long.
+    Names are the values of ``Collective``, ``"p2p"`` (by the bytes sent), ``"flat reduce_scatter"``: that of ZeRO 1's flat buffers, and
+    ``"sharded all_gather"`` and ``"sharded reduce_scatter"``: FSDP's, with the copies into and out of a layer's flat buffers. ``waits``
+    are, by group size, the seconds that a collective waits for the slowest member after one second of arithmetic, since no two devices take
+    equally long.
     """
 
     curves: Mapping[tuple[str, int], Curve]

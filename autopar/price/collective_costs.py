@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from autopar.devices import Cluster
 from autopar.plan import PARAMETER_SERVER, SELECTIVE, Axis, Strategy, local_steps
-from autopar.price.collectives import Group, group, group_time_s
+from autopar.price.collectives import FLAT, SHARDED, Group, group, group_time_s
 from autopar.price.layer import Bound, Runs, gathers, way_over
 from autopar.price.moves import Move
 from autopar.price.replicas import Tensors
@@ -93,7 +93,7 @@ def replica_collectives(
     ) -> Iterator[CollectiveCost]:
         members = group(along, cluster)
         if members.size > 1 and size and count:
-            seconds = group_time_s(collective, size, members, cluster, sharded=zero >= 2)
+            seconds = group_time_s(collective, size, members, cluster, caller=SHARDED if zero >= 2 else FLAT)
             yield CollectiveCost(purpose, collective, along, members, size, seconds, count)
 
     if zero == 0:

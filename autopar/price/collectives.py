@@ -36,6 +36,8 @@ from autopar.devices.cluster import Link
 from autopar.plan import Axis
 from autopar.types import Collective
 
+FLAT, SHARDED = "flat", "sharded"  # callers whose collectives are measured on their own, see ``Wires``
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -69,17 +71,17 @@ def group_time_s(
     members: Group,
     cluster: Cluster,
     batched: bool = False,
-    sharded: bool = False,
+    caller: str = "",
 ) -> float:
     """Seconds of ``collective`` on ``bytes_total`` over ``members``; zero for a group of one.
 
-    A ``batched`` collective is one of many in sequence, such as the buckets of gradients, and the others hide its latency. A
-    ``sharded`` collective is one of FSDP's, including the copies around it.
+    A ``batched`` collective is one of many in sequence, such as the buckets of gradients, and the others hide its latency. ``caller``
+    says whose measured seconds count: ``SHARDED`` for FSDP's collectives, including the copies around them, ``FLAT`` for those of ZeRO 1.
     """
     n = members.size
     if n == 1 or collective in (Collective.NONE, Collective.LOCAL):
         return 0.0
-    if (seen := _measured(collective, bytes_total, n, cluster, sharded)) is not None:
+    if (seen := _measured(collective, bytes_total, n, cluster, caller)) is not None:
         return cluster.collective_s + seen
     if 0 < members.per_part < n and cluster.between is not None:
         # the ring crosses parts over the link between them, if that is the slower link; the members of a part share it
@@ -127,14 +129,14 @@ def group_time_s(
     return cluster.collective_s + 2 * min(round_s, tree_hops_s + bytes_total / beta)
 
 
-def _measured(collective: Collective, size: float, n: int, cluster: Cluster, sharded: bool) -> float | None:
+def _measured(collective: Collective, size: float, n: int, cluster: Cluster, caller: str) -> float | None:
     """Seconds that ``autopar profile`` measured; ``None`` if it measured none."""
     if cluster.wires is None:
         return None
     if collective in (Collective.SHIFT, Collective.ROTATE):
         hop_s = cluster.wires.seconds("p2p", 2, size / n)
         return None if hop_s is None else hop_s * (n - 1 if collective is Collective.ROTATE else 1)
-    names = (f"sharded {collective.value}", collective.value) if sharded else (collective.value,)
+    names = (f"{caller} {collective.value}", collective.value) if caller else (collective.value,)
     found = (cluster.wires.seconds(name, n, size) for name in names)
     return next((seconds for seconds in found if seconds is not None), None)
 

@@ -11,7 +11,7 @@ from torch import fx
 from autopar.devices import Cluster
 from autopar.graph import LayerClass
 from autopar.plan import Strategy
-from autopar.price.collectives import Group, beside_s, group_time_s
+from autopar.price.collectives import FLAT, SHARDED, Group, beside_s, group_time_s
 from autopar.price.draft import Draft
 from autopar.price.fusion import merge
 from autopar.price.live_memory import Share, replicated_transient, sharded_bytes
@@ -74,7 +74,7 @@ class Trainer:
 
         ``around_layer``: in every pass of the layer, as under ZeRO 2 and 3; otherwise once per step.
         """
-        return group_time_s(collective, size, members, cluster, sharded=around_layer)
+        return group_time_s(collective, size, members, cluster, caller=SHARDED if around_layer else FLAT)
 
     def exposed_tensor_s(self, communication_s: float) -> float:
         """The part of tensor-parallel communication that is not hidden under matrix products."""

@@ -9,7 +9,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import spmd_types as spmd
 import torch
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from autopar.profile.sweep import MOVES
+from autopar.program.collectives import ShardedReduceScatter, all_gather, reduce_scatter
 from autopar.run import remote
 
 _BUDGET_S = 0.06  # of one measurement, after a run that is not counted
@@ -230,12 +231,12 @@ def _wire(name: str, members: int, size: int) -> Figures:
     whole = torch.zeros(max(members, size // 4), device=_device)
     whole = whole[: len(whole) // members * members].contiguous()
     part = torch.zeros(len(whole) // members, device=_device)
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     runs: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "all_gather": lambda: gather(whole, part, group=group),
+        "all_gather": lambda: all_gather(whole, part, group=group),
         "reduce_scatter": lambda: scatter(part, whole, group=group),
+        "flat reduce_scatter": lambda: reduce_scatter(part, whole, group=group),
         "p2p": lambda: _send_round(whole, group),
     }
     if name == "all_to_all":
@@ -275,6 +276,8 @@ def _sharded(members: int, width: int) -> Figures:
         fully_shard(layer, mesh=mesh, reshard_after_forward=False)
         assert isinstance(layer, FSDPModule)
         layer.set_force_sum_reduction_for_comms(True)
+        if _device.type == "cpu":  # as programs do
+            layer.set_custom_reduce_scatter(cast(Any, ShardedReduceScatter()))
         modules.append(layer)
     x = torch.ones(1, width, device=_device, requires_grad=True)
 

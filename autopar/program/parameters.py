@@ -10,7 +10,7 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from autopar.program.buffers import StageBuffers
-from autopar.program.collectives import all_gather, reduce_scatter
+from autopar.program.collectives import ShardedReduceScatter, Work, all_gather, reduce_scatter
 from autopar.program.local_group import LocalGroup
 from autopar.program.masters import Master, alike, set_parameter
 from autopar.program.weight_gradients import LateGradients, start_gradients
@@ -98,7 +98,7 @@ class FlatGroup:
         self._values = torch.zeros(piece * self._parts, dtype=compute, device=world.device)
         self._grads = torch.zeros(piece * self._parts if trainable else 0, dtype=wide, device=world.device)
         self._owned = torch.zeros(piece, dtype=wide, device=world.device) if self._mixed else self._values[self._own]
-        self._work: dist.Work | None = None  # the reduction, while it runs
+        self._work: Work | None = None  # the reduction, while it runs
         self._sum: Tensor | None = None  # its result under ZeRO 1
         self._over_copies = False  # whether the sum over the copies has started
         self._sending: dist.Work | None = None  # the publication, while it runs
@@ -342,6 +342,8 @@ class ShardedGroup:
                 module.register_forward_pre_hook(lambda layer, _: start_gradients(layer, ignored))
         module.set_gradient_divide_factor(1.0)  # a sum: each rank's loss is a term of the whole loss
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+        if world.device.type == "cpu":
+            module.set_custom_reduce_scatter(cast(Any, ShardedReduceScatter()))
         self._params = {layout: stage.get_parameter(layout.name) for layout in layouts}
         self._stage = stage
         self._late = LateGradients(

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own convention
 from torch import Tensor, nn
 
-from autopar.program.collectives import reduce_scatter
+from autopar.program.collectives import Work, reduce_scatter
 from autopar.program.tracing import TracedStage
 
 Adder = Callable[[Tensor], None]
@@ -141,7 +141,7 @@ class SplitStage(TracedStage):
 class _Reduction:
     """A reduce-scatter that runs: ``piece`` is its result, to be added to that of ``name`` in ``pieces``; ``whole`` its operand."""
 
-    work: dist.Work
+    work: Work | None
     pieces: dict[str, Tensor]
     name: str
     piece: Tensor
@@ -158,7 +158,8 @@ class Turn:
     def finish(self) -> None:
         """Wait for the reduction that runs."""
         if (last := self.running) is not None:
-            last.work.wait()
+            if last.work is not None:
+                last.work.wait()
             sums = last.pieces
             sums[last.name] = sums[last.name].add_(last.piece) if last.name in sums else last.piece
             self.running = None

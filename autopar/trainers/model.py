@@ -14,7 +14,7 @@ from autopar.ops import cost
 from autopar.ops.facts import facts
 from autopar.ops.operands import operands
 from autopar.plan import NARROW_GRADIENTS, Strategy
-from autopar.price.collectives import Group, beside_s, group_time_s
+from autopar.price.collectives import FLAT, SHARDED, Group, beside_s, group_time_s
 from autopar.price.draft import Draft, Slot
 from autopar.price.live_memory import Share
 from autopar.price.moves import Move
@@ -133,7 +133,9 @@ class OtherTrainer(Trainer):
         self, collective: Collective, size: int, tensors: int, members: Group, cluster: Cluster, around_layer: bool
     ) -> float:
         calls = tensors if self.by_parameter and collective is Collective.ALL_GATHER else 1
-        return calls * group_time_s(collective, size / calls, members, cluster, not around_layer, around_layer)
+        return calls * group_time_s(
+            collective, size / calls, members, cluster, not around_layer, SHARDED if around_layer else FLAT
+        )
 
     def sharded_copies_s(
         self, gathered_bytes: float, gradient_bytes: float, reduced_bytes: float, cluster: Cluster

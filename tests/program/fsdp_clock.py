@@ -18,6 +18,7 @@ import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as param_group
 import torch.distributed.fsdp._fully_shard._fsdp_state as state
 from torch import Tensor, autograd, nn
+from torch.distributed.fsdp import FSDPModule
 
 
 @dataclass(eq=False)
@@ -142,4 +143,6 @@ def clock(**times: float) -> Iterator[Clock]:
         stack.enter_context(mock.patch.object(param_group, "foreach_reduce", foreach_reduce))
         stack.enter_context(mock.patch.object(collectives.DefaultAllGather, "__call__", all_gather))
         stack.enter_context(mock.patch.object(collectives.DefaultReduceScatter, "__call__", reduce_scatter))
+        # on GPUs FSDP2 reduces with its own collective
+        stack.enter_context(mock.patch.object(FSDPModule, "set_custom_reduce_scatter", lambda *_: None))
         yield made
