@@ -45,6 +45,9 @@ LADDER = (0.0, *np.geomspace(1e-4, 1e4, 41).tolist())
 GRIDS = (tuple(np.geomspace(1.15, 3.0, 8) - 1), tuple(np.arange(1, 17) * 0.01), tuple(np.arange(1, 17) * 0.001))
 """Step times that are tested together, as multiples above the best bound so far, from coarse to fine."""
 
+FINEST = tuple(np.arange(1, 17) * 0.0001)
+"""The same for ``whole_bound``, whose stages are exact enough for it."""
+
 ROUNDS = 3
 """How many times the stages that a step time allows are narrowed down."""
 
@@ -110,7 +113,7 @@ def whole_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> float
             for c in wanted:
                 if len(layers := runs.layers(instance, c)) <= TABLES:
                     values[c] = max(values[c], sacks.least(layers) + sends)
-    return max(at_least_s, _least_step(instance, costs, at_least_s, cutoff_s, GRIDS[-1:]) * (1 - TOLERANCE))
+    return max(at_least_s, _least_step(instance, costs, at_least_s, cutoff_s, (GRIDS[-1], FINEST)) * (1 - TOLERANCE))
 
 
 def _wanted(runs: Compositions, costs: _Stages, cutoff_s: float) -> list[list[int]]:
