@@ -2,11 +2,11 @@
 
 The paths are those of ``schedules.step_time.textbook_paths``.
 
-``linear``: the step is at least any weighted mean of paths plus the mean of the devices' once-per-step seconds, and memory may have a
-price. Such a sum runs over layers, each of which takes its cheapest candidate for its stage; the cuts that minimise it are found by
-dynamic programming over the stages, as the minimum of the rest of a prefix sum. Column generation finds the weights of paths and the
-prices of memory that make the sum largest: a small linear model mixes the stages found so far, its duals are the next weights, and the
-longest path through the schedule of the mixture is the next path. Every value computed on the way is a bound.
+``linear``: the step is at least any weighted mean of paths plus a weighted mean of the devices' once-per-step seconds, and memory may
+have a price. Such a sum runs over layers, each of which takes its cheapest candidate for its stage; the cuts that minimise it are found by
+dynamic programming over the stages, as the minimum of the rest of a prefix sum. Column generation finds the weights of paths and of
+devices and the prices of memory that make the sum largest: a small linear model mixes the stages found so far, its duals are the next
+weights, and the longest path through the schedule of the mixture is the next path. Every value computed on the way is a bound.
 
 Resharding is left out, as everywhere in bounds.
 """
@@ -61,7 +61,13 @@ class _Linear:
         self.latest = np.zeros((len(self.paths), self.stages))  # the parts of the latest cheapest stages
         self.pick = np.zeros((self.stages, len(instance.kinds)), dtype=np.intp)  # each kind's candidate in these stages
         self.best_s = 0.0
-        self.centre = np.zeros(self.paths.shape[1]), np.zeros(self.line)  # the weights that have the best value
+        self.even = np.full(self.line, 1 / self.line)  # weights of the devices' once-per-step seconds
+        self.once = np.zeros(self.line)  # the devices' once-per-step seconds in the latest cheapest stages
+        self.centre = (
+            np.zeros(self.paths.shape[1]),
+            self.even,
+            np.zeros(self.line),
+        )  # the weights that have the best value
         self.send = np.zeros_like(self.latest)
         self.send[:2] = sends(instance)
         self.places = [
@@ -89,24 +95,24 @@ class _Linear:
 
     def first(self) -> float:
         """The bound with equal weights on all textbook paths, memory priced if it binds; ``inf`` if all devices together lack memory."""
-        count = self.paths.shape[1]
-        if (self.room <= 0).any() or self._solve(np.zeros(count), 0.0, np.ones(self.line))[0] > 0:
+        count, nothing = self.paths.shape[1], np.zeros(self.line)
+        if (self.room <= 0).any() or self._solve(np.zeros(count), nothing, np.ones(self.line))[0] > 0:
             return np.inf
         mixture = np.full(count, 1 / count)
-        value, used = self._solve(mixture, 1.0, np.zeros(self.line))
-        self.centre = mixture, np.zeros(self.line)
+        value, used = self._solve(mixture, self.even, nothing)
+        self.centre = mixture, self.even, nothing
         self.best_s = value
         if (used > self.room).any():
             unit = value / float(self.room.mean())
             for step in LADDER[::4]:
-                self._try(mixture, np.full(self.line, step * unit))
+                self._try(mixture, self.even, np.full(self.line, step * unit))
         return self.best_s * (1 - TOLERANCE)
 
-    def _try(self, mixture: Array, price: Array) -> Array:
-        """Run ``_solve`` and return whether its value is the best so far, and the live bytes of each device."""
-        value, used = self._solve(mixture, 1.0, price)
+    def _try(self, mixture: Array, once: Array, price: Array) -> Array:
+        """Run ``_solve``, keep its value if it is the best so far, and return the live bytes of each device."""
+        value, used = self._solve(mixture, once, price)
         if value > self.best_s:
-            self.best_s, self.centre = value, (mixture, price)
+            self.best_s, self.centre = value, (mixture, once, price)
         return used
 
     def best(self, enough_s: float) -> float:
@@ -119,22 +125,23 @@ class _Linear:
             master.add_path(path)
         even, unit = self._even(), self.best_s / float(self.room.mean())
         for step in (0.0, *LADDER[::4]):
-            used = self._solve(self.centre[0], 1.0, np.full(self.line, step * unit))[1]
-            master.add_stages(self.latest, used)
+            used = self._solve(self.centre[0], self.even, np.full(self.line, step * unit))[1]
+            master.add_stages(self.latest, self.once, used)
             used = self._outcome(even, self.pick)
-            master.add_stages(self.latest, used)
+            master.add_stages(self.latest, self.once, used)
         for _ in range(ROUNDS):
             solved = master.solve()
             if solved is None:
                 break
-            least_s, mean, mixture, price = solved
-            longer = self._longer(master, mean, least_s)
-            mixture, centre = (np.append(w, np.zeros(self.paths.shape[1] - len(w))) for w in (mixture, self.centre[0]))
-            used = self._try(NEAR * centre + (1 - NEAR) * mixture, NEAR * self.centre[1] + (1 - NEAR) * price)
+            least_s, path_s, mean, *duals = solved
+            longer = self._longer(master, mean, path_s)
+            count = self.paths.shape[1]
+            far, centre = ((np.pad(w[0], (0, count - len(w[0]))), *w[1:]) for w in (duals, self.centre))
+            used = self._try(*(NEAR * a + (1 - NEAR) * b for a, b in zip(centre, far, strict=True)))
             self.instance.shares[:] = [mean.sum(axis=0)]
             if self.best_s >= enough_s or (not longer and self.best_s >= least_s * (1 - 1e-3)):
                 break
-            master.add_stages(self.latest, used)
+            master.add_stages(self.latest, self.once, used)
         return self.best_s * (1 - TOLERANCE)
 
     def _longer(self, master: _Master, mean: Array, least_s: float) -> bool:
@@ -146,16 +153,17 @@ class _Linear:
         self.paths = np.concatenate([self.paths, counts[:, None]], axis=1)
         return True
 
-    def _solve(self, mixture: Array, once: float, price: Array) -> tuple[float, Array]:
-        """The least cost under these weights, and each device's live bytes at that cost; ``latest`` becomes its stages."""
+    def _solve(self, mixture: Array, once: Array, price: Array) -> tuple[float, Array]:
+        """The least cost under these weights of paths and devices, and each device's live bytes at that cost; ``latest`` becomes its
+        stages."""
         weights = np.einsum("i,pis->ps", mixture, self.paths)
-        per_byte = price[self.device]
+        per_byte, per_step = price[self.device], once[self.device]
         kinds = self.prices.shape[2]
         cost, pick = np.empty((self.stages, kinds)), np.empty((self.stages, kinds), dtype=np.intp)
         for (_, rows), (*parts, g, w, a, q, z) in zip(self.places, self.prices, strict=True):
             each = (
                 sum(np.multiply.outer(weight[rows], part) for weight, part in zip(weights, parts, strict=True))
-                + once / self.line * g
+                + np.multiply.outer(per_step[rows], g)
                 + np.multiply.outer(per_byte[rows], w)
                 + np.multiply.outer(per_byte[rows] * self.in_flight[rows], a)
                 + np.multiply.outer(per_byte[rows] * self.waiting[rows], q)
@@ -187,6 +195,7 @@ class _Linear:
         sums = np.add.reduceat(chosen, bounds[:-1], axis=0)
         parts = len(self.send)
         self.latest = sums[:, :parts].T + self.send
+        self.once = np.bincount(self.device, sums[:, parts], minlength=self.line).astype(np.float64)
         weights, saved, waiting, transient = sums[:, parts + 1 :].T
         live = weights + self.in_flight * saved + self.waiting * waiting + self.transient * transient
         return np.bincount(self.device, live, minlength=self.line).astype(np.float64)
@@ -202,17 +211,20 @@ def longer_path(instance: Instance, mean: Array, least_s: float) -> Array | None
 
 
 class _Master:
-    """The mixture of the stages found so far whose longest path is shortest, within the devices' memory; its duals price paths and
-    bytes."""
+    """The mixture of the stages found so far with the shortest step (longest path, and most once-per-step seconds of a device), within
+    the devices' memory; its duals price paths, those seconds, and bytes."""
 
     def __init__(self, scale_s: float, room: Array) -> None:
         self.scale_s, self.room = scale_s, room
         self.solver = pywraplp.Solver.CreateSolver("GLOP")
         infinity = self.solver.infinity()
         self.infinity = infinity
-        self.total = self.solver.NumVar(0, infinity, "T")
-        self.solver.Minimize(self.total)
-        self.once = self.solver.Constraint(1, 1)
+        self.total, self.step = (self.solver.NumVar(0, infinity, name) for name in "TG")
+        self.solver.Minimize(self.total + self.step)
+        self.one = self.solver.Constraint(1, 1)
+        self.once = [self.solver.Constraint(0, infinity) for _ in room]
+        for row in self.once:
+            row.SetCoefficient(self.step, 1)
         self.memory = [self.solver.Constraint(-infinity, 1) for _ in room]
         for row in self.memory:  # exceeding the memory costs time, so a solution always exists
             short = self.solver.NumVar(0, infinity, "")
@@ -232,10 +244,12 @@ class _Master:
         self.rows.append(row)
         self.paths.append(path)
 
-    def add_stages(self, stages: Array, used: Array) -> None:
-        """``stages``: the parts of each stage's seconds; ``used``: bytes of each device."""
+    def add_stages(self, stages: Array, once: Array, used: Array) -> None:
+        """``stages``: the parts of each stage's seconds; ``once`` and ``used``: once-per-step seconds and bytes of each device."""
         share = self.solver.NumVar(0, self.infinity, "")
-        self.once.SetCoefficient(share, 1)
+        self.one.SetCoefficient(share, 1)
+        for row, seconds in zip(self.once, once / self.scale_s, strict=True):
+            row.SetCoefficient(share, -float(seconds))
         for row, path in zip(self.rows, self.paths, strict=True):
             row.SetCoefficient(share, -float((path * stages).sum()) / self.scale_s)
         for row, part in zip(self.memory, used / self.room, strict=True):
@@ -243,17 +257,19 @@ class _Master:
         self.shares.append(share)
         self.stages.append(stages)
 
-    def solve(self) -> tuple[float, Array, Array, Array] | None:
-        """Seconds of the longest path, the mean stages, the paths' weights, and seconds per byte of each device."""
+    def solve(self) -> tuple[float, float, Array, Array, Array, Array] | None:
+        """Seconds of the step and of its longest path, the mean stages, the weights of paths and of devices, and seconds per byte of each
+        device."""
         if self.solver.Solve() != pywraplp.Solver.OPTIMAL:
             return None
-        weights = np.maximum([row.dual_value() for row in self.rows], 0.0)
-        if not weights.sum() > 0:
+        weights, once = (np.maximum([row.dual_value() for row in rows], 0.0) for rows in (self.rows, self.once))
+        if not (weights.sum() > 0 and once.sum() > 0):
             return None
         price = np.maximum([-row.dual_value() for row in self.memory], 0.0) * self.scale_s / self.room
         shares = np.array([share.solution_value() for share in self.shares])
         mean = np.tensordot(shares, np.array(self.stages), axes=1)
-        return self.total.solution_value() * self.scale_s, mean, weights / weights.sum(), price
+        step_s, path_s = (x * self.scale_s for x in (self.solver.Objective().Value(), self.total.solution_value()))
+        return step_s, path_s, mean, weights / weights.sum(), once / once.sum(), price
 
 
 def _cheapest_cuts(cost: Array) -> tuple[float, Indices]:
