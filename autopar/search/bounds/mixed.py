@@ -5,7 +5,8 @@ memory. The linear model mixes such ways, device by device, so that together the
 the schedule is shortest:
 
     minimise   T + G
-    paths      T >= sum_{d, w} x[d, w] path(w) + sends     for the paths that are known
+    seconds    t[s] = sum_w x[d, w] t[s](w) + sends        for every stage s of device d, forward and backward
+    paths      T >= path(t)                                for the paths that are known
     once       G >= sum_w x[d, w] g(w)                     for every device d
     one        sum_w x[d, w] = 1                           for every device d
     layers     sum_{d, w} x[d, w] layers(w) = L
@@ -13,17 +14,25 @@ the schedule is shortest:
 Its duals weigh paths, devices' once-per-step seconds, and layers; the cheapest way of every device under them is a knapsack, solved
 exactly (``knapsacks``). The cost of the cheapest ways together, plus the weight of all layers, is a bound for any weights. Ways that
 make a device slower than the target step (``devices``) are left out, so the bound holds for steps below that target.
+
+A schedule has more long paths than rounds could find one after the other. If it is small, the model gets all of its actions at last:
+
+    actions    e[a] >= e[b] + t[s]                         for every action a of stage s, and the actions b that it waits for
+               T >= e[a]                                   for every action that none waits for
+
+The duals of these rows are the share of the paths that pass from b to a.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
 from ortools.linear_solver import pywraplp
 
 from autopar.schedules.memory import fullest, passing_by
-from autopar.schedules.step_time import textbook_paths
+from autopar.schedules.step_time import actions, mixed_paths, textbook_paths
 from autopar.search.bounds.cheap import TOLERANCE, sends
 from autopar.search.bounds.columns import longer_path
 from autopar.search.bounds.devices import Line
@@ -31,11 +40,17 @@ from autopar.search.knapsacks import NOTHING, Front, front, merged
 from autopar.search.pareto import Array
 from autopar.search.tables import Instance
 
-ROUNDS = 40
-"""How many times the weights are changed."""
+ROUNDS, LAST = 40, 24
+"""How many times the weights are changed: with the known paths, and with all actions."""
+
+ACTIONS = 5_000
+"""Most actions of a schedule that the model gets."""
+
+CLOSE = 2e-4
+"""The bound is taken if it is so close to the best that the model allows."""
 
 NEAR = 0.5
-"""How close the next weights stay to the best weights so far."""
+"""How close the next weights stay to the best weights so far; half as close after weights that were no better."""
 
 MARGIN = 1.05
 """How far above a bound steps are considered: the fewer layers a device may have, the fewer ways there are."""
@@ -129,16 +144,41 @@ class _Mixture:
             self.solver.Objective().SetCoefficient(variable, 10)
         self.columns: list[tuple[pywraplp.Variable, int, Array]] = []
         self.known: set[tuple[int, int, bytes]] = set()
+        scaled = self.sends / scale_s
+        self.seconds = [[self.solver.NumVar(0, self.infinity, "") for _ in part] for part in scaled]
+        self.sums = [[self.solver.Constraint(float(x), float(x)) for x in part] for part in scaled]
+        for row, variable in zip(itertools.chain(*self.sums), itertools.chain(*self.seconds), strict=True):
+            row.SetCoefficient(variable, 1)
+        self.ends: list[
+            tuple[int, pywraplp.Constraint]
+        ] = []  # T is no less than the end of an action that none waits for
+        self.waits: list[tuple[pywraplp.Constraint | None, ...]] = []  # an action after the two that it waits for
         for path in textbook_paths(instance.schedule).transpose(1, 0, 2):
             self._add_path(path)
 
+    def _row(self, *terms: tuple[pywraplp.Variable, float]) -> pywraplp.Constraint:
+        """A new row: the sum of the terms is not negative."""
+        row = self.solver.Constraint(0, self.infinity)
+        for variable, factor in terms:
+            row.SetCoefficient(variable, factor)
+        return row
+
     def _add_path(self, path: Array) -> None:
-        row = self.solver.Constraint(float((path * self.sends).sum()) / self.scale_s, self.infinity)
-        row.SetCoefficient(self.total, 1)
-        for variable, d, seconds in self.columns:
-            row.SetCoefficient(variable, -float((path[:, self.devices[d].own] * seconds).sum()) / self.scale_s)
-        self.rows.append(row)
+        counts = zip(itertools.chain(*self.seconds), path.ravel().tolist(), strict=True)
+        self.rows.append(self._row((self.total, 1), *((variable, -n) for variable, n in counts if n)))
         self.paths.append(path)
+
+    def _add_actions(self) -> None:
+        """All actions of the schedule."""
+        known, row_of = actions(self.instance.schedule), list(itertools.chain(*self.seconds))
+        end = [self.solver.NumVar(0, self.infinity, "") for _ in known]
+        for number, (slot, *waits) in enumerate(known):
+            own, taken = ((((end[n], -1.0),) if n >= 0 else ()) for n in waits)
+            first = self._row((end[number], 1), *own, (row_of[slot], -1)) if own or not taken else None
+            second = self._row((end[number], 1), *taken, (row_of[slot], -1)) if taken else None
+            self.waits.append((first, second))
+        last = set(range(len(known))) - {n for _, *waits in known for n in waits}
+        self.ends = [(n, self._row((self.total, 1), (end[n], -1))) for n in sorted(last)]
 
     def _add(self, d: int, layers: int, ways: Front) -> None:
         seconds, once = self.devices[d].column(ways)
@@ -150,15 +190,14 @@ class _Mixture:
         self.one[d].SetCoefficient(variable, 1)
         self.layers.SetCoefficient(variable, layers)
         self.once[d].SetCoefficient(variable, -once / self.scale_s)
-        own = np.array(self.paths)[:, :, self.devices[d].own]
-        for row, length in zip(self.rows, (own * seconds).sum(axis=(1, 2)).tolist(), strict=True):
-            row.SetCoefficient(variable, -length / self.scale_s)
+        for rows, part in zip(self.sums, (seconds / self.scale_s).tolist(), strict=True):
+            for s, x in zip(self.devices[d].own, part, strict=True):
+                rows[s].SetCoefficient(variable, -x)
         self.columns.append((variable, d, seconds))
 
-    def _price(self, mixture: Array, once: Array, layer_s: float) -> float:
-        """The bound of these weights; the cheapest ways under them are added to the model."""
-        paths = np.array(self.paths[: len(mixture)])
-        weights = np.einsum("i,ips->ps", mixture, paths)
+    def _price(self, weights: Array, once: Array, layer_s: float) -> float:
+        """The bound of these weights: those of the stages' seconds, of a mixture of paths; the cheapest ways under them are added to the
+        model."""
         value = float((weights * self.sends).sum()) + layer_s * self.wanted
         for d, device in enumerate(self.devices):
             best = np.inf
@@ -170,34 +209,44 @@ class _Mixture:
             value += best
         return value
 
+    def _mixture(self) -> Array | None:
+        """How often the mixture of paths that the duals weigh contains each part of each stage; ``None`` without weights."""
+        shares = np.maximum([row.dual_value() for row in self.rows], 0.0)
+        weights = np.tensordot(shares, np.array(self.paths), axes=1)
+        total = float(shares.sum())
+        ends = np.zeros(len(self.waits))
+        for number, row in self.ends:
+            ends[number] = max(row.dual_value(), 0.0)
+        if ends.sum() > 0:
+            follows = np.array([[row.dual_value() if row else 0.0 for row in pair] for pair in self.waits])
+            weights += ends.sum() * mixed_paths(self.instance.schedule, ends, np.maximum(follows, 0.0))
+            total += float(ends.sum())
+        return weights / total if total > 0 else None
+
     def best(self, enough_s: float) -> float:
         """The largest bound found, at most ``enough_s``; ``inf`` if a device has no way to run."""
         count = len(self.devices)
-        centre = (
-            np.full(len(self.rows), 1 / len(self.rows)),
-            np.full(count, 1 / count),
-            self.scale_s / self.instance.layers,
-        )
-        found = self._price(*centre)
-        for _ in range(ROUNDS):
+        centre = np.mean(self.paths, axis=0), np.full(count, 1 / count), self.scale_s / self.instance.layers
+        found, near, schedule = self._price(*centre), NEAR, self.instance.schedule
+        small = 2 * schedule.stages * schedule.microbatches <= ACTIONS
+        for number in range(ROUNDS + LAST * small):
+            if number == ROUNDS:
+                self._add_actions()
             if not found < enough_s or self.solver.Solve() != pywraplp.Solver.OPTIMAL:
                 break
-            duals = np.maximum([row.dual_value() for row in self.rows], 0.0)
             once = np.maximum([row.dual_value() for row in self.once], 0.0)
-            if not (duals.sum() > 0 and once.sum() > 0):
+            weights = self._mixture()
+            if weights is None or not once.sum() > 0:
                 break
             layer_s = self.layers.dual_value() * self.scale_s
             least_s = self.solver.Objective().Value() * self.scale_s
-            longer = self._longer()  # a new row invalidates the solver's solution
-            if found >= least_s * (1 - 1e-3) and not longer:
+            longer = not self.ends and self._longer()  # a new row invalidates the solver's solution
+            if found >= least_s * (1 - CLOSE) and not longer:
                 break
-            old, duals = (np.append(w, np.zeros(len(self.rows) - len(w))) for w in (centre[0], duals / duals.sum()))
-            trial = (
-                NEAR * old + (1 - NEAR) * duals,
-                NEAR * centre[1] + (1 - NEAR) * once / once.sum(),
-                NEAR * centre[2] + (1 - NEAR) * layer_s,
-            )
+            far = weights, once / once.sum(), layer_s
+            trial = tuple(near * a + (1 - near) * b for a, b in zip(centre, far, strict=True))
             value = self._price(*trial)
+            near = NEAR if value > found else near / 2
             if value > found:
                 found, centre = value, trial
         return found * (1 - TOLERANCE)
