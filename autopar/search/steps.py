@@ -14,11 +14,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.search.bounds.bottleneck import GRIDS, bottleneck_bound, whole_bound
+from autopar.search.bounds.chain import chain_bound, is_chain
 from autopar.search.bounds.cheap import fewest_seconds
 from autopar.search.bounds.columns import columns_bound, even_bound
 from autopar.search.bounds.devices import devices_bound
 from autopar.search.bounds.mixed import mixed_bound
 from autopar.search.bounds.relaxation import relaxation
+from autopar.search.construct.changes import changed
 from autopar.search.construct.devices import construct_devices
 from autopar.search.construct.stages import construct_stages, tied_cost
 from autopar.search.evaluation import Solution, all_in_turn, fits, leaving_room
@@ -32,6 +34,9 @@ LABEL_LAYERS = 16
 
 MARGIN = 0.15
 """How far above a choice's bound a plan is searched for while no plan is known."""
+
+CLOSE = 0.03
+"""How far above the best plan a solution with several stages on each device may be, for changes of single layers to be tried in it."""
 
 FEW = 16
 """Up to this many layers of a device, devices of whole layers are mixed rather than layers: with more layers it gains less."""
@@ -130,7 +135,8 @@ def _fine(instance: Instance, at_least_s: float, enough_s: float) -> float:
 
 
 def _whole(instance: Instance, at_least_s: float, enough_s: float) -> float:
-    return whole_bound(instance, at_least_s, enough_s if np.isfinite(enough_s) else (1 + MARGIN) * at_least_s)
+    bound = whole_bound(instance, at_least_s, enough_s if np.isfinite(enough_s) else (1 + MARGIN) * at_least_s)
+    return chain_bound(instance, bound) if is_chain(instance) and np.isfinite(bound) else bound
 
 
 def _relax(state: State, node: Node) -> None:
@@ -179,7 +185,10 @@ def _look(state: State, instance: Instance) -> bool:
     found = engine_of(instance).construct(decided, state.deadline) if decided is not None else None
     if decided is None or found is None:
         return False
-    state.offer(decided, found[1])
+    step_s, solution = found
+    if instance.schedule.interleaved and step_s < (1 + CLOSE) * state.step_s:
+        solution = changed(decided, solution, state.deadline)
+    state.offer(decided, solution)
     return True
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from math import inf
+from unittest import mock
 
 import pytest
 from brute_force import FAMILIES, compare, problem
@@ -15,14 +16,17 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.plan import Plan
 from autopar.schedules import CHIMERA, SEVERAL_STAGES
 from autopar.search import SearchOptions, search, steps
+from autopar.search.bounds import mixed
 from autopar.search.bounds.bottleneck import bottleneck_bound, whole_bound
+from autopar.search.bounds.chain import chain_bound, is_chain
 from autopar.search.bounds.cheap import fewest_seconds
 from autopar.search.bounds.columns import columns_bound, even_bound
 from autopar.search.bounds.devices import devices_bound
 from autopar.search.bounds.mixed import mixed_bound
 from autopar.search.bounds.relaxation import relaxation
+from autopar.search.construct.changes import changed
 from autopar.search.construct.devices import construct_devices
-from autopar.search.evaluation import cost
+from autopar.search.evaluation import cost, fits
 from autopar.search.exact import solve_labels, solve_scip
 from autopar.search.problem import choices
 from autopar.search.tables import Prices
@@ -131,6 +135,8 @@ def test_every_bound_of_every_outer_choice_holds() -> None:
                 "linear": relaxation(instance, cheap, 5.0),
                 "integer": solve_scip(instance, cheap, float("inf"), 5.0, 0.0)[0],
             }
+            if is_chain(instance):
+                bounds["chain"] = chain_bound(instance, cheap)
             for name, bound in bounds.items():
                 assert bound <= best * (1 + 1e-6), (seed, choice, name)
                 if best < float("inf"):
@@ -138,6 +144,7 @@ def test_every_bound_of_every_outer_choice_holds() -> None:
     mean = {name: sum(values) / len(values) for name, values in tight.items()}
     assert mean["cheap"] < mean["linear"] < mean["integer"] and mean["cheap"] < mean["bottleneck"] < mean["whole"]
     assert mean["integer"] > 0.85
+    assert mean["chain"] > 0.92 and max(tight["chain"]) > 1 - 1e-6
 
 
 @pytest.mark.parametrize("schedule", [name for name in SEVERAL_STAGES if name != CHIMERA])
@@ -170,8 +177,17 @@ def test_every_bound_of_choices_with_several_stages_on_a_device_holds(schedule: 
                 if best < inf:  # with a cutoff that the optimum is below, they still are no more than it
                     bounds["devices, cut off"] = devices_bound(instance, cheap, best * 1.01)
                     bounds["mixed devices"] = mixed_bound(instance, best / 1.03, best * 1.01)
+                    with mock.patch.object(mixed, "ROUNDS", 1):
+                        bounds["mixed devices, all actions"] = mixed_bound(instance, best / 1.03, best * 1.01)
                 found = construct_devices(instance)
                 assert found is None or found[0] >= best * (1 - 1e-9), (seed, choice)
+                if found is not None:
+                    after = changed(instance, found[1])
+                    assert fits(instance, after), (seed, choice)
+                    step = cost(instance, after).step_time_s
+                    assert best * (1 - 1e-9) <= step <= found[0], (seed, choice)
+                    tight.setdefault("constructed", []).append(found[0] / best)
+                    tight.setdefault("changed", []).append(step / best)
                 for name, bound in bounds.items():
                     assert bound <= best * (1 + 1e-6), (seed, choice, name)
                     if best < inf:
@@ -181,3 +197,5 @@ def test_every_bound_of_choices_with_several_stages_on_a_device_holds(schedule: 
     assert mean["columns"] > 0.75
     if schedule == "interleaved-1f1b":
         assert mean["cheap"] < mean["devices"] and mean["mixed devices"] > mean["columns"]
+        assert mean["mixed devices, all actions"] > mean["mixed devices"] - 1e-3
+    assert mean["changed"] < mean["constructed"]
