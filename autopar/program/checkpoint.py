@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,6 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from autopar.program import schedulers
 from autopar.program.boxes import Piece, divided, pieces, whole
-from autopar.program.buffers import StageBuffers
 from autopar.program.checkpoint_files import (
     FORMAT,
     CheckpointError,
@@ -57,13 +56,19 @@ from autopar.program.checkpoint_files import (
     opened_or_why,
     partial_of,
 )
+from autopar.program.masters import Group
 from autopar.program.optimizer_state import Restored, described, merged, saved
 from autopar.program.optimizers import Updates
-from autopar.program.parameters import Group
 from autopar.program.state import sentence
-from autopar.program.world import Program, World
+from autopar.program.world import BufferRecord, Program, World
 
 T = TypeVar("T")
+
+
+class StageBuffers(Protocol):
+    """As of ``buffers``."""
+
+    def own(self) -> list[tuple[BufferRecord, Tensor]]: ...
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ class Training:
     program: Program
     world: World
     groups: Sequence[Group]
-    buffers: StageBuffers
+    buffers: StageBuffers | None  # that the model writes
     updates: Updates | None  # not yet there when weights are loaded at the start
 
 
@@ -319,7 +324,7 @@ def parameters(training: Training, *, every_copy: bool, every_rank: bool = True)
 
 def buffers(training: Training, *, every_copy: bool, every_rank: bool = True) -> Iterator[Piece]:
     """The buffers that this rank's stages write; with ``every_copy`` also those that they only read."""
-    for record, tensor in training.buffers.own():
+    for record, tensor in () if training.buffers is None else training.buffers.own():
         copy = every_copy or record.written
         if copy and (every_rank or training.world.first_on(training.world.coordinates)):
             yield whole(("model" if record.persistent else "buffer", record.original), tensor)
@@ -328,7 +333,7 @@ def buffers(training: Training, *, every_copy: bool, every_rank: bool = True) ->
 def _replica(training: Training) -> tuple[tuple[str, ...], int]:
     """What the names of this rank's tensors begin with, and the number of replicas that train apart."""
     index, count = 0, 1
-    for axis in training.program.parted(list(training.program.model.MESH))[1]:
+    for axis in training.program.parted(list(training.program.spec.mesh))[1]:
         place, size = training.world.coordinates[axis]
         index, count = index * size + place, count * size
     return ((f"replica{index}",) if count > 1 else ()), count

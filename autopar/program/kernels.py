@@ -20,12 +20,11 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own convention
 from spmd_types import I, P, PartitionSpec, R, S, SpmdTypeError, V
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.program import flattened
 from autopar.program.kernels_random import Seed, chosen
+from autopar.program.mesh_axes import Axis
 
-Axis = str | dist.ProcessGroup
 Axes = Axis | Sequence[Axis]
 Partition = Sequence[str | tuple[str, ...] | None]
 
@@ -75,28 +74,6 @@ def _size(axis: Axis) -> int:
     names = spmd.current_mesh_all_names()
     assert names is not None, "a kernel with an axis needs spmd_types.set_current_mesh"
     return names[axis].size()
-
-
-_meshes: list[DeviceMesh] = []
-
-
-@contextlib.contextmanager
-def on_mesh(mesh: DeviceMesh) -> Iterator[None]:
-    """Inside this context, the collectives of ``spmd_types`` and the kernels find the axes of ``mesh`` by name."""
-    _meshes.append(mesh)
-    try:
-        with spmd.set_current_mesh(mesh):
-            yield
-    finally:
-        _meshes.pop()
-
-
-def _group(axis: Axis) -> dist.ProcessGroup:
-    """The process group of an axis, for point-to-point communication."""
-    if not isinstance(axis, str):
-        return axis
-    assert _meshes, "a kernel that sends needs kernels.on_mesh"
-    return _meshes[-1].get_group(axis)
 
 
 def _split(axes: Axes) -> list[Axis]:

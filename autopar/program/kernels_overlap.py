@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autopar.program import flattened
-from autopar.program.kernels import Axes, _group, _split, dense_gradient
+from autopar.program.kernels import Axes, _split, dense_gradient
+from autopar.program.mesh_axes import group_of
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, axis: Axes, src: Any) -> Tensor:
@@ -60,7 +61,7 @@ def linears(
         products = tuple(F.linear(read, weight, bias) for weight, bias in zip(weights, added, strict=True))
         return (*products, read) if whole else products
     # the group is looked up here: on a GPU the backward runs in a thread that has no current mesh
-    group = None if not axes or x.is_meta else flattened.group(axes) if len(axes) > 1 else _group(axes[0])
+    group = None if not axes or x.is_meta else group_of(*axes)
     reduction = _Reduction(group, src.dim % x.ndim if isinstance(src, S) else None)
     found: tuple[Tensor, ...] = _Products.apply(x, axes, src, reduction, whole, *weights, *added)
     return found

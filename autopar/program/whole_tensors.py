@@ -76,7 +76,7 @@ class WholeTensors:
     def __init__(self, masters: Sequence[Master], program: Program, world: World) -> None:
         self._world = world
         self._held = [master for master in masters if any(True for _ in _boxes(master, master.tensor.detach(), world))]
-        replica = tuple(world.coordinates[axis][0] for axis in program.parted(list(program.model.MESH))[1])
+        replica = tuple(world.coordinates[axis][0] for axis in program.parted(list(program.spec.mesh))[1])
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, [tuple(_record(master, replica, world)) for master in self._held])
         records = [[_Record(_Key(*own[0]), *own[1:]) for own in theirs] for theirs in every]

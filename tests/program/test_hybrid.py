@@ -36,7 +36,7 @@ def stepped(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> 
             "gradients": trainer.gradients(),
             "norm": trainer.clip_(1e9),
             "masters": sum(master.tensor.numel() for group in groups for master in group.masters),
-            "sharded": [type(group) is sys.modules["parameters"].ShardedGroup for group in groups],
+            "sharded": [type(group) is sys.modules["fsdp"].ShardedGroup for group in groups],
         }
 
 

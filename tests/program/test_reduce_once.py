@@ -132,15 +132,15 @@ def test_stages_with_several_outputs(workers4: WorkerPool, tmp_path: Path) -> No
 
 RIGHT = r"self\._begun == self\._microbatches, recurse"
 FAULTS: dict[str, tuple[Fault, type[nn.Module]]] = {
-    "never reduced": (("reductions.py", RIGHT, "False, recurse"), Blocks),
-    "reduced in the first microbatch": (("reductions.py", RIGHT, "self._begun == 1, recurse"), Blocks),
+    "never reduced": (("fsdp.py", RIGHT, "False, recurse"), Blocks),
+    "reduced in the first microbatch": (("fsdp.py", RIGHT, "self._begun == 1, recurse"), Blocks),
     "the next step goes on counting": (
-        ("reductions.py", r"(Before a step\.\"\"\"\n)        self\._begun = 0", r"\1        pass"), Blocks,
+        ("fsdp.py", r"(Before a step\.\"\"\"\n)        self\._begun = 0", r"\1        pass"), Blocks,
     ),
-    "each output begins a backward pass": (("reductions.py", r"if not begun:", "if True:"), Skipping),
-    "the first output has to be reached": (("reductions.py", r"for output in outputs if", "for output in outputs[:1] if"), Skipping),
+    "each output begins a backward pass": (("fsdp.py", r"if not begun:", "if True:"), Skipping),
+    "the first output has to be reached": (("fsdp.py", r"for output in outputs if", "for output in outputs[:1] if"), Skipping),
     "other stages are not watched": (("reductions.py", r"self\._last\[stage\]", "self._last[max(self._last)]"), Blocks),
-    "added up and reduced": (("reductions.py", r"self\._begun in \(1, self\._microbatches\)", "self._begun == 1"), Blocks),
+    "added up and reduced": (("fsdp.py", r"self\._begun in \(1, self\._microbatches\)", "self._begun == 1"), Blocks),
 }  # fmt: skip
 
 

@@ -22,7 +22,8 @@ from autopar.emit.expressions import Text, expression
 from autopar.ops.experts import Experts
 from autopar.ops.facts import Kind, facts, op_name
 from autopar.ops.operands import operands, shape_of
-from autopar.program import flattened, kernels
+from autopar.program import kernels
+from autopar.program.mesh_axes import on_mesh
 from autopar.rules import candidates
 from passes.localise import apply, localised
 
@@ -71,7 +72,7 @@ def vocabulary_loss(smoothing: float, *shape: int) -> None:
     expected.backward()
     mine = logits.chunk(world, -1)[dist.get_rank()].clone().requires_grad_()
     several = {names: dist.group.WORLD} if shape == (2, 2) else {}
-    with spmd.set_current_mesh(mesh), flattened.use(several):
+    with on_mesh(mesh, several):
         axis = names[0] if len(names) == 1 else names
         loss = kernels.vocab_parallel_cross_entropy_sum(mine, labels, axis, -100, smoothing)
         loss.backward()

@@ -37,26 +37,26 @@ def test_with_data_parallelism(schedule: str, zero: int, workers4: WorkerPool, t
 FAULTS = {  # by name: the schedule that shows the fault; a file of the program, a pattern, the replacement
     "a weight's gradient in both parts": (
         "zbv",
-        "weight_gradients.py",
+        "split_pipeline.py",
         r"product.weight_gradient\(\) if _products is None else None",
         "product.weight_gradient()",
     ),
-    "the second part is left out": ("zbv", "weight_gradients.py", "        while products:", "        while False:"),
+    "the second part is left out": ("zbv", "split_pipeline.py", "        while products:", "        while False:"),
     "the last microbatch's piece takes the place of the sum": (
         "zbv",
-        "weight_gradients.py",
+        "split_pipeline.py",
         r"sums\[last.name\].add_\(last.piece\) if last.name in sums else last.piece",
         "last.piece",
     ),
     "a reduction is lost": (
         "zbv",
-        "weight_gradients.py",
+        "split_pipeline.py",
         r"        self._turn.finish\(\)\n        piece",
         "        piece",
     ),
     "gradients of an earlier step stay": (
         "zbv",
-        "weight_gradients.py",
+        "split_pipeline.py",
         r"self._pieces = \{\}\n\n",
         "pass\n\n",
     ),
