@@ -9,13 +9,17 @@ from functools import lru_cache
 
 from torch import nn
 
-# Names that an emitted module defines or imports itself.
-_RESERVED = frozenset(
-    """self torch nn F spmd checkpoint key seeds prelude Callable LayerSpec StageSpec TensorSpec ProgramSpec Prelude
-    flattened guards int8 kernels kernels_ctc kernels_experts kernels_fp8 kernels_norm kernels_overlap kernels_random kernels_ring
+# Modules of the folder whose functions an emitted module may call.
+CALLED = frozenset(
+    """flattened guards int8 kernels kernels_ctc kernels_experts kernels_fp8 kernels_norm kernels_overlap kernels_random kernels_ring
     kernels_rnn offload opaque segments selective weight_gradients""".split()  # noqa: SIM905  a list of words
 )
 
+# Names that an emitted module defines or imports itself.
+_RESERVED = CALLED | frozenset(
+    """self torch nn F spmd checkpoint key seeds prelude Callable LayerSpec StageSpec TensorSpec ProgramSpec
+    Prelude""".split()  # noqa: SIM905  a list of words
+)
 
 # Attributes that every module has: the user's attributes may not replace them.
 _MODULE = frozenset(dir(nn.Module())) | {"compute", "number", "updates", "SPEC", "expert_body"}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from autopar.emit.custom import custom_modules
 from autopar.emit.expressions import literal
 from autopar.emit.ignored import ignored_labels
 from autopar.emit.layer import buffer_paths, is_compiled, is_narrow, layer_class, parameter_paths
-from autopar.emit.names import Names
+from autopar.emit.names import CALLED, Names
 from autopar.emit.opaque import describe_opaque, imported_modules
 from autopar.emit.parts import runtime_parts
 from autopar.emit.prelude import prelude_function
@@ -35,7 +35,7 @@ from passes.stages import LocalProgram, cut_stages
 
 _HEADER = '''"""{model} on {devices}: {summary}.
 
-A step takes {batch} rows{microbatches}. Each device runs the layers below for its part of one microbatch.{apart}
+A step takes {batch} rows{microbatches}. Each device runs the layers below on its part of the rows.{apart}
 
 On each axis of the mesh a tensor has a type, which comments and calls name: S(d) is a slice of dim d; R the same values everywhere, and
 terms of the gradient; I the same values and the same gradient; P a term of the sum. A collective turns one type into another.
@@ -51,6 +51,7 @@ Written by autopar; yours to edit.
 from __future__ import annotations
 
 {imports}
+
 
 '''
 
@@ -172,7 +173,8 @@ def model_source(program: LocalProgram, watch: bool = False) -> str:
     stages = [stage_class(program, stage, class_names) for stage in program.stages]
     prelude, record = prelude_function(program.graph)
     body = "\n\n".join([*sources, *stages, *([prelude] if prelude else []), _program_record(program, parts, record)])
-    return _header(program, _imports(body, program)) + body
+    modules = {part.partition(".")[0] for part in parts.values()}
+    return _header(program, _imports(body, modules, program)) + body
 
 
 def _header(program: LocalProgram, imports: str) -> str:
@@ -206,10 +208,10 @@ def _imported(source: str) -> set[str]:
     return {name for name in names if f"{name}.py" in FILES}
 
 
-def _imports(body: str, program: LocalProgram) -> str:
-    """The import statements of ``model.py``, of what ``body`` uses."""
+def _imports(body: str, modules: Set[str], program: LocalProgram) -> str:
+    """The import statements of ``model.py``: ``modules``, and what else ``body`` uses."""
     used = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
-    siblings = sorted(name for name in used if f"{name}.py" in FILES)
+    siblings = sorted(used & CALLED | modules)
     spmd = "from compiled import spmd" if _is_compiled(program) else "import spmd_types as spmd"
     usual = {
         "Callable": "from collections.abc import Callable\n",
@@ -231,11 +233,11 @@ _RECORDS = ("LayerSpec", "Prelude", "ProgramSpec", "StageSpec", "TensorSpec")
 def _program_record(program: LocalProgram, parts: Mapping[str, str], prelude: str) -> str:
     """The text of ``PROGRAM``."""
     mesh = ", ".join(f'"{axis.name}": {axis.size}' for axis in program.plan.mesh)
-    stages = ", ".join(f"Stage{stage.index}" for stage in program.stages)
+    stages = ", ".join(f"Stage{stage.index}" for stage in program.stages) + ("," if len(program.stages) == 1 else "")
     ignored = ignored_labels(program.graph)
     fields = {
         "mesh": f"{{{mesh}}},  # of a stage, outermost axis first",
-        "stages": f"({stages},),",
+        "stages": f"({stages}),",
         "schedule": f"{parts['schedule']},",
         "prelude": f"{prelude}," if prelude else "",
         "ignored": f"{literal(ignored, {})},  # labels of rows that the loss leaves out" if ignored else "",

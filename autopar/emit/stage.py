@@ -69,12 +69,11 @@ def _spec(program: LocalProgram, stage: Stage, axes: tuple[str, ...]) -> list[st
     }
     lines = ["    SPEC = StageSpec("]
     for field, tensors in (("inputs", inputs), ("sends", sends)):
-        if tensors:
-            lines += [
-                f"        {field}={{",
-                *(f'            "{name}": {text},' for name, text in tensors.items()),
-                "        },",
-            ]
+        entries = [f'"{name}": {text}' for name, text in tensors.items()]
+        if len(entries) == 1:
+            lines.append(f"        {field}={{{entries[0]}}},")
+        elif entries:
+            lines += [f"        {field}={{", *(f"            {entry}," for entry in entries), "        },"]
     if stage.scalars:
         lines.append(f"        scalars={literal(stage.scalars, {})},")
     if stage.index == len(program.plan.stages) - 1:
