@@ -37,6 +37,7 @@ FILES = (
     "kernels_random.py",
     "kernels_ring.py",
     "kernels_rnn.py",
+    "kernels_vocab.py",
     "loader.py",
     "local_group.py",
     "masters.py",

@@ -138,7 +138,7 @@ ILL_TYPED = tuple(
         ("mean over a sharded dim", "llama", WAITING, r"F\.linear\(mul_8,", "F.linear(mul_8 - mul_8.mean([-1], keepdim=True),"),
         (
             "loss over a slice of the vocabulary", "llama", TENSOR,
-            r'kernels\.vocab_parallel_cross_entropy_sum\((.*), "tensor",', r"kernels.cross_entropy_sum(\1,",
+            r'kernels_vocab\.vocab_parallel_cross_entropy_sum\((.*), "tensor",', r"kernels.cross_entropy_sum(\1,",
         ),
         (
             "bias added to a partial sum on every rank", "gpt2", TENSOR,
@@ -147,7 +147,7 @@ ILL_TYPED = tuple(
         ),
         (
             "lookup in a slice of the vocabulary", "gpt2", TENSOR,
-            r'kernels\.masked_embedding\((\w+), (\w+), axis="tensor"\)', r"F.embedding(\1, \2)",
+            r'kernels_vocab\.masked_embedding\((\w+), (\w+), axis="tensor"\)', r"F.embedding(\1, \2)",
         ),
         ("reduce-scatter along the wrong dim", "llama", SEQUENCE, r"(reduce_scatter\(.*)dst=spmd\.S\(1\)", r"\1dst=spmd.S(0)"),
         ("all-to-all from the wrong dim", "llama", SEQUENCE, r"all_to_all\((.*)src=spmd\.S\(2\)", r"all_to_all(\1src=spmd.S(0)"),
@@ -203,17 +203,17 @@ PIPELINE_ZERO = {"pipeline": 2, "data": 2, "zero": 2, "microbatches": 2}
 RUNTIME = tuple(
     text(*line)
     for line in (
-        ("kernels.py", "rows of other ranks are not zeroed in a masked lookup", "gpt2", TENSOR,
+        ("kernels_vocab.py", "rows of other ranks are not zeroed in a masked lookup", "gpt2", TENSOR,
          r"\.masked_fill\(elsewhere\.unsqueeze\(-1\), 0\)", ""),
-        ("kernels.py", "a masked lookup begins at row zero on every rank", "gpt2", TENSOR,
+        ("kernels_vocab.py", "a masked lookup begins at row zero on every rank", "gpt2", TENSOR,
          r"local = ids - _start\(axes, weight\.shape\[0\], ids\.device\)", "local = ids - 0 * _start(axes, weight.shape[0], ids.device)"),
-        ("kernels.py", "the sums of a vocabulary-parallel loss are not reduced", "llama", TENSOR,
+        ("kernels_vocab.py", "the sums of a vocabulary-parallel loss are not reduced", "llama", TENSOR,
          r"terms = flattened\.all_reduce\(terms, axes, src=P, dst=I\)", "terms = terms.clone()"),
-        ("kernels.py", "a label of another rank is picked in a vocabulary-parallel loss", "llama", TENSOR,
+        ("kernels_vocab.py", "a label of another rank is picked in a vocabulary-parallel loss", "llama", TENSOR,
          r"\.squeeze\(1\)\.masked_fill\(elsewhere, 0\)", ".squeeze(1)"),
-        ("kernels.py", "every rank scatters a label's gradient", "llama", TENSOR,
+        ("kernels_vocab.py", "every rank scatters a label's gradient", "llama", TENSOR,
          r"\(grad\[1\] \* ctx\.on\)\.masked_fill\(elsewhere, 0\)", "(grad[1] * ctx.on)"),
-        ("kernels.py", "ignored labels are not ignored", "llama", TENSOR,
+        ("kernels_vocab.py", "ignored labels are not ignored", "llama", TENSOR,
          r"\.masked_fill\(labels == ignore_index, 0\.0\)", ""),
         ("kernels_overlap.py", "a sum that runs under weight gradients is not awaited", "llama", SEQUENCE, r"work\.wait\(\)", "pass"),
         ("kernels_overlap.py", "the wait is for the handle of the first sum of the step", "llama", SEQUENCE,
@@ -231,7 +231,7 @@ RUNTIME = tuple(
         ("kernels_overlap.py", "the first joined product's term is counted twice", "llama", TENSOR,
          r"total = grad @ weight if", "total = 2 * (grad @ weight) if"),
         ("kernels_overlap.py", "the sum of joined products runs over all ranks", "llama", DATA_TENSOR,
-         r"_group\(axes\[0\]\)", "dist.group.WORLD"),
+         r"group_of\(\*axes\)", "dist.group.WORLD"),
         ("kernels_overlap.py", "the gradient of other readers of the converted input is left out", "parallel blocks", TENSOR,
          r"_terms\(rows, weights, \*grads\[count:\]\)", "_terms(rows, weights)"),
         ("kernels_overlap.py", "slices are scattered along the first dim", "llama", SEQUENCE,

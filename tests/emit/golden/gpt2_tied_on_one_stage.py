@@ -24,6 +24,7 @@ from torch import nn
 
 import kernels
 import kernels_overlap
+import kernels_vocab
 import local_group
 import microbatches
 import whole_tensors
@@ -46,9 +47,9 @@ class GPT2LMHeadModelEmbeddings(nn.Module):
         # constant_0 (1, 16): R on tensor
         # transformer_wte_weight (48, 32): S(0) on tensor
         # module.transformer.wte
-        embedding = kernels.masked_embedding(input_ids, transformer_wte_weight, axis="tensor")
+        embedding = kernels_vocab.masked_embedding(input_ids, transformer_wte_weight, axis="tensor")
         # module.transformer.wpe
-        embedding_1 = kernels.masked_embedding(constant_0, self.transformer.wpe.weight, axis="tensor")
+        embedding_1 = kernels_vocab.masked_embedding(constant_0, self.transformer.wpe.weight, axis="tensor")
         # module.transformer
         add_i = spmd.all_reduce(embedding + embedding_1, "tensor", src=spmd.P, dst=spmd.I)
         return add_i
@@ -156,7 +157,7 @@ class GPT2LMHeadModelHead(nn.Module):
         linear = kernels_overlap.linear(layer_norm, transformer_wte_weight, axis="tensor", src=spmd.I)
         del layer_norm
         # module
-        cross_entropy_sum = kernels.vocab_parallel_cross_entropy_sum(linear, F.pad(labels, [0, 1], value=-100.0)[..., 1:17], "tensor", ignore_index=-100, label_smoothing=0.0, partial_axes=())
+        cross_entropy_sum = kernels_vocab.vocab_parallel_cross_entropy_sum(linear, F.pad(labels, [0, 1], value=-100.0)[..., 1:17], "tensor", ignore_index=-100, label_smoothing=0.0, partial_axes=())
         div = cross_entropy_sum / valid_labels
         return div
 

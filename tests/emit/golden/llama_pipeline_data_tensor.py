@@ -24,6 +24,7 @@ from torch import nn
 
 import kernels
 import kernels_overlap
+import kernels_vocab
 import pipeline
 import whole_tensors
 from spec import LayerSpec, Prelude, ProgramSpec, StageSpec, TensorSpec
@@ -146,7 +147,7 @@ class LlamaForCausalLMHead(nn.Module):
         linear = kernels_overlap.linear(mul_1, self.lm_head.weight, axis="tensor", src=spmd.I)
         del mul_1
         # module
-        cross_entropy_sum = kernels.vocab_parallel_cross_entropy_sum(linear, F.pad(labels, [0, 1], value=-100.0)[..., 1:17], "tensor", ignore_index=-100, label_smoothing=0.0, partial_axes=("data",))
+        cross_entropy_sum = kernels_vocab.vocab_parallel_cross_entropy_sum(linear, F.pad(labels, [0, 1], value=-100.0)[..., 1:17], "tensor", ignore_index=-100, label_smoothing=0.0, partial_axes=("data",))
         div = cross_entropy_sum / valid_labels
         return div
 

@@ -24,6 +24,7 @@ from torch import nn
 
 import kernels
 import kernels_overlap
+import kernels_vocab
 import local_group
 import microbatches
 import selective
@@ -171,7 +172,7 @@ class LlamaForCausalLMHead(nn.Module):
         )
         del mul_1
         # module
-        cross_entropy_sum = kernels.vocab_parallel_cross_entropy_sum(linear, F.pad(labels, [0, 1], value=-100.0)[..., 1:17], "tensor", ignore_index=-100, label_smoothing=0.0, partial_axes=())
+        cross_entropy_sum = kernels_vocab.vocab_parallel_cross_entropy_sum(linear, F.pad(labels, [0, 1], value=-100.0)[..., 1:17], "tensor", ignore_index=-100, label_smoothing=0.0, partial_axes=())
         div = cross_entropy_sum / valid_labels
         return div
 
