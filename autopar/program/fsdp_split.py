@@ -1,7 +1,4 @@
-"""FSDP2 under schedules that run backward passes in two parts: the reductions of gradients that come in the second part.
-
-This file is copied into the programs that need it; it needs torch alone.
-"""
+"""FSDP2 under schedules that run backward passes in two parts: the reductions of gradients that come in the second part."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Kernels of a vocabulary that is sharded: the lookup of rows in a table, and the loss.
-
-This file is copied into programs that shard a vocabulary; it needs torch and spmd-types alone.
-"""
+"""Kernels of a vocabulary that is sharded: the lookup of rows in a table, and the loss."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The current mesh: which process group an axis, or several axes flattened into one, stands for.
-
-This file is copied into every emitted program; it needs torch and spmd-types alone.
-"""
+"""The current mesh: which process group an axis, or several axes flattened into one, stands for."""
 
 from __future__ import annotations
 

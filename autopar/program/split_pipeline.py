@@ -1,7 +1,4 @@
-"""Pipelines whose schedules run backward passes in two parts (``weight_gradients``): zero bubble, ZBV and DualPipeV.
-
-This file is copied into programs of such schedules; it needs torch and spmd-types alone.
-"""
+"""Pipelines whose schedules run backward passes in two parts (``weight_gradients``): zero bubble, ZBV and DualPipeV."""
 
 from __future__ import annotations
 
