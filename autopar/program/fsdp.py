@@ -5,7 +5,7 @@ FSDP2 reduces the gradients in every microbatch, or, where the plan says so, in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -128,6 +128,13 @@ class ShardedGroup:
             if meshes:
                 gather_ahead(stage, _layers(index, stage, program), meshes[0])
         share_comm_ctx([stage for stage in stages.values() if isinstance(stage, FSDPModule)])
+
+    @staticmethod
+    def free(stages: Iterable[nn.Module]) -> None:
+        """Free the parameters that forward passes gathered."""
+        for layer in (layer for stage in stages for layer in stage.modules()):
+            if isinstance(layer, FSDPModule):
+                layer.reshard()
 
     @staticmethod
     def last_backward(groups: Sequence[Group], program: Program) -> LastBackward:

@@ -13,7 +13,6 @@ import spmd_types as spmd
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from autopar.program.masters import Group
 from autopar.program.reductions import Reductions
@@ -150,10 +149,8 @@ class Microbatches:
                         self._term(*values)
                     elif placed[index + 1] != place:
                         self._transfer(dist.isend, values, placed[index + 1])
-        for module in self._modules.values():
-            for layer in module.modules():
-                if isinstance(layer, FSDPModule):
-                    layer.reshard()  # no backward pass frees what was gathered
+        if self.program.spec.fsdp is not None:
+            self.program.spec.fsdp.free(self.stages.values())  # no backward pass does
         return self._losses
 
     def _transfer(self, way: Callable[..., Any], values: Sequence[Tensor], place: int) -> None:
