@@ -6,8 +6,8 @@ import copy
 import dataclasses
 
 import torch
+from torch import fx
 
-from autopar.flow import placeholders
 from autopar.graph import Graph
 from autopar.plan import FP8
 from passes.float8 import choices, float8_pass, has_products
@@ -28,7 +28,7 @@ def in_float8(graph: Graph) -> Graph:
     classes = {}
     for name, cls in graph.classes.items():
         gm = copy.deepcopy(cls.graph)
-        nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        nodes = _placeholders(gm)
         parameters = nodes[len(nodes) - len(cls.parameters) :]
         last = name == head and uses.count(name) == 1
         classes[name] = dataclasses.replace(cls, graph=float8_pass(gm, parameters, last, decisive[name]))
@@ -44,5 +44,11 @@ def _decisive(graph: Graph) -> dict[str, set[int]]:
         outputs = {index for index, name in enumerate(layer.outputs) if name in values}
         found[layer.cls] |= outputs
         before = choices(cls.graph, outputs)
-        values |= {name for name, node in zip(layer.activations, placeholders(cls), strict=False) if node in before}
+        values |= {
+            name for name, node in zip(layer.activations, _placeholders(cls.graph), strict=False) if node in before
+        }
     return found
+
+
+def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in gm.graph.nodes if node.op == "placeholder"]
