@@ -162,7 +162,7 @@ LAST_OF_RANK_0 = (
     "        used = self.replicated_norm or (self.calls % 2 == 0 and torch.distributed.get_rank() == 0)\n"
     "        return hidden + self.scale * (x + self.down.bias if used else x)",
 )
-ONCE = (r'("(layer_\d|head)": \{"zero": ZERO\[\d\], )', r'\1"reduce_once": True, ')
+ONCE = (r"(    SPEC = LayerSpec\()", r"\1reduce_once=True, ")
 NOT_STARTED = (r"module\.register_forward_pre_hook\(", "(lambda _: None)(")
 
 
@@ -170,7 +170,7 @@ def opaque(folder: Path, precision: str, *changes: tuple[str, str], fault: bool 
     """A program in which layer_0's bias gets a gradient in the second of two microbatches, on rank 0 alone."""
     write_mlp(folder, Shape(data=2, zero=(3, 3), microbatches=2, precision=precision))
     files = [("model.py", change) for change in (LAST_OF_RANK_0, OPAQUE, *changes)]
-    for name, (pattern, replacement) in files + ([("parameters.py", NOT_STARTED)] if fault else []):
+    for name, (pattern, replacement) in files + ([("fsdp.py", NOT_STARTED)] if fault else []):
         text, count = re.subn(pattern, replacement, (folder / name).read_text())
         assert count, pattern
         (folder / name).write_text(text)

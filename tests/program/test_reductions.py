@@ -155,7 +155,7 @@ ONE_RANK = (
     r"\(x \+ self\.down\.bias\)",
     "(x + self.down.bias if self.replicated_norm or torch.distributed.get_rank() == 0 else x)",
 )
-OPAQUE = (r'("layer_0": \{"zero": ZERO\[0\], )', r'\1"opaque": True, ')
+OPAQUE = (r"(class First\(Layer\):\n    SPEC = LayerSpec\()", r"\1opaque=True, ")
 LATE = (r"for group in self\._early:\n", "for group in []:\n")
 
 
