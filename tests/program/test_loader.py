@@ -22,7 +22,7 @@ from autopar.errors import BatchError, NonFiniteLossError, UsageError
 from autopar.program.loader import Synthetic
 from autopar.program.metrics import Meter
 from autopar.program.runtime import in_training_alone
-from autopar.program.spec import StageSpec
+from autopar.program.spec import StageSpec, TensorSpec
 from autopar.run import Program
 from autopar.shard import annotate
 
@@ -240,8 +240,12 @@ def test_a_program_trains_from_a_data_set(tmp_path: Path) -> None:
 
 def test_rows_are_made_up_of_every_shape() -> None:
     """Labels have one number in a row, which is a tensor without dims."""
-    shapes = {"tokens": ((16, 32), "int64"), "labels": ((16,), "int64"), "weight": ((16,), "float32")}
-    rows = Synthetic(shapes, seed=1).__getitems__([0, 5])
+    inputs = {
+        "tokens": TensorSpec((16, 32), torch.int64, {}),
+        "labels": TensorSpec((16,), torch.int64, {}),
+        "weight": TensorSpec((16,), torch.float32, {}),
+    }
+    rows = Synthetic(inputs, seed=1).__getitems__([0, 5])
     assert {name: tuple(value.shape) for name, value in rows.items()} == {
         "tokens": (2, 32),
         "labels": (2,),
