@@ -120,8 +120,13 @@ def test_layers_may_differ(workers4: WorkerPool, tmp_path: Path) -> None:
     """Some layers are reduced once a step, others in every microbatch."""
     path, model = emitted(tmp_path, **PLANS["1f1b"])
     file = Path(path) / "model.py"
-    text, count = re.subn(r'("blocks_[1346]": \{[^}]*), "reduce_once": True', r"\1", file.read_text())
+    text, count = re.subn(r"(self\.blocks_[1346] = )(\w+)\(", r"\1Apart(", file.read_text())
     assert count == LAYERS // 2
+    kind = re.search(r"self\.blocks_1 = (\w+)\(", file.read_text())[1]  # type: ignore[index]
+    apart = f"class Apart({kind}):\n    SPEC = replace({kind}.SPEC, reduce_once=False)\n\n\nclass Stage0("
+    text = text.replace("from spec", "from dataclasses import replace\n\nfrom spec", 1).replace(
+        "class Stage0(", apart, 1
+    )
     file.write_text(text)
     assert is_right(workers4, path, model)
 
