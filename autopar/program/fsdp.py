@@ -6,7 +6,7 @@ FSDP2 reduces the gradients in every microbatch, or, where the plan says so, in 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
 from torch.distributed.tensor import DTensor
 
+from autopar.program.collectives import ShardedReduceScatter
 from autopar.program.masters import Group, Master, alike, set_parameter
 from autopar.program.world import Layout, Program, World
 
@@ -62,6 +63,8 @@ class ShardedGroup:
                 module.register_forward_pre_hook(lambda layer, _: start_gradients(layer, ignored))
         module.set_gradient_divide_factor(1.0)  # a sum: each rank's loss is a term of the whole loss
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+        if world.device.type == "cpu":
+            module.set_custom_reduce_scatter(cast(Any, ShardedReduceScatter()))
         self._params = {layout: stage.get_parameter(layout.name) for layout in layouts}
         self.masters: list[Master] = []
         self.frozen: list[Master] = []

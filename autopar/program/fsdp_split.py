@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own convention
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.program.collectives import reduce_scatter
+from autopar.program.collectives import Work, reduce_scatter
 from autopar.program.fsdp import ShardedGroup, rows_of, shard_of
 from autopar.program.masters import Group
 from autopar.program.world import Layout, Program, World
@@ -22,7 +22,7 @@ from autopar.program.world import Layout, Program, World
 class _Reduction:
     """A reduce-scatter that runs: ``piece`` is its result, to be added to that of ``name`` in ``pieces``; ``whole`` its operand."""
 
-    work: dist.Work
+    work: Work | None
     pieces: dict[str, Tensor]
     name: str
     piece: Tensor
@@ -39,7 +39,8 @@ class Turn:
     def finish(self) -> None:
         """Wait for the reduction that runs."""
         if (last := self.running) is not None:
-            last.work.wait()
+            if last.work is not None:
+                last.work.wait()
             sums = last.pieces
             sums[last.name] = sums[last.name].add_(last.piece) if last.name in sums else last.piece
             self.running = None

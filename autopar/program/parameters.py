@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.program.collectives import all_gather, reduce_scatter
+from autopar.program.collectives import Work, all_gather, reduce_scatter
 from autopar.program.masters import Group, Master, alike, set_parameter
 from autopar.program.world import Layout, Program, World
 
@@ -91,7 +91,7 @@ class FlatGroup:
         self._values = torch.zeros(piece * self._parts, dtype=compute, device=world.device)
         self._grads = torch.zeros(piece * self._parts if trainable else 0, dtype=wide, device=world.device)
         self._owned = torch.zeros(piece, dtype=wide, device=world.device) if self._mixed else self._values[self._own]
-        self._work: dist.Work | None = None  # the reduction, while it runs
+        self._work: Work | None = None  # the reduction, while it runs
         self._sum: Tensor | None = None  # its result under ZeRO 1
         self._over_copies = False  # whether the sum over the copies has started
         self._sending: dist.Work | None = None  # the publication, while it runs
